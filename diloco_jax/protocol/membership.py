@@ -1,0 +1,155 @@
+"""Who takes part: joining, leaving, silence, disconnection, incarnations.
+
+States of a member, and what moves it:
+
+    joining  --first report that holds every fragment-->  active
+    active   --no message within the lease-->              silent  --any message-->  active
+    any      --disconnect, leave-->                        gone    --hello-->        joining or active
+    any      --hello of a newer incarnation-->             joining (counters of the old one are added to the totals)
+
+Only active members count as live. A member that is gone keeps its record: its totals belong to the run.
+"""
+
+from __future__ import annotations
+
+from diloco_jax.protocol.messages import SYNCER, Adopted, Hello
+
+JOINING, ACTIVE, SILENT, GONE = "joining", "active", "silent", "gone"
+
+
+class Member:
+    """What the syncer knows of one learner."""
+
+    __slots__ = (
+        "adopted",
+        "global_step",
+        "heard_s",
+        "incarnation",
+        "learner_id",
+        "local_step",
+        "loss",
+        "past_steps",
+        "past_tokens",
+        "resent",
+        "restarts",
+        "rounds",
+        "since_s",
+        "state",
+        "step_s",
+        "tokens",
+        "used_step",
+    )
+
+    def __init__(self, learner_id: str, incarnation: int, now_s: float) -> None:
+        self.learner_id = learner_id
+        self.past_steps = 0  # inner steps of earlier incarnations
+        self.past_tokens = 0
+        self.restarts = 0
+        self.rounds = 0  # rounds in which a value of this learner was merged
+        self._begin(incarnation, now_s)
+
+    def _begin(self, incarnation: int, now_s: float) -> None:
+        self.incarnation = incarnation
+        self.state = JOINING
+        self.since_s = now_s
+        self.heard_s = now_s
+        self.local_step = 0
+        self.tokens = 0
+        self.used_step = 0  # newest local step that a closed round has counted
+        self.global_step = 0
+        self.adopted: tuple[Adopted, ...] = ()
+        self.resent: dict[int, int] = {}  # fragment -> version that was sent a second time
+        self.step_s: float | None = None
+        self.loss = float("nan")
+
+    def restart(self, incarnation: int, now_s: float) -> None:
+        """Begin a newer incarnation; what the old one did stays in the totals."""
+        self.past_steps += self.local_step
+        self.past_tokens += self.tokens
+        self.restarts += 1
+        self._begin(incarnation, now_s)
+
+    def enter(self, state: str, now_s: float) -> None:
+        self.state = state
+        self.since_s = now_s
+
+    @property
+    def total_steps(self) -> int:
+        return self.past_steps + self.local_step
+
+    @property
+    def total_tokens(self) -> int:
+        return self.past_tokens + self.tokens
+
+
+class Membership:
+    """The members by name, and the number of live ones."""
+
+    def __init__(self, fingerprint: tuple[tuple[str, str], ...], num_fragments: int, learners_max: int) -> None:
+        self._fingerprint = dict(fingerprint)
+        self._num_fragments = num_fragments
+        self._learners_max = learners_max
+        self.members: dict[str, Member] = {}
+        self.live = 0
+
+    def get(self, learner_id: str, incarnation: int) -> Member | None:
+        """The member if this incarnation of it is connected, else None."""
+        member = self.members.get(learner_id)
+        if member is None or member.incarnation != incarnation or member.state == GONE:
+            return None
+        return member
+
+    def connected(self) -> list[Member]:
+        """Members with a link, sorted by name."""
+        return [m for _, m in sorted(self.members.items()) if m.state != GONE]
+
+    def refusal(self, hello: Hello) -> str:
+        """Why this learner cannot join, or an empty string."""
+        if hello.learner_id == SYNCER or not hello.learner_id:
+            return f"the name {hello.learner_id!r} is reserved; give the learner another name"
+        known = self.members.get(hello.learner_id)
+        if known is not None and hello.incarnation < known.incarnation:
+            return (
+                f"incarnation {hello.incarnation} of {hello.learner_id} is older than {known.incarnation}, which is "
+                "known already; stop one of the two processes or rename it"
+            )
+        if known is None and len(self.connected()) >= self._learners_max:
+            return f"{self._learners_max} learners are connected, the limit; raise protocol.learners_max"
+        theirs = dict(hello.fingerprint)
+        for what in sorted(self._fingerprint.keys() | theirs.keys()):
+            ours_value, their_value = self._fingerprint.get(what, "absent"), theirs.get(what, "absent")
+            if ours_value != their_value:
+                return (
+                    f"{what} differs: the syncer has {ours_value}, {hello.learner_id} has {their_value}; "
+                    "start both from the same config"
+                )
+        if len(hello.versions) != self._num_fragments:
+            return f"{len(hello.versions)} fragments offered, {self._num_fragments} expected; use the same config"
+        return ""
+
+    def join(self, hello: Hello, now_s: float) -> Member:
+        """Enter or re-enter a learner that was not refused."""
+        member = self.members.get(hello.learner_id)
+        if member is None:
+            member = self.members[hello.learner_id] = Member(hello.learner_id, hello.incarnation, now_s)
+        elif hello.incarnation > member.incarnation:
+            self.set_state(member, GONE, now_s)
+            member.restart(hello.incarnation, now_s)
+        elif member.state == GONE:
+            self.set_state(member, JOINING, now_s)
+        member.heard_s = now_s
+        return member
+
+    def set_state(self, member: Member, state: str, now_s: float) -> None:
+        """Move a member to a state, keeping the count of live ones."""
+        self.live += (state == ACTIVE) - (member.state == ACTIVE)
+        member.enter(state, now_s)
+
+    def expired(self, lease_s: float, now_s: float) -> list[Member]:
+        """Active members that were not heard within the lease, sorted by name."""
+        return [m for _, m in sorted(self.members.items()) if m.state == ACTIVE and now_s - m.heard_s >= lease_s]
+
+    def median_step_s(self) -> float | None:
+        """Lower median of the live learners' step times: one slow island must not stretch everybody's window."""
+        times = sorted(m.step_s for m in self.members.values() if m.state == ACTIVE and m.step_s is not None)
+        return times[(len(times) - 1) // 2] if times else None

@@ -1,0 +1,171 @@
+"""When rounds open and close: schedule, moving averages, grace window, quorum. Pure values in, pure values out.
+
+Rules of this file
+  * Every predicate returns its decision together with the numbers that led to it; `Closing.reason` puts them in words.
+  * No predicate reads a clock: `now_s` is an argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+LEARNERS_MAX_LIMIT = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProtocolConfig:
+    """The numbers of the algorithm that both machines share (paper, section 5.1, for the defaults)."""
+
+    sync_every: int = 24
+    """H: global steps between two merges of the same fragment. Small: more traffic, less drift. Large: the reverse."""
+    num_fragments: int = 24
+    """P: fragments of the model, at most H. 1 is DiLoCo, more is Streaming DiLoCo; P = H moves one in every step."""
+    overlap_steps: int = 2
+    """tau: inner steps that a round may take while training goes on, and rounds in flight. 0: learners wait."""
+    quorum: int = 1
+    """K: learners that must have finished a step before a round may close. M waits for everybody."""
+    grace_steps_max: float = 1.0
+    """Cap of the grace window in inner steps. 0 turns the window off, which with K = 1 merges one learner at a time."""
+    grace_safety: float = 0.9
+    """gamma of Eq. 3: share of the slack that the grace window may use, above 0 and at most 1."""
+    ema_decay: float = 0.9
+    """Decay of the moving averages of step, quorum and synchronisation time, in [0, 1). 0 keeps the last sample."""
+    lease_s: float = 15.0
+    """Silence after which a connected learner counts as dead, in seconds. Heartbeats flow while a step compiles."""
+    heartbeat_s: float = 2.0
+    """Seconds between two heartbeats of a learner, below half the lease."""
+    resend_s: float = 2.0
+    """Seconds after which an unanswered request (hello, pull) is sent again."""
+    pull_timeout_s: float = 30.0
+    """Seconds after which a round stops waiting for a value that it asked for and merges without it."""
+    anchor_history: int = 2
+    """Versions of a fragment that the syncer keeps: a value against an older one is refused, its sender refreshed."""
+    learners_max: int = 64
+    """Most learners that the syncer accepts at a time."""
+
+    def __post_init__(self) -> None:
+        _check(self.sync_every >= 1, "sync_every", self.sync_every, "at least 1")
+        _check(self.num_fragments >= 1, "num_fragments", self.num_fragments, "at least 1")
+        _check(
+            self.num_fragments <= self.sync_every,
+            "num_fragments",
+            self.num_fragments,
+            f"at most sync_every = {self.sync_every}, so that every fragment has a global step of its own",
+        )
+        _check(self.overlap_steps >= 0, "overlap_steps", self.overlap_steps, "at least 0")
+        _check(1 <= self.quorum <= self.learners_max, "quorum", self.quorum, f"1 to learners_max = {self.learners_max}")
+        _check(self.grace_steps_max >= 0, "grace_steps_max", self.grace_steps_max, "at least 0")
+        _check(0 < self.grace_safety <= 1, "grace_safety", self.grace_safety, "above 0 and at most 1")
+        _check(0 <= self.ema_decay < 1, "ema_decay", self.ema_decay, "at least 0 and below 1")
+        _check(self.heartbeat_s > 0, "heartbeat_s", self.heartbeat_s, "above 0")
+        _check(
+            self.lease_s >= 2 * self.heartbeat_s,
+            "lease_s",
+            self.lease_s,
+            f"at least 2 heartbeats, {2 * self.heartbeat_s}",
+        )
+        _check(self.resend_s > 0, "resend_s", self.resend_s, "above 0")
+        _check(self.pull_timeout_s > 0, "pull_timeout_s", self.pull_timeout_s, "above 0")
+        _check(1 <= self.anchor_history <= 16, "anchor_history", self.anchor_history, "1 to 16")
+        _check(
+            1 <= self.learners_max <= LEARNERS_MAX_LIMIT,
+            "learners_max",
+            self.learners_max,
+            f"1 to {LEARNERS_MAX_LIMIT}",
+        )
+
+    @property
+    def lockstep(self) -> bool:
+        """Learners stop at a due step until its fragment came back: synchronous DiLoCo."""
+        return self.overlap_steps == 0
+
+
+def _check(ok: bool, name: str, value: object, limit: str) -> None:
+    if not ok:
+        raise ValueError(
+            f"protocol.{name} is {value}, but must be {limit}; change it in the config or on the command line"
+        )
+
+
+class Schedule:
+    """Which fragment is due at which global step: fragment p at every t with t mod H = t_p, t_p = floor(p H / P)."""
+
+    def __init__(self, sync_every: int, num_fragments: int) -> None:
+        self.sync_every = sync_every
+        self.num_fragments = num_fragments
+        self._due = {p * sync_every // num_fragments: p for p in range(num_fragments)}
+
+    def due(self, global_step: int) -> int:
+        """The fragment due at this global step, or -1."""
+        return self._due.get(global_step % self.sync_every, -1)
+
+    def next_due(self, global_step: int) -> int:
+        """The first global step after this one at which a fragment is due."""
+        step = global_step + 1
+        while self.due(step) < 0:
+            step += 1
+        return step
+
+
+def ema(average: float | None, sample: float, decay: float) -> float:
+    """Exponential moving average that starts at its first sample."""
+    return sample if average is None else decay * average + (1.0 - decay) * sample
+
+
+def grace_window_s(config: ProtocolConfig, step_s: float | None, quorum_s: float | None, sync_s: float | None) -> float:
+    """How long a round waits for more learners once its quorum is met (paper, Eq. 3).
+
+    slack = tau * xi_step - (xi_quorum + xi_sync);  grace = min(gamma * slack, cap * xi_step), never below 0.
+
+    Args:
+        config: tau, gamma and the cap.
+        step_s: xi_step, moving average of the duration of an inner step, in seconds; None before the first sample.
+        quorum_s: xi_quorum, from opening a round to its quorum; None counts as 0.
+        sync_s: xi_sync, from closing a round to its broadcast; None counts as 0.
+    """
+    if step_s is None:
+        return 0.0
+    slack_s = config.overlap_steps * step_s - ((quorum_s or 0.0) + (sync_s or 0.0))
+    return max(0.0, min(config.grace_safety * slack_s, config.grace_steps_max * step_s))
+
+
+class Closing(NamedTuple):
+    """Whether a round closes now, and the numbers behind it."""
+
+    state: str  # "below quorum", "collecting", "grace", "closed"
+    fresh: int
+    live: int
+    quorum: int
+    waits_s: float  # what is left of the grace window
+
+    @property
+    def reason(self) -> str:
+        if self.state == "below quorum":
+            return (
+                f"{self.live} live learners are fewer than the quorum of {self.quorum}: training goes on, merging rests"
+            )
+        if self.state == "collecting":
+            return f"{self.fresh} of {self.quorum} learners reported a step, {self.live} live"
+        if self.state == "grace":
+            return f"quorum met, {self.fresh} of {self.live} live learners reported, grace {self.waits_s:.3f} s left"
+        if self.fresh >= self.live:
+            return f"all {self.live} live learners reported"
+        return f"{self.fresh} of {self.live} live learners reported, grace window over"
+
+
+def closing(fresh: int, live: int, quorum: int, closes_s: float | None, now_s: float) -> Closing:
+    """Decide whether a round closes.
+
+    Args:
+        fresh: learners that reported a step which no round used yet.
+        live: learners that are connected, hold every fragment and were heard within the lease.
+        quorum: K.
+        closes_s: when the grace window ends; None while the quorum is not met.
+        now_s: the driver's clock.
+    """
+    if fresh < quorum or closes_s is None:
+        return Closing("below quorum" if live < quorum else "collecting", fresh, live, quorum, 0.0)
+    if fresh >= live or now_s >= closes_s:
+        return Closing("closed", fresh, live, quorum, 0.0)
+    return Closing("grace", fresh, live, quorum, closes_s - now_s)

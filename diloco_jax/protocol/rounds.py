@@ -1,0 +1,50 @@
+"""A round at the syncer, and the moving averages of its durations."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from diloco_jax.protocol.messages import Part
+
+COLLECTING, PULLING, MERGING = "collecting", "pulling", "merging"
+
+
+class Round:
+    """One fragment's turn at the syncer; syncer.py moves it from phase to phase."""
+
+    __slots__ = (
+        "asked",
+        "closed_s",
+        "closes_s",
+        "expires_s",
+        "fragment_id",
+        "global_step",
+        "opened_s",
+        "phase",
+        "resend_s",
+        "values",
+    )
+
+    def __init__(self, global_step: int, fragment_id: int, now_s: float) -> None:
+        self.global_step = global_step
+        self.fragment_id = fragment_id  # -1: no fragment is due
+        self.phase = COLLECTING
+        self.opened_s = now_s
+        self.closes_s: float | None = None  # end of the grace window, once the quorum is met
+        self.closed_s = 0.0
+        self.resend_s = 0.0  # when unanswered pulls are repeated
+        self.expires_s = 0.0  # when they are given up
+        self.asked: dict[str, int] = {}  # learner -> local step asked for, until it answers
+        self.values: dict[str, Part] = {}
+
+    @property
+    def waits_for(self) -> str:
+        """In words, what a closed round waits for."""
+        return f"round {self.global_step}, {self.phase}: {', '.join(sorted(self.asked)) or 'the merge'}"
+
+
+class Pace(NamedTuple):
+    """Moving averages of Eq. 3, in seconds; None before the first sample."""
+
+    quorum_s: float | None = None
+    sync_s: float | None = None
