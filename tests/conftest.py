@@ -1,0 +1,33 @@
+"""Tests are stricter than production: JAX on eight emulated CPU devices, no silent broadcasting, shapes checked.
+
+Everything is set through the environment, before anything imports JAX, so that tests of protocol and simulator never
+pay for importing it, and processes that a test starts inherit the settings unless they choose their own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import jaxtyping
+
+SETTINGS = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": "8",
+    # XLA sizes its CPU thread pool by this. With one thread per device a multi-device program that nobody waits for can
+    # fill the pool, and the next rendezvous then never completes: the process aborts after 40 s.
+    "NPROC": "16",
+    "JAX_NUMPY_RANK_PROMOTION": "raise",
+    "JAX_ENABLE_X64": "0",
+}
+
+assert "jax" not in sys.modules, (
+    "something imported jax before tests/conftest.py could set it up; see pytest -p options"
+)
+if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
+    # pytest -m device, started by somebody who has an accelerator and says so
+    del SETTINGS["JAX_PLATFORMS"], SETTINGS["JAX_NUM_CPU_DEVICES"]
+os.environ.update(SETTINGS)
+
+# Under test every annotated array is checked against its shape and dtype; in production nobody pays for it.
+jaxtyping.install_import_hook(["diloco_jax.core", "diloco_jax.training"], "beartype.beartype")

@@ -1,0 +1,227 @@
+"""The rules of imports, read from the sources: which layer may use which, and nothing in a circle.
+
+    cli, config -> runtime, sim, launch -> transport, training -> protocol | core
+
+`protocol` decides and `core` computes; both are pure and they never meet but in a driver.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGE = "diloco_jax"
+ROOT = Path(__file__).resolve().parent.parent
+
+BOTTOM = {"protocol", "core"}
+MIDDLE = {"transport", "training"}
+LAYERS: dict[str, set[str]] = {
+    "protocol": set(),
+    "core": set(),
+    "transport": BOTTOM,
+    "training": BOTTOM,
+    "sim": {"protocol"},
+    "runtime": MIDDLE | BOTTOM,
+    "launch": MIDDLE | BOTTOM,
+    "config": {"runtime", "sim", "launch"} | MIDDLE | BOTTOM,
+    "cli": {"config", "runtime", "sim", "launch"} | MIDDLE | BOTTOM,
+    "__main__": {"cli"},
+    "__init__": {"config", "runtime", "sim", "launch"} | MIDDLE | BOTTOM,
+}
+
+# Standard library without clock, randomness, files, sockets, threads or processes. A module that is missing here and
+# has none of these may be added.
+# fmt: off
+PURE_STDLIB = {
+    "__future__", "abc", "base64", "binascii", "bisect", "collections", "contextlib", "copy", "dataclasses", "decimal",
+    "enum", "fnmatch", "fractions", "functools", "hashlib", "heapq", "itertools", "json", "math", "numbers", "operator",
+    "re", "statistics", "string", "struct", "textwrap", "types", "typing", "zlib",
+}
+# fmt: on
+# Array libraries of the layers that have a closed list. `jaxtyping` only annotates.
+THIRD_PARTY = {
+    "protocol": set[str](),
+    "core": {"jax", "jaxlib", "numpy", "optax", "ml_dtypes", "jaxtyping"},
+    "sim": set[str](),
+}
+PURE_LAYERS = {"protocol", "core"}
+LATE_IMPORTS_ALLOWED = {"cli"}  # so that `diloco simulate` starts without JAX
+
+
+class Import(NamedTuple):
+    """One imported module, `package.module` or `package.module.name`, and where it stands."""
+
+    target: str
+    line: int
+    late: bool  # inside a function
+
+
+def imports_of(source: str, module: str, is_package: bool = False) -> Iterator[Import]:
+    """Every import of a file, those of TYPE_CHECKING blocks too: a type is a dependency like any other."""
+    tree = ast.parse(source)
+    late = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+    }
+    parts = module.split(".")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, id(node) in late)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                up = node.level - 1 if is_package else node.level
+                base = ".".join(parts[: len(parts) - up] + ([node.module] if node.module else []))
+            for alias in node.names:
+                yield Import(f"{base}.{alias.name}", node.lineno, id(node) in late)
+
+
+def layer_of(module: str) -> str:
+    """`diloco_jax.core.merge` -> `core`; the package itself -> `__init__`."""
+    return [*module.split("."), "__init__"][1]
+
+
+def violations_of(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What one file does against the rules of layers, in words."""
+    layer = layer_of(module)
+    if layer not in LAYERS:
+        return [f"{module}: `{layer}` is no layer of this package; add it to LAYERS with what it may import"]
+    found = []
+    for target, line, late in imports_of(source, module, is_package):
+        where, top = f"{module}:{line}", target.split(".")[0]
+        if late and layer not in LATE_IMPORTS_ALLOWED:
+            found.append(f"{where}: imports {target} inside a function; only cli.py may")
+        if top == PACKAGE:
+            other = layer_of(target)
+            if other != layer and other not in LAYERS[layer]:
+                allowed = ", ".join(sorted(LAYERS[layer])) or "nothing of the package"
+                found.append(f"{where}: {layer} imports {target}; it may import {allowed}")
+        elif top in sys.stdlib_module_names:
+            if layer in PURE_LAYERS and top not in PURE_STDLIB:
+                found.append(
+                    f"{where}: {layer} imports {top}, which is not pure; drivers own clocks, files and threads"
+                )
+        elif layer in THIRD_PARTY and top not in THIRD_PARTY[layer]:
+            allowed = ", ".join(sorted(THIRD_PARTY[layer])) or "only the standard library"
+            found.append(f"{where}: {layer} imports {top}; it may use {allowed}")
+    if layer in PURE_LAYERS:
+        found += [f"{module}:{line}: {layer} calls {name}(); it has no I/O" for name, line in io_calls(source)]
+    return found
+
+
+def io_calls(source: str) -> Iterator[tuple[str, int]]:
+    """Calls of builtins that need no import and do I/O."""
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("open", "input", "print")
+        ):
+            yield node.func.id, node.lineno
+
+
+def cycles_of(sources: dict[str, str], packages: set[str]) -> list[str]:
+    """Circles among modules by imports at module level. One message per circle, starting at its first name."""
+    edges: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        edges[module] = set()
+        for target, _, late in imports_of(source, module, module in packages):
+            # `from package import name` reaches the module package.name if there is one, else the package
+            reached = target if target in sources else target.rpartition(".")[0]
+            if not late and reached in sources and reached != module:
+                edges[module].add(reached)
+    found: list[str] = []
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> None:
+        if module in path:
+            found.append(" -> ".join([*path[path.index(module) :], module]))
+        elif module not in done:
+            for other in sorted(edges[module]):
+                visit(other, [*path, module])
+            done.add(module)
+
+    for module in sorted(edges):
+        visit(module, [])
+    return found
+
+
+def package_sources() -> tuple[dict[str, str], set[str]]:
+    """Module name -> source for the whole package, and the names that are packages. Generated stubs are left out."""
+    sources, packages = {}, set()
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        if "_pb2" in path.name:
+            continue
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        sources[module] = path.read_text(encoding="utf-8")
+        if parts[-1] == "__init__":
+            packages.add(module)
+    return sources, packages
+
+
+def test_layers() -> None:
+    sources, packages = package_sources()
+    assert len(sources) > 5, "the package was not found"
+    found = [text for name, source in sources.items() for text in violations_of(source, name, name in packages)]
+    assert not found, "\n".join(found)
+
+
+def test_no_cycles() -> None:
+    found = cycles_of(*package_sources())
+    assert not found, "\n".join(found)
+
+
+def test_simulator_starts_without_jax() -> None:
+    code = "import sys, diloco_jax.sim, diloco_jax.protocol; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr or "importing diloco_jax.sim imports jax or numpy"
+
+
+BAD = {
+    "protocol reads the clock": ("protocol.syncer", "import time"),
+    "protocol draws randomness": ("protocol.syncer", "from random import Random"),
+    "protocol opens a file": ("protocol.tape", "with open('tape') as file: pass"),
+    "protocol uses a library": ("protocol.tape", "import numpy as np"),
+    "protocol uses core": ("protocol.syncer", "from diloco_jax.core import merge"),
+    "core uses protocol": ("core.merge", "from diloco_jax.protocol.messages import Part"),
+    "core uses protocol, relatively": ("core.merge", "from ..protocol import messages"),
+    "core does I/O": ("core.codec", "import socket"),
+    "core uses another library": ("core.codec", "import flax"),
+    "sim uses core": ("sim.cluster", "import diloco_jax.core.merge"),
+    "sim uses numpy": ("sim.engine", "import numpy"),
+    "transport uses training": ("transport.grpc", "from diloco_jax.training import island"),
+    "runtime uses sim": ("runtime.local", "from diloco_jax import sim"),
+    "runtime uses the root": ("runtime.local", "from diloco_jax import RunConfig"),
+    "upwards, for types only": ("training.island", "if TYPE_CHECKING:\n    from diloco_jax.runtime import local"),
+    "config uses cli": ("config", "from diloco_jax import cli"),
+    "late import": ("runtime.local", "def f():\n    import json"),
+    "unknown layer": ("helpers.misc", ""),
+}
+GOOD = {
+    "protocol": ("protocol.tape", "import json\nfrom collections.abc import Iterator\nfrom .messages import Merge"),
+    "core": ("core.merge", "import jax.numpy as jnp\nfrom diloco_jax.core.fragments import Slice"),
+    "sim": ("sim.engine", "import heapq\nimport random\nfrom diloco_jax.protocol import syncer"),
+    "runtime": ("runtime.local", "import time\nfrom diloco_jax.training.island import Island"),
+    "late import": ("cli", "def simulate():\n    from diloco_jax.sim import cluster"),
+}
+
+
+def test_bad_examples_are_caught() -> None:
+    missed = [name for name, (module, source) in BAD.items() if len(violations_of(source, f"{PACKAGE}.{module}")) != 1]
+    assert not missed
+    wrong = {name: violations_of(source, f"{PACKAGE}.{module}") for name, (module, source) in GOOD.items()}
+    assert not any(wrong.values()), wrong
+
+
+def test_a_circle_is_caught() -> None:
+    sources = {"p": "", "p.a": "from p import b", "p.b": "from . import c", "p.c": "import p.a"}
+    assert cycles_of(sources, {"p"}) == ["p.a -> p.b -> p.c -> p.a"]
+    assert cycles_of(sources | {"p.c": "def f():\n    import p.a"}, {"p"}) == []
