@@ -1,0 +1,10 @@
+"""`python -m diloco_jax` is the `diloco` command."""
+
+from __future__ import annotations
+
+import sys
+
+from diloco_jax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

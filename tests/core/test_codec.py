@@ -1,0 +1,179 @@
+"""Codec: exact sizes and layout, the promised error, and the same bytes from the device and the host."""
+
+from __future__ import annotations
+
+import struct
+from typing import get_args
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from diloco_jax.core import codec
+from diloco_jax.core.codec import Format, decode, encode, encoded_size, pack, quantize
+
+FORMATS = get_args(Format)
+INTEGERS = ("int8", "int4")
+
+flats = hnp.arrays(np.float32, st.integers(1, 600), elements=st.floats(-(2.0**100), 2.0**100, width=32))
+
+
+def block_absmax(x: np.ndarray) -> np.ndarray:
+    """Of each element's block."""
+    starts = range(0, x.size, 256)
+    return np.concatenate([np.full(x[i : i + 256].size, np.abs(x[i : i + 256]).max()) for i in starts])
+
+
+def error_bound(x: np.ndarray, format: str) -> np.ndarray:
+    """The bounds of the module's table, with room for rounding the scale."""
+    if format == "float32":
+        return np.zeros(x.shape)
+    if format == "bfloat16":
+        return np.abs(x).astype(np.float64) / 256 + 1.2e-38
+    return block_absmax(x).astype(np.float64) / {"int8": 254, "int4": 14}[format] * 1.0001 + 1e-30
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@given(x=flats)
+def test_rounding_error_is_bounded(format: Format, x: np.ndarray) -> None:
+    decoded = decode(encode({"x": x}, format), [("x", x.shape)], format)["x"]
+    error = np.abs(decoded.astype(np.float64) - x)
+    assert decoded.dtype == np.float32
+    assert (error <= error_bound(x, format)).all()
+    assert not decoded[x == 0].any()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@given(
+    st.dictionaries(st.text("abc/[:0]", min_size=1, max_size=4), hnp.array_shapes(max_dims=3, max_side=9)), st.data()
+)
+def test_size_is_exact_and_order_of_keys_is_free(format: Format, shapes: dict, data: st.DataObject) -> None:
+    rng = np.random.default_rng(len(shapes))
+    values = {key: rng.standard_normal(shape).astype(np.float32) for key, shape in shapes.items()}
+    order = data.draw(st.permutations(list(shapes)))
+    payload = encode(values, format)
+    assert isinstance(payload, bytes) and len(payload) == encoded_size(shapes.values(), format)
+    assert encode({key: values[key] for key in order}, format) == payload
+    decoded = decode(payload, [(key, shapes[key]) for key in order], format)
+    assert list(decoded) == order
+    for key, value in values.items():
+        assert decoded[key].shape == value.shape
+        error = np.abs(decoded[key] - value).reshape(-1)
+        assert (error <= error_bound(value.reshape(-1), format)).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 1001])
+def test_device_and_host_give_identical_bytes(format: Format, size: int) -> None:
+    rng = np.random.default_rng(size)
+    # From subnormal to large within each block and across blocks, with halves that must round to even.
+    x = (rng.standard_normal(size) * 10.0 ** rng.integers(-44, 30, size)).astype(np.float32)
+    x[::7] = rng.integers(-20, 20, x[::7].size) / 2
+    blocks = np.arange(size) // 256
+    for values in (x, np.where(blocks == 1, np.float32(1e-40), x), np.where(blocks == 0, x, 1e-31).astype(np.float32)):
+        codes, scales = quantize(jnp.asarray(values), format)
+        assert pack({"x": (np.asarray(codes), np.asarray(scales))}) == encode({"x": values}, format)
+
+
+def test_host_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.random.default_rng(0).standard_normal(3001).astype(np.float32)
+    whole = {format: encode({"x": x}, format) for format in FORMATS}
+    monkeypatch.setattr(codec, "_CHUNK", 2 * codec.BLOCK)
+    assert {format: encode({"x": x}, format) for format in FORMATS} == whole
+
+
+def test_float32_and_bfloat16_layout() -> None:
+    values = {"b": np.array([[2.0, -0.5]], np.float32), "a": np.array([1.0], np.float32)}
+    assert encode(values, "float32") == struct.pack("<3f", 1.0, 2.0, -0.5)
+    bits = [0x3F80, 0x4000, 0xBF00]  # the upper halves of the float32 patterns
+    assert encode(values, "bfloat16") == struct.pack("<3H", *bits)
+
+
+def test_bfloat16_flushes_subnormal_numbers_only() -> None:
+    smallest = np.finfo(np.float32).smallest_normal
+    assert encode({"x": np.array([smallest / 2, -1e-40, smallest], np.float32)}, "bfloat16") == bytes(4) + b"\x80\0"
+
+
+def test_int8_layout() -> None:
+    x = np.array([127.0, -127.0, 2.5, 1.5, -0.4], np.float32)  # scale 1; halves round to even
+    payload = encode({"x": x}, "int8")
+    assert payload[4:] == struct.pack("5b", 127, -127, 2, 2, 0)
+    assert struct.unpack("<f", payload[:4])[0] == pytest.approx(1)
+
+
+def test_int4_layout() -> None:
+    x = np.array([7.0, -7.0, 2.4, -1.2, 3.0], np.float32)  # codes 7 -7 2 -1 3, first of a pair in the low bits
+    payload = encode({"x": x}, "int4")
+    assert payload[4:] == bytes([0x97, 0xF2, 0x03])
+    np.testing.assert_allclose(decode(payload, [("x", (5,))], "int4")["x"], [7, -7, 2, -1, 3], rtol=1e-6)
+
+
+def test_each_block_has_its_own_scale() -> None:
+    x = np.concatenate([np.full(256, 1e-6), np.full(256, 1e6), np.zeros(256), np.full(3, 5.0)]).astype(np.float32)
+    for format in INTEGERS:
+        np.testing.assert_allclose(decode(encode({"x": x}, format), [("x", x.shape)], format)["x"], x, rtol=1e-6)
+    assert encoded_size([x.shape], "int4") == 4 * 4 + 386
+    assert encoded_size([x.shape], "int8") == 4 * 4 + 771
+    assert encoded_size([(3, 5), ()], "bfloat16") == 32
+
+
+@settings(deadline=None)
+@given(flats)
+def test_encoding_twice_changes_nothing_more(x: np.ndarray) -> None:
+    """What was decoded can be sent on at the price of rounding only once (float formats)."""
+    for format in ("float32", "bfloat16"):
+        once = decode(encode({"x": x}, format), [("x", x.shape)], format)["x"]
+        assert decode(encode({"x": once}, format), [("x", x.shape)], format)["x"].tobytes() == once.tobytes()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("position", [0, 300])
+def test_values_that_are_not_finite(bad: float, position: int) -> None:
+    x = np.ones(301, np.float32)
+    x[position] = bad
+    for format in INTEGERS:
+        with pytest.raises(ValueError, match="'x' holds NaN or infinity"):
+            encode({"x": x}, format)
+        codes, scales = quantize(jnp.asarray(x), format)
+        with pytest.raises(ValueError, match="'x' holds NaN or infinity"):
+            pack({"x": (np.asarray(codes), np.asarray(scales))})
+    for format in ("float32", "bfloat16"):
+        np.testing.assert_array_equal(decode(encode({"x": x}, format), [("x", x.shape)], format)["x"], x)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_payload_of_another_length_is_refused(format: Format) -> None:
+    payload = encode({"x": np.ones(10, np.float32)}, format)
+    for wrong in (payload[:-1], payload + b"\0", b""):
+        with pytest.raises(ValueError, match=f"payload has {len(wrong)} bytes.*take {len(payload)}"):
+            decode(wrong, [("x", (10,))], format)
+
+
+def test_an_impossible_scale_is_refused() -> None:
+    payload = encode({"x": np.ones(10, np.float32)}, "int8")
+    for scale in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValueError, match="'x': a scale"):
+            decode(struct.pack("<f", scale) + payload[4:], [("x", (10,))], "int8")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_decode_reads_any_buffer_and_owns_its_result(format: Format) -> None:
+    x = np.arange(9, dtype=np.float32)
+    padded = bytearray(b"?" + encode({"x": x}, format))
+    payload = memoryview(padded)[1:]  # unaligned
+    decoded = decode(payload, [("x", (3, 3))], format)["x"]
+    copy = decoded.copy()
+    padded[:] = bytes(len(padded))
+    np.testing.assert_array_equal(decoded, copy)
+    decoded += 1  # writable
+
+
+def test_half_precision_input_is_widened() -> None:
+    x = np.array([1.0, -3.0], ml_dtypes.bfloat16)
+    assert encode({"x": x}, "float32") == struct.pack("<2f", 1.0, -3.0)
+    codes, _ = quantize(jnp.asarray(x), "float32")
+    assert codes.dtype == jnp.float32

@@ -1,0 +1,221 @@
+"""Merge: weights, average and radial-directional average against a few lines of float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from diloco_jax.core.merge import (
+    MergeConfig,
+    average,
+    merge_fragment,
+    merge_method,
+    radial_directional_average,
+    token_weights,
+)
+
+elements = st.floats(-100, 100, width=32).map(lambda x: 0.0 if abs(x) < 1e-3 else x)
+
+
+@st.composite
+def merges(draw: st.DrawFn) -> tuple[list[np.ndarray], list[float]]:
+    shape = draw(hnp.array_shapes(max_dims=3, max_side=5))
+    count = draw(st.integers(1, 5))
+    gradients = [draw(hnp.arrays(np.float32, shape, elements=elements)) for _ in range(count)]
+    return gradients, [draw(st.floats(0.1, 10)) for _ in range(count)]
+
+
+def reference_average(gradients: list[np.ndarray], weights: list[float]) -> np.ndarray:
+    return np.average(np.asarray(gradients, np.float64), axis=0, weights=weights)
+
+
+def reference_rda(gradients: list[np.ndarray], weights: list[float]) -> np.ndarray:
+    vectors = np.asarray(gradients, np.float64)
+    norms = np.sqrt((vectors.reshape(len(vectors), -1) ** 2).sum(1))
+    units = np.stack([v / n if n > 0 else 0 * v for v, n in zip(vectors, norms, strict=True)])
+    direction = np.average(units, axis=0, weights=weights)
+    length = np.linalg.norm(direction)
+    return np.average(norms, weights=weights) * direction / length if length > 1e-6 else direction
+
+
+def mean_direction_norm(gradients: list[np.ndarray], weights: list[float]) -> float:
+    units = [g.astype(np.float64) / max(float(np.linalg.norm(g.astype(np.float64))), 1e-9) for g in gradients]
+    return float(np.linalg.norm(np.average(units, axis=0, weights=weights)))
+
+
+def test_token_weights_are_exact() -> None:
+    # 100^2 / 10 = 1000, 200^2 / 10 = 4000, 200^2 / 20 = 2000
+    np.testing.assert_array_equal(token_weights([100, 200, 200], [10, 10, 20]), [1 / 7, 4 / 7, 2 / 7])
+    np.testing.assert_array_equal(token_weights([100, 300], [10, 1], "tokens"), [0.25, 0.75])
+    np.testing.assert_array_equal(token_weights([100, 300], [10, 1], "uniform"), [0.5, 0.5])
+    assert token_weights([0, 5], [3, 3]).tolist() == [0, 1]
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**13), st.integers(1, 10**6)), min_size=1, max_size=9))
+def test_token_weights_sum_to_one(counters: list[tuple[int, int]]) -> None:
+    tokens, steps = zip(*counters, strict=True)
+    for scheme in ("tokens2_per_step", "tokens", "uniform"):
+        weights = token_weights(tokens, steps, scheme)
+        assert weights.sum() == pytest.approx(1, abs=1e-14) and (weights > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps", "words"),
+    [
+        ([5, 5], [1, 0], "without a step"),
+        ([5], [1, 1], "tokens of 1 learners and steps of 2"),
+        ([], [], "one or more"),
+        ([-5], [1], "negative"),
+        ([0, 0], [1, 1], "not all 0"),
+    ],
+)
+def test_unusable_counters_are_refused(tokens: list[int], steps: list[int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        token_weights(tokens, steps)
+
+
+@given(merges())
+def test_average_matches_reference(case: tuple[list[np.ndarray], list[float]]) -> None:
+    gradients, weights = case
+    np.testing.assert_allclose(average(gradients, weights), reference_average(gradients, weights), atol=1e-4)
+
+
+@given(merges())
+def test_rda_matches_reference(case: tuple[list[np.ndarray], list[float]]) -> None:
+    gradients, weights = case
+    assume(mean_direction_norm(gradients, weights) > 1e-2)  # below, the direction itself is rounding noise
+    result = radial_directional_average(gradients, weights)
+    expected = reference_rda(gradients, weights)
+    np.testing.assert_allclose(result, expected, atol=1e-4 * max(1.0, float(np.abs(expected).max())))
+
+
+@given(merges())
+def test_rda_norm_is_the_mean_norm(case: tuple[list[np.ndarray], list[float]]) -> None:
+    gradients, weights = case
+    assume(mean_direction_norm(gradients, weights) > 1e-5)
+    norms = [np.linalg.norm(g.astype(np.float64)) for g in gradients]
+    result = radial_directional_average(gradients, weights).astype(np.float64)
+    assert np.linalg.norm(result) == pytest.approx(np.average(norms, weights=weights), rel=1e-5)
+
+
+@given(merges(), st.integers(1, 6))
+def test_identical_gradients_merge_to_themselves(case: tuple[list[np.ndarray], list[float]], count: int) -> None:
+    gradient, weights = case[0][0], (case[1] * count)[:count]
+    copies = [gradient] * len(weights)
+    for merge in (average, radial_directional_average):
+        np.testing.assert_allclose(merge(copies, weights), gradient, rtol=2e-6)
+
+
+@given(merges())
+def test_equal_inputs_give_equal_bits_and_stay_as_they_are(case: tuple[list[np.ndarray], list[float]]) -> None:
+    gradients, weights = case
+    copies = [gradient.copy() for gradient in gradients]
+    for merge in (average, radial_directional_average):
+        first, second = merge(gradients, weights), merge(copies, list(weights))
+        assert first.dtype == np.float32
+        assert first.tobytes() == second.tobytes()
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(gradients, copies, strict=True))
+
+
+def test_orthogonal_gradients_keep_their_norm_only_with_rda() -> None:
+    gradients = [3 * row for row in np.eye(4, dtype=np.float32)]
+    assert np.linalg.norm(average(gradients, [1] * 4)) == pytest.approx(1.5)  # 3 / sqrt(4)
+    assert np.linalg.norm(radial_directional_average(gradients, [1] * 4)) == pytest.approx(3)
+
+
+def test_rda_by_hand() -> None:
+    gradients = [np.array([[3.0, 4.0]], np.float32), np.array([[10.0, 0.0]], np.float32)]
+    # weights 3 : 1; mean norm 6.25; mean direction (0.7, 0.6) of length 0.92195...
+    expected = 6.25 * np.array([[0.7, 0.6]]) / np.hypot(0.7, 0.6)
+    np.testing.assert_allclose(radial_directional_average(gradients, [3, 1]), expected, rtol=1e-6)
+
+
+def test_zero_vectors_shorten_but_do_not_turn() -> None:
+    moved, still = np.array([6.0, 8.0], np.float32), np.zeros(2, np.float32)
+    np.testing.assert_allclose(radial_directional_average([moved, still], [1, 1]), [3, 4], rtol=1e-6)
+    assert not radial_directional_average([still, still], [1, 1]).any()
+
+
+def test_cancelling_directions_fall_back_to_the_average() -> None:
+    right = np.array([3.0, 0.0], np.float32)
+    np.testing.assert_allclose(radial_directional_average([right, -3 * right], [1, 1]), [-3, 0], rtol=1e-6)
+
+
+def test_a_single_contributor_is_returned_bit_for_bit() -> None:
+    gradient = np.random.default_rng(0).standard_normal((5, 7)).astype(np.float32)
+    for merge in (average, radial_directional_average):
+        assert merge([gradient], [0.3]).tobytes() == gradient.tobytes()
+        assert merge([gradient, 2 * gradient], [0.3, 0]).tobytes() == gradient.tobytes()
+
+
+def test_extreme_magnitudes_stay_finite() -> None:
+    huge = np.full(3, 1e38, np.float32)
+    tiny = np.full(3, 1e-40, np.float32)  # its inverse is beyond float32
+    np.testing.assert_allclose(radial_directional_average([huge, huge], [1, 1]), huge, rtol=1e-6)
+    np.testing.assert_allclose(radial_directional_average([tiny, tiny], [1, 1]), tiny, rtol=1e-4, atol=0)
+
+
+def test_large_tensors_cross_chunks() -> None:
+    gradients = [np.random.default_rng(i).standard_normal(70_001).astype(np.float32) for i in range(3)]
+    np.testing.assert_allclose(
+        radial_directional_average(gradients, [1, 2, 3]), reference_rda(gradients, [1, 2, 3]), atol=1e-5
+    )
+
+
+def test_average_reads_a_generator_once() -> None:
+    result = average((np.full(2, i, np.float32) for i in range(3)), [1, 1, 2])
+    np.testing.assert_allclose(result, [1.25, 1.25])
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "method"),
+    [
+        ("blocks/0/down/kernel", (4, 4), "rda"),
+        ("blocks/0/norm/scale", (4,), "average"),
+        ("temperature", (), "average"),
+        ("embed/embedding", (8, 4), "average"),
+        ("decoder/embedding", (8, 4), "average"),
+        ("Unrelated/kernel[0:0:1]", (8, 4), "rda"),
+    ],
+)
+def test_merge_method_by_default(path: str, shape: tuple[int, ...], method: str) -> None:
+    assert merge_method(path, shape, MergeConfig()) == method
+
+
+def test_merge_method_follows_the_settings() -> None:
+    assert merge_method("kernel", (2, 2), MergeConfig(method="average")) == "average"
+    assert merge_method("embed", (2, 2), MergeConfig(average_paths=())) == "rda"
+    assert merge_method("a/kernel", (2, 2), MergeConfig(average_paths=("a/*", "b"))) == "average"
+    assert merge_method("ab", (2, 2), MergeConfig(average_paths=("b", "a", "a.", "?b"))) == "rda"
+    config = MergeConfig()
+    object.__setattr__(config, "method", "median")  # past the type checker that runs under test
+    with pytest.raises(ValueError, match="'median'; choose one of rda, average"):
+        config.__post_init__()
+
+
+def test_merge_fragment_uses_the_method_of_each_key() -> None:
+    gradients = [{"a": 2 * row, "b": 2 * row} for row in np.eye(2, dtype=np.float32)]
+    merged = merge_fragment(gradients, [1, 1], {"b": "average", "a": "rda"})
+    assert list(merged) == ["b", "a"]
+    np.testing.assert_allclose(merged["a"], [np.sqrt(2)] * 2, rtol=1e-6)
+    np.testing.assert_allclose(merged["b"], [1, 1], rtol=1e-6)
+
+
+def test_merge_fragment_refuses_what_does_not_fit() -> None:
+    one, two = np.zeros(1, np.float32), np.zeros(2, np.float32)
+    with pytest.raises(ValueError, match=r"gradient 1 .* key 'b'"):
+        merge_fragment([{"a": one}, {"a": one, "b": one}], [1, 1], {"a": "rda"})
+    with pytest.raises(ValueError, match=r"'a'.*different shapes, \(1,\) and \(2,\)"):
+        merge_fragment([{"a": one}, {"a": two}], [1, 1], {"a": "average"})
+    with pytest.raises(ValueError, match="one weight per gradient"):
+        merge_fragment([{"a": one}], [1, 1], {"a": "average"})
+    for weights in ([-1.0, 2.0], [0.0, 0.0], [float("nan"), 1.0]):
+        with pytest.raises(ValueError, match="must be finite"):
+            merge_fragment([{"a": one}, {"a": one}], weights, {"a": "average"})
+    with pytest.raises(ValueError, match="got 0 gradients"):
+        merge_fragment([], [1.0], {"a": "average"})
+    with pytest.raises(ValueError, match=r"zip\(\)"):
+        average([one], [1, 1])
