@@ -1,0 +1,188 @@
+"""What a transport offers to the drivers: a Link for a learner, a Listener for the syncer.
+
+Guarantees, the same for every transport
+  * Messages of one lane arrive in order, at most once. Control and bulk are two lanes with no order between them.
+  * Nothing blocks the caller but `receive` and `close`, and both take a deadline.
+  * A session (one incarnation's pair of connections) ends as a whole, and its end is delivered once to each side
+    that did not close it, after everything that was received before.
+  * Payloads are shared, not copied: a sender must not change a payload after `send`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, TypeAlias, get_args
+
+from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, LearnerMessage, Message, SyncerMessage
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Payload: TypeAlias = Buffer | Sequence[Buffer]
+
+BULK_TYPES: tuple[type, ...] = (FragmentValue, GlobalFragment)
+LEARNER_TYPES: tuple[type, ...] = get_args(LearnerMessage)
+SYNCER_TYPES: tuple[type, ...] = get_args(SyncerMessage)
+CHUNK_BYTES_MAX = 4 << 20  # a receiver takes chunks up to this size, whatever its own `chunk_bytes`
+
+
+class TransportError(ConnectionError):
+    """The other side cannot be reached, or refused the connection."""
+
+
+class LinkClosed(TransportError):
+    """The session is over: nothing can be sent on it any more."""
+
+
+class Delivery(NamedTuple):
+    """What `receive` returns: a message with its payload, or the end of the peer's session with the reason."""
+
+    kind: Literal["message", "disconnected"]
+    peer: str
+    message: Message | None = None
+    payload: bytes | memoryview = b""
+    reason: str = ""
+
+
+class Traffic(NamedTuple):
+    """Bytes moved: frames with their headers, without what TCP and HTTP/2 add. In one process: payloads only."""
+
+    received_bytes: int
+    sent_bytes: int
+
+
+class Link(Protocol):
+    """A learner's session with the syncer. Made by a transport's `connect`."""
+
+    def send(self, message: LearnerMessage, payload: Payload = b"") -> None:
+        """Queue a message; never blocks.
+
+        Raises:
+            LinkClosed: The session is over, or has just been cut because the lane's queue is full.
+            ValueError: The message or its payload can never be sent (wrong type, too large).
+        """
+
+    def receive(self, timeout_s: float) -> Delivery | None:
+        """Return the next delivery, or None after `timeout_s` seconds; 0 only looks."""
+
+    def close(self, grace_s: float = 5.0) -> None:
+        """Send what is queued for at most `grace_s` seconds, then end the session; safe to call again.
+
+        A session that the other side ended must be closed as well: only that gives its connections back.
+        """
+
+
+class Listener(Protocol):
+    """The syncer's side: one inbox for all learners. Made by a transport's `listen`."""
+
+    @property
+    def address(self) -> str:
+        """Where learners connect, with the real port."""
+
+    def receive(self, timeout_s: float) -> Delivery | None:
+        """Return the next delivery of any learner, or None after `timeout_s` seconds; 0 only looks."""
+
+    def wake(self) -> None:
+        """Let a `receive` that waits return None at once; from any thread."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes received from, and sent to, all learners so far."""
+
+    def send(self, peer: str, message: SyncerMessage, payload: Payload = b"") -> bool:
+        """Queue a message to the session from which the last delivery of `peer` came; never blocks.
+
+        False, and nothing is sent, when that session is over or has just been cut because its queue is full: its
+        "disconnected" delivery is in the inbox, or was received already. To answer the session that was *heard*,
+        rather than the newest, keeps a returning learner from getting what was meant for its previous life.
+
+        Raises:
+            ValueError: The message or its payload can never be sent (wrong type, too large).
+        """
+
+    def close(self, grace_s: float = 5.0) -> None:
+        """Send what is queued for at most `grace_s` seconds, then end all sessions; safe to call again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportConfig:
+    """How learners and the syncer talk to each other."""
+
+    address: str = "127.0.0.1:0"
+    """host:port where the syncer listens and learners connect. Port 0 lets the system choose one."""
+    allow_plaintext: bool = False
+    """Allow an address other than loopback although nothing is encrypted. Only on a network that you trust."""
+    connect_timeout_s: float = 30.0
+    """Seconds that a learner waits for the syncer to answer, and the syncer for the second connection."""
+    keepalive_s: float = 20.0
+    """Seconds between pings on a silent connection. Below 1 is traffic for nothing; home routers forget after 30."""
+    keepalive_timeout_s: float = 20.0
+    """Seconds without an answer to a ping after which the connection is lost. Too small cuts a link under load."""
+    payload_bytes_max: int = 1 << 30
+    """Largest payload in bytes, sent or received; a larger one is refused before memory is taken for it."""
+    chunk_bytes: int = 2 << 20
+    """Bytes of payload per frame, at most 4 MiB. Small chunks cost CPU time, large ones delay what comes behind."""
+    queue_messages_max: int = 1024
+    """Control messages that may wait for one peer, in each direction. Sending to a full queue ends the session."""
+    queue_payloads_max: int = 256
+    """The same for bulk messages. At least the number of fragments: a joining learner gets all of them at once."""
+    connections_max: int = 1024
+    """Connections that the syncer accepts. A learner has two, and for a moment four while it reconnects."""
+
+    def __post_init__(self) -> None:
+        split_address(self.address)
+        for name in ("connect_timeout_s", "keepalive_s", "keepalive_timeout_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"transport.{name} is {value}: use a number of seconds above 0")
+        for name in ("payload_bytes_max", "chunk_bytes", "queue_messages_max", "queue_payloads_max"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"transport.{name} is {getattr(self, name)}: use at least 1")
+        if self.connections_max < 2:
+            raise ValueError(f"transport.connections_max is {self.connections_max}: one learner needs 2")
+        if self.chunk_bytes > CHUNK_BYTES_MAX:
+            raise ValueError(
+                f"transport.chunk_bytes is {self.chunk_bytes}, receivers take at most {CHUNK_BYTES_MAX}: lower it"
+            )
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of "host:port" or "[v6]:port".
+
+    Raises:
+        ValueError: The address has no host, or no port from 0 to 65535.
+    """
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (colon and host and port.isascii() and port.isdecimal() and int(port) <= 65535):
+        raise ValueError(f"transport.address is {address!r}: write host:port, for example 127.0.0.1:50051")
+    return host, int(port)
+
+
+def is_bulk(message: Message) -> bool:
+    """Tell whether the message travels in the bulk lane, that is, whether it has a payload."""
+    return isinstance(message, BULK_TYPES)
+
+
+def payload_parts(
+    message: Message, payload: Payload, allowed: tuple[type, ...], payload_bytes_max: int
+) -> tuple[memoryview, ...]:
+    """Return the payload as flat views of bytes, after the checks that every transport makes before sending.
+
+    Raises:
+        ValueError: The message is not one of `allowed`, has a payload that it must not have, or one too large.
+    """
+    if not isinstance(message, allowed):
+        names = ", ".join(kind.__name__ for kind in allowed)
+        raise ValueError(f"cannot send a {type(message).__name__} from this side: it sends {names}")
+    buffers = (payload,) if isinstance(payload, Buffer) else payload
+    parts = tuple(memoryview(part).cast("B") for part in buffers if len(part))
+    if parts and not is_bulk(message):
+        raise ValueError(f"a {type(message).__name__} has no payload: only FragmentValue and GlobalFragment do")
+    size = sum(part.nbytes for part in parts)
+    if size > payload_bytes_max:
+        raise ValueError(
+            f"the payload of {type(message).__name__} has {size} bytes, the limit is {payload_bytes_max}: raise "
+            "transport.payload_bytes_max on all sides, or use more fragments"
+        )
+    return parts

@@ -1,0 +1,211 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Lane(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LANE_UNSPECIFIED: _ClassVar[Lane]
+    LANE_CONTROL: _ClassVar[Lane]
+    LANE_BULK: _ClassVar[Lane]
+LANE_UNSPECIFIED: Lane
+LANE_CONTROL: Lane
+LANE_BULK: Lane
+
+class Header(_message.Message):
+    __slots__ = ("run_id", "epoch", "sender", "incarnation", "session", "lane")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    epoch: int
+    sender: str
+    incarnation: int
+    session: int
+    lane: Lane
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., session: _Optional[int] = ..., lane: _Optional[_Union[Lane, str]] = ...) -> None: ...
+
+class Frame(_message.Message):
+    __slots__ = ("header", "hello", "step_report", "fragment_value", "heartbeat", "leave", "welcome", "refuse", "pull_request", "global_fragment", "advance", "stop", "goodbye", "chunk", "data")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    STEP_REPORT_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_VALUE_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    REFUSE_FIELD_NUMBER: _ClassVar[int]
+    PULL_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    GLOBAL_FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    ADVANCE_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    hello: Hello
+    step_report: StepReport
+    fragment_value: FragmentValue
+    heartbeat: Heartbeat
+    leave: Leave
+    welcome: Welcome
+    refuse: Refuse
+    pull_request: PullRequest
+    global_fragment: GlobalFragment
+    advance: Advance
+    stop: Stop
+    goodbye: Goodbye
+    chunk: Chunk
+    data: bytes
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., fragment_value: _Optional[_Union[FragmentValue, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., pull_request: _Optional[_Union[PullRequest, _Mapping]] = ..., global_fragment: _Optional[_Union[GlobalFragment, _Mapping]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("payload_bytes", "offset", "crc32c")
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    payload_bytes: int
+    offset: int
+    crc32c: int
+    def __init__(self, payload_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+
+class Goodbye(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("learner_id", "incarnation", "fingerprint_key", "fingerprint_value", "versions")
+    LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_KEY_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_VALUE_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    learner_id: str
+    incarnation: int
+    fingerprint_key: _containers.RepeatedScalarFieldContainer[str]
+    fingerprint_value: _containers.RepeatedScalarFieldContainer[str]
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint_key: _Optional[_Iterable[str]] = ..., fingerprint_value: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StepReport(_message.Message):
+    __slots__ = ("learner_id", "incarnation", "local_step", "tokens", "global_step", "adopted_version", "adopted_local_step", "adopted_tokens", "step_s", "loss")
+    LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_STEP_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GLOBAL_STEP_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_LOCAL_STEP_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    learner_id: str
+    incarnation: int
+    local_step: int
+    tokens: int
+    global_step: int
+    adopted_version: _containers.RepeatedScalarFieldContainer[int]
+    adopted_local_step: _containers.RepeatedScalarFieldContainer[int]
+    adopted_tokens: _containers.RepeatedScalarFieldContainer[int]
+    step_s: float
+    loss: float
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., local_step: _Optional[int] = ..., tokens: _Optional[int] = ..., global_step: _Optional[int] = ..., adopted_version: _Optional[_Iterable[int]] = ..., adopted_local_step: _Optional[_Iterable[int]] = ..., adopted_tokens: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., loss: _Optional[float] = ...) -> None: ...
+
+class FragmentValue(_message.Message):
+    __slots__ = ("learner_id", "incarnation", "global_step", "fragment_id", "local_step", "steps", "tokens", "base_version", "payload_bytes")
+    LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    GLOBAL_STEP_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_STEP_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    learner_id: str
+    incarnation: int
+    global_step: int
+    fragment_id: int
+    local_step: int
+    steps: int
+    tokens: int
+    base_version: int
+    payload_bytes: int
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., local_step: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., base_version: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("learner_id", "incarnation")
+    LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    learner_id: str
+    incarnation: int
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class Leave(_message.Message):
+    __slots__ = ("learner_id", "incarnation", "reason")
+    LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    learner_id: str
+    incarnation: int
+    reason: str
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("global_step", "versions")
+    GLOBAL_STEP_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    global_step: int
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, global_step: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Refuse(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("global_step", "fragment_id", "local_step")
+    GLOBAL_STEP_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_STEP_FIELD_NUMBER: _ClassVar[int]
+    global_step: int
+    fragment_id: int
+    local_step: int
+    def __init__(self, global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., local_step: _Optional[int] = ...) -> None: ...
+
+class GlobalFragment(_message.Message):
+    __slots__ = ("global_step", "fragment_id", "version", "payload_bytes")
+    GLOBAL_STEP_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    global_step: int
+    fragment_id: int
+    version: int
+    payload_bytes: int
+    def __init__(self, global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
+
+class Advance(_message.Message):
+    __slots__ = ("global_step",)
+    GLOBAL_STEP_FIELD_NUMBER: _ClassVar[int]
+    global_step: int
+    def __init__(self, global_step: _Optional[int] = ...) -> None: ...
+
+class Stop(_message.Message):
+    __slots__ = ("global_step", "reason")
+    GLOBAL_STEP_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    global_step: int
+    reason: str
+    def __init__(self, global_step: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
