@@ -1,0 +1,368 @@
+"""report.html: one self-contained page about a run, readable offline, made from what lies in the run's folder.
+
+Read from metrics.jsonl, and where present summary.json (its numbers win over those counted here) and config.yaml. A run
+that was stopped in the middle has no summary.json and gets a page with what its records say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.runtime import report_plots as plots
+from diloco_jax.runtime.live import format_bytes, format_count, format_duration
+from diloco_jax.runtime.report_plots import HALF, MARKS, WIDE, Line, Mark, Point, Round
+from diloco_jax.runtime.telemetry import METRICS_FILE, SUMMARY_FILE, read_metrics
+
+REPORT_FILE = "report.html"
+CONFIG_FILE = "config.yaml"
+POINTS_MAX = 320  # per curve: about one for every three pixels
+SMOOTHING = 60  # a curve's moving average spans one part in so many of its length
+WARM_UP = 0.03  # share of a curve that may lie above the loss axis
+
+
+@dataclass(slots=True)
+class Track:
+    """One learner's steps: when, tokens of all learners by then, loss."""
+
+    steps: list[tuple[float, float, float]] = field(default_factory=list)
+    tokens: int = 0
+    local_steps: int = 0
+    restarts: int = 0
+    busy_s: float = 0.0
+    span_s: float = 0.0
+    merged: int = 0
+    _last: tuple[int, int, float] | None = None  # incarnation, local step, time
+
+    def add(self, record: Mapping[str, Any], all_tokens: int) -> None:
+        """Count one step record; records of some steps may be missing."""
+        now = (record["incarnation"], record["local_step"], record["t"])
+        step_s = record["step_s"] or 0.0
+        if self._last is not None and self._last[0] == now[0]:
+            steps, passed_s = now[1] - self._last[1], now[2] - self._last[2]
+        else:
+            steps, passed_s = now[1], now[1] * step_s  # nothing is known of the time before an incarnation's first record
+            self.restarts += self._last is not None
+        self.local_steps += steps
+        self.busy_s += min(steps * step_s, passed_s)
+        self.span_s += passed_s
+        self.tokens = record["tokens"]
+        if record["loss"] is not None:
+            self.steps.append((record["t"], all_tokens, record["loss"]))
+        self._last = now
+
+
+@dataclass(slots=True)
+class Story:
+    """What the records of a run say."""
+
+    tracks: dict[str, Track] = field(default_factory=dict)
+    rounds: list[Round] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    wire: list[tuple[float, int, int]] = field(default_factory=list)  # time, up, down
+    evals: list[tuple[float, float, float]] = field(default_factory=list)  # time, tokens, loss
+    progress: list[tuple[float, int]] = field(default_factory=list)  # time, tokens of all learners
+    bits_per_byte: float | None = None
+    abandoned: int = 0
+    global_step: int = 0
+    end_s: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return sum(track.tokens for track in self.tracks.values())
+
+    def counted(self) -> dict[str, Any]:
+        """The keys of summary.json as far as the records tell them."""
+        rounds = len(self.rounds)
+        learners = {
+            name: {
+                "local_steps": track.local_steps,
+                "tokens": track.tokens,
+                "participation": track.merged / rounds if rounds else None,
+                "restarts": track.restarts,
+                "step_overhead": max(0.0, 1 - track.busy_s / track.span_s) if track.span_s > 0 else 0.0,
+            }
+            for name, track in self.tracks.items()
+        }
+        return {
+            "eval_loss": self.evals[-1][2] if self.evals else None,
+            "eval_bits_per_byte": self.bits_per_byte,
+            "tokens": self.tokens,
+            "wall_s": self.end_s,
+            "global_steps": self.global_step,
+            "contributors_per_round": sum(len(r.members) for r in self.rounds) / rounds if rounds else None,
+            "wire": {"up_bytes": self.wire[-1][1], "down_bytes": self.wire[-1][2]} if self.wire else {},
+            "learners": learners,
+        }
+
+
+def read_story(path: Path) -> Story:
+    """Go through the records once."""
+    story = Story()
+    finished = False
+    for record in read_metrics(path):
+        kind, t = record["kind"], record["t"]
+        story.end_s = max(story.end_s, t)
+        story.global_step = max(story.global_step, record["global_step"])
+        if kind == "step":
+            track = story.tracks.setdefault(record["learner"], Track())
+            all_tokens = story.tokens - track.tokens + record["tokens"]
+            track.add(record, all_tokens)
+            story.progress.append((t, all_tokens))
+        elif kind == "merged":
+            story.rounds.append(Round(t, record["global_step"], frozenset(record["members"])))
+            for name in record["members"]:
+                story.tracks.setdefault(name, Track()).merged += 1
+        elif kind == "wire":
+            story.wire.append((t, record["up_bytes"], record["down_bytes"]))
+        elif kind == "eval" and record["loss"] is not None:
+            story.evals.append((t, record["tokens"], record["loss"]))
+            story.bits_per_byte = record["bits_per_byte"]
+        elif kind in MARKS and not finished:  # that everybody leaves when the run is complete is no news
+            for name in record["members"]:
+                story.tracks.setdefault(name, Track())
+                story.marks.append(Mark(t, kind, name, record["reason"]))
+        story.abandoned += kind == "abandoned"
+        finished = finished or kind == "finished"
+    story.tracks = dict(sorted(story.tracks.items(), key=lambda item: (len(item[0]), item[0])))
+    return story
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """A centred moving average, thinned to at most POINTS_MAX points that include the first and the last."""
+    half = len(points) // (2 * SMOOTHING)
+    sums = [0.0]
+    for _, value in points:
+        sums.append(sums[-1] + value)
+    every = max(1, -(-len(points) // POINTS_MAX))
+    chosen = [*range(0, len(points) - 1, every), *([len(points) - 1] if points else [])]
+    out = []
+    for index in chosen:
+        reach = min(half, index, len(points) - 1 - index)  # symmetric, so that an end is not pulled inwards
+        first, last = index - reach, index + reach + 1
+        out.append((points[index][0], (sums[last] - sums[first]) / (last - first)))
+    return out
+
+
+def _thin(points: Sequence[Point]) -> list[Point]:
+    every = max(1, -(-len(points) // POINTS_MAX))
+    return [*points[::every], *(points[-1:] if (len(points) - 1) % every else [])]
+
+
+def _figure(title: str, note: str, chart: str, legend: str = "", *, wide: bool = True) -> str:
+    return (
+        f'<figure class="{"wide" if wide else "half"}"><h2>{escape(title)}</h2><figcaption>{note}</figcaption>'
+        f'{legend}<div class="scroll">{chart}</div></figure>'
+    )
+
+
+def _legend(entries: Sequence[tuple[str, str]]) -> str:
+    items = (f'<li><i class="{style}"></i>{escape(name)}</li>' for name, style in entries)
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _style(index: int) -> str:
+    return f"k{index % plots.NUM_COLOURS}"
+
+
+def _loss_charts(story: Story) -> str:
+    """Loss over tokens and over time, islands and global model."""
+    out = []
+    for title, note, column in (
+        (
+            "Loss over tokens",
+            "Training loss of every island (moving average) against the tokens that all islands had trained on by then, "
+            "and the evaluation of the global model on held-out data.",
+            1,
+        ),
+        ("Loss over time", "The same losses against the time since the run began.", 0),
+    ):
+        lines = [
+            Line(name=name, points=smooth([(step[column], step[2]) for step in track.steps]), style=_style(index))
+            for index, (name, track) in enumerate(story.tracks.items())
+            if track.steps
+        ]
+        if story.evals:
+            points = [(point[column], point[2]) for point in story.evals]
+            lines.append(Line(name="global model (eval)", points=points, style="main", dots=True))
+        if not lines:
+            continue
+        end = max(line.points[-1][0] for line in lines)
+        values = [y for line in lines for x, y in line.points if x >= WARM_UP * end] or [lines[0].points[-1][1]]
+        y_axis = plots.number_axis(values, "loss, nats per token")
+        if column:
+            x_axis = plots.count_axis(end, "tokens, all islands together")
+        else:
+            x_axis = plots.time_axis(end, "time since the run began")
+        chart = plots.line_chart(title, lines, x_axis, y_axis, width=WIDE, height=340 if column else 280)
+        out.append(_figure(title, note, chart, _legend([(line.name, line.style) for line in lines])))
+    return "".join(out)
+
+
+def _timeline(story: Story) -> str:
+    if not story.rounds and not story.marks:
+        return ""
+    note = (
+        f"{len(story.rounds)} rounds merged, {story.abandoned} abandoned. A cell is full when the island was merged in "
+        "every round of that stretch, pale when in few, empty when in none."
+    )
+    signs = "".join(
+        f'<li><svg viewBox="-8 -8 16 16"><g class="mark">{plots.glyph(kind)}</g></svg>{words}</li>'
+        for kind, words in MARKS.items()
+    )
+    title = "Rounds and their members"
+    chart = plots.timeline(title, list(story.tracks), story.rounds, story.marks, story.end_s)
+    return _figure(title, note, chart, f'<ul class="legend">{signs}</ul>')
+
+
+def _wire_chart(story: Story, wire: Mapping[str, Any]) -> str:
+    if not story.wire or story.wire[-1][1] + story.wire[-1][2] == 0:
+        return ""
+    up, down = wire["up_bytes"], wire["down_bytes"]
+    lines = [
+        Line(name=f"up, {format_bytes(up)}", points=_thin([(t, u) for t, u, _ in story.wire if u]), style="k0"),
+        Line(name=f"down, {format_bytes(down)}", points=_thin([(t, d) for t, _, d in story.wire if d]), style="k4"),
+    ]
+    note = "Bytes moved between islands and syncer since the run began, on a logarithmic scale."
+    data_parallel = wire.get("data_parallel_bytes")
+    if data_parallel and story.tokens:
+        scale = data_parallel / story.tokens
+        points = _thin([(t, tokens * scale) for t, tokens in story.progress])
+        name = f"data parallel, {format_bytes(data_parallel)}"
+        lines.append(Line(name=name, points=points, style="main dashed"))
+        note += (
+            f" Averaging bfloat16 gradients in every step would have moved {data_parallel / max(1, up + down):.0f} times "
+            "as much, up and down together."
+        )
+    else:
+        note += " The comparison with data parallel needs summary.json, which is written when a run ends."
+    values = [y for line in lines for x, y in line.points if x >= WARM_UP * story.end_s] or [1.0]
+    chart = plots.line_chart(
+        "Bytes on the wire",
+        [line for line in lines if line.points],
+        plots.time_axis(story.end_s, "time since the run began"),
+        plots.bytes_axis(values, "bytes"),
+        width=WIDE,
+        height=280,
+    )
+    return _figure("Bytes on the wire", note, chart, _legend([(line.name, line.style) for line in lines]))
+
+
+def _island_bars(learners: Mapping[str, Mapping[str, Any]]) -> str:
+    def values(key: str) -> list[tuple[str, float, str]]:
+        rows = enumerate(learners.items())
+        return [(name, row[key], _style(index)) for index, (name, row) in rows if row.get(key) is not None]
+
+    out = ""
+    if participation := values("participation"):
+        chart = plots.bars("Participation", participation, high=1.0, width=HALF)
+        out += _figure("Participation", "Share of the merged rounds that an island was in.", chart, wide=False)
+    if overhead := values("step_overhead"):
+        high = max(0.1, *(value for _, value, _ in overhead))
+        chart = plots.bars("Step overhead", overhead, high=high, width=HALF)
+        note = f"Share of an island's time between two steps. A full bar is {high:.0%}."
+        out += _figure("Step overhead", note, chart, wide=False)
+    return out
+
+
+def _figures(summary: Mapping[str, Any]) -> str:
+    """The key figures; what a run does not have is left out."""
+    wire = summary["wire"]
+    cells: list[tuple[str, Any, Callable[[Any], str]]] = [
+        ("eval loss", summary["eval_loss"], "{:.4f}".format),
+        ("bits per byte", summary["eval_bits_per_byte"], "{:.4f}".format),
+        ("tokens", summary["tokens"], format_count),
+        ("wall time", summary["wall_s"], format_duration),
+        ("global steps", summary["global_steps"], str),
+        ("goodput", summary.get("goodput"), "{:.1%}".format),
+        ("uptime", summary.get("uptime"), "{:.1%}".format),
+        ("contributors per round", summary["contributors_per_round"], "{:.2f}".format),
+        ("wire, up", wire.get("up_bytes"), format_bytes),
+        ("wire, down", wire.get("down_bytes"), format_bytes),
+        ("wire, data parallel", wire.get("data_parallel_bytes"), format_bytes),
+        ("restarts", sum(row["restarts"] for row in summary["learners"].values()), str),
+    ]
+    shown = (f"<div><dt>{name}</dt><dd>{form(value)}</dd></div>" for name, value, form in cells if value is not None)
+    return f'<dl class="figures">{"".join(shown)}</dl>'
+
+
+def _island_table(learners: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = []
+    for name, row in learners.items():
+        participation = row.get("participation")
+        cells = (
+            str(row["local_steps"]),
+            format_count(row["tokens"]),
+            "–" if participation is None else f"{participation:.1%}",
+            f"{row['step_overhead']:.1%}",
+            str(row["restarts"]),
+        )
+        rows.append(f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>')
+    heads = "".join(
+        f'<th scope="col">{head}</th>'
+        for head in ("island", "local steps", "tokens", "participation", "step overhead", "restarts")
+    )
+    return (
+        f'<figure class="wide"><h2>Islands</h2><div class="scroll"><table><thead><tr>{heads}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div></figure>"
+    )
+
+
+def merged_summary(story: Story, path: Path) -> dict[str, Any]:
+    """summary.json over what was counted here; learners stay in the order of the charts."""
+    counted, written = story.counted(), json.loads(path.read_text(encoding="utf-8"))
+    learners = {**counted["learners"]}
+    for name, row in written.get("learners", {}).items():
+        learners[name] = {**learners.get(name, {}), **row}
+    return {**counted, **written, "learners": learners, "wire": {**counted["wire"], **written.get("wire", {})}}
+
+
+def write_report(run_dir: str | os.PathLike[str]) -> Path:
+    """Write report.html into a run's folder and return its path.
+
+    Raises:
+        ValueError: the folder holds no metrics.jsonl, or one without a single record.
+    """
+    folder = Path(run_dir)
+    metrics = folder / METRICS_FILE
+    if not metrics.is_file():
+        raise ValueError(f"{metrics} does not exist; give the folder of a run, one that `diloco train` made")
+    story = read_story(metrics)
+    if not story.tracks and not story.evals:
+        raise ValueError(f"{metrics} has no step of any learner yet; wait until the run has begun to train")
+    complete = (folder / SUMMARY_FILE).is_file()
+    summary = merged_summary(story, folder / SUMMARY_FILE) if complete else story.counted()
+    config_file = folder / CONFIG_FILE
+    name = folder.resolve().name
+    subtitle = f"{summary['global_steps']} global steps, {format_count(summary['tokens'])} tokens, "
+    subtitle += f"{len(story.tracks)} learner{'s' if len(story.tracks) != 1 else ''}, "
+    subtitle += format_duration(summary["wall_s"])
+    if not complete:
+        subtitle += '. <b class="warning">Not complete: the numbers are those up to the last record.</b>'
+    parts = [
+        f'<header><h1>{escape(name)}</h1><p>{subtitle}</p></header>',
+        _figures(summary),
+        _loss_charts(story),
+        _timeline(story),
+        _wire_chart(story, summary["wire"]),
+        _island_bars(summary["learners"]),
+        _island_table(summary["learners"]),
+    ]
+    if config_file.is_file():
+        text = escape(config_file.read_text(encoding="utf-8"))
+        parts.append(f"<details><summary>Configuration</summary><pre>{text}</pre></details>")
+    page = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)}</title>'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{plots.STYLE}</style></head>'
+        f"<body><main>{''.join(parts)}</main><script>{plots.SCRIPT}</script></body></html>\n"
+    )
+    target = folder / REPORT_FILE
+    draft = target.with_name(f".{REPORT_FILE}.{os.getpid()}.tmp")
+    draft.write_text(page, encoding="utf-8")
+    os.replace(draft, target)
+    return target

@@ -1,0 +1,214 @@
+"""One run's settings: the owners' configurations composed, and the checks that concern several of them.
+
+Every section is a frozen dataclass that lives beside the code which it configures; nothing is decided twice.
+`config.py` reads and writes this as YAML. It lies below `config` because the drivers take it as their argument.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from diloco_jax.core.codec import Format
+from diloco_jax.core.fragments import FragmentConfig
+from diloco_jax.core.merge import MergeConfig, WeightScheme
+from diloco_jax.core.outer import OuterConfig
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.training.data import DataConfig
+from diloco_jax.training.models.protocol import ModelConfig
+from diloco_jax.training.optimizers import OptimizerConfig
+from diloco_jax.training.sharding import MeshConfig
+from diloco_jax.transport.link import TransportConfig
+
+ISLANDS_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandsConfig:
+    """The islands of the run, all alike."""
+
+    count: int = 4
+    """M: number of islands, each a process of its own."""
+    devices: int = 2
+    """Emulated CPU devices per island; 0 takes the accelerators that the island's process sees."""
+    mesh: MeshConfig = field(default_factory=lambda: MeshConfig(data=-1))
+    """How an island's devices are laid out."""
+    restarts_max: int = 10
+    """How often a local run starts a dead island again before it gives it up."""
+    restart_delay_s: float = 1.0
+    """Seconds between an island's death and its next start in a local run."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= ISLANDS_MAX:
+            raise ValueError(f"islands.count is {self.count}; use 1 to {ISLANDS_MAX}")
+        if not 0 <= self.devices <= 64:
+            raise ValueError(f"islands.devices is {self.devices}; use 1 to 64 emulated devices, or 0 for real ones")
+        if self.restarts_max < 0 or self.restart_delay_s < 0:
+            raise ValueError(f"islands.restarts_max {self.restarts_max} and restart_delay_s must be at least 0")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The learners' names: island-0, island-1, ..."""
+        return tuple(f"island-{index}" for index in range(self.count))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How much is trained, in what batches, and how it is watched."""
+
+    steps: int = 1000
+    """T: global steps of the run; about as many inner steps on every island."""
+    batch_size: int = 32
+    """Sequences per global step over all islands together; each island takes an equal share."""
+    seq_len: int = 128
+    """Tokens per sequence that are predicted."""
+    eval_every: int = 0
+    """Global steps between two evaluations of the global model while the run goes on; 0 evaluates at the end only."""
+    eval_batches: int = 16
+    """Batches per evaluation during the run."""
+    final_eval_batches: int = 64
+    """Batches of the evaluation at the end, and of `diloco eval`."""
+    eval_batch_size: int = 16
+    """Sequences per batch of an evaluation."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "seq_len", "eval_batches", "final_eval_batches", "eval_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.eval_every < 0:
+            raise ValueError(f"train.eval_every is {self.eval_every}; use 0 (only at the end) or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptConfig:
+    """What a learner does with a global fragment that arrives."""
+
+    mode: Literal["overwrite", "blend", "rebase"] = "overwrite"
+    """overwrite: local = global (the paper). blend: alpha local + (1 - alpha) global (Streaming DiLoCo). rebase: keep
+    what was learned while the fragment travelled, local = global + (local now - local sent)."""
+    alpha: float = 0.5
+    """Share of the local value that blend keeps, in [0, 1); 0 is overwrite."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("overwrite", "blend", "rebase"):
+            raise ValueError(f"adopt.mode is {self.mode!r}; choose overwrite, blend or rebase")
+        if not 0 <= self.alpha < 1:
+            raise ValueError(f"adopt.alpha is {self.alpha}; it must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireConfig:
+    """How fragments look on their way."""
+
+    up: Format = "bfloat16"
+    """Format of the outer gradients that learners send: float32, bfloat16, int8 or int4. Global fragments travel as
+    float32, so that every learner's anchor equals the syncer's value bit for bit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything that defines a run."""
+
+    name: str = "run"
+    """Name of the run, also of its folder."""
+    runs_dir: str = "runs"
+    """Folder that holds the run folders."""
+    algorithm: Literal["decoupled", "data_parallel"] = "decoupled"
+    """decoupled: islands and a syncer. data_parallel: one process, one mesh, gradients summed in every step."""
+    seed: int = 0
+    """Seed of the initial parameters and of the order of the data."""
+    islands: IslandsConfig = field(default_factory=IslandsConfig)
+    """The islands."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Amount of training."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The inner optimizer."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The data."""
+    protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
+    """H, P, tau, K, grace."""
+    fragments: FragmentConfig = field(default_factory=FragmentConfig)
+    """How the model is cut."""
+    weights: WeightScheme = "tokens2_per_step"
+    """A learner's weight in a merge."""
+    merge: MergeConfig = field(default_factory=MergeConfig)
+    """How outer gradients become one."""
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    """The outer optimizer."""
+    adopt: AdoptConfig = field(default_factory=AdoptConfig)
+    """How learners take a global fragment."""
+    wire: WireConfig = field(default_factory=WireConfig)
+    """Formats on the wire."""
+    transport: TransportConfig = field(default_factory=TransportConfig)
+    """Connections."""
+    tensorboard: bool = True
+    """Whether to write TensorBoard files beside metrics.jsonl."""
+
+    def __post_init__(self) -> None:
+        if not self.name or any(c in self.name for c in "/\\\0") or self.name.startswith("."):
+            raise ValueError(f"name is {self.name!r}; use a plain word, it names the run's folder")
+        if self.algorithm not in ("decoupled", "data_parallel"):
+            raise ValueError(f"algorithm is {self.algorithm!r}; choose decoupled or data_parallel")
+        count = self.islands.count
+        if self.algorithm == "decoupled" and self.protocol.quorum > count:
+            raise ValueError(
+                f"protocol.quorum (K) is {self.protocol.quorum}, but there are only {count} islands (M), so no round "
+                "could ever close; lower protocol.quorum or raise islands.count"
+            )
+        if self.protocol.learners_max < count:
+            raise ValueError(f"protocol.learners_max is {self.protocol.learners_max}, islands.count {count}; raise it")
+        if self.algorithm == "decoupled" and self.train.batch_size % count:
+            raise ValueError(
+                f"train.batch_size is {self.train.batch_size}, which {count} islands cannot share equally; use a "
+                "multiple of islands.count"
+            )
+        if self.islands.devices:
+            self._check_mesh()
+
+    def _check_mesh(self) -> None:
+        data, fsdp, _ = self.islands.mesh.sizes(self.islands.devices)
+        batch = self.island_batch_size
+        if batch % (data * fsdp):
+            raise ValueError(
+                f"an island's batch of {batch} sequences cannot be shared by {data} x {fsdp} devices (data x fsdp); "
+                "change train.batch_size or islands.mesh"
+            )
+
+    @property
+    def island_batch_size(self) -> int:
+        """Sequences in one inner step of one process."""
+        return self.train.batch_size // (self.islands.count if self.algorithm == "decoupled" else 1)
+
+    @property
+    def island_step_tokens(self) -> int:
+        """Tokens in one inner step of one process."""
+        return self.island_batch_size * self.train.seq_len
+
+
+def fingerprint(config: RunConfig, plan_fingerprint: str) -> tuple[tuple[str, str], ...]:
+    """What a learner and the syncer must agree on, as (what, value) pairs that an error can show.
+
+    Args:
+        config: the run's settings.
+        plan_fingerprint: of the fragment plan, made from the shapes of the model as this process built it.
+    """
+    protocol = config.protocol
+    data = asdict(config.data)
+    del data["path"]  # the same corpus may lie elsewhere on another machine
+    pairs = {
+        "run": config.name,
+        "seed": str(config.seed),
+        "model": f"{config.model.module} {json.dumps(dict(config.model.args), sort_keys=True)}",
+        "model layout": plan_fingerprint,
+        "sequence length": str(config.train.seq_len),
+        "global steps": str(config.train.steps),
+        "protocol": f"H={protocol.sync_every} P={protocol.num_fragments} tau={protocol.overlap_steps}",
+        "wire": config.wire.up,
+        "adoption": f"{config.adopt.mode} {config.adopt.alpha}",
+        "inner optimizer": json.dumps(asdict(config.optimizer), sort_keys=True),
+        "data": json.dumps(data, sort_keys=True),
+    }
+    return tuple(sorted(pairs.items()))

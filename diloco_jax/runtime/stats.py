@@ -1,0 +1,156 @@
+"""What a run has done so far, counted from the messages that the syncer sees; the source of status and summary.
+
+Definitions (docs/architecture.md repeats them for users)
+  * goodput: time that learners spent in inner steps, over the time that all configured islands had since the first
+    inner step of the run began. A dead or restarting island lowers it.
+  * uptime: share of that time in which at least one learner was inside an inner step.
+  * participation: rounds in which a learner was merged, over rounds merged.
+  * step_overhead: share of a learner's time between its first and last step that it spent outside inner steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from diloco_jax.protocol.membership import Member
+from diloco_jax.protocol.messages import StepReport
+from diloco_jax.protocol.syncer import Syncer
+
+BFLOAT16_BYTES = 2
+
+
+class LearnerStats:
+    """Time accounting of one learner over all its incarnations."""
+
+    __slots__ = ("begin_s", "busy_s", "end_s", "incarnation", "last_round", "rate", "span_s", "step_tokens")
+
+    def __init__(self) -> None:
+        self.incarnation = -1
+        self.busy_s = 0.0  # inside inner steps
+        self.begin_s = self.end_s = 0.0  # of the current incarnation
+        self.span_s = 0.0  # first to last step, of earlier incarnations
+        self.rate: float | None = None  # tokens per second, moving average
+        self.last_round = 0
+        self.step_tokens = 0
+
+    @property
+    def total_span_s(self) -> float:
+        return self.span_s + self.end_s - self.begin_s
+
+
+class RunStats:
+    """Counts a run.
+
+    Args:
+        names: the configured islands.
+        num_parameters: elements of the model.
+        syncer: whose members hold steps, tokens and rounds.
+    """
+
+    def __init__(self, names: tuple[str, ...], num_parameters: int, syncer: Syncer) -> None:
+        self._names = names
+        self._num_parameters = num_parameters
+        self._syncer = syncer
+        self._learners: dict[str, LearnerStats] = {}
+        self._began_s: float | None = None
+        self._covered_s = 0.0  # union of all inner steps
+        self._covered_until_s = 0.0
+
+    def on_report(self, report: StepReport, now_s: float) -> None:
+        """Count a report that the syncer is about to get."""
+        stats = self._learners.setdefault(report.learner_id, LearnerStats())
+        began_s = now_s - report.step_s
+        if report.incarnation != stats.incarnation:
+            stats.span_s = stats.total_span_s
+            stats.incarnation = report.incarnation
+            stats.begin_s = began_s
+        if self._began_s is None:
+            self._began_s = self._covered_until_s = began_s
+        stats.busy_s += report.step_s
+        stats.end_s = now_s
+        stats.step_tokens = report.tokens // max(1, report.local_step)
+        sample = stats.step_tokens / max(report.step_s, 1e-9)
+        stats.rate = sample if stats.rate is None else 0.9 * stats.rate + 0.1 * sample
+        self._covered_s += max(0.0, now_s - max(began_s, self._covered_until_s))
+        self._covered_until_s = max(self._covered_until_s, now_s)
+
+    def on_merged(self, members: tuple[str, ...], global_step: int) -> None:
+        """Remember who was merged last and when."""
+        for name in members:
+            self._learners.setdefault(name, LearnerStats()).last_round = global_step
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on by all learners."""
+        return sum(member.total_tokens for member in self._members())
+
+    @property
+    def contributors_per_round(self) -> float:
+        """Mean number of learners in a merge."""
+        return self._syncer.merged_parts / max(1, self._syncer.merged_rounds)
+
+    def _members(self) -> list[Member]:
+        return [member for _, member in sorted(self._syncer.membership.members.items())]
+
+    def status(self, now_s: float) -> list[dict[str, Any]]:
+        """One entry per known learner, for people and dashboards."""
+        rows = []
+        for member in self._members():
+            stats = self._learners.get(member.learner_id) or LearnerStats()
+            running = member.state in ("active", "silent")
+            rows.append(
+                {
+                    "learner": member.learner_id,
+                    "state": member.state,
+                    "since_s": round(now_s - member.since_s, 1),
+                    "local_step": member.total_steps,
+                    "tokens": member.total_tokens,
+                    "tokens_per_s": round(stats.rate or 0.0, 1) if running else 0.0,
+                    "loss": member.loss,
+                    "step_s": member.step_s,
+                    "last_merged_round": stats.last_round,
+                    "participation": self._participation(member),
+                    "restarts": member.restarts,
+                }
+            )
+        return rows
+
+    def _participation(self, member: Member) -> float:
+        return round(member.rounds / max(1, self._syncer.merged_rounds), 4)
+
+    def data_parallel_bytes(self) -> int:
+        """What one bfloat16 gradient all-reduce per inner step would have moved through the islands' links.
+
+        A ring of M islands sends, and receives, 2 (M - 1) / M times the gradient at each of them.
+        """
+        islands = max(1, len(self._names))
+        per_step = 2 * (2 * (islands - 1) / islands) * self._num_parameters * BFLOAT16_BYTES
+        return round(per_step * sum(member.total_steps for member in self._members()))
+
+    def summary(self, wire: Mapping[str, int], now_s: float) -> dict[str, Any]:
+        """The measured part of summary.json (design, section 9), all but the evaluation."""
+        began_s = self._began_s if self._began_s is not None else now_s
+        window_s = max(now_s - began_s, 1e-9)
+        busy_s = sum(stats.busy_s for stats in self._learners.values())
+        learners = {}
+        for member in self._members():
+            stats = self._learners.get(member.learner_id) or LearnerStats()
+            span_s = stats.total_span_s
+            learners[member.learner_id] = {
+                "local_steps": member.total_steps,
+                "tokens": member.total_tokens,
+                "participation": self._participation(member),
+                "restarts": member.restarts,
+                "step_overhead": round(max(0.0, 1 - stats.busy_s / span_s), 4) if span_s > 0 else 0.0,
+            }
+        return {
+            "tokens": self.tokens,
+            "wall_s": round(now_s, 3),
+            "global_steps": self._syncer.global_step,
+            "goodput": round(min(1.0, busy_s / (max(1, len(self._names)) * window_s)), 4),
+            "uptime": round(min(1.0, self._covered_s / window_s), 4),
+            "contributors_per_round": round(self.contributors_per_round, 4),
+            "wire": {**wire, "data_parallel_bytes": self.data_parallel_bytes()},
+            "learners": learners,
+        }

@@ -1,0 +1,192 @@
+"""What a run leaves behind for people and dashboards: metrics.jsonl, TensorBoard scalars, small JSON files.
+
+One process writes a run's telemetry: the syncer's, or the data-parallel baseline's. Kinds of records, `t` in seconds
+since the run began, bytes and tokens cumulative:
+
+    step    t learner incarnation local_step tokens global_step loss step_s      (tokens: of all its incarnations)
+    closed, merged, abandoned, joined, left, silent, back, finished
+            t global_step fragment_id members reason                             (the protocol's Note)
+    wire    t global_step up_bytes down_bytes
+    eval    t global_step tokens loss bits_per_byte                              (of the global model)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+METRICS_FILE = "metrics.jsonl"
+STATUS_FILE = "status.json"
+SUMMARY_FILE = "summary.json"
+TENSORBOARD_DIR = "tensorboard"
+GLOBAL = "global"  # sub-folder of the TensorBoard scalars that belong to no single learner
+
+
+def finite(value: Any) -> Any:
+    """`value` with every NaN and infinity replaced by None: strict JSON knows neither."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def write_json(path: str | os.PathLike[str], obj: Any) -> None:
+    """Replace a JSON file at once: a reader sees the old content or the new one, never a part.
+
+    Args:
+        path: the file; its folder must exist.
+        obj: plain Python values; NaN and infinities become null.
+    """
+    target = Path(path)
+    # the process id keeps two writers from sharing a half-written file
+    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    draft.write_text(json.dumps(finite(obj), allow_nan=False, indent=2) + "\n", encoding="utf-8")
+    os.replace(draft, target)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yield the records of a metrics.jsonl in order, also while it is being written.
+
+    A last line without a line break is what a killed or a still writing process leaves; it is skipped.
+
+    Raises:
+        ValueError: a complete line is not a JSON object.
+        FileNotFoundError: there is no such file.
+    """
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):
+                return
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not JSON ({error.msg}); remove that line") from None
+            if not isinstance(record, dict):
+                raise ValueError(f"{path}, line {number} is not a JSON object; remove that line")
+            yield record
+
+
+def open_for_append(path: Path) -> IO[str]:
+    """Open a JSON-lines file at its end, after cutting off the torn last line that a killed writer left."""
+    with open(path, "a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        keep, block = end, 1 << 16
+        while keep > 0:
+            start = max(0, keep - block)
+            file.seek(start)
+            last = file.read(keep - start).rfind(b"\n")
+            keep = start + last + 1 if last >= 0 else start
+            if last >= 0:
+                break
+        file.truncate(keep)
+    return open(path, "a", encoding="utf-8", buffering=1 << 16)
+
+
+class Telemetry:
+    """Writes a run's records. Used by one thread.
+
+    Args:
+        run_dir: the run's folder, made when missing. Records are appended to what an earlier process wrote.
+        tensorboard: also write TensorBoard scalars, one sub-folder per learner and one for the global model.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], *, tensorboard: bool) -> None:
+        folder = Path(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._scalars = Scalars(folder / TENSORBOARD_DIR) if tensorboard else None
+        self._file = open_for_append(folder / METRICS_FILE)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record of plain Python values; it reaches the disk with the next `flush`."""
+        try:
+            line = json.dumps(record, allow_nan=False, separators=(",", ":"))
+        except ValueError:  # rare, so the common case pays no walk through the record
+            line = json.dumps(finite(record), allow_nan=False, separators=(",", ":"))
+        self._file.write(line + "\n")
+        if self._scalars is not None:
+            self._scalars.write(record)
+
+    def flush(self) -> None:
+        """Hand everything written so far to the operating system; to be called about once a second."""
+        self._file.flush()
+        if self._scalars is not None:
+            self._scalars.flush()
+
+    def close(self) -> None:
+        """Flush and close. Calling it again does nothing."""
+        self._file.close()
+        if self._scalars is not None:
+            self._scalars.close()
+            self._scalars = None
+
+
+class Scalars:
+    """Turns records into TensorBoard scalars over the global step, under the names that MaxText users know.
+
+    Every learner's scalars use the global step too: local steps start again at zero with each incarnation.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        # imported here: slow, and a run may have it switched off
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2, summary_pb2
+
+        # tensorboardX's SummaryWriter is a thread behind a queue of ten: a slow disk would stall the protocol's thread
+        self._events_writer, self._event, self._summary = EventsWriter, event_pb2.Event, summary_pb2.Summary
+        self._folder = folder
+        self._writers: dict[str, Any] = {}
+        self._last: dict[str, tuple[float, int]] = {}  # learner -> time and tokens of its newest record
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Add the scalars of one record."""
+        kind = record["kind"]
+        if kind == "step":
+            values = {"learning/loss": record["loss"], "perf/step_time_seconds": record["step_s"]}
+            values["perf/tokens_per_sec"] = self._tokens_per_s(record)
+            self._add(record["learner"], record["global_step"], values)
+        elif kind == "merged":
+            self._add(GLOBAL, record["global_step"], {"diloco/contributors": len(record["members"])})
+        elif kind == "wire":
+            values = {"wan/up_bytes": record["up_bytes"], "wan/down_bytes": record["down_bytes"]}
+            self._add(GLOBAL, record["global_step"], values)
+        elif kind == "eval":
+            values = {"evaluation/loss": record["loss"], "evaluation/bits_per_byte": record["bits_per_byte"]}
+            values["learning/tokens"] = record["tokens"]
+            self._add(GLOBAL, record["global_step"], values)
+
+    def _tokens_per_s(self, record: Mapping[str, Any]) -> float | None:
+        t, tokens = record["t"], record["tokens"]
+        before_t, before_tokens = self._last.get(record["learner"], (t, tokens))
+        self._last[record["learner"]] = (t, tokens)
+        return (tokens - before_tokens) / (t - before_t) if t > before_t else None
+
+    def _add(self, name: str, global_step: int, values: Mapping[str, float | None]) -> None:
+        writer = self._writers.get(name)
+        if writer is None:
+            (self._folder / name).mkdir(parents=True, exist_ok=True)
+            writer = self._writers[name] = self._events_writer(str(self._folder / name / "events"))
+        scalars = [
+            self._summary.Value(tag=tag, simple_value=value)
+            for tag, value in values.items()
+            if value is not None and math.isfinite(value)
+        ]
+        writer.write_event(self._event(wall_time=time.time(), step=global_step, summary=self._summary(value=scalars)))
+
+    def flush(self) -> None:
+        """Hand every writer's events to the operating system."""
+        for writer in self._writers.values():
+            writer.flush()
+
+    def close(self) -> None:
+        """Close every writer."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()

@@ -1,0 +1,56 @@
+"""`diloco train`: a local run from its config to its report, with a live view."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from diloco_jax.runtime.files import LOGS, STATUS_FILE, SUMMARY_FILE
+from diloco_jax.runtime.live import LiveView
+from diloco_jax.runtime.local import LocalRun, RunFailed
+from diloco_jax.runtime.processes import stop_on_signals
+from diloco_jax.runtime.report import write_report
+from diloco_jax.runtime.settings import RunConfig
+
+
+def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool) -> dict[str, Any]:
+    """Run syncer and islands to the end, then write the report.
+
+    Args:
+        config: the run.
+        run_dir: its folder.
+        live: show progress on the terminal.
+        quiet: keep standard output free for the caller.
+
+    Returns:
+        The summary; empty when the run failed, after a message that says why.
+    """
+    console = Console(stderr=quiet)
+    stop = stop_on_signals()
+    run = LocalRun(config, run_dir, console.print, stop)
+    console.print(f"run folder {run_dir}, logs in {run_dir / LOGS}", highlight=False)
+    try:
+        if live:
+            with LiveView(run_dir / STATUS_FILE, console):
+                run.run()
+        else:
+            run.run()
+    except RunFailed as error:
+        Console(stderr=True).print(f"diloco train: {error}", highlight=False, markup=False)
+        return {}
+    summary_file = run_dir / SUMMARY_FILE
+    if not summary_file.exists():
+        console.print("stopped before training began")
+        return {"complete": False}
+    summary: dict[str, Any] = json.loads(summary_file.read_text(encoding="utf-8"))
+    report = write_report(run_dir)
+    ending = "complete" if summary["complete"] else "stopped"
+    console.print(
+        f"{ending}: evaluation loss {summary['eval_loss']:.4f} after {summary['global_steps']} global steps and "
+        f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s\nreport {report}",
+        highlight=False,
+    )
+    return summary

@@ -1,0 +1,106 @@
+"""Start the real `diloco` command as a user does, on a small job."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "islands": {"count": 2, "devices": 2, "restart_delay_s": 0.1},
+    "train": {"steps": 80, "batch_size": 8, "seq_len": 32, "eval_every": 40, "eval_batches": 2, "final_eval_batches": 2},
+    "model": {
+        "args": {"dim": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "mlp_dim": 64}
+        | {"seq_len_max": 32}
+    },
+    "optimizer": {"warmup_steps": 5, "learning_rate": 0.003},
+    "protocol": {"sync_every": 6, "num_fragments": 6},
+    "tensorboard": False,
+}
+
+
+def environment() -> dict[str, str]:
+    """A user's environment: without what the test session sets for itself."""
+    dropped = ("JAX_", "NPROC", "XLA_", "PYTEST_")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
+    return kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with nested changes."""
+    result = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict) and key != "args"
+        result[key] = merged(result[key], value) if both else value
+    return result
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    """A config file of the small job with changes."""
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(merged(SMALL, changes)), encoding="utf-8")
+    return path
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    """The command in the background."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "diloco_jax", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+
+
+def run(*arguments: object, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
+    """The command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "diloco_jax", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=timeout_s,
+    )
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 100) -> Any:
+    """Poll until the condition holds, and return its value."""
+    ends_s = time.monotonic() + timeout_s
+    while time.monotonic() < ends_s:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"{what} did not happen within {timeout_s} s")
+
+
+def status(run_dir: Path) -> dict[str, Any]:
+    """The newest status, or {}."""
+    path = run_dir / "status.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def processes_of(run_dir: Path) -> dict[int, str]:
+    """pid -> command line of every live process that serves this run."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if str(run_dir) in command and " train " not in command:
+            found[int(entry.name)] = command
+    return found

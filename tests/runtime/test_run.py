@@ -1,0 +1,185 @@
+"""Whole runs with real processes: to the end, through a kill, through Ctrl-C; and what can be done with a run after."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diloco_jax.protocol.syncer import Syncer
+from diloco_jax.protocol.tape import replay
+from diloco_jax.runtime.telemetry import read_metrics
+
+from tests.runtime.helpers import processes_of, run, start, status, wait_for, write_config
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(240)]
+
+SUMMARY_KEYS = {"eval_loss", "eval_bits_per_byte", "tokens", "wall_s", "global_steps", "goodput", "uptime"} | {
+    "contributors_per_round",
+    "wire",
+    "learners",
+}
+STEPS = 1200  # some 40 s: an island takes 5 to 20 s to come back
+LEARNER_KEYS = {"local_steps", "tokens", "participation", "restarts", "step_overhead"}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small run that ended by itself."""
+    folder = tmp_path_factory.mktemp("finished")
+    result = run("train", write_config(folder), "--run-dir", folder / "run", "--quiet", timeout_s=200)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder / "run"
+
+
+def test_summary_has_every_key_and_adds_up(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary.keys() >= SUMMARY_KEYS
+    assert summary["learners"].keys() == {"island-0", "island-1"}
+    assert all(row.keys() >= LEARNER_KEYS for row in summary["learners"].values())
+    assert summary["wire"].keys() >= {"up_bytes", "down_bytes", "data_parallel_bytes"}
+    assert summary["global_steps"] == 80 and summary["complete"]
+    assert summary["tokens"] == sum(row["tokens"] for row in summary["learners"].values())
+    assert summary["tokens"] == 4 * 32 * sum(row["local_steps"] for row in summary["learners"].values())
+    assert 0 < summary["goodput"] <= 1 and 0 < summary["uptime"] <= 1
+    assert 1 <= summary["contributors_per_round"] <= 2
+    assert 2.0 < summary["eval_loss"] < 5.5  # below the uniform ln 256 = 5.545: something was learned
+
+
+def test_wire_bytes_are_those_of_the_fragments(finished: Path) -> None:
+    """Up: a bfloat16 value per part and the reports. Down: float32 to both learners per round, and all to join."""
+    summary = json.loads((finished / "summary.json").read_text())
+    records = list(read_metrics(finished / "metrics.jsonl"))
+    parts = sum(len(r["members"]) for r in records if r["kind"] == "merged")
+    fragment = summary["num_parameters"] / 6
+    wire = summary["wire"]
+    assert 2 * fragment * parts * 0.7 < wire["up_bytes"] < 2 * fragment * parts * 1.3 + 400 * summary["tokens"] / 128
+    down = 4 * fragment * 2 * (80 + 6)
+    assert 0.9 * down < wire["down_bytes"] < 1.2 * down
+
+
+def test_tape_replays_to_the_same_rounds(finished: Path) -> None:
+    from diloco_jax.config import load
+    from diloco_jax.runtime.settings import fingerprint
+
+    config = load(finished / "config.yaml")
+    lines = (finished / "tape.jsonl").read_text().splitlines()
+    hello = next(json.loads(line) for line in lines if line.startswith('["Hello"'))
+    pairs = tuple((what, value) for what, value in hello[4])
+    assert pairs == fingerprint(config, dict(pairs)["model layout"])
+    machine = Syncer(config.protocol, config.train.steps, pairs)
+    effects = [effect for batch in replay(lines, machine) for effect in batch]
+    merged = [(n.global_step, list(n.members)) for n in effects if getattr(n, "kind", "") == "merged"]
+    recorded = [r for r in read_metrics(finished / "metrics.jsonl") if r["kind"] == "merged"]
+    assert merged == [(r["global_step"], r["members"]) for r in recorded]
+    assert len(merged) == 80
+
+
+def test_eval_report_and_status_read_a_run(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    result = run("eval", finished, "--json")
+    assert result.returncode == 0, result.stderr
+    evaluation = json.loads(result.stdout)
+    assert evaluation["loss"] == pytest.approx(summary["eval_loss"], abs=1e-5)
+    assert evaluation["bits_per_byte"] == pytest.approx(evaluation["loss"] / 0.6931471805599453)
+    assert evaluation["tokens"] == 2 * 16 * 32
+    assert (finished / "report.html").stat().st_size > 1000  # train wrote it
+    (finished / "report.html").unlink()
+    assert run("report", finished).returncode == 0
+    assert (finished / "report.html").exists()
+    told = json.loads(run("status", finished, "--json").stdout)
+    assert told["global_step"] == 80 and told["state"] == "complete" and len(told["learners"]) == 2
+    assert "island-1" in run("status", finished).stdout
+
+
+def test_no_process_is_left(finished: Path) -> None:
+    assert processes_of(finished) == {}
+
+
+def test_killed_island_returns_and_nobody_waits(tmp_path: Path) -> None:
+    """kill -9 in the middle: the others' steps go on, the island comes back, the run ends normally."""
+    run_dir = tmp_path / "run"
+    config = write_config(
+        tmp_path,
+        islands={"count": 3, "devices": 1},
+        train={"steps": STEPS, "batch_size": 24, "seq_len": 128},
+        model={"args": {"dim": 64, "num_layers": 2, "num_heads": 2, "head_dim": 32, "mlp_dim": 256}},
+    )
+    process = start("train", config, "--run-dir", run_dir, "--quiet")
+    try:
+        wait_for(lambda: status(run_dir).get("global_step", 0) > 60, "training with everybody")
+        wait_for(lambda: all(r["state"] == "active" for r in status(run_dir)["learners"]), "all three active")
+        victim = next(pid for pid, command in processes_of(run_dir).items() if "island-1" in command)
+        os.kill(victim, signal.SIGKILL)
+        wait_for(lambda: _restarts(run_dir, "island-1") == 1, "the return of island-1")
+        output, _ = process.communicate(timeout=150)
+    finally:
+        _end(process, run_dir)
+    assert process.returncode == 0, output
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["complete"] and summary["global_steps"] == STEPS
+    assert summary["learners"]["island-1"]["restarts"] == 1
+    records = list(read_metrics(run_dir / "metrics.jsonl"))
+    died_s = next(r["t"] for r in records if r["kind"] == "left" and r["members"] == ["island-1"])
+    for name in ("island-0", "island-2"):
+        idle_s, step_s = _idle_after(records, name, died_s)
+        assert idle_s <= 2 * step_s, f"{name} stood still for {idle_s:.3f} s, the slowest step took {step_s:.3f} s"
+    back = [r for r in records if r["kind"] == "merged" and "island-1" in r["members"] and r["t"] > died_s + 0.5]
+    assert back, "island-1 was never merged again"
+
+
+def _restarts(run_dir: Path, name: str) -> int:
+    rows = [r for r in status(run_dir).get("learners", []) if r["learner"] == name and r["state"] == "active"]
+    return int(rows[0]["restarts"]) if rows else 0
+
+
+def _idle_after(records: list[dict[str, Any]], name: str, died_s: float) -> tuple[float, float]:
+    """Longest time between two steps of a survivor after the death, and its longest step.
+
+    Between the end of one step and the begin of the next, so that the restarted island's compilation, which takes
+    the same cores, counts as a slower step and not as waiting.
+    """
+    steps = [r for r in records if r["kind"] == "step" and r["learner"] == name and r["t"] > died_s - 1]
+    idle = [b["t"] - b["step_s"] - a["t"] for a, b in pairwise(steps)]
+    return max(idle), max(r["step_s"] for r in steps)
+
+
+def test_interrupt_stops_everybody_in_good_order(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start("train", write_config(tmp_path, train={"steps": 100000}), "--run-dir", run_dir, "--quiet")
+    try:
+        wait_for(lambda: status(run_dir).get("global_step", 0) > 10, "training")
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        _end(process, run_dir)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert processes_of(run_dir) == {}
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert not summary["complete"] and summary["global_steps"] > 10
+    assert any((run_dir / "checkpoints").iterdir())
+
+
+def test_children_do_not_outlive_a_killed_supervisor(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start("train", write_config(tmp_path, train={"steps": 100000}), "--run-dir", run_dir, "--quiet")
+    try:
+        wait_for(lambda: status(run_dir).get("global_step", 0) > 5, "training")
+        process.kill()
+        process.wait()
+        wait_for(lambda: not processes_of(run_dir), "the end of all children", 60)
+    finally:
+        _end(process, run_dir)
+
+
+def _end(process: Any, run_dir: Path) -> None:
+    if process.poll() is None:
+        process.kill()
+        process.communicate()
+    for pid in processes_of(run_dir):
+        os.kill(pid, signal.SIGKILL)
