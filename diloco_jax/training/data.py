@@ -1,0 +1,246 @@
+"""Text as windows of token ids, in one global order that every learner can compute.
+
+    corpus -> [train | held out] -> windows -> global order (shuffled anew each epoch) -> virtual shards -> batches
+
+Position p of the global order belongs to virtual shard p mod V. A learner reads the shards it was given, round robin;
+no two learners share a shard, and all shards together cover every window once per epoch. The whole state of an
+iterator is one integer. The held-out part is the tail of the corpus; no training window touches it.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Literal, get_args
+from zlib import crc32
+
+import grain
+import numpy as np
+from jaxtyping import Int32, Integer
+
+DataFormat = Literal["bytes", "tokens"]
+TokenDtype = Literal["uint16", "uint32"]
+
+STDLIB = "stdlib"
+STDLIB_SKIP = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Which corpus to train on, and how it is cut."""
+
+    format: DataFormat = "bytes"
+    """bytes (any text, token = byte) or tokens (one binary file of token ids, memory-mapped)."""
+
+    path: str = STDLIB
+    """A file or a folder; or 'stdlib', the source of Python's own standard library without its tests (13 MB)."""
+
+    patterns: tuple[str, ...] = ("*",)
+    """Which files of a folder to read, by file name; for stdlib always '*.py'."""
+
+    token_dtype: TokenDtype = "uint16"
+    """Type of the ids in a token file, little-endian."""
+
+    vocab_size: int = 65_536
+    """Ids in a token file must be below this (checked on every batch); bytes always have 256."""
+
+    held_out_fraction: float = 0.02
+    """Share of the corpus, at its end, kept for evaluation; more than 0, less than 1."""
+
+    shuffle_seed: int = 0
+    """Seed of the global order of the windows; islands of one run must agree."""
+
+    def __post_init__(self) -> None:
+        if self.format not in get_args(DataFormat):
+            raise ValueError(f"data.format is '{self.format}'; choose from {', '.join(get_args(DataFormat))}")
+        if self.token_dtype not in get_args(TokenDtype):
+            raise ValueError(f"data.token_dtype is '{self.token_dtype}'; choose from {', '.join(get_args(TokenDtype))}")
+        if not 0 < self.held_out_fraction < 1:
+            raise ValueError(f"data.held_out_fraction is {self.held_out_fraction}; it must be between 0 and 1")
+        if self.vocab_size < 1 or not self.patterns:
+            raise ValueError(f"data.vocab_size is {self.vocab_size}, data.patterns {self.patterns}; both must be given")
+        if not 0 <= self.shuffle_seed < 2**31:
+            raise ValueError(f"data.shuffle_seed is {self.shuffle_seed}; it must be in [0, 2^31)")
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Random access to windows of `seq_len` + 1 ids; neighbours share one id, the last target of the former."""
+
+    ids: Integer[np.ndarray, " n"]
+    seq_len: int
+
+    def __len__(self) -> int:
+        return max(len(self.ids) - 1, 0) // self.seq_len
+
+    def __getitem__(self, index: int) -> Int32[np.ndarray, " t"]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        start = index * self.seq_len
+        return self.ids[start : start + self.seq_len + 1].astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A corpus cut into windows for training and for evaluation, which share no id."""
+
+    train: Windows
+    held_out: Windows
+    vocab_size: int
+
+
+def _stdlib_files() -> list[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return [p for p in root.rglob("*.py") if not any(part in STDLIB_SKIP for part in p.relative_to(root).parts)]
+
+
+def _read_bytes(config: DataConfig) -> Integer[np.ndarray, " n"]:
+    """All files one after the other, a zero byte after each, in an order that mixes folders but is always the same."""
+    root = Path(sysconfig.get_paths()["stdlib"]) if config.path == STDLIB else Path(config.path)
+    if not root.exists():
+        raise ValueError(f"data.path '{config.path}' does not exist; give a file, a folder, or '{STDLIB}'")
+    if config.path == STDLIB:
+        files = _stdlib_files()
+    elif root.is_file():
+        files = [root]
+    else:
+        files = [p for p in root.rglob("*") if p.is_file() and any(fnmatch(p.name, g) for g in config.patterns)]
+    if not files:
+        raise ValueError(f"data.path '{config.path}' has no file that matches {config.patterns}; correct data.patterns")
+    # By hash of the name: an alphabetical tail would hold out whole packages, unlike anything trained on.
+    names = {p: p.relative_to(root).as_posix() for p in files}
+    files.sort(key=lambda p: (crc32(names[p].encode()), names[p]))
+    return np.frombuffer(b"".join(part for p in files for part in (p.read_bytes(), b"\0")), np.uint8)
+
+
+def _map_tokens(config: DataConfig) -> Integer[np.ndarray, " n"]:
+    path = Path(config.path)
+    if not path.is_file():
+        raise ValueError(f"data.path '{config.path}' is no file; give one file of {config.token_dtype} token ids")
+    dtype = np.dtype(config.token_dtype).newbyteorder("<")
+    size = path.stat().st_size
+    if size == 0 or size % dtype.itemsize:
+        raise ValueError(
+            f"data.path '{config.path}' has {size} bytes, not a positive multiple of {dtype.itemsize}; "
+            f"is data.token_dtype {config.token_dtype} right?"
+        )
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+def load_source(config: DataConfig, seq_len: int) -> Source:
+    """Open the corpus and cut it into windows of `seq_len` + 1 token ids.
+
+    Args:
+      config: which corpus.
+      seq_len: predicted tokens per window.
+
+    Raises:
+      ValueError: the path is missing, no file matches, or the corpus is too short for one window of each part.
+    """
+    if seq_len < 1:
+        raise ValueError(f"the sequence length is {seq_len}; it must be at least 1")
+    ids = _read_bytes(config) if config.format == "bytes" else _map_tokens(config)
+    cut = len(ids) - round(len(ids) * config.held_out_fraction)
+    source = Source(
+        train=Windows(ids[:cut], seq_len),
+        held_out=Windows(ids[cut:], seq_len),
+        vocab_size=256 if config.format == "bytes" else config.vocab_size,
+    )
+    if not len(source.train) or not len(source.held_out):
+        raise ValueError(
+            f"data.path '{config.path}' has {len(ids)} tokens: {len(source.train)} training and "
+            f"{len(source.held_out)} held-out windows of {seq_len}; give more text, a shorter sequence, or another "
+            f"data.held_out_fraction ({config.held_out_fraction})"
+        )
+    return source
+
+
+def _stack(windows: Sequence[Int32[np.ndarray, " t"]], vocab_size: int) -> Int32[np.ndarray, "b t"]:
+    batch = np.stack(windows)
+    if batch.max() >= vocab_size:  # an embedding look-up would clamp it silently
+        raise ValueError(f"the data has token id {batch.max()}, data.vocab_size is {vocab_size}; correct one of them")
+    return batch
+
+
+class TrainIterator(Iterator[Int32[np.ndarray, "b t"]]):
+    """Endless batches of one learner's virtual shards; exact to resume from `get_state`."""
+
+    def __init__(
+        self, source: Source, *, seed: int, shard_ids: Sequence[int], num_shards: int, batch_size: int
+    ) -> None:
+        ids = tuple(shard_ids)
+        if not ids or len(set(ids)) != len(ids) or not all(0 <= v < num_shards for v in ids):
+            raise ValueError(f"shard_ids {ids} must be different numbers in [0, {num_shards}), at least one")
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        if len(source.train) < num_shards:
+            raise ValueError(
+                f"{len(source.train)} training windows cannot fill {num_shards} virtual shards; use fewer shards, "
+                "more text, or shorter sequences"
+            )
+        self._source, self._shard_ids, self._num_shards, self._batch_size = source, ids, num_shards, batch_size
+        # Random access without a permutation in memory; `repeat` reshuffles every epoch.
+        self._order = grain.MapDataset.range(len(source.train)).shuffle(seed=seed).repeat()
+        self._next = 0
+
+    def position(self, index: int) -> int:
+        """Position in the global order of this learner's `index`-th window."""
+        row, column = divmod(index, len(self._shard_ids))
+        return row * self._num_shards + self._shard_ids[column]
+
+    def window_ids(self, start: int, count: int) -> list[int]:
+        """Which windows of `source.train` this learner reads as its `start`-th and following."""
+        return [int(self._order[self.position(i)]) for i in range(start, start + count)]
+
+    def __next__(self) -> Int32[np.ndarray, "b t"]:
+        windows = [self._source.train[w] for w in self.window_ids(self._next, self._batch_size)]
+        self._next += self._batch_size
+        return _stack(windows, self._source.vocab_size)
+
+    def get_state(self) -> dict[str, int]:
+        """What `set_state` needs to continue with the next batch."""
+        return {"next_index": self._next}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Continue where an iterator of the same source, seed and shards stood."""
+        self._next = state["next_index"]
+
+
+def train_iterator(
+    source: Source, *, seed: int, shard_ids: Sequence[int], num_shards: int, batch_size: int
+) -> TrainIterator:
+    """Batches int32 [batch_size, seq_len + 1] of the given virtual shards, for ever.
+
+    Args:
+      source: the corpus; every learner opens the same one.
+      seed: of the global order; the same for every learner.
+      shard_ids: the virtual shards of this learner.
+      num_shards: virtual shards in all (V).
+      batch_size: windows per batch.
+
+    Raises:
+      ValueError: shard ids repeat or are out of range, or there are fewer windows than shards.
+    """
+    return TrainIterator(source, seed=seed, shard_ids=shard_ids, num_shards=num_shards, batch_size=batch_size)
+
+
+def eval_batches(source: Source, batch_size: int, max_batches: int) -> Iterator[Int32[np.ndarray, "b t"]]:
+    """Up to `max_batches` batches of held-out windows, spread evenly over the held-out part, always the same.
+
+    Raises:
+      ValueError: the held-out part has fewer windows than one batch.
+    """
+    available = len(source.held_out) // batch_size
+    if available < 1 or max_batches < 1:
+        raise ValueError(
+            f"{len(source.held_out)} held-out windows make no batch of {batch_size} (at most {max_batches} batches "
+            "wanted); raise data.held_out_fraction or lower the batch size"
+        )
+    count = min(available, max_batches) * batch_size
+    chosen = [i * len(source.held_out) // count for i in range(count)]
+    for start in range(0, count, batch_size):
+        windows = [source.held_out[i] for i in chosen[start : start + batch_size]]
+        yield _stack(windows, source.vocab_size)

@@ -1,0 +1,160 @@
+"""Bring your own model: what a module must offer, how it is found, and how its parameters are named.
+
+A model is any `flax.nnx.Module` with two methods (`TrainableModel`). Nothing is registered; a configuration names the
+class as `package.module:Class`. Parameters leave the module as a flat dict from path to array, for example
+`blocks/0/down/kernel`, in the order that `flax.nnx` gives them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from diloco_jax.training.sharding import LogicalAxes
+
+Batch = Mapping[str, Int32[Array, "..."]]  # {"tokens": int32 [batch, length + 1]}
+Metrics = dict[str, Float[Array, ""]]
+Params = dict[str, Float[Array, "..."]]  # path -> array
+GraphDef = nnx.GraphDef[Any]  # the static structure of a module
+T = TypeVar("T")
+
+
+@runtime_checkable
+class TrainableModel(Protocol):
+    """What the island asks of a module. Derive from `flax.nnx.Module` and implement these two methods.
+
+    Only variables of type `nnx.Param` are trained and exchanged; a module with any other variable (batch statistics,
+    dropout streams) is refused when it is loaded, because islands would silently disagree about it. Parameters may
+    carry logical axis names (`nnx.with_partitioning(init, ("embed", "mlp"))`); unnamed ones are replicated.
+    """
+
+    @classmethod
+    def from_config(cls, args: Mapping[str, Any], *, rngs: nnx.Rngs) -> nnx.Module:
+        """Build the module. `args` is what the configuration wrote under `model.args`."""
+        ...
+
+    def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
+        """Mean loss per predicted token in nats, and further scalars to log."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model to train, and the arguments that its `from_config` receives."""
+
+    module: str = "diloco_jax.training.models.decoder:Decoder"
+    """Import path of the model as `package.module:Class`."""
+
+    args: dict[str, Any] = field(default_factory=dict)
+    """Passed to the class unchanged, for the built-in decoder the fields of DecoderConfig."""
+
+    def __post_init__(self) -> None:
+        package, _, name = self.module.partition(":")
+        if not package or not name:
+            raise ValueError(f"model.module is '{self.module}'; write it as package.module:Class")
+
+
+def config_from_args(config_class: type[T], args: Mapping[str, Any], where: str = "model.args") -> T:
+    """Make a dataclass from untyped arguments, naming an unknown key and the keys that exist.
+
+    Raises:
+      ValueError: an unknown key, or a value whose type is not that of the field's default.
+    """
+    defaults = {f.name: f.default for f in fields(config_class)}  # type: ignore[arg-type]
+    for key, value in args.items():
+        if key not in defaults:
+            raise ValueError(f"{where}.{key} is unknown; known keys: {', '.join(sorted(defaults))}")
+        wanted = type(defaults[key])
+        accepted = (float, int) if wanted is float else (wanted,)
+        if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):
+            raise ValueError(f"{where}.{key} is {value!r}, a {type(value).__name__}; it must be a {wanted.__name__}")
+    return config_class(**args)
+
+
+def find_model(module: str) -> type[nnx.Module]:
+    """Import `package.module:Class` and check that it can be trained.
+
+    Raises:
+      ValueError: it cannot be imported, is no `nnx.Module`, or lacks a method of `TrainableModel`.
+    """
+    package, _, name = module.partition(":")
+    try:
+        found = getattr(importlib.import_module(package), name)
+    except ImportError as error:
+        raise ValueError(f"model.module '{module}' cannot be imported: {error}; install or correct it") from error
+    except AttributeError as error:
+        raise ValueError(f"model.module '{module}': '{package}' has no attribute '{name}'") from error
+    if not (isinstance(found, type) and issubclass(found, nnx.Module)):
+        raise ValueError(f"model.module '{module}' is not a flax.nnx.Module class; derive it from nnx.Module")
+    missing = [method for method in ("from_config", "loss") if not callable(getattr(found, method, None))]
+    if missing:
+        raise ValueError(
+            f"model.module '{module}' lacks {' and '.join(missing)}; "
+            "see diloco_jax.training.models.protocol.TrainableModel"
+        )
+    return found
+
+
+def load_model(module: str, args: Mapping[str, Any], seed: int) -> nnx.Module:
+    """Build the model `package.module:Class` from its arguments with parameters drawn from `seed`.
+
+    Raises:
+      ValueError: as `find_model`; or the module has variables other than parameters.
+    """
+    # Eager sharding would ask for a mesh while the module is built; the island places parameters itself.
+    with nnx.use_eager_sharding(False):
+        model: nnx.Module = find_model(module).from_config(args, rngs=nnx.Rngs(seed))  # type: ignore[attr-defined]
+    if not nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        raise ValueError(f"model '{module}' has no nnx.Param; there is nothing to train")
+    rest = nnx.state(model, nnx.Not(nnx.Param))
+    other = [_path(path) for path, _ in nnx.to_flat_state(rest)]
+    if other:
+        raise ValueError(
+            f"model '{module}' has variables that are not nnx.Param: {', '.join(other[:3])}; "
+            "islands exchange parameters only, so remove them (dropout streams, batch statistics)"
+        )
+    return model
+
+
+def _path(keys: tuple[Any, ...]) -> str:
+    return "/".join(map(str, keys))
+
+
+def _keys(path: str) -> tuple[int | str, ...]:
+    return tuple(int(key) if key.isdigit() else key for key in path.split("/"))
+
+
+def split_model(model: nnx.Module) -> tuple[GraphDef, Params]:
+    """Take a module apart into its static structure and {path: array}.
+
+    Raises:
+      ValueError: a name inside the module cannot be part of a path.
+    """
+    graphdef, state = nnx.split(model, nnx.Param)
+    params: Params = {}
+    for keys, variable in nnx.to_flat_state(state):
+        if _keys(_path(keys)) != keys:
+            raise ValueError(f"parameter {keys} has a key that is a number in quotes or contains '/'; rename it")
+        params[_path(keys)] = variable[...]
+    return graphdef, params
+
+
+def join_model(graphdef: GraphDef, params: Params) -> nnx.Module:
+    """Put a module together from its structure and {path: array}, the inverse of `split_model`."""
+    flat: dict[Any, Any] = {_keys(path): nnx.Param(value) for path, value in params.items()}
+    model: nnx.Module = nnx.merge(graphdef, nnx.from_flat_state(flat))
+    return model
+
+
+def logical_axes(model: nnx.Module) -> dict[str, LogicalAxes]:
+    """Logical axis names of every parameter, None where the module gave none."""
+    axes: dict[str, LogicalAxes] = {}
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        names = variable.get_metadata().get("out_sharding")
+        axes[_path(path)] = tuple(names) if names else (None,) * len(variable.shape)
+    return axes

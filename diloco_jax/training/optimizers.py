@@ -1,0 +1,165 @@
+"""Inner optimizers, and learning-rate schedules that follow the global step.
+
+The learning rate is an argument of every inner step, not a function of the optimizer's own count: a learner that joins
+late or returns must train at the rate of the whole run's progress, not at that of its own. So `make_inner` builds a
+transformation for the rate one, and the train step multiplies its update by the rate of the moment. Any optax
+transformation made with learning rate 1 can take its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Literal, get_args
+
+import jax
+import optax
+from jaxtyping import Array
+
+OptimizerName = Literal["adamw", "muon"]
+ScheduleName = Literal["wsd", "cosine", "constant"]
+Schedule = Callable[[int], float]  # global step -> learning rate, on the host: no device work per step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """The inner optimizer of every island, and its schedule."""
+
+    name: OptimizerName = "adamw"
+    """adamw, or muon (orthogonalised momentum for matrices, adam for embeddings and one-dimensional tensors)."""
+
+    learning_rate: float = 1e-3
+    """Peak rate; about 1e-3 for adamw and 2e-2 for muon at a few million parameters."""
+
+    adam_learning_rate: float = 3e-3
+    """Peak rate of the tensors that muon leaves to adam; not used by adamw."""
+
+    b1: float = 0.9
+    """Decay of adam's first moment, in [0, 1)."""
+
+    b2: float = 0.95
+    """Decay of adam's second moment, in [0, 1)."""
+
+    muon_beta: float = 0.95
+    """Decay of muon's momentum (Nesterov), in [0, 1)."""
+
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices, multiplied by the learning rate; 0 = none. One-dimensional tensors never decay."""
+
+    clip_norm: float = 1.0
+    """Global gradient norm above which the gradient is scaled down; 0 = never."""
+
+    adam_paths: tuple[str, ...] = ("*embed*",)
+    """Parameters, by path pattern, that muon leaves to adam although they are matrices, and that do not decay."""
+
+    schedule: ScheduleName = "wsd"
+    """wsd (warm up, stay, decay), cosine (warm up, then half a cosine), or constant (warm up, stay)."""
+
+    warmup_steps: int = 50
+    """Global steps of linear warm-up; 0 = none."""
+
+    decay_fraction: float = 0.2
+    """Share of all global steps, at the end, in which wsd decays linearly; 0 = never, 1 = all of them."""
+
+    final_fraction: float = 0.1
+    """Rate after the last step as a share of the peak; 0 = down to nothing."""
+
+    def __post_init__(self) -> None:
+        if self.name not in get_args(OptimizerName):
+            raise ValueError(f"optimizer.name is '{self.name}'; choose from {', '.join(get_args(OptimizerName))}")
+        if self.schedule not in get_args(ScheduleName):
+            raise ValueError(
+                f"optimizer.schedule is '{self.schedule}'; choose from {', '.join(get_args(ScheduleName))}"
+            )
+        for field in ("learning_rate", "adam_learning_rate"):
+            if not (math.isfinite(getattr(self, field)) and getattr(self, field) > 0):
+                raise ValueError(f"optimizer.{field} is {getattr(self, field)}; it must be positive and finite")
+        for field in ("b1", "b2", "muon_beta"):
+            if not 0 <= getattr(self, field) < 1:
+                raise ValueError(f"optimizer.{field} is {getattr(self, field)}; it must be in [0, 1)")
+        for field in ("weight_decay", "clip_norm", "warmup_steps"):
+            if not getattr(self, field) >= 0:
+                raise ValueError(f"optimizer.{field} is {getattr(self, field)}; it must not be negative")
+        for field in ("decay_fraction", "final_fraction"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ValueError(f"optimizer.{field} is {getattr(self, field)}; it must be between 0 and 1")
+
+
+def learning_rate(config: OptimizerConfig, total_steps: int) -> Schedule:
+    """The schedule, a pure function of the global step.
+
+    With peak r, warm-up w, final share f and the step t counted from 0: r (t + 1) / w while t < w; then the shape of
+    the schedule, which ends at r f when t = total_steps and stays there.
+
+    Args:
+      config: peak, shape and durations.
+      total_steps: global steps of the whole run.
+
+    Raises:
+      ValueError: the warm-up and the decay do not fit into the run.
+    """
+    decay_steps = round(config.decay_fraction * total_steps) if config.schedule == "wsd" else 0
+    if total_steps < 1 or config.warmup_steps + decay_steps > total_steps:
+        raise ValueError(
+            f"optimizer.warmup_steps {config.warmup_steps} and {decay_steps} steps of decay do not fit into "
+            f"{total_steps} global steps; train longer, or lower warmup_steps or decay_fraction"
+        )
+    peak, final, warmup = config.learning_rate, config.final_fraction, config.warmup_steps
+
+    def rate(global_step: int) -> float:
+        if global_step < warmup:
+            return peak * (global_step + 1) / warmup
+        left = max(total_steps - global_step, 0)
+        if config.schedule == "cosine":
+            progress = 1 - left / max(total_steps - warmup, 1)
+            return peak * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
+        if config.schedule == "wsd" and left < decay_steps:
+            return peak * (final + (1 - final) * left / decay_steps)
+        return peak
+
+    return rate
+
+
+def _is_matrix(path: str, ndim: int, config: OptimizerConfig, stacked: Collection[str]) -> bool:
+    """Whether a parameter is a matrix (or a stack of them) that decays and that muon may orthogonalise."""
+    return ndim - (path in stacked) == 2 and not any(fnmatch(path, pattern) for pattern in config.adam_paths)
+
+
+def make_inner(
+    config: OptimizerConfig, params: Mapping[str, Array | jax.ShapeDtypeStruct], *, stacked: Collection[str] = ()
+) -> optax.GradientTransformation:
+    """Build the inner optimizer for learning rate 1; the train step multiplies its update by the rate.
+
+    AdamW: -(m / (sqrt(v) + eps) + decay * theta) with bias-corrected moments. Muon (arXiv 2502.16982): the Nesterov
+    momentum of a matrix, orthogonalised by five Newton-Schulz steps, scaled by sqrt(max(1, columns / rows)).
+
+    Args:
+      config: which optimizer, and its constants.
+      params: {path: array}; only paths and ranks are read.
+      stacked: paths whose leading axis counts layers (`scan_layers`), so that each layer is a matrix of its own.
+    """
+    matrix = {path: _is_matrix(path, len(value.shape), config, stacked) for path, value in params.items()}
+    if config.name == "adamw":
+        update = optax.adamw(1.0, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=matrix)
+    else:
+        dims = {
+            path: optax.contrib.MuonDimensionNumbers(
+                reduction_axis=int(path in stacked), output_axis=1 + int(path in stacked)
+            )
+            if is_matrix
+            else None
+            for path, is_matrix in matrix.items()
+        }
+        update = optax.contrib.muon(
+            1.0,
+            beta=config.muon_beta,
+            weight_decay=config.weight_decay,
+            adam_b1=config.b1,
+            adam_b2=config.b2,
+            adam_learning_rate=config.adam_learning_rate / config.learning_rate,
+            muon_weight_dimension_numbers=dims,
+        )
+    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm > 0 else optax.identity()
+    return optax.chain(clip, update)

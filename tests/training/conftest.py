@@ -1,0 +1,58 @@
+"""A tiny model and its islands, shared by the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco_jax.training.island import Island
+from diloco_jax.training.models.protocol import ModelConfig
+from diloco_jax.training.optimizers import OptimizerConfig
+from diloco_jax.training.sharding import MeshConfig
+
+TINY = {"vocab_size": 16, "dim": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "mlp_dim": 32}
+
+MakeIsland = Callable[..., Island]
+
+
+@pytest.fixture(scope="session")
+def make_island() -> MakeIsland:
+    """`make_island(data=2, fsdp=2)` on as many devices as the mesh has; `optimizer=` and `args=` replace the usual.
+
+    Asked again for the same it returns the same island, back in its first state: a compiled step is seconds of work.
+    """
+    made: dict[str, tuple[Island, Any]] = {}
+
+    def make(*, optimizer: OptimizerConfig | None = None, args: dict[str, object] | None = None, **mesh: int) -> Island:
+        config = MeshConfig(**mesh)
+        key = repr((config, optimizer, args))
+        if key in made:
+            island, (host, shardings) = made[key]
+            # Through a program: device_put alone may leave the island on NumPy's memory, which cannot be donated.
+            own = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings)
+            island.state = own(jax.device_put(host, shardings))
+            return island
+        count = config.data * config.fsdp * config.tensor
+        island = Island(
+            ModelConfig(args={**TINY, **(args or {})}),
+            optimizer or OptimizerConfig(warmup_steps=0),
+            config,
+            seed=0,
+            devices=jax.devices()[:count],
+        )
+        made[key] = island, (jax.tree.map(np.array, island.state), jax.tree.map(lambda x: x.sharding, island.state))
+        return island
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def batches() -> list[np.ndarray]:
+    """Eight batches of 8 sequences that count upwards from a random start: quickly learnt."""
+    rng = np.random.default_rng(0)
+    return [((rng.integers(0, 16, (8, 1)) + np.arange(9)[None, :]) % 16).astype(np.int32) for _ in range(8)]

@@ -1,0 +1,147 @@
+"""The decoder against a NumPy forward pass written from the formulas, and what must hold for any decoder."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from diloco_jax.training.models.decoder import Decoder, DecoderConfig
+from diloco_jax.training.models.protocol import join_model, split_model
+
+TINY = {"vocab_size": 11, "dim": 12, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "mlp_dim": 20}
+TOKENS = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], np.int32)
+
+
+def build(seed: int = 0, **changes: object) -> Decoder:
+    return Decoder(DecoderConfig(**{**TINY, **changes}), rngs=nnx.Rngs(seed))
+
+
+def randomised(model: Decoder) -> Decoder:
+    """The same model with every parameter, also the norms' scales, away from its special initial value."""
+    graphdef, params = split_model(model)
+    rng = np.random.default_rng(5)
+    return join_model(
+        graphdef, {p: jnp.asarray(np.float32(v + 0.3 * rng.normal(size=v.shape))) for p, v in params.items()}
+    )
+
+
+def logits_of(model: Decoder, tokens: np.ndarray) -> np.ndarray:
+    return np.asarray(jax.jit(lambda t: model(t))(jnp.asarray(tokens)))
+
+
+def loss_of(model: Decoder, tokens: np.ndarray) -> float:
+    return float(jax.jit(lambda t: model.loss({"tokens": t})[0])(jnp.asarray(tokens)))
+
+
+def reference_logits(p: dict[str, np.ndarray], tokens: np.ndarray, c: DecoderConfig) -> np.ndarray:
+    """One example at a time, one head at a time, float64."""
+
+    def norm(x, scale):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+
+    def rope(x):  # [T, H]: complex rotation of (x[i], x[i + H/2])
+        half = x.shape[1] // 2
+        turn = np.exp(1j * np.arange(len(x))[:, None] * c.rope_theta ** (-2 * np.arange(half) / x.shape[1]))
+        z = (x[:, :half] + 1j * x[:, half:]) * turn
+        return np.concatenate([z.real, z.imag], 1)
+
+    def gelu(x):
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+    out = []
+    for sequence in tokens:
+        x = p["embed/embedding"][sequence] * np.sqrt(c.dim)
+        for layer in range(c.num_layers):
+            w = {k.removeprefix(f"blocks/{layer}/"): v for k, v in p.items() if k.startswith(f"blocks/{layer}/")}
+            y = norm(x, w["norm_attention/scale"])
+            heads = []
+            for n in range(c.num_heads):
+                shared = n // (c.num_heads // c.num_kv_heads)
+                q = rope((y @ w["q/kernel"])[:, n * c.head_dim : (n + 1) * c.head_dim])
+                k = rope((y @ w["k/kernel"])[:, shared * c.head_dim : (shared + 1) * c.head_dim])
+                v = (y @ w["v/kernel"])[:, shared * c.head_dim : (shared + 1) * c.head_dim]
+                s = q @ k.T / np.sqrt(c.head_dim) + np.where(np.tri(len(x)) > 0, 0, -np.inf)
+                e = np.exp(s - s.max(1, keepdims=True))
+                heads.append(e / e.sum(1, keepdims=True) @ v)
+            x = x + np.concatenate(heads, 1) @ w["out/kernel"]
+            y = norm(x, w["norm_mlp/scale"])
+            x = x + (gelu(y @ w["gate/kernel"]) * (y @ w["up/kernel"])) @ w["down/kernel"]
+        out.append(norm(x, p["norm_final/scale"]) @ p["embed/embedding"].T)
+    return np.stack(out)
+
+
+@pytest.mark.parametrize("attention", ["einsum", "dot_product"])
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_forward_is_the_numpy_reference(attention: str, num_layers: int) -> None:
+    model = randomised(build(attention=attention, num_layers=num_layers))
+    params = {path: np.asarray(v, np.float64) for path, v in split_model(model)[1].items()}
+    np.testing.assert_allclose(logits_of(model, TOKENS), reference_logits(params, TOKENS, model.config), atol=2e-5)
+
+
+def test_loss_is_the_mean_cross_entropy_of_the_next_token() -> None:
+    model = randomised(build())
+    params = {path: np.asarray(v, np.float64) for path, v in split_model(model)[1].items()}
+    logits = reference_logits(params, TOKENS[:, :-1], model.config)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    want = -np.mean([log_p[b, t, TOKENS[b, t + 1]] for b in range(2) for t in range(4)])
+    assert loss_of(model, TOKENS) == pytest.approx(want, abs=1e-5)
+
+
+def test_the_future_does_not_reach_the_past() -> None:
+    model = randomised(build(num_layers=2))
+    changed = TOKENS.copy()
+    changed[:, 3] = 0
+    before, after = logits_of(model, TOKENS), logits_of(model, changed)
+    np.testing.assert_array_equal(before[:, :3], after[:, :3])
+    assert np.abs(before[:, 3:] - after[:, 3:]).max(axis=-1).min() > 0
+
+
+def test_scanned_layers_equal_unrolled_ones() -> None:
+    plain, scanned = randomised(build(num_layers=3)), build(num_layers=3, scan_layers=True)
+    params = split_model(plain)[1]
+    graphdef, stacked = split_model(scanned)
+    for path in stacked:
+        if path.startswith("blocks/"):
+            rest = path.removeprefix("blocks/")
+            stacked[path] = jnp.stack([params[f"blocks/{i}/{rest}"] for i in range(3)])
+        else:
+            stacked[path] = params[path]
+    scanned = join_model(graphdef, stacked)
+    np.testing.assert_allclose(logits_of(scanned, TOKENS), logits_of(plain, TOKENS), atol=1e-5)
+
+
+def test_default_size_is_about_a_million_and_starts_near_the_uniform_loss() -> None:
+    shapes = jax.eval_shape(lambda: split_model(Decoder(DecoderConfig(), rngs=nnx.Rngs(0)))[1])
+    assert 0.9e6 < sum(v.size for v in shapes.values()) < 1.1e6
+    assert loss_of(build(vocab_size=256, dim=32), np.arange(64, dtype=np.int32).reshape(4, 16)) == pytest.approx(
+        np.log(256), abs=0.3
+    )
+
+
+def test_bfloat16_computes_close_to_float32_and_keeps_float32_parameters() -> None:
+    full, half = build(num_layers=2), build(num_layers=2, dtype="bfloat16")
+    assert {v.dtype for v in split_model(half)[1].values()} == {jnp.dtype("float32")}
+    assert loss_of(half, TOKENS) == pytest.approx(loss_of(full, TOKENS), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 3}, "multiple of num_kv_heads"),
+        ({"head_dim": 5}, "even"),
+        ({"dim": 0}, "at least 1"),
+        ({"activation": "tanh"}, "gelu, silu, relu2"),
+        ({"dtype": "float16"}, "float32, bfloat16"),
+    ],
+)
+def test_impossible_sizes_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DecoderConfig(**{**TINY, **changes})
+
+
+def test_a_too_long_sequence_is_refused() -> None:
+    with pytest.raises(ValueError, match="seq_len_max 4"):
+        build(seq_len_max=4)(jnp.asarray(TOKENS))

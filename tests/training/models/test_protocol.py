@@ -1,0 +1,103 @@
+"""Bring your own model: a module from outside trains, and one that cannot is refused with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from diloco_jax.training.models.protocol import ModelConfig, join_model, load_model, logical_axes, split_model
+
+
+class Bigram(nnx.Module):
+    """The smallest language model: one table of logits. Written like a user would, without any import of ours."""
+
+    def __init__(self, vocab_size: int, rngs: nnx.Rngs) -> None:
+        init = nnx.with_partitioning(nnx.initializers.normal(0.1), ("vocab", None))
+        self.table = nnx.Param(init(rngs.params(), (vocab_size, vocab_size)))
+
+    @classmethod
+    def from_config(cls, args: Mapping[str, Any], *, rngs: nnx.Rngs) -> Bigram:
+        return cls(args["vocab_size"], rngs)
+
+    def loss(self, batch: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        logits = self.table[...][batch["tokens"][:, :-1]]
+        picked = jnp.take_along_axis(nnx.log_softmax(logits), batch["tokens"][:, 1:, None], axis=-1)
+        return -picked.mean(), {"accuracy": (logits.argmax(-1) == batch["tokens"][:, 1:]).mean()}
+
+
+class WithDropout(Bigram):
+    def __init__(self, vocab_size: int, rngs: nnx.Rngs) -> None:
+        super().__init__(vocab_size, rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+class WithoutLoss(nnx.Module):
+    @classmethod
+    def from_config(cls, args: Mapping[str, Any], *, rngs: nnx.Rngs) -> WithoutLoss:
+        return cls()
+
+
+HERE = __name__
+
+
+def test_a_module_from_outside_loads_and_comes_apart_and_together_again() -> None:
+    model = load_model(f"{HERE}:Bigram", {"vocab_size": 5}, seed=1)
+    graphdef, params = split_model(model)
+    assert {path: v.shape for path, v in params.items()} == {"table": (5, 5)}
+    batch = {"tokens": jnp.asarray([[0, 1, 2]], jnp.int32)}
+    loss, metrics = join_model(graphdef, {"table": jnp.zeros((5, 5))}).loss(batch)
+    assert float(loss) == pytest.approx(np.log(5)) and "accuracy" in metrics
+
+
+def test_seeds_decide_the_parameters() -> None:
+    tables = [split_model(load_model(f"{HERE}:Bigram", {"vocab_size": 5}, s))[1]["table"] for s in (1, 1, 2)]
+    np.testing.assert_array_equal(tables[0], tables[1])
+    assert not np.array_equal(tables[0], tables[2])
+
+
+def test_paths_and_axes_of_the_decoder() -> None:
+    args = {"dim": 8, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "mlp_dim": 8}
+    axes = logical_axes(load_model(ModelConfig().module, args, 0))
+    assert axes["blocks/0/down/kernel"] == ("mlp", "embed")
+    assert axes["embed/embedding"] == ("vocab", "embed")
+    assert axes["blocks/1/norm_mlp/scale"] == (None,)
+    scanned = logical_axes(load_model(ModelConfig().module, {**args, "scan_layers": True}, 0))
+    assert scanned["blocks/down/kernel"] == ("layers", "mlp", "embed")
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("no.such.package:Model", "cannot be imported"),
+        (f"{HERE}:Nothing", "no attribute 'Nothing'"),
+        (f"{HERE}:np", "not a flax.nnx.Module"),
+        (f"{HERE}:WithoutLoss", "lacks loss"),
+        (f"{HERE}:WithDropout", "not nnx.Param: dropout"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(module: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_model(module, {"vocab_size": 5}, 0)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"layers": 2}, r"args\.layers is unknown.*num_layers"),
+        ({"dim": "big"}, "must be a int"),
+        ({"dim": True}, "int"),
+    ],
+)
+def test_wrong_arguments_are_named(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_model(ModelConfig().module, args, 0)
+
+
+def test_the_module_is_written_with_a_colon() -> None:
+    with pytest.raises(ValueError, match=r"package\.module:Class"):
+        ModelConfig(module="diloco_jax.Decoder")

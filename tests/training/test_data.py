@@ -1,0 +1,166 @@
+"""The corpus, the global order and its virtual shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_jax.training.data import DataConfig, Source, Windows, eval_batches, load_source, train_iterator
+
+
+def numbered(num_windows: int, seq_len: int = 4) -> Source:
+    """A source in which the first id of a window says which window it is."""
+    ids = np.arange(num_windows * seq_len + 1, dtype=np.uint32)
+    return Source(train=Windows(ids, seq_len), held_out=Windows(ids[:0], seq_len), vocab_size=10**6)
+
+
+def test_windows_overlap_by_the_one_id_that_is_only_a_target() -> None:
+    windows = Windows(np.arange(10, dtype=np.uint8), seq_len=3)
+    assert len(windows) == 3
+    np.testing.assert_array_equal(windows[1], [3, 4, 5, 6])
+    assert windows[2].dtype == np.int32
+    with pytest.raises(IndexError):
+        windows[3]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_windows=st.integers(6, 60),
+    num_shards=st.integers(1, 6),
+    learners=st.integers(1, 6),
+    seed=st.integers(0, 2**31 - 1),
+)
+def test_learners_share_nothing_and_miss_nothing(num_windows: int, num_shards: int, learners: int, seed: int) -> None:
+    learners = min(learners, num_shards)
+    source = numbered(num_windows)
+    shards = [list(range(m, num_shards, learners)) for m in range(learners)]
+    readers = [train_iterator(source, seed=seed, shard_ids=s, num_shards=num_shards, batch_size=1) for s in shards]
+    epochs = 2 * num_shards  # whole epochs for every shard at once
+    seen = np.concatenate(
+        [r.window_ids(0, len(s) * num_windows * epochs // num_shards) for r, s in zip(readers, shards, strict=True)]
+    )
+    np.testing.assert_array_equal(np.bincount(seen, minlength=num_windows), epochs)
+    positions = [r.position(i) for r, s in zip(readers, shards, strict=True) for i in range(len(s) * 5)]
+    assert sorted(positions) == list(range(num_shards * 5))
+
+
+def test_every_epoch_has_an_order_of_its_own_and_seeds_decide_it() -> None:
+    def read(seed: int) -> list[int]:
+        return train_iterator(numbered(50), seed=seed, shard_ids=[0], num_shards=1, batch_size=1).window_ids(0, 100)
+
+    order = read(3)
+    assert sorted(order[:50]) == sorted(order[50:]) == list(range(50))
+    assert order[:50] != order[50:] and order[:50] != list(range(50))
+    assert order == read(3) and order != read(4)
+
+
+def test_an_iterator_resumes_exactly_from_its_state() -> None:
+    def fresh():
+        return train_iterator(numbered(40), seed=1, shard_ids=[0, 3], num_shards=4, batch_size=3)
+
+    one = fresh()
+    for _ in range(5):
+        next(one)
+    state = one.get_state()
+    want = [next(one) for _ in range(10)]
+    other = fresh()
+    other.set_state(state)
+    np.testing.assert_array_equal([next(other) for _ in range(10)], want)
+    assert want[0].shape == (3, 5) and want[0].dtype == np.int32
+
+
+def test_a_learner_gets_the_same_windows_whatever_its_batch_size() -> None:
+    readers = [train_iterator(numbered(40), seed=1, shard_ids=[2], num_shards=4, batch_size=b) for b in (2, 6)]
+    np.testing.assert_array_equal(np.concatenate([next(readers[0]) for _ in range(3)]), next(readers[1]))
+
+
+def test_no_training_window_has_a_held_out_byte(tmp_path: Path) -> None:
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_bytes(bytes([i + 1]) * 50)
+    source = load_source(DataConfig(path=str(tmp_path), held_out_fraction=0.25, patterns=("*.txt",)), seq_len=10)
+    assert len(source.train.ids) + len(source.held_out.ids) == 20 * 51
+    assert len(source.held_out.ids) == 255
+    held_out = np.unique(np.concatenate(list(eval_batches(source, 1, 1000))))
+    trained = np.unique(np.concatenate([source.train[i] for i in range(len(source.train))]))
+    assert set(held_out) & set(trained) == {0}  # only the separator between files
+
+
+def test_the_order_of_files_depends_on_names_only(tmp_path: Path) -> None:
+    for folder, names in (("a", ["x.py", "y.py", "s/z.py"]), ("b", ["s/z.py", "y.py", "x.py"])):
+        for name in names:
+            file = tmp_path / folder / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(name * 30)
+        (tmp_path / folder / "notes.txt").write_text("not read")
+    one, other = (
+        load_source(DataConfig(path=str(tmp_path / f), patterns=("*.py",), held_out_fraction=0.2), 8) for f in "ab"
+    )
+    np.testing.assert_array_equal(one.train.ids, other.train.ids)
+    assert b"not read" not in one.train.ids.tobytes() + one.held_out.ids.tobytes()
+
+
+def test_evaluation_batches_are_spread_over_the_held_out_part_and_repeatable() -> None:
+    source = Source(train=numbered(1).train, held_out=numbered(100).train, vocab_size=10**6)
+    batches = list(eval_batches(source, batch_size=4, max_batches=5))
+    assert len(batches) == 5 and batches[0].shape == (4, 5)
+    np.testing.assert_array_equal(np.concatenate(batches)[:, 0] // 4, np.arange(0, 100, 5))
+    assert len(list(eval_batches(source, batch_size=30, max_batches=50))) == 3
+    with pytest.raises(ValueError, match="100 held-out windows make no batch of 101"):
+        list(eval_batches(source, batch_size=101, max_batches=1))
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_a_token_file_is_mapped_and_its_ids_checked(tmp_path: Path, dtype: str) -> None:
+    path = tmp_path / "tokens.bin"
+    np.arange(1000).astype(f"<{dtype[0]}{np.dtype(dtype).itemsize}").tofile(path)
+    config = DataConfig(format="tokens", path=str(path), token_dtype=dtype, vocab_size=1000, held_out_fraction=0.1)
+    source = load_source(config, seq_len=9)
+    assert isinstance(source.train.ids, np.memmap)
+    np.testing.assert_array_equal(source.train[1], np.arange(9, 19))
+    np.testing.assert_array_equal(source.held_out[0], np.arange(900, 910))
+    narrow = load_source(
+        DataConfig(format="tokens", path=str(path), token_dtype=dtype, vocab_size=500, held_out_fraction=0.1), 9
+    )
+    with pytest.raises(ValueError, match=r"token id \d+, data.vocab_size is 500"):
+        list(eval_batches(narrow, 1, 10))
+
+
+def test_the_standard_library_is_a_corpus_without_its_tests() -> None:
+    source = load_source(DataConfig(), seq_len=256)
+    text = source.train.ids[:].tobytes() + source.held_out.ids.tobytes()
+    assert len(text) > 5_000_000 and source.vocab_size == 256
+    assert b"class ArgumentParser(" in text and b"class TestArgumentParserPickleable" not in text
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DataConfig(path="/no/such/place"), "'/no/such/place' does not exist; give a file"),
+        (DataConfig(path="{folder}", patterns=("*.rst",)), "no file that matches"),
+        (DataConfig(path="{folder}/short.txt"), "give more text"),
+        (DataConfig(path="{folder}", format="tokens"), "is no file"),
+        (DataConfig(path="{folder}/short.txt", format="tokens"), "5 bytes, not a positive multiple of 2"),
+    ],
+)
+def test_a_corpus_that_cannot_be_read_is_an_error_with_its_path(
+    tmp_path: Path, config: DataConfig, message: str
+) -> None:
+    (tmp_path / "short.txt").write_text("hello")
+    made = DataConfig(path=config.path.format(folder=tmp_path), format=config.format, patterns=config.patterns)
+    with pytest.raises(ValueError, match=message):
+        load_source(made, seq_len=16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"shard_ids": [4]}, r"in \[0, 4\)"), ({"shard_ids": [1, 1]}, "different"), ({"batch_size": 0}, "at least 1")],
+)
+def test_impossible_shards_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train_iterator(numbered(9), **{"seed": 0, "shard_ids": [0], "num_shards": 4, "batch_size": 1, **changes})
+    with pytest.raises(ValueError, match="9 training windows cannot fill 10"):
+        train_iterator(numbered(9), seed=0, shard_ids=[0], num_shards=10, batch_size=1)

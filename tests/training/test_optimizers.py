@@ -1,0 +1,143 @@
+"""Inner optimizers against NumPy, and schedules as functions of the global step."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from diloco_jax.training.optimizers import OptimizerConfig, learning_rate, make_inner
+
+
+def test_wsd_warms_up_stays_and_decays() -> None:
+    config = OptimizerConfig(learning_rate=2.0, warmup_steps=4, decay_fraction=0.5, final_fraction=0.25)
+    rate = learning_rate(config, 20)
+    assert [rate(t) for t in (0, 1, 3, 4, 10)] == [0.5, 1.0, 2.0, 2.0, 2.0]
+    assert [rate(t) for t in (15, 20, 99)] == [1.25, 0.5, 0.5]
+
+
+def test_cosine_and_constant() -> None:
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=10, schedule="cosine", final_fraction=0.2)
+    rate = learning_rate(config, 30)
+    assert [round(rate(t), 6) for t in (4, 10, 20, 30, 31)] == [0.5, 1.0, 0.6, 0.2, 0.2]
+    rate = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_steps=0, schedule="constant"), 5)
+    assert [rate(t) for t in (0, 4, 9)] == [1.0, 1.0, 1.0]
+
+
+def test_a_schedule_without_decay_to_the_end_keeps_its_peak() -> None:
+    rate = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_steps=0, decay_fraction=0.0), 5)
+    assert rate(5) == 1.0
+
+
+def test_a_run_shorter_than_its_warm_up_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"warmup_steps 50 and 2 steps of decay do not fit into 10"):
+        learning_rate(OptimizerConfig(warmup_steps=50), 10)
+
+
+def test_adamw_is_its_formula_and_decays_matrices_only() -> None:
+    config = OptimizerConfig(b1=0.8, b2=0.9, weight_decay=0.5, clip_norm=0.0)
+    params = {"a/kernel": jnp.full((2, 3), 2.0), "a/scale": jnp.full((3,), 2.0), "embed/embedding": jnp.ones((4, 3))}
+    rng = np.random.default_rng(0)
+    gradients = [{k: rng.normal(size=v.shape).astype(np.float32) for k, v in params.items()} for _ in range(3)]
+    tx = make_inner(config, params)
+    state = tx.init(params)
+    want = {k: np.asarray(v, np.float64) for k, v in params.items()}
+    m = {k: 0.0 for k in params}
+    v = {k: 0.0 for k in params}
+    for t, gradient in enumerate(gradients, start=1):
+        updates, state = tx.update(gradient, state, params)
+        params = {k: p + 0.1 * updates[k] for k, p in params.items()}
+        for k, g in gradient.items():
+            m[k], v[k] = 0.8 * m[k] + 0.2 * g, 0.9 * v[k] + 0.1 * g * g
+            decay = 0.5 if k == "a/kernel" else 0.0
+            want[k] -= 0.1 * (m[k] / (1 - 0.8**t) / (np.sqrt(v[k] / (1 - 0.9**t)) + 1e-8) + decay * want[k])
+    for k in params:
+        np.testing.assert_allclose(params[k], want[k], rtol=1e-5)
+
+
+def test_muon_orthogonalises_matrices_and_leaves_the_rest_to_adam() -> None:
+    config = OptimizerConfig(name="muon", learning_rate=0.5, adam_learning_rate=0.25, weight_decay=0.0, clip_norm=0.0)
+    rng = np.random.default_rng(1)
+    params = {"x/kernel": jnp.zeros((6, 3)), "embed/embedding": jnp.zeros((6, 3)), "x/scale": jnp.zeros(3)}
+    gradient = {k: jnp.asarray(rng.normal(size=v.shape), jnp.float32) for k, v in params.items()}
+    tx = make_inner(config, params)
+    updates, _ = tx.update(gradient, tx.init(params), params)
+    # Five quintic Newton-Schulz steps bring singular values near one, not to it; the direction is that of -U V^T.
+    u, _, vt = np.linalg.svd(gradient["x/kernel"], full_matrices=False)
+    np.testing.assert_allclose(np.linalg.svd(updates["x/kernel"], compute_uv=False), 1.0, atol=0.35)
+    assert np.trace(vt @ np.asarray(updates["x/kernel"]).T @ u) < -2
+    # The first step of Nesterov's adam is -(b1 (1 - b1) / (1 - b1^2) + 1) sign(g); the ratio of the rates is 1/2.
+    for k in ("embed/embedding", "x/scale"):
+        np.testing.assert_allclose(updates[k], -0.5 * (0.09 / 0.19 + 1) * np.sign(gradient[k]), rtol=1e-4)
+
+
+def test_muon_treats_each_layer_of_a_stack_alone() -> None:
+    config = OptimizerConfig(name="muon", clip_norm=0.0)
+    rng = np.random.default_rng(2)
+    layers = [jnp.asarray(rng.normal(size=(4, 6)), jnp.float32) for _ in range(3)]
+    stack = {"b/kernel": jnp.stack(layers), "b/scale": jnp.ones((3, 4))}
+    tx = make_inner(config, stack, stacked={"b/kernel", "b/scale"})
+    stacked, _ = tx.update(stack, tx.init(stack), stack)
+    for i, layer in enumerate(layers):
+        one = {"b/kernel": layer, "b/scale": jnp.ones(4)}
+        tx = make_inner(config, one)
+        alone, _ = tx.update(one, tx.init(one), one)
+        np.testing.assert_allclose(stacked["b/kernel"][i], alone["b/kernel"], atol=1e-5)
+        np.testing.assert_allclose(stacked["b/scale"][i], alone["b/scale"], atol=1e-6)
+
+
+def test_large_gradients_are_clipped_to_the_norm() -> None:
+    params = {"w": jnp.zeros(4)}
+    config = OptimizerConfig(clip_norm=1.0)
+    tx = make_inner(config, params)
+    big, small = ({"w": jnp.asarray([s, 0.0, 0.0, 0.0])} for s in (100.0, 1.0))
+    states = [tx.update(g, tx.init(params), params)[1] for g in (big, small)]
+    np.testing.assert_allclose(optax.tree.norm(states[0]), optax.tree.norm(states[1]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_both_reduce_a_loss(name: str) -> None:
+    params = {"w/kernel": jnp.zeros((8, 4)), "w/bias": jnp.zeros(4)}
+    rng = np.random.default_rng(3)
+    x, y = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((64, 8), (64, 4)))
+    y = y + x[:, :4]
+    config = OptimizerConfig(name=name, weight_decay=0.0)
+    tx = make_inner(config, params)
+
+    @jax.jit
+    def step(params, state):
+        def loss_of(p):
+            return jnp.mean((x @ p["w/kernel"] + p["w/bias"][None, :] - y) ** 2)
+
+        loss, gradient = jax.value_and_grad(loss_of)(params)
+        updates, state = tx.update(gradient, state, params)
+        return {k: p + 0.05 * updates[k] for k, p in params.items()}, state, loss
+
+    state = tx.init(params)
+    losses = []
+    for _ in range(30):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.75 * losses[0]
+
+
+@pytest.mark.parametrize("changes", [{"name": "sgdx"}, {"schedule": "linear"}])
+def test_unknown_choices_are_refused(changes: dict[str, str]) -> None:
+    with pytest.raises((ValueError, TypeError), match=next(iter(changes))):  # under test the types refuse it earlier
+        OptimizerConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"learning_rate": 0.0},
+        {"b1": 1.0},
+        {"weight_decay": -1.0},
+        {"decay_fraction": 1.5},
+    ],
+)
+def test_impossible_settings_are_named(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"optimizer.{next(iter(changes))} is"):
+        OptimizerConfig(**changes)

@@ -1,0 +1,31 @@
+"""The inner step against the same arithmetic written out."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from diloco_jax.training.models.protocol import load_model, split_model
+from diloco_jax.training.train_step import TrainState, make_train_step, model_loss
+
+ARGS = {"vocab_size": 8, "dim": 4, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 2, "mlp_dim": 4}
+
+
+def test_a_step_follows_the_negative_gradient_and_reports_its_norm() -> None:
+    graphdef, params = split_model(load_model("diloco_jax.training.models.decoder:Decoder", ARGS, 0))
+    tx = optax.sgd(1.0)
+    batch = {"tokens": jnp.asarray([[1, 2, 3, 4, 5]], jnp.int32)}
+    step = jax.jit(make_train_step(graphdef, tx))
+    loss_of = jax.jit(lambda p: model_loss(graphdef, p, batch)[0])
+    state, metrics = step(TrainState(params, tx.init(params)), batch, jnp.float32(0.125))
+    gradient = {path: (np.asarray(params[path]) - np.asarray(state.params[path])) / 0.125 for path in params}
+    norm = np.sqrt(sum((g**2).sum() for g in gradient.values()))
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-3)
+    assert float(metrics["loss"]) == pytest.approx(float(loss_of(params)))
+    path, nudge = "blocks/0/up/kernel", 1e-2
+    for index in ((0, 0), (3, 2)):
+        losses = [float(loss_of({**params, path: params[path].at[index].add(sign * nudge)})) for sign in (1, -1)]
+        assert gradient[path][index] == pytest.approx((losses[0] - losses[1]) / (2 * nudge), abs=2e-3)
