@@ -111,8 +111,8 @@ def _cpu() -> jax.Device:
 
 
 def _to_cpu(tree: Any) -> Any:
-    # A plain device_put may alias NumPy memory, which the donated update would then overwrite.
-    return jax.device_put(tree, _cpu(), may_alias=False)
+    # device_put may alias NumPy memory, on CPU even with may_alias=False, and the donated update would overwrite it.
+    return jax.device_put(jax.tree.map(np.array, tree), _cpu())
 
 
 def _to_host(tree: Any) -> Any:

@@ -165,8 +165,14 @@ class RunConfig:
                 f"train.batch_size is {self.train.batch_size}, which {count} islands cannot share equally; use a "
                 "multiple of islands.count"
             )
+        if self.transport.queue_payloads_max < self.protocol.num_fragments:
+            raise ValueError(
+                f"transport.queue_payloads_max is {self.transport.queue_payloads_max}, but a joining learner gets all "
+                f"{self.protocol.num_fragments} fragments at once; raise it"
+            )
         if self.islands.devices:
             self._check_mesh()
+        self._check_vocabulary()
 
     def _check_mesh(self) -> None:
         data, fsdp, _ = self.islands.mesh.sizes(self.islands.devices)
@@ -175,6 +181,16 @@ class RunConfig:
             raise ValueError(
                 f"an island's batch of {batch} sequences cannot be shared by {data} x {fsdp} devices (data x fsdp); "
                 "change train.batch_size or islands.mesh"
+            )
+
+    def _check_vocabulary(self) -> None:
+        """An embedding clamps ids that it does not have, silently; only the built-in decoder says how many it has."""
+        if self.model.module != ModelConfig().module:
+            return
+        have, need = self.model.args.get("vocab_size", 256), 256 if self.data.format == "bytes" else self.data.vocab_size
+        if isinstance(have, int) and have < need:
+            raise ValueError(
+                f"model.args.vocab_size is {have}, but the data has ids below {need}; raise it, or correct data.vocab_size"
             )
 
     @property
