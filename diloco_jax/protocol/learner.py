@@ -75,6 +75,10 @@ class Learner:
         self._waits_for = 0  # lockstep: the round whose fragment must come back before the next step
         self._report: StepReport | None = None
         self._resend_at_s: float | None = None
+        self._resend_wait_s = config.resend_s
+        self._heard_s = 0.0  # when a message of the syncer was last taken, or the link came to stand
+        self._unheard_steps = 0  # inner steps since then
+        self._hello_step = 0  # local step of the newest greeting
         self._heartbeat_at_s: float | None = None
 
     # ---- connection ---------------------------------------------------------------------------------------------
@@ -84,6 +88,9 @@ class Learner:
         if self.state == STOPPED:
             return []
         self._connected = True
+        self._heard_s = now_s
+        self._unheard_steps = 0
+        self._resend_wait_s = self._config.resend_s
         self._heartbeat_at_s = now_s + self._config.heartbeat_s
         return [self._hello(now_s)]
 
@@ -92,6 +99,8 @@ class Learner:
         self._connected = False
         self._resend_at_s = self._heartbeat_at_s = None
         self._wanted.clear()
+        if self.state == WAITING:
+            return []  # no step will renew the copy, and the round may still ask for it on the next link
         return self._unstage_all()
 
     def leave(self, reason: str, now_s: float) -> list[Effect]:
@@ -100,7 +109,10 @@ class Learner:
         return [*said, *self._stop(reason)]
 
     def _hello(self, now_s: float) -> Send:
-        self._resend_at_s = now_s + self._config.resend_s
+        # Every repetition waits longer: on a slow link the missing fragments are under way, not lost.
+        self._resend_at_s = now_s + self._resend_wait_s
+        self._hello_step = self.local_step
+        self._resend_wait_s = min(2 * self._resend_wait_s, self._config.lease_s)
         versions = tuple(a.version for a in self.adopted)
         return Send(SYNCER, Hello(self.learner_id, self.incarnation, self._fingerprint, versions))
 
@@ -122,10 +134,11 @@ class Learner:
         assert self.state == TRAINING, f"step in state {self.state}"
         self.local_step += 1
         self.tokens += num_tokens
+        self._unheard_steps += 1
         if self._config.lockstep:
             self.global_step += 1
         effects: list[Effect] = []
-        if self._connected:
+        if self._connected or self._config.lockstep:
             self._stage_due(effects)
         self._report = report = StepReport(
             self.learner_id,
@@ -144,20 +157,18 @@ class Learner:
         if self._config.lockstep and self._schedule.due(self.global_step) >= 0:
             self._waits_for = self.global_step
             self.state = WAITING
-            self._resend_at_s = now_s + self._config.resend_s
+            self._resend_at_s = now_s + self._resend_wait_s
         return effects
 
     def _stage_due(self, effects: list[Effect]) -> None:
         """Stage what the next rounds will ask for, and let go of what they will not."""
-        due = self._schedule.due
         if self._config.lockstep:
-            fragments = {due(self.global_step)}
+            fragments = self._schedule.due_within(self.global_step, 1)
         else:
-            fragments = {due(step) for step in range(self._next_round, self._next_round + self._config.overlap_steps)}
-        fragments.discard(-1)
+            fragments = self._schedule.due_within(self._next_round, self._config.overlap_steps)
         for fragment_id in [p for p in self._staged if p not in fragments]:
             self._unstage(fragment_id, effects)
-        for fragment_id in sorted(fragments):
+        for fragment_id in fragments:
             self._stage(fragment_id, effects)
 
     def _stage(self, fragment_id: int, effects: list[Effect]) -> None:
@@ -191,6 +202,8 @@ class Learner:
         """Any message of the syncer."""
         if self.state == STOPPED:
             return []
+        self._heard_s = now_s
+        self._unheard_steps = 0
         match message:
             case GlobalFragment():
                 return self.on_global(message, now_s)
@@ -211,6 +224,8 @@ class Learner:
     def on_welcome(self, message: Welcome, now_s: float) -> list[Effect]:
         """Accepted; what is still missing follows as GlobalFragment."""
         self._see(message.global_step)
+        if self.state == TRAINING:
+            self._train()  # the hello of a reconnection is answered
         self._update_state()
         return []
 
@@ -227,10 +242,14 @@ class Learner:
         fragment_id = message.fragment_id
         if not 0 <= fragment_id < len(self.adopted):
             return [Drop(SYNCER, f"pull of unknown fragment {fragment_id}, there are {len(self.adopted)}")]
+        if message.global_step <= max(self.adopted[fragment_id].version, self._wanted.get(fragment_id, 0)):
+            return []  # a duplicate, or of a round that is over
         for copy in self._staged.get(fragment_id, ()):
             if copy.local_step >= message.local_step:
                 return [self._value(message.global_step, fragment_id, copy)]
         self._wanted[fragment_id] = message.global_step
+        if len(self._wanted) > max(1, self._config.overlap_steps):  # more are never in flight: the oldest is over
+            del self._wanted[min(self._wanted, key=self._wanted.__getitem__)]
         return []
 
     def _value(self, global_step: int, fragment_id: int, copy: StagedCopy) -> Send:
@@ -261,7 +280,10 @@ class Learner:
         self.global_step = max(self.global_step, message.version)
         effects: list[Effect] = [Adopt(fragment_id, message.version)]
         self._unstage(fragment_id, effects)
-        self._wanted.pop(fragment_id, None)
+        if message.version >= self._wanted.get(fragment_id, 0):
+            self._wanted.pop(fragment_id, None)
+        if self.state == JOINING:  # progress: what is still missing is probably on its way
+            self._resend_at_s = now_s + self._resend_wait_s
         self._update_state()
         return effects
 
@@ -276,13 +298,14 @@ class Learner:
         elif self.state == WAITING:
             ready = self.adopted[self._schedule.due(self._waits_for)].version >= self._waits_for
         else:
-            ready = self.state == TRAINING  # the hello of a reconnection is answered
+            ready = False
         if ready:
             self._train()
 
     def _train(self) -> None:
         self.state = TRAINING
         self._resend_at_s = None
+        self._resend_wait_s = self._config.resend_s
 
     def _stop(self, reason: str) -> list[Effect]:
         self.state = STOPPED
@@ -305,10 +328,16 @@ class Learner:
         if not self._connected or self.state == STOPPED:
             return effects
         if self._resend_at_s is not None and now_s >= self._resend_at_s:
-            effects.append(self._hello(now_s))
+            if self.state == TRAINING and self._hello_step == self.local_step:
+                self._resend_at_s = now_s + self._resend_wait_s  # the answer may wait for the end of the step
+            else:
+                effects.append(self._hello(now_s))
             if self.state == WAITING and self._report is not None:
                 effects.append(Send(SYNCER, self._report))
         if self._heartbeat_at_s is not None and now_s >= self._heartbeat_at_s:
+            silent = now_s - self._heard_s >= self._config.lease_s and self._unheard_steps >= 2
+            if silent and self._resend_at_s is None:
+                effects.append(self._hello(now_s))  # maybe it lost track of us: ask to be let in again
             self._heartbeat_at_s = now_s + self._config.heartbeat_s
             effects.append(Send(SYNCER, Heartbeat(self.learner_id, self.incarnation)))
         return effects

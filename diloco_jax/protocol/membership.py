@@ -12,9 +12,19 @@ Only active members count as live. A member that is gone keeps its record: its t
 
 from __future__ import annotations
 
-from diloco_jax.protocol.messages import SYNCER, Adopted, Hello
+from typing import NamedTuple
+
+from diloco_jax.protocol.messages import NO_VERSION, SYNCER, Adopted, Hello, StepReport
+from diloco_jax.protocol.pacing import ema
 
 JOINING, ACTIVE, SILENT, GONE = "joining", "active", "silent", "gone"
+
+
+class Sent(NamedTuple):
+    """When a fragment was sent to a member, in the member's own steps, and in how many of them it is due."""
+
+    local_step: int
+    wait_steps: int
 
 
 class Member:
@@ -28,11 +38,12 @@ class Member:
         "learner_id",
         "local_step",
         "loss",
+        "merged_base",
         "past_steps",
         "past_tokens",
-        "resent",
         "restarts",
         "rounds",
+        "sent",
         "since_s",
         "state",
         "step_s",
@@ -58,7 +69,8 @@ class Member:
         self.used_step = 0  # newest local step that a closed round has counted
         self.global_step = 0
         self.adopted: tuple[Adopted, ...] = ()
-        self.resent: dict[int, int] = {}  # fragment -> version that was sent a second time
+        self.merged_base: dict[int, int] = {}  # fragment -> version under its newest value that was merged
+        self.sent: dict[int, Sent] = {}  # fragment -> its newest version's way to this member
         self.step_s: float | None = None
         self.loss = float("nan")
 
@@ -68,6 +80,31 @@ class Member:
         self.past_tokens += self.tokens
         self.restarts += 1
         self._begin(incarnation, now_s)
+
+    def record(self, report: StepReport, ema_decay: float) -> None:
+        """Take over a report that is newer than all before."""
+        if self.local_step > 0:  # the first step of an incarnation compiles: no sample of its speed
+            self.step_s = ema(self.step_s, report.step_s, ema_decay)
+        self.local_step = report.local_step
+        self.tokens = report.tokens
+        self.global_step = report.global_step
+        self.adopted = report.adopted
+        self.loss = report.loss
+
+    def is_fresh(self, global_step: int, fragment_id: int, lockstep: bool) -> bool:
+        """Whether the newest report counts for this round: a step that no earlier round has counted.
+
+        A fragment that was adopted after the reported step has no step yet, and would have weight 0/0. One that was
+        not adopted since this member's last share in it still holds the steps of that share: they count once.
+        """
+        if self.local_step <= self.used_step:
+            return False
+        if lockstep:
+            return self.global_step >= global_step
+        if fragment_id < 0:
+            return True
+        held = self.adopted[fragment_id]
+        return self.local_step > held.local_step and held.version > self.merged_base.get(fragment_id, NO_VERSION)
 
     def enter(self, state: str, now_s: float) -> None:
         self.state = state
@@ -103,6 +140,10 @@ class Membership:
         """Members with a link, sorted by name."""
         return [m for _, m in sorted(self.members.items()) if m.state != GONE]
 
+    def live_members(self) -> list[Member]:
+        """Members that count as live, sorted by name."""
+        return [m for _, m in sorted(self.members.items()) if m.state == ACTIVE]
+
     def refusal(self, hello: Hello) -> str:
         """Why this learner cannot join, or an empty string."""
         if hello.learner_id == SYNCER or not hello.learner_id:
@@ -113,7 +154,7 @@ class Membership:
                 f"incarnation {hello.incarnation} of {hello.learner_id} is older than {known.incarnation}, which is "
                 "known already; stop one of the two processes or rename it"
             )
-        if known is None and len(self.connected()) >= self._learners_max:
+        if (known is None or known.state == GONE) and len(self.connected()) >= self._learners_max:
             return f"{self._learners_max} learners are connected, the limit; raise protocol.learners_max"
         theirs = dict(hello.fingerprint)
         for what in sorted(self._fingerprint.keys() | theirs.keys()):
@@ -147,7 +188,7 @@ class Membership:
 
     def expired(self, lease_s: float, now_s: float) -> list[Member]:
         """Active members that were not heard within the lease, sorted by name."""
-        return [m for _, m in sorted(self.members.items()) if m.state == ACTIVE and now_s - m.heard_s >= lease_s]
+        return [m for m in self.live_members() if now_s - m.heard_s >= lease_s]
 
     def median_step_s(self) -> float | None:
         """Lower median of the live learners' step times: one slow island must not stretch everybody's window."""

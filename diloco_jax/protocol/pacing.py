@@ -95,10 +95,20 @@ class Schedule:
         self.sync_every = sync_every
         self.num_fragments = num_fragments
         self._due = {p * sync_every // num_fragments: p for p in range(num_fragments)}
+        self._windows: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def due(self, global_step: int) -> int:
         """The fragment due at this global step, or -1."""
         return self._due.get(global_step % self.sync_every, -1)
+
+    def due_within(self, first_step: int, count: int) -> tuple[int, ...]:
+        """The fragments due at `count` global steps from the first one on, sorted. Learners ask after every step."""
+        key = (first_step % self.sync_every, count)
+        fragments = self._windows.get(key)
+        if fragments is None:
+            due = {self.due(step) for step in range(first_step, first_step + count)}
+            fragments = self._windows[key] = tuple(sorted(due - {-1}))
+        return fragments
 
     def next_due(self, global_step: int) -> int:
         """The first global step after this one at which a fragment is due."""

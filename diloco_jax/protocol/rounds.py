@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from diloco_jax.protocol.messages import Part
+from diloco_jax.protocol.pacing import ProtocolConfig, ema
 
 COLLECTING, PULLING, MERGING = "collecting", "pulling", "merging"
 
@@ -22,6 +23,7 @@ class Round:
         "opened_s",
         "phase",
         "resend_s",
+        "resend_wait_s",
         "values",
     )
 
@@ -33,6 +35,7 @@ class Round:
         self.closes_s: float | None = None  # end of the grace window, once the quorum is met
         self.closed_s = 0.0
         self.resend_s = 0.0  # when unanswered pulls are repeated
+        self.resend_wait_s = 0.0  # doubles every time: on a slow link the values are under way, not lost
         self.expires_s = 0.0  # when they are given up
         self.asked: dict[str, int] = {}  # learner -> local step asked for, until it answers
         self.values: dict[str, Part] = {}
@@ -44,7 +47,25 @@ class Round:
 
 
 class Pace(NamedTuple):
-    """Moving averages of Eq. 3, in seconds; None before the first sample."""
+    """Moving averages of Eq. 3, in seconds; None before the first sample.
+
+    A sample counts for at most the whole slack of tau steps: one long wait (a first compile, a partition, a pull that
+    timed out) closes the grace window at once, but not for the next dozens of rounds.
+    """
 
     quorum_s: float | None = None
     sync_s: float | None = None
+
+    def after_quorum(self, sample_s: float, step_s: float | None, config: ProtocolConfig) -> Pace:
+        """A round met its quorum so many seconds after it opened."""
+        if step_s is None:
+            return self  # nobody has made a second step: the wait was for compilers
+        sample_s = min(sample_s, config.overlap_steps * step_s)
+        return Pace(ema(self.quorum_s, sample_s, config.ema_decay), self.sync_s)
+
+    def after_sync(self, sample_s: float, step_s: float | None, config: ProtocolConfig) -> Pace:
+        """A round was pulled, merged and sent so many seconds after it closed."""
+        if step_s is None:
+            return self
+        sample_s = min(sample_s, config.overlap_steps * step_s)
+        return Pace(self.quorum_s, ema(self.sync_s, sample_s, config.ema_decay))

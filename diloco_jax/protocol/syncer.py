@@ -19,9 +19,10 @@ live learners than the quorum a round stays in COLLECTING ("below quorum"): merg
 
 from __future__ import annotations
 
+from math import inf
 from typing import assert_never
 
-from diloco_jax.protocol.membership import ACTIVE, GONE, JOINING, SILENT, Member, Membership
+from diloco_jax.protocol.membership import ACTIVE, GONE, JOINING, SILENT, Member, Membership, Sent
 from diloco_jax.protocol.messages import (
     NO_VERSION,
     Advance,
@@ -45,8 +46,8 @@ from diloco_jax.protocol.messages import (
     Stop,
     Welcome,
 )
-from diloco_jax.protocol.pacing import Closing, ProtocolConfig, Schedule, closing, ema, grace_window_s
-from diloco_jax.protocol.rounds import MERGING, PULLING, Pace, Round
+from diloco_jax.protocol.pacing import Closing, ProtocolConfig, Schedule, closing, grace_window_s
+from diloco_jax.protocol.rounds import COLLECTING, MERGING, PULLING, Pace, Round
 
 
 class Syncer:
@@ -101,13 +102,16 @@ class Syncer:
         member = self.membership.join(message, now_s)
         if entered:
             effects.append(self._note("joined", -1, (member.learner_id,), f"incarnation {member.incarnation}"))
+        elif member.state == SILENT:
+            self._activate(member, effects, now_s)
+            self._count(member)
         effects.append(Send(member.learner_id, Welcome(self.global_step, tuple(self.versions))))
-        for fragment_id, version in enumerate(message.versions):
-            if version < self.versions[fragment_id] or version == NO_VERSION:
-                effects.append(self._global(member, fragment_id))
+        missing = [p for p, version in enumerate(message.versions) if version < self.versions[p]]
+        effects += [self._global(member, fragment_id) for fragment_id in missing]
         if self.finished:
             effects.append(Send(member.learner_id, Stop(self.global_step, "run complete")))
-        elif self.config.lockstep and len(self._rounds) == (self._collecting is not None):
+        elif self.config.lockstep and not missing and len(self._rounds) == (self._collecting is not None):
+            # what it waits for may have been given up; an Advance must not overtake a fragment, hence `missing`
             effects.append(Send(member.learner_id, Advance(self.global_step)))
         return effects + self._proceed(now_s)
 
@@ -117,28 +121,20 @@ class Syncer:
         if member is None:
             return [Drop(message.learner_id, "report before hello, or of an old incarnation")]
         member.heard_s = now_s
-        if message.local_step <= member.local_step:
-            return []  # a duplicate, or overtaken by a newer one
-        effects: list[Effect] = []
         if len(message.adopted) != len(self.versions):
             return [Drop(message.learner_id, f"{len(message.adopted)} fragments reported, {len(self.versions)} exist")]
-        first = member.local_step == 0
-        member.local_step = message.local_step
-        member.tokens = message.tokens
-        member.global_step = message.global_step
-        member.adopted = message.adopted
-        member.loss = message.loss
-        if not first:  # the first step of an incarnation compiles: no sample of its speed
-            member.step_s = ema(member.step_s, message.step_s, self.config.ema_decay)
-        if member.state != ACTIVE:
-            self._activate(member, effects, now_s)
+        if message.local_step > member.local_step:  # else a duplicate, or overtaken by a newer one: a sign of life
+            member.record(message, self.config.ema_decay)
         if self.finished:
             return [Send(member.learner_id, Stop(self.global_step, "run complete"))]
-        collecting = self._collecting
-        if collecting is None or member.learner_id in self._fresh or not self._is_fresh(member, collecting):
-            return effects
-        self._fresh.add(member.learner_id)
-        return effects + self._proceed(now_s)
+        effects: list[Effect] = []
+        if member.state != ACTIVE:
+            self._activate(member, effects, now_s)
+        if self._count(member):
+            return effects + self._proceed(now_s)
+        if self._collecting is not None and self._collecting.fragment_id >= 0:
+            self._repair(member, self._collecting.fragment_id, effects)
+        return effects
 
     def on_value(self, message: FragmentValue, now_s: float) -> list[Effect]:
         """The answer to a pull. Without a Drop for the sender the driver keeps the payload until Merge or Discard."""
@@ -158,6 +154,7 @@ class Syncer:
         if message.base_version not in self._history[this.fragment_id]:
             reason = f"value against version {message.base_version}, kept are {self._history[this.fragment_id]}"
             return [Drop(learner_id, reason), self._global(member, this.fragment_id), *self._settle(this, now_s)]
+        member.merged_base[this.fragment_id] = message.base_version
         this.values[learner_id] = Part(
             learner_id, message.local_step, message.steps, message.tokens, message.base_version
         )
@@ -172,6 +169,8 @@ class Syncer:
         effects: list[Effect] = []
         if member.state == SILENT:
             self._activate(member, effects, now_s)
+            if self._count(member):
+                effects += self._proceed(now_s)
         return effects
 
     def on_disconnect(self, learner_id: str, incarnation: int, reason: str, now_s: float) -> list[Effect]:
@@ -192,7 +191,7 @@ class Syncer:
         del history[: -self.config.anchor_history]
         self.merged_rounds += 1
         self.merged_parts += len(this.values)
-        self._pace = self._pace._replace(sync_s=ema(self._pace.sync_s, now_s - this.closed_s, self.config.ema_decay))
+        self._pace = self._pace.after_sync(now_s - this.closed_s, self.membership.median_step_s(), self.config)
         for learner_id in this.values:
             self.membership.members[learner_id].rounds += 1
         effects: list[Effect] = [self._note("merged", fragment_id, tuple(sorted(this.values)), "", global_step)]
@@ -203,12 +202,13 @@ class Syncer:
 
     def next_deadline_s(self) -> float | None:
         """When on_tick must be called next, or None."""
-        deadlines = [min(r.resend_s, r.expires_s) for r in self._rounds.values() if r.phase == PULLING]
-        if self._collecting is not None and self._collecting.closes_s is not None:
-            deadlines.append(self._collecting.closes_s)
-        if self.membership.live:
-            deadlines.append(self._lease_check_s)
-        return min(deadlines) if deadlines else None
+        deadline_s = self._lease_check_s if self.membership.live else inf
+        for this in self._rounds.values():
+            if this.phase == PULLING:
+                deadline_s = min(deadline_s, this.resend_s, this.expires_s)
+            elif this.phase == COLLECTING and this.closes_s is not None and this.closes_s < deadline_s:
+                deadline_s = this.closes_s
+        return deadline_s if deadline_s < inf else None
 
     def on_tick(self, now_s: float) -> list[Effect]:
         """Time passed: leases, grace windows, unanswered pulls."""
@@ -224,7 +224,8 @@ class Syncer:
                 this.asked.clear()
                 effects += self._settle(this, now_s)
             elif now_s >= this.resend_s:
-                this.resend_s = now_s + self.config.resend_s
+                this.resend_wait_s *= 2
+                this.resend_s = now_s + this.resend_wait_s
                 for learner_id, local_step in sorted(this.asked.items()):
                     effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
         return effects + self._proceed(now_s)
@@ -259,33 +260,21 @@ class Syncer:
             return False
         if fragment_id >= 0 and any(r.fragment_id == fragment_id for r in self._rounds.values()):
             return False
-        this = self._collecting = self._rounds[step] = Round(step, fragment_id, now_s)
+        self._collecting = self._rounds[step] = Round(step, fragment_id, now_s)
         self._fresh = set()
-        for learner_id, member in self.membership.members.items():
-            if member.state != ACTIVE:
-                continue
-            if self._is_fresh(member, this):
-                self._fresh.add(learner_id)
-            if fragment_id >= 0 and member.adopted[fragment_id].version < self.versions[fragment_id]:
-                self._repair(member, fragment_id, effects)
+        for member in self.membership.members.values():
+            self._count(member)
         return True
 
-    def _repair(self, member: Member, fragment_id: int, effects: list[Effect]) -> None:
-        """Send a broadcast once more that was lost: a whole cycle has passed and the learner still lacks it."""
-        if member.resent.get(fragment_id) != self.versions[fragment_id]:
-            member.resent[fragment_id] = self.versions[fragment_id]
-            effects.append(self._global(member, fragment_id))
-
-    def _is_fresh(self, member: Member, this: Round) -> bool:
-        """Whether the member's newest report counts for this round: a step that no earlier round has used.
-
-        A fragment that was adopted after the reported step has no step yet, and would have weight 0/0.
-        """
-        if self.config.lockstep:
-            return member.global_step >= this.global_step and member.local_step > member.used_step
-        if member.local_step <= member.used_step:
+    def _count(self, member: Member) -> bool:
+        """Count a live member towards the collecting round, if its newest report is fresh; whether that is news."""
+        this = self._collecting
+        if this is None or member.state != ACTIVE or member.learner_id in self._fresh:
             return False
-        return this.fragment_id < 0 or member.local_step > member.adopted[this.fragment_id].local_step
+        if not member.is_fresh(this.global_step, this.fragment_id, self.config.lockstep):
+            return False
+        self._fresh.add(member.learner_id)
+        return True
 
     def _watch_quorum(self, now_s: float) -> None:
         """Start the grace window when the quorum is met, and forget it when somebody leaves."""
@@ -294,8 +283,8 @@ class Syncer:
         if len(self._fresh) < self.config.quorum:
             this.closes_s = None
         elif this.closes_s is None:
-            quorum_s = ema(self._pace.quorum_s, now_s - this.opened_s, self.config.ema_decay)
-            self._pace = self._pace._replace(quorum_s=quorum_s)
+            step_s = self.membership.median_step_s()
+            self._pace = self._pace.after_quorum(now_s - this.opened_s, step_s, self.config)
             this.closes_s = now_s + self.grace_s()
 
     def decide(self, now_s: float) -> Closing:
@@ -322,11 +311,26 @@ class Syncer:
             return
         this.phase = PULLING
         this.closed_s = now_s
-        this.resend_s = now_s + self.config.resend_s
+        this.resend_wait_s = max(self.config.resend_s, 2.0 * (self._pace.sync_s or 0.0))
+        this.resend_s = now_s + this.resend_wait_s
         this.expires_s = now_s + self.config.pull_timeout_s
         for learner_id in members:
             this.asked[learner_id] = local_step = self.membership.members[learner_id].local_step
             effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
+        for member in self.membership.live_members():
+            self._repair(member, this.fragment_id, effects)
+
+    def _repair(self, member: Member, fragment_id: int, effects: list[Effect]) -> None:
+        """Repeat a broadcast that was lost: its learner began a step after it was due, and still lacks it.
+
+        A step that began before the arrival reports the old version, hence one step more than the overlap. Every
+        repetition waits twice as long: on a slow link it is under way, not lost.
+        """
+        if not member.adopted or member.adopted[fragment_id].version >= self.versions[fragment_id]:
+            return
+        sent = member.sent.get(fragment_id)
+        if sent is not None and member.local_step > sent.local_step + sent.wait_steps:
+            effects.append(self._global(member, fragment_id, 2 * sent.wait_steps))
 
     def _settle(self, this: Round, now_s: float) -> list[Effect]:
         """Merge a pulled round once nobody is left to answer; give it up when nobody did."""
@@ -367,7 +371,8 @@ class Syncer:
                 effects += self._settle(this, now_s)
         return effects
 
-    def _global(self, member: Member, fragment_id: int) -> Send:
+    def _global(self, member: Member, fragment_id: int, wait_steps: int = 0) -> Send:
+        member.sent[fragment_id] = Sent(member.local_step, wait_steps or self.config.overlap_steps + 1)
         version, size = self.versions[fragment_id], self.payload_bytes.get(fragment_id, 0)
         return Send(member.learner_id, GlobalFragment(self.global_step, fragment_id, version, size))
 

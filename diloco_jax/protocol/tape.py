@@ -66,7 +66,7 @@ def replay(lines: Iterable[str], syncer: Syncer) -> Iterator[list[Effect]]:
         try:
             kind, now_s, *arguments = json.loads(line)
             effects = _apply(syncer, kind, float(now_s), arguments)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, LookupError, AssertionError) as error:
             raise ValueError(f"tape line {number} cannot be replayed ({error}): {line[:120]!r}") from error
         yield effects
 

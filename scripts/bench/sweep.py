@@ -56,10 +56,8 @@ def main() -> None:
         table = Table("settings", "loss", "spread", "contributors", title=f"{grid}, {arguments.steps} steps")
         for variant in GRIDS[grid]:
             words = [word for key, value in variant.items() for word in (f"--{key}", value)]
-            runs = [
-                train("quickstart", "--train.eval_every", 0, "--train.steps", arguments.steps, "--seed", seed, *words, *common)
-                for seed in arguments.seeds
-            ]
+            words += ["--train.eval_every", 0, "--train.steps", arguments.steps, *common]
+            runs = [train("quickstart", "--seed", seed, *words) for seed in arguments.seeds]
             losses = [run["eval_loss"] for run in runs]
             name = ", ".join(f"{key.split('.')[1]} {value}" for key, value in variant.items())
             contributors = statistics.mean(run["contributors_per_round"] for run in runs)

@@ -1,0 +1,335 @@
+"""The learner alone: what each input leads to, in each state, in time and out of turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco_jax.protocol.learner import JOINING, STOPPED, TRAINING, WAITING, Learner
+from diloco_jax.protocol.messages import (
+    SYNCER,
+    Adopt,
+    Adopted,
+    Advance,
+    Drop,
+    Effect,
+    Finish,
+    FragmentValue,
+    GlobalFragment,
+    Heartbeat,
+    Hello,
+    Leave,
+    Message,
+    PullRequest,
+    Refuse,
+    Send,
+    Stage,
+    StepReport,
+    Stop,
+    Unstage,
+    Welcome,
+)
+from diloco_jax.protocol.pacing import ProtocolConfig
+
+FINGERPRINT = (("model", "abc"),)
+
+
+def new(overlap_steps: int = 2, sync_every: int = 4, num_fragments: int = 4) -> Learner:
+    config = ProtocolConfig(
+        sync_every=sync_every,
+        num_fragments=num_fragments,
+        overlap_steps=overlap_steps,
+        heartbeat_s=2.0,
+        lease_s=10.0,
+        resend_s=3.0,
+    )
+    return Learner("a", 1, config, FINGERPRINT)
+
+
+def trained(steps: int = 0, overlap_steps: int = 2, sync_every: int = 4, num_fragments: int = 4) -> Learner:
+    """A connected learner that holds version 0 of everything and has made some steps."""
+    learner = new(overlap_steps, sync_every, num_fragments)
+    learner.on_connected(0.0)
+    learner.on_message(Welcome(0, (0,) * num_fragments), 0.0)
+    for fragment_id in range(num_fragments):
+        learner.on_message(GlobalFragment(0, fragment_id, 0, 0), 0.0)
+    for _ in range(steps):
+        learner.on_step(10, 1.0, 2.5, 1.0)
+    return learner
+
+
+def sent(effects: list[Effect]) -> list[Message]:
+    assert all(effect.peer == SYNCER for effect in effects if isinstance(effect, Send))
+    return [effect.message for effect in effects if isinstance(effect, Send)]
+
+
+# ---- joining -------------------------------------------------------------------------------------------------------
+
+
+def test_greets_with_what_it_holds() -> None:
+    learner = new(num_fragments=2)
+    assert learner.on_connected(0.0) == [Send(SYNCER, Hello("a", 1, FINGERPRINT, (-1, -1)))]
+    assert learner.state == JOINING and not learner.may_step()
+
+
+def test_may_not_step_before_it_holds_every_fragment() -> None:
+    learner = new(num_fragments=2)
+    learner.on_connected(0.0)
+    learner.on_message(Welcome(7, (5, 7)), 0.0)
+    assert not learner.may_step()
+    assert learner.on_message(GlobalFragment(7, 1, 7, 0), 0.0) == [Adopt(1, 7)]
+    assert not learner.may_step()
+    with pytest.raises(AssertionError, match="step in state joining"):
+        learner.on_step(10, 1.0, 2.5, 0.0)
+    assert learner.on_message(GlobalFragment(7, 0, 5, 0), 0.0) == [Adopt(0, 5)]
+    assert learner.may_step() and learner.global_step == 7
+
+
+def test_fragments_may_overtake_the_welcome() -> None:
+    learner = new(num_fragments=1, sync_every=1)
+    learner.on_connected(0.0)
+    learner.on_message(GlobalFragment(3, 0, 3, 0), 0.0)
+    assert learner.state == TRAINING
+    assert learner.on_message(Welcome(3, (3,)), 0.0) == []
+    assert learner.state == TRAINING
+
+
+def test_repeats_the_greeting_until_it_is_answered_in_full() -> None:
+    learner = new(num_fragments=2)
+    learner.on_connected(0.0)
+    assert learner.next_deadline_s() == 2.0
+    assert sent(learner.on_tick(2.0)) == [Heartbeat("a", 1)]
+    assert sent(learner.on_tick(3.0)) == [Hello("a", 1, FINGERPRINT, (-1, -1))]
+    learner.on_message(GlobalFragment(0, 1, 0, 0), 3.5)
+    later = {now_s: sent(learner.on_tick(float(now_s))) for now_s in range(4, 20)}
+    greeted = {now_s: m for now_s, messages in later.items() for m in messages if isinstance(m, Hello)}
+    assert min(greeted) >= 7, "a fragment came, so the others are on their way"
+    assert set(greeted.values()) == {Hello("a", 1, FINGERPRINT, (-1, 0))}, "then it asks for what is missing"
+    learner.on_message(GlobalFragment(0, 0, 0, 0), 20.0)
+    assert sent(learner.on_tick(24.0)) == [Heartbeat("a", 1)]
+
+
+def test_waits_longer_before_each_repetition_of_a_greeting() -> None:
+    learner = new()
+    learner.on_connected(0.0)
+    greeted = []
+    for now_s in range(1, 60):
+        greeted += [now_s for message in sent(learner.on_tick(float(now_s))) if isinstance(message, Hello)]
+    assert greeted == [3, 9, 19, 29, 39, 49, 59]  # after 3, 6 and then every 10 s: the lease
+
+
+def test_refused() -> None:
+    learner = new()
+    learner.on_connected(0.0)
+    assert learner.on_message(Refuse("model differs"), 0.0) == [Finish("refused: model differs")]
+    assert learner.state == STOPPED and learner.next_deadline_s() is None
+
+
+# ---- stepping ------------------------------------------------------------------------------------------------------
+
+
+def test_reports_every_step_and_stages_what_the_next_tau_rounds_ask_for() -> None:
+    learner = trained()
+    effects = learner.on_step(10, 1.5, 2.5, 1.0)
+    held = (Adopted(0, 0, 0),) * 4
+    assert effects == [Stage(1, 1), Stage(2, 1), Send(SYNCER, StepReport("a", 1, 1, 10, 0, held, 1.5, 2.5))]
+    assert learner.on_step(10, 1.0, 2.0, 2.0)[:2] == [Stage(1, 2), Stage(2, 2)]
+
+
+def test_keeps_at_most_three_copies_of_a_fragment() -> None:
+    learner = trained(3)
+    effects = learner.on_step(10, 1.0, 2.5, 2.0)
+    assert effects[:4] == [Stage(1, 4), Unstage(1, 1), Stage(2, 4), Unstage(2, 1)]
+
+
+def test_lets_go_of_copies_that_no_round_will_ask_for() -> None:
+    learner = trained(1)
+    learner.on_message(Advance(1), 1.0)
+    assert learner.on_step(10, 1.0, 2.5, 2.0)[:3] == [Unstage(1, 1), Stage(2, 2), Stage(3, 2)]
+
+
+def test_steps_without_a_link_but_tells_nobody() -> None:
+    learner = trained(1)
+    assert learner.on_disconnected(1.0) == [Unstage(1, 1), Unstage(2, 1)]
+    assert learner.may_step() and learner.next_deadline_s() is None and learner.on_tick(99.0) == []
+    assert learner.on_step(10, 1.0, 2.5, 2.0) == []
+    assert (learner.local_step, learner.tokens) == (2, 20)
+    assert learner.on_connected(3.0) == [Send(SYNCER, Hello("a", 1, FINGERPRINT, (0, 0, 0, 0)))]
+    assert isinstance(sent(learner.on_step(10, 1.0, 2.5, 4.0))[-1], StepReport)
+
+
+# ---- pulls ---------------------------------------------------------------------------------------------------------
+
+
+def value(global_step: int, fragment_id: int, local_step: int, steps: int, tokens: int, base: int) -> FragmentValue:
+    return FragmentValue("a", 1, global_step, fragment_id, local_step, steps, tokens, base, 0)
+
+
+def test_answers_with_the_copy_of_the_asked_step() -> None:
+    learner = trained(3)
+    assert sent(learner.on_message(PullRequest(1, 1, 2), 1.0)) == [value(1, 1, 2, 2, 20, 0)]
+    assert sent(learner.on_message(PullRequest(1, 1, 2), 1.0)) == [value(1, 1, 2, 2, 20, 0)], "asked twice, said twice"
+
+
+def test_answers_with_the_next_newer_copy_when_the_asked_one_is_gone() -> None:
+    learner = trained(5)
+    assert sent(learner.on_message(PullRequest(1, 1, 1), 1.0)) == [value(1, 1, 3, 3, 30, 0)]
+
+
+def test_answers_after_the_next_step_when_there_is_no_copy() -> None:
+    learner = trained(1)
+    assert learner.on_message(PullRequest(3, 3, 1), 1.0) == []
+    effects = learner.on_step(10, 1.0, 2.5, 2.0)
+    assert sent(effects)[1:] == [value(3, 3, 2, 2, 20, 0)]
+    assert effects.index(Stage(3, 2)) < len(effects) - 1, "the copy is asked for before it is sent"
+    assert sent(learner.on_step(10, 1.0, 2.5, 3.0))[1:] == [], "answered once"
+
+
+def test_a_pull_during_a_step_changes_nothing_that_the_step_depends_on() -> None:
+    learner = trained(1)
+    before = (learner.state, learner.local_step, learner.tokens, learner.adopted, learner.global_step)
+    learner.on_pull(PullRequest(1, 1, 1), 1.0)
+    assert before == (learner.state, learner.local_step, learner.tokens, learner.adopted, learner.global_step)
+
+
+def test_a_value_counts_from_the_adoption_that_its_copy_was_made_after() -> None:
+    learner = trained(2)
+    learner.on_message(GlobalFragment(1, 1, 1, 0), 1.0)
+    learner.on_step(7, 1.0, 2.5, 2.0)
+    assert learner.on_message(PullRequest(5, 1, 2), 2.0) == []
+    assert sent(learner.on_step(7, 1.0, 2.5, 3.0))[1:] == [value(5, 1, 4, 2, 14, 1)]
+
+
+def test_a_pull_that_an_adoption_overtook_never_yields_zero_steps() -> None:
+    learner = trained(1)
+    learner.on_message(GlobalFragment(1, 1, 1, 0), 1.0)
+    assert learner.on_message(PullRequest(5, 1, 1), 1.0) == [], "the copy is gone, the new one has no step yet"
+    assert sent(learner.on_step(10, 1.0, 2.5, 2.0))[1:] == [value(5, 1, 2, 1, 10, 1)]
+
+
+def test_a_broadcast_voids_the_pull_that_waits_for_a_step() -> None:
+    learner = trained(1)
+    learner.on_message(PullRequest(3, 3, 1), 1.0)
+    learner.on_message(GlobalFragment(3, 3, 3, 0), 1.0)
+    assert len(sent(learner.on_step(10, 1.0, 2.5, 2.0))) == 1
+
+
+def test_a_broadcast_of_an_older_round_does_not_void_a_newer_pull() -> None:
+    learner = trained(1)
+    learner.on_message(PullRequest(7, 3, 1), 1.0)
+    learner.on_message(GlobalFragment(3, 3, 3, 0), 1.0)
+    assert sent(learner.on_step(10, 1.0, 2.5, 2.0))[1:] == [value(7, 3, 2, 1, 10, 3)]
+
+
+def test_a_lost_link_voids_the_pull_that_waits_for_a_step() -> None:
+    learner = trained(1)
+    learner.on_message(PullRequest(3, 3, 1), 1.0)
+    learner.on_disconnected(1.0)
+    learner.on_connected(1.5)
+    assert len(sent(learner.on_step(10, 1.0, 2.5, 2.0))) == 1
+
+
+@pytest.mark.parametrize("fragment_id", [-1, 4])
+def test_unknown_fragments_are_dropped(fragment_id: int) -> None:
+    learner = trained(1)
+    for message in (PullRequest(1, fragment_id, 1), GlobalFragment(1, fragment_id, 1, 0)):
+        (drop,) = learner.on_message(message, 1.0)
+        assert isinstance(drop, Drop) and f"fragment {fragment_id}, there are 4" in drop.reason
+
+
+def test_the_value_names_the_size_that_the_driver_told() -> None:
+    learner = trained(1)
+    learner.payload_bytes[1] = 4096
+    (message,) = sent(learner.on_message(PullRequest(1, 1, 1), 1.0))
+    assert isinstance(message, FragmentValue) and message.payload_bytes == 4096
+
+
+# ---- broadcasts ----------------------------------------------------------------------------------------------------
+
+
+def test_adopts_newer_and_ignores_older_and_equal() -> None:
+    learner = trained(2)
+    assert learner.on_message(GlobalFragment(5, 1, 5, 0), 1.0) == [Adopt(1, 5), Unstage(1, 1), Unstage(1, 2)]
+    assert learner.adopted[1] == Adopted(5, 2, 20) and learner.global_step == 5
+    assert learner.on_message(GlobalFragment(5, 1, 5, 0), 1.0) == [], "a duplicate"
+    assert learner.on_message(GlobalFragment(6, 1, 1, 0), 1.0) == [], "overtaken"
+    assert learner.adopted[1] == Adopted(5, 2, 20) and learner.global_step == 6
+
+
+def test_an_old_clock_does_not_turn_the_schedule_back() -> None:
+    learner = trained(1)
+    learner.on_message(Advance(6), 1.0)
+    learner.on_message(Advance(2), 1.0)
+    learner.on_message(GlobalFragment(1, 1, 1, 0), 1.0)
+    assert learner.global_step == 6
+
+
+# ---- the end -------------------------------------------------------------------------------------------------------
+
+
+def test_stop_frees_every_copy_and_ends() -> None:
+    learner = trained(1)
+    assert learner.on_message(Stop(9, "run complete"), 1.0) == [Unstage(1, 1), Unstage(2, 1), Finish("run complete")]
+    assert learner.state == STOPPED and learner.global_step == 9 and not learner.may_step()
+
+
+def test_after_the_end_nothing_happens() -> None:
+    learner = trained(1)
+    learner.on_message(Stop(9, "run complete"), 1.0)
+    for message in (Stop(9, "again"), GlobalFragment(9, 1, 9, 0), PullRequest(9, 1, 1), Advance(10), Welcome(9, ())):
+        assert learner.on_message(message, 2.0) == []
+    assert learner.on_connected(3.0) == [] and learner.on_tick(99.0) == [] and learner.next_deadline_s() is None
+
+
+def test_leave_says_goodbye_if_there_is_a_link() -> None:
+    learner = trained(1)
+    assert sent(learner.leave("asked to", 1.0)) == [Leave("a", 1, "asked to")]
+    assert learner.state == STOPPED
+    alone = trained(1)
+    alone.on_disconnected(1.0)
+    assert alone.leave("asked to", 1.0) == [Finish("asked to")]
+
+
+# ---- lockstep ------------------------------------------------------------------------------------------------------
+
+
+def test_lockstep_waits_at_a_due_step_until_its_fragment_is_back() -> None:
+    learner = trained(1, overlap_steps=0, sync_every=2, num_fragments=1)
+    assert learner.state == TRAINING
+    effects = learner.on_step(10, 1.0, 2.5, 1.0)
+    assert effects[0] == Stage(0, 2) and learner.state == WAITING and not learner.may_step()
+    assert sent(learner.on_message(PullRequest(2, 0, 2), 1.0)) == [value(2, 0, 2, 2, 20, 0)]
+    learner.on_message(GlobalFragment(2, 0, 2, 0), 1.0)
+    assert learner.may_step() and learner.global_step == 2
+
+
+def test_lockstep_goes_on_when_the_round_is_given_up() -> None:
+    learner = trained(2, overlap_steps=0, sync_every=2, num_fragments=1)
+    learner.on_message(Advance(1), 1.0)
+    assert learner.state == WAITING, "an older step's end is not this one's"
+    learner.on_message(Advance(2), 1.0)
+    assert learner.state == TRAINING
+
+
+def test_lockstep_repeats_greeting_and_report_while_it_waits() -> None:
+    learner = trained(2, overlap_steps=0, sync_every=2, num_fragments=1)
+    assert learner.next_deadline_s() == 2.0
+    messages = sent(learner.on_tick(4.0))  # waits since 1.0, resend_s = 3
+    assert [type(m) for m in messages] == [Hello, StepReport, Heartbeat]
+    assert messages[1].local_step == 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("cut_before_the_step", [True, False])
+def test_lockstep_can_answer_on_the_next_link(cut_before_the_step: bool) -> None:
+    learner = trained(1, overlap_steps=0, sync_every=2, num_fragments=1)
+    if cut_before_the_step:
+        learner.on_disconnected(1.0)
+    learner.on_step(10, 1.0, 2.5, 1.0)
+    learner.on_disconnected(1.5)
+    learner.on_connected(2.0)
+    assert sent(learner.on_message(PullRequest(2, 0, 2), 2.0)) == [value(2, 0, 2, 2, 20, 0)]
+
+
+def test_lockstep_counts_its_own_steps() -> None:
+    learner = trained(1, overlap_steps=0, sync_every=4, num_fragments=1)
+    learner.on_message(Advance(3), 1.0)
+    assert learner.global_step == 1, "steps that it has not made do not count"

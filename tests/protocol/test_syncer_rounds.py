@@ -1,0 +1,202 @@
+"""The syncer alone: whoever goes, what time brings, and how many rounds there are at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco_jax.protocol.membership import ACTIVE, GONE, SILENT
+from diloco_jax.protocol.messages import (
+    Adopted,
+    Advance,
+    Discard,
+    Drop,
+    GlobalFragment,
+    Heartbeat,
+    Leave,
+    Merge,
+    Note,
+    Part,
+    PullRequest,
+    Send,
+    Stop,
+)
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer import Syncer
+from tests.protocol.syncer_inputs import hello, new, only, report, running, sent, value
+
+# ---- leaving, silence, time ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("goes", ["disconnect", "leave"])
+def test_whoever_goes_while_a_round_is_pulled_is_not_waited_for(goes: str) -> None:
+    syncer = running("a", "b")
+    syncer.on_message(value("b", 1, 1, 1), 2.0)
+    if goes == "leave":
+        effects = syncer.on_message(Leave("a", 1, "broke"), 2.0)
+    else:
+        effects = syncer.on_disconnect("a", 1, "broke", 2.0)
+    assert effects == [Note("left", 1, -1, ("a",), "broke"), Merge(1, 1, (Part("b", 1, 1, 10, 0),))]
+    assert syncer.membership.members["a"].state == GONE
+    assert syncer.on_disconnect("a", 1, "again", 3.0) == []
+
+
+def test_whoever_goes_while_a_round_collects_takes_its_report_along() -> None:
+    syncer = running("a", "b", "c", quorum=3)
+    for name in ("a", "b"):
+        syncer.on_message(report(name, 2), 2.0)
+    syncer.on_disconnect("a", 1, "broke", 2.0)
+    syncer.on_message(report("c", 2), 2.0)
+    assert syncer.global_step == 1, "b and c are two, K is three"
+
+
+def test_a_disconnect_of_an_older_incarnation_is_history() -> None:
+    syncer = running("a")
+    syncer.on_message(hello("a", 2), 2.0)
+    assert syncer.on_disconnect("a", 1, "late news", 3.0) == []
+    assert syncer.membership.get("a", 2) is not None
+
+
+def test_a_disconnect_while_the_round_merges_does_not_merge_it_twice() -> None:
+    syncer = running("a")
+    syncer.on_message(value("a", 1, 1, 1), 2.0)
+    assert only(syncer.on_disconnect("a", 1, "broke", 2.0), Merge) == []
+    assert only(syncer.on_merged(1, 3.0), Note)[0] == Note("merged", 1, 1, ("a",), "")
+    assert syncer.membership.members["a"].rounds == 1, "what was delivered counts"
+
+
+def test_silence_beyond_the_lease_takes_a_member_out_and_any_sign_brings_it_back() -> None:
+    syncer = running("a", "b")
+    syncer.on_message(Heartbeat("b", 1), 7.0)
+    syncer.on_tick(8.9)
+    assert syncer.membership.members["a"].state == ACTIVE
+    now_s = 9.0
+    while syncer.membership.members["a"].state == ACTIVE:  # the lease is checked every quarter of it
+        now_s = syncer.next_deadline_s() or 0.0
+        syncer.on_tick(now_s)
+    assert 9.0 <= now_s <= 9.0 + 8.0 / 4
+    assert syncer.membership.members["a"].state == SILENT and syncer.membership.live == 1
+    (note,) = only(syncer.on_message(Heartbeat("a", 1), now_s), Note)
+    assert note.kind == "back" and syncer.membership.live == 2
+
+
+@pytest.mark.parametrize("message", [report("a", 2), Heartbeat("a", 1), hello("a")])
+def test_every_sign_of_life_ends_silence(message: Any) -> None:
+    syncer = running("a", quorum=2)
+    syncer.on_tick(20.0)
+    assert syncer.membership.members["a"].state == SILENT
+    syncer.on_message(message, 21.0)
+    assert syncer.membership.members["a"].state == ACTIVE
+
+
+def test_unanswered_pulls_are_repeated_ever_more_seldom_and_then_given_up() -> None:
+    syncer = running("a", "b", lease_s=100.0, pull_timeout_s=12.0)
+    syncer.on_message(value("b", 1, 1, 1), 1.5)
+    again = [Send("a", PullRequest(1, 1, 1))]
+    assert syncer.next_deadline_s() is not None
+    asked = {now_s: syncer.on_tick(float(now_s)) for now_s in range(2, 13)}  # asked at 1.0, resend_s = 3
+    assert {now_s for now_s, effects in asked.items() if effects == again} == {4, 10}
+    assert syncer.next_deadline_s() == 13.0
+    assert syncer.on_tick(13.0) == [Drop("a", "no value within 12.0 s"), Merge(1, 1, (Part("b", 1, 1, 10, 0),))]
+    (drop,) = syncer.on_message(value("a", 1, 1, 1), 14.0)
+    assert isinstance(drop, Drop), "too late"
+
+
+def test_a_round_that_nobody_answers_is_given_up() -> None:
+    syncer = running("a", lease_s=100.0, pull_timeout_s=7.0)
+    effects = syncer.on_tick(8.0)
+    assert [type(e) for e in effects] == [Drop, Note, Discard, Send]
+    assert effects[1:3] == [Note("abandoned", 1, 1, (), "no value arrived"), Discard(1)]
+    assert sent(effects) == [Advance(1)]
+    assert syncer.versions == [0] * 4
+
+
+def test_the_deadline_names_only_what_time_alone_can_resolve() -> None:
+    syncer = new()
+    assert syncer.next_deadline_s() is None
+    syncer.on_message(hello("a"), 0.0)
+    assert syncer.next_deadline_s() is None, "nobody is live, nothing is asked for"
+    syncer.on_message(report("a", 1), 1.0)
+    syncer.on_tick(1.0)
+    assert syncer.next_deadline_s() == 3.0  # a quarter of the lease; the pull is repeated at 4.0
+    syncer.on_message(value("a", 1, 1, 1), 1.5)
+    syncer.on_tick(3.0)
+    assert syncer.next_deadline_s() == 5.0, "the merge ends by itself; only the lease is left"
+
+
+# ---- rounds --------------------------------------------------------------------------------------------------------
+
+
+def test_rounds_in_flight_are_bounded_by_tau() -> None:
+    syncer = running("a", overlap_steps=2)
+    for step in range(2, 6):
+        syncer.on_message(report("a", step), float(step))
+    assert syncer.global_step == 2, "rounds 1 and 2 are being pulled; round 3 has no place"
+    assert syncer.waiting_for(6.0) == "round 1, pulling: a"
+
+
+def test_two_rounds_of_one_fragment_are_never_in_flight() -> None:
+    syncer = new(overlap_steps=4, sync_every=1, num_fragments=1)
+    syncer.on_message(hello("a", versions=(0,)), 0.0)
+    for step in range(1, 4):
+        syncer.on_message(report("a", step, (Adopted(0),)), float(step))
+    assert syncer.global_step == 1
+
+
+def test_a_broadcast_that_is_under_way_is_not_sent_again() -> None:
+    # P = H = 2 and tau = 2: the next round of fragment 1 opens in the very input that sends its broadcast
+    syncer = new(sync_every=2, num_fragments=2)
+    syncer.on_message(hello("a", versions=(0, 0)), 0.0)
+    syncer.on_message(report("a", 1, (Adopted(0),) * 2), 1.0)
+    syncer.on_message(report("a", 2, (Adopted(0),) * 2), 2.0)
+    assert syncer.global_step == 2
+    syncer.on_message(value("a", 1, 1, 1), 2.0)
+    assert len(sent(syncer.on_merged(1, 2.0), "a")) == 1
+
+
+def test_a_lost_broadcast_is_repaired_when_the_fragment_has_its_next_turn() -> None:
+    syncer = new(overlap_steps=1)
+    syncer.on_message(hello("a"), 0.0)
+    held = [Adopted(0)] * 4
+    for step in range(1, 5):  # a never learns of version 1 of fragment 1
+        fragment_id = step % 4
+        syncer.on_message(report("a", step, tuple(held)), float(step))
+        syncer.on_message(value("a", step, fragment_id, step), float(step))
+        syncer.on_merged(step, float(step))
+        if fragment_id != 1:
+            held[fragment_id] = Adopted(step, step, 10 * step)
+    assert syncer.versions == [4, 1, 2, 3]
+    repaired = {step: sent(syncer.on_message(report("a", step, tuple(held)), float(step))) for step in range(5, 12)}
+    again = [GlobalFragment(4, 1, 1, 0)]
+    assert [step for step, messages in repaired.items() if messages == again] == [5, 10], "ever more seldom"
+    held[1] = Adopted(1, 11, 110)
+    assert sent(syncer.on_message(report("a", 12, tuple(held)), 12.0)) == [PullRequest(5, 1, 12)]
+
+
+def test_a_lost_broadcast_is_repaired_also_for_who_counts_with_an_older_version() -> None:
+    syncer = new(overlap_steps=1)
+    syncer.on_message(hello("a"), 0.0)
+    syncer.on_message(hello("b"), 0.0)
+    for step in range(1, 5):
+        syncer.on_message(report("a", step), float(step))
+        syncer.on_message(value("a", step, step % 4, step), float(step))
+        syncer.on_merged(step, float(step))
+    effects = syncer.on_message(report("b", 4), 4.5)  # b has missed all of them; round 5 is for fragment 1
+    assert sent(effects, "b") == [PullRequest(5, 1, 4), GlobalFragment(5, 1, 1, 0)]
+
+
+def test_stop_goes_to_everybody_and_to_whoever_missed_it() -> None:
+    syncer = running("a", total_steps=1)
+    syncer.on_message(hello("b"), 1.0)
+    syncer.on_message(value("a", 1, 1, 1), 2.0)
+    effects = syncer.on_merged(1, 3.0)
+    assert {e.peer for e in effects if isinstance(e, Send) and isinstance(e.message, Stop)} == {"a", "b"}
+    assert syncer.finished and syncer.waiting_for(3.0) == "nothing: the run is complete"
+    assert sent(syncer.on_message(report("a", 2), 4.0), "a") == [Stop(1, "run complete")]
+    assert sent(syncer.on_message(hello("c"), 5.0), "c")[-1] == Stop(1, "run complete")
+
+
+def test_a_run_needs_a_step() -> None:
+    with pytest.raises(ValueError, match="total_steps is 0"):
+        Syncer(ProtocolConfig(), 0)

@@ -1,0 +1,121 @@
+"""Golden transcripts: commands in, everything that all participants did out.
+
+A transcript is text. Each case is a comment that says what happens, the commands, a line `----`, and what came out:
+
+    # One learner is enough for K = 1.
+    join a
+    ----
+    a -> syncer: Hello, incarnation 1, holds [- -]
+
+Commands (names are learners, numbers are seconds):
+
+    new KEY=VALUE ...     a fresh run; keys are settings of the protocol, `total_steps`, and `says_copies`
+    join NAME ... [incarnation=N]      start learners
+    step NAME ... [step_s=S tokens=N]  one inner step each, then everything under way arrives
+    wait SECONDS          time passes
+    cut, connect, crash, leave NAME ...    the link breaks; dial again; the learner dies; it says goodbye
+    hold NAME ... | release NAME ...   what is sent to and from them stays under way; arrives now. NAME:StepReport
+                          (or another message) holds only that
+    lose NAME ...         what is under way to and from them never arrives
+    hold-merges | merge   merges take until `merge`
+    status                the syncer's view
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.protocol.pair import Pair
+from tests.protocol.prose import versions_text
+
+FOLDER = Path(__file__).parent / "testdata"
+
+
+class Case(NamedTuple):
+    line: int  # where its first line stands
+    comment: list[str]
+    commands: list[str]
+    output: list[str]
+
+    def text(self) -> str:
+        return "\n".join([*self.comment, *self.commands, "----", *self.output]) + "\n"
+
+
+def parse(text: str) -> Iterator[Case]:
+    """The cases of a transcript; they are separated by empty lines."""
+    line = 1
+    for block in text.split("\n\n"):
+        rows = block.strip("\n").split("\n")
+        head, output = rows, list[str]()
+        if "----" in rows:
+            head, output = rows[: rows.index("----")], rows[rows.index("----") + 1 :]
+        comment = [row for row in head if row.startswith("#")]
+        yield Case(line, comment, [row for row in head if row and not row.startswith("#")], output)
+        line += block.count("\n") + 2
+
+
+def run(cases: list[Case]) -> list[Case]:
+    """The same cases with the output that the machines give now; at the end the tape is replayed."""
+    pair = Pair()
+    done: list[Case] = []
+    for case in cases:
+        for command in case.commands:
+            name, *words = command.split()
+            if name == "new":
+                pair = Pair(**_settings(words))
+            else:
+                _execute(pair, name, words)
+        done.append(case._replace(output=pair.lines or ["nothing happens"]))
+        pair.lines = []
+    pair.check_replay()
+    return done
+
+
+def _settings(words: list[str]) -> dict[str, Any]:
+    return {key: float(value) if "." in value else int(value) for key, value in (word.split("=") for word in words)}
+
+
+def _execute(pair: Pair, command: str, words: list[str]) -> None:
+    names = [word for word in words if "=" not in word]
+    settings = _settings([word for word in words if "=" in word])
+    match command:
+        case "join":
+            pair.join(*names, **settings)
+        case "step":
+            pair.step(*names, **settings)
+        case "wait":
+            pair.wait(float(names[0]))
+        case "cut":
+            pair.cut(*names)
+        case "connect":
+            pair.connect(*names)
+        case "crash":
+            pair.crash(*names)
+        case "leave":
+            pair.leave(*names)
+        case "hold":
+            pair.held.update(names)
+        case "release":
+            pair.held.difference_update(names)
+            pair.deliver()
+        case "lose":
+            for name in names:
+                pair.lose_wire(name)
+        case "hold-merges":
+            pair.holds_merges = True
+        case "merge":
+            pair.merge()
+        case "status":
+            pair.lines += _status(pair)
+        case _:
+            raise ValueError(f"unknown command {command!r}; see the top of {__file__}")
+
+
+def _status(pair: Pair) -> Iterator[str]:
+    syncer = pair.syncer
+    yield f"global step {syncer.global_step}, versions [{versions_text(syncer.versions)}]"
+    yield f"waits for {syncer.waiting_for(pair.now_s)}"
+    for name, member in sorted(syncer.membership.members.items()):
+        yield f"{name} is {member.state}, {member.total_steps} steps, merged in {member.rounds} rounds"
