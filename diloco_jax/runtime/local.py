@@ -12,14 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from diloco_jax.runtime.files import ADDRESS_FILE, CONFIG_FILE, LOGS
 from diloco_jax.runtime.processes import PARENT_ENV, USER_ERROR
-from diloco_jax.runtime.settings import RunConfig
+from diloco_jax.runtime.settings import IslandsConfig, RunConfig
 
 START_TIMEOUT_S = 300.0  # for the syncer to build the model and listen
 STOP_TIMEOUT_S = 120.0  # for checkpoint and last evaluation after a stop
@@ -99,6 +99,9 @@ class LocalRun:
             env=child_environment(self._config, name),
             start_new_session=True,  # a terminal's Ctrl-C must reach the supervisor alone
         )
+        cores = core_share(self._config.islands, name, sorted(os.sched_getaffinity(0)))
+        if cores:
+            os.sched_setaffinity(process.pid, cores)
         return Child(name, process, log)
 
     def _await_address(self) -> str:
@@ -208,6 +211,24 @@ def child_environment(config: RunConfig, name: str) -> Mapping[str, str]:
         # Huge pages for large arrays: a fifth to a third less time per step on Linux.
         environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     return environment
+
+
+def core_share(islands: IslandsConfig, name: str, cores: Sequence[int]) -> set[int]:
+    """Cores of an emulated island, when all islands can have an equal share; empty: leave it to the system.
+
+    Emulated islands that share cores freely get them unevenly for seconds at a time, so that their step times differ
+    by a factor of five (docs/decisions/0005-core-shares.md). Real islands have accelerators of their own.
+    """
+    count, available = islands.count, len(cores)
+    if not islands.devices or name not in islands.names or count == 1:
+        return set()
+    index = islands.names.index(name)
+    if count % available == 0:
+        return {cores[index % available]}
+    if available % count == 0:
+        share = available // count
+        return set(cores[index * share : (index + 1) * share])
+    return set()
 
 
 def _signal(child: Child, number: signal.Signals) -> None:

@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -54,6 +55,10 @@ FAREWELL_S = 5.0  # how long learners have to hear Stop and say goodbye
 Result = tuple[str, Any]
 
 log = logging.getLogger(__name__)
+
+
+def _write_line(file: IO[str], line: str) -> None:
+    file.write(line + "\n")
 
 
 class SyncerRun:
@@ -111,7 +116,7 @@ class SyncerRun:
         self._began_s = time.monotonic()
         (self._run_dir / ADDRESS_FILE).write_text(listener.address, encoding="utf-8")
         with (self._run_dir / TAPE_FILE).open("w", encoding="utf-8") as tape:
-            self._taped = TapedSyncer(self._machine, lambda line: print(line, file=tape))
+            self._taped = TapedSyncer(self._machine, partial(_write_line, tape))
             try:
                 self._serve(listener)
                 self._bid_farewell(listener)

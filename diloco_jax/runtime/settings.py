@@ -158,6 +158,12 @@ class RunConfig:
                 f"protocol.quorum (K) is {self.protocol.quorum}, but there are only {count} islands (M), so no round "
                 "could ever close; lower protocol.quorum or raise islands.count"
             )
+        if self.algorithm == "decoupled" and self.protocol.lockstep and self.protocol.quorum < count:
+            raise ValueError(
+                f"protocol.overlap_steps is 0 (learners wait for the merge), but protocol.quorum is "
+                f"{self.protocol.quorum} of {count} islands, so the first to finish would be merged alone; set the quorum "
+                f"to {count}, or overlap_steps to at least 1"
+            )
         if self.protocol.learners_max < count:
             raise ValueError(f"protocol.learners_max is {self.protocol.learners_max}, islands.count {count}; raise it")
         if self.algorithm == "decoupled" and self.train.batch_size % count:
@@ -187,10 +193,12 @@ class RunConfig:
         """An embedding clamps ids that it does not have, silently; only the built-in decoder says how many it has."""
         if self.model.module != ModelConfig().module:
             return
-        have, need = self.model.args.get("vocab_size", 256), 256 if self.data.format == "bytes" else self.data.vocab_size
+        have = self.model.args.get("vocab_size", 256)
+        need = 256 if self.data.format == "bytes" else self.data.vocab_size
         if isinstance(have, int) and have < need:
             raise ValueError(
-                f"model.args.vocab_size is {have}, but the data has ids below {need}; raise it, or correct data.vocab_size"
+                f"model.args.vocab_size is {have}, but the data has ids below {need}; raise it, or correct "
+                "data.vocab_size"
             )
 
     @property

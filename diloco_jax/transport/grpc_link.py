@@ -32,7 +32,7 @@ from diloco_jax.transport.security import credentials, is_loopback
 from diloco_jax.transport.sessions import Inbox, Refused, SessionListener
 from diloco_jax.transport.stream import LANES, Lane, StreamSession
 
-_SERVICE, _METHOD = "diloco.v1.Syncer", "Connect"
+_SERVICE, _METHOD, _STATUS = "diloco.v1.Syncer", "Connect", "Status"
 _HEADER_KEY = "diloco-header-bin"
 
 
@@ -165,6 +165,7 @@ class GrpcListener(SessionListener[StreamSession]):
 
     def __init__(self, config: TransportConfig, run_id: str, epoch: int) -> None:
         super().__init__(config, run_id, epoch)
+        self.status_json = "{}"  # the driver replaces it whenever it likes
         options = [
             *_options(config),
             ("grpc.so_reuseport", 0),  # else a second syncer gets the same port without an error
@@ -172,8 +173,11 @@ class GrpcListener(SessionListener[StreamSession]):
             ("grpc.http2.max_ping_strikes", 0),
         ]
         self._server = grpc.server(_DaemonThreads(), options=options, maximum_concurrent_rpcs=config.connections_max)
-        handler = grpc.stream_stream_rpc_method_handler(self._serve)
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
+        handlers = {
+            _METHOD: grpc.stream_stream_rpc_method_handler(self._serve),
+            _STATUS: grpc.unary_unary_rpc_method_handler(self._tell, response_serializer=_serialised),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
         server_credentials = credentials(config).server
         try:
             _probe(config.address)
@@ -185,6 +189,11 @@ class GrpcListener(SessionListener[StreamSession]):
             ) from None
         self._address = f"{config.address.rpartition(':')[0]}:{port}"
         self._server.start()
+
+    def _tell(self, request: bytes, context: Any) -> pb.StatusReply:
+        """Answer `diloco status`."""
+        del request, context
+        return pb.StatusReply(json=self.status_json)
 
     @property
     def address(self) -> str:
@@ -236,6 +245,29 @@ class GrpcListener(SessionListener[StreamSession]):
         if not session.bind(lane, context.cancel):
             raise Refused(f"the {lane.name} connection of this session is open already")
         return session, lane
+
+
+def _serialised(reply: pb.StatusReply) -> bytes:
+    return reply.SerializeToString()
+
+
+def ask_status(config: TransportConfig) -> str:
+    """The status that the syncer at `config.address` last gave out, as JSON.
+
+    Raises:
+        TransportError: Nobody answered in time.
+        ValueError: The address is not loopback and plaintext was not allowed.
+    """
+    with grpc.secure_channel(config.address, credentials(config).channel, _options(config)) as channel:
+        ask = channel.unary_unary(f"/{_SERVICE}/{_STATUS}", response_deserializer=pb.StatusReply.FromString)
+        try:
+            reply: pb.StatusReply = ask(b"", timeout=config.connect_timeout_s, wait_for_ready=True)
+        except grpc.RpcError as error:
+            raise TransportError(
+                f"no syncer answered at {config.address} within {config.connect_timeout_s:g} s "
+                f"({error.code().name}): start it, or correct the address"
+            ) from None
+    return reply.json
 
 
 def _probe(address: str) -> None:

@@ -17,7 +17,14 @@ ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {
     "name": "small",
     "islands": {"count": 2, "devices": 2, "restart_delay_s": 0.1},
-    "train": {"steps": 80, "batch_size": 8, "seq_len": 32, "eval_every": 40, "eval_batches": 2, "final_eval_batches": 2},
+    "train": {
+        "steps": 80,
+        "batch_size": 8,
+        "seq_len": 32,
+        "eval_every": 40,
+        "eval_batches": 2,
+        "final_eval_batches": 2,
+    },
     "model": {
         "args": {"dim": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "mlp_dim": 64}
         | {"seq_len_max": 32}

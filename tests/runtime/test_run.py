@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.protocol.tape import replay
 from diloco_jax.runtime.telemetry import read_metrics
-
 from tests.runtime.helpers import processes_of, run, start, status, wait_for, write_config
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(240)]

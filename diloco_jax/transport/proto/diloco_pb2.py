@@ -24,45 +24,49 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'diloco_jax/transport/proto/diloco.proto\x12\tdiloco.v1\"|\n\x06Header\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0e\n\x06sender\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\x12\x0f\n\x07session\x18\x05 \x01(\x06\x12\x1d\n\x04lane\x18\x06 \x01(\x0e\x32\x0f.diloco.v1.Lane\"\xd5\x04\n\x05\x46rame\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.diloco.v1.Header\x12!\n\x05hello\x18\x02 \x01(\x0b\x32\x10.diloco.v1.HelloH\x00\x12,\n\x0bstep_report\x18\x03 \x01(\x0b\x32\x15.diloco.v1.StepReportH\x00\x12\x32\n\x0e\x66ragment_value\x18\x04 \x01(\x0b\x32\x18.diloco.v1.FragmentValueH\x00\x12)\n\theartbeat\x18\x05 \x01(\x0b\x32\x14.diloco.v1.HeartbeatH\x00\x12!\n\x05leave\x18\x06 \x01(\x0b\x32\x10.diloco.v1.LeaveH\x00\x12%\n\x07welcome\x18\x07 \x01(\x0b\x32\x12.diloco.v1.WelcomeH\x00\x12#\n\x06refuse\x18\x08 \x01(\x0b\x32\x11.diloco.v1.RefuseH\x00\x12.\n\x0cpull_request\x18\t \x01(\x0b\x32\x16.diloco.v1.PullRequestH\x00\x12\x34\n\x0fglobal_fragment\x18\n \x01(\x0b\x32\x19.diloco.v1.GlobalFragmentH\x00\x12%\n\x07\x61\x64vance\x18\x0b \x01(\x0b\x32\x12.diloco.v1.AdvanceH\x00\x12\x1f\n\x04stop\x18\x0c \x01(\x0b\x32\x0f.diloco.v1.StopH\x00\x12%\n\x07goodbye\x18\r \x01(\x0b\x32\x12.diloco.v1.GoodbyeH\x00\x12\x1f\n\x05\x63hunk\x18\x0e \x01(\x0b\x32\x10.diloco.v1.Chunk\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\x42\x06\n\x04\x62ody\">\n\x05\x43hunk\x12\x15\n\rpayload_bytes\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"v\n\x05Hello\x12\x12\n\nlearner_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x17\n\x0f\x66ingerprint_key\x18\x03 \x03(\t\x12\x19\n\x11\x66ingerprint_value\x18\x04 \x03(\t\x12\x10\n\x08versions\x18\x05 \x03(\x12\"\xd9\x01\n\nStepReport\x12\x12\n\nlearner_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x12\n\nlocal_step\x18\x03 \x01(\x03\x12\x0e\n\x06tokens\x18\x04 \x01(\x03\x12\x13\n\x0bglobal_step\x18\x05 \x01(\x03\x12\x17\n\x0f\x61\x64opted_version\x18\x06 \x03(\x12\x12\x1a\n\x12\x61\x64opted_local_step\x18\x07 \x03(\x03\x12\x16\n\x0e\x61\x64opted_tokens\x18\x08 \x03(\x03\x12\x0e\n\x06step_s\x18\t \x01(\x01\x12\x0c\n\x04loss\x18\n \x01(\x01\"\xc2\x01\n\rFragmentValue\x12\x12\n\nlearner_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x13\n\x0bglobal_step\x18\x03 \x01(\x03\x12\x13\n\x0b\x66ragment_id\x18\x04 \x01(\x03\x12\x12\n\nlocal_step\x18\x05 \x01(\x03\x12\r\n\x05steps\x18\x06 \x01(\x03\x12\x0e\n\x06tokens\x18\x07 \x01(\x03\x12\x14\n\x0c\x62\x61se_version\x18\x08 \x01(\x12\x12\x15\n\rpayload_bytes\x18\t \x01(\x03\"4\n\tHeartbeat\x12\x12\n\nlearner_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\"@\n\x05Leave\x12\x12\n\nlearner_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0e\n\x06reason\x18\x03 \x01(\t\"0\n\x07Welcome\x12\x13\n\x0bglobal_step\x18\x01 \x01(\x03\x12\x10\n\x08versions\x18\x02 \x03(\x12\"\x18\n\x06Refuse\x12\x0e\n\x06reason\x18\x01 \x01(\t\"K\n\x0bPullRequest\x12\x13\n\x0bglobal_step\x18\x01 \x01(\x03\x12\x13\n\x0b\x66ragment_id\x18\x02 \x01(\x03\x12\x12\n\nlocal_step\x18\x03 \x01(\x03\"b\n\x0eGlobalFragment\x12\x13\n\x0bglobal_step\x18\x01 \x01(\x03\x12\x13\n\x0b\x66ragment_id\x18\x02 \x01(\x03\x12\x0f\n\x07version\x18\x03 \x01(\x12\x12\x15\n\rpayload_bytes\x18\x04 \x01(\x03\"\x1e\n\x07\x41\x64vance\x12\x13\n\x0bglobal_step\x18\x01 \x01(\x03\"+\n\x04Stop\x12\x13\n\x0bglobal_step\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t*=\n\x04Lane\x12\x14\n\x10LANE_UNSPECIFIED\x10\x00\x12\x10\n\x0cLANE_CONTROL\x10\x01\x12\r\n\tLANE_BULK\x10\x02\x32;\n\x06Syncer\x12\x31\n\x07\x43onnect\x12\x10.diloco.v1.Frame\x1a\x10.diloco.v1.Frame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'diloco_jax/transport/proto/diloco.proto\x12\tdiloco.v1\"\x0f\n\rStatusRequest\"\x1b\n\x0bStatusReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"|\n\x06Header\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0e\n\x06sender\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\x12\x0f\n\x07session\x18\x05 \x01(\x06\x12\x1d\n\x04lane\x18\x06 \x01(\x0e\x32\x0f.diloco.v1.Lane\"\xd5\x04\n\x05\x46rame\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.diloco.v1.Header\x12!\n\x05hello\x18\x02 \x01(\x0b\x32\x10.diloco.v1.HelloH\x00\x12,\n\x0bstep_report\x18\x03 \x01(\x0b\x32\x15.diloco.v1.StepReportH\x00\x12\x32\n\x0e\x66ragment_value\x18\x04 \x01(\x0b\x32\x18.diloco.v1.FragmentValueH\x00\x12)\n\theartbeat\x18\x05 \x01(\x0b\x32\x14.diloco.v1.HeartbeatH\x00\x12!\n\x05leave\x18\x06 \x01(\x0b\x32\x10.diloco.v1.LeaveH\x00\x12%\n\x07welcome\x18\x07 \x01(\x0b\x32\x12.diloco.v1.WelcomeH\x00\x12#\n\x06refuse\x18\x08 \x01(\x0b\x32\x11.diloco.v1.RefuseH\x00\x12.\n\x0cpull_request\x18\t \x01(\x0b\x32\x16.diloco.v1.PullRequestH\x00\x12\x34\n\x0fglobal_fragment\x18\n \x01(\x0b\x32\x19.diloco.v1.GlobalFragmentH\x00\x12%\n\x07\x61\x64vance\x18\x0b \x01(\x0b\x32\x12.diloco.v1.AdvanceH\x00\x12\x1f\n\x04stop\x18\x0c \x01(\x0b\x32\x0f.diloco.v1.StopH\x00\x12%\n\x07goodbye\x18\r \x01(\x0b\x32\x12.diloco.v1.GoodbyeH\x00\x12\x1f\n\x05\x63hunk\x18\x0e \x01(\x0b\x32\x10.diloco.v1.Chunk\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\x42\x06\n\x04\x62ody\">\n\x05\x43hunk\x12\x15\n\rpayload_bytes\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"v\n\x05Hello\x12\x12\n\nlearner_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x17\n\x0f\x66ingerprint_key\x18\x03 \x03(\t\x12\x19\n\x11\x66ingerprint_value\x18\x04 \x03(\t\x12\x10\n\x08versions\x18\x05 \x03(\x12\"\xd9\x01\n\nStepReport\x12\x12\n\nlearner_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x12\n\nlocal_step\x18\x03 \x01(\x03\x12\x0e\n\x06tokens\x18\x04 \x01(\x03\x12\x13\n\x0bglobal_step\x18\x05 \x01(\x03\x12\x17\n\x0f\x61\x64opted_version\x18\x06 \x03(\x12\x12\x1a\n\x12\x61\x64opted_local_step\x18\x07 \x03(\x03\x12\x16\n\x0e\x61\x64opted_tokens\x18\x08 \x03(\x03\x12\x0e\n\x06step_s\x18\t \x01(\x01\x12\x0c\n\x04loss\x18\n \x01(\x01\"\xc2\x01\n\rFragmentValue\x12\x12\n\nlearner_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x13\n\x0bglobal_step\x18\x03 \x01(\x03\x12\x13\n\x0b\x66ragment_id\x18\x04 \x01(\x03\x12\x12\n\nlocal_step\x18\x05 \x01(\x03\x12\r\n\x05steps\x18\x06 \x01(\x03\x12\x0e\n\x06tokens\x18\x07 \x01(\x03\x12\x14\n\x0c\x62\x61se_version\x18\x08 \x01(\x12\x12\x15\n\rpayload_bytes\x18\t \x01(\x03\"4\n\tHeartbeat\x12\x12\n\nlearner_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\"@\n\x05Leave\x12\x12\n\nlearner_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0e\n\x06reason\x18\x03 \x01(\t\"0\n\x07Welcome\x12\x13\n\x0bglobal_step\x18\x01 \x01(\x03\x12\x10\n\x08versions\x18\x02 \x03(\x12\"\x18\n\x06Refuse\x12\x0e\n\x06reason\x18\x01 \x01(\t\"K\n\x0bPullRequest\x12\x13\n\x0bglobal_step\x18\x01 \x01(\x03\x12\x13\n\x0b\x66ragment_id\x18\x02 \x01(\x03\x12\x12\n\nlocal_step\x18\x03 \x01(\x03\"b\n\x0eGlobalFragment\x12\x13\n\x0bglobal_step\x18\x01 \x01(\x03\x12\x13\n\x0b\x66ragment_id\x18\x02 \x01(\x03\x12\x0f\n\x07version\x18\x03 \x01(\x12\x12\x15\n\rpayload_bytes\x18\x04 \x01(\x03\"\x1e\n\x07\x41\x64vance\x12\x13\n\x0bglobal_step\x18\x01 \x01(\x03\"+\n\x04Stop\x12\x13\n\x0bglobal_step\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t*=\n\x04Lane\x12\x14\n\x10LANE_UNSPECIFIED\x10\x00\x12\x10\n\x0cLANE_CONTROL\x10\x01\x12\r\n\tLANE_BULK\x10\x02\x32w\n\x06Syncer\x12\x31\n\x07\x43onnect\x12\x10.diloco.v1.Frame\x1a\x10.diloco.v1.Frame(\x01\x30\x01\x12:\n\x06Status\x12\x18.diloco.v1.StatusRequest\x1a\x16.diloco.v1.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'diloco_jax.transport.proto.diloco_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LANE']._serialized_start=1858
-  _globals['_LANE']._serialized_end=1919
-  _globals['_HEADER']._serialized_start=54
-  _globals['_HEADER']._serialized_end=178
-  _globals['_FRAME']._serialized_start=181
-  _globals['_FRAME']._serialized_end=778
-  _globals['_CHUNK']._serialized_start=780
-  _globals['_CHUNK']._serialized_end=842
-  _globals['_GOODBYE']._serialized_start=844
-  _globals['_GOODBYE']._serialized_end=869
-  _globals['_HELLO']._serialized_start=871
-  _globals['_HELLO']._serialized_end=989
-  _globals['_STEPREPORT']._serialized_start=992
-  _globals['_STEPREPORT']._serialized_end=1209
-  _globals['_FRAGMENTVALUE']._serialized_start=1212
-  _globals['_FRAGMENTVALUE']._serialized_end=1406
-  _globals['_HEARTBEAT']._serialized_start=1408
-  _globals['_HEARTBEAT']._serialized_end=1460
-  _globals['_LEAVE']._serialized_start=1462
-  _globals['_LEAVE']._serialized_end=1526
-  _globals['_WELCOME']._serialized_start=1528
-  _globals['_WELCOME']._serialized_end=1576
-  _globals['_REFUSE']._serialized_start=1578
-  _globals['_REFUSE']._serialized_end=1602
-  _globals['_PULLREQUEST']._serialized_start=1604
-  _globals['_PULLREQUEST']._serialized_end=1679
-  _globals['_GLOBALFRAGMENT']._serialized_start=1681
-  _globals['_GLOBALFRAGMENT']._serialized_end=1779
-  _globals['_ADVANCE']._serialized_start=1781
-  _globals['_ADVANCE']._serialized_end=1811
-  _globals['_STOP']._serialized_start=1813
-  _globals['_STOP']._serialized_end=1856
-  _globals['_SYNCER']._serialized_start=1921
-  _globals['_SYNCER']._serialized_end=1980
+  _globals['_LANE']._serialized_start=1904
+  _globals['_LANE']._serialized_end=1965
+  _globals['_STATUSREQUEST']._serialized_start=54
+  _globals['_STATUSREQUEST']._serialized_end=69
+  _globals['_STATUSREPLY']._serialized_start=71
+  _globals['_STATUSREPLY']._serialized_end=98
+  _globals['_HEADER']._serialized_start=100
+  _globals['_HEADER']._serialized_end=224
+  _globals['_FRAME']._serialized_start=227
+  _globals['_FRAME']._serialized_end=824
+  _globals['_CHUNK']._serialized_start=826
+  _globals['_CHUNK']._serialized_end=888
+  _globals['_GOODBYE']._serialized_start=890
+  _globals['_GOODBYE']._serialized_end=915
+  _globals['_HELLO']._serialized_start=917
+  _globals['_HELLO']._serialized_end=1035
+  _globals['_STEPREPORT']._serialized_start=1038
+  _globals['_STEPREPORT']._serialized_end=1255
+  _globals['_FRAGMENTVALUE']._serialized_start=1258
+  _globals['_FRAGMENTVALUE']._serialized_end=1452
+  _globals['_HEARTBEAT']._serialized_start=1454
+  _globals['_HEARTBEAT']._serialized_end=1506
+  _globals['_LEAVE']._serialized_start=1508
+  _globals['_LEAVE']._serialized_end=1572
+  _globals['_WELCOME']._serialized_start=1574
+  _globals['_WELCOME']._serialized_end=1622
+  _globals['_REFUSE']._serialized_start=1624
+  _globals['_REFUSE']._serialized_end=1648
+  _globals['_PULLREQUEST']._serialized_start=1650
+  _globals['_PULLREQUEST']._serialized_end=1725
+  _globals['_GLOBALFRAGMENT']._serialized_start=1727
+  _globals['_GLOBALFRAGMENT']._serialized_end=1825
+  _globals['_ADVANCE']._serialized_start=1827
+  _globals['_ADVANCE']._serialized_end=1857
+  _globals['_STOP']._serialized_start=1859
+  _globals['_STOP']._serialized_end=1902
+  _globals['_SYNCER']._serialized_start=1967
+  _globals['_SYNCER']._serialized_end=2086
 # @@protoc_insertion_point(module_scope)

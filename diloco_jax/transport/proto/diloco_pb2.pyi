@@ -16,6 +16,16 @@ LANE_UNSPECIFIED: Lane
 LANE_CONTROL: Lane
 LANE_BULK: Lane
 
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...
+
 class Header(_message.Message):
     __slots__ = ("run_id", "epoch", "sender", "incarnation", "session", "lane")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
