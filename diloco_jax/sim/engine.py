@@ -1,0 +1,51 @@
+"""Virtual time: a clock, a heap of events and one seeded source of randomness. Knows nothing of the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from random import Random
+from typing import Any
+
+Action = Callable[[Any], None]
+
+
+class Engine:
+    """Runs actions in the order of their times; equal times in the order in which they were asked for.
+
+    An event is a tuple (time_s, number, action, argument): bound methods and plain arguments instead of closures, and
+    no way to cancel one. Whoever loses interest in an event recognises it as stale when it comes.
+    """
+
+    __slots__ = ("_heap", "_number", "_stopped", "events", "now_s", "random")
+
+    def __init__(self, seed: int) -> None:
+        self.now_s = 0.0
+        self.events = 0  # handled so far
+        self.random = Random(seed)
+        self._heap: list[tuple[float, int, Action, Any]] = []
+        self._number = 0
+        self._stopped = False
+
+    def at(self, time_s: float, action: Action, argument: Any = None) -> None:
+        """Call `action(argument)` at that time, which must not be in the past."""
+        self._number = number = self._number + 1
+        heappush(self._heap, (time_s, number, action, argument))
+
+    def stop(self) -> None:
+        """Leave `run` after the current event."""
+        self._stopped = True
+
+    def run(self, until_s: float) -> None:
+        """Handle events until none is left, somebody says stop, or the next one lies beyond `until_s`."""
+        heap, pop, events = self._heap, heappop, 0
+        self._stopped = False
+        while heap and not self._stopped:
+            if heap[0][0] > until_s:
+                break
+            time_s, _, action, argument = pop(heap)
+            assert time_s >= self.now_s, f"an event for {time_s} s was asked for at {self.now_s} s"
+            self.now_s = time_s
+            events += 1
+            action(argument)
+        self.events += events

@@ -1,0 +1,154 @@
+"""A network of links between learners and the syncer: delay, bandwidth, loss, reorder, duplication, partition.
+
+A link is one connection of one incarnation, two pipes of two lanes each. Like a real transport a lane keeps its order
+and there is none between lanes. Unlike one, a link may lose, repeat and reorder: the machines must survive it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Message
+from diloco_jax.sim.engine import Engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkOptions:
+    """What messages suffer on their way. Probabilities are per message."""
+
+    delay_s: float = 0.01
+    """Seconds from one end to the other, before jitter and transfer."""
+    jitter_s: float = 0.0
+    """Up to so many seconds more, drawn evenly for every message; a lane keeps its order all the same."""
+    bandwidth_bytes_per_s: float = 0.0
+    """Of each direction of each link, for payloads; 0 means that they take no time."""
+    loss: float = 0.0
+    """Probability that a message vanishes."""
+    duplication: float = 0.0
+    """Probability that a message arrives a second time, later."""
+    reorder: float = 0.0
+    """Probability that a message is held up and others overtake it."""
+    reorder_s: float = 0.5
+    """For up to so many seconds."""
+    late: float = 0.0
+    """Probability that a message still arrives although its link broke while it was under way."""
+    heals_s: float = 0.0
+    """When loss, duplication and reorder end; 0 means never."""
+
+    def __post_init__(self) -> None:
+        for name in ("loss", "duplication", "reorder", "late"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ValueError(f"network.{name} is {value}, but a probability must be at least 0 and below 1")
+        for name in ("delay_s", "jitter_s", "bandwidth_bytes_per_s", "reorder_s", "heals_s"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ValueError(f"network.{name} is {value}, but must be at least 0")
+
+
+Deliver = Callable[["tuple[Link, Any]"], None]
+
+
+class Pipe:
+    """One direction of a link."""
+
+    __slots__ = ("control_s", "deliver", "link", "payload_s", "sent_s")
+
+    def __init__(self, link: Link, deliver: Deliver) -> None:
+        self.link = link
+        self.deliver = deliver
+        self.sent_s = 0.0  # when the payloads that wait for bandwidth are through
+        self.control_s = 0.0  # newest arrival of each lane
+        self.payload_s = 0.0
+
+
+class Link:
+    """One connection. `owner` is whatever the cluster wants to recognise at arrival."""
+
+    __slots__ = ("alive", "down", "incarnation", "learner_id", "owner", "up")
+
+    def __init__(self, learner_id: str, incarnation: int, owner: object, up: Deliver, down: Deliver) -> None:
+        self.learner_id = learner_id
+        self.incarnation = incarnation
+        self.owner = owner
+        self.alive = True
+        self.up = Pipe(self, up)
+        self.down = Pipe(self, down)
+
+
+class Network:
+    """Moves messages: calls the pipe's `deliver` with (link, message) when one arrives.
+
+    Args:
+        engine: whose time and randomness it uses.
+        options: what messages suffer.
+        faultless: no link will break and nobody be partitioned, so arrivals need no second look.
+    """
+
+    __slots__ = ("_clean", "_delay_s", "_engine", "_options", "_partitions", "lost")
+
+    def __init__(self, engine: Engine, options: NetworkOptions, *, faultless: bool) -> None:
+        self.lost = 0
+        self._engine = engine
+        self._options = options
+        self._delay_s = options.delay_s
+        self._partitions: dict[str, int] = {}
+        self._clean = faultless and not (
+            options.loss or options.duplication or options.reorder or options.jitter_s or options.bandwidth_bytes_per_s
+        )
+
+    def partition(self, learner_id: str) -> None:
+        """From now on nothing gets through, and nobody is told."""
+        self._partitions[learner_id] = self._partitions.get(learner_id, 0) + 1
+
+    def heal(self, learner_id: str) -> None:
+        """Take back one `partition`."""
+        self._partitions[learner_id] -= 1
+        if not self._partitions[learner_id]:
+            del self._partitions[learner_id]
+
+    def send(self, pipe: Pipe, message: Message) -> None:
+        """Put a message on its way."""
+        engine, link = self._engine, pipe.link
+        if self._clean:
+            engine.at(engine.now_s + self._delay_s, pipe.deliver, (link, message))
+            return
+        if not link.alive or link.learner_id in self._partitions:
+            self.lost += 1
+            return
+        options, random = self._options, engine.random.random
+        troubled = not 0 < options.heals_s <= engine.now_s
+        if troubled and random() < options.loss:
+            self.lost += 1
+            return
+        arrival_s = self._arrival_s(pipe, message)
+        if troubled and random() < options.reorder:
+            arrival_s += options.reorder_s * random()
+        engine.at(arrival_s, self._arrive, (pipe, message))
+        if troubled and random() < options.duplication:
+            engine.at(arrival_s + options.reorder_s * random(), self._arrive, (pipe, message))
+
+    def _arrival_s(self, pipe: Pipe, message: Message) -> float:
+        """When a message arrives that keeps the order of its lane."""
+        options, now_s = self._options, self._engine.now_s
+        way_s = options.delay_s + options.jitter_s * self._engine.random.random()
+        if not isinstance(message, FragmentValue | GlobalFragment):
+            pipe.control_s = max(pipe.control_s, now_s + way_s)
+            return pipe.control_s
+        transfer_s = 0.0
+        if options.bandwidth_bytes_per_s:
+            transfer_s = message.payload_bytes / options.bandwidth_bytes_per_s
+        pipe.sent_s = max(pipe.sent_s, now_s) + transfer_s
+        pipe.payload_s = max(pipe.payload_s, pipe.sent_s + way_s)
+        return pipe.payload_s
+
+    def _arrive(self, item: tuple[Pipe, Message]) -> None:
+        pipe, message = item
+        link = pipe.link
+        cut = not link.alive and self._engine.random.random() >= self._options.late
+        if cut or link.learner_id in self._partitions:
+            self.lost += 1
+            return
+        pipe.deliver((link, message))

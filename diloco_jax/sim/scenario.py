@@ -1,0 +1,116 @@
+"""What one simulation consists of, and how a seed becomes one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.sim.faults import Fault, random_faults
+from diloco_jax.sim.network import NetworkOptions
+
+LEARNERS_MAX = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Everything that a run depends on: equal scenarios give equal runs, event by event."""
+
+    config: ProtocolConfig = field(default_factory=ProtocolConfig)
+    """The algorithm, shared by all machines."""
+    learners: int = 4
+    """M: how many there are, those included that join late."""
+    total_steps: int = 100
+    """Global steps after which the run is complete."""
+    network: NetworkOptions = field(default_factory=NetworkOptions)
+    """What messages suffer."""
+    faults: tuple[Fault, ...] = ()
+    """What happens to learners, sorted by time."""
+    step_s: float = 1.0
+    """Seconds per inner step of the fastest learner."""
+    speed_spread: float = 0.1
+    """The slowest learner's steps take up to this share longer, all the time."""
+    step_noise: float = 0.05
+    """Every step takes up to this share longer, drawn anew."""
+    step_tokens: int = 1024
+    """Tokens per inner step."""
+    merge_s: float = 0.05
+    """A merge takes 0.5 to 1.5 times this, in seconds: so merges of different rounds may end out of turn."""
+    payload_bytes: int = 0
+    """Size of one encoded fragment."""
+    seed: int = 0
+    """Of everything that is drawn during the run."""
+
+    def __post_init__(self) -> None:
+        if self.learners < 1:
+            raise ValueError(f"learners is {self.learners}, but a simulation needs at least 1")
+        if self.step_s <= 0:
+            raise ValueError(f"step_s is {self.step_s}, but must be above 0")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"island-{number}" for number in range(self.learners))
+
+    @property
+    def faults_over_s(self) -> float:
+        """When the last fault is healed."""
+        return max((fault.over_s for fault in self.faults), default=0.0)
+
+    @property
+    def longest_step_s(self) -> float:
+        """Upper bound of a healthy learner's step."""
+        return self.step_s * (1 + self.speed_spread) * (1 + self.step_noise)
+
+
+def random_scenario(seed: int) -> Scenario:
+    """A scenario with random settings and random faults, the same for equal seeds."""
+    random = Random(seed)
+    learners = random.randint(1, LEARNERS_MAX)
+    names = Scenario(learners=learners).names
+    joining = names[learners - random.randint(0, max(0, learners - 1)) // 2 :]  # fewer than half come late
+    stayers = [name for name in names if name not in joining]
+    leaving = stayers[1:][: random.choice((0, 0, 1, 2))]  # the first one always stays
+    sync_every = random.choice((1, 2, 3, 4, 6, 8, 12, 24))
+    lease_s = random.choice((4.0, 8.0, 15.0))
+    config = ProtocolConfig(
+        sync_every=sync_every,
+        num_fragments=random.randint(1, sync_every),
+        overlap_steps=random.choice((0, 0, 1, 2, 2, 2, 3, 5)),
+        quorum=random.randint(1, learners - len(leaving)) if random.random() < 0.6 else 1,
+        grace_steps_max=random.choice((0.0, 0.5, 1.0, 1.0, 2.0)),
+        ema_decay=random.choice((0.0, 0.5, 0.9)),
+        lease_s=lease_s,
+        heartbeat_s=lease_s / random.choice((2.0, 4.0)),
+        resend_s=random.choice((0.3, 1.0, 2.0)),
+        pull_timeout_s=random.choice((3.0, 10.0, 30.0)),
+        anchor_history=random.choice((1, 2, 2, 4)),
+    )
+    until_s = random.choice((10.0, 30.0, 60.0))
+    faults = list(random_faults(random, names, random.choice((0, 1, 2, 4, 8, 12)), until_s))
+    faults += [Fault(random.uniform(0.0, until_s), "leave", (name,)) for name in leaving]
+    faults += [Fault(random.uniform(0.5, until_s), "join", (name,)) for name in joining]
+    lossy = random.random() < 0.6
+    network = NetworkOptions(
+        delay_s=random.choice((0.001, 0.01, 0.1, 0.6)),
+        jitter_s=random.choice((0.0, 0.01, 0.3)),
+        bandwidth_bytes_per_s=random.choice((0.0, 1e7, 1e9)),
+        loss=random.uniform(0.0, 0.1) if lossy else 0.0,
+        duplication=random.uniform(0.0, 0.1) if lossy else 0.0,
+        reorder=random.uniform(0.0, 0.2) if lossy else 0.0,
+        reorder_s=random.choice((0.05, 0.5, 5.0)),
+        late=random.choice((0.0, 0.5)),
+        heals_s=random.choice((0.0, until_s)) if lossy else 0.0,
+    )
+    return Scenario(
+        config=config,
+        learners=learners,
+        total_steps=random.choice((20, 50, 80)) + 2 * sync_every,
+        network=network,
+        faults=tuple(sorted(faults)),
+        step_s=random.choice((0.5, 1.0, 2.0)),
+        speed_spread=random.choice((0.0, 0.1, 1.0, 3.0)),
+        step_noise=random.choice((0.0, 0.05, 0.5)),
+        merge_s=random.choice((0.0, 0.05, 0.8)),
+        payload_bytes=random.choice((0, 1_000_000)),  # 0.1 s on the slowest link: pulls do not time out by themselves
+        seed=seed,
+    )

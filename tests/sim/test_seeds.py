@@ -1,0 +1,63 @@
+"""Two hundred random runs under every checker. A failing one prints the command that reruns it."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.sim import cli
+from diloco_jax.sim.scenario import LEARNERS_MAX, Scenario, random_scenario
+from diloco_jax.sim.verdict import command, judge
+
+SEEDS = range(200)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_seed(seed: int) -> None:
+    verdict = judge(random_scenario(seed))
+    if verdict.problem:
+        pytest.fail(str(verdict), pytrace=False)
+    assert verdict.scenario.total_steps >= 1 and verdict.events > 0
+
+
+def test_the_seeds_cover_what_they_claim() -> None:
+    scenarios = [random_scenario(seed) for seed in SEEDS]
+    configs = [scenario.config for scenario in scenarios]
+    assert {scenario.learners for scenario in scenarios} == set(range(1, LEARNERS_MAX + 1))
+    assert {config.overlap_steps for config in configs} == {0, 1, 2, 3, 5}
+    assert {config.num_fragments for config in configs} >= {1, 2, 3, 6, 12}
+    assert {config.quorum for config in configs} >= {1, 2, 4}
+    assert any(c.quorum == s.learners > 2 for c, s in zip(configs, scenarios, strict=True)), "K = M"
+    assert any(config.grace_steps_max == 0 for config in configs)
+    assert max(s.network.loss for s in scenarios) > 0.09
+    assert any(s.network.duplication and s.network.reorder for s in scenarios)
+    kinds = {fault.kind for scenario in scenarios for fault in scenario.faults}
+    assert kinds == {"crash", "disconnect", "pause", "slow", "partition", "leave", "join"}
+    assert any(not scenario.faults for scenario in scenarios)
+
+
+def test_a_seed_is_a_run() -> None:
+    assert random_scenario(7) == random_scenario(7) != random_scenario(8)
+    assert judge(random_scenario(7)) == judge(random_scenario(7))
+
+
+def test_a_failing_seed_prints_its_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    impossible = Scenario(learners=1, total_steps=3, config=ProtocolConfig(quorum=2), seed=41)
+    monkeypatch.setattr(cli, "random_scenario", lambda seed: impossible)
+    assert cli.main(["--seed", "41"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "FAILED: Violation: RoundsAdvance" in last and "1 live learners are fewer than the quorum of 2" in last
+    assert last.endswith("rerun with python -m diloco_jax.sim --seed 41") and command(41) in last
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--seed", "5", "--quiet"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("seed 5: ") and line.endswith(": ok")
+    assert cli.main(["--seed", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert "merges    round " in shown and "closed    round " in shown and shown.endswith(line + "\n")
+    assert cli.main(["--seed", "5", "--count", "2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "2 seeds, 0 failed"
+    assert cli.main(["--bench", "--learners", "2", "--steps", "20"]) == 0
+    assert "events/s" in capsys.readouterr().out
