@@ -15,6 +15,7 @@ SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
+TENSORBOARD = "tensorboard"
 
 
 def new_run_dir(runs_dir: Path, name: str) -> Path:

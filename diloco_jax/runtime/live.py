@@ -35,12 +35,11 @@ NO_VALUE = "–"
 
 def format_count(value: float) -> str:
     """A count in at most four characters and a unit: 950, 1.23k, 45.6M."""
-    for unit in ("", "k", "M", "G"):
-        if abs(value) < 999.5:
-            break
+    units = ["", "k", "M", "G", "T"]
+    while abs(value) >= 999.5 and len(units) > 1:
         value /= 1000
-    else:
-        unit = "T"
+        del units[0]
+    unit = units[0]
     return f"{value:.0f}{unit}" if not unit or abs(value) >= 100 else f"{value:.3g}{unit}"
 
 

@@ -7,6 +7,7 @@ that was stopped in the middle has no summary.json and gets a page with what its
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax.runtime import report_plots as plots
+from diloco_jax.runtime.files import CONFIG_FILE, METRICS_FILE, REPORT_FILE, SUMMARY_FILE
 from diloco_jax.runtime.live import format_bytes, format_count, format_duration
 from diloco_jax.runtime.report_plots import HALF, MARKS, WIDE, Line, Mark, Point, Round
-from diloco_jax.runtime.telemetry import METRICS_FILE, SUMMARY_FILE, read_metrics
+from diloco_jax.runtime.telemetry import read_metrics
 
-REPORT_FILE = "report.html"
-CONFIG_FILE = "config.yaml"
 POINTS_MAX = 320  # per curve: about one for every three pixels
 SMOOTHING = 60  # a curve's moving average spans one part in so many of its length
-WARM_UP = 0.03  # share of a curve that may lie above the loss axis
+WARM_UP = 0.08  # share of a run that may lie outside the axes, so that the rest can be told apart
 
 
 @dataclass(slots=True)
@@ -46,7 +46,8 @@ class Track:
         if self._last is not None and self._last[0] == now[0]:
             steps, passed_s = now[1] - self._last[1], now[2] - self._last[2]
         else:
-            steps, passed_s = now[1], now[1] * step_s  # nothing is known of the time before an incarnation's first record
+            # nothing is known of the time before an incarnation's first record
+            steps, passed_s = now[1], now[1] * step_s
             self.restarts += self._last is not None
         self.local_steps += steps
         self.busy_s += min(steps * step_s, passed_s)
@@ -75,6 +76,16 @@ class Story:
     @property
     def tokens(self) -> int:
         return sum(track.tokens for track in self.tracks.values())
+
+    @property
+    def begin_s(self) -> float:
+        """When the first inner step was reported."""
+        return self.progress[0][0] if self.progress else 0.0
+
+    @property
+    def settled_s(self) -> float:
+        """When the part of the run begins that the axes are made for."""
+        return self.begin_s + WARM_UP * (self.end_s - self.begin_s)
 
     def counted(self) -> dict[str, Any]:
         """The keys of summary.json as far as the records tell them."""
@@ -143,8 +154,8 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     chosen = [*range(0, len(points) - 1, every), *([len(points) - 1] if points else [])]
     out = []
     for index in chosen:
-        reach = min(half, index, len(points) - 1 - index)  # symmetric, so that an end is not pulled inwards
-        first, last = index - reach, index + reach + 1
+        reach = min(half, index)  # narrow at the begin, where the curve is steep
+        first, last = index - reach, min(index + reach + 1, len(points))
         out.append((points[index][0], (sums[last] - sums[first]) / (last - first)))
     return out
 
@@ -166,41 +177,52 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def _style(index: int) -> str:
-    return f"k{index % plots.NUM_COLOURS}"
+def _style(index: int, count: int) -> str:
+    """The colour class of one of `count` islands; too many to tell apart share one colour."""
+    return f"k{index}" if count <= plots.NUM_COLOURS else "many"
 
 
 def _loss_charts(story: Story) -> str:
-    """Loss over tokens and over time, islands and global model."""
+    """Loss over tokens and over time, islands and global model, on one scale of losses."""
+    count = len(story.tracks)
+    values = [
+        loss
+        for track in story.tracks.values()
+        for _, loss in smooth([(step[0], step[2]) for step in track.steps if step[0] >= story.settled_s])
+    ]
+    values += [loss for t, _, loss in story.evals if t >= story.settled_s]
+    if not values:
+        return ""
+    y_axis = plots.number_axis(values, "loss")
     out = []
-    for title, note, column in (
+    for title, note, column, x_axis in (
         (
             "Loss over tokens",
-            "Training loss of every island (moving average) against the tokens that all islands had trained on by then, "
-            "and the evaluation of the global model on held-out data.",
+            "Training loss of every island (moving average) against the tokens that all islands had trained on by "
+            "then, and the evaluation of the global model on held-out data, in nats per token.",
             1,
+            plots.count_axis(story.tokens, "tokens, all islands together"),
         ),
-        ("Loss over time", "The same losses against the time since the run began.", 0),
+        (
+            "Loss over time",
+            "The same losses against time.",
+            0,
+            plots.time_axis(story.end_s, "time since the run began"),
+        ),
     ):
-        lines = [
-            Line(name=name, points=smooth([(step[column], step[2]) for step in track.steps]), style=_style(index))
-            for index, (name, track) in enumerate(story.tracks.items())
-            if track.steps
-        ]
+        lines = []
+        for index, (name, track) in enumerate(story.tracks.items()):
+            points = smooth([(step[column], step[2]) for step in track.steps])
+            lines += [Line(name=name, points=points, style=_style(index, count))] if points else []
+        legend = [(line.name, line.style) for line in lines]
+        if count > plots.NUM_COLOURS:
+            legend = [(f"{len(lines)} islands", "many")]
         if story.evals:
             points = [(point[column], point[2]) for point in story.evals]
             lines.append(Line(name="global model (eval)", points=points, style="main", dots=True))
-        if not lines:
-            continue
-        end = max(line.points[-1][0] for line in lines)
-        values = [y for line in lines for x, y in line.points if x >= WARM_UP * end] or [lines[0].points[-1][1]]
-        y_axis = plots.number_axis(values, "loss, nats per token")
-        if column:
-            x_axis = plots.count_axis(end, "tokens, all islands together")
-        else:
-            x_axis = plots.time_axis(end, "time since the run began")
+            legend.append(("global model (eval)", "main"))
         chart = plots.line_chart(title, lines, x_axis, y_axis, width=WIDE, height=340 if column else 280)
-        out.append(_figure(title, note, chart, _legend([(line.name, line.style) for line in lines])))
+        out.append(_figure(title, note, chart, _legend(legend)))
     return "".join(out)
 
 
@@ -214,9 +236,10 @@ def _timeline(story: Story) -> str:
     signs = "".join(
         f'<li><svg viewBox="-8 -8 16 16"><g class="mark">{plots.glyph(kind)}</g></svg>{words}</li>'
         for kind, words in MARKS.items()
+        if any(mark.kind == kind for mark in story.marks)
     )
     title = "Rounds and their members"
-    chart = plots.timeline(title, list(story.tracks), story.rounds, story.marks, story.end_s)
+    chart = plots.timeline(title, list(story.tracks), story.rounds, story.marks, (story.begin_s, story.end_s))
     return _figure(title, note, chart, f'<ul class="legend">{signs}</ul>')
 
 
@@ -236,12 +259,12 @@ def _wire_chart(story: Story, wire: Mapping[str, Any]) -> str:
         name = f"data parallel, {format_bytes(data_parallel)}"
         lines.append(Line(name=name, points=points, style="main dashed"))
         note += (
-            f" Averaging bfloat16 gradients in every step would have moved {data_parallel / max(1, up + down):.0f} times "
-            "as much, up and down together."
+            " Averaging bfloat16 gradients in every step would have moved "
+            f"{data_parallel / max(1, up + down):.0f} times as much, up and down together."
         )
     else:
         note += " The comparison with data parallel needs summary.json, which is written when a run ends."
-    values = [y for line in lines for x, y in line.points if x >= WARM_UP * story.end_s] or [1.0]
+    values = [y for line in lines for x, y in line.points if x >= story.settled_s]
     chart = plots.line_chart(
         "Bytes on the wire",
         [line for line in lines if line.points],
@@ -256,14 +279,15 @@ def _wire_chart(story: Story, wire: Mapping[str, Any]) -> str:
 def _island_bars(learners: Mapping[str, Mapping[str, Any]]) -> str:
     def values(key: str) -> list[tuple[str, float, str]]:
         rows = enumerate(learners.items())
-        return [(name, row[key], _style(index)) for index, (name, row) in rows if row.get(key) is not None]
+        count = len(learners)
+        return [(name, row[key], _style(index, count)) for index, (name, row) in rows if row[key] is not None]
 
     out = ""
     if participation := values("participation"):
         chart = plots.bars("Participation", participation, high=1.0, width=HALF)
         out += _figure("Participation", "Share of the merged rounds that an island was in.", chart, wide=False)
     if overhead := values("step_overhead"):
-        high = max(0.1, *(value for _, value, _ in overhead))
+        high = max(1, math.ceil(10 * max(value for _, value, _ in overhead))) / 10
         chart = plots.bars("Step overhead", overhead, high=high, width=HALF)
         note = f"Share of an island's time between two steps. A full bar is {high:.0%}."
         out += _figure("Step overhead", note, chart, wide=False)
@@ -282,9 +306,9 @@ def _figures(summary: Mapping[str, Any]) -> str:
         ("goodput", summary.get("goodput"), "{:.1%}".format),
         ("uptime", summary.get("uptime"), "{:.1%}".format),
         ("contributors per round", summary["contributors_per_round"], "{:.2f}".format),
-        ("wire, up", wire.get("up_bytes"), format_bytes),
-        ("wire, down", wire.get("down_bytes"), format_bytes),
-        ("wire, data parallel", wire.get("data_parallel_bytes"), format_bytes),
+        ("wire, up", wire.get("up_bytes") or None, format_bytes),
+        ("wire, down", wire.get("down_bytes") or None, format_bytes),
+        ("wire, data parallel", wire.get("data_parallel_bytes") or None, format_bytes),
         ("restarts", sum(row["restarts"] for row in summary["learners"].values()), str),
     ]
     shown = (f"<div><dt>{name}</dt><dd>{form(value)}</dd></div>" for name, value, form in cells if value is not None)
@@ -292,34 +316,40 @@ def _figures(summary: Mapping[str, Any]) -> str:
 
 
 def _island_table(learners: Mapping[str, Mapping[str, Any]]) -> str:
-    rows = []
+    columns: list[tuple[str, str, Callable[[Any], str]]] = [
+        ("local steps", "local_steps", str),
+        ("tokens", "tokens", format_count),
+        ("participation", "participation", "{:.1%}".format),
+        ("step overhead", "step_overhead", "{:.1%}".format),
+        ("restarts", "restarts", str),
+    ]
+    columns = [column for column in columns if any(row[column[1]] is not None for row in learners.values())]
+    heads = "".join(f'<th scope="col">{head}</th>' for head in ("island", *(head for head, _, _ in columns)))
+    rows = ""
     for name, row in learners.items():
-        participation = row.get("participation")
-        cells = (
-            str(row["local_steps"]),
-            format_count(row["tokens"]),
-            "–" if participation is None else f"{participation:.1%}",
-            f"{row['step_overhead']:.1%}",
-            str(row["restarts"]),
-        )
-        rows.append(f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>')
-    heads = "".join(
-        f'<th scope="col">{head}</th>'
-        for head in ("island", "local steps", "tokens", "participation", "step overhead", "restarts")
-    )
+        cells = "".join(f"<td>{form(row[key])}</td>" for _, key, form in columns)
+        rows += f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>'
     return (
         f'<figure class="wide"><h2>Islands</h2><div class="scroll"><table><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div></figure>"
+        f"<tbody>{rows}</tbody></table></div></figure>"
     )
 
 
-def merged_summary(story: Story, path: Path) -> dict[str, Any]:
-    """summary.json over what was counted here; learners stay in the order of the charts."""
-    counted, written = story.counted(), json.loads(path.read_text(encoding="utf-8"))
+def read_summary(story: Story, path: Path) -> dict[str, Any]:
+    """summary.json, if there is one, over what was counted here; learners stay in the order of the charts."""
+    counted = story.counted()
+    if not path.is_file():
+        return {**counted, "complete": False}
+    written = json.loads(path.read_text(encoding="utf-8"))
     learners = {**counted["learners"]}
-    for name, row in written.get("learners", {}).items():
+    for name, row in written["learners"].items():
         learners[name] = {**learners.get(name, {}), **row}
-    return {**counted, **written, "learners": learners, "wire": {**counted["wire"], **written.get("wire", {})}}
+    summary = {**counted, **written, "learners": learners, "wire": {**counted["wire"], **written["wire"]}}
+    if not story.rounds:  # data parallel: nothing to take part in
+        summary["contributors_per_round"] = None
+        for row in learners.values():
+            row["participation"] = None
+    return summary
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
@@ -335,17 +365,16 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     story = read_story(metrics)
     if not story.tracks and not story.evals:
         raise ValueError(f"{metrics} has no step of any learner yet; wait until the run has begun to train")
-    complete = (folder / SUMMARY_FILE).is_file()
-    summary = merged_summary(story, folder / SUMMARY_FILE) if complete else story.counted()
+    summary = read_summary(story, folder / SUMMARY_FILE)
     config_file = folder / CONFIG_FILE
     name = folder.resolve().name
     subtitle = f"{summary['global_steps']} global steps, {format_count(summary['tokens'])} tokens, "
     subtitle += f"{len(story.tracks)} learner{'s' if len(story.tracks) != 1 else ''}, "
     subtitle += format_duration(summary["wall_s"])
-    if not complete:
+    if not summary["complete"]:
         subtitle += '. <b class="warning">Not complete: the numbers are those up to the last record.</b>'
     parts = [
-        f'<header><h1>{escape(name)}</h1><p>{subtitle}</p></header>',
+        f"<header><h1>{escape(name)}</h1><p>{subtitle}</p></header>",
         _figures(summary),
         _loss_charts(story),
         _timeline(story),

@@ -68,7 +68,7 @@ def _multiples(low: float, high: float, step: float) -> list[float]:
 def number_axis(values: Sequence[float], label: str) -> Axis:
     """An axis around the values, not forced to begin at zero."""
     low, high = min(values), max(values)
-    pad = 0.04 * (high - low) or 0.05 * max(abs(high), 0.1)
+    pad = max(0.04 * (high - low), 1e-4 * max(abs(low), abs(high)), 1e-6)  # equal values need some room too
     low, high = low - pad, high + pad
     step = nice_step(high - low, 6)
     digits = max(0, -math.floor(math.log10(step) + 1e-9)) + (1 if f"{step:e}".startswith("2.5") else 0)
@@ -89,18 +89,18 @@ def time_axis(high_s: float, label: str, ticks_max: int = 10) -> Axis:
     wanted = top / ticks_max
     step = next((step for step in TIME_STEPS_S if step >= wanted), 86400 * math.ceil(wanted / 86400))
     unit, name = next((u, n) for u, n in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")) if step >= u or u == 1)
-    ticks = tuple((value, f"{value / unit:g} {name}") for value in _multiples(0, top, step))
+    ticks = tuple((value, f"{value / unit:g} {name}" if value else "0") for value in _multiples(0, top, step))
     return Axis(low=0.0, high=top, ticks=ticks, label=label, kind="time")
 
 
 def bytes_axis(values: Sequence[float], label: str) -> Axis:
     """A logarithmic axis of sizes over at most four decades below the largest."""
-    top = max(*values, 10.0)
-    high = 10.0 ** math.ceil(math.log10(top) - 1e-9)
-    low = 10.0 ** math.floor(math.log10(max(min(value for value in values if value > 0), high * 1e-4)) + 1e-9)
-    low = min(low, high / 10)
-    decades = round(math.log10(high / low))
-    ticks = tuple((low * 10**n, format_bytes(low * 10**n)) for n in range(decades + 1))
+    high = max([*values, 10.0]) * 1.25
+    low = min(max(min((value for value in values if value > 0), default=1.0), high * 1e-4), high / 10)
+    powers = [10.0**n for n in range(math.floor(math.log10(low)), math.ceil(math.log10(high)))]
+    factors = (1,) if high > 300 * low else (1, 2, 5)
+    marked = [factor * power for power in powers for factor in factors if low <= factor * power <= high]
+    ticks = tuple((value, format_bytes(value)) for value in marked)
     return Axis(low=low, high=high, ticks=ticks, label=label, kind="bytes", log=True)
 
 
@@ -109,7 +109,8 @@ def _num(value: float) -> str:
 
 
 def _svg(width: float, height: float, label: str, body: Sequence[str], data: str = "") -> str:
-    box = f'viewBox="0 0 {_num(width)} {_num(height)}" style="min-width:{min(width, 480):.0f}px"'
+    width_min = 400 if width <= HALF else 720  # below it the page scrolls the chart: text stays readable on a phone
+    box = f'viewBox="0 0 {_num(width)} {_num(height)}" style="min-width:{width_min}px"'
     return f'<svg {box} role="img" aria-label="{escape(label)}"{data}>{"".join(body)}</svg>'
 
 
@@ -120,10 +121,8 @@ def _x_axis(axis: Axis, x: Callable[[float], float], top: float, bottom: float) 
         out.append(f'<path class="grid" d="M{at} {_num(top)}V{_num(bottom)}"/>')
         out.append(f'<text class="tick" x="{at}" y="{_num(bottom + 16)}" text-anchor="middle">{escape(text)}</text>')
     middle = (x(axis.low) + x(axis.high)) / 2
-    out.append(
-        f'<text class="name" x="{_num(middle)}" y="{_num(bottom + 34)}" text-anchor="middle">{escape(axis.label)}</text>'
-    )
-    return out
+    place = f'x="{_num(middle)}" y="{_num(bottom + 34)}" text-anchor="middle"'
+    return [*out, f'<text class="name" {place}>{escape(axis.label)}</text>']
 
 
 def line_chart(title: str, lines: Sequence[Line], x_axis: Axis, y_axis: Axis, *, width: int, height: int) -> str:
@@ -142,7 +141,7 @@ def line_chart(title: str, lines: Sequence[Line], x_axis: Axis, y_axis: Axis, *,
         out.append(f'<path class="grid" d="M{LEFT} {at}H{right}"/>')
         out.append(f'<text class="tick" x="{LEFT - 8}" y="{at}" dy="0.32em" text-anchor="end">{escape(text)}</text>')
     # nested svg: cuts off what lies outside without an id that two charts on a page would share
-    out.append(f'<svg x="{LEFT}" y="{TOP}" width="{right - LEFT}" height="{_num(bottom - TOP)}">')
+    out.append(f'<svg x="{LEFT}" y="{TOP}" width="{right - LEFT + 4}" height="{_num(bottom - TOP)}">')
     for line in lines:
         places = [(_num(x(a) - LEFT), _num(y(b) - TOP)) for a, b in line.points]
         text = " ".join(f"{a},{b}" for a, b in places)
@@ -157,7 +156,7 @@ def line_chart(title: str, lines: Sequence[Line], x_axis: Axis, y_axis: Axis, *,
 
 
 def bars(title: str, values: Sequence[tuple[str, float, str]], *, high: float, width: int) -> str:
-    """Horizontal bars, one per (name, value, style), with the value in per cent at the end; `high` is the full length."""
+    """Horizontal bars, one per (name, value, style), with its value in per cent; `high` is the full length."""
     row, left = 24, _label_width([name for name, _, _ in values])
     right = width - 56
     out = []
@@ -204,12 +203,21 @@ class Mark:
     reason: str
 
 
-def timeline(title: str, learners: Sequence[str], rounds: Sequence[Round], marks: Sequence[Mark], end_s: float) -> str:
-    """One row per learner, time to the right; a cell is a few successive rounds, as full as the learner was in them."""
+def timeline(
+    title: str, learners: Sequence[str], rounds: Sequence[Round], marks: Sequence[Mark], times: tuple[float, float]
+) -> str:
+    """One row per learner, time to the right; a cell is a few successive rounds, as full as the learner was in them.
+
+    Args:
+        learners: the rows, from the top.
+        rounds: in order of time.
+        marks: what happened to learners.
+        times: when the first inner step was reported, before which no round can have begun, and when the run ended.
+    """
     row, width = (26, WIDE) if len(learners) <= 16 else (18, WIDE)
     left, top = _label_width(learners), 6
     right, bottom = width - RIGHT, top + row * len(learners) + 4
-    axis = time_axis(end_s, "time since the run began", 12)
+    axis = time_axis(times[1], "time since the run began", 12)
 
     def x(t: float) -> float:
         return left + axis.place(t) * (right - left)
@@ -219,7 +227,7 @@ def timeline(title: str, learners: Sequence[str], rounds: Sequence[Round], marks
     for name, y in at.items():
         out.append(_row_label(name, left, y + row / 2))
         out.append(f'<rect class="track" x="{left}" y="{y + 3}" width="{right - left}" height="{row - 6}"/>')
-        for begin_s, end, text, share in _cells(name, rounds):
+        for begin_s, end, text, share in _cells(name, rounds, times[0]):
             place = f'x="{_num(x(begin_s))}" y="{y + 3}" width="{_num(x(end) - x(begin_s))}" height="{row - 6}"'
             out.append(f'<rect class="cell" {place} opacity="{0.12 + 0.88 * share:.2f}"><title>{text}</title></rect>')
     for mark in marks:
@@ -232,11 +240,10 @@ def timeline(title: str, learners: Sequence[str], rounds: Sequence[Round], marks
     return _svg(width, bottom + BOTTOM, title, out)
 
 
-def _cells(name: str, rounds: Sequence[Round]) -> list[tuple[float, float, str, float]]:
+def _cells(name: str, rounds: Sequence[Round], begin_s: float) -> list[tuple[float, float, str, float]]:
     """(begin, end, words, share of rounds with the learner) of a row's cells; equal neighbours are joined."""
     size = max(1, math.ceil(len(rounds) / CELLS_MAX))
     joined: list[list[float]] = []  # begin_s, end_s, first step, last step, rounds with the learner, rounds
-    begin_s = 0.0
     for start in range(0, len(rounds), size):
         group = rounds[start : start + size]
         hits = sum(name in this.members for this in group)
@@ -263,11 +270,12 @@ def glyph(kind: str) -> str:
     """The sign of a mark around the origin; the shape tells the kind without colour."""
     shapes = {
         "joined": '<path class="good" d="M-4.5 -6L5.5 0L-4.5 6Z"/>',
-        "left": '<path class="bad stroke" d="M-4 -4L4 4M-4 4L4 -4"/>',
+        "left": '<path class="halo" d="M-4 -4L4 4M-4 4L4 -4"/><path class="bad" d="M-4 -4L4 4M-4 4L4 -4"/>',
         "silent": '<path class="warn" d="M0 -6L6 0L0 6L-6 0Z"/>',
-        "back": '<circle class="good ring" r="4.5"/>',
+        "back": '<circle class="halo" r="4"/><circle class="ring" r="4"/>',
     }
     return shapes[kind]
+
 
 STYLE = """
 :root{color-scheme:light dark;--page:#fbfbfa;--ink:#1d2126;--soft:#5d6670;--line:#e3e5e8;--axis:#aab1b9;--track:#eef0f2;
@@ -284,11 +292,11 @@ h1{font-size:28px;line-height:1.2;font-weight:650;letter-spacing:-.01em;margin:0
 h2{font-size:16px;font-weight:620;margin:0}
 header p,figcaption{margin:4px 0 0;color:var(--soft);max-width:78ch}figcaption{font-size:13.5px;margin-bottom:12px}
 .warning{color:var(--warn);font-weight:600}
-.figures{display:grid;grid-template-columns:repeat(auto-fill,minmax(156px,1fr));gap:18px 24px;
+.figures{display:grid;grid-template-columns:repeat(auto-fill,minmax(140px,1fr));gap:18px 24px;
 border:solid var(--line);border-width:1px 0;padding:18px 0}
 .figures dt{font-size:12.5px;color:var(--soft)}.figures dd{margin:0;font-size:21px;font-weight:560}
 .figures dd,td,.tick,.value{font-variant-numeric:tabular-nums}
-.scroll{overflow-x:auto}.scroll>svg{display:block;width:100%;height:auto}
+.scroll{overflow-x:auto}.scroll>svg{display:block;width:100%;height:auto}.half svg{max-width:600px}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:4px 18px;margin:0 0 8px;padding:0;font-size:13px}
 .legend li{display:flex;align-items:center;gap:7px}.legend svg{width:15px;height:15px}
 .legend i{width:16px;border-top:3px solid var(--c);border-radius:2px}.legend .dashed{border-top-style:dashed}
@@ -296,12 +304,13 @@ svg text{font:12px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--soft
 svg .row,svg .value{fill:var(--ink)}
 .grid{stroke:var(--line);fill:none}.axis{stroke:var(--axis);fill:none}.track{fill:var(--track)}
 .line{fill:none;stroke:var(--c);stroke-width:1.6;stroke-linejoin:round}.line.main{stroke-width:2.4}
-.line.dashed{stroke-dasharray:7 5;stroke-width:1.8}.dot{fill:var(--c)}.fill{fill:var(--c)}.cell{fill:var(--accent)}
+.line.dashed{stroke-dasharray:7 5;stroke-width:1.8}.dot{fill:var(--c)}.fill{fill:var(--c)}
+.cell{fill:var(--accent);shape-rendering:crispEdges}
 .mark{paint-order:stroke;stroke:var(--page);stroke-width:2.5;stroke-linejoin:round}
-.mark .good{fill:var(--good)}.mark .warn{fill:var(--warn)}.mark .bad.stroke{stroke:var(--bad);fill:none}
-.mark .ring{fill:var(--page);stroke:var(--good)}.mark .halo{stroke-width:6;fill:none}
+.mark .good{fill:var(--good)}.mark .warn{fill:var(--warn)}.mark .bad{stroke:var(--bad);fill:none}
+.mark .ring{stroke:var(--good);fill:var(--page)}.mark .halo{stroke-width:6;fill:none}
 .k0{--c:var(--k0)}.k1{--c:var(--k1)}.k2{--c:var(--k2)}.k3{--c:var(--k3)}.k4{--c:var(--k4)}.k5{--c:var(--k5)}
-.k6{--c:var(--k6)}.k7{--c:var(--k7)}.main{--c:var(--ink)}
+.k6{--c:var(--k6)}.k7{--c:var(--k7)}.main{--c:var(--ink)}.many{--c:var(--accent)}.line.many{stroke-width:1.2;opacity:.4}
 table{width:100%;border-collapse:collapse;font-size:14px;margin-top:8px}th{font-weight:500}
 th,td{text-align:right;padding:6px 12px 6px 0;border-bottom:1px solid var(--line);white-space:nowrap}
 th:first-child{text-align:left}thead th{color:var(--soft);font-size:12.5px}
@@ -319,13 +328,15 @@ padding:7px 10px;font-size:12.5px;line-height:1.45;box-shadow:0 2px 10px #0003;w
 # Reads a chart's values back from its curves, so that no number is stored twice.
 SCRIPT = """
 const tip=document.body.appendChild(document.createElement('div'));tip.className='tip';tip.hidden=true;
-const si=(v,units)=>{let n=0;while(Math.abs(v)>=999.5&&n<4){v/=1e3;n++}return (n?v.toPrecision(3):v.toFixed(0))+units[n]};
-const write={count:v=>si(v,['','k','M','G','T']),bytes:v=>si(v,[' B',' kB',' MB',' GB',' TB']),number:v=>v.toFixed(4),
+const si=(v,units)=>{let n=0;while(Math.abs(v)>=999.5&&n<4){v/=1e3;n++}
+return (n?v.toPrecision(3):v.toFixed(0))+units[n]};
+const write={count:v=>si(v,['','k','M','G','T']),bytes:v=>si(v,[' B',' kB',' MB',' GB',' TB']),number:v=>v.toFixed(3),
 time:v=>v<120?v.toFixed(1)+' s':v<7200?(v/60).toFixed(1)+' min':(v/3600).toFixed(2)+' h'};
 for(const svg of document.querySelectorAll('svg.chart')){
 const d=svg.dataset,[x0,x1]=d.x.split(',').map(Number),[y0,y1]=d.y.split(',').map(Number),kx=d.x.split(',')[2];
 const ky=d.y.split(',')[2],log=d.y.endsWith('1'),[left,top,right,bottom]=d.area.split(',').map(Number);
-const curves=[...svg.querySelectorAll('.line')].map(e=>({e,p:e.getAttribute('points').split(' ').map(q=>q.split(',').map(Number))}));
+const curves=[...svg.querySelectorAll('.line')].map(
+e=>({e,p:e.getAttribute('points').split(' ').map(q=>q.split(',').map(Number))}));
 const cross=svg.appendChild(document.createElementNS(svg.namespaceURI,'path'));cross.setAttribute('class','cross');
 const hide=()=>{tip.hidden=true;cross.removeAttribute('d')};
 svg.addEventListener('pointerleave',hide);

@@ -258,7 +258,7 @@ class SyncerRun:
     def _evaluate(self, snapshot: Future[dict[str, np.ndarray]], global_step: int, tokens: int, batches: int) -> None:
         """On the eval thread."""
         result = self._evaluator.evaluate(snapshot.result(), batches)
-        self._report("evaluated", {"global_step": global_step, "tokens": tokens, **result})
+        self._report("evaluated", {**result, "global_step": global_step, "tokens": tokens})
 
     def _record_eval(self, result: dict[str, Any], now_s: float) -> None:
         self._eval_loss = result["loss"]
@@ -308,7 +308,7 @@ class SyncerRun:
         save_parameters(self._run_dir / CHECKPOINTS, parameters, meta)
         self._evals.shutdown(wait=True)
         result = self._evaluator.evaluate(parameters, self._config.train.final_eval_batches)
-        self._record_eval({"global_step": self._machine.global_step, "tokens": summary["tokens"], **result}, now_s)
+        self._record_eval({**result, "global_step": self._machine.global_step, "tokens": summary["tokens"]}, now_s)
         complete = self._machine.finished
         summary = {"eval_loss": result["loss"], "eval_bits_per_byte": result["bits_per_byte"], **summary}
         summary |= {"complete": complete, "num_parameters": self._evaluator.num_parameters}

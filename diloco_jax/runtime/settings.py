@@ -161,8 +161,8 @@ class RunConfig:
         if self.algorithm == "decoupled" and self.protocol.lockstep and self.protocol.quorum < count:
             raise ValueError(
                 f"protocol.overlap_steps is 0 (learners wait for the merge), but protocol.quorum is "
-                f"{self.protocol.quorum} of {count} islands, so the first to finish would be merged alone; set the quorum "
-                f"to {count}, or overlap_steps to at least 1"
+                f"{self.protocol.quorum} of {count} islands, so the first to finish would be merged alone; "
+                f"set the quorum to {count}, or overlap_steps to at least 1"
             )
         if self.protocol.learners_max < count:
             raise ValueError(f"protocol.learners_max is {self.protocol.learners_max}, islands.count {count}; raise it")

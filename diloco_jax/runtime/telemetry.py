@@ -15,16 +15,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-METRICS_FILE = "metrics.jsonl"
-STATUS_FILE = "status.json"
-SUMMARY_FILE = "summary.json"
-TENSORBOARD_DIR = "tensorboard"
-GLOBAL = "global"  # sub-folder of the TensorBoard scalars that belong to no single learner
+from diloco_jax.runtime.files import METRICS_FILE, TENSORBOARD
+from diloco_jax.runtime.tensorboard import Scalars
 
 
 def finite(value: Any) -> Any:
@@ -101,7 +97,7 @@ class Telemetry:
     def __init__(self, run_dir: str | os.PathLike[str], *, tensorboard: bool) -> None:
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self._scalars = Scalars(folder / TENSORBOARD_DIR) if tensorboard else None
+        self._scalars = Scalars(folder / TENSORBOARD) if tensorboard else None
         self._file = open_for_append(folder / METRICS_FILE)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -126,67 +122,3 @@ class Telemetry:
         if self._scalars is not None:
             self._scalars.close()
             self._scalars = None
-
-
-class Scalars:
-    """Turns records into TensorBoard scalars over the global step, under the names that MaxText users know.
-
-    Every learner's scalars use the global step too: local steps start again at zero with each incarnation.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        # imported here: slow, and a run may have it switched off
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto import event_pb2, summary_pb2
-
-        # tensorboardX's SummaryWriter is a thread behind a queue of ten: a slow disk would stall the protocol's thread
-        self._events_writer, self._event, self._summary = EventsWriter, event_pb2.Event, summary_pb2.Summary
-        self._folder = folder
-        self._writers: dict[str, Any] = {}
-        self._last: dict[str, tuple[float, int]] = {}  # learner -> time and tokens of its newest record
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Add the scalars of one record."""
-        kind = record["kind"]
-        if kind == "step":
-            values = {"learning/loss": record["loss"], "perf/step_time_seconds": record["step_s"]}
-            values["perf/tokens_per_sec"] = self._tokens_per_s(record)
-            self._add(record["learner"], record["global_step"], values)
-        elif kind == "merged":
-            self._add(GLOBAL, record["global_step"], {"diloco/contributors": len(record["members"])})
-        elif kind == "wire":
-            values = {"wan/up_bytes": record["up_bytes"], "wan/down_bytes": record["down_bytes"]}
-            self._add(GLOBAL, record["global_step"], values)
-        elif kind == "eval":
-            values = {"evaluation/loss": record["loss"], "evaluation/bits_per_byte": record["bits_per_byte"]}
-            values["learning/tokens"] = record["tokens"]
-            self._add(GLOBAL, record["global_step"], values)
-
-    def _tokens_per_s(self, record: Mapping[str, Any]) -> float | None:
-        t, tokens = record["t"], record["tokens"]
-        before_t, before_tokens = self._last.get(record["learner"], (t, tokens))
-        self._last[record["learner"]] = (t, tokens)
-        return (tokens - before_tokens) / (t - before_t) if t > before_t else None
-
-    def _add(self, name: str, global_step: int, values: Mapping[str, float | None]) -> None:
-        writer = self._writers.get(name)
-        if writer is None:
-            (self._folder / name).mkdir(parents=True, exist_ok=True)
-            writer = self._writers[name] = self._events_writer(str(self._folder / name / "events"))
-        scalars = [
-            self._summary.Value(tag=tag, simple_value=value)
-            for tag, value in values.items()
-            if value is not None and math.isfinite(value)
-        ]
-        writer.write_event(self._event(wall_time=time.time(), step=global_step, summary=self._summary(value=scalars)))
-
-    def flush(self) -> None:
-        """Hand every writer's events to the operating system."""
-        for writer in self._writers.values():
-            writer.flush()
-
-    def close(self) -> None:
-        """Close every writer."""
-        for writer in self._writers.values():
-            writer.close()
-        self._writers.clear()
