@@ -30,8 +30,12 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool) 
     """
     console = Console(stderr=quiet)
     stop = stop_on_signals()
-    run = LocalRun(config, run_dir, console.print, stop)
-    console.print(f"run folder {run_dir}, logs in {run_dir / LOGS}", highlight=False)
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    run = LocalRun(config, run_dir, say, stop)
+    say(f"run folder {run_dir}, logs in {run_dir / LOGS}")
     try:
         if live:
             with LiveView(run_dir / STATUS_FILE, console):
@@ -39,18 +43,17 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool) 
         else:
             run.run()
     except RunFailed as error:
-        Console(stderr=True).print(f"diloco train: {error}", highlight=False, markup=False)
+        Console(stderr=True).print(f"diloco train: {error}", highlight=False, markup=False, soft_wrap=True)
         return {}
     summary_file = run_dir / SUMMARY_FILE
     if not summary_file.exists():
-        console.print("stopped before training began")
+        say("stopped before training began")
         return {"complete": False}
     summary: dict[str, Any] = json.loads(summary_file.read_text(encoding="utf-8"))
     report = write_report(run_dir)
     ending = "complete" if summary["complete"] else "stopped"
-    console.print(
+    say(
         f"{ending}: evaluation loss {summary['eval_loss']:.4f} after {summary['global_steps']} global steps and "
-        f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s\nreport {report}",
-        highlight=False,
+        f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s\nreport {report}"
     )
     return summary
