@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 
-OVERRIDES = "settings of the config may follow as --section.name value; `CONFIG --help` lists them all"
+OVERRIDES = "settings of the config may follow as --section.name value; `CONFIG --settings` lists them all"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known.overrides = rest
     try:
         return int(known.command(known))
+    except ConnectionError as error:  # may work at the next attempt, so a supervisor may start us again
+        print(f"diloco {known.name}: {error}", file=sys.stderr)
+        return FAILED
     except (ValueError, OSError) as error:  # OSError: files and connections, with their names in the message
         print(f"diloco {known.name}: {error}", file=sys.stderr)
         return WRONG_INPUT
@@ -48,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=command, name=name, takes_overrides=config)
         if config:
             sub.add_argument("config", help="YAML file, see configs/")
+            sub.add_argument("--settings", action="store_true", help="list all settings with their meaning, and exit")
             sub.add_argument("--run-dir", help="folder of the run; default: a new one below runs_dir")
         return sub
 
@@ -80,7 +84,8 @@ def _parser() -> argparse.ArgumentParser:
 def _load(arguments: argparse.Namespace) -> RunConfig:
     from diloco_jax.config import load
 
-    return load(arguments.config, arguments.overrides, prog=f"diloco {arguments.name} {arguments.config}")
+    overrides = ["--help"] if arguments.settings else arguments.overrides
+    return load(arguments.config, overrides, prog=f"diloco {arguments.name} {arguments.config}")
 
 
 def _run_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
@@ -132,7 +137,7 @@ def _learner(arguments: argparse.Namespace) -> int:
     address = arguments.syncer or config.transport.address
     reason = LearnerRun(config, arguments.island, incarnation, address, stop).run()
     print(f"{arguments.island}: {reason}", flush=True)
-    return 0
+    return INTERRUPTED if stop.is_set() else 0  # 0 only when the syncer ended the run
 
 
 def _baseline(arguments: argparse.Namespace) -> int:
@@ -173,6 +178,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.checkpoint import latest, load_parameters
     from diloco_jax.runtime.evaluation import Evaluator
     from diloco_jax.runtime.files import CHECKPOINTS, CONFIG_FILE
+    from diloco_jax.runtime.telemetry import finite
 
     run_dir = Path(arguments.run)
     checkpoint = latest(run_dir / CHECKPOINTS)
@@ -184,7 +190,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     parameters, meta = load_parameters(checkpoint)
     result = Evaluator(config).evaluate(parameters, arguments.batches or config.train.final_eval_batches)
     if arguments.json:
-        print(json.dumps({**result, "global_step": meta["global_step"]}))
+        print(json.dumps(finite({**result, "global_step": meta["global_step"]})))
     else:
         bits = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] is not None else ""
         print(f"global step {meta['global_step']}: loss {result['loss']:.4f}{bits} on {result['tokens']} tokens")

@@ -12,11 +12,14 @@ Only active members count as live. A member that is gone keeps its record: its t
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from diloco_jax.protocol.messages import NO_VERSION, SYNCER, Adopted, Hello, StepReport
 from diloco_jax.protocol.pacing import ema
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 JOINING, ACTIVE, SILENT, GONE = "joining", "active", "silent", "gone"
 
 
@@ -144,10 +147,12 @@ class Membership:
         """Members that count as live, sorted by name."""
         return [m for _, m in sorted(self.members.items()) if m.state == ACTIVE]
 
-    def refusal(self, hello: Hello) -> str:
-        """Why this learner cannot join, or an empty string."""
+    def refusal(self, hello: Hello, versions: Sequence[int]) -> str:
+        """Why this learner cannot join a syncer with these versions of the fragments, or an empty string."""
         if hello.learner_id == SYNCER or not hello.learner_id:
             return f"the name {hello.learner_id!r} is reserved; give the learner another name"
+        if not _NAME.fullmatch(hello.learner_id):  # drivers use it in file names
+            return f"the name {hello.learner_id[:80]!r} is not allowed; use up to 64 letters, digits, '.', '_', '-'"
         known = self.members.get(hello.learner_id)
         if known is not None and hello.incarnation < known.incarnation:
             return (
@@ -166,6 +171,11 @@ class Membership:
                 )
         if len(hello.versions) != self._num_fragments:
             return f"{len(hello.versions)} fragments offered, {self._num_fragments} expected; use the same config"
+        if any(held > made for held, made in zip(hello.versions, versions, strict=True)):
+            return (
+                f"{hello.learner_id} holds version {max(hello.versions)}, which this syncer never made: it belongs to "
+                "an earlier life of the run; start the learner again"
+            )
         return ""
 
     def join(self, hello: Hello, now_s: float) -> Member:

@@ -91,7 +91,7 @@ class Syncer:
 
     def on_hello(self, message: Hello, now_s: float) -> list[Effect]:
         """A learner joins, comes back, or repeats its greeting because something was lost."""
-        refusal = self.membership.refusal(message)
+        refusal = self.membership.refusal(message, self.versions)
         if refusal:
             return [Send(message.learner_id, Refuse(refusal)), Drop(message.learner_id, refusal)]
         effects: list[Effect] = []
@@ -123,6 +123,8 @@ class Syncer:
         member.heard_s = now_s
         if len(message.adopted) != len(self.versions):
             return [Drop(message.learner_id, f"{len(message.adopted)} fragments reported, {len(self.versions)} exist")]
+        if not (0 <= message.step_s < inf and message.local_step >= 1 and message.tokens >= 0):
+            return [Drop(message.learner_id, f"step {message.local_step} that took {message.step_s} s is impossible")]
         if message.local_step > member.local_step:  # else a duplicate, or overtaken by a newer one: a sign of life
             member.record(message, self.config.ema_decay)
         if self.finished:

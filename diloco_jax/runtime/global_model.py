@@ -62,6 +62,10 @@ class GlobalModel:
         """The newest version as it travels to learners: float32, so that anchors are equal bit for bit."""
         return self._payloads[fragment_id]
 
+    def publish(self, fragment_id: int, payload: bytes) -> None:
+        """Let `payload` return a merge's result: together with the new version, so that no old one has new bytes."""
+        self._payloads[fragment_id] = payload
+
     def parameters(self) -> Values:
         """The whole model, newest version of every fragment, as new arrays by path."""
         parameters: Mapping[str, np.ndarray] = self._parameters
@@ -69,7 +73,7 @@ class GlobalModel:
             parameters = put(parameters, fragment, versions[max(versions)])
         return dict(parameters)
 
-    def merge(self, order: Merge, payloads: Mapping[str, bytes | memoryview]) -> list[str]:
+    def merge(self, order: Merge, payloads: Mapping[str, bytes | memoryview]) -> tuple[list[str], bytes]:
         """Apply one round: outer gradients, merge, outer update (paper, Alg. 2 and App. D.2).
 
         Delta_m = Theta - theta_m, where the learner sent theta_base - theta_m against the version it held; if that is
@@ -80,7 +84,8 @@ class GlobalModel:
             payloads: encoded outer gradient of each part, by learner.
 
         Returns:
-            Reasons why parts were left out (not finite, or not decodable), one line each; empty when all is well.
+            Reasons why parts were left out (not finite, or not decodable), one line each, and the new payload for
+            `publish`.
         """
         fragment = self.plan.fragments[order.fragment_id]
         versions = self._values[order.fragment_id]
@@ -110,5 +115,4 @@ class GlobalModel:
         versions[order.global_step] = value
         for old in sorted(versions)[: -self._anchor_history]:
             del versions[old]
-        self._payloads[order.fragment_id] = codec.encode(value, "float32")
-        return left_out
+        return left_out, codec.encode(value, "float32")

@@ -6,6 +6,7 @@ Ctrl-C or SIGTERM into a polite stop of everybody, and leaves no process behind:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from diloco_jax.runtime.files import ADDRESS_FILE, CONFIG_FILE, LOGS
 from diloco_jax.runtime.processes import PARENT_ENV, USER_ERROR
@@ -60,7 +60,6 @@ class LocalRun:
         self._stop = stop
         self._islands: dict[str, Child] = {}
         self._syncer: Child | None = None
-        self._open_logs: list[IO[bytes]] = []
         (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
 
     def run(self) -> None:
@@ -89,19 +88,20 @@ class LocalRun:
 
     def _start(self, name: str, arguments: list[str]) -> Child:
         log = self._run_dir / LOGS / f"{name}.log"
-        stream = log.open("ab")
-        self._open_logs.append(stream)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "diloco_jax", *arguments, "--run-dir", str(self._run_dir)],
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env=child_environment(self._config, name),
-            start_new_session=True,  # a terminal's Ctrl-C must reach the supervisor alone
-        )
-        cores = core_share(self._config.islands, name, sorted(os.sched_getaffinity(0)))
+        pins = hasattr(os, "sched_setaffinity")
+        cores = core_share(self._config.islands, name, sorted(os.sched_getaffinity(0))) if pins else set()
+        with log.open("ab") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "diloco_jax", *arguments, "--run-dir", str(self._run_dir)],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=child_environment(self._config, name),
+                start_new_session=True,  # a terminal's Ctrl-C must reach the supervisor alone
+            )
         if cores:
-            os.sched_setaffinity(process.pid, cores)
+            with contextlib.suppress(OSError):  # it has ended already, or the machine does not let us
+                os.sched_setaffinity(process.pid, cores)
         return Child(name, process, log)
 
     def _await_address(self) -> str:
@@ -131,13 +131,15 @@ class LocalRun:
                     _signal(child, signal.SIGTERM)
             if asked_to_stop and time.monotonic() > ends_s:
                 raise RunFailed(f"the syncer did not stop within {STOP_TIMEOUT_S:.0f} s; see {self._syncer.log}")
-            for child in self._islands.values():
-                if not asked_to_stop:
+            if self._islands and not asked_to_stop and not self._complete():
+                for child in self._islands.values():
                     self._tend(child)
-            if self._islands and all(c.done for c in self._islands.values()) and not self._complete():
-                self._give_up()
+                left = sum(not child.done for child in self._islands.values())
+                if left < self._config.protocol.quorum and not self._complete():
+                    self._give_up(left)
             time.sleep(POLL_S)
-        if self._syncer.process.returncode != 0:
+        polite = (0, -signal.SIGTERM) if asked_to_stop else (0,)  # it may not have had a handler yet
+        if self._syncer.process.returncode not in polite:
             raise RunFailed(self._obituary(self._syncer))
 
     def _tend(self, child: Child) -> None:
@@ -152,11 +154,9 @@ class LocalRun:
                 child.again_at_s = None
             return
         code = child.process.poll()
-        if code is None:
+        if code is None or code == 0:  # 0: the syncer ended the run, which `_complete` sees
             return
-        if code == 0:
-            child.done = True
-        elif code == USER_ERROR:  # a wrong setting stays wrong
+        if code == USER_ERROR:  # a wrong setting stays wrong
             child.done = True
             self._say(f"{self._obituary(child)}; not started again")
         elif child.starts > self._config.islands.restarts_max:
@@ -167,12 +167,13 @@ class LocalRun:
             self._say(f"{self._obituary(child)}; starting it again")
 
     def _complete(self) -> bool:
-        """Whether the islands ended because the run did; the syncer is then busy with the last evaluation."""
-        return all(child.process.returncode == 0 for child in self._islands.values())
+        """Whether an island ended because the run did; the syncer is then busy with the last evaluation."""
+        return any(child.process.poll() == 0 for child in self._islands.values())
 
-    def _give_up(self) -> None:
-        words = "; ".join(self._obituary(child) for child in self._islands.values() if child.process.returncode)
-        raise RunFailed(f"no island is left: {words}")
+    def _give_up(self, left: int) -> None:
+        words = "; ".join(self._obituary(child) for child in self._islands.values() if child.done)
+        quorum = self._config.protocol.quorum
+        raise RunFailed(f"{left} islands are left, fewer than protocol.quorum = {quorum}: {words}")
 
     def _obituary(self, child: Child) -> str:
         code = child.process.returncode
@@ -188,13 +189,12 @@ class LocalRun:
             _signal(child, signal.SIGTERM)
         ends_s = time.monotonic() + LEARNER_STOP_TIMEOUT_S
         for child in children:
+            patience_s = STOP_TIMEOUT_S if child is self._syncer else 0.1  # it saves the model
             try:
-                child.process.wait(timeout=max(0.1, ends_s - time.monotonic()))
+                child.process.wait(timeout=max(patience_s, ends_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 _signal(child, signal.SIGKILL)
                 child.process.wait()
-        for stream in self._open_logs:
-            stream.close()
 
 
 def child_environment(config: RunConfig, name: str) -> Mapping[str, str]:

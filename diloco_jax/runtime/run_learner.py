@@ -16,7 +16,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -42,20 +42,13 @@ from diloco_jax.training.island import Island
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.training.staging import StagedFragment
 from diloco_jax.transport.grpc_link import connect
-from diloco_jax.transport.link import Link, LinkClosed, TransportError
+from diloco_jax.transport.link import Link, LinkClosed, Rejected, TransportError
 
 Values = dict[str, np.ndarray]
 RECONNECT_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 IDLE_S = 0.2  # longest sleep of the link thread, so that it notices the end
 
 log = logging.getLogger(__name__)
-
-
-class Arrival(NamedTuple):
-    """A message for the step thread, with its payload decoded."""
-
-    message: SyncerMessage
-    values: Values | None
 
 
 class LearnerRun:
@@ -72,6 +65,11 @@ class LearnerRun:
     def __init__(
         self, config: RunConfig, learner_id: str, incarnation: int, address: str, stop: threading.Event
     ) -> None:
+        if learner_id not in config.islands.names:
+            raise ValueError(
+                f"--island is {learner_id!r}, but the config has {', '.join(config.islands.names[:8])}; use one of "
+                "them, or raise islands.count: every learner needs a data shard of its own"
+            )
         self._config = config
         self._address = address
         self._stop = stop
@@ -89,7 +87,8 @@ class LearnerRun:
         self._staged: dict[tuple[int, int], StagedFragment] = {}
         self._anchors: dict[int, Values] = {}
         self._sent: dict[int, tuple[int, StagedFragment]] = {}  # rebase: fragment -> (round, what was sent)
-        self._inbox: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[SyncerMessage] = queue.SimpleQueue()
+        self._arrived: dict[int, tuple[int, Values]] = {}  # fragment -> newest version that waits in the inbox
         self._payloads = ThreadPoolExecutor(1, "payload")
         self._rate = learning_rate(config.optimizer, config.train.steps)
         self._finished = ""
@@ -143,11 +142,10 @@ class LearnerRun:
         """This learner's shard of the global order, from where the run stands: a restart repeats no old data."""
         names = self._config.islands.names
         name = self._machine.learner_id
-        index = names.index(name) if name in names else 0
         batches = train_iterator(
             self._source,
             seed=self._config.data.shuffle_seed + self._config.seed,
-            shard_ids=[index],
+            shard_ids=[names.index(name)],
             num_shards=len(names),
             batch_size=self._config.island_batch_size,
         )
@@ -174,8 +172,15 @@ class LearnerRun:
             except queue.Empty:
                 return
 
-    def _take(self, arrival: Arrival) -> None:
-        self._apply(lambda: self._machine.on_message(arrival.message, time.monotonic()), arrival.values)
+    def _take(self, message: SyncerMessage) -> None:
+        values = None
+        if isinstance(message, GlobalFragment):
+            with self._lock:
+                version, values = self._arrived.get(message.fragment_id, (None, None))
+                if version != message.version:
+                    return  # a newer one waits behind it, or it came twice
+                del self._arrived[message.fragment_id]
+        self._apply(lambda: self._machine.on_message(message, time.monotonic()), values)
 
     # ---- effects --------------------------------------------------------------------------------------------------
 
@@ -224,11 +229,18 @@ class LearnerRun:
         try:
             local = staged.value()
             gradient = {key: anchor[key] - value for key, value in local.items()}
-            link.send(message, codec.encode(gradient, self._config.wire.up))
+            link.send(message, self._encoded(gradient, message))
         except LinkClosed:
             return
-        except ValueError as error:  # NaN does not fit an integer format: the round goes on without this value
-            log.info(f"fragment {message.fragment_id} of round {message.global_step} not sent: {error}")
+        except Exception as error:  # it would be lost in the future that nobody reads
+            self._failure = error
+
+    def _encoded(self, gradient: Values, message: FragmentValue) -> bytes:
+        try:
+            return codec.encode(gradient, self._config.wire.up)
+        except ValueError as error:  # NaN does not fit an integer format
+            log.info(f"fragment {message.fragment_id} of round {message.global_step} has no value: {error}")
+            return b""  # an answer all the same, so that nobody waits; the syncer leaves it out
 
     def _adopt(self, effect: Adopt, values: Values) -> None:
         fragment_id, adopt = effect.fragment_id, self._config.adopt
@@ -289,21 +301,29 @@ class LearnerRun:
         if isinstance(message, PullRequest):
             self._apply(lambda: self._machine.on_pull(message, now_s))
             return
-        values = None
         if isinstance(message, GlobalFragment):
             values = codec.decode(delivery.payload, self._fragments[message.fragment_id].keys_shapes, "float32")
-        self._inbox.put(Arrival(message, values))
+            with self._lock:  # only the newest: a long step must not pile up whole models
+                self._arrived[message.fragment_id] = (message.version, values)
+        self._inbox.put(message)
 
     def _reconnect(self, reason: str) -> None:
         """Training goes on meanwhile; so there is no limit to the attempts, only to their pace."""
         log.info(f"connection lost ({reason}); training goes on, reconnecting")
         self._apply(lambda: self._machine.on_disconnected(time.monotonic()))
+        with self._lock:
+            old, self._link = self._link, None
+        if old is not None:
+            old.close(0.0)
         attempt = 0
         while not self._finished and not self._stop.is_set():
             self._stop.wait(RECONNECT_DELAYS_S[min(attempt, len(RECONNECT_DELAYS_S) - 1)])
             attempt += 1
             try:
                 self._connect()
+                return
+            except Rejected as error:
+                self._failure = error
                 return
             except TransportError as error:
                 log.info(f"attempt {attempt}: {error}")

@@ -36,6 +36,7 @@ from diloco_jax.protocol.messages import (
     Note,
     Send,
     StepReport,
+    Stop,
 )
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.protocol.tape import TapedSyncer
@@ -114,12 +115,19 @@ class SyncerRun:
         self._wake = listener.wake
         self._telemetry = Telemetry(self._run_dir, tensorboard=self._config.tensorboard)
         self._began_s = time.monotonic()
+        self._ended_s = 0.0
         (self._run_dir / ADDRESS_FILE).write_text(listener.address, encoding="utf-8")
         with (self._run_dir / TAPE_FILE).open("w", encoding="utf-8") as tape:
             self._taped = TapedSyncer(self._machine, partial(_write_line, tape))
             try:
                 self._serve(listener)
+                self._ended_s = self._now_s()
                 self._bid_farewell(listener)
+            except Exception:
+                log.exception("the run ends early; the global model is saved first")
+                self._merges.shutdown(wait=True)
+                self._save()
+                raise
             finally:
                 listener.close(FAREWELL_S)
                 self._merges.shutdown(wait=True)
@@ -146,8 +154,12 @@ class SyncerRun:
 
     def _bid_farewell(self, listener: GrpcListener) -> None:
         """Let learners hear Stop: until all are gone, or the time for it is over."""
+        if not self._finished:  # stopped from outside: they would train on for nobody
+            stop = Stop(self._machine.global_step, "the syncer was stopped")
+            for member in self._machine.membership.connected():
+                listener.send(member.learner_id, stop)
         ends_s = self._now_s() + FAREWELL_S
-        while self._machine.membership.connected() and self._finished and self._now_s() < ends_s:
+        while self._machine.membership.connected() and self._now_s() < ends_s:
             self._take(listener, 0.1)
 
     def _take(self, listener: GrpcListener, timeout_s: float) -> None:
@@ -159,7 +171,9 @@ class SyncerRun:
             kind, value = self._results.get_nowait()
             now_s = self._now_s()
             if kind == "merged":
-                self._execute(self._taped.on_merged(value, now_s), listener)
+                order, payload = value
+                self._model.publish(order.fragment_id, payload)
+                self._execute(self._taped.on_merged(order.global_step, now_s), listener)
                 self._maybe_evaluate()
             elif kind == "evaluated":
                 self._evaluating = False
@@ -225,9 +239,10 @@ class SyncerRun:
 
     def _merge(self, order: Merge, payloads: dict[str, bytes | memoryview]) -> None:
         """On the merge thread."""
-        for reason in self._model.merge(order, payloads):
+        left_out, payload = self._model.merge(order, payloads)
+        for reason in left_out:
             log.info(f"left out of the merge: {reason}")
-        self._report("merged", order.global_step)
+        self._report("merged", (order, payload))
 
     def _report_failure(self, future: Future[None]) -> None:
         error = future.exception()
@@ -291,7 +306,10 @@ class SyncerRun:
 
     def _tell(self, listener: GrpcListener) -> None:
         status = self.status(listener)
-        write_json(self._run_dir / STATUS_FILE, status)
+        try:
+            write_json(self._run_dir / STATUS_FILE, status)
+        except OSError as error:  # a display must not end a run
+            log.warning(f"status not written: {error}")
         listener.status_json = json.dumps(finite(status))
         wire = {"kind": "wire", "t": self._now_s(), "global_step": self._machine.global_step, **status["wire"]}
         self._telemetry.write(wire)
@@ -299,13 +317,19 @@ class SyncerRun:
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
+    def _save(self) -> dict[str, np.ndarray]:
+        """Write the global model to disk; returns it."""
+        parameters = self._model.parameters()
+        meta = {"global_step": self._machine.global_step, "tokens": self._stats.tokens, "run": self._config.name}
+        save_parameters(self._run_dir / CHECKPOINTS, parameters, meta)
+        return parameters
+
     def _conclude(self, listener: GrpcListener) -> dict[str, Any]:
         """Checkpoint, last evaluation, summary."""
-        now_s = self._now_s()
+        self._tell(listener)
+        now_s = self._ended_s
         summary = self._stats.summary(self._wire(listener), now_s)
-        parameters = self._model.parameters()
-        meta = {"global_step": self._machine.global_step, "tokens": summary["tokens"], "run": self._config.name}
-        save_parameters(self._run_dir / CHECKPOINTS, parameters, meta)
+        parameters = self._save()
         self._evals.shutdown(wait=True)
         result = self._evaluator.evaluate(parameters, self._config.train.final_eval_batches)
         self._record_eval({**result, "global_step": self._machine.global_step, "tokens": summary["tokens"]}, now_s)

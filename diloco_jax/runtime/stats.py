@@ -3,6 +3,7 @@
 Definitions (docs/architecture.md repeats them for users)
   * goodput: time that learners spent in inner steps, over the time that all configured islands had since the first
     inner step of the run began. A dead or restarting island lowers it.
+    The first step of an island compiles; that time counts as a step.
   * uptime: share of that time in which at least one learner was inside an inner step.
   * participation: rounds in which a learner was merged, over rounds merged.
   * step_overhead: share of a learner's time between its first and last step that it spent outside inner steps.
@@ -23,7 +24,17 @@ BFLOAT16_BYTES = 2
 class LearnerStats:
     """Time accounting of one learner over all its incarnations."""
 
-    __slots__ = ("begin_s", "busy_s", "end_s", "incarnation", "last_round", "rate", "span_s", "step_tokens")
+    __slots__ = (
+        "begin_s",
+        "busy_s",
+        "end_s",
+        "incarnation",
+        "last_round",
+        "last_step",
+        "rate",
+        "span_s",
+        "step_tokens",
+    )
 
     def __init__(self) -> None:
         self.incarnation = -1
@@ -32,6 +43,7 @@ class LearnerStats:
         self.span_s = 0.0  # first to last step, of earlier incarnations
         self.rate: float | None = None  # tokens per second, moving average
         self.last_round = 0
+        self.last_step = 0  # of the current incarnation
         self.step_tokens = 0
 
     @property
@@ -60,15 +72,19 @@ class RunStats:
     def on_report(self, report: StepReport, now_s: float) -> None:
         """Count a report that the syncer is about to get."""
         stats = self._learners.setdefault(report.learner_id, LearnerStats())
-        began_s = now_s - report.step_s
+        busy_s = report.step_s
         if report.incarnation != stats.incarnation:
             stats.span_s = stats.total_span_s
             stats.incarnation = report.incarnation
-            stats.begin_s = began_s
+            stats.begin_s = now_s - busy_s
+        elif report.local_step > stats.last_step + 1:  # steps while the link was down, which nobody reported
+            busy_s = min((report.local_step - stats.last_step) * report.step_s, now_s - stats.end_s)
+        began_s = now_s - busy_s
         if self._began_s is None:
             self._began_s = self._covered_until_s = began_s
-        stats.busy_s += report.step_s
+        stats.busy_s += busy_s
         stats.end_s = now_s
+        stats.last_step = report.local_step
         stats.step_tokens = report.tokens // max(1, report.local_step)
         sample = stats.step_tokens / max(report.step_s, 1e-9)
         stats.rate = sample if stats.rate is None else 0.9 * stats.rate + 0.1 * sample

@@ -52,8 +52,9 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool) 
     summary: dict[str, Any] = json.loads(summary_file.read_text(encoding="utf-8"))
     report = write_report(run_dir)
     ending = "complete" if summary["complete"] else "stopped"
+    loss = "not finite" if summary["eval_loss"] is None else f"{summary['eval_loss']:.4f}"
     say(
-        f"{ending}: evaluation loss {summary['eval_loss']:.4f} after {summary['global_steps']} global steps and "
+        f"{ending}: evaluation loss {loss} after {summary['global_steps']} global steps and "
         f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s\nreport {report}"
     )
     return summary

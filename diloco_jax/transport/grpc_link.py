@@ -22,6 +22,7 @@ from diloco_jax.transport.link import (
     LEARNER_TYPES,
     Delivery,
     Payload,
+    Rejected,
     TransportConfig,
     TransportError,
     payload_parts,
@@ -29,7 +30,7 @@ from diloco_jax.transport.link import (
 )
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.security import credentials, is_loopback
-from diloco_jax.transport.sessions import Inbox, Refused, SessionListener
+from diloco_jax.transport.sessions import CLOSING, Inbox, Refused, SessionListener
 from diloco_jax.transport.stream import LANES, Lane, StreamSession
 
 _SERVICE, _METHOD, _STATUS = "diloco.v1.Syncer", "Connect", "Status"
@@ -115,7 +116,8 @@ def connect(config: TransportConfig, *, run_id: str, epoch: int = 0, learner_id:
     session.cancel()
     link.close(grace_s=1.0)
     if answered:
-        raise TransportError(f"the syncer at {config.address} refused {learner_id!r}: {reason}")
+        kind = Rejected if session.refused and CLOSING not in reason else TransportError
+        raise kind(f"the syncer at {config.address} refused {learner_id!r}: {reason}")
     raise TransportError(
         f"no syncer answered at {config.address} within {config.connect_timeout_s:g} s: start it, correct "
         "transport.address, or raise transport.connect_timeout_s"
@@ -258,7 +260,8 @@ def ask_status(config: TransportConfig) -> str:
         TransportError: Nobody answered in time.
         ValueError: The address is not loopback and plaintext was not allowed.
     """
-    with grpc.secure_channel(config.address, credentials(config).channel, _options(config)) as channel:
+    options = [*_options(config), ("grpc.enable_http_proxy", int(not is_loopback(config.address)))]
+    with grpc.secure_channel(config.address, credentials(config).channel, options) as channel:
         ask = channel.unary_unary(f"/{_SERVICE}/{_STATUS}", response_deserializer=pb.StatusReply.FromString)
         try:
             reply: pb.StatusReply = ask(b"", timeout=config.connect_timeout_s, wait_for_ready=True)

@@ -30,6 +30,10 @@ class TransportError(ConnectionError):
     """The other side cannot be reached, or refused the connection."""
 
 
+class Rejected(TransportError):
+    """The syncer refused the connection and will not change its mind: another run, or a newer process of that name."""
+
+
 class LinkClosed(TransportError):
     """The session is over: nothing can be sent on it any more."""
 

@@ -25,6 +25,8 @@ from diloco_jax.transport.link import (
     payload_parts,
 )
 
+CLOSING = "the syncer is closing"
+
 
 class Refused(TransportError):
     """The syncer does not take this connection, and why."""
@@ -152,7 +154,7 @@ class SessionListener(Generic[S]):
         stamp = (incarnation, number)
         with self._lock:
             if self._closed:
-                raise Refused("the syncer is closing")
+                raise Refused(CLOSING)
             known = self._newest.get(learner_id)
             if known is not None and known[0] == stamp and known[1].open:
                 return known[1]

@@ -110,6 +110,7 @@ class StreamSession(Session):
             name: Lane(name, lane_header(header, lane, sender), lane_header(header, lane, peer), config)
             for name, lane in LANES.items()
         }
+        self.refused = False  # the other side answered that it does not take us
         self._lock = threading.Lock()
         self._settled = threading.Event()  # both lanes are ready, or the session is over
 
@@ -214,6 +215,7 @@ class StreamSession(Session):
     def fail_lost(self, lane: Lane, error: object = None) -> None:
         """Fail because a stream broke, in gRPC's words if there are any, or in those of the syncer that refused."""
         if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+            self.refused = True
             self.fail(error.details())
             return
         lost = f"the {lane.name} connection to {self.peer!r} was lost"

@@ -7,6 +7,7 @@ import pytest
 from diloco_jax.protocol.membership import ACTIVE, GONE, JOINING, SILENT, Membership
 from diloco_jax.protocol.messages import Hello
 
+VERSIONS = (5, 5)
 FINGERPRINT = (("model", "abc"), ("sync_every", "24"))
 
 
@@ -21,7 +22,7 @@ def membership(learners_max: int = 8) -> Membership:
 
 def test_a_newcomer_is_joining_and_does_not_count_as_live() -> None:
     members = membership()
-    assert members.refusal(hello()) == ""
+    assert members.refusal(hello(), VERSIONS) == ""
     member = members.join(hello(), 3.0)
     assert (member.state, member.incarnation, member.heard_s, member.since_s) == (JOINING, 1, 3.0, 3.0)
     assert members.live == 0
@@ -36,25 +37,28 @@ def test_a_newcomer_is_joining_and_does_not_count_as_live() -> None:
         (hello(model="xyz"), ["model differs", "the syncer has abc, a has xyz", "same config"]),
         (hello(codec="int8"), ["codec differs", "absent", "int8"]),
         (Hello("a", 1, (("model", "abc"),), (-1, -1)), ["sync_every differs", "has 24, a has absent"]),
+        (hello("../../x"), ["'../../x' is not allowed", "64 letters"]),
+        (hello("a" * 65), ["is not allowed"]),
+        (hello(versions=(5, 6)), ["a holds version 6, which this syncer never made", "start the learner again"]),
         (hello(versions=(-1,)), ["1 fragments offered, 2 expected", "same config"]),
     ],
 )
 def test_refusals_say_what_differs_and_what_to_do(message: Hello, words: list[str]) -> None:
-    refusal = membership().refusal(message)
+    refusal = membership().refusal(message, VERSIONS)
     assert all(word in refusal for word in words), refusal
 
 
 def test_the_order_of_the_fingerprint_does_not_matter() -> None:
-    assert membership().refusal(Hello("a", 1, FINGERPRINT[::-1], (0, 0))) == ""
+    assert membership().refusal(Hello("a", 1, FINGERPRINT[::-1], (0, 0)), VERSIONS) == ""
 
 
 def test_an_older_incarnation_is_refused() -> None:
     members = membership()
     members.join(hello(incarnation=3), 0.0)
-    refusal = members.refusal(hello(incarnation=2))
+    refusal = members.refusal(hello(incarnation=2), VERSIONS)
     assert "incarnation 2 of a is older than 3" in refusal and "stop one of the two" in refusal
     members.set_state(members.members["a"], GONE, 1.0)
-    assert members.refusal(hello(incarnation=2)), "the newer one has left, the older one is no better for it"
+    assert members.refusal(hello(incarnation=2), VERSIONS), "the newer one has left, the older one is no better for it"
 
 
 def test_a_newer_incarnation_starts_anew_and_keeps_the_totals() -> None:
@@ -106,18 +110,18 @@ def test_learners_max() -> None:
     members = membership(learners_max=2)
     members.join(hello("a"), 0.0)
     members.join(hello("b"), 0.0)
-    assert members.refusal(hello("c")) == "2 learners are connected, the limit; raise protocol.learners_max"
-    assert members.refusal(hello("a")) == "", "whoever is in may greet again"
+    assert members.refusal(hello("c"), VERSIONS) == "2 learners are connected, the limit; raise protocol.learners_max"
+    assert members.refusal(hello("a"), VERSIONS) == "", "whoever is in may greet again"
     members.set_state(members.members["b"], GONE, 1.0)
-    assert members.refusal(hello("c")) == "", "a place is free"
+    assert members.refusal(hello("c"), VERSIONS) == "", "a place is free"
 
 
 def test_learners_max_holds_for_those_who_come_back() -> None:
     members = membership(learners_max=1)
     members.set_state(members.join(hello("a"), 0.0), GONE, 1.0)
     members.join(hello("b"), 2.0)
-    assert "the limit" in members.refusal(hello("a"))
-    assert "the limit" in members.refusal(hello("a", incarnation=2))
+    assert "the limit" in members.refusal(hello("a"), VERSIONS)
+    assert "the limit" in members.refusal(hello("a", incarnation=2), VERSIONS)
 
 
 def test_lower_median_of_the_live() -> None:

@@ -260,3 +260,14 @@ def test_a_driver_that_merges_what_it_was_not_asked_to_is_wrong() -> None:
         syncer.on_merged(1, 1.0)
     with pytest.raises(KeyError):
         syncer.on_merged(77, 1.0)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"step_s": float("inf")}, {"step_s": float("nan")}, {"step_s": -1.0}, {"tokens": -1}]
+)
+def test_a_report_with_impossible_numbers_moves_nothing(changed: dict[str, float]) -> None:
+    syncer = new(quorum=1)
+    syncer.on_message(hello("a"), 0.0)
+    [drop] = syncer.on_message(report("a", 1, **changed), 1.0)
+    assert drop.peer == "a" and "impossible" in drop.reason
+    assert syncer.membership.members["a"].local_step == 0 and syncer.global_step == 0
