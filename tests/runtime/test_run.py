@@ -16,14 +16,14 @@ from diloco_jax.protocol.tape import replay
 from diloco_jax.runtime.telemetry import read_metrics
 from tests.runtime.helpers import processes_of, run, start, status, wait_for, write_config
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.net, pytest.mark.timeout(500)]
 
 SUMMARY_KEYS = {"eval_loss", "eval_bits_per_byte", "tokens", "wall_s", "global_steps", "goodput", "uptime"} | {
     "contributors_per_round",
     "wire",
     "learners",
 }
-STEPS = 1200  # some 40 s: an island takes 5 to 20 s to come back
+STEPS = 2000  # a minute or more: an island takes 5 to 40 s to come back
 LEARNER_KEYS = {"local_steps", "tokens", "participation", "restarts", "step_overhead"}
 
 
@@ -116,7 +116,7 @@ def test_killed_island_returns_and_nobody_waits(tmp_path: Path) -> None:
         victim = next(pid for pid, command in processes_of(run_dir).items() if "island-1" in command)
         os.kill(victim, signal.SIGKILL)
         wait_for(lambda: _restarts(run_dir, "island-1") == 1, "the return of island-1")
-        output, _ = process.communicate(timeout=150)
+        output, _ = process.communicate(timeout=300)
     finally:
         _end(process, run_dir)
     assert process.returncode == 0, output
@@ -133,7 +133,8 @@ def test_killed_island_returns_and_nobody_waits(tmp_path: Path) -> None:
 
 
 def _restarts(run_dir: Path, name: str) -> int:
-    rows = [r for r in status(run_dir).get("learners", []) if r["learner"] == name and r["state"] == "active"]
+    """How often an island began again and trained."""
+    rows = [r for r in status(run_dir).get("learners", []) if r["learner"] == name and r["step_s"] is not None]
     return int(rows[0]["restarts"]) if rows else 0
 
 
@@ -171,8 +172,8 @@ def test_children_do_not_outlive_a_killed_supervisor(tmp_path: Path) -> None:
     try:
         wait_for(lambda: status(run_dir).get("global_step", 0) > 5, "training")
         process.kill()
-        process.wait()
-        wait_for(lambda: not processes_of(run_dir), "the end of all children", 60)
+        process.communicate()
+        wait_for(lambda: not processes_of(run_dir), "the end of all children", 100)
     finally:
         _end(process, run_dir)
 
