@@ -6,76 +6,69 @@ Exit status: 0 done, 1 the run failed, 2 wrong input (one message, no traceback)
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from diloco_jax.cli_words import CHAOS_LEARNER, Command, make_parser
 
 if TYPE_CHECKING:
     from diloco_jax.runtime.settings import RunConfig
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
-
-OVERRIDES = "settings of the config may follow as --section.name value; `CONFIG --settings` lists them all"
+COMPILER = "compile"  # the thread of a learner that compiles its inner step
+DISK_TROUBLE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)  # may be over at the next attempt
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = _parser()
+    parser = make_parser(_commands())
     known, rest = parser.parse_known_args(arguments)
     if rest and not known.takes_overrides:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     known.overrides = rest
+    status = _status_of(known)
+    if any(thread.name == COMPILER for thread in threading.enumerate()):
+        sys.stdout.flush()
+        os._exit(status)  # a compiler cannot be interrupted, and the interpreter aborts when it ends below one
+    return status
+
+
+def _status_of(known: argparse.Namespace) -> int:
+    """Run the command; errors for people become one line and a status."""
     try:
         return int(known.command(known))
     except ConnectionError as error:  # may work at the next attempt, so a supervisor may start us again
         print(f"diloco {known.name}: {error}", file=sys.stderr)
         return FAILED
-    except (ValueError, OSError) as error:  # OSError: files and connections, with their names in the message
+    except (ValueError, OSError) as error:  # OSError: files, with their names in the message
         print(f"diloco {known.name}: {error}", file=sys.stderr)
-        return WRONG_INPUT
+        return FAILED if isinstance(error, OSError) and error.errno in DISK_TROUBLE else WRONG_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="diloco",
-        description="Train one model on islands that never wait for each other (Decoupled DiLoCo in JAX).",
-    )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    def add(name: str, command: Any, text: str, *, config: bool = False) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text, epilog=OVERRIDES if config else None)
-        sub.set_defaults(command=command, name=name, takes_overrides=config)
-        if config:
-            sub.add_argument("config", help="YAML file, see configs/")
-            sub.add_argument("--settings", action="store_true", help="list all settings with their meaning, and exit")
-            sub.add_argument("--run-dir", help="folder of the run; default: a new one below runs_dir")
-        return sub
-
-    train = add("train", _train, "A whole run on this machine: syncer and islands, live view, report.", config=True)
-    train.add_argument("--json", action="store_true", help="print summary.json at the end, no live view")
-    train.add_argument("--quiet", action="store_true", help="no live view")
-    add("syncer", _syncer, "The syncer alone, for real machines.", config=True)
-    learner = add("learner", _learner, "One learner alone, for real machines.", config=True)
-    learner.add_argument("--island", required=True, help="name of the learner, unique in the run")
-    learner.add_argument("--syncer", help="host:port of the syncer; default: transport.address")
-    learner.add_argument("--incarnation", type=int, help="number that grows with every start; default: the time")
-    add("baseline", _baseline, "The data-parallel baseline in this process, for `train`.", config=True)
-    status = add("status", _status, "What a run does now, and what it waits for.")
-    status.add_argument("run", help="folder of the run, or host:port of its syncer")
-    status.add_argument("--json", action="store_true", help="print one JSON object")
-    status.add_argument("--allow-plaintext", action="store_true", help="ask an address that is not loopback")
-    evaluate = add("eval", _eval, "Evaluate the global model of a run on its held-out data.")
-    evaluate.add_argument("run", help="folder of the run")
-    evaluate.add_argument("--batches", type=int, help="batches at most; default: train.final_eval_batches")
-    evaluate.add_argument("--json", action="store_true", help="print one JSON object")
-    report = add("report", _report, "Write report.html of a run.")
-    report.add_argument("run", help="folder of the run")
-    report.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
+def _commands() -> dict[str, Command]:
+    return {
+        "train": _train,
+        "syncer": _syncer,
+        "learner": _learner,
+        CHAOS_LEARNER: _learner,
+        "chaos": _chaos,
+        "baseline": _baseline,
+        "status": _status,
+        "drain": _drain,
+        "certs": _certs,
+        "eval": _eval,
+        "report": _report,
+        "replay": _replay,
+        "audit": _audit,
+    }
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -90,14 +83,23 @@ def _load(arguments: argparse.Namespace) -> RunConfig:
 
 def _run_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
     """The run's folder with the resolved config in it."""
-    from diloco_jax.config import dump
-    from diloco_jax.runtime.files import CONFIG_FILE, METRICS_FILE, new_run_dir
+    from diloco_jax.config import dump, load
+    from diloco_jax.runtime.files import CONFIG_FILE, METRICS_FILE, TAPE_FILE, new_run_dir, newest_run_dir
+    from diloco_jax.runtime.resume import check_resumable, check_same_run
 
-    run_dir = Path(arguments.run_dir) if arguments.run_dir else new_run_dir(Path(config.runs_dir), config.name)
-    if arguments.name == "train" and (run_dir / METRICS_FILE).exists():
-        raise ValueError(f"{run_dir} holds a run already; choose another --run-dir, or remove that folder")
-    run_dir.mkdir(parents=True, exist_ok=True)
+    resume = arguments.name == "train" and arguments.resume
+    choose = newest_run_dir if resume else new_run_dir
+    run_dir = Path(arguments.run_dir) if arguments.run_dir else choose(Path(config.runs_dir), config.name)
     target = run_dir / CONFIG_FILE
+    if resume:
+        check_resumable(run_dir)
+    elif arguments.name in ("train", "chaos") and (run_dir / METRICS_FILE).exists():
+        raise ValueError(
+            f"{run_dir} holds a run already; go on with it (--resume), choose another --run-dir, or remove that folder"
+        )
+    if target.exists() and (run_dir / TAPE_FILE).exists():
+        check_same_run(load(target), config, run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
     if not (target.exists() and target.samefile(arguments.config)):
         target.write_text(dump(config), encoding="utf-8")
     return run_dir
@@ -108,7 +110,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
     config = _load(arguments)
     run_dir = _run_dir(arguments, config)
-    summary = train_locally(config, run_dir, live=not (arguments.json or arguments.quiet), quiet=arguments.json)
+    live = not (arguments.json or arguments.quiet)
+    summary = train_locally(config, run_dir, live=live, quiet=arguments.json, resume=arguments.resume)
     if arguments.json:
         print(json.dumps({"run_dir": str(run_dir), **summary}))
     if not summary:
@@ -122,7 +125,7 @@ def _syncer(arguments: argparse.Namespace) -> int:
     stop = _begin_process()
     from diloco_jax.runtime.run_syncer import SyncerRun
 
-    summary = SyncerRun(config, run_dir, stop).run()
+    summary = SyncerRun(config, run_dir, stop, rewind=arguments.rewind).run()
     return 0 if summary["complete"] or stop.is_set() else FAILED
 
 
@@ -131,13 +134,61 @@ def _learner(arguments: argparse.Namespace) -> int:
 
     config = _load(arguments)
     stop = _begin_process()
+    from diloco_jax.runtime.files import ADDRESS_FILE
     from diloco_jax.runtime.run_learner import LearnerRun
 
+    kind = LearnerRun
+    if arguments.name == CHAOS_LEARNER:
+        from diloco_jax.runtime.chaos_learner import ChaosLearnerRun
+
+        kind = ChaosLearnerRun
     incarnation = arguments.incarnation if arguments.incarnation is not None else int(time.time() * 1000)
-    address = arguments.syncer or config.transport.address
-    reason = LearnerRun(config, arguments.island, incarnation, address, stop).run()
+    run_dir = _learner_dir(arguments, config)
+    told = run_dir / ADDRESS_FILE
+    address = arguments.syncer or (told.read_text(encoding="utf-8") if told.exists() else config.transport.address)
+    reason = kind(config, arguments.island, incarnation, address, run_dir, stop).run()
     print(f"{arguments.island}: {reason}", flush=True)
     return INTERRUPTED if stop.is_set() else 0  # 0 only when the syncer ended the run
+
+
+def _learner_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
+    """The run's folder, the same at every start of a learner: it finds its own saved state there."""
+    from diloco_jax.runtime.files import ADDRESS_FILE, CONFIG_FILE
+
+    path = Path(arguments.config)
+    if arguments.run_dir:
+        return Path(arguments.run_dir)
+    if path.name == CONFIG_FILE and (path.parent / ADDRESS_FILE).exists():
+        return path.parent
+    return Path(config.runs_dir) / config.name
+
+
+def _chaos(arguments: argparse.Namespace) -> int:
+    from diloco_jax.runtime.chaos_schedule import KINDS, draw_schedule
+
+    config = _load(arguments)
+    schedule = draw_schedule(
+        arguments.seed,
+        config.islands.names,
+        faults=arguments.faults,
+        steps=config.train.steps,
+        lease_s=config.protocol.lease_s,
+        kinds=arguments.kinds.split(",") if arguments.kinds else KINDS,
+    )
+    if arguments.dry_run:
+        print(json.dumps({"schedule": [str(f) for f in schedule]}) if arguments.json else "\n".join(map(str, schedule)))
+        return 0
+    from functools import partial
+
+    from diloco_jax.runtime.chaos import for_chaos, run_chaos
+    from diloco_jax.runtime.chaos_verdict import table
+
+    config = for_chaos(config, len(schedule))
+    run_dir = _run_dir(arguments, config)
+    say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
+    result = run_chaos(config, run_dir, schedule, say)
+    print(json.dumps({"run_dir": str(run_dir), "seed": arguments.seed, **result}) if arguments.json else table(result))
+    return FAILED if result["problems"] else 0
 
 
 def _baseline(arguments: argparse.Namespace) -> int:
@@ -153,7 +204,8 @@ def _baseline(arguments: argparse.Namespace) -> int:
 def _begin_process() -> Any:
     import logging
 
-    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stdout)
+    # force: a library has put a handler of its own there when it was imported
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stdout, force=True)
     logging.getLogger("absl").setLevel(logging.WARNING)
     from diloco_jax.runtime.processes import die_with_parent, stop_on_signals
 
@@ -165,29 +217,64 @@ def _begin_process() -> Any:
 
 
 def _status(arguments: argparse.Namespace) -> int:
+    from diloco_jax.config import load
     from diloco_jax.runtime.live import describe
     from diloco_jax.runtime.status import read_status
 
-    status = read_status(arguments.run, allow_plaintext=arguments.allow_plaintext)
+    transport = load(arguments.config).transport if arguments.config else None
+    status = read_status(arguments.run, allow_plaintext=arguments.allow_plaintext, transport=transport)
     print(json.dumps(status) if arguments.json else describe(status))
+    return 0
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    from diloco_jax.config import load
+    from diloco_jax.runtime.files import CONFIG_FILE
+    from diloco_jax.runtime.status import is_address, syncer_at
+    from diloco_jax.transport.grpc_link import ask_drain
+    from diloco_jax.transport.link import TransportConfig
+
+    run, config = arguments.run, arguments.config
+    if config is None and not is_address(run):
+        config = Path(run) / CONFIG_FILE
+    known = TransportConfig() if config is None else load(config).transport
+    syncer = syncer_at(run, known, allow_plaintext=arguments.allow_plaintext)
+    ok, message = ask_drain(syncer, arguments.learner)
+    if arguments.json:
+        print(json.dumps({"learner": arguments.learner, "ok": ok, "message": message}))
+    else:
+        print(message if ok else f"diloco drain: {message}", file=sys.stdout if ok else sys.stderr)
+    return 0 if ok else FAILED
+
+
+def _certs(arguments: argparse.Namespace) -> int:
+    from diloco_jax.transport.certificates import describe, make, settings
+
+    folder = Path(arguments.folder)
+    made = make(folder, [name for name in arguments.learners.split(",") if name], days=arguments.days)
+    if arguments.json:
+        written, kept = [str(path) for path in made.written], [str(path) for path in made.kept]
+        print(json.dumps({"written": written, "kept": kept, "settings": settings(folder)}))
+    else:
+        print(describe(folder, made))
     return 0
 
 
 def _eval(arguments: argparse.Namespace) -> int:
     from diloco_jax.config import load
-    from diloco_jax.runtime.checkpoint import latest, load_parameters
+    from diloco_jax.runtime.checkpoint import load_parameters, newest_readable
     from diloco_jax.runtime.evaluation import Evaluator
     from diloco_jax.runtime.files import CHECKPOINTS, CONFIG_FILE
     from diloco_jax.runtime.telemetry import finite
 
     run_dir = Path(arguments.run)
-    checkpoint = latest(run_dir / CHECKPOINTS)
-    if checkpoint is None:
-        raise ValueError(f"{run_dir} holds no checkpoint; give the folder of a run that has ended, such as runs/NAME")
+    found = newest_readable(run_dir / CHECKPOINTS, load_parameters)
+    if found is None:
+        raise ValueError(f"{run_dir} holds no checkpoint that can be read; give the folder of a run, such as runs/NAME")
     config = load(run_dir / CONFIG_FILE)
     if arguments.batches is not None and arguments.batches < 1:
         raise ValueError(f"--batches is {arguments.batches}; use at least 1")
-    parameters, meta = load_parameters(checkpoint)
+    _, (parameters, meta) = found
     result = Evaluator(config).evaluate(parameters, arguments.batches or config.train.final_eval_batches)
     if arguments.json:
         print(json.dumps(finite({**result, "global_step": meta["global_step"]})))
@@ -203,3 +290,46 @@ def _report(arguments: argparse.Namespace) -> int:
     path = write_report(Path(arguments.run))
     print(json.dumps({"report": str(path)}) if arguments.json else path)
     return 0
+
+
+# ---- doing runs again -----------------------------------------------------------------------------------------------
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from diloco_jax.config import dump, load
+    from diloco_jax.runtime.files import CONFIG_FILE, new_run_dir
+    from diloco_jax.runtime.replay_process import run_as_island
+    from diloco_jax.runtime.replay_scenario import as_simulated
+
+    config = as_simulated(load(arguments.config or Path(arguments.run) / CONFIG_FILE), Path(arguments.run))
+    code = run_as_island(config, arguments)
+    if code is not None:
+        return code
+    from diloco_jax.runtime.replay import describe, replay_run, replay_synthetic
+
+    if arguments.config:
+        out = Path(arguments.out) if arguments.out else new_run_dir(Path(config.runs_dir), config.name)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
+        result = {"run_dir": str(out), **replay_synthetic(config, Path(arguments.run), out, arguments.until)}
+    else:
+        result = replay_run(config, Path(arguments.run), arguments.until)
+    print(json.dumps(result) if arguments.json else describe(result))
+    return 0 if result.get("identical", True) else FAILED
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from diloco_jax.config import load
+    from diloco_jax.runtime.audit import audit, describe
+    from diloco_jax.runtime.files import CONFIG_FILE
+    from diloco_jax.runtime.replay_scenario import read_scenario
+
+    run_dir = Path(arguments.run)
+    scenario = read_scenario(run_dir) if arguments.config is None else None
+    if scenario is not None:
+        result = audit(run_dir, scenario.protocol, scenario.total_steps)
+    else:
+        config = load(arguments.config or run_dir / CONFIG_FILE)
+        result = audit(run_dir, config.protocol, config.train.steps)
+    print(json.dumps(result) if arguments.json else describe(result))
+    return FAILED if result["violations"] else 0

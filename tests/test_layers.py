@@ -28,7 +28,8 @@ LAYERS: dict[str, set[str]] = {
     "runtime": MIDDLE | BOTTOM,
     "launch": MIDDLE | BOTTOM,
     "config": {"runtime", "sim", "launch"} | MIDDLE | BOTTOM,
-    "cli": {"config", "runtime", "sim", "launch"} | MIDDLE | BOTTOM,
+    "cli_words": set(),
+    "cli": {"cli_words", "config", "runtime", "sim", "launch"} | MIDDLE | BOTTOM,
     "__main__": {"cli"},
     "__init__": {"config", "runtime", "sim", "launch"} | MIDDLE | BOTTOM,
 }

@@ -16,6 +16,7 @@ without padding or header: sender and receiver know the layout from the same pla
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -30,6 +31,7 @@ from jaxtyping import Array, Float, Float32, Shaped
 
 Format = Literal["float32", "bfloat16", "int8", "int4"]
 Shape = tuple[int, ...]
+Bytes = bytes | bytearray | memoryview
 
 BLOCK = 256  # elements that share a scale
 _MAX_CODE = {"int8": 127, "int4": 7}
@@ -87,7 +89,7 @@ def encode(values: Mapping[str, Float[np.ndarray, "..."]], format: Format) -> by
 
 
 def decode(
-    payload: bytes | bytearray | memoryview, keys_shapes: Sequence[tuple[str, Shape]], format: Format
+    payload: Bytes, keys_shapes: Sequence[tuple[str, Shape]], format: Format
 ) -> dict[str, Float32[np.ndarray, "..."]]:
     """Return the values that a payload holds, as new arrays, in the order of `keys_shapes`.
 
@@ -120,6 +122,21 @@ def decode(
 def encoded_size(shapes: Iterable[Shape], format: Format) -> int:
     """Return the exact payload size in bytes of tensors with these shapes."""
     return sum(_tensor_bytes(math.prod(shape), format) for shape in shapes)
+
+
+def digest(payload: Bytes | Iterable[Bytes]) -> int:
+    """Checksum of a payload, in [0, 2^64): equal values have equal digests, damaged ones do not.
+
+    Args:
+      payload: contiguous bytes, or pieces of them in their order; how they are cut does not matter.
+
+    Returns:
+      The first 8 bytes of BLAKE2b, little-endian.
+    """
+    hasher = hashlib.blake2b(digest_size=8)
+    for piece in (payload,) if isinstance(payload, bytes | bytearray | memoryview) else payload:
+        hasher.update(piece)
+    return int.from_bytes(hasher.digest(), "little")
 
 
 def _tensor_bytes(size: int, format: Format) -> int:
@@ -168,7 +185,7 @@ def _quantize_on_host(value: Float[np.ndarray, "..."], format: Format) -> tuple[
     return np.concatenate([codes for codes, _ in parts]), np.concatenate([scales for _, scales in parts])
 
 
-def _dequantize(payload: bytes | bytearray | memoryview, offset: int, size: int, format: Format) -> np.ndarray:
+def _dequantize(payload: Bytes, offset: int, size: int, format: Format) -> np.ndarray:
     if format in ("float32", "bfloat16"):
         dtype = np.dtype("<f4") if format == "float32" else np.dtype(ml_dtypes.bfloat16)
         return np.frombuffer(payload, dtype, size, offset).astype(np.float32)

@@ -44,7 +44,14 @@ class MergeConfig:
     """Parameters averaged whatever `method` says: patterns on the whole path, case-sensitive, where '*' stands
     for any characters, '/' too. ('*',) averages all; () makes no exception for embeddings."""
 
+    outlier_factor: float = 100.0
+    """A learner's outer gradient is left out, and its sender warned, when its norm per inner step is this many times
+    what is usual for the fragment; above 1, or 0 for no limit. An inner optimizer with a bounded step never comes
+    near 100, even in a warm-up; a model that diverges, or damaged memory, is far above. Near 1 leaves out good work."""
+
     def __post_init__(self) -> None:
+        if not (self.outlier_factor == 0 or 1 < self.outlier_factor < math.inf):
+            raise ValueError(f"merge.outlier_factor is {self.outlier_factor}; use a number above 1, or 0 for no limit")
         if self.method not in get_args(Method):
             raise ValueError(f"merge method is {self.method!r}; choose one of {', '.join(get_args(Method))}")
 

@@ -3,75 +3,93 @@
 Rules of this file
   * Inputs are `on_<event>` methods; each returns the effects that the driver executes in order. Nothing is buffered.
   * The machine never sees an array. It decides which fragment to copy (Stage), to send and to adopt.
-  * `on_pull` changes nothing that a step depends on, so a driver may call it while a step runs (under its lock).
-    Every other input belongs between two inner steps.
-  * A learner that does not hold a global value of every fragment may not step: so a fresh start reports nothing, and
-    nothing of it can be merged.
+  * `on_pull`, `on_anchor_request` and `on_state_pull` change nothing that a step depends on, so a driver may call them
+    while a step runs (under its lock). Every other input belongs between two inner steps.
+  * Without a global value of every fragment it may not step: a fresh start reports nothing, nothing of it is merged.
 
-States:  joining -> training <-> waiting (lockstep only) ;  any -> stopped
+States:  joining -> recovering (only when it joins a run that is under way) -> training <-> waiting (lockstep only)
+         any -> stopped
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple, assert_never
 
+from diloco_jax.protocol.effects import Adopt, AdoptState, Drop, Effect, Finish, SaveState, Send
+from diloco_jax.protocol.leases import Allotment, Batch
 from diloco_jax.protocol.messages import (
     NO_VERSION,
     SYNCER,
-    Adopt,
     Adopted,
     Advance,
-    Drop,
-    Effect,
-    Finish,
-    FragmentValue,
+    AnchorRequest,
+    AnchorValue,
+    Expel,
     GlobalFragment,
     Heartbeat,
     Hello,
+    Lease,
     Leave,
     PullRequest,
     Refuse,
-    Send,
-    Stage,
+    StateEnd,
+    StatePart,
+    StatePull,
+    StateUnavailable,
     StepReport,
     Stop,
     SyncerMessage,
-    Unstage,
     Welcome,
 )
-from diloco_jax.protocol.pacing import ProtocolConfig, Schedule
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.recovery import Donor, Receiver
+from diloco_jax.protocol.stager import Stager
 
-JOINING, TRAINING, WAITING, STOPPED = "joining", "training", "waiting", "stopped"
-STAGED_STEPS_MAX = 3  # copies of one fragment: the grace window spans one step, the pull's way another
-
-
-class StagedCopy(NamedTuple):
-    local_step: int
-    tokens: int
-    adopted: Adopted  # of the fragment, when it was staged
+JOINING, RECOVERING, TRAINING = "joining", "recovering", "training"
+WAITING, STOPPED = "waiting", "stopped"
 
 
-class Learner:
-    """State machine of one learner. See the rules above and docs/protocol.md."""
+class Saved(NamedTuple):
+    """A state of this learner on disk, from an earlier life."""
+
+    global_step: int
+    digests: tuple[int, ...]  # of the global values that its parameters are based on: a version may come twice
+
+
+class Learner(Stager):
+    """State machine of one learner. See the rules above and docs/protocol.md.
+
+    Args:
+        learner_id: its name.
+        incarnation: grows with every start.
+        config: the numbers of the algorithm.
+        fingerprint: what both sides must agree on.
+        step_samples: samples in one inner step.
+        saved: its own state on disk, if there is one.
+    """
 
     def __init__(
-        self, learner_id: str, incarnation: int, config: ProtocolConfig, fingerprint: tuple[tuple[str, str], ...]
+        self,
+        learner_id: str,
+        incarnation: int,
+        config: ProtocolConfig,
+        fingerprint: tuple[tuple[str, str], ...],
+        *,
+        step_samples: int = 1,
+        saved: Saved | None = None,
     ) -> None:
-        self.learner_id = learner_id
-        self.incarnation = incarnation
+        super().__init__(learner_id, incarnation, config)
         self.state = JOINING
-        self.global_step = 0  # newest known; in lockstep the schedule's own count
-        self.local_step = 0
-        self.tokens = 0
-        self.adopted: tuple[Adopted, ...] = (Adopted(),) * config.num_fragments
-        self.payload_bytes: dict[int, int] = {}  # fragment -> size of its encoded value, told by the driver
-        self._config = config
-        self._schedule = Schedule(config.sync_every, config.num_fragments)
         self._fingerprint = fingerprint
-        self._connected = False
-        self._staged: dict[int, list[StagedCopy]] = {}
-        self._wanted: dict[int, int] = {}  # fragment -> round that asked for it before any copy existed
-        self._next_round = 1
+        self._step_samples = step_samples
+        self._saved = saved
+        self._allotment = Allotment(step_samples, config.lease_ahead_steps)
+        self._receiver = Receiver(learner_id, incarnation, config)
+        self._donor = Donor(learner_id, incarnation)
+        self._welcomed = False
+        self._adopting = False  # a state is being taken over by the driver
+        self._marker = 0  # snapshots that this learner has passed
+        self._epochs = [0] * config.num_fragments
         self._waits_for = 0  # lockstep: the round whose fragment must come back before the next step
         self._report: StepReport | None = None
         self._resend_at_s: float | None = None
@@ -92,29 +110,35 @@ class Learner:
         self._unheard_steps = 0
         self._resend_wait_s = self._config.resend_s
         self._heartbeat_at_s = now_s + self._config.heartbeat_s
-        return [self._hello(now_s)]
+        return [self._hello(now_s), *self._receiver.on_connected(now_s)]
 
     def on_disconnected(self, now_s: float) -> list[Effect]:
         """The link is gone; training goes on, pulls of the old link are void."""
         self._connected = False
         self._resend_at_s = self._heartbeat_at_s = None
         self._wanted.clear()
+        effects = self._donor.forget_all()
         if self.state == WAITING:
-            return []  # no step will renew the copy, and the round may still ask for it on the next link
-        return self._unstage_all()
+            return effects  # no step will renew the copy, and the round may still ask for it on the next link
+        return effects + self._unstage_all()
 
     def leave(self, reason: str, now_s: float) -> list[Effect]:
         """Say goodbye and stop."""
         said: list[Effect] = [Send(SYNCER, Leave(self.learner_id, self.incarnation, reason))] if self._connected else []
         return [*said, *self._stop(reason)]
 
+    def on_corrupt(self, now_s: float) -> list[Effect]:
+        """A global fragment arrived whose bytes are not those of its digest: ask for what is missing."""
+        return [self._hello(now_s)] if self._connected and self.state != STOPPED else []
+
     def _hello(self, now_s: float) -> Send:
         # Every repetition waits longer: on a slow link the missing fragments are under way, not lost.
         self._resend_at_s = now_s + self._resend_wait_s
         self._hello_step = self.local_step
         self._resend_wait_s = min(2 * self._resend_wait_s, self._config.lease_s)
-        versions = tuple(a.version for a in self.adopted)
-        return Send(SYNCER, Hello(self.learner_id, self.incarnation, self._fingerprint, versions))
+        versions, digests = tuple(a.version for a in self.adopted), tuple(self.digests)
+        who = (self.learner_id, self.incarnation, self._fingerprint)
+        return Send(SYNCER, Hello(*who, versions, digests, self.epoch, self._step_samples, self._allotment.granted))
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 
@@ -122,7 +146,11 @@ class Learner:
         """Whether the next inner step may start. Outside lockstep: always, once every fragment is held."""
         return self.state == TRAINING
 
-    def on_step(self, num_tokens: int, step_s: float, loss: float, now_s: float) -> list[Effect]:
+    def take_batch(self) -> Batch:
+        """What the next step reads. Once per step; a driver may read one step ahead."""
+        return self._allotment.take()
+
+    def on_step(self, num_tokens: int, step_s: float, loss: float, now_s: float, *, samples_end: int) -> list[Effect]:
         """An inner step on `num_tokens` tokens has finished.
 
         Args:
@@ -130,10 +158,12 @@ class Learner:
             step_s: how long it took, in seconds.
             loss: its training loss.
             now_s: the driver's clock.
+            samples_end: `end` of the batch that it read.
         """
         assert self.state == TRAINING, f"step in state {self.state}"
         self.local_step += 1
         self.tokens += num_tokens
+        self.samples = samples_end
         self._unheard_steps += 1
         if self._config.lockstep:
             self.global_step += 1
@@ -149,6 +179,8 @@ class Learner:
             self.adopted,
             step_s,
             loss,
+            samples_end,
+            self._allotment.granted,
         )
         if self._connected:
             effects.append(Send(SYNCER, report))
@@ -158,43 +190,17 @@ class Learner:
             self._waits_for = self.global_step
             self.state = WAITING
             self._resend_at_s = now_s + self._resend_wait_s
-        return effects
+        every = self._config.snapshot_every
+        if every and self.global_step // every > self._marker:
+            self._marker = self.global_step // every
+            effects.append(SaveState(self.global_step))
+        return effects + self._serve()
 
-    def _stage_due(self, effects: list[Effect]) -> None:
-        """Stage what the next rounds will ask for, and let go of what they will not."""
-        if self._config.lockstep:
-            fragments = self._schedule.due_within(self.global_step, 1)
-        else:
-            fragments = self._schedule.due_within(self._next_round, self._config.overlap_steps)
-        for fragment_id in [p for p in self._staged if p not in fragments]:
-            self._unstage(fragment_id, effects)
-        for fragment_id in fragments:
-            self._stage(fragment_id, effects)
-
-    def _stage(self, fragment_id: int, effects: list[Effect]) -> None:
-        copies = self._staged.setdefault(fragment_id, [])
-        copies.append(StagedCopy(self.local_step, self.tokens, self.adopted[fragment_id]))
-        effects.append(Stage(fragment_id, self.local_step))
-        if len(copies) > STAGED_STEPS_MAX:
-            effects.append(Unstage(fragment_id, copies.pop(0).local_step))
-
-    def _unstage(self, fragment_id: int, effects: list[Effect]) -> None:
-        for copy in self._staged.pop(fragment_id, ()):
-            effects.append(Unstage(fragment_id, copy.local_step))
-
-    def _unstage_all(self) -> list[Effect]:
-        effects: list[Effect] = []
-        for fragment_id in list(self._staged):
-            self._unstage(fragment_id, effects)
-        return effects
-
-    def _answer_wanted(self, effects: list[Effect]) -> None:
-        for fragment_id, global_step in sorted(self._wanted.items()):
-            copies = self._staged.get(fragment_id)
-            if not copies or copies[-1].local_step != self.local_step:
-                self._stage(fragment_id, effects)
-            effects.append(self._value(global_step, fragment_id, self._staged[fragment_id][-1]))
-        self._wanted.clear()
+    def _serve(self) -> list[Effect]:
+        """Copy the state for those who wait for it; between two steps only."""
+        if not self._donor.waiting or self.local_step == 0 or self.state not in (TRAINING, WAITING):
+            return []
+        return self._donor.serve(self.global_step, self.local_step, tuple(a.version for a in self.adopted))
 
     # ---- messages of the syncer ------------------------------------------------------------------------------------
 
@@ -204,6 +210,10 @@ class Learner:
             return []
         self._heard_s = now_s
         self._unheard_steps = 0
+        effects = self._take(message, now_s)
+        return effects + self._serve() if self.state != STOPPED else effects
+
+    def _take(self, message: SyncerMessage, now_s: float) -> list[Effect]:
         match message:
             case GlobalFragment():
                 return self.on_global(message, now_s)
@@ -211,23 +221,78 @@ class Learner:
                 return self.on_pull(message, now_s)
             case Advance():
                 return self.on_advance(message, now_s)
+            case Lease():
+                self._allotment.add(message)
+                return self._update_state(now_s)
             case Welcome():
                 return self.on_welcome(message, now_s)
+            case AnchorRequest():
+                return self.on_anchor_request(message, now_s)
+            case StatePull():
+                return self.on_state_pull(message, now_s)
+            case StateEnd(receiver):
+                return self._donor.on_end(receiver)
+            case StatePart() | StateUnavailable():
+                return self._recover(message, now_s)
             case Refuse(reason):
                 return self._stop(f"refused: {reason}")
+            case Expel(reason):
+                return self._stop(f"expelled: {reason}")
             case Stop(global_step, reason):
                 self._see(global_step)
-                return self._stop(reason)
+                return self.leave(reason, now_s)
             case _:
                 assert_never(message)
 
     def on_welcome(self, message: Welcome, now_s: float) -> list[Effect]:
-        """Accepted; what is still missing follows as GlobalFragment."""
+        """Accepted; what is still missing follows as GlobalFragment. A run under way has states to give."""
         self._see(message.global_step)
-        if self.state == TRAINING:
-            self._train()  # the hello of a reconnection is answered
-        self._update_state()
-        return []
+        self.epoch = max(self.epoch, message.epoch)
+        if self.state in (RECOVERING, TRAINING):  # the hello of a reconnection is answered
+            self._resend_at_s, self._resend_wait_s = None, self._config.resend_s
+        effects: list[Effect] = []
+        if not self._welcomed:
+            self._welcomed = True
+            if self._saved is not None and abs(self._saved.global_step - message.global_step) > self._config.sync_every:
+                self._saved = None  # too old to be better than the others' states
+            if self._saved is None and message.global_step > 0 and self._config.recover_from_peers:
+                effects += self._receiver.begin(message.global_step, now_s)
+        return effects + self._update_state(now_s)
+
+    def _recover(self, message: StatePart | StateUnavailable, now_s: float) -> list[Effect]:
+        if isinstance(message, StatePart):
+            effects = self._receiver.on_part(message, self.global_step, now_s)
+        else:
+            effects = self._receiver.on_unavailable(message, self.global_step, now_s)
+        return effects + self._update_state(now_s)
+
+    def on_state_adopted(self, ok: bool, now_s: float) -> list[Effect]:
+        """The driver has taken a state over, or could not use it."""
+        self._adopting = False
+        own, self._saved = self._saved is not None, None
+        effects: list[Effect] = []
+        if not own:
+            effects += self._receiver.adopted() if ok else self._receiver.failed(self.global_step, now_s)
+        elif not ok and self._config.recover_from_peers:
+            effects += self._receiver.begin(self.global_step, now_s)
+        return effects + self._update_state(now_s)
+
+    def on_state_pull(self, message: StatePull, now_s: float) -> list[Effect]:
+        """Somebody needs a state: give what is copied already, or copy one between two steps."""
+        again = message.receiver in self._donor.waiting
+        effects = self._donor.on_pull(message)
+        if again and message.clock > self.global_step and self._connected:
+            effects.append(self._hello(now_s))  # the broadcast that it waits for was lost on its way here
+        return effects + self._serve() if self.state == WAITING else effects
+
+    def on_anchor_request(self, message: AnchorRequest, now_s: float) -> list[Effect]:
+        """A restarted syncer lacks a global value that is held here."""
+        del now_s
+        fragment_id, version = message
+        if not 0 <= fragment_id < len(self.adopted) or self.adopted[fragment_id].version != version:
+            return [Drop(SYNCER, f"version {version} of fragment {fragment_id} is not held (any more)")]
+        digest = self.digests[fragment_id]
+        return [Send(SYNCER, AnchorValue(self.learner_id, self.incarnation, fragment_id, version, digest, 0))]
 
     def on_advance(self, message: Advance, now_s: float) -> list[Effect]:
         """A global step closed without a new fragment; in lockstep that ends the wait for it."""
@@ -236,71 +301,60 @@ class Learner:
             self._train()
         return []
 
-    def on_pull(self, message: PullRequest, now_s: float) -> list[Effect]:
-        """Answer with the copy of the asked step, or the next newer one; without any, after the next step."""
-        self._next_round = max(self._next_round, message.global_step + 1)
-        fragment_id = message.fragment_id
-        if not 0 <= fragment_id < len(self.adopted):
-            return [Drop(SYNCER, f"pull of unknown fragment {fragment_id}, there are {len(self.adopted)}")]
-        if message.global_step <= max(self.adopted[fragment_id].version, self._wanted.get(fragment_id, 0)):
-            return []  # a duplicate, or of a round that is over
-        for copy in self._staged.get(fragment_id, ()):
-            if copy.local_step >= message.local_step:
-                return [self._value(message.global_step, fragment_id, copy)]
-        self._wanted[fragment_id] = message.global_step
-        if len(self._wanted) > max(1, self._config.overlap_steps):  # more are never in flight: the oldest is over
-            del self._wanted[min(self._wanted, key=self._wanted.__getitem__)]
-        return []
-
-    def _value(self, global_step: int, fragment_id: int, copy: StagedCopy) -> Send:
-        value = FragmentValue(
-            self.learner_id,
-            self.incarnation,
-            global_step,
-            fragment_id,
-            copy.local_step,
-            copy.local_step - copy.adopted.local_step,
-            copy.tokens - copy.adopted.tokens,
-            copy.adopted.version,
-            self.payload_bytes.get(fragment_id, 0),
-        )
-        return Send(SYNCER, value)
-
     def on_global(self, message: GlobalFragment, now_s: float) -> list[Effect]:
         """Adopt a newer global fragment: its counters begin again at the current local step."""
         self._see(message.global_step)
         fragment_id = message.fragment_id
         if not 0 <= fragment_id < len(self.adopted):
             return [Drop(SYNCER, f"unknown fragment {fragment_id}, there are {len(self.adopted)}")]
-        if message.version <= self.adopted[fragment_id].version:
+        held = self.adopted[fragment_id].version
+        if (message.epoch, message.version) <= (self._epochs[fragment_id], held):
             return []  # a duplicate, or overtaken by a newer one
+        if (message.version, message.digest) == (held, self.digests[fragment_id]):
+            return []  # a duplicate from a later life of the syncer
         adopted = list(self.adopted)
         adopted[fragment_id] = Adopted(message.version, self.local_step, self.tokens)
         self.adopted = tuple(adopted)
+        self._epochs[fragment_id], self.digests[fragment_id] = message.epoch, message.digest
+        self.epoch = max(self.epoch, message.epoch)
         self.global_step = max(self.global_step, message.version)
         effects: list[Effect] = [Adopt(fragment_id, message.version)]
         self._unstage(fragment_id, effects)
         if message.version >= self._wanted.get(fragment_id, 0):
             self._wanted.pop(fragment_id, None)
-        if self.state == JOINING:  # progress: what is still missing is probably on its way
+        if self.state == JOINING and held == NO_VERSION:  # progress: what else is missing is probably on its way
             self._resend_at_s = now_s + self._resend_wait_s
-        self._update_state()
-        return effects
+        return effects + self._update_state(now_s)
 
     def _see(self, global_step: int) -> None:
         self._next_round = max(self._next_round, global_step + 1)
-        if not self._config.lockstep or self.state == JOINING:
+        if not self._config.lockstep or self.state in (JOINING, RECOVERING):
             self.global_step = max(self.global_step, global_step)
 
-    def _update_state(self) -> None:
-        if self.state == JOINING:
-            ready = all(a.version != NO_VERSION for a in self.adopted)
-        elif self.state == WAITING:
-            ready = self.adopted[self._schedule.due(self._waits_for)].version >= self._waits_for
-        else:
-            ready = False
-        if ready:
-            self._train()
+    def _update_state(self, now_s: float) -> list[Effect]:
+        """Begin to train when nothing is missing any more."""
+        if self.state == WAITING:
+            if self.adopted[self._schedule.due(self._waits_for)].version >= self._waits_for:
+                self._train()
+        elif self.state in (JOINING, RECOVERING):
+            held = [a.version for a in self.adopted]
+            if not self._welcomed or NO_VERSION in held or not self._allotment.ready:
+                return []
+            if self.state == JOINING:
+                self.state, self._resend_at_s = RECOVERING, None
+            if self._adopting:
+                return []
+            if self._saved is not None:
+                self._adopting = True
+                same = tuple(p for p, digest in enumerate(self._saved.digests) if digest == self.digests[p])
+                return [AdoptState("", self._saved.global_step, same)]
+            if self._receiver.complete and not self._receiver.over:
+                self._adopting = True
+                return [self._receiver.adopt(held)]
+            if self._receiver.over:
+                self._marker = self.global_step // max(1, self._config.snapshot_every)
+                self._train()
+        return []
 
     def _train(self) -> None:
         self.state = TRAINING
@@ -309,8 +363,9 @@ class Learner:
 
     def _stop(self, reason: str) -> list[Effect]:
         self.state = STOPPED
+        self._receiver.give_up()
         self._resend_at_s = self._heartbeat_at_s = None
-        return [*self._unstage_all(), Finish(reason)]
+        return [*self._unstage_all(), *self._donor.forget_all(), Finish(reason)]
 
     # ---- time -----------------------------------------------------------------------------------------------------
 
@@ -318,9 +373,8 @@ class Learner:
         """When on_tick must be called next, or None."""
         if not self._connected:
             return None
-        if self._resend_at_s is None or self._heartbeat_at_s is None:
-            return self._heartbeat_at_s
-        return min(self._resend_at_s, self._heartbeat_at_s)
+        deadlines = (self._resend_at_s, self._heartbeat_at_s, self._receiver.resend_s)
+        return min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)
 
     def on_tick(self, now_s: float) -> list[Effect]:
         """Repeat an unanswered hello (and, in lockstep, the report that the round waits for); beat the heart."""
@@ -334,8 +388,11 @@ class Learner:
                 effects.append(self._hello(now_s))
             if self.state == WAITING and self._report is not None:
                 effects.append(Send(SYNCER, self._report))
+        effects += self._receiver.on_tick(self.global_step, now_s)
+        effects += self._update_state(now_s)  # the last attempt to get a state may have failed just now
         if self._heartbeat_at_s is not None and now_s >= self._heartbeat_at_s:
-            silent = now_s - self._heard_s >= self._config.lease_s and self._unheard_steps >= 2
+            unheard = self._unheard_steps >= 2 or self.state == RECOVERING
+            silent = now_s - self._heard_s >= self._config.lease_s and unheard
             if silent and self._resend_at_s is None:
                 effects.append(self._hello(now_s))  # maybe it lost track of us: ask to be let in again
             self._heartbeat_at_s = now_s + self._config.heartbeat_s

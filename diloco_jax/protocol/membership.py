@@ -3,8 +3,8 @@
 States of a member, and what moves it:
 
     joining  --first report that holds every fragment-->  active
-    active   --no message within the lease-->              silent  --any message-->  active
-    any      --disconnect, leave-->                        gone    --hello-->        joining or active
+    joining, active  --no message within the lease-->      silent  --any message-->  joining or active
+    any      --disconnect, leave, expulsion-->             gone    --hello-->        joining or active
     any      --hello of a newer incarnation-->             joining (counters of the old one are added to the totals)
 
 Only active members count as live. A member that is gone keeps its record: its totals belong to the run.
@@ -13,8 +13,8 @@ Only active members count as live. A member that is gone keeps its record: its t
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from math import nan
+from typing import Any, NamedTuple
 
 from diloco_jax.protocol.messages import NO_VERSION, SYNCER, Adopted, Hello, StepReport
 from diloco_jax.protocol.pacing import ema
@@ -35,13 +35,18 @@ class Member:
 
     __slots__ = (
         "adopted",
+        "alarmed",
+        "expelled",
         "global_step",
         "heard_s",
         "incarnation",
         "learner_id",
+        "lease_step",
         "local_step",
         "loss",
         "merged_base",
+        "merged_mark",
+        "offered",
         "past_steps",
         "past_tokens",
         "restarts",
@@ -50,6 +55,8 @@ class Member:
         "since_s",
         "state",
         "step_s",
+        "step_samples",
+        "strikes",
         "tokens",
         "used_step",
     )
@@ -74,8 +81,15 @@ class Member:
         self.adopted: tuple[Adopted, ...] = ()
         self.merged_base: dict[int, int] = {}  # fragment -> version under its newest value that was merged
         self.sent: dict[int, Sent] = {}  # fragment -> its newest version's way to this member
+        self.offered: tuple[int, ...] = ()  # versions held when it last greeted
+        self.step_samples = 1
+        self.lease_step = 0  # its local step when leases were last sent
+        self.strikes = 0  # values in a row that could not be used
+        self.expelled = False
+        self.merged_mark = 0  # rounds merged when it last had a share in one, or became active
+        self.alarmed = False
         self.step_s: float | None = None
-        self.loss = float("nan")
+        self.loss = nan
 
     def restart(self, incarnation: int, now_s: float) -> None:
         """Begin a newer incarnation; what the old one did stays in the totals."""
@@ -94,16 +108,21 @@ class Member:
         self.adopted = report.adopted
         self.loss = report.loss
 
+    @property
+    def holds_all(self) -> bool:
+        """Whether its newest report holds every fragment."""
+        return bool(self.adopted) and all(a.version != NO_VERSION for a in self.adopted)
+
     def is_fresh(self, global_step: int, fragment_id: int, lockstep: bool) -> bool:
         """Whether the newest report counts for this round: a step that no earlier round has counted.
 
         A fragment that was adopted after the reported step has no step yet, and would have weight 0/0. One that was
         not adopted since this member's last share in it still holds the steps of that share: they count once.
         """
+        if lockstep:  # it waits at this step; also when a syncer that lost the end of its tape has counted it before
+            return self.global_step >= global_step
         if self.local_step <= self.used_step:
             return False
-        if lockstep:
-            return self.global_step >= global_step
         if fragment_id < 0:
             return True
         held = self.adopted[fragment_id]
@@ -120,6 +139,25 @@ class Member:
     @property
     def total_tokens(self) -> int:
         return self.past_tokens + self.tokens
+
+    def to_plain(self) -> dict[str, Any]:
+        """Everything, as plain values that JSON keeps exactly."""
+        plain = {name: getattr(self, name) for name in self.__slots__}
+        plain["merged_base"] = list(self.merged_base.items())
+        plain["sent"] = [[fragment_id, *sent] for fragment_id, sent in self.sent.items()]
+        return plain
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Member:
+        """The member that `to_plain` described."""
+        member = cls(plain["learner_id"], plain["incarnation"], 0.0)
+        for name in cls.__slots__:
+            setattr(member, name, plain[name])
+        member.adopted = tuple(Adopted(*held) for held in plain["adopted"])
+        member.offered = tuple(plain["offered"])
+        member.merged_base = {fragment_id: version for fragment_id, version in plain["merged_base"]}
+        member.sent = {fragment_id: Sent(*sent) for fragment_id, *sent in plain["sent"]}
+        return member
 
 
 class Membership:
@@ -147,8 +185,14 @@ class Membership:
         """Members that count as live, sorted by name."""
         return [m for _, m in sorted(self.members.items()) if m.state == ACTIVE]
 
-    def refusal(self, hello: Hello, versions: Sequence[int]) -> str:
-        """Why this learner cannot join a syncer with these versions of the fragments, or an empty string."""
+    def refusal(self, hello: Hello, epoch: int, rewound: int) -> str:
+        """Why this learner cannot join, or an empty string.
+
+        Args:
+            hello: its greeting.
+            epoch: the syncer's life.
+            rewound: the life in which the run was last put back to a snapshot: earlier ones have another history.
+        """
         if hello.learner_id == SYNCER or not hello.learner_id:
             return f"the name {hello.learner_id!r} is reserved; give the learner another name"
         if not _NAME.fullmatch(hello.learner_id):  # drivers use it in file names
@@ -159,6 +203,8 @@ class Membership:
                 f"incarnation {hello.incarnation} of {hello.learner_id} is older than {known.incarnation}, which is "
                 "known already; stop one of the two processes or rename it"
             )
+        if known is not None and known.expelled and hello.incarnation == known.incarnation:
+            return f"incarnation {hello.incarnation} of {hello.learner_id} was expelled; start the learner again"
         if (known is None or known.state == GONE) and len(self.connected()) >= self._learners_max:
             return f"{self._learners_max} learners are connected, the limit; raise protocol.learners_max"
         theirs = dict(hello.fingerprint)
@@ -169,13 +215,23 @@ class Membership:
                     f"{what} differs: the syncer has {ours_value}, {hello.learner_id} has {their_value}; "
                     "start both from the same config"
                 )
-        if len(hello.versions) != self._num_fragments:
-            return f"{len(hello.versions)} fragments offered, {self._num_fragments} expected; use the same config"
-        if any(held > made for held, made in zip(hello.versions, versions, strict=True)):
+        if not len(hello.versions) == len(hello.digests) == self._num_fragments:
             return (
-                f"{hello.learner_id} holds version {max(hello.versions)}, which this syncer never made: it belongs to "
-                "an earlier life of the run; start the learner again"
+                f"{len(hello.versions)} versions and {len(hello.digests)} digests offered, {self._num_fragments} "
+                "fragments expected; use the same config"
             )
+        if hello.epoch > epoch:
+            return (
+                f"{hello.learner_id} has heard of life {hello.epoch} of the syncer, this is life {epoch}: it was "
+                "replaced; stop it, or give the learner the address of the newer one"
+            )
+        if 0 < hello.epoch < rewound:
+            return (
+                f"{hello.learner_id} belongs to life {hello.epoch} of the run, which went back to a snapshot in life "
+                f"{rewound}; start the learner again"
+            )
+        if hello.step_samples < 1:
+            return f"step_samples is {hello.step_samples}, but an inner step takes at least 1 sample"
         return ""
 
     def join(self, hello: Hello, now_s: float) -> Member:
@@ -189,6 +245,8 @@ class Membership:
         elif member.state == GONE:
             self.set_state(member, JOINING, now_s)
         member.heard_s = now_s
+        member.offered = hello.versions
+        member.step_samples = hello.step_samples
         return member
 
     def set_state(self, member: Member, state: str, now_s: float) -> None:
@@ -197,10 +255,19 @@ class Membership:
         member.enter(state, now_s)
 
     def expired(self, lease_s: float, now_s: float) -> list[Member]:
-        """Active members that were not heard within the lease, sorted by name."""
-        return [m for m in self.live_members() if now_s - m.heard_s >= lease_s]
+        """Members with a link that were not heard within the lease, sorted by name."""
+        return [m for m in self.connected() if m.state != SILENT and now_s - m.heard_s >= lease_s]
 
     def median_step_s(self) -> float | None:
         """Lower median of the live learners' step times: one slow island must not stretch everybody's window."""
         times = sorted(m.step_s for m in self.members.values() if m.state == ACTIVE and m.step_s is not None)
         return times[(len(times) - 1) // 2] if times else None
+
+    def to_plain(self) -> list[dict[str, Any]]:
+        """The members as plain values."""
+        return [member.to_plain() for member in self.members.values()]
+
+    def from_plain(self, plain: list[dict[str, Any]]) -> None:
+        """Take over members that `to_plain` described."""
+        self.members = {member.learner_id: member for member in map(Member.from_plain, plain)}
+        self.live = sum(member.state == ACTIVE for member in self.members.values())

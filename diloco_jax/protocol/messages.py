@@ -1,10 +1,14 @@
-"""The whole vocabulary of the protocol: messages that travel, and effects that a driver executes.
+"""What travels between learners and the syncer. What machines ask of their drivers is in effects.py.
 
 Rules of this file
   * Plain immutable values, no behaviour. Messages never hold arrays: a payload (opaque bytes) travels beside its
     message, and only drivers look inside.
-  * Steps and tokens are counters, times are seconds on the driver's clock, sizes are bytes.
+  * Steps, tokens and samples are counters, times are seconds on the driver's clock, sizes are bytes.
   * `version` of a fragment is the global step whose round produced it; 0 is the initial model, -1 means "none held".
+  * `epoch` counts the lives of the syncer, from 1. `incarnation` counts those of a learner.
+  * `digest` is the driver's 64-bit checksum of a fragment's float32 bytes, or of a part of a state; opaque here.
+  * A sample is a window of data. The global order has positions 0, 1, 2, ...; a learner counts the samples that it took
+    from its leases, in the order in which they were granted.
 
 The steady state, in the order in which the messages travel (paper, Alg. 1 and 2):
 
@@ -43,6 +47,10 @@ class Hello(NamedTuple):
     incarnation: int  # grows with every restart of the learner; equal after a mere reconnection
     fingerprint: tuple[tuple[str, str], ...]  # (what, value) pairs that both sides must agree on
     versions: tuple[int, ...]  # version held of each fragment, so that a reconnection moves only what is missing
+    digests: tuple[int, ...]  # of the values held, 0 where none is: equal versions must be equal bits
+    epoch: int  # newest life of the syncer that this incarnation has heard of, 0 for none
+    step_samples: int  # samples in one inner step
+    granted: int  # samples of the leases that have arrived
 
 
 class StepReport(NamedTuple):
@@ -56,6 +64,8 @@ class StepReport(NamedTuple):
     adopted: tuple[Adopted, ...]  # per fragment
     step_s: float  # how long the step took
     loss: float  # training loss of the step, for people; no rule reads it
+    samples: int  # samples of its leases that this incarnation has trained on
+    granted: int  # samples of the leases that have arrived
 
 
 class FragmentValue(NamedTuple):
@@ -69,7 +79,62 @@ class FragmentValue(NamedTuple):
     steps: int  # inner steps since the fragment was adopted
     tokens: int  # tokens since the fragment was adopted
     base_version: int  # version that the learner's anchor had
+    samples: int  # samples trained on when the fragment was staged
     payload_bytes: int
+
+
+class AnchorValue(NamedTuple):
+    """Answer to an AnchorRequest: the exact global value that this learner adopted (float32 payload)."""
+
+    learner_id: str
+    incarnation: int
+    fragment_id: int
+    version: int
+    digest: int
+    payload_bytes: int
+
+
+class StateRequest(NamedTuple):
+    """I need one part of a healthy learner's state; without a donor's name, choose one for me."""
+
+    learner_id: str
+    incarnation: int
+    clock: int  # newest global step of which I hold the broadcast: the donor must have seen it too
+    donor: str  # "" lets the syncer choose
+    donor_step: int  # local step of the state that I already have parts of, 0 for none
+    part: int  # 0, 1, ...
+
+
+class StatePart(NamedTuple):
+    """One part of a donor's parameters and inner optimizer state; the syncer passes it on to the receiver."""
+
+    learner_id: str  # the donor
+    incarnation: int
+    receiver: str
+    local_step: int  # of the donor, when the state was staged
+    versions: tuple[int, ...]  # version that the donor held of each fragment then
+    part: int
+    parts: int  # in all
+    digest: int  # of this part's bytes
+    payload_bytes: int
+    clock: int = 0  # newest global step that the donor had seen when the state was staged
+
+
+class StateRefused(NamedTuple):
+    """I cannot give this state (any more); why."""
+
+    learner_id: str  # the donor
+    incarnation: int
+    receiver: str
+    reason: str
+
+
+class StateDone(NamedTuple):
+    """All parts are here, or, without the donor's name, no more are wanted: it may free them."""
+
+    learner_id: str
+    incarnation: int
+    donor: str
 
 
 class Heartbeat(NamedTuple):
@@ -91,15 +156,59 @@ class Leave(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """Accepted. One GlobalFragment follows for every fragment of which the learner holds an older version."""
+    """Accepted. One GlobalFragment follows for every fragment of which the learner holds another value."""
 
     global_step: int
     versions: tuple[int, ...]
+    epoch: int
 
 
 class Refuse(NamedTuple):
     """Not accepted, and why; the learner must not retry unchanged."""
 
+    reason: str
+
+
+class Expel(NamedTuple):
+    """This incarnation may not go on (its values were not usable); a new one may join."""
+
+    reason: str
+
+
+class Lease(NamedTuple):
+    """Positions [start, stop) of the global sample order are this incarnation's, from its sample `first_sample` on."""
+
+    first_sample: int
+    start: int
+    stop: int
+
+
+class AnchorRequest(NamedTuple):
+    """A restarted syncer lacks this version, which you hold: send it."""
+
+    fragment_id: int
+    version: int
+
+
+class StatePull(NamedTuple):
+    """Give a part of your state to `receiver`; of a new one, once you have seen `clock`, if donor_step is 0."""
+
+    receiver: str
+    clock: int
+    donor_step: int
+    part: int
+
+
+class StateEnd(NamedTuple):
+    """The receiver needs no more parts; free them."""
+
+    receiver: str
+
+
+class StateUnavailable(NamedTuple):
+    """No parts will come from this donor; without a name, nobody can give a state: go on from the syncer alone."""
+
+    donor: str
     reason: str
 
 
@@ -112,11 +221,17 @@ class PullRequest(NamedTuple):
 
 
 class GlobalFragment(NamedTuple):
-    """A merged fragment. `global_step` is the syncer's clock, `version` the round that made the value."""
+    """A merged fragment. `global_step` is the syncer's clock, `version` the round that made the value.
+
+    A later epoch's value replaces any of an earlier one, whatever their versions: the earlier life may have made
+    versions that nobody but this learner remembers.
+    """
 
     global_step: int
     fragment_id: int
     version: int
+    epoch: int
+    digest: int
     payload_bytes: int
 
 
@@ -133,86 +248,31 @@ class Stop(NamedTuple):
     reason: str
 
 
-LearnerMessage = Hello | StepReport | FragmentValue | Heartbeat | Leave
-SyncerMessage = Welcome | Refuse | PullRequest | GlobalFragment | Advance | Stop
+LearnerMessage = (
+    Hello
+    | StepReport
+    | FragmentValue
+    | AnchorValue
+    | StateRequest
+    | StatePart
+    | StateRefused
+    | StateDone
+    | Heartbeat
+    | Leave
+)
+SyncerMessage = (
+    Welcome
+    | Refuse
+    | Expel
+    | Lease
+    | PullRequest
+    | AnchorRequest
+    | StatePull
+    | StatePart
+    | StateEnd
+    | StateUnavailable
+    | GlobalFragment
+    | Advance
+    | Stop
+)
 Message = LearnerMessage | SyncerMessage
-
-# ---- effects: what a machine asks its driver to do, executed in order --------------------------------------------
-
-
-class Send(NamedTuple):
-    """Hand `message` to the link to `peer`, with the payload that the message names."""
-
-    peer: str
-    message: Message
-
-
-class Stage(NamedTuple):
-    """Copy the fragment to host memory as it is now, after `local_step` (learner)."""
-
-    fragment_id: int
-    local_step: int
-
-
-class Unstage(NamedTuple):
-    """The staged copy is not needed any more (learner)."""
-
-    fragment_id: int
-    local_step: int
-
-
-class Adopt(NamedTuple):
-    """Put the global fragment that just arrived into the training state (learner)."""
-
-    fragment_id: int
-    version: int
-
-
-class Part(NamedTuple):
-    """One learner's share in a merge; its weight follows from tokens and steps (core/merge.py)."""
-
-    learner_id: str
-    local_step: int
-    steps: int
-    tokens: int
-    base_version: int
-
-
-class Merge(NamedTuple):
-    """Merge the payloads of these parts, apply the outer update, then call on_merged (syncer)."""
-
-    global_step: int
-    fragment_id: int
-    parts: tuple[Part, ...]  # sorted by learner_id: equal inputs give equal bits
-
-
-class Discard(NamedTuple):
-    """Free every payload that is held for this round: it ends without a merge (syncer)."""
-
-    global_step: int
-
-
-class Drop(NamedTuple):
-    """The peer's message was not used; why. Its payload, if any, can be freed."""
-
-    peer: str
-    reason: str
-
-
-class Note(NamedTuple):
-    """A decision worth telling people, for logs and the timeline; drivers must not act on it."""
-
-    kind: str  # "closed", "merged", "abandoned", "joined", "left", "silent", "back", "finished"
-    global_step: int
-    fragment_id: int  # -1 when no fragment is meant
-    members: tuple[str, ...]
-    reason: str
-
-
-class Finish(NamedTuple):
-    """The machine has nothing left to do."""
-
-    reason: str
-
-
-Effect = Send | Stage | Unstage | Adopt | Merge | Discard | Drop | Note | Finish

@@ -43,6 +43,22 @@ class ProtocolConfig:
     """Versions of a fragment that the syncer keeps: a value against an older one is refused, its sender refreshed."""
     learners_max: int = 64
     """Most learners that the syncer accepts at a time."""
+    lease_ahead_steps: int = 64
+    """Steps of data that a learner is given ahead. While the syncer is away it trains on these, and then again."""
+    release_s: float = 60.0
+    """Seconds after which the unfinished data of a lost learner goes to others. A new incarnation frees it at once."""
+    snapshot_every: int = 0
+    """Global steps between two snapshots of the whole run; 0 saves the global model at the end only."""
+    restore_s: float = 15.0
+    """Seconds that a restarted syncer waits, once a learner is back, for others that may hold newer versions."""
+    recover_from_peers: bool = True
+    """Whether a learner that joins later takes parameters and inner optimizer state from a healthy one."""
+    recovery_attempts: int = 3
+    """States that a joining learner tries to get, each within sync_every global steps, before it goes on without."""
+    strikes_max: int = 3
+    """Values in a row that cannot be used (NaN, infinite, wildly large) until a learner is expelled."""
+    unmerged_rounds_max: int = 96
+    """Rounds without a share of a live learner after which an alarm is raised: it works for nothing."""
 
     def __post_init__(self) -> None:
         _check(self.sync_every >= 1, "sync_every", self.sync_every, "at least 1")
@@ -74,6 +90,13 @@ class ProtocolConfig:
             self.learners_max,
             f"1 to {LEARNERS_MAX_LIMIT}",
         )
+        _check(self.lease_ahead_steps >= 2, "lease_ahead_steps", self.lease_ahead_steps, "at least 2")
+        _check(self.release_s > 0, "release_s", self.release_s, "above 0")
+        _check(self.snapshot_every >= 0, "snapshot_every", self.snapshot_every, "at least 0")
+        _check(self.restore_s > 0, "restore_s", self.restore_s, "above 0")
+        _check(1 <= self.recovery_attempts <= 100, "recovery_attempts", self.recovery_attempts, "1 to 100")
+        _check(self.strikes_max >= 1, "strikes_max", self.strikes_max, "at least 1")
+        _check(self.unmerged_rounds_max >= 1, "unmerged_rounds_max", self.unmerged_rounds_max, "at least 1")
 
     @property
     def lockstep(self) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from diloco_jax.protocol.messages import Part
+from diloco_jax.protocol.effects import Part
 from diloco_jax.protocol.pacing import ProtocolConfig, ema
 
 COLLECTING, PULLING, MERGING = "collecting", "pulling", "merging"
@@ -18,6 +18,7 @@ class Round:
         "closed_s",
         "closes_s",
         "expires_s",
+        "former",
         "fragment_id",
         "global_step",
         "opened_s",
@@ -39,6 +40,24 @@ class Round:
         self.expires_s = 0.0  # when they are given up
         self.asked: dict[str, int] = {}  # learner -> local step asked for, until it answers
         self.values: dict[str, Part] = {}
+        self.former: set[str] = set()  # learners whose value here is of an incarnation before the present one
+
+    def to_plain(self) -> dict[str, Any]:
+        """Everything, as plain values that JSON keeps exactly."""
+        plain = {name: getattr(self, name) for name in self.__slots__}
+        values, former = list(self.values.values()), sorted(self.former)
+        return plain | {"asked": list(self.asked.items()), "values": values, "former": former}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Round:
+        """The round that `to_plain` described."""
+        this = cls(plain["global_step"], plain["fragment_id"], 0.0)
+        for name in cls.__slots__:
+            setattr(this, name, plain[name])
+        this.former = set(plain["former"])
+        this.asked = {learner_id: local_step for learner_id, local_step in plain["asked"]}
+        this.values = {part.learner_id: part for part in (Part(*values) for values in plain["values"])}
+        return this
 
     @property
     def waits_for(self) -> str:

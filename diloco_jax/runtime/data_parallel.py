@@ -92,12 +92,13 @@ class DataParallelRun:
 
     def _tell(self, step: int, state: str) -> None:
         rate = self._config.island_step_tokens / max(self._last.get("step_s", 0.0), 1e-9)
-        row = {"learner": NAME, "state": "active", "since_s": self._now_s(), "local_step": step, "tokens": self._tokens}
+        row = {"learner": NAME, "state": "active", "condition": "training", "reason": "", "since_s": self._now_s()}
+        row |= {"local_step": step, "tokens": self._tokens}
         row |= {"tokens_per_s": rate, "last_merged_round": step, "participation": 1.0, "restarts": 0, **self._last}
         status = {"run": self._config.name, "state": state, "global_step": step, "wall_s": self._now_s()}
         status |= {"total_steps": self._config.train.steps, "waiting_for": "nothing", "tokens": self._tokens}
         status |= {"tokens_per_s": rate, "eval_loss": self._eval_loss, "contributors_per_round": 1.0}
-        status |= {"wire": {"up_bytes": 0, "down_bytes": 0}, "learners": [row]}
+        status |= {"wire": {"up_bytes": 0, "down_bytes": 0}, "epoch": 1, "alarms": [], "learners": [row]}
         write_json(self._run_dir / STATUS_FILE, status)
         self._telemetry.flush()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -48,3 +49,51 @@ class Evaluator:
         result = self._island.evaluate(eval_batches(self._source, self._config.train.eval_batch_size, max_batches))
         bits = result["loss"] / math.log(2) if self._config.data.format == "bytes" else None
         return {"loss": result["loss"], "bits_per_byte": bits, "tokens": int(result["tokens"])}
+
+
+class Evaluations:
+    """Evaluates the global model every so many global steps, on a thread of its own, one evaluation at a time.
+
+    Args:
+        config: how often and on how much.
+        evaluator: does it.
+        report: gets each result, or the exception that ended one, on that thread.
+    """
+
+    def __init__(self, config: RunConfig, evaluator: Evaluator, report: Callable[[Any], None]) -> None:
+        self._every = config.train.eval_every
+        self._batches = config.train.eval_batches
+        self._evaluator = evaluator
+        self._report = report
+        self._thread = ThreadPoolExecutor(1, "eval")
+        self._running: Future[None] | None = None
+        self._next = self._every
+
+    def skip_to(self, global_step: int) -> None:
+        """Do not repeat what an earlier process has evaluated."""
+        self._next = (global_step // self._every + 1) * self._every if self._every else 0
+
+    def maybe(self, global_step: int, tokens: int, parameters: Callable[[], Mapping[str, np.ndarray]]) -> None:
+        """Begin an evaluation if one is due and none is running.
+
+        Args:
+            global_step: of the model.
+            tokens: that it was trained on.
+            parameters: assembles the model's arrays; called on the thread.
+        """
+        busy = self._running is not None and not self._running.done()
+        if not self._next or global_step < self._next or busy:
+            return
+        self._next += self._every
+        self._running = self._thread.submit(self._evaluate, global_step, tokens, parameters)
+
+    def _evaluate(self, global_step: int, tokens: int, parameters: Callable[[], Mapping[str, np.ndarray]]) -> None:
+        try:
+            result = self._evaluator.evaluate(parameters(), self._batches)
+            self._report({**result, "global_step": global_step, "tokens": tokens})
+        except Exception as error:
+            self._report(error)
+
+    def close(self) -> None:
+        """Wait for the evaluation that is running, and end the thread."""
+        self._thread.shutdown(wait=True)

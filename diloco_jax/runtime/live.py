@@ -3,9 +3,11 @@
 Both read the status that the syncer writes about once a second, one JSON object:
 
     run, state (starting, running, complete, stopped), global_step, total_steps, waiting_for, wall_s, tokens,
-    tokens_per_s, eval_loss, contributors_per_round, wire: {up_bytes, down_bytes}, learners: [
-        {learner, state (joining, active, silent, gone), since_s (seconds in that state), local_step, tokens,
-         tokens_per_s, loss, step_s, last_merged_round, participation, restarts}]
+    tokens_per_s, eval_loss, contributors_per_round, wire: {up_bytes, down_bytes}, epoch (life of the syncer), alarms
+    (what is wrong with the syncer: a full disk), learners: [
+        {learner, state (joining, active, silent, gone), condition (protocol/health.py), reason (for the condition),
+         since_s (seconds in that condition), local_step, tokens, tokens_per_s, loss, step_s, last_merged_round,
+         participation, restarts}]
 
 A learner's numbers may be null until it has reported a step.
 """
@@ -28,7 +30,17 @@ from rich.text import Text
 REFRESHES_PER_S = 4
 LINE_EVERY_S = 10.0  # without a terminal: one line this often
 RATE_WINDOW_S = 60.0  # of run time, for the time left
-STATE_STYLES = {"joining": "cyan", "active": "green", "silent": "yellow", "gone": "red"}
+CONDITION_STYLES = {
+    "joining": "cyan",
+    "recovering": "cyan",
+    "training": "green",
+    "slow": "yellow",
+    "unmerged": "yellow",
+    "striking": "yellow",
+    "silent": "yellow",
+    "gone": "red",
+    "expelled": "red",
+}
 RUN_STYLES = {"starting": "cyan", "running": "green", "complete": "green", "stopped": "yellow"}
 NO_VALUE = "–"
 
@@ -85,13 +97,15 @@ def _learner_table(learners: list[Mapping[str, Any]]) -> Table:
     # headers may wrap and the space between columns is one, so that it fits into 80 columns
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("island", no_wrap=True)
-    table.add_column("state", no_wrap=True)
+    table.add_column("condition", no_wrap=True)
     for name in ("step", "tokens/s", "loss", "merged in", "participation", "restarts"):
         table.add_column(name, justify="right")
     for row in learners:
-        state = Text(row["state"], style=STATE_STYLES.get(row["state"], ""))
-        if row["state"] != "active":
-            state.append(f" {format_duration(row['since_s'])}", style="dim")
+        condition = row["condition"]
+        state = Text(condition, style=CONDITION_STYLES.get(condition, ""))
+        if condition != "training":
+            number, unit, *_ = format_duration(row["since_s"]).split()
+            state.append(f" {number}{unit[0]}", style="dim")  # 80 columns are few
         restarts = Text(str(row["restarts"]), style="yellow" if row["restarts"] else "dim")
         table.add_row(
             Text(row["learner"]),
@@ -131,8 +145,9 @@ def render(status: Mapping[str, Any], *, steps_per_s: float | None = None) -> Re
     else:
         islands = Text("no island has connected yet; the first step compiles, which may take a minute", style="dim")
     waiting = Text.assemble(("waiting for: ", "dim"), status["waiting_for"])
+    alarms = [Text(f"alarm: {text}", style="red") for text in status["alarms"]]
     title = Text.assemble((status["run"], "bold"), "  ", state)
-    return Group(title, progress, Text(" · ".join(facts)), Text(), islands, Text(), waiting)
+    return Group(title, progress, Text(" · ".join(facts)), Text(), islands, Text(), waiting, *alarms)
 
 
 def line(status: Mapping[str, Any], *, steps_per_s: float | None = None) -> str:
@@ -165,6 +180,7 @@ def describe(status: Mapping[str, Any]) -> str:
     ]
     if left := _time_left(status, None):
         text[0] += f", {left}"
+    text += [f"alarm: {alarm}" for alarm in status["alarms"]]
     if not status["learners"]:
         text.append("no island has connected yet")
     width = max((len(row["learner"]) for row in status["learners"]), default=0)
@@ -176,14 +192,12 @@ def _condition(row: Mapping[str, Any]) -> str:
     since = format_duration(row["since_s"])
     merged = f"last merged in round {row['last_merged_round']}" if row["last_merged_round"] else "never merged yet"
     restarts = f", {row['restarts']} restart{'s' if row['restarts'] != 1 else ''}" if row["restarts"] else ""
-    words = {
-        "joining": f"joining for {since}: connected, no step reported yet",
-        "active": f"active for {since}: step {row['local_step']}, loss {_or_none(row['loss'], '.3f')}, "
-        f"{format_count(row['tokens_per_s'])} tokens/s",
-        "silent": f"silent for {since}: nothing heard after step {row['local_step']}; rounds go on without it",
-        "gone": f"gone for {since}: it left or was lost after step {row['local_step']}",
-    }
-    condition = words.get(row["state"], f"{row['state']} for {since}")
+    name = row["condition"]
+    step = f"step {row['local_step']}, loss {_or_none(row['loss'], '.3f')}"
+    rate = f"{format_count(row['tokens_per_s'])} tokens/s"
+    details = f": {step}, {rate}" if row["state"] == "active" else f" after step {row['local_step']}"
+    reason = f"; {row['reason']}" if row["reason"] else ""
+    condition = f"{name} for {since}{details}{reason}"
     return f"{condition}; {merged}, participation {row['participation']:.0%}{restarts}"
 
 
@@ -253,8 +267,8 @@ class LiveView:
             return
         self._status = status
         now = (status["wall_s"], status["global_step"])
-        if self._history and now < self._history[-1]:
-            self._history.clear()  # a new run in the same place
+        if self._history and (now < self._history[-1] or now[1] < self._history[-1][1]):
+            self._history.clear()  # a new run in the same place, or back to a snapshot
         if not self._history or now != self._history[-1]:
             self._history.append(now)
         while len(self._history) > 2 and self._history[1][0] < now[0] - RATE_WINDOW_S:

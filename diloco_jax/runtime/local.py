@@ -1,7 +1,8 @@
 """A whole run on this machine: one process per island, one for the syncer, watched by a supervisor.
 
-The supervisor starts the processes, starts a dead island again as a new incarnation, turns
-Ctrl-C or SIGTERM into a polite stop of everybody, and leaves no process behind: children also end when it is killed.
+The supervisor starts the processes, starts a dead one again (an island as a new incarnation, the syncer where its tape
+ends), turns Ctrl-C or SIGTERM into a polite stop of everybody, and leaves no process behind: children also end when it
+is killed. It knows nothing of the algorithm, and no process waits for it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco_jax.runtime.files import ADDRESS_FILE, CONFIG_FILE, LOGS
+from diloco_jax.runtime.files import ADDRESS_FILE, CONFIG_FILE, LOGS, TAPES
 from diloco_jax.runtime.processes import PARENT_ENV, USER_ERROR
 from diloco_jax.runtime.settings import IslandsConfig, RunConfig
+from diloco_jax.runtime.status import complete
 
 START_TIMEOUT_S = 300.0  # for the syncer to build the model and listen
 STOP_TIMEOUT_S = 120.0  # for checkpoint and last evaluation after a stop
@@ -40,7 +42,8 @@ class Child:
     log: Path
     starts: int = 1
     again_at_s: float | None = None  # when to start it again
-    done: bool = False
+    left: bool = False  # it ended politely, and is not started again
+    failed: bool = False  # given up
 
 
 class LocalRun:
@@ -51,11 +54,22 @@ class LocalRun:
         run_dir: its folder, with config.yaml in it.
         say: gets lines for people, such as the death of an island.
         stop: set from outside (Ctrl-C) to end the run early, in good order.
+        resume: the folder is of a run that ended early, and of which no process is left; go on from its newest
+            snapshot.
     """
 
-    def __init__(self, config: RunConfig, run_dir: Path, say: Callable[[str], None], stop: threading.Event) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        say: Callable[[str], None],
+        stop: threading.Event,
+        *,
+        resume: bool = False,
+    ) -> None:
         self._config = config
         self._run_dir = run_dir
+        self._resume = resume
         self._say = say
         self._stop = stop
         self._islands: dict[str, Child] = {}
@@ -66,13 +80,15 @@ class LocalRun:
         """Start everything, keep it running, return when the syncer has written the summary.
 
         Raises:
-            RunFailed: the syncer died, or every island gave up.
+            RunFailed: the syncer, or too many islands, could not be kept running.
         """
+        if self._resume:  # nobody listens there any more
+            (self._run_dir / ADDRESS_FILE).unlink(missing_ok=True)
         try:
             if self._config.algorithm == "data_parallel":
                 self._syncer = self._start("trainer", ["baseline", str(self._run_dir / CONFIG_FILE)])
             else:
-                self._syncer = self._start("syncer", ["syncer", str(self._run_dir / CONFIG_FILE)])
+                self._syncer = self._start_syncer(["--rewind"] if self._resume else [])
                 address = self._await_address()
                 for name in self._config.islands.names if address else ():
                     self._islands[name] = self._start_island(name, address)
@@ -82,9 +98,12 @@ class LocalRun:
 
     # ---- starting -------------------------------------------------------------------------------------------------
 
+    def _start_syncer(self, options: Sequence[str] = ()) -> Child:
+        return self._start("syncer", ["syncer", str(self._run_dir / CONFIG_FILE), *options])
+
     def _start_island(self, name: str, address: str) -> Child:
-        config = str(self._run_dir / CONFIG_FILE)
-        return self._start(name, ["learner", config, "--island", name, "--syncer", address])
+        words = ["learner", str(self._run_dir / CONFIG_FILE), "--island", name, "--syncer", address]
+        return self._start(name, [*words, "--incarnation", str(next_incarnation(self._run_dir, name))])
 
     def _start(self, name: str, arguments: list[str]) -> Child:
         log = self._run_dir / LOGS / f"{name}.log"
@@ -109,9 +128,10 @@ class LocalRun:
         path = self._run_dir / ADDRESS_FILE
         ends_s = time.monotonic() + START_TIMEOUT_S
         while not self._stop.is_set():
+            ended = self._syncer.process.poll() is not None  # before we look: it may listen, then die
             if path.exists() and (text := path.read_text(encoding="utf-8")):
                 return text
-            if self._syncer.process.poll() is not None:
+            if ended:
                 raise RunFailed(self._obituary(self._syncer))
             if time.monotonic() > ends_s:
                 raise RunFailed(f"the syncer did not listen within {START_TIMEOUT_S:.0f} s; see {self._syncer.log}")
@@ -121,30 +141,52 @@ class LocalRun:
     # ---- watching -------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        """Until the syncer has ended the run."""
         assert self._syncer is not None
-        asked_to_stop = False
-        while self._syncer.process.poll() is None:
-            if self._stop.is_set() and not asked_to_stop:
-                asked_to_stop = True
-                ends_s = time.monotonic() + STOP_TIMEOUT_S
+        stopping_until_s: float | None = None
+        while not self._ended(asked_to_stop=stopping_until_s is not None):
+            if self._stop.is_set() and stopping_until_s is None:
+                stopping_until_s = time.monotonic() + STOP_TIMEOUT_S
                 for child in [*self._islands.values(), self._syncer]:
                     _signal(child, signal.SIGTERM)
-            if asked_to_stop and time.monotonic() > ends_s:
-                raise RunFailed(f"the syncer did not stop within {STOP_TIMEOUT_S:.0f} s; see {self._syncer.log}")
-            if self._islands and not asked_to_stop and not self._complete():
+            if stopping_until_s is None:
                 for child in self._islands.values():
-                    self._tend(child)
-                left = sum(not child.done for child in self._islands.values())
-                if left < self._config.protocol.quorum and not self._complete():
-                    self._give_up(left)
+                    self._tend_island(child)
+                self._give_up_without_quorum()
+            elif time.monotonic() > stopping_until_s:
+                raise RunFailed(f"the syncer did not stop within {STOP_TIMEOUT_S:.0f} s; see {self._syncer.log}")
             time.sleep(POLL_S)
-        polite = (0, -signal.SIGTERM) if asked_to_stop else (0,)  # it may not have had a handler yet
-        if self._syncer.process.returncode not in polite:
-            raise RunFailed(self._obituary(self._syncer))
 
-    def _tend(self, child: Child) -> None:
+    def _ended(self, *, asked_to_stop: bool) -> bool:
+        """Whether the run is over; a syncer that died is started again when its time has come."""
+        syncer = self._syncer
+        assert syncer is not None
+        if syncer.again_at_s is not None:
+            if asked_to_stop or self._stop.is_set():
+                raise RunFailed("stopped while the syncer was away; --resume goes on from the newest snapshot")
+            if time.monotonic() >= syncer.again_at_s:
+                syncer.process = self._start_syncer().process
+                syncer.starts += 1
+                syncer.again_at_s = None
+            return False
+        code = syncer.process.poll()
+        if code is None:
+            return False
+        if code == 0 or (asked_to_stop and code == -signal.SIGTERM):  # it may not have had a handler yet
+            return True
+        limit = self._config.syncer.restarts_max
+        alone = not self._islands  # the data-parallel trainer, or a syncer that never listened
+        if asked_to_stop or alone or code == USER_ERROR:
+            raise RunFailed(self._obituary(syncer))
+        if syncer.starts > limit:
+            raise RunFailed(f"{self._obituary(syncer)}; given up after {syncer.starts} starts (syncer.restarts_max)")
+        syncer.again_at_s = time.monotonic() + self._config.syncer.restart_delay_s
+        self._say(f"{self._obituary(syncer)}; starting it again, training goes on")
+        return False
+
+    def _tend_island(self, child: Child) -> None:
         """Notice that an island ended; start it again when its time has come."""
-        if child.done:
+        if child.left or child.failed:
             return
         if child.again_at_s is not None:
             if time.monotonic() >= child.again_at_s:
@@ -154,26 +196,32 @@ class LocalRun:
                 child.again_at_s = None
             return
         code = child.process.poll()
-        if code is None or code == 0:  # 0: the syncer ended the run, which `_complete` sees
+        if code is None:
             return
-        if code == USER_ERROR:  # a wrong setting stays wrong
-            child.done = True
+        if code == 0:  # the syncer ended the run, or somebody drained this island
+            child.left = True
+            if not complete(self._run_dir):
+                self._say(f"{child.name} left: {_last_line(child.log)}")
+        elif complete(self._run_dir):  # nothing is left to do for it
+            child.left = True
+        elif code == USER_ERROR:  # a wrong setting stays wrong
+            child.failed = True
             self._say(f"{self._obituary(child)}; not started again")
         elif child.starts > self._config.islands.restarts_max:
-            child.done = True
+            child.failed = True
             self._say(f"{self._obituary(child)}; given up after {child.starts} starts")
         else:
             child.again_at_s = time.monotonic() + self._config.islands.restart_delay_s
             self._say(f"{self._obituary(child)}; starting it again")
 
-    def _complete(self) -> bool:
-        """Whether an island ended because the run did; the syncer is then busy with the last evaluation."""
-        return any(child.process.poll() == 0 for child in self._islands.values())
-
-    def _give_up(self, left: int) -> None:
-        words = "; ".join(self._obituary(child) for child in self._islands.values() if child.done)
+    def _give_up_without_quorum(self) -> None:
+        """End a run that can never merge again. An island that was drained may come back: that is somebody's wish."""
+        failed = [child for child in self._islands.values() if child.failed]
+        left = sum(not (child.failed or child.left) for child in self._islands.values())
         quorum = self._config.protocol.quorum
-        raise RunFailed(f"{left} islands are left, fewer than protocol.quorum = {quorum}: {words}")
+        if failed and left < quorum and not complete(self._run_dir):
+            words = "; ".join(self._obituary(child) for child in failed)
+            raise RunFailed(f"{left} islands are left, fewer than protocol.quorum = {quorum}: {words}")
 
     def _obituary(self, child: Child) -> str:
         code = child.process.returncode
@@ -195,6 +243,13 @@ class LocalRun:
             except subprocess.TimeoutExpired:
                 _signal(child, signal.SIGKILL)
                 child.process.wait()
+
+
+def next_incarnation(run_dir: Path, name: str) -> int:
+    """A number above those of all earlier lives of this learner, also when the clock was set back between them."""
+    tapes = [path.name.split(".")[-2] for path in (run_dir / TAPES).glob(f"{name}.*.jsonl")]
+    earlier = [int(number) for number in tapes if number.isdecimal()]
+    return max([int(time.time() * 1000), *(number + 1 for number in earlier)])
 
 
 def child_environment(config: RunConfig, name: str) -> Mapping[str, str]:

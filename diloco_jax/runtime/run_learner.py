@@ -2,10 +2,13 @@
 
 Threads
   * the caller's ("steps"): the only one to touch the island. Steps, reports, and between two steps adopts what came.
-  * "link": receives, answers pulls at once (the machine under its lock), decodes global fragments, reconnects.
-  * "payload": waits for staged copies, encodes and sends them.
+  * "link": receives, checks and decodes what came, answers pulls and keeps parts of a state at once (the
+    machine under its lock), reconnects.
+  * "payload": waits for staged copies, encodes and sends them (learner_payloads.py).
+  * "compile": compiles the inner step while the model and, after a restart, a healthy learner's state arrive.
+  * "save": reads and writes this learner's own states on disk (learner_state.py).
 
-Nothing that the network does makes a step wait, outside lockstep (docs/protocol.md).
+Nothing that the network or the disk does makes a step wait, outside lockstep (docs/protocol.md).
 """
 
 from __future__ import annotations
@@ -14,39 +17,35 @@ import logging
 import queue
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
-
-import numpy as np
+from pathlib import Path
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.protocol.effects import AdoptState, Effect
 from diloco_jax.protocol.learner import Learner
 from diloco_jax.protocol.messages import (
-    Adopt,
-    Drop,
-    Effect,
-    Finish,
-    FragmentValue,
+    AnchorRequest,
     GlobalFragment,
     PullRequest,
-    Send,
-    Stage,
+    StatePart,
+    StatePull,
     SyncerMessage,
-    Unstage,
 )
+from diloco_jax.runtime.learner_effects import Arrived, Effects, Values
+from diloco_jax.runtime.learner_payloads import PayloadSender
+from diloco_jax.runtime.learner_state import SavedStates
+from diloco_jax.runtime.learner_tape import LearnerTape
 from diloco_jax.runtime.settings import RunConfig, fingerprint
-from diloco_jax.training.data import load_source, train_iterator
+from diloco_jax.training.data import SampleOrder, load_source
 from diloco_jax.training.island import Island
 from diloco_jax.training.optimizers import learning_rate
-from diloco_jax.training.staging import StagedFragment
 from diloco_jax.transport.grpc_link import connect
-from diloco_jax.transport.link import Link, LinkClosed, Rejected, TransportError
+from diloco_jax.transport.link import Rejected, TransportError, check_name
 
-Values = dict[str, np.ndarray]
-RECONNECT_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 5.0)
-IDLE_S = 0.2  # longest sleep of the link thread, so that it notices the end
+RECONNECT_DELAYS_S = (0.2, 0.5, 1.0, 1.0, 2.0)
+IDLE_S = 0.2  # longest sleep of a thread that waits for messages, so that it notices the end
 
 log = logging.getLogger(__name__)
 
@@ -59,39 +58,54 @@ class LearnerRun:
         learner_id: name of the island.
         incarnation: grows with every start of this learner.
         address: where the syncer listens.
+        run_dir: folder for the tape and for the learner's own saved states.
         stop: set from outside to leave politely.
     """
 
     def __init__(
-        self, config: RunConfig, learner_id: str, incarnation: int, address: str, stop: threading.Event
+        self,
+        config: RunConfig,
+        learner_id: str,
+        incarnation: int,
+        address: str,
+        run_dir: Path,
+        stop: threading.Event,
     ) -> None:
-        if learner_id not in config.islands.names:
-            raise ValueError(
-                f"--island is {learner_id!r}, but the config has {', '.join(config.islands.names[:8])}; use one of "
-                "them, or raise islands.count: every learner needs a data shard of its own"
-            )
         self._config = config
         self._address = address
         self._stop = stop
-        self._source = load_source(config.data, config.train.seq_len)
+        saves = SavedStates(run_dir, check_name(learner_id))
+        finding = saves.find()  # while the island is built
+        source = load_source(config.data, config.train.seq_len)
+        self._order = SampleOrder(source, config.data.shuffle_seed + config.seed)
         self._island = Island(config.model, config.optimizer, config.islands.mesh, seed=config.seed)
         shapes = self._island.shapes
         plan = plan_fragments(shapes, config.protocol.num_fragments, split_axis=config.fragments.axes(shapes))
         self._fragments = plan.fragments
-        self._machine = Learner(learner_id, incarnation, config.protocol, fingerprint(config, plan.fingerprint))
+        self._saved = finding.result()
+        self._saves = saves
+        samples = config.island_batch_size
+        self._machine = Learner(
+            learner_id,
+            incarnation,
+            config.protocol,
+            fingerprint(config, plan.fingerprint),
+            step_samples=samples,
+            saved=None if self._saved is None else self._saved.described,
+        )
         for fragment in plan.fragments:
             size = codec.encoded_size(fragment.shapes, config.wire.up)
             self._machine.payload_bytes[fragment.fragment_id] = size
-        self._lock = threading.Lock()  # guards machine, _staged and _link
-        self._link: Link | None = None
-        self._staged: dict[tuple[int, int], StagedFragment] = {}
-        self._anchors: dict[int, Values] = {}
-        self._sent: dict[int, tuple[int, StagedFragment]] = {}  # rebase: fragment -> (round, what was sent)
-        self._inbox: queue.SimpleQueue[SyncerMessage] = queue.SimpleQueue()
-        self._arrived: dict[int, tuple[int, Values]] = {}  # fragment -> newest version that waits in the inbox
-        self._payloads = ThreadPoolExecutor(1, "payload")
+        self._tape = LearnerTape(run_dir, learner_id, incarnation, samples)
+        self._payloads = PayloadSender(config.wire.up, self._fail)
+        self._effects = Effects(
+            self._machine, self._island, plan.fragments, config.adopt, self._tape, self._payloads, saves
+        )
+        self._lock = threading.Lock()  # guards machine, tape, effects, and what waits in the inbox
+        self._inbox: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()  # None only wakes
+        self._newest: dict[int, GlobalFragment] = {}  # fragment -> newest of its values that waits in the inbox
+        self._compiled = threading.Event()
         self._rate = learning_rate(config.optimizer, config.train.steps)
-        self._finished = ""
         self._failure: Exception | None = None
 
     def run(self) -> str:
@@ -100,21 +114,48 @@ class LearnerRun:
         Raises:
             TransportError: the syncer cannot be reached at the start.
             ValueError: the syncer refused this learner.
+            ConnectionError: it expelled this incarnation; a new one may join.
         """
-        self._connect()
-        listening = threading.Thread(target=self._listen, name="link", daemon=True)
-        listening.start()
+        threading.Thread(target=self._compile, name="compile", daemon=True).start()
         try:
+            self._connect()
+            threading.Thread(target=self._listen, name="link", daemon=True).start()
             self._train()
         finally:
-            if self._stop.is_set() and not self._finished:
-                self._apply(lambda: self._machine.leave("stopped from outside", time.monotonic()))
-            self._payloads.shutdown(wait=False, cancel_futures=True)
-            if self._link is not None:
-                self._link.close(2.0)
-        if self._finished.startswith("refused: "):
-            raise ValueError(f"the syncer at {self._address} refused this learner: {self._finished[9:]}")
-        return self._finished or "stopped"
+            self._conclude()
+        finished = self._effects.finished
+        kind, _, reason = finished.partition(": ")
+        if kind == "refused" and not self._machine.epoch:
+            raise ValueError(f"the syncer at {self._address} refused this learner: {reason}")
+        if kind in ("refused", "expelled"):
+            raise ConnectionAbortedError(f"the syncer at {self._address} {kind} this incarnation: {reason}")
+        return finished
+
+    def _conclude(self) -> None:
+        if self._stop.is_set() and not self._effects.finished:
+            self._apply(lambda: self._machine.leave("stopped from outside", time.monotonic()))
+        self._payloads.close()
+        if self._effects.link is not None:
+            self._effects.link.close(2.0)
+        self._saves.close(wait=True)
+        with self._lock:
+            self._tape.end(self._effects.finished or "failed", self._machine.digests)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._inbox.put(None)
+
+    def _compile(self) -> None:
+        """The body of the thread "compile"."""
+        began_s = time.monotonic()
+        try:
+            self._island.warm_up((self._config.island_batch_size, self._config.train.seq_len + 1))
+            log.info(f"compiled the inner step in {time.monotonic() - began_s:.1f} s")
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._compiled.set()
+            self._inbox.put(None)
 
     # ---- the step thread ------------------------------------------------------------------------------------------
 
@@ -122,44 +163,40 @@ class LearnerRun:
         self._wait_until_ready()
         if self._over():
             return
-        batches = self._batches()
-        batch = self._island.put_batch(next(batches))
+        self._saved = None  # if nobody took it
+        log.info(f"the first step begins at global step {self._machine.global_step}")
+        taken = self._machine.take_batch()
+        batch = self._island.put_batch(self._order.batch(taken.ranges))
+        tokens = self._config.island_step_tokens
         while True:
-            began_s = time.monotonic()
-            handle = self._island.step(batch, self._rate(self._machine.global_step))
-            batch = self._island.put_batch(next(batches))  # while the step runs
-            metrics = self._island.wait(handle)
+            began_s, clock, read = time.monotonic(), self._machine.global_step, taken
+            handle = self._island.step(batch, self._rate(clock))
+            with self._lock:
+                taken = self._machine.take_batch()
+            batch = self._island.put_batch(self._order.batch(taken.ranges))  # while the step runs
+            loss = self._island.wait(handle)["loss"]
             ended_s = time.monotonic()
-            tokens, step_s, loss = self._config.island_step_tokens, ended_s - began_s, metrics["loss"]
-            self._apply(lambda: self._machine.on_step(tokens, step_s, loss, ended_s))  # noqa: B023
+            with self._lock:
+                effects = self._machine.on_step(tokens, ended_s - began_s, loss, ended_s, samples_end=read.end)
+                self._tape.step(self._machine.local_step, clock, read.ranges, loss)
+                self._effects.execute(effects)
             self._drain()
             if not self._machine.may_step():
                 self._wait_until_ready()
             if self._over():
                 return
 
-    def _batches(self) -> Any:
-        """This learner's shard of the global order, from where the run stands: a restart repeats no old data."""
-        names = self._config.islands.names
-        name = self._machine.learner_id
-        batches = train_iterator(
-            self._source,
-            seed=self._config.data.shuffle_seed + self._config.seed,
-            shard_ids=[names.index(name)],
-            num_shards=len(names),
-            batch_size=self._config.island_batch_size,
-        )
-        batches.set_state({"next_index": self._machine.global_step * self._config.island_batch_size})
-        return batches
-
     def _over(self) -> bool:
         if self._failure is not None:
             raise self._failure
-        return bool(self._finished) or self._stop.is_set()
+        return bool(self._effects.finished) or self._stop.is_set()
 
     def _wait_until_ready(self) -> None:
-        """Wait for what a step needs: all fragments at the start, in lockstep the due one."""
-        while not self._over() and not self._machine.may_step():
+        """Wait for what a step needs: at first model, data, a state and the compiler; in lockstep the due fragment."""
+        while not self._over() and not (self._machine.may_step() and self._compiled.is_set()):
+            if self._effects.state_to_adopt is not None:
+                self._adopt_state(self._effects.state_to_adopt)
+                continue
             try:
                 self._take(self._inbox.get(timeout=IDLE_S))
             except queue.Empty:
@@ -172,94 +209,44 @@ class LearnerRun:
             except queue.Empty:
                 return
 
-    def _take(self, message: SyncerMessage) -> None:
-        values = None
-        if isinstance(message, GlobalFragment):
-            with self._lock:
-                version, values = self._arrived.get(message.fragment_id, (None, None))
-                if version != message.version:
-                    return  # a newer one waits behind it, or it came twice
-                del self._arrived[message.fragment_id]
-        self._apply(lambda: self._machine.on_message(message, time.monotonic()), values)
+    def _take(self, arrived: Arrived | None) -> None:
+        if arrived is None:
+            return
+        message = arrived.message
+        with self._lock:
+            if isinstance(message, GlobalFragment):
+                if self._newest.get(message.fragment_id) is not message:
+                    return  # a newer one waits behind it
+                del self._newest[message.fragment_id]
+            self._effects.execute(self._machine.on_message(message, time.monotonic()), arrived)
 
-    # ---- effects --------------------------------------------------------------------------------------------------
+    def _adopt_state(self, effect: AdoptState) -> None:
+        """Outside of the lock: heartbeats go on while a large state is copied to the devices."""
+        self._effects.state_to_adopt = None
+        fragments = [self._fragments[p] for p in effect.fragments]
+        try:
+            if effect.donor:
+                told = (self._effects.received.donor_incarnation, effect.donor_step)
+                self._island.load_state(self._effects.received.take(), fragments)
+            else:
+                assert self._saved is not None, "an own state was adopted without one"
+                told = (self._saved.incarnation, self._saved.local_step)
+                self._island.load_state(self._saved.values, fragments)
+        except ValueError as error:
+            log.warning(f"the state of {effect.donor or 'an earlier life'} cannot be used: {error}")
+            self._apply(lambda: self._machine.on_state_adopted(False, time.monotonic()))
+            return
+        finally:
+            self._saved = None
+        log.info(f"took over the state of {effect.donor or 'an earlier life'} at its step {told[1]}")
+        with self._lock:
+            self._tape.state(effect, *told)
+            self._effects.execute(self._machine.on_state_adopted(True, time.monotonic()))
 
-    def _apply(self, decide: Any, values: Values | None = None) -> None:
+    def _apply(self, decide: Callable[[], list[Effect]]) -> None:
         """Give the machine an input and execute what it asks for, both under the lock."""
         with self._lock:
-            effects: list[Effect] = decide()
-            for effect in effects:
-                self._execute(effect, values)
-
-    def _execute(self, effect: Effect, values: Values | None) -> None:
-        if isinstance(effect, Send):
-            self._send(effect)
-        elif isinstance(effect, Stage):
-            staged = self._island.stage(self._fragments[effect.fragment_id])
-            self._staged[effect.fragment_id, effect.local_step] = staged
-        elif isinstance(effect, Unstage):
-            del self._staged[effect.fragment_id, effect.local_step]
-        elif isinstance(effect, Adopt):
-            assert values is not None, "a global fragment was adopted without its values"
-            self._adopt(effect, values)
-        elif isinstance(effect, Finish):
-            self._finished = effect.reason
-        else:
-            assert isinstance(effect, Drop), f"the learner has no effect {effect}"
-            log.info(f"dropped a message of {effect.peer}: {effect.reason}")
-
-    def _send(self, effect: Send) -> None:
-        message, link = effect.message, self._link
-        if link is None:
-            return
-        if isinstance(message, FragmentValue):
-            staged = self._staged[message.fragment_id, message.local_step]
-            anchor = self._anchors[message.fragment_id]
-            if self._config.adopt.mode == "rebase":
-                self._sent[message.fragment_id] = (message.global_step, staged)
-            self._payloads.submit(self._send_value, link, message, staged, anchor)
-            return
-        try:
-            link.send(message)  # type: ignore[arg-type]
-        except LinkClosed:
-            return  # the link thread learns of it too, and reconnects
-
-    def _send_value(self, link: Link, message: FragmentValue, staged: StagedFragment, anchor: Values) -> None:
-        """On the payload thread: outer gradient = anchor - local, encoded."""
-        try:
-            local = staged.value()
-            gradient = {key: anchor[key] - value for key, value in local.items()}
-            link.send(message, self._encoded(gradient, message))
-        except LinkClosed:
-            return
-        except Exception as error:  # it would be lost in the future that nobody reads
-            self._failure = error
-
-    def _encoded(self, gradient: Values, message: FragmentValue) -> bytes:
-        try:
-            return codec.encode(gradient, self._config.wire.up)
-        except ValueError as error:  # NaN does not fit an integer format
-            log.info(f"fragment {message.fragment_id} of round {message.global_step} has no value: {error}")
-            return b""  # an answer all the same, so that nobody waits; the syncer leaves it out
-
-    def _adopt(self, effect: Adopt, values: Values) -> None:
-        fragment_id, adopt = effect.fragment_id, self._config.adopt
-        sent = self._sent.pop(fragment_id, None)
-        first = fragment_id not in self._anchors
-        self._anchors[fragment_id] = values
-        fragment = self._fragments[fragment_id]
-        if first or adopt.mode == "overwrite" or (adopt.mode == "rebase" and self._not_ours(sent, effect.version)):
-            self._island.adopt(fragment, values)
-        elif adopt.mode == "blend":
-            self._island.adopt(fragment, values, mode="blend", alpha=adopt.alpha)
-        else:
-            assert sent is not None
-            self._island.adopt(fragment, values, mode="rebase", staged=sent[1].value())
-
-    @staticmethod
-    def _not_ours(sent: tuple[int, StagedFragment] | None, version: int) -> bool:
-        """Whether the new version was made without a value of this learner: then nothing in flight can be kept."""
-        return sent is None or sent[0] != version
+            self._effects.execute(decide())
 
     # ---- the link thread ------------------------------------------------------------------------------------------
 
@@ -267,24 +254,24 @@ class LearnerRun:
         link = connect(
             replace(self._config.transport, address=self._address),
             run_id=self._config.name,
+            epoch=self._machine.epoch,
             learner_id=self._machine.learner_id,
             incarnation=self._machine.incarnation,
         )
         with self._lock:
-            self._link = link
-            for effect in self._machine.on_connected(time.monotonic()):
-                self._execute(effect, None)
+            self._effects.link = link
+            self._effects.execute(self._machine.on_connected(time.monotonic()))
 
     def _listen(self) -> None:
         try:
-            while not self._finished and not self._stop.is_set():
+            while not self._effects.finished and not self._stop.is_set():
                 self._listen_once()
         except Exception as error:
-            self._failure = error
+            self._fail(error)
 
     def _listen_once(self) -> None:
         with self._lock:
-            deadline_s, link = self._machine.next_deadline_s(), self._link
+            deadline_s, link = self._machine.next_deadline_s(), self._effects.link
         assert link is not None
         now_s = time.monotonic()
         timeout_s = IDLE_S if deadline_s is None else min(IDLE_S, max(0.0, deadline_s - now_s))
@@ -296,34 +283,75 @@ class LearnerRun:
             return
         if delivery.kind == "disconnected":
             self._reconnect(delivery.reason)
-            return
-        message: SyncerMessage = delivery.message  # type: ignore[assignment]
+        else:
+            self._on_message(delivery.message, delivery.payload, now_s)  # type: ignore[arg-type]
+
+    def _on_message(self, message: SyncerMessage, payload: bytes | memoryview, now_s: float) -> None:
+        machine = self._machine
         if isinstance(message, PullRequest):
-            self._apply(lambda: self._machine.on_pull(message, now_s))
+            self._apply(lambda: machine.on_pull(message, now_s))
+        elif isinstance(message, AnchorRequest):
+            self._apply(lambda: machine.on_anchor_request(message, now_s))
+        elif isinstance(message, StatePull):
+            self._apply(lambda: machine.on_state_pull(message, now_s))
+        elif isinstance(message, GlobalFragment):
+            self._on_global(message, payload, now_s)
+        elif isinstance(message, StatePart):
+            self._on_part(message, payload)
+        else:
+            self._inbox.put(Arrived(message))
+
+    def _on_global(self, message: GlobalFragment, payload: bytes | memoryview, now_s: float) -> None:
+        try:
+            values = self._decoded(message, payload)
+        except ValueError as error:
+            log.warning(f"version {message.version} of fragment {message.fragment_id} {error}; asking again")
+            self._apply(lambda: self._machine.on_corrupt(now_s))
             return
-        if isinstance(message, GlobalFragment):
-            values = codec.decode(delivery.payload, self._fragments[message.fragment_id].keys_shapes, "float32")
-            with self._lock:  # only the newest: a long step must not pile up whole models
-                self._arrived[message.fragment_id] = (message.version, values)
-        self._inbox.put(message)
+        with self._lock:
+            waits = self._newest.get(message.fragment_id)
+            if waits is not None and (waits.epoch, waits.version) > (message.epoch, message.version):
+                return
+            self._newest[message.fragment_id] = message  # only the newest: a long step must not pile up whole models
+        self._inbox.put(Arrived(message, values))
+
+    def _decoded(self, message: GlobalFragment, payload: bytes | memoryview) -> Values:
+        if not 0 <= message.fragment_id < len(self._fragments):
+            raise ValueError(f"is none of the {len(self._fragments)} of this model")
+        if codec.digest(payload) != message.digest:
+            raise ValueError("arrived damaged")
+        return codec.decode(payload, self._fragments[message.fragment_id].keys_shapes, "float32")
+
+    def _on_part(self, message: StatePart, payload: bytes | memoryview) -> None:
+        if codec.digest(payload) != message.digest:
+            log.warning(
+                f"part {message.part} of the state of {message.learner_id} arrived damaged; it is asked for again"
+            )
+            return
+        with self._lock:  # here, not behind the fragments that wait for the step thread: an attempt has H global steps
+            if self._machine.may_step():
+                return
+            effects = self._machine.on_message(message, time.monotonic())
+            self._effects.execute(effects, Arrived(message, payload=payload))
+        self._inbox.put(None)
 
     def _reconnect(self, reason: str) -> None:
         """Training goes on meanwhile; so there is no limit to the attempts, only to their pace."""
         log.info(f"connection lost ({reason}); training goes on, reconnecting")
         self._apply(lambda: self._machine.on_disconnected(time.monotonic()))
         with self._lock:
-            old, self._link = self._link, None
+            old, self._effects.link = self._effects.link, None
         if old is not None:
             old.close(0.0)
         attempt = 0
-        while not self._finished and not self._stop.is_set():
+        while not self._effects.finished and not self._stop.is_set():
             self._stop.wait(RECONNECT_DELAYS_S[min(attempt, len(RECONNECT_DELAYS_S) - 1)])
             attempt += 1
             try:
                 self._connect()
                 return
             except Rejected as error:
-                self._failure = error
+                self._fail(error)
                 return
-            except TransportError as error:
+            except (TransportError, ValueError) as error:  # ValueError: a certificate that has expired may be renewed
                 log.info(f"attempt {attempt}: {error}")

@@ -1,10 +1,14 @@
 """Drive the syncer machine: deliveries, merges and time in; sends and merges out.
 
 Threads
-  * the caller's: owns machine, tape, statistics and the listener; takes one input after the other. Never computes.
-  * "merge": one worker that merges and, between two merges, snapshots the model. The only one to change GlobalModel.
-  * "eval": one worker that evaluates snapshots of the global model.
+  * the caller's: owns machine, tape, model, statistics and listener; takes one input after the other. Never computes.
+  * "merge": one worker that computes what the model becomes; the caller's thread puts it in place.
+  * "snapshot": one worker that writes captures of the whole run to disk.
+  * "eval": one worker that evaluates captures of the global model.
 The workers put their results into a queue and wake the listener, which is where the caller's thread waits.
+
+Every input is on the tape before it is executed, so a process that takes this one's place does the same and goes on
+(recover_syncer.py). A disk that takes nothing delays inputs, snapshots and telemetry; it does not end the run.
 """
 
 from __future__ import annotations
@@ -13,68 +17,61 @@ import json
 import logging
 import queue
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import IO, Any
-
-import numpy as np
+from typing import Any
 
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.outer import OuterOptimizer, make_outer
+from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note, Restore, SaveSnapshot, Send
 from diloco_jax.protocol.messages import (
-    Discard,
-    Drop,
-    Effect,
-    Finish,
+    AnchorValue,
     FragmentValue,
     GlobalFragment,
     LearnerMessage,
-    Merge,
-    Note,
-    Send,
+    StatePart,
     StepReport,
     Stop,
 )
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.protocol.tape import TapedSyncer
-from diloco_jax.runtime.checkpoint import save_parameters
-from diloco_jax.runtime.evaluation import Evaluator
-from diloco_jax.runtime.files import ADDRESS_FILE, CHECKPOINTS, STATUS_FILE, SUMMARY_FILE, TAPE_FILE
-from diloco_jax.runtime.global_model import GlobalModel
+from diloco_jax.runtime.evaluation import Evaluations, Evaluator
+from diloco_jax.runtime.files import CHECKPOINTS, STATUS_FILE, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.global_model import GlobalModel, Merged
+from diloco_jax.runtime.recover_syncer import FAILOVER, FRESH, Parts, RunClock, begin, mode_of, open_listener
 from diloco_jax.runtime.settings import RunConfig, fingerprint
+from diloco_jax.runtime.snapshots import Snapshot, SnapshotWriter
 from diloco_jax.runtime.stats import RunStats
+from diloco_jax.runtime.status import compose_status, read_earlier
+from diloco_jax.runtime.tape_file import RETRY_S, TapeFile, TapeStopped, last_time_s
 from diloco_jax.runtime.telemetry import Telemetry, finite, write_json
-from diloco_jax.transport.grpc_link import GrpcListener, listen
+from diloco_jax.transport.grpc_link import GrpcListener
 from diloco_jax.transport.link import Delivery
 
 STATUS_EVERY_S = 0.5
 FAREWELL_S = 5.0  # how long learners have to hear Stop and say goodbye
 
-Result = tuple[str, Any]
-
 log = logging.getLogger(__name__)
 
 
-def _write_line(file: IO[str], line: str) -> None:
-    file.write(line + "\n")
-
-
 class SyncerRun:
-    """One run of the syncer, from the listening socket to the summary.
+    """One process of a run's syncer, from the listening socket to the summary.
+
+    In a folder with a tape it goes on where the process before it died.
 
     Args:
         config: the run.
-        run_dir: where tape, metrics, status, checkpoint and summary go.
+        run_dir: where tape, metrics, status, snapshots and summary go.
         stop: set from outside to end the run early, in good order.
+        rewind: nobody is alive; go on from the newest snapshot and let what came after it be void.
     """
 
-    def __init__(self, config: RunConfig, run_dir: Path, stop: threading.Event) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, stop: threading.Event, *, rewind: bool = False) -> None:
         self._config = config
         self._run_dir = run_dir
         self._stop = stop
+        self._rewind = rewind
         self._evaluator = Evaluator(config)
         plan = plan_fragments(
             self._evaluator.shapes,
@@ -96,102 +93,123 @@ class SyncerRun:
         num_parameters = sum(fragment.num_elements for fragment in plan.fragments)
         self._stats = RunStats(config.islands.names, num_parameters, self._machine)
         self._values: dict[int, dict[str, bytes | memoryview]] = {}  # round -> learner -> encoded outer gradient
-        self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
-        self._wake: Callable[[], None] = lambda: None
+        self._results: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._listener: GrpcListener | None = None
         self._merges = ThreadPoolExecutor(1, "merge")
-        self._evals = ThreadPoolExecutor(1, "eval")
-        self._evaluating = False
-        self._next_eval = config.train.eval_every
+        self._evaluations = Evaluations(config, self._evaluator, lambda result: self._report("evaluated", result))
+        self._snapshots = SnapshotWriter(run_dir / CHECKPOINTS, config.name, self._model, config.checkpoints.keep)
         self._eval_loss: float | None = None
+        self._wire_before = {"up_bytes": 0, "down_bytes": 0}  # moved by earlier processes
         self._finished = ""
+        self._saved = False  # the last snapshot of the run
+        self._ended_s = 0.0
 
     def run(self) -> dict[str, Any]:
         """Serve until the last global step, or until stopped; returns the summary.
 
         Raises:
-            ValueError: the address is in use or not allowed.
+            ValueError: the address is in use or not allowed, the tape belongs to another process, or there is nothing
+                from which the run could go on.
         """
-        listener = listen(self._config.transport, run_id=self._config.name)
-        self._wake = listener.wake
+        mode = mode_of(self._run_dir, rewind=self._rewind)
+        self._tape = TapeFile(self._run_dir / TAPE_FILE, self._stop, self._tell)
+        self._clock = RunClock(self._run_dir, last_time_s(self._run_dir / TAPE_FILE) or 0.0)
+        self._taped = TapedSyncer(self._machine, self._tape.write)
         self._telemetry = Telemetry(self._run_dir, tensorboard=self._config.tensorboard)
-        self._began_s = time.monotonic()
-        self._ended_s = 0.0
-        (self._run_dir / ADDRESS_FILE).write_text(listener.address, encoding="utf-8")
-        with (self._run_dir / TAPE_FILE).open("w", encoding="utf-8") as tape:
-            self._taped = TapedSyncer(self._machine, partial(_write_line, tape))
-            try:
-                self._serve(listener)
-                self._ended_s = self._now_s()
-                self._bid_farewell(listener)
-            except Exception:
-                log.exception("the run ends early; the global model is saved first")
-                self._merges.shutdown(wait=True)
-                self._save()
-                raise
-            finally:
-                listener.close(FAREWELL_S)
-                self._merges.shutdown(wait=True)
-        return self._conclude(listener)
+        try:
+            effects = self._begin(mode)
+            lingers = mode == FAILOVER and bool(self._finished)
+            self._listener = open_listener(self._config, self._run_dir, mode, self._machine.epoch, self._stop)
+            self._listener.on_drain = self._drain
+            self._execute(effects)
+            self._serve()
+            self._ended_s = self._now_s()
+            self._bid_farewell(lingers=lingers)
+        except TapeStopped as error:
+            log.warning(str(error))
+            self._ended_s = self._ended_s or self._now_s()
+        except Exception:
+            if self._listener is not None:  # before it listens, nothing has begun that could end early
+                log.exception("the run ends early")
+                self._snapshots.rescue(self._machine.global_step, self._stats.tokens)
+            raise
+        finally:
+            if self._listener is not None:
+                self._listener.close(FAREWELL_S)
+            self._merges.shutdown(wait=True)
+            self._snapshots.close()
+        return self._conclude()
+
+    def _begin(self, mode: str) -> list[Effect]:
+        if mode != FRESH:
+            before = read_earlier(self._run_dir)
+            self._wire_before, self._eval_loss = before.wire, before.eval_loss
+        parts = Parts(self._run_dir, self._machine, self._taped, self._model, self._stats)
+        effects = begin(parts, mode, self._now_s())
+        self._evaluations.skip_to(self._machine.global_step)
+        if self._machine.finished and not self._machine.restoring:  # the process before died at the very end
+            self._finished = "run complete"
+        return effects
 
     # ---- the loop -------------------------------------------------------------------------------------------------
 
     def _now_s(self) -> float:
-        return time.monotonic() - self._began_s
+        return self._clock.now_s()
 
-    def _serve(self, listener: GrpcListener) -> None:
+    def _serve(self) -> None:
         status_at_s = 0.0
         while not self._finished and not self._stop.is_set():
             now_s = self._now_s()
             if now_s >= status_at_s:
                 status_at_s = now_s + STATUS_EVERY_S
-                self._tell(listener)
+                self._tell()
             deadline_s = self._machine.next_deadline_s()
             wake_s = status_at_s if deadline_s is None else min(status_at_s, deadline_s)
-            self._take(listener, max(0.0, wake_s - now_s))
+            self._take(max(0.0, wake_s - now_s))
             now_s = self._now_s()
             if deadline_s is not None and now_s >= deadline_s:
-                self._execute(self._taped.on_tick(now_s), listener)
+                self._execute(self._taped.on_tick(now_s))
 
-    def _bid_farewell(self, listener: GrpcListener) -> None:
-        """Let learners hear Stop: until all are gone, or the time for it is over."""
+    def _bid_farewell(self, *, lingers: bool) -> None:
+        """Let learners hear Stop: until all are gone, or the time for it is over.
+
+        Args:
+            lingers: some may still be on their way back from a process that died, so take the whole time.
+        """
         if not self._finished:  # stopped from outside: they would train on for nobody
             stop = Stop(self._machine.global_step, "the syncer was stopped")
-            for member in self._machine.membership.connected():
-                listener.send(member.learner_id, stop)
+            self._execute([Send(m.learner_id, stop) for m in self._machine.membership.connected()])
+        self._tell()
         ends_s = self._now_s() + FAREWELL_S
-        while self._machine.membership.connected() and self._now_s() < ends_s:
-            self._take(listener, 0.1)
+        while (lingers or self._machine.membership.connected()) and self._now_s() < ends_s:
+            self._take(0.1)
 
-    def _take(self, listener: GrpcListener, timeout_s: float) -> None:
+    def _take(self, timeout_s: float) -> None:
         """Handle one delivery, if one comes in time, and all results of the workers."""
-        delivery = listener.receive(timeout_s)
+        assert self._listener is not None
+        delivery = self._listener.receive(timeout_s)
         if delivery is not None:
-            self._on_delivery(delivery, self._now_s(), listener)
+            self._on_delivery(delivery, self._now_s())
         while not self._results.empty():
             kind, value = self._results.get_nowait()
-            now_s = self._now_s()
-            if kind == "merged":
-                order, payload = value
-                self._model.publish(order.fragment_id, payload)
-                self._execute(self._taped.on_merged(order.global_step, now_s), listener)
-                self._maybe_evaluate()
-            elif kind == "evaluated":
-                self._evaluating = False
-                self._record_eval(value, now_s)
-            else:
+            if isinstance(value, Exception):
                 raise value
+            if kind == "merged":
+                self._on_merged(*value)
+            else:
+                self._record_eval(value, self._now_s())
 
     def _report(self, kind: str, value: Any) -> None:
-        """On a worker's thread: hand a result to the caller's thread."""
+        """On a worker's thread: hand a result, or an exception, to the caller's thread."""
         self._results.put((kind, value))
-        self._wake()
+        if self._listener is not None:
+            self._listener.wake()
 
-    def _on_delivery(self, delivery: Delivery, now_s: float, listener: GrpcListener) -> None:
+    def _on_delivery(self, delivery: Delivery, now_s: float) -> None:
         if delivery.kind == "disconnected":
             member = self._machine.membership.members.get(delivery.peer)
             if member is not None:
-                effects = self._taped.on_disconnect(delivery.peer, member.incarnation, delivery.reason, now_s)
-                self._execute(effects, listener)
+                self._execute(self._taped.on_disconnect(delivery.peer, member.incarnation, delivery.reason, now_s))
             return
         message: LearnerMessage = delivery.message  # type: ignore[assignment]
         if message.learner_id != delivery.peer:
@@ -199,35 +217,59 @@ class SyncerRun:
             return
         if isinstance(message, StepReport):
             self._on_report(message, now_s)
+        elif isinstance(message, AnchorValue) and not self._model.fits(
+            message.fragment_id, message.digest, delivery.payload
+        ):
+            log.warning(f"{delivery.peer} sent a damaged value of fragment {message.fragment_id}; not used")
+            return
         effects = self._taped.on_message(message, now_s)
         dropped = any(isinstance(e, Drop) and e.peer == delivery.peer for e in effects)
         if isinstance(message, FragmentValue) and not dropped:
             self._values.setdefault(message.global_step, {})[message.learner_id] = delivery.payload
-        self._execute(effects, listener)
+        self._execute(effects, delivery.payload)
 
     def _on_report(self, report: StepReport, now_s: float) -> None:
-        member = self._machine.membership.get(report.learner_id, report.incarnation)
-        if member is None or report.local_step <= member.local_step:
+        if not self._stats.on_report(report, now_s):
             return
-        self._stats.on_report(report, now_s)
+        member = self._machine.membership.members[report.learner_id]
         record = {"kind": "step", "t": now_s, "learner": report.learner_id, "incarnation": report.incarnation}
         record |= {"local_step": report.local_step, "tokens": member.past_tokens + report.tokens}
         record |= {"global_step": report.global_step, "loss": report.loss, "step_s": report.step_s}
         self._telemetry.write(record)
 
+    def _on_merged(self, order: Merge, merged: Merged) -> None:
+        for learner_id, reason in sorted(merged.left_out.items()):
+            log.info(f"left out of round {order.global_step}: {learner_id}: {reason}")
+        digest = merged.state.digest if merged.state is not None else self._model.digests[order.fragment_id]
+        effects = self._taped.on_merged(order.global_step, digest, tuple(sorted(merged.left_out)), self._now_s())
+        if merged.state is not None:
+            self._model.publish(merged)  # when the decision is on the tape, and before it is told to anybody
+        self._execute(effects)
+        capture, model = self._model.capture(), self._model
+        self._evaluations.maybe(self._machine.global_step, self._stats.tokens, lambda: model.parameters(capture))
+
+    def _drain(self, learner_id: str) -> str:
+        """`diloco drain`, on the caller's thread."""
+        self._execute(self._taped.on_drain(learner_id, self._now_s()))
+        log.info(f"{learner_id} was asked to leave")
+        return f"{learner_id} leaves after its current step; others get its unfinished data"
+
     # ---- effects --------------------------------------------------------------------------------------------------
 
-    def _execute(self, effects: list[Effect], listener: GrpcListener) -> None:
+    def _execute(self, effects: list[Effect], payload: bytes | memoryview = b"") -> None:
+        """Do what the machine asks for; `payload` is that of the message that it was given."""
         for effect in effects:
             if isinstance(effect, Send):
-                message: Any = effect.message
-                payload = self._model.payload(message.fragment_id) if isinstance(message, GlobalFragment) else b""
-                listener.send(effect.peer, message, payload)
+                self._send(effect, payload)
             elif isinstance(effect, Merge):
                 payloads = self._values.pop(effect.global_step)
                 self._merges.submit(self._merge, effect, payloads).add_done_callback(self._report_failure)
             elif isinstance(effect, Discard):
                 self._values.pop(effect.global_step, None)
+            elif isinstance(effect, Restore):
+                self._model.restore(effect.fragment_id, effect.version, payload)
+            elif isinstance(effect, SaveSnapshot):
+                self._snapshots.submit(self._capture())
             elif isinstance(effect, Note):
                 self._note(effect)
             elif isinstance(effect, Drop):
@@ -237,17 +279,26 @@ class SyncerRun:
             else:
                 raise AssertionError(f"the syncer has no effect {effect}")
 
-    def _merge(self, order: Merge, payloads: dict[str, bytes | memoryview]) -> None:
+    def _send(self, effect: Send, payload: bytes | memoryview) -> None:
+        message: Any = effect.message
+        if isinstance(message, Stop) and self._machine.finished and not self._saved:
+            self._save_last()  # before anybody hears of the end: until then learners hold what this process may lose
+            self._tell()
+        if isinstance(message, GlobalFragment):
+            payload = self._model.payload(message.fragment_id)
+        elif not isinstance(message, StatePart):  # which is passed on as it came
+            payload = b""
+        if self._listener is not None:
+            self._listener.send(effect.peer, message, payload)
+
+    def _merge(self, order: Merge, payloads: Mapping[str, bytes | memoryview]) -> None:
         """On the merge thread."""
-        left_out, payload = self._model.merge(order, payloads)
-        for reason in left_out:
-            log.info(f"left out of the merge: {reason}")
-        self._report("merged", (order, payload))
+        self._report("merged", (order, self._model.merge(order, payloads)))
 
     def _report_failure(self, future: Future[None]) -> None:
         error = future.exception()
         if error is not None:
-            self._report("failed", error)
+            self._report("merged", error)
 
     def _note(self, note: Note) -> None:
         now_s = self._now_s()
@@ -260,83 +311,79 @@ class SyncerRun:
 
     # ---- watching -------------------------------------------------------------------------------------------------
 
-    def _maybe_evaluate(self) -> None:
-        if not self._next_eval or self._machine.global_step < self._next_eval or self._evaluating:
-            return
-        self._next_eval += self._config.train.eval_every
-        self._evaluating = True
-        at = (self._machine.global_step, self._stats.tokens)
-        snapshot = self._merges.submit(self._model.parameters)
-        job = self._evals.submit(lambda: self._evaluate(snapshot, *at, self._config.train.eval_batches))
-        job.add_done_callback(self._report_failure)
-
-    def _evaluate(self, snapshot: Future[dict[str, np.ndarray]], global_step: int, tokens: int, batches: int) -> None:
-        """On the eval thread."""
-        result = self._evaluator.evaluate(snapshot.result(), batches)
-        self._report("evaluated", {**result, "global_step": global_step, "tokens": tokens})
-
     def _record_eval(self, result: dict[str, Any], now_s: float) -> None:
         self._eval_loss = result["loss"]
         record = {"kind": "eval", "t": now_s, "global_step": result["global_step"], "tokens": result["tokens"]}
         self._telemetry.write(record | {"loss": result["loss"], "bits_per_byte": result["bits_per_byte"]})
         log.info(f"global step {result['global_step']}: evaluation loss {result['loss']:.4f}")
 
-    def _wire(self, listener: GrpcListener) -> dict[str, int]:
-        return {"up_bytes": listener.traffic.received_bytes, "down_bytes": listener.traffic.sent_bytes}
+    def _wire(self) -> dict[str, int]:
+        received, sent = self._listener.traffic if self._listener is not None else (0, 0)
+        before = self._wire_before
+        return {"up_bytes": before["up_bytes"] + received, "down_bytes": before["down_bytes"] + sent}
 
-    def status(self, listener: GrpcListener) -> dict[str, Any]:
-        """What the run does now, for `diloco status` and the live view."""
+    def _tell(self) -> None:
+        """Say how the run is doing, to whoever looks. What cannot be written is written the next time."""
         now_s = self._now_s()
-        learners = self._stats.status(now_s)
-        state = "starting" if not self._stats.tokens else "complete" if self._machine.finished else "running"
-        return {
-            "run": self._config.name,
-            "state": "stopped" if self._stop.is_set() else state,
-            "global_step": self._machine.global_step,
-            "total_steps": self._machine.total_steps,
-            "waiting_for": self._machine.waiting_for(now_s),
-            "wall_s": round(now_s, 1),
-            "tokens": self._stats.tokens,
-            "tokens_per_s": round(sum(row["tokens_per_s"] for row in learners), 1),
-            "eval_loss": self._eval_loss,
-            "contributors_per_round": round(self._stats.contributors_per_round, 3),
-            "wire": self._wire(listener),
-            "learners": learners,
-        }
-
-    def _tell(self, listener: GrpcListener) -> None:
-        status = self.status(listener)
+        status = compose_status(
+            self._config.name,
+            self._machine,
+            self._stats,
+            now_s,
+            stopped=self._stop.is_set() and not self._machine.finished,
+            alarms=[text for text in (self._tape.condition, self._snapshots.condition) if text],
+            eval_loss=self._eval_loss,
+            wire=self._wire(),
+        )
+        if self._listener is not None:
+            self._listener.status_json = json.dumps(finite(status))
         try:
             write_json(self._run_dir / STATUS_FILE, status)
-        except OSError as error:  # a display must not end a run
+        except OSError as error:
             log.warning(f"status not written: {error}")
-        listener.status_json = json.dumps(finite(status))
-        wire = {"kind": "wire", "t": self._now_s(), "global_step": self._machine.global_step, **status["wire"]}
-        self._telemetry.write(wire)
+        self._telemetry.write({"kind": "wire", "t": now_s, "global_step": self._machine.global_step, **status["wire"]})
         self._telemetry.flush()
 
-    # ---- the end --------------------------------------------------------------------------------------------------
+    # ---- keeping --------------------------------------------------------------------------------------------------
 
-    def _save(self) -> dict[str, np.ndarray]:
-        """Write the global model to disk; returns it."""
-        parameters = self._model.parameters()
-        meta = {"global_step": self._machine.global_step, "tokens": self._stats.tokens, "run": self._config.name}
-        save_parameters(self._run_dir / CHECKPOINTS, parameters, meta)
-        return parameters
+    def _capture(self) -> Snapshot:
+        return Snapshot(
+            self._machine.global_step,
+            self._model.capture(),
+            json.dumps(self._machine.state()),
+            self._tape.position,
+            self._stats.tokens,
+            self._stats.state(),
+            self._now_s(),
+        )
 
-    def _conclude(self, listener: GrpcListener) -> dict[str, Any]:
-        """Checkpoint, last evaluation, summary."""
-        self._tell(listener)
-        now_s = self._ended_s
-        summary = self._stats.summary(self._wire(listener), now_s)
-        parameters = self._save()
-        self._evals.shutdown(wait=True)
-        result = self._evaluator.evaluate(parameters, self._config.train.final_eval_batches)
-        self._record_eval({**result, "global_step": self._machine.global_step, "tokens": summary["tokens"]}, now_s)
-        complete = self._machine.finished
+    def _save_last(self) -> None:
+        """Snapshot of the end of the run, or of where it was stopped; written before this returns, if that can be."""
+        if self._machine.restoring:
+            log.warning("no snapshot of this moment: newer values were still on their way from learners")
+            return
+        self._snapshots.wait()
+        snapshot = self._capture()
+        self._snapshots.write(snapshot)
+        while self._snapshots.condition and not self._stop.wait(RETRY_S):
+            self._tell()
+            self._snapshots.write(snapshot)
+        self._saved = not self._snapshots.condition
+
+    def _conclude(self) -> dict[str, Any]:
+        """Snapshot, last evaluation, summary."""
+        self._tell()
+        summary = self._stats.summary(self._wire(), self._ended_s)
+        if not self._saved:
+            self._save_last()
+        self._evaluations.close()
+        result = self._evaluator.evaluate(self._model.parameters(), self._config.train.final_eval_batches)
+        result |= {"global_step": self._machine.global_step, "tokens": summary["tokens"]}
+        self._record_eval(result, self._ended_s)
         summary = {"eval_loss": result["loss"], "eval_bits_per_byte": result["bits_per_byte"], **summary}
-        summary |= {"complete": complete, "num_parameters": self._evaluator.num_parameters}
+        summary |= {"complete": self._machine.finished, "num_parameters": self._evaluator.num_parameters}
         write_json(self._run_dir / SUMMARY_FILE, summary)
-        self._tell(listener)
+        self._tell()
         self._telemetry.close()
+        self._tape.close()
         return summary

@@ -34,6 +34,8 @@ class IslandsConfig:
     """Emulated CPU devices per island; 0 takes the accelerators that the island's process sees."""
     mesh: MeshConfig = field(default_factory=lambda: MeshConfig(data=-1))
     """How an island's devices are laid out."""
+    batch_size: int = 0
+    """Sequences in one inner step of an island; islands may differ in it. 0: an equal share of train.batch_size."""
     restarts_max: int = 10
     """How often a local run starts a dead island again before it gives it up."""
     restart_delay_s: float = 1.0
@@ -44,6 +46,8 @@ class IslandsConfig:
             raise ValueError(f"islands.count is {self.count}; use 1 to {ISLANDS_MAX}")
         if not 0 <= self.devices <= 64:
             raise ValueError(f"islands.devices is {self.devices}; use 1 to 64 emulated devices, or 0 for real ones")
+        if self.batch_size < 0:
+            raise ValueError(f"islands.batch_size is {self.batch_size}; use at least 1, or 0 for an equal share")
         if self.restarts_max < 0 or self.restart_delay_s < 0:
             raise ValueError(f"islands.restarts_max {self.restarts_max} and restart_delay_s must be at least 0")
 
@@ -54,13 +58,40 @@ class IslandsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SyncerConfig:
+    """The syncer's process in a local run."""
+
+    restarts_max: int = 20
+    """How often a local run starts a dead syncer again before it ends. Learners train on while it is away."""
+    restart_delay_s: float = 0.2
+    """Seconds between its death and its next start."""
+
+    def __post_init__(self) -> None:
+        if self.restarts_max < 0 or self.restart_delay_s < 0:
+            raise ValueError(f"syncer.restarts_max {self.restarts_max} and restart_delay_s must be at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointsConfig:
+    """Snapshots of the run on disk; how often they are taken is protocol.snapshot_every."""
+
+    keep: int = 3
+    """Snapshots of the whole run that stay, at least 1. With one, a damaged disk block may be the end of the run."""
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ValueError(f"checkpoints.keep is {self.keep}; it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """How much is trained, in what batches, and how it is watched."""
 
     steps: int = 1000
     """T: global steps of the run; about as many inner steps on every island."""
     batch_size: int = 32
-    """Sequences per global step over all islands together; each island takes an equal share."""
+    """Sequences per global step over all islands together; each takes an equal share, unless islands.batch_size says
+    how many."""
     seq_len: int = 128
     """Tokens per sequence that are predicted."""
     eval_every: int = 0
@@ -120,6 +151,8 @@ class RunConfig:
     """Seed of the initial parameters and of the order of the data."""
     islands: IslandsConfig = field(default_factory=IslandsConfig)
     """The islands."""
+    syncer: SyncerConfig = field(default_factory=SyncerConfig)
+    """The syncer of a local run."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Amount of training."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -144,6 +177,8 @@ class RunConfig:
     """Formats on the wire."""
     transport: TransportConfig = field(default_factory=TransportConfig)
     """Connections."""
+    checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
+    """Snapshots on disk."""
     tensorboard: bool = True
     """Whether to write TensorBoard files beside metrics.jsonl."""
 
@@ -166,10 +201,10 @@ class RunConfig:
             )
         if self.protocol.learners_max < count:
             raise ValueError(f"protocol.learners_max is {self.protocol.learners_max}, islands.count {count}; raise it")
-        if self.algorithm == "decoupled" and self.train.batch_size % count:
+        if self.algorithm == "decoupled" and not self.islands.batch_size and self.train.batch_size % count:
             raise ValueError(
                 f"train.batch_size is {self.train.batch_size}, which {count} islands cannot share equally; use a "
-                "multiple of islands.count"
+                "multiple of islands.count, or set islands.batch_size"
             )
         if self.transport.queue_payloads_max < self.protocol.num_fragments:
             raise ValueError(
@@ -186,7 +221,7 @@ class RunConfig:
         if batch % (data * fsdp):
             raise ValueError(
                 f"an island's batch of {batch} sequences cannot be shared by {data} x {fsdp} devices (data x fsdp); "
-                "change train.batch_size or islands.mesh"
+                "change train.batch_size, islands.batch_size or islands.mesh"
             )
 
     def _check_vocabulary(self) -> None:
@@ -204,7 +239,9 @@ class RunConfig:
     @property
     def island_batch_size(self) -> int:
         """Sequences in one inner step of one process."""
-        return self.train.batch_size // (self.islands.count if self.algorithm == "decoupled" else 1)
+        if self.algorithm == "data_parallel":
+            return self.train.batch_size
+        return self.islands.batch_size or self.train.batch_size // self.islands.count
 
     @property
     def island_step_tokens(self) -> int:

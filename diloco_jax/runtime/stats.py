@@ -7,13 +7,19 @@ Definitions (docs/architecture.md repeats them for users)
   * uptime: share of that time in which at least one learner was inside an inner step.
   * participation: rounds in which a learner was merged, over rounds merged.
   * step_overhead: share of a learner's time between its first and last step that it spent outside inner steps.
+
+After a restart of the syncer all of this goes on from a snapshot and the reports on the tape, exactly. Approximate is
+what nobody saw: a learner's next report tells how many steps it made without a syncer, and they count as long as the
+newest one. A run that went back to a snapshot has lost the steps after it, and the time in which nothing ran.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+from diloco_jax.protocol.health import conditions
 from diloco_jax.protocol.membership import Member
 from diloco_jax.protocol.messages import StepReport
 from diloco_jax.protocol.syncer import Syncer
@@ -36,7 +42,7 @@ class LearnerStats:
         "step_tokens",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, plain: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.incarnation = -1
         self.busy_s = 0.0  # inside inner steps
         self.begin_s = self.end_s = 0.0  # of the current incarnation
@@ -45,6 +51,8 @@ class LearnerStats:
         self.last_round = 0
         self.last_step = 0  # of the current incarnation
         self.step_tokens = 0
+        for name, value in plain.items():
+            setattr(self, name, value)
 
     @property
     def total_span_s(self) -> float:
@@ -69,8 +77,11 @@ class RunStats:
         self._covered_s = 0.0  # union of all inner steps
         self._covered_until_s = 0.0
 
-    def on_report(self, report: StepReport, now_s: float) -> None:
-        """Count a report that the syncer is about to get."""
+    def on_report(self, report: StepReport, now_s: float) -> bool:
+        """Count a report that the syncer is about to get, if it is of a newer step of a member; whether it is."""
+        member = self._syncer.membership.get(report.learner_id, report.incarnation)
+        if member is None or report.local_step <= member.local_step:
+            return False
         stats = self._learners.setdefault(report.learner_id, LearnerStats())
         busy_s = report.step_s
         if report.incarnation != stats.incarnation:
@@ -90,11 +101,26 @@ class RunStats:
         stats.rate = sample if stats.rate is None else 0.9 * stats.rate + 0.1 * sample
         self._covered_s += max(0.0, now_s - max(began_s, self._covered_until_s))
         self._covered_until_s = max(self._covered_until_s, now_s)
+        return True
 
     def on_merged(self, members: tuple[str, ...], global_step: int) -> None:
         """Remember who was merged last and when."""
         for name in members:
             self._learners.setdefault(name, LearnerStats()).last_round = global_step
+
+    def state(self) -> dict[str, Any]:
+        """What is counted here and not by the machine, as plain values; `restore` takes them back."""
+        learners = {
+            name: {slot: getattr(stats, slot) for slot in LearnerStats.__slots__}
+            for name, stats in self._learners.items()
+        }
+        return {"learners": learners, "began_s": self._began_s, "covered_s": [self._covered_s, self._covered_until_s]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        self._learners = {name: LearnerStats(plain) for name, plain in state["learners"].items()}
+        self._began_s = state["began_s"]
+        self._covered_s, self._covered_until_s = state["covered_s"]
 
     @property
     def tokens(self) -> int:
@@ -112,14 +138,18 @@ class RunStats:
     def status(self, now_s: float) -> list[dict[str, Any]]:
         """One entry per known learner, for people and dashboards."""
         rows = []
+        told = {condition.learner_id: condition for condition in conditions(self._syncer, now_s)}
         for member in self._members():
+            condition = told[member.learner_id]
             stats = self._learners.get(member.learner_id) or LearnerStats()
             running = member.state in ("active", "silent")
             rows.append(
                 {
                     "learner": member.learner_id,
                     "state": member.state,
-                    "since_s": round(now_s - member.since_s, 1),
+                    "condition": condition.condition,
+                    "since_s": round(max(0.0, now_s - condition.since_s), 1),
+                    "reason": condition.reason,
                     "local_step": member.total_steps,
                     "tokens": member.total_tokens,
                     "tokens_per_s": round(stats.rate or 0.0, 1) if running else 0.0,

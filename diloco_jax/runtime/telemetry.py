@@ -12,15 +12,24 @@ since the run began, bytes and tokens cumulative:
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from diloco_jax.runtime.files import METRICS_FILE, TENSORBOARD
+from diloco_jax.runtime.line_file import LineFile
 from diloco_jax.runtime.tensorboard import Scalars
+
+FLUSH_EVERY = 500  # lines that wait for the disk at most, while it takes them
+WAITING_MAX = 100_000  # lines that wait while it does not; older ones are lost
+
+log = logging.getLogger(__name__)
 
 
 def finite(value: Any) -> Any:
@@ -70,24 +79,8 @@ def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def open_for_append(path: Path) -> IO[str]:
-    """Open a JSON-lines file at its end, after cutting off the torn last line that a killed writer left."""
-    with open(path, "a+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        keep, block = end, 1 << 16
-        while keep > 0:
-            start = max(0, keep - block)
-            file.seek(start)
-            last = file.read(keep - start).rfind(b"\n")
-            keep = start + last + 1 if last >= 0 else start
-            if last >= 0:
-                break
-        file.truncate(keep)
-    return open(path, "a", encoding="utf-8", buffering=1 << 16)
-
-
 class Telemetry:
-    """Writes a run's records. Used by one thread.
+    """Writes a run's records. Used by one thread. A disk that takes nothing costs records at worst, never the run.
 
     Args:
         run_dir: the run's folder, made when missing. Records are appended to what an earlier process wrote.
@@ -98,7 +91,10 @@ class Telemetry:
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._scalars = Scalars(folder / TENSORBOARD) if tensorboard else None
-        self._file = open_for_append(folder / METRICS_FILE)
+        self._file = LineFile(folder / METRICS_FILE)
+        self._waiting: deque[str] = deque(maxlen=WAITING_MAX)
+        self._failing = False
+        self._closed = False
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record of plain Python values; it reaches the disk with the next `flush`."""
@@ -106,19 +102,45 @@ class Telemetry:
             line = json.dumps(record, allow_nan=False, separators=(",", ":"))
         except ValueError:  # rare, so the common case pays no walk through the record
             line = json.dumps(finite(record), allow_nan=False, separators=(",", ":"))
-        self._file.write(line + "\n")
+        self._waiting.append(line)
+        if len(self._waiting) % FLUSH_EVERY == 0:
+            self._flush_lines()
         if self._scalars is not None:
-            self._scalars.write(record)
+            with self._tolerated():
+                self._scalars.write(record)
 
     def flush(self) -> None:
         """Hand everything written so far to the operating system; to be called about once a second."""
-        self._file.flush()
+        self._flush_lines()
         if self._scalars is not None:
-            self._scalars.flush()
+            with self._tolerated():
+                self._scalars.flush()
+
+    def _flush_lines(self) -> None:
+        with self._tolerated():
+            if self._waiting:
+                self._file.append("".join(f"{line}\n" for line in self._waiting).encode())
+                self._waiting.clear()
+            self._failing = False
+
+    @contextlib.contextmanager
+    def _tolerated(self) -> Iterator[None]:
+        """Telemetry that the disk refuses waits for the next flush."""
+        try:
+            yield
+        except OSError as error:
+            if not self._failing:
+                log.warning(f"metrics cannot be written ({error}); the newest {WAITING_MAX} records wait")
+            self._failing = True
 
     def close(self) -> None:
         """Flush and close. Calling it again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self.flush()
         self._file.close()
         if self._scalars is not None:
-            self._scalars.close()
+            with self._tolerated():
+                self._scalars.close()
             self._scalars = None

@@ -16,7 +16,7 @@ from diloco_jax.runtime.report import write_report
 from diloco_jax.runtime.settings import RunConfig
 
 
-def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool) -> dict[str, Any]:
+def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, resume: bool = False) -> dict[str, Any]:
     """Run syncer and islands to the end, then write the report.
 
     Args:
@@ -24,6 +24,7 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool) 
         run_dir: its folder.
         live: show progress on the terminal.
         quiet: keep standard output free for the caller.
+        resume: the folder is of a run that ended early; go on from its newest snapshot.
 
     Returns:
         The summary; empty when the run failed, after a message that says why.
@@ -34,8 +35,9 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool) 
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    run = LocalRun(config, run_dir, say, stop)
+    run = LocalRun(config, run_dir, say, stop, resume=resume)
     say(f"run folder {run_dir}, logs in {run_dir / LOGS}")
+    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier stop
     try:
         if live:
             with LiveView(run_dir / STATUS_FILE, console):

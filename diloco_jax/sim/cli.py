@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim.bench import measure
@@ -18,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m diloco_jax.sim", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="random settings and faults are drawn from it")
     parser.add_argument("--count", type=int, default=1, help="so many seeds from --seed on, one line each")
+    parser.add_argument("--tapes", type=Path, metavar="DIR", help="write the run's tapes there, for `diloco replay`")
     parser.add_argument("--quiet", action="store_true", help="print the verdict only")
     parser.add_argument("--bench", action="store_true", help="measure events per second without faults and checkers")
     parser.add_argument("--learners", type=int, default=8, help="for --bench")
@@ -27,13 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _bench(options.learners, options.steps)
     if options.count > 1:
         return _sweep(range(options.seed, options.seed + options.count))
-    return _show(options.seed, quiet=options.quiet)
+    try:
+        return _show(options.seed, quiet=options.quiet, tapes=options.tapes)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
 
 
-def _show(seed: int, *, quiet: bool) -> int:
+def _show(seed: int, *, quiet: bool, tapes: Path | None) -> int:
     scenario = random_scenario(seed)
     timeline = Timeline()
-    verdict = judge(scenario, timeline=timeline)
+    verdict = judge(scenario, timeline=timeline, tapes=tapes)
     if not quiet:
         print(scenario.config)
         print(scenario.network)

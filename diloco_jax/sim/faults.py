@@ -7,69 +7,104 @@ from random import Random
 from typing import NamedTuple
 
 NEVER_S = float("inf")
-KINDS = ("crash", "disconnect", "pause", "slow", "partition", "leave", "join")
+WEIGHTS = {  # what random_faults draws, and how often; other kinds happen when a scenario says so
+    "crash": 3,
+    "disconnect": 3,
+    "pause": 2,
+    "slow": 2,
+    "partition": 3,
+    "corrupt": 2,
+    "poison": 3,
+    "donor_crash": 4,
+    "syncer_crash": 4,
+    "rewind": 2,
+}
+KINDS = tuple(WEIGHTS)
+ARMED_S = 5.0  # how long a donor_crash waits for a donor, and a rewind for a snapshot
+ARMED = ("donor_crash", "rewind")
 
 
 class Fault(NamedTuple):
-    """One fault of one learner, or of several at once.
+    """One fault of one learner, or of several at once, or of the syncer.
 
-    crash: the process is gone; after `duration_s` a new incarnation starts, which holds nothing.
+    crash: the process is gone; after `duration_s` a new incarnation starts, which has what is on its disk.
     disconnect: the link breaks; the same incarnation dials again after `duration_s`.
     pause: the process stands still, its connection does not break (SIGSTOP, a stuck disk).
     slow: steps take `factor` times as long.
     partition: nothing gets through, and nobody is told.
+    corrupt: payloads arrive garbled now and then.
+    poison: the learner's values cannot be used (NaN, infinite, wildly large).
+    donor_crash: the crash of whoever gives its state to another learner, as soon as somebody does.
+    syncer_crash: the syncer's process is gone, maybe in the middle of an input; after `duration_s` another one starts.
+    rewind: as soon as there is a snapshot, every process is gone, but those of `learners`, whom nobody finds; after
+        `duration_s` the run goes on from the newest snapshot.
     leave: a polite goodbye, for good.
+    drain: the syncer is told to ask for one.
     join: the learner starts only now.
     """
 
     at_s: float
     kind: str
-    learners: tuple[str, ...]
+    learners: tuple[str, ...] = ()
     duration_s: float = NEVER_S
     factor: float = 1.0
     notice_s: float = NEVER_S  # crash, disconnect: how much later the syncer's transport finds out
+    breaks_snapshot: bool = False  # syncer_crash, rewind: the newest snapshot turns out to be damaged
 
     @property
     def over_s(self) -> float:
         """When it is healed, as far as it ever is."""
-        return self.at_s if self.duration_s == NEVER_S else self.at_s + self.duration_s
+        if self.duration_s == NEVER_S:
+            return self.at_s
+        return self.at_s + self.duration_s + (ARMED_S if self.kind in ARMED else 0.0)
 
     def __str__(self) -> str:
-        text = f"{self.kind} of {', '.join(self.learners)}"
+        text = f"{self.kind} of {', '.join(self.learners)}" if self.learners else self.kind
         if self.duration_s < NEVER_S:
             text += f" for {self.duration_s:.2f} s"
         if self.factor != 1.0:
             text += f", {self.factor:.1f} times slower"
-        if self.kind in ("crash", "disconnect"):
+        if self.kind in ("crash", "disconnect", "donor_crash"):
             text += f", noticed after {self.notice_s:.2f} s" if self.notice_s < NEVER_S else ", unnoticed"
-        return text
+        return text + (", the newest snapshot is damaged" if self.breaks_snapshot else "")
 
 
-def random_faults(random: Random, learners: Sequence[str], count: int, until_s: float) -> tuple[Fault, ...]:
-    """Draw faults that have all healed at `until_s`, sorted by time. Kinds are `crash` to `partition`.
+def random_faults(
+    random: Random, learners: Sequence[str], count: int, until_s: float, kinds: Sequence[str] = KINDS
+) -> tuple[Fault, ...]:
+    """Draw faults that have all healed at `until_s`, sorted by time.
 
     Args:
         random: source of randomness.
         learners: whom they may hit.
         count: how many.
         until_s: end of the last one.
+        kinds: which of KINDS may be drawn.
     """
-    faults = []
-    for _ in range(count):
-        kind = random.choice(KINDS[: KINDS.index("leave")])
-        at_s = random.uniform(0.0, 0.8 * until_s)
-        # mostly short ones that hide within a round, some that outlast lease and pull timeout
-        duration_s = min(random.choice((0.05, 0.5, 3.0, 40.0)) * random.uniform(0.2, 1.0), until_s - at_s)
-        hit = 1 if kind != "partition" else random.randint(1, len(learners))
-        notice_s = random.choice((0.02, 0.02, 1.0, NEVER_S))
-        faults.append(
-            Fault(
-                at_s,
-                kind,
-                tuple(sorted(random.sample(list(learners), hit))),
-                duration_s,
-                random.choice((2.0, 5.0, 20.0)) if kind == "slow" else 1.0,
-                notice_s if kind in ("crash", "disconnect") else NEVER_S,
-            )
-        )
-    return tuple(sorted(faults))
+    drawn = random.choices(kinds, [WEIGHTS[kind] for kind in kinds], k=count)
+    return tuple(sorted(_draw(random, kind, learners, until_s) for kind in drawn))
+
+
+def _draw(random: Random, kind: str, learners: Sequence[str], until_s: float) -> Fault:
+    at_s = random.uniform(0.0, 0.8 * until_s)
+    # mostly short ones that hide within a round, some that outlast lease and pull timeout
+    left_s = max(0.0, until_s - at_s - (ARMED_S if kind in ARMED else 0.0))
+    longest_s = (3.0, 40.0) if kind in ("corrupt", "poison") else (0.05, 0.5, 3.0, 40.0)
+    duration_s = min(random.choice(longest_s) * random.uniform(0.2, 1.0), left_s)
+    hit: Sequence[str]
+    if kind in ("donor_crash", "syncer_crash"):
+        hit = ()
+    elif kind == "rewind":
+        hit = random.sample(list(learners), random.randint(0, len(learners) // 2)) if random.random() < 0.3 else ()
+    else:
+        hit = random.sample(list(learners), random.randint(1, len(learners)) if kind == "partition" else 1)
+    breaks = kind in ("crash", "disconnect", "donor_crash")
+    return Fault(
+        at_s,
+        kind,
+        tuple(sorted(hit)),
+        duration_s,
+        random.choice((2.0, 5.0, 20.0)) if kind == "slow" else 1.0,
+        random.choice((0.02, 0.02, 1.0, NEVER_S)) if breaks else NEVER_S,
+        kind in ("syncer_crash", "rewind") and random.random() < 0.3,
+    )

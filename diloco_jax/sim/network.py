@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Message
+from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, Message, StatePart
 from diloco_jax.sim.engine import Engine
 
 
@@ -49,6 +49,15 @@ class NetworkOptions:
 
 
 Deliver = Callable[["tuple[Link, Any]"], None]
+BULK = (FragmentValue, GlobalFragment, AnchorValue, StatePart)  # those with a payload, on a lane of their own
+DIGESTED = (GlobalFragment, AnchorValue, StatePart)  # those that name the digest of their payload
+GARBLED = 0.5  # share of these that arrive garbled while a link corrupts
+
+
+class Garbled(NamedTuple):
+    """A message whose payload is not what its digest says."""
+
+    message: Message
 
 
 class Pipe:
@@ -65,14 +74,32 @@ class Pipe:
 
 
 class Link:
-    """One connection. `owner` is whatever the cluster wants to recognise at arrival."""
+    """One connection.
 
-    __slots__ = ("alive", "down", "incarnation", "learner_id", "owner", "up")
+    Args:
+        learner_id: whose it is.
+        incarnation: likewise.
+        owner: whatever the cluster wants to recognise at arrival.
+        up: what the syncer's process does with a message that arrives.
+        down: what the learner's process does with one.
+        lost: what the syncer's process does when it finds out that the link is gone.
+    """
 
-    def __init__(self, learner_id: str, incarnation: int, owner: object, up: Deliver, down: Deliver) -> None:
+    __slots__ = ("alive", "down", "incarnation", "learner_id", "lost", "owner", "up")
+
+    def __init__(
+        self,
+        learner_id: str,
+        incarnation: int,
+        owner: object,
+        up: Deliver,
+        down: Deliver,
+        lost: Callable[[Link], None] | None = None,
+    ) -> None:
         self.learner_id = learner_id
         self.incarnation = incarnation
         self.owner = owner
+        self.lost = lost
         self.alive = True
         self.up = Pipe(self, up)
         self.down = Pipe(self, down)
@@ -87,7 +114,7 @@ class Network:
         faultless: no link will break and nobody be partitioned, so arrivals need no second look.
     """
 
-    __slots__ = ("_clean", "_delay_s", "_engine", "_options", "_partitions", "lost")
+    __slots__ = ("_clean", "_corrupting", "_delay_s", "_engine", "_options", "_partitions", "lost")
 
     def __init__(self, engine: Engine, options: NetworkOptions, *, faultless: bool) -> None:
         self.lost = 0
@@ -95,19 +122,26 @@ class Network:
         self._options = options
         self._delay_s = options.delay_s
         self._partitions: dict[str, int] = {}
+        self._corrupting: dict[str, int] = {}
         self._clean = faultless and not (
             options.loss or options.duplication or options.reorder or options.jitter_s or options.bandwidth_bytes_per_s
         )
 
     def partition(self, learner_id: str) -> None:
         """From now on nothing gets through, and nobody is told."""
-        self._partitions[learner_id] = self._partitions.get(learner_id, 0) + 1
+        _enter(self._partitions, learner_id)
 
     def heal(self, learner_id: str) -> None:
         """Take back one `partition`."""
-        self._partitions[learner_id] -= 1
-        if not self._partitions[learner_id]:
-            del self._partitions[learner_id]
+        _leave(self._partitions, learner_id)
+
+    def corrupt(self, learner_id: str) -> None:
+        """From now on payloads to and from this learner are garbled now and then."""
+        _enter(self._corrupting, learner_id)
+
+    def cure(self, learner_id: str) -> None:
+        """Take back one `corrupt`."""
+        _leave(self._corrupting, learner_id)
 
     def send(self, pipe: Pipe, message: Message) -> None:
         """Put a message on its way."""
@@ -124,6 +158,9 @@ class Network:
             self.lost += 1
             return
         arrival_s = self._arrival_s(pipe, message)
+        if link.learner_id in self._corrupting and isinstance(message, DIGESTED) and random() < GARBLED:
+            engine.at(arrival_s, self._arrive, (pipe, Garbled(message)))
+            return
         if troubled and random() < options.reorder:
             arrival_s += options.reorder_s * random()
         engine.at(arrival_s, self._arrive, (pipe, message))
@@ -134,7 +171,7 @@ class Network:
         """When a message arrives that keeps the order of its lane."""
         options, now_s = self._options, self._engine.now_s
         way_s = options.delay_s + options.jitter_s * self._engine.random.random()
-        if not isinstance(message, FragmentValue | GlobalFragment):
+        if not isinstance(message, BULK):
             pipe.control_s = max(pipe.control_s, now_s + way_s)
             return pipe.control_s
         transfer_s = 0.0
@@ -144,7 +181,7 @@ class Network:
         pipe.payload_s = max(pipe.payload_s, pipe.sent_s + way_s)
         return pipe.payload_s
 
-    def _arrive(self, item: tuple[Pipe, Message]) -> None:
+    def _arrive(self, item: tuple[Pipe, Message | Garbled]) -> None:
         pipe, message = item
         link = pipe.link
         cut = not link.alive and self._engine.random.random() >= self._options.late
@@ -152,3 +189,13 @@ class Network:
             self.lost += 1
             return
         pipe.deliver((link, message))
+
+
+def _enter(counts: dict[str, int], learner_id: str) -> None:
+    counts[learner_id] = counts.get(learner_id, 0) + 1
+
+
+def _leave(counts: dict[str, int], learner_id: str) -> None:
+    counts[learner_id] -= 1
+    if not counts[learner_id]:
+        del counts[learner_id]

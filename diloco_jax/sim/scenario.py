@@ -25,19 +25,31 @@ class Scenario:
     network: NetworkOptions = field(default_factory=NetworkOptions)
     """What messages suffer."""
     faults: tuple[Fault, ...] = ()
-    """What happens to learners, sorted by time."""
+    """What happens to learners and to the syncer, sorted by time."""
     step_s: float = 1.0
     """Seconds per inner step of the fastest learner."""
     speed_spread: float = 0.1
     """The slowest learner's steps take up to this share longer, all the time."""
     step_noise: float = 0.05
     """Every step takes up to this share longer, drawn anew."""
-    step_tokens: int = 1024
-    """Tokens per inner step."""
+    step_samples: tuple[int, int] = (1, 1)
+    """Fewest and most samples in an inner step; each learner has a number of its own."""
+    sample_tokens: int = 1024
+    """Tokens in one sample."""
+    reads_ahead: bool = True
+    """Whether a learner draws the next batch while a step runs."""
     merge_s: float = 0.05
     """A merge takes 0.5 to 1.5 times this, in seconds: so merges of different rounds may end out of turn."""
     payload_bytes: int = 0
-    """Size of one encoded fragment."""
+    """Size of one encoded fragment, and of one part of a state."""
+    state_parts: int = 3
+    """Parts of a learner's whole state."""
+    load_s: float = 0.0
+    """Seconds in which a learner takes a whole state over."""
+    save_s: float = 0.2
+    """Saving takes 0.5 to 1.5 times this, in seconds; what is not finished when its process dies is lost."""
+    bad_states: float = 0.0
+    """Probability that a whole state turns out to be of no use."""
     seed: int = 0
     """Of everything that is drawn during the run."""
 
@@ -70,13 +82,41 @@ def random_scenario(seed: int) -> Scenario:
     joining = names[learners - random.randint(0, max(0, learners - 1)) // 2 :]  # fewer than half come late
     stayers = [name for name in names if name not in joining]
     leaving = stayers[1:][: random.choice((0, 0, 1, 2))]  # the first one always stays
+    config = _random_config(random, learners - len(leaving))
+    until_s = random.choice((10.0, 30.0, 60.0))
+    faults = list(random_faults(random, names, random.choice((0, 1, 2, 4, 8, 12)), until_s))
+    faults += [Fault(random.uniform(0.0, until_s), random.choice(("leave", "drain")), (name,)) for name in leaving]
+    faults += [Fault(random.uniform(0.5, until_s), "join", (name,)) for name in joining]
+    most_samples = random.choice((1, 1, 4, 8))
+    return Scenario(
+        config=config,
+        learners=learners,
+        total_steps=random.choice((20, 50, 80)) + 2 * config.sync_every,
+        network=_random_network(random, until_s),
+        faults=tuple(sorted(faults)),
+        step_s=random.choice((0.5, 1.0, 2.0)),
+        speed_spread=random.choice((0.0, 0.1, 1.0, 3.0)),
+        step_noise=random.choice((0.0, 0.05, 0.5)),
+        step_samples=(random.choice((1, most_samples)), most_samples),
+        reads_ahead=random.random() < 0.7,
+        merge_s=random.choice((0.0, 0.05, 0.8)),
+        payload_bytes=random.choice((0, 1_000_000)),  # 0.1 s on the slowest link: pulls do not time out by themselves
+        state_parts=random.randint(1, 6),
+        load_s=random.choice((0.0, 0.1, 2.0)),
+        save_s=random.choice((0.0, 0.2, 3.0)),
+        bad_states=random.choice((0.0, 0.0, 0.3)),
+        seed=seed,
+    )
+
+
+def _random_config(random: Random, stayers: int) -> ProtocolConfig:
     sync_every = random.choice((1, 2, 3, 4, 6, 8, 12, 24))
     lease_s = random.choice((4.0, 8.0, 15.0))
-    config = ProtocolConfig(
+    return ProtocolConfig(
         sync_every=sync_every,
         num_fragments=random.randint(1, sync_every),
         overlap_steps=random.choice((0, 0, 1, 2, 2, 2, 3, 5)),
-        quorum=random.randint(1, learners - len(leaving)) if random.random() < 0.6 else 1,
+        quorum=random.randint(1, stayers) if random.random() < 0.6 else 1,
         grace_steps_max=random.choice((0.0, 0.5, 1.0, 1.0, 2.0)),
         ema_decay=random.choice((0.0, 0.5, 0.9)),
         lease_s=lease_s,
@@ -84,13 +124,20 @@ def random_scenario(seed: int) -> Scenario:
         resend_s=random.choice((0.3, 1.0, 2.0)),
         pull_timeout_s=random.choice((3.0, 10.0, 30.0)),
         anchor_history=random.choice((1, 2, 2, 4)),
+        lease_ahead_steps=random.choice((2, 4, 8, 64)),
+        release_s=random.choice((1.0, 5.0, 60.0)),
+        snapshot_every=random.choice((0, 3, 5, 10, 10, 20)),
+        restore_s=random.choice((2.0, 5.0, 15.0)),
+        recover_from_peers=random.random() < 0.85,
+        recovery_attempts=random.choice((1, 2, 3)),
+        strikes_max=random.choice((1, 2, 3)),
+        unmerged_rounds_max=random.choice((5, 96)),
     )
-    until_s = random.choice((10.0, 30.0, 60.0))
-    faults = list(random_faults(random, names, random.choice((0, 1, 2, 4, 8, 12)), until_s))
-    faults += [Fault(random.uniform(0.0, until_s), "leave", (name,)) for name in leaving]
-    faults += [Fault(random.uniform(0.5, until_s), "join", (name,)) for name in joining]
+
+
+def _random_network(random: Random, until_s: float) -> NetworkOptions:
     lossy = random.random() < 0.6
-    network = NetworkOptions(
+    return NetworkOptions(
         delay_s=random.choice((0.001, 0.01, 0.1, 0.6)),
         jitter_s=random.choice((0.0, 0.01, 0.3)),
         bandwidth_bytes_per_s=random.choice((0.0, 1e7, 1e9)),
@@ -100,17 +147,4 @@ def random_scenario(seed: int) -> Scenario:
         reorder_s=random.choice((0.05, 0.5, 5.0)),
         late=random.choice((0.0, 0.5)),
         heals_s=random.choice((0.0, until_s)) if lossy else 0.0,
-    )
-    return Scenario(
-        config=config,
-        learners=learners,
-        total_steps=random.choice((20, 50, 80)) + 2 * sync_every,
-        network=network,
-        faults=tuple(sorted(faults)),
-        step_s=random.choice((0.5, 1.0, 2.0)),
-        speed_spread=random.choice((0.0, 0.1, 1.0, 3.0)),
-        step_noise=random.choice((0.0, 0.05, 0.5)),
-        merge_s=random.choice((0.0, 0.05, 0.8)),
-        payload_bytes=random.choice((0, 1_000_000)),  # 0.1 s on the slowest link: pulls do not time out by themselves
-        seed=seed,
     )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note
 from diloco_jax.protocol.learner import Learner
-from diloco_jax.protocol.messages import Discard, Drop, Effect, Finish, Merge, Note
 from diloco_jax.protocol.syncer import Syncer
-from diloco_jax.sim.checkers import CHECKERS, Checker
-from diloco_jax.sim.cluster import Cluster, MakeLearner, MakeSyncer
+from diloco_jax.sim.checker import Checker
+from diloco_jax.sim.checkers import CHECKERS
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.faults import Fault
 from diloco_jax.sim.node import Observer
 from diloco_jax.sim.scenario import Scenario
+from diloco_jax.sim.tapes import LearnerTapes
+from diloco_jax.sim.world import MakeLearner, MakeSyncer
 
 UNTIL_S = 10_000.0  # of virtual time; far beyond the end of any healthy run
 
@@ -88,17 +92,35 @@ def judge(
     *,
     checkers: Sequence[type[Checker]] = CHECKERS,
     timeline: Timeline | None = None,
+    tapes: Path | None = None,
     make_learner: MakeLearner = Learner,
     make_syncer: MakeSyncer = Syncer,
 ) -> Verdict:
-    """Simulate a scenario to its end, or to the first broken rule or failed assertion of a machine."""
+    """Simulate a scenario to its end, or to the first broken rule or whatever else a machine raises.
+
+    Args:
+        scenario: what to simulate.
+        checkers: the rules.
+        timeline: gets the story.
+        tapes: folder for the run's tapes.
+        make_learner: builds a learner.
+        make_syncer: builds the syncer.
+
+    Raises:
+        ValueError: `tapes` holds some already.
+        OSError: `tapes` cannot be written.
+    """
     cluster = Cluster(scenario, make_learner=make_learner, make_syncer=make_syncer)
-    cluster.watch(*([timeline] if timeline else []), *(checker(cluster) for checker in checkers))
+    recorder = LearnerTapes(cluster) if tapes is not None else None
+    watchers: list[Observer | None] = [timeline, recorder, *(checker(cluster) for checker in checkers)]
+    cluster.watch(*(watcher for watcher in watchers if watcher is not None))
     problem = ""
     try:
         cluster.run(UNTIL_S)
-    except AssertionError as error:
+    except Exception as error:  # an assertion of a machine, or anything that it raises where it must not
         problem = f"{type(error).__name__}: {error}"
+    if recorder is not None and tapes is not None:
+        recorder.save(tapes)
     syncer = cluster.syncer
     return Verdict(
         scenario,

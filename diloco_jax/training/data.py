@@ -1,10 +1,11 @@
 """Text as windows of token ids, in one global order that every learner can compute.
 
-    corpus -> [train | held out] -> windows -> global order (shuffled anew each epoch) -> virtual shards -> batches
+    corpus -> [train | held out] -> windows -> global order (shuffled anew each epoch) -> batches
 
-Position p of the global order belongs to virtual shard p mod V. A learner reads the shards it was given, round robin;
-no two learners share a shard, and all shards together cover every window once per epoch. The whole state of an
-iterator is one integer. The held-out part is the tail of the corpus; no training window touches it.
+The global order has positions 0, 1, 2, ... without end. A learner reads the ranges of positions that the syncer leased
+to it (`SampleOrder`). Without a syncer, position p belongs to virtual shard p mod V, and an iterator reads the shards
+it was given, round robin; its whole state is one integer. The held-out part is the tail of the corpus; no training
+window touches it.
 """
 
 from __future__ import annotations
@@ -165,6 +166,35 @@ def _stack(windows: Sequence[Int32[np.ndarray, " t"]], vocab_size: int) -> Int32
     return batch
 
 
+class SampleOrder:
+    """The global order of the training windows: the same for everybody who gives the same corpus and seed.
+
+    Args:
+      source: the corpus.
+      seed: of the order; every epoch has an order of its own.
+    """
+
+    def __init__(self, source: Source, seed: int) -> None:
+        self._source = source
+        # Random access without a permutation in memory; `repeat` reshuffles every epoch.
+        self._order = grain.MapDataset.range(len(source.train)).shuffle(seed=seed).repeat()
+
+    def window_id(self, position: int) -> int:
+        """Which window of `source.train` has this position."""
+        return int(self._order[position])
+
+    def batch(self, ranges: Sequence[tuple[int, int]]) -> Int32[np.ndarray, "b t"]:
+        """The windows of positions [start, stop) of every range, in their order: int32 [n, seq_len + 1].
+
+        Raises:
+          ValueError: there is no position, or the data has a token id that it should not have.
+        """
+        positions = [position for start, stop in ranges for position in range(start, stop)]
+        if not positions or min(positions) < 0:
+            raise ValueError(f"ranges {tuple(ranges)} hold no positions from 0 on; give [start, stop) pairs")
+        return _stack([self._source.train[self.window_id(p)] for p in positions], self._source.vocab_size)
+
+
 class TrainIterator(Iterator[Int32[np.ndarray, "b t"]]):
     """Endless batches of one learner's virtual shards; exact to resume from `get_state`."""
 
@@ -182,8 +212,7 @@ class TrainIterator(Iterator[Int32[np.ndarray, "b t"]]):
                 "more text, or shorter sequences"
             )
         self._source, self._shard_ids, self._num_shards, self._batch_size = source, ids, num_shards, batch_size
-        # Random access without a permutation in memory; `repeat` reshuffles every epoch.
-        self._order = grain.MapDataset.range(len(source.train)).shuffle(seed=seed).repeat()
+        self._order = SampleOrder(source, seed)
         self._next = 0
 
     def position(self, index: int) -> int:
@@ -193,7 +222,7 @@ class TrainIterator(Iterator[Int32[np.ndarray, "b t"]]):
 
     def window_ids(self, start: int, count: int) -> list[int]:
         """Which windows of `source.train` this learner reads as its `start`-th and following."""
-        return [int(self._order[self.position(i)]) for i in range(start, start + count)]
+        return [self._order.window_id(self.position(i)) for i in range(start, start + count)]
 
     def __next__(self) -> Int32[np.ndarray, "b t"]:
         windows = [self._source.train[w] for w in self.window_ids(self._next, self._batch_size)]

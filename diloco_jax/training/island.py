@@ -5,10 +5,11 @@
     island.wait(handle)                                               {"loss": ..., "grad_norm": ...}
     staged.value()                                                    in any thread: host arrays
     island.adopt(fragment, values)                                    between two steps
+    island.stage_state(), island.load_state(state)                    the same for everything, optimizer included
 
-Call everything but `StagedFragment.value` from one thread. Parameters live as a flat dict {path: array}, which costs a
-tenth of the host time per step that a module tree does. Every program runs under a transfer guard: nothing crosses
-between host and device but by the functions above.
+Call everything but `warm_up` and the methods of what was staged from one thread. Parameters live as a flat dict
+{path: array}, which costs a tenth of the host time per step that a module tree does. Every program runs under a
+transfer guard: nothing crosses between host and device but by the functions above.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Shaped
 
-from diloco_jax.core.fragments import Fragment, Slice
+from diloco_jax.core.codec import Bytes
+from diloco_jax.core.fragments import Fragment, Slice, take
 from diloco_jax.training.models.protocol import (
     Batch,
     GraphDef,
@@ -42,13 +43,18 @@ from diloco_jax.training.staging import (
     AdoptProgram,
     HostValues,
     StagedFragment,
+    StagedState,
     make_adopt,
+    put_leaves,
     put_values,
     stage_fragment,
+    stage_leaves,
 )
+from diloco_jax.training.state_bytes import StateLayout
 from diloco_jax.training.train_step import TrainState, make_train_step, model_loss
 
 T = TypeVar("T")
+PARAMS, OPTIMIZER = "params/", "optimizer/"  # what the names of a state's leaves begin with
 
 
 class StepHandle(NamedTuple):
@@ -91,7 +97,10 @@ class Island:
             path: self._layout.sharding(self.shapes[path], names) for path, names in self._model.axes.items()
         }
         tx = make_inner(optimizer, self._model.params, stacked=self._model.stacked)
-        state_shardings = self._state_shardings(tx)
+        opt_state = jax.eval_shape(tx.init, self._model.params)
+        self._state_shapes = TrainState(self._model.params, opt_state)  # type: ignore[arg-type]
+        self._state_shardings = state_shardings = self._place(self._state_shapes)
+        self.state_layout = StateLayout(_by_name(self._state_shapes))
 
         def create() -> TrainState:
             params = split_model(load_model(model.module, model.args, seed))[1]
@@ -109,6 +118,7 @@ class Island:
             self._traced(lambda params, batch: model_loss(self._model.graphdef, params, batch)[0]),
             out_shardings=scalar,
         )
+        self._compiled_steps: dict[tuple[int, ...], jax.stages.Compiled] = {}  # by shape of the batch
         self._adopt_programs: dict[tuple[Fragment, AdoptMode], AdoptProgram] = {}
         self._unfinished: StepHandle | None = None
 
@@ -122,7 +132,7 @@ class Island:
 
         return wrapped
 
-    def _state_shardings(self, tx: optax.GradientTransformation) -> Any:
+    def _place(self, state: TrainState) -> Any:
         """Layouts of a TrainState: what the optimizer keeps per parameter lies like it, the rest is replicated."""
 
         def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
@@ -130,8 +140,8 @@ class Island:
             same = bool(names) and self.shapes[names[-1]] == tuple(leaf.shape)
             return self._shardings[names[-1]] if same else self._layout.replicated
 
-        opt_state = jax.eval_shape(tx.init, self._model.params)
-        return TrainState(self._shardings, jax.tree_util.tree_map_with_path(place, opt_state))  # type: ignore[arg-type]
+        opt_state = jax.tree_util.tree_map_with_path(place, state.opt_state)
+        return TrainState(self._shardings, opt_state)  # type: ignore[arg-type]
 
     # ---- training ---------------------------------------------------------------------------------------------
 
@@ -150,9 +160,26 @@ class Island:
                 f"a batch of {tokens.shape[0]} cannot be split over {parts} devices (mesh data x fsdp); "
                 f"make the island's batch size a multiple of {parts}"
             )
-        sharding = self._layout.sharding(tokens.shape, ("batch", None))
         # A copy of our own: on CPU device_put goes on reading NumPy's memory, may_alias=False or not.
-        return {"tokens": jax.device_put(np.array(tokens), sharding)}
+        return {"tokens": jax.device_put(np.array(tokens), self._batch_sharding(tokens.shape))}
+
+    def _batch_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        return self._layout.sharding(shape, ("batch", None))
+
+    def warm_up(self, shape: tuple[int, int]) -> None:
+        """Compile the inner step for batches of this shape, without running it; from any thread, at any time.
+
+        Args:
+          shape: (sequences, length + 1), as `put_batch` gets them.
+        """
+
+        def described(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        state = jax.tree.map(described, self._state_shapes, self._state_shardings)
+        batch = {"tokens": jax.ShapeDtypeStruct(shape, np.int32, sharding=self._batch_sharding(shape))}
+        rate = jax.ShapeDtypeStruct((), np.float32, sharding=self._layout.replicated)
+        self._compiled_steps[shape] = self._step_program.lower(state, batch, rate).compile()
 
     def step(self, batch: Batch, learning_rate: float) -> StepHandle:
         """Dispatch one inner step, which consumes the state in place; returns at once.
@@ -163,8 +190,9 @@ class Island:
         if self._unfinished is not None:
             jax.block_until_ready(self._unfinished)
         rate = jax.device_put(np.float32(learning_rate), self._layout.replicated)
+        program = self._compiled_steps.get(batch["tokens"].shape, self._step_program)
         with jax.transfer_guard("disallow"):
-            self.state, metrics = self._step_program(self.state, batch, rate)
+            self.state, metrics = program(self.state, batch, rate)
         self._unfinished = StepHandle(metrics)
         return self._unfinished
 
@@ -238,6 +266,37 @@ class Island:
             updated = program(touched, new, base, share)
         self.state = self.state._replace(params=self.state.params | updated)
 
+    def stage_state(self) -> StagedState:
+        """Queue a copy of all parameters and of the optimizer's state to host memory; returns at once."""
+        with jax.transfer_guard("disallow"):
+            return stage_leaves(_by_name(self.state), self.state_layout)
+
+    def load_state(
+        self, state: Bytes | Mapping[str, Shaped[np.ndarray, "..."]], fragments: Iterable[Fragment] | None = None
+    ) -> None:
+        """Take over the optimizer's state, and parameters, of an island of the same model on any mesh.
+
+        Args:
+          state: what a `StagedState` gave, as bytes or as {leaf name: array}.
+          fragments: which parameters to take; all if not given.
+
+        Raises:
+          ValueError: names, dtypes, shapes or sizes are not those of this island, which is unchanged then.
+        """
+        if isinstance(state, bytes | bytearray | memoryview):
+            state = self.state_layout.decode(state)
+        self.state_layout.check(state)
+        # The old state goes first: a device need not have room for two. Nothing can be refused from here on.
+        self.state = self.state._replace(opt_state=None)
+        shapes, treedef = jax.tree.flatten(self._state_shapes.opt_state)
+        names = [name for name in _by_name(self._state_shapes) if name.startswith(OPTIMIZER)]
+        assert len(names) == len(shapes)
+        placed = put_leaves([state[n] for n in names], jax.tree.leaves(self._state_shardings.opt_state))
+        self.state = self.state._replace(opt_state=jax.tree.unflatten(treedef, placed))
+        params = {path: state[PARAMS + path] for path in self.shapes}
+        for fragment in [self._whole()] if fragments is None else fragments:
+            self.adopt(fragment, take(params, fragment))
+
     def parameters(self) -> HostValues:
         """Host copies of all parameters {path: float32 array}; blocks until the running step is done."""
         return self.stage(self._whole()).value()
@@ -256,6 +315,14 @@ class Island:
         slices = tuple(Slice(path, -1, 0, shape[0] if shape else 0) for path, shape in self.shapes.items())
         count = sum(math.prod(shape) for shape in self.shapes.values())
         return Fragment(-1, slices, tuple(self.shapes.values()), count)
+
+
+def _by_name(state: TrainState) -> dict[str, Any]:
+    """The leaves of a state by the names under which they leave the island, in the order of the tree."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state.opt_state)
+    named = {OPTIMIZER + jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    assert len(named) == len(leaves), "two leaves of the optimizer's state have one name"
+    return {**{PARAMS + path: value for path, value in state.params.items()}, **named}
 
 
 class _Description(NamedTuple):

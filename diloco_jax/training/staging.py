@@ -1,15 +1,16 @@
-"""The two places where parameters cross the border between device and host: `stage_fragment` out, `make_adopt` in.
+"""Where parameters and optimizer state cross the border between device and host: `stage_...` out, `put_...` in.
 
 Both work shard by shard on the layout that training uses, so that neither ever needs a collective:
   out  each unique shard is cut on its own device and copied to pinned host memory. The copies are queued behind the
        step that is running and before the next one, which donates the parameters; the host waits for neither.
   in   a new value is laid out like the tensor that it goes into and blended elementwise, in place.
-What crosses is the canonical, unsharded float32 content of `Slice`s: (leaf path, index range along one axis).
+What crosses is the canonical, unsharded content: float32 of `Slice`s (leaf path, index range along one axis), or, for
+a whole state, of every leaf in its own dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
@@ -22,6 +23,7 @@ from jaxtyping import Array, Float, Shaped
 
 from diloco_jax.core.fragments import Fragment, Slice
 from diloco_jax.training.models.protocol import Params
+from diloco_jax.training.state_bytes import HostState, StateLayout
 
 AdoptMode = Literal["overwrite", "blend", "rebase"]
 HostValues = dict[str, Float[np.ndarray, "..."]]  # Slice.key -> float32
@@ -31,7 +33,7 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Part of a slice that one shard held: where it goes in the assembled array, and its copy in host memory."""
+    """Part of a slice or leaf that one shard held: where it goes in the assembled array, and its copy on the host."""
 
     key: str
     where: Index
@@ -57,6 +59,55 @@ class StagedFragment:
         return values
 
 
+class StagedState:
+    """An island's whole state on its way to, or in, host memory, as it was after the step before `stage_state`.
+
+    Its methods may be called from any thread, but from one at a time, while the island trains on.
+    """
+
+    def __init__(self, layout: StateLayout, pieces: Sequence[_Piece]) -> None:
+        self.layout = layout
+        self._pieces: dict[str, list[_Piece]] = {}
+        for piece in pieces:
+            self._pieces.setdefault(piece.key, []).append(piece)
+        self._shapes = {leaf.name: leaf.shape for leaf in layout.leaves}
+        self._assembled: tuple[str, Shaped[np.ndarray, "..."]] | None = None  # parts are asked for in their order
+
+    def value(self) -> HostState:
+        """Wait for the copies and return {leaf name: array of its own dtype}, not to be written to."""
+        return {name: self._array(name) for name in self._shapes}
+
+    def part(self, index: int, part_bytes: int) -> list[memoryview]:
+        """Wait for what part `index` needs and return its bytes in pieces; holds one assembled leaf, not the state.
+
+        Args:
+          index: from 0, below `count(part_bytes)`.
+          part_bytes: size of every part but the last, which may be shorter.
+        """
+        assert 0 <= index < self.count(part_bytes), f"part {index} of {self.count(part_bytes)}"
+        start = index * part_bytes
+        return self.layout.slices(start, min(start + part_bytes, self.layout.num_bytes), self._array)
+
+    def count(self, part_bytes: int) -> int:
+        """How many parts of this size the state has."""
+        return -(-self.layout.num_bytes // part_bytes)
+
+    def serialize(self) -> bytes:
+        """Wait for the copies and return the whole state as bytes (state_bytes.py)."""
+        return b"".join(self.layout.slices(0, self.layout.num_bytes, self._array))
+
+    def _array(self, name: str) -> Shaped[np.ndarray, "..."]:
+        pieces, shape = self._pieces[name], self._shapes[name]
+        if len(pieces) == 1:
+            return np.asarray(pieces[0].copy)
+        if self._assembled is None or self._assembled[0] != name:
+            array = np.empty(shape, pieces[0].copy.dtype)
+            for piece in pieces:
+                array[piece.where] = np.asarray(piece.copy)
+            self._assembled = (name, array)
+        return self._assembled[1]
+
+
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _cut(x: Shaped[Array, "..."], axis: int, start: int, stop: int) -> Shaped[Array, "..."]:
     return jax.lax.slice_in_dim(x, start, stop, axis=axis)
@@ -64,6 +115,20 @@ def _cut(x: Shaped[Array, "..."], axis: int, start: int, stop: int) -> Shaped[Ar
 
 def _bounds(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:
     return [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+
+
+def _shards(path: str, array: Shaped[Array, "..."]) -> Iterator[tuple[list[tuple[int, int]], Shaped[Array, "..."]]]:
+    """Bounds and data of each part of an array, once however many devices hold it."""
+    assert array.is_fully_addressable, f"{path} has shards on another host"
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            yield _bounds(shard.index, array.shape), shard.data
+
+
+def _copy_out(plan: list[tuple[str, Index]], sources: list[Shaped[Array, "..."]]) -> tuple[_Piece, ...]:
+    hosts = [SingleDeviceSharding(next(iter(x.devices())), memory_kind="pinned_host") for x in sources]
+    copies = jax.device_put(sources, hosts, may_alias=False)
+    return tuple(_Piece(key, where, copy) for (key, where), copy in zip(plan, copies, strict=True))
 
 
 def stage_fragment(params: Params, fragment: Fragment) -> StagedFragment:
@@ -74,13 +139,7 @@ def stage_fragment(params: Params, fragment: Fragment) -> StagedFragment:
     plan: list[tuple[str, Index]] = []
     sources: list[Shaped[Array, "..."]] = []
     for part in fragment.slices:
-        array = params[part.path]
-        assert array.is_fully_addressable, f"{part.path} has shards on another host"
-        for shard in array.addressable_shards:
-            if shard.replica_id != 0:
-                continue
-            bounds = _bounds(shard.index, array.shape)
-            data = shard.data
+        for bounds, data in _shards(part.path, params[part.path]):
             if part.axis >= 0:
                 low, high = bounds[part.axis]
                 start, stop = max(low, part.start), min(high, part.stop)
@@ -91,12 +150,19 @@ def stage_fragment(params: Params, fragment: Fragment) -> StagedFragment:
                 bounds[part.axis] = (start - part.start, stop - part.start)
             plan.append((part.key, tuple(slice(a, b) for a, b in bounds)))
             sources.append(data)
-    hosts = [SingleDeviceSharding(next(iter(x.devices())), memory_kind="pinned_host") for x in sources]
-    copies = jax.device_put(sources, hosts, may_alias=False)
     shapes = {part.key: shape for part, shape in zip(fragment.slices, fragment.shapes, strict=True)}
-    return StagedFragment(
-        fragment.fragment_id, shapes, tuple(_Piece(k, w, c) for (k, w), c in zip(plan, copies, strict=True))
-    )
+    return StagedFragment(fragment.fragment_id, shapes, _copy_out(plan, sources))
+
+
+def stage_leaves(arrays: Mapping[str, Shaped[Array, "..."]], layout: StateLayout) -> StagedState:
+    """Queue copies of whole arrays to pinned host memory; returns at once. As `stage_fragment` in all else."""
+    plan: list[tuple[str, Index]] = []
+    sources: list[Shaped[Array, "..."]] = []
+    for name, array in arrays.items():
+        for bounds, data in _shards(name, array):
+            plan.append((name, tuple(slice(a, b) for a, b in bounds)))
+            sources.append(data)
+    return StagedState(layout, _copy_out(plan, sources))
 
 
 def _split_dim(part: Slice, sharding: NamedSharding) -> bool:
@@ -185,3 +251,12 @@ def put_values(
     host = [np.array(values[part.key], np.float32) for part in fragment.slices]
     put = jax.device_put(host, [value_sharding(p, shardings[p.path]) for p in fragment.slices])
     return {part.key: array for part, array in zip(fragment.slices, put, strict=True)}
+
+
+def put_leaves(
+    values: Sequence[Shaped[np.ndarray, "..."]], shardings: Sequence[NamedSharding]
+) -> list[Shaped[Array, "..."]]:
+    """Copy whole arrays to the devices, each laid out as its sharding says."""
+    # Copies of our own, for the same reason as above: the next step writes to this memory.
+    placed: list[Shaped[Array, "..."]] = jax.device_put([np.array(value) for value in values], list(shardings))
+    return placed

@@ -6,7 +6,6 @@ The synchronous API is used on purpose: its client is the one that stays stable 
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
@@ -17,7 +16,19 @@ from typing import Any
 import grpc
 
 from diloco_jax.protocol.messages import SYNCER, LearnerMessage
-from diloco_jax.transport import wire
+from diloco_jax.transport.calls import (
+    CONNECT,
+    DRAIN,
+    SERVICE,
+    STATUS,
+    call_metadata,
+    channel_options,
+    header_metadata,
+    open_channel,
+    read_drain_request,
+    read_header,
+    unanswered,
+)
 from diloco_jax.transport.link import (
     LEARNER_TYPES,
     Delivery,
@@ -25,29 +36,22 @@ from diloco_jax.transport.link import (
     Rejected,
     TransportConfig,
     TransportError,
+    check_name,
     payload_parts,
     split_address,
 )
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.security import credentials, is_loopback
-from diloco_jax.transport.sessions import CLOSING, Inbox, Refused, SessionListener
-from diloco_jax.transport.stream import LANES, Lane, StreamSession
+from diloco_jax.transport.security import (
+    Denied,
+    auth_context,
+    credentials,
+    diagnose,
+    syncer_credentials,
+)
+from diloco_jax.transport.sessions import Inbox, Refused, SessionListener
+from diloco_jax.transport.stream import DENIALS, REFUSAL, Lane, StreamSession
 
-_SERVICE, _METHOD, _STATUS = "diloco.v1.Syncer", "Connect", "Status"
-_HEADER_KEY = "diloco-header-bin"
-
-
-def _options(config: TransportConfig) -> list[tuple[str, int]]:
-    """Channel options of both sides. gRPC ignores a name that it does not know, so a typing error here is silent."""
-    return [
-        ("grpc.max_receive_message_length", wire.FRAME_BYTES_MAX),
-        ("grpc.max_send_message_length", wire.FRAME_BYTES_MAX),
-        ("grpc.keepalive_time_ms", round(config.keepalive_s * 1000)),
-        ("grpc.keepalive_timeout_ms", round(config.keepalive_timeout_s * 1000)),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.lookahead_bytes", 16 << 20),  # else one connection needs a gigabyte to fill a 60 ms link
-    ]
+PATIENCE_S = 1.0  # how long a connection may take before we look for what is wrong
 
 
 # ---- learner ----------------------------------------------------------------------------------------------------
@@ -84,48 +88,68 @@ class GrpcLink:
 def connect(config: TransportConfig, *, run_id: str, epoch: int = 0, learner_id: str, incarnation: int) -> GrpcLink:
     """Open a session with the syncer at `config.address`, waiting for it at most `config.connect_timeout_s`.
 
+    Args:
+        config: How; its files are read anew at every call.
+        run_id: Name of the run, the same on both sides.
+        epoch: Newest life of the syncer that we have heard of; a syncer of an earlier one refuses. 0: none.
+        learner_id: Our name. With certificates, that of ours.
+        incarnation: Grows with every start of this learner.
+
     Raises:
-        TransportError: Nobody answered in time, or the syncer refused, with its reason.
-        ValueError: The address is not loopback and plaintext was not allowed.
+        TransportError: Nobody answered in time, or the syncer refused, or one side does not trust the other; why.
+        ValueError: Our name is not allowed, our own certificate, key or token cannot be used, or the address is not
+            loopback and plaintext was not allowed.
     """
-    channel_credentials = credentials(config).channel
+    own = credentials(config, check_name(learner_id))
     number = time.monotonic_ns()  # grows within a process; across processes the incarnation does
     header = pb.Header(run_id=run_id, epoch=epoch, incarnation=incarnation, session=number)
     session = StreamSession(Inbox(), header, learner_id, SYNCER, config)
-    options = [
-        *_options(config),
-        ("grpc.use_local_subchannel_pool", 1),  # else both channels share one TCP connection
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 1000),
-        ("grpc.enable_http_proxy", int(not is_loopback(config.address))),
-    ]
     link = GrpcLink(session, [], [])
+    headers = {lane: header_metadata(lane.ours) for lane in session.lanes.values()}
     for lane in session.lanes.values():
-        channel = grpc.secure_channel(config.address, channel_credentials, options)
+        channel = open_channel(config, own)
         link._channels.append(channel)
-        call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(
-            session.write(lane), metadata=((_HEADER_KEY, _lane_metadata(lane)),), wait_for_ready=True
+        call = channel.stream_stream(f"/{SERVICE}/{CONNECT}")(
+            session.write(lane), metadata=(headers[lane], *own.metadata), wait_for_ready=True
         )
         session.bind(lane, call.cancel)
         link._ended.append(_watch(session, lane, call))
         session.start_reader(lane, call)
-    if session.wait_ready(config.connect_timeout_s):
+    trouble = _await_ready(session, config, learner_id)
+    if trouble is None:
         return link
-    answered, reason = not session.open, session.reason
+    answered, reason = not session.open and not trouble, session.reason
     session.fail("not connected")
     session.cancel()
     link.close(grace_s=1.0)
     if answered:
-        kind = Rejected if session.refused and CLOSING not in reason else TransportError
+        kind = Rejected if session.refused else TransportError
         raise kind(f"the syncer at {config.address} refused {learner_id!r}: {reason}")
-    raise TransportError(
-        f"no syncer answered at {config.address} within {config.connect_timeout_s:g} s: start it, correct "
-        "transport.address, or raise transport.connect_timeout_s"
-    )
+    raise unanswered(config, trouble)
 
 
-def _lane_metadata(lane: Lane) -> bytes:
-    return pb.Frame.FromString(lane.header).header.SerializeToString()
+def _await_ready(session: StreamSession, config: TransportConfig, learner_id: str) -> str | None:
+    """Wait for the session; None when it is ready, else what is wrong, "" if that cannot be told.
+
+    A reason that only a person can mend ends the wait: gRPC would go on trying, in silence.
+    """
+    until_s = time.monotonic() + config.connect_timeout_s
+    if session.wait_ready(min(PATIENCE_S, config.connect_timeout_s / 2)):
+        return None
+    over, troubles = threading.Event(), list[str]()
+
+    def look() -> None:  # beside the wait: on a bad network it takes seconds, and the session may come meanwhile
+        while not over.is_set():
+            trouble = diagnose(config, learner_id)
+            if trouble and not over.is_set():
+                troubles.append(trouble)
+                session.fail(trouble)
+            over.wait(PATIENCE_S)
+
+    threading.Thread(target=look, name=f"diloco-look-{learner_id}", daemon=True).start()
+    ready = session.wait_ready(max(0.0, until_s - time.monotonic()))
+    over.set()
+    return None if ready else "".join(troubles[:1])
 
 
 def _watch(session: StreamSession, lane: Lane, call: Any) -> threading.Event:
@@ -169,18 +193,19 @@ class GrpcListener(SessionListener[StreamSession]):
         super().__init__(config, run_id, epoch)
         self.status_json = "{}"  # the driver replaces it whenever it likes
         options = [
-            *_options(config),
+            *channel_options(config),
             ("grpc.so_reuseport", 0),  # else a second syncer gets the same port without an error
             ("grpc.http2.min_ping_interval_without_data_ms", 500),  # learners choose how often they ping
             ("grpc.http2.max_ping_strikes", 0),
         ]
         self._server = grpc.server(_DaemonThreads(), options=options, maximum_concurrent_rpcs=config.connections_max)
         handlers = {
-            _METHOD: grpc.stream_stream_rpc_method_handler(self._serve),
-            _STATUS: grpc.unary_unary_rpc_method_handler(self._tell, response_serializer=_serialised),
+            CONNECT: grpc.stream_stream_rpc_method_handler(self._serve),
+            STATUS: grpc.unary_unary_rpc_method_handler(self._tell, response_serializer=_serialised),
+            DRAIN: grpc.unary_unary_rpc_method_handler(self._drain, response_serializer=_serialised),
         }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
-        server_credentials = credentials(config).server
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        server_credentials, self._gate = syncer_credentials(config)
         try:
             _probe(config.address)
             port = self._server.add_secure_port(config.address, server_credentials)
@@ -194,8 +219,25 @@ class GrpcListener(SessionListener[StreamSession]):
 
     def _tell(self, request: bytes, context: Any) -> pb.StatusReply:
         """Answer `diloco status`."""
-        del request, context
+        del request
+        try:
+            self._gate.check(call_metadata(context))
+        except Denied as error:
+            context.abort(error.code, str(error))
         return pb.StatusReply(json=self.status_json)
+
+    def _drain(self, request: bytes, context: Any) -> pb.DrainReply:
+        """Answer `diloco drain`."""
+        try:
+            self._gate.check(call_metadata(context))
+            learner_id = read_drain_request(request)
+            self._gate.check_speaks_for(learner_id, auth_context(context), or_syncer=True)
+        except Denied as error:
+            context.abort(error.code, str(error))
+        except ValueError as error:
+            return pb.DrainReply(ok=False, message=str(error))
+        ok, message = self.request_drain(learner_id)
+        return pb.DrainReply(ok=ok, message=message)
 
     @property
     def address(self) -> str:
@@ -218,12 +260,18 @@ class GrpcListener(SessionListener[StreamSession]):
         """One lane of one learner: this generator writes, a thread of its own reads."""
         try:
             session, lane = self._open_lane(context)
+        except Denied as error:
+            context.abort(error.code, str(error))
         except Refused as error:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            context.abort(REFUSAL if error.final else grpc.StatusCode.ABORTED, str(error))
         if not context.add_callback(lambda: session.fail_lost(lane)):
             session.fail_lost(lane)
         session.mark_ready(lane)
         if session.wait_ready(self.config.connect_timeout_s):
+            try:
+                self.establish(session)
+            except Refused as error:
+                context.abort(REFUSAL if error.final else grpc.StatusCode.ABORTED, str(error))
             session.start_reader(lane, requests)
             yield lane.header
         else:
@@ -231,46 +279,66 @@ class GrpcListener(SessionListener[StreamSession]):
         yield from session.write(lane)
 
     def _open_lane(self, context: Any) -> tuple[StreamSession, Lane]:
-        raw = dict(context.invocation_metadata()).get(_HEADER_KEY, b"")
-        header = pb.Header()
-        with contextlib.suppress(Exception):  # what is left empty is refused below
-            header.ParseFromString(raw)
-        names = {number: name for name, number in LANES.items()}
-        if header.lane not in names:
-            raise Refused(f"the call's {_HEADER_KEY} metadata names no lane")
+        """Check the caller's credentials before anything that it says, then find or make its session."""
+        metadata = call_metadata(context)
+        self._gate.check(metadata)
+        header, name = read_header(metadata)
+        self._gate.check_speaks_for(header.sender, auth_context(context))
 
         def make() -> StreamSession:
             return StreamSession(self.inbox, header, SYNCER, header.sender, self.config)
 
         session = self.admit(header.run_id, header.epoch, header.sender, header.incarnation, header.session, make)
-        lane = session.lanes[names[header.lane]]
+        lane = session.lanes[name]
         if not session.bind(lane, context.cancel):
             raise Refused(f"the {lane.name} connection of this session is open already")
         return session, lane
 
 
-def _serialised(reply: pb.StatusReply) -> bytes:
+def _serialised(reply: pb.StatusReply | pb.DrainReply) -> bytes:
     return reply.SerializeToString()
+
+
+# ---- questions ----------------------------------------------------------------------------------------------------
 
 
 def ask_status(config: TransportConfig) -> str:
     """The status that the syncer at `config.address` last gave out, as JSON.
 
     Raises:
-        TransportError: Nobody answered in time.
-        ValueError: The address is not loopback and plaintext was not allowed.
+        TransportError: Nobody answered in time, or our credentials do not do.
+        ValueError: Our own certificate, key or token cannot be used, or the address is not loopback and plaintext was
+            not allowed.
     """
-    options = [*_options(config), ("grpc.enable_http_proxy", int(not is_loopback(config.address)))]
-    with grpc.secure_channel(config.address, credentials(config).channel, options) as channel:
-        ask = channel.unary_unary(f"/{_SERVICE}/{_STATUS}", response_deserializer=pb.StatusReply.FromString)
-        try:
-            reply: pb.StatusReply = ask(b"", timeout=config.connect_timeout_s, wait_for_ready=True)
-        except grpc.RpcError as error:
-            raise TransportError(
-                f"no syncer answered at {config.address} within {config.connect_timeout_s:g} s "
-                f"({error.code().name}): start it, or correct the address"
-            ) from None
+    reply: pb.StatusReply = _ask(config, STATUS, b"", pb.StatusReply.FromString)
     return reply.json
+
+
+def ask_drain(config: TransportConfig, learner_id: str) -> tuple[bool, str]:
+    """Ask the syncer at `config.address` to let a learner leave; whether it does, and its words.
+
+    Raises:
+        TransportError: Nobody answered in time, or our credentials do not do.
+        ValueError: As for `ask_status`, or the name cannot be that of a learner.
+    """
+    request = pb.DrainRequest(learner_id=check_name(learner_id)).SerializeToString()
+    reply: pb.DrainReply = _ask(config, DRAIN, request, pb.DrainReply.FromString)
+    return reply.ok, reply.message
+
+
+def _ask(config: TransportConfig, method: str, request: bytes, read: Callable[[bytes], Any]) -> Any:
+    own = credentials(config, SYNCER, owner=False)
+    with open_channel(config, own) as channel:
+        ask = channel.unary_unary(f"/{SERVICE}/{method}", response_deserializer=read)
+        try:
+            return ask(request, timeout=config.connect_timeout_s, wait_for_ready=True, metadata=own.metadata)
+        except grpc.RpcError as error:
+            if error.code() in DENIALS:
+                raise TransportError(f"the syncer at {config.address} refused: {error.details()}") from None
+            if error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+                answer = f"{error.code().name}: {error.details()}"
+                raise TransportError(f"the syncer at {config.address} did not answer but with {answer}") from None
+            raise unanswered(config, diagnose(config, SYNCER)) from None
 
 
 def _probe(address: str) -> None:

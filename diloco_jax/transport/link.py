@@ -11,18 +11,32 @@ Guarantees, the same for every transport
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias, get_args
 
-from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, LearnerMessage, Message, SyncerMessage
+from diloco_jax.protocol.messages import (
+    SYNCER,
+    AnchorValue,
+    FragmentValue,
+    GlobalFragment,
+    LearnerMessage,
+    Message,
+    StatePart,
+    SyncerMessage,
+)
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Payload: TypeAlias = Buffer | Sequence[Buffer]
 
-BULK_TYPES: tuple[type, ...] = (FragmentValue, GlobalFragment)
+BULK_TYPES: tuple[type, ...] = (FragmentValue, GlobalFragment, AnchorValue, StatePart)  # those with a payload
 LEARNER_TYPES: tuple[type, ...] = get_args(LearnerMessage)
 SYNCER_TYPES: tuple[type, ...] = get_args(SyncerMessage)
+NAME_LENGTH_MAX = 100
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}", re.ASCII)
+SYNCER_HOST = "syncer.diloco"  # what the syncer's certificate names, at whatever address it listens
+RESERVED_NAMES = (SYNCER, SYNCER_HOST, "ca", "token")  # the last two are files beside the certificates
 CHUNK_BYTES_MAX = 4 << 20  # a receiver takes chunks up to this size, whatever its own `chunk_bytes`
 
 
@@ -89,6 +103,11 @@ class Listener(Protocol):
     def wake(self) -> None:
         """Let a `receive` that waits return None at once; from any thread."""
 
+    on_drain: Callable[[str], str] | None
+    """What the driver does when somebody asks that a learner leave (`ask_drain`). Called with the learner's name from
+    within `receive`, so on the driver's own thread. Returns what happens now, in words, or raises ValueError with the
+    reason why nothing does. None: the answer is that this syncer cannot."""
+
     @property
     def traffic(self) -> Traffic:
         """Bytes received from, and sent to, all learners so far."""
@@ -132,6 +151,15 @@ class TransportConfig:
     """The same for bulk messages. At least the number of fragments: a joining learner gets all of them at once."""
     connections_max: int = 1024
     """Connections that the syncer accepts. A learner has two, and for a moment four while it reconnects."""
+    tls_ca: str = ""
+    """File with the certificates of the authority that signs everybody's (PEM). With it, tls_certificate and tls_key
+    every connection is encrypted and both sides prove who they are; `diloco certs` makes all three."""
+    tls_certificate: str = ""
+    """File with this process's certificate (PEM). "{name}" in it stands for the learner's name, or for "syncer"."""
+    tls_key: str = ""
+    """File with the private key of that certificate (PEM, without a password). "{name}" as above."""
+    token_file: str = ""
+    """File with a secret that all processes of the run share. The syncer refuses whoever does not send it."""
 
     def __post_init__(self) -> None:
         split_address(self.address)
@@ -148,6 +176,30 @@ class TransportConfig:
             raise ValueError(
                 f"transport.chunk_bytes is {self.chunk_bytes}, receivers take at most {CHUNK_BYTES_MAX}: lower it"
             )
+        missing = [name for name in ("tls_ca", "tls_certificate", "tls_key") if not getattr(self, name)]
+        if len(missing) in (1, 2):
+            raise ValueError(
+                f"transport.{missing[0]} is empty: set tls_ca, tls_certificate and tls_key, or none of them"
+            )
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether connections are encrypted and both sides are known by their certificates."""
+        return bool(self.tls_ca)
+
+
+def check_name(learner_id: str) -> str:
+    """Return the name of a learner if it may be one: it appears in logs, certificates and file names.
+
+    Raises:
+        ValueError: It is reserved, too long, or has other characters than letters, digits, ".", "_" and "-".
+    """
+    if not _NAME.fullmatch(learner_id) or learner_id.lower() in RESERVED_NAMES:
+        raise ValueError(
+            f"learner_id {learner_id[:NAME_LENGTH_MAX]!r} is not allowed: use at most {NAME_LENGTH_MAX} letters, "
+            f"digits, '.', '_' and '-', a letter or digit first, and none of {', '.join(RESERVED_NAMES)}"
+        )
+    return learner_id
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -182,7 +234,8 @@ def payload_parts(
     buffers = (payload,) if isinstance(payload, Buffer) else payload
     parts = tuple(memoryview(part).cast("B") for part in buffers if len(part))
     if parts and not is_bulk(message):
-        raise ValueError(f"a {type(message).__name__} has no payload: only FragmentValue and GlobalFragment do")
+        names = ", ".join(kind.__name__ for kind in BULK_TYPES)
+        raise ValueError(f"a {type(message).__name__} has no payload: only {names} have")
     size = sum(part.nbytes for part in parts)
     if size > payload_bytes_max:
         raise ValueError(

@@ -102,17 +102,18 @@ def connect(
     """Return a link to `listener`.
 
     Raises:
-        TransportError: The listener refuses: another run or epoch, a stale incarnation, or it is closed.
+        TransportError: The listener refuses: another run, a later epoch, a stale incarnation, or it is closed.
     """
 
     def make() -> LoopbackSession:
         ours, theirs = LoopbackSession(Inbox(), SYNCER, config), LoopbackSession(listener.inbox, learner_id, config)
         ours.other, theirs.other = theirs, ours
-        ours.announced = theirs.announced = True
+        ours.announced = True
         return theirs
 
     try:
         theirs = listener.admit(run_id, epoch, learner_id, incarnation, next(_numbers), make)
+        listener.establish(theirs)
     except Refused as error:
         raise TransportError(f"the syncer at {listener.address} refused {learner_id!r}: {error}") from None
     return LoopbackLink(theirs.other)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from diloco_jax.protocol.messages import SYNCER, Message, SyncerMessage
+from diloco_jax.protocol.messages import Message, SyncerMessage
 from diloco_jax.transport.link import (
     SYNCER_TYPES,
     Delivery,
@@ -21,15 +21,27 @@ from diloco_jax.transport.link import (
     Traffic,
     TransportConfig,
     TransportError,
+    check_name,
     is_bulk,
     payload_parts,
 )
 
 CLOSING = "the syncer is closing"
+KNOWN_MAX = 10_000  # learners that are remembered, so that an older process of one is recognised
+DRAINS_MAX = 16
+DRAIN_ANSWER_S = 3.0  # below the patience of those who ask
 
 
 class Refused(TransportError):
-    """The syncer does not take this connection, and why."""
+    """The syncer does not take this connection, and why.
+
+    Args:
+        final: whether another attempt of the same process would be refused as well.
+    """
+
+    def __init__(self, reason: str, *, final: bool = True) -> None:
+        super().__init__(reason)
+        self.final = final
 
 
 class Inbox:
@@ -52,6 +64,7 @@ class Inbox:
             session, delivery = self.waiting.popleft()
             if delivery.message is not None:
                 session.room[is_bulk(delivery.message)] += 1
+                session.waiting_bytes -= len(delivery.payload)
                 self.changed.notify_all()
             return session, delivery
 
@@ -82,6 +95,7 @@ class Session(ABC):
         self.peer = peer
         self.config = config
         self.room = {False: config.queue_messages_max, True: config.queue_payloads_max}  # by is_bulk
+        self.waiting_bytes = 0  # of payloads in the inbox
         self.open = True
         self.announced = False  # until it is set the driver knows nothing of the session, and is not told of its end
         self.reason = ""
@@ -95,17 +109,25 @@ class Session(ABC):
         """End the session on both sides, at once, telling the peer if that is still possible."""
 
     def offer(self, message: Message, payload: bytes | memoryview, *, wait: bool) -> bool:
-        """Put a message into the inbox; False if there is no room (`wait` waits for it) or the session is over."""
-        bulk = is_bulk(message)
+        """Put a message into the inbox; False if there is no room (`wait` waits for it) or the session is over.
+
+        Who waits also waits until all payloads in the inbox together stay below the limit of one, so that a peer that
+        sends faster than the driver reads cannot fill the memory.
+        """
+        bulk, size = is_bulk(message), len(payload)
         with self.inbox.changed:
             if wait:
-                self.inbox.changed.wait_for(lambda: not self.open or self.room[bulk] > 0)
+                self.inbox.changed.wait_for(lambda: not self.open or (self.room[bulk] > 0 and self._fits(size)))
             if not self.open or self.room[bulk] == 0:
                 return False
             self.room[bulk] -= 1
+            self.waiting_bytes += size
             self.inbox.waiting.append((self, Delivery("message", self.peer, message, payload)))
             self.inbox.changed.notify_all()
             return True
+
+    def _fits(self, size: int) -> bool:
+        return not self.waiting_bytes or self.waiting_bytes + size <= self.config.payload_bytes_max
 
     def finish(self, reason: str, *, tell: bool = True) -> bool:
         """End this side and put "disconnected" into the inbox; False, and nothing happens, if it was over already."""
@@ -132,6 +154,9 @@ class SessionListener(Generic[S]):
         self.epoch = epoch
         self.inbox = Inbox()
         self._lock = threading.Lock()
+        self.on_drain: Callable[[str], str] | None = None
+        self._drains: deque[_Drain] = deque()
+        self._opening: dict[tuple[str, tuple[int, int]], S] = {}  # not all of their connections are there yet
         self._newest: dict[str, tuple[tuple[int, int], S]] = {}
         self._heard: dict[str, Session] = {}  # only the driver's thread touches it
         self._closed = False
@@ -139,39 +164,97 @@ class SessionListener(Generic[S]):
     def admit(
         self, run_id: str, epoch: int, learner_id: str, incarnation: int, number: int, make: Callable[[], S]
     ) -> S:
-        """Return the session with this name, made now if the name is new; that ends the learner's previous one.
+        """Return the session with this name, made now if the name is new.
+
+        Call this only for a peer whose credentials are good. It ends nobody's session: `establish` does.
 
         Raises:
-            Refused: It is of another run or epoch, its name is not allowed, or a newer session of the learner is known.
+            Refused: It is of another run or a later epoch, its name is not allowed, or a newer session of the learner
+                is known.
         """
-        if (run_id, epoch) != (self.run_id, self.epoch):
-            raise Refused(
-                f"{learner_id!r} belongs to run {run_id!r} epoch {epoch}, this syncer to run {self.run_id!r} epoch "
-                f"{self.epoch}: start both from the same config"
-            )
-        if not learner_id or learner_id == SYNCER:
-            raise Refused(f"learner_id {learner_id!r} is not allowed: choose another one")
+        self._check_names(run_id, epoch, learner_id, incarnation)
         stamp = (incarnation, number)
         with self._lock:
             if self._closed:
-                raise Refused(CLOSING)
+                raise Refused(CLOSING, final=False)
             known = self._newest.get(learner_id)
             if known is not None and known[0] == stamp and known[1].open:
                 return known[1]
-            if known is not None and known[0] >= stamp:
-                raise Refused(
-                    f"{learner_id!r} incarnation {incarnation} is stale, a later connection with incarnation "
-                    f"{known[0][0]} is known: stop this process, or start it with a larger incarnation"
-                )
-            if known is not None:  # under the lock: its end must be in the inbox before the new session speaks
-                known[1].fail(f"replaced by a newer connection of {learner_id!r}, incarnation {incarnation}")
-            session = make()
-            self._newest[learner_id] = (stamp, session)
+            self._check_not_stale(learner_id, stamp)
+            session = self._opening.get((learner_id, stamp))
+            if session is None or not session.open:
+                self._opening = {key: each for key, each in self._opening.items() if each.open}
+                session = self._opening[learner_id, stamp] = make()
             return session
+
+    def establish(self, session: S) -> None:
+        """Make a session whose connections are all there the only one of its learner: the one before it ends.
+
+        Raises:
+            Refused: A newer one was quicker, or the syncer is closing.
+        """
+        with self._lock:
+            key = next((key for key, each in self._opening.items() if each is session), None)
+            if key is None:  # it is established already, by its other connection
+                return
+            del self._opening[key]
+            learner_id, stamp = key
+            try:
+                if self._closed:
+                    raise Refused(CLOSING, final=False)
+                if not session.open:
+                    raise Refused(session.reason, final=False)
+                self._check_not_stale(learner_id, stamp)
+                known = self._newest.get(learner_id)
+                if known is None and len(self._newest) >= KNOWN_MAX:
+                    self._forget_one()
+            except Refused as error:
+                session.fail(str(error))
+                raise
+            if known is not None:  # under the lock: its end must be in the inbox before the new session speaks
+                known[1].fail(f"replaced by a newer connection of {learner_id!r}, incarnation {stamp[0]}")
+            self._newest.pop(learner_id, None)  # so that the newest comes last
+            self._newest[learner_id] = (stamp, session)
+            session.announced = True
+
+    def _check_names(self, run_id: str, epoch: int, learner_id: str, incarnation: int) -> None:
+        if run_id != self.run_id:
+            raise Refused(
+                f"{learner_id!r} belongs to run {run_id!r}, this syncer to run {self.run_id!r}: start both from the "
+                "same config"
+            )
+        if epoch > self.epoch:
+            raise Refused(
+                f"{learner_id!r} has heard of epoch {epoch} of the syncer, this one is of epoch {self.epoch}: stop "
+                "this old syncer, and connect to the newer one",
+                final=False,  # the newer one may take its place
+            )
+        try:
+            check_name(learner_id)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+        if incarnation < 0:
+            raise Refused(f"incarnation {incarnation} of {learner_id!r} is not allowed: use 0 or more")
+
+    def _check_not_stale(self, learner_id: str, stamp: tuple[int, int]) -> None:
+        known = self._newest.get(learner_id)
+        if known is not None and known[0] >= stamp:
+            raise Refused(
+                f"{learner_id!r} incarnation {stamp[0]} is stale, a later connection with incarnation {known[0][0]} is "
+                "known: stop this process, or start it with a larger incarnation"
+            )
+
+    def _forget_one(self) -> None:
+        """Forget the learner whose session ended and that connected the longest time ago."""
+        gone = next((name for name, (_, session) in self._newest.items() if not session.open), None)
+        if gone is None:
+            raise Refused(f"{KNOWN_MAX} learners are connected, this syncer takes no more", final=False)
+        del self._newest[gone]
 
     def receive(self, timeout_s: float) -> Delivery | None:
         """Return the next delivery of any learner, or None after `timeout_s` seconds; 0 only looks."""
         item = self.inbox.get(timeout_s)
+        self._carry_out_drains()
         if item is None:
             return None
         session, delivery = item
@@ -206,4 +289,52 @@ class SessionListener(Generic[S]):
         """Refuse everyone from now on, and return the sessions that are open."""
         with self._lock:
             self._closed = True
-            return [session for _, session in self._newest.values() if session.open]
+            sessions = [*(session for _, session in self._newest.values()), *self._opening.values()]
+            return [session for session in sessions if session.open]
+
+    # ---- drain requests ---------------------------------------------------------------------------------------------
+
+    def request_drain(self, learner_id: str) -> tuple[bool, str]:
+        """On any thread but the driver's: let the driver drain a learner; return whether it did, and its words."""
+        request = _Drain(learner_id)
+        with self._lock:
+            if self._closed:
+                return False, CLOSING
+            if len(self._drains) >= DRAINS_MAX:
+                return False, f"{DRAINS_MAX} drain requests are waiting; ask again later"
+            self._drains.append(request)
+        self.inbox.wake()
+        if request.done.wait(DRAIN_ANSWER_S):
+            return request.ok, request.message
+        with self._lock:
+            if request in self._drains:
+                self._drains.remove(request)
+                return False, f"the syncer was busy for {DRAIN_ANSWER_S:g} s and did nothing; ask again"
+        return False, f"the syncer has begun but did not end within {DRAIN_ANSWER_S:g} s; see `diloco status`"
+
+    def _carry_out_drains(self) -> None:
+        """On the driver's thread."""
+        while self._drains:
+            with self._lock:
+                if not self._drains:  # its caller gave up
+                    return
+                request = self._drains.popleft()
+            try:
+                if self.on_drain is None:
+                    raise ValueError("this syncer cannot drain learners")
+                request.message = self.on_drain(request.learner_id)
+                request.ok = True
+            except ValueError as error:
+                request.message = str(error)
+            finally:  # whatever else went wrong is the driver's to handle, but the caller must not wait for it
+                request.done.set()
+
+
+class _Drain:
+    """A request that waits for the driver."""
+
+    def __init__(self, learner_id: str) -> None:
+        self.learner_id = learner_id
+        self.done = threading.Event()
+        self.ok = False
+        self.message = "the syncer failed; see its log"

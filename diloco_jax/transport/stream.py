@@ -21,6 +21,8 @@ from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.sessions import Inbox, Session
 
 LANES = {"control": pb.LANE_CONTROL, "bulk": pb.LANE_BULK}
+REFUSAL = grpc.StatusCode.FAILED_PRECONDITION  # the answer to a learner that need not try again
+DENIALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.ABORTED)
 LINGER_S = 1.0  # how long a failed session may try to tell the peer why, before its streams are cut
 
 
@@ -76,6 +78,7 @@ class Lane:
         sendable = SYNCER_TYPES if theirs.sender != SYNCER else LEARNER_TYPES
         readable = LEARNER_TYPES if sendable is SYNCER_TYPES else SYNCER_TYPES
         self.name = name
+        self.ours = ours
         self.header = wire.pack_header(ours)
         self.outbox = Outbox(config.queue_payloads_max if bulk else config.queue_messages_max)
         allowed = tuple(kind for kind in readable if (kind in BULK_TYPES) == bulk)
@@ -127,7 +130,7 @@ class StreamSession(Session):
         with self._lock:
             lane.ready = True
             if all(each.ready for each in self.lanes.values()):
-                self.announced = True
+                self.announced = self.announced or self.peer == SYNCER  # the syncer's side: once it is established
                 self._settled.set()
 
     def wait_ready(self, timeout_s: float) -> bool:
@@ -206,6 +209,8 @@ class StreamSession(Session):
             self.fail(f"{self.peer!r} sent on the {lane.name} connection what cannot be used: {error}")
         except Exception as error:  # a reader that dies silently would leave a session that never ends
             self.fail_lost(lane, error)
+        finally:
+            lane.assembler.forget()
 
     def start_reader(self, lane: Lane, stream: Iterable[bytes]) -> None:
         """Run `read` in a thread of its own."""
@@ -214,8 +219,11 @@ class StreamSession(Session):
 
     def fail_lost(self, lane: Lane, error: object = None) -> None:
         """Fail because a stream broke, in gRPC's words if there are any, or in those of the syncer that refused."""
-        if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        if isinstance(error, grpc.Call) and error.code() is REFUSAL:
             self.refused = True
+            self.fail(error.details())
+            return
+        if isinstance(error, grpc.Call) and error.code() in DENIALS:
             self.fail(error.details())
             return
         lost = f"the {lane.name} connection to {self.peer!r} was lost"

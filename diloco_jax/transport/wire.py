@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.messages import Message
+from diloco_jax.transport.limits import REASON_LENGTH_MAX, check_body
 from diloco_jax.transport.link import BULK_TYPES, CHUNK_BYTES_MAX
 from diloco_jax.transport.proto import diloco_pb2 as pb
 
@@ -97,9 +98,10 @@ def pack_body(message: Message) -> bytes:
             elif isinstance(value, tuple):
                 getattr(body, name).extend(value)
             else:
-                setattr(body, name, value)
+                setattr(body, name, value[:REASON_LENGTH_MAX] if name == "reason" else value)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{type(message).__name__}.{name} = {value!r} cannot be sent: {error}") from None
+    check_body(body)
     packed = frame.SerializeToString()
     if len(packed) > HEAD_BYTES_MAX // 2:  # the other half is left for the header
         raise ValueError(f"{type(message).__name__} takes {len(packed)} bytes, the limit is {HEAD_BYTES_MAX // 2}")
@@ -107,8 +109,16 @@ def pack_body(message: Message) -> bytes:
 
 
 def unpack_body(frame: pb.Frame, body_name: str) -> Message:
-    """Return the message that the frame holds in the field `body_name`."""
+    """Return the message that the frame holds in the field `body_name`.
+
+    Raises:
+        WireError: It holds more than it may, or columns of different length.
+    """
     body = getattr(frame, body_name)
+    try:
+        check_body(body)
+    except ValueError as error:
+        raise WireError(f"unusable message: {error}") from None
     cls = getattr(messages, body.DESCRIPTOR.name)
     values: dict[str, Any] = {}
     for name, record, columns in _FIELDS[cls]:
@@ -134,7 +144,7 @@ def pack_header(header: pb.Header) -> bytes:
 
 def goodbye_frame(header: bytes, reason: str) -> bytes:
     """Return the last frame of a stream."""
-    return header + pb.Frame(goodbye=pb.Goodbye(reason=reason[:1000])).SerializeToString()
+    return header + pb.Frame(goodbye=pb.Goodbye(reason=reason[:REASON_LENGTH_MAX])).SerializeToString()
 
 
 def frames(header: bytes, body: bytes, parts: Sequence[memoryview], chunk_bytes: int) -> Iterator[bytes]:
@@ -257,7 +267,7 @@ class Assembler:
             raise WireError(f"frame of another session: {_differences(frame.header, self._header)}")
         body_name = frame.WhichOneof("body")
         if body_name == "goodbye":
-            return Goodbye(frame.goodbye.reason)
+            return Goodbye(frame.goodbye.reason[:REASON_LENGTH_MAX])
         if body_name is None and not frame.HasField("chunk") and not data:
             return Ready()
         if (body_name is None) != (self._message is not None):
@@ -275,6 +285,8 @@ class Assembler:
     def _checked(self, message: Message) -> Message:
         if not isinstance(message, self._allowed):
             raise WireError(f"a {type(message).__name__} is not expected here")
+        if self._header.sender == messages.SYNCER:  # it passes on what other learners sent
+            return message
         for field, own in (("learner_id", self._header.sender), ("incarnation", self._header.incarnation)):
             named = getattr(message, field, own)
             if named != own:
@@ -312,11 +324,20 @@ class Assembler:
     def _complete(self, payload: bytes | memoryview) -> Received:
         assert self._message is not None
         received = Received(self._message, payload)
-        self._message, self._buffer, self._filled = None, np.empty(0, np.uint8), 0
+        self.forget()
         return received
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Memory that an incomplete payload may take."""
+        return self._buffer.nbytes
+
+    def forget(self) -> None:
+        """Give back the memory of a payload that is not complete."""
+        self._message, self._buffer, self._filled = None, np.empty(0, np.uint8), 0
 
 
 def _differences(got: pb.Header, expected: pb.Header) -> str:
     names = [field.name for field in expected.DESCRIPTOR.fields]
     pairs = [(name, getattr(got, name), getattr(expected, name)) for name in names]
-    return ", ".join(f"{name} is {new!r}, not {old!r}" for name, new, old in pairs if new != old)
+    return ", ".join(f"{name} is {new!r}, not {old!r}" for name, new, old in pairs if new != old)[:REASON_LENGTH_MAX]

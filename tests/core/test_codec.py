@@ -177,3 +177,17 @@ def test_half_precision_input_is_widened() -> None:
     assert encode({"x": x}, "float32") == struct.pack("<2f", 1.0, -3.0)
     codes, _ = quantize(jnp.asarray(x), "float32")
     assert codes.dtype == jnp.float32
+
+
+def test_a_digest_depends_on_the_bytes_and_not_on_how_they_are_cut() -> None:
+    payload = encode({"x": np.arange(1000, dtype=np.float32)}, "float32")
+    whole = codec.digest(payload)
+    assert 0 <= whole < 2**64
+    view = memoryview(payload)
+    assert codec.digest(bytearray(payload)) == codec.digest([view[:7], view[7:7], payload[7:]]) == whole
+    assert codec.digest(b"") == codec.digest([])
+    for bit in (0, 8 * 2000 + 3, 8 * len(payload) - 1):
+        damaged = bytearray(payload)
+        damaged[bit // 8] ^= 1 << bit % 8
+        assert codec.digest(damaged) != whole
+    assert codec.digest(b"diloco") == 0x993197C8D4E97C76  # what peers of other versions compute

@@ -1,41 +1,41 @@
 """Real machines joined by a fake wire without time: a message arrives when the test says so, in the order it was sent.
 
-The pair also plays the drivers' part of the contract, and fails the test when a machine breaks it: a kept payload is
-freed exactly once, adopted versions only grow, nothing without a step is merged, rounds in flight stay bounded, and
-a tick never leaves a deadline that has passed.
+The pair also plays the drivers' part of the contract (drivers.py), and fails the test when a machine breaks it: a kept
+payload is freed exactly once, what is sent is there, adopted versions only grow, rounds in flight stay bounded, every
+sample has one fate, a tick never leaves a deadline that has passed, and a process that takes another's place is in its
+state exactly.
 """
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
-from diloco_jax.protocol.learner import STOPPED, Learner
-from diloco_jax.protocol.messages import (
-    SYNCER,
-    Adopt,
-    Discard,
-    Drop,
-    Effect,
-    FragmentValue,
-    Heartbeat,
-    Merge,
-    Message,
-    Note,
-    Refuse,
-    Send,
-    Stage,
-    Unstage,
-)
+from diloco_jax.protocol.effects import Adopt, Drop, Effect, Merge, Note, SaveSnapshot, SaveState, Send, Stage, Unstage
+from diloco_jax.protocol.learner import STOPPED, Learner, Saved
+from diloco_jax.protocol.messages import SYNCER, FragmentValue, Heartbeat, Message, Refuse
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer import Syncer
-from diloco_jax.protocol.tape import TapedSyncer, replay
+from diloco_jax.protocol.tape import TapedSyncer, lives, replay
+from tests.protocol.drivers import LearnerDriver, SyncerDriver, saved_by
 from tests.protocol.prose import effect_text, message_text
 
 FINGERPRINT = (("model", "abc"), ("sync_every", "2"))
-# Two fragments that take turns, learners that beat their hearts seldom: short transcripts.
-SMALL: dict[str, Any] = {"sync_every": 2, "num_fragments": 2, "heartbeat_s": 5.0, "lease_s": 20.0, "resend_s": 10.0}
+# Two fragments that take turns, learners that beat their hearts seldom, and that join without anybody's state: short
+# transcripts. Stories of recovery turn it on.
+SMALL: dict[str, Any] = {
+    "sync_every": 2,
+    "num_fragments": 2,
+    "heartbeat_s": 5.0,
+    "lease_s": 20.0,
+    "resend_s": 10.0,
+    "recover_from_peers": False,
+}
+STEP_SAMPLES = 2
+STATE_PARTS = 2
 TICKS_MAX = 1000
 
 
@@ -46,6 +46,7 @@ class Pair:
         total_steps: global steps of the run.
         fingerprint: what the syncer was built from; learners have FINGERPRINT unless they say otherwise.
         says_copies: whether `lines` tells of staged copies; the story is easier to follow without.
+        state_parts: parts of a learner's state.
         config: settings that differ from SMALL and the defaults.
     """
 
@@ -55,19 +56,25 @@ class Pair:
         total_steps: int = 100,
         fingerprint: tuple[tuple[str, str], ...] = FINGERPRINT,
         says_copies: bool = False,
+        state_parts: int = STATE_PARTS,
         **config: Any,
     ) -> None:
         self.config = ProtocolConfig(**SMALL | config)
         self._new_syncer: Callable[[], Syncer] = lambda: Syncer(self.config, total_steps, fingerprint)
         self.syncer = self._new_syncer()
+        self.driver = SyncerDriver(self.config.num_fragments)
         self.tape: list[str] = []
         self._taped = TapedSyncer(self.syncer, self.tape.append)
         self.now_s = 0.0
         self.learners: dict[str, Learner] = {}
+        self.drivers: dict[str, LearnerDriver] = {}
+        self.saved: dict[str, Saved] = {}  # states of learners on disk
         self.linked: set[str] = set()
         self.held: set[str] = set()  # whose wire holds what is sent: "a", or "a:StepReport" for one kind of message
         self.holds_merges = False
-        self.merging: list[int] = []  # rounds whose merge the driver has begun
+        self.poisoned: set[str] = set()  # whose values cannot be used
+        self.broken: set[str] = set()  # who cannot use a state that it takes over
+        self.dies_in: int | None = None  # inputs of the syncer until it dies, after the line on the tape
         self.wire: deque[tuple[str, str, Message]] = deque()  # sender, receiver, message
         self.sent: list[tuple[str, str, Message]] = []  # everything that was ever sent
         self.effects: list[Effect] = []  # everything that the syncer asked for
@@ -75,16 +82,26 @@ class Pair:
         self.adoptions: list[tuple[str, int, int]] = []  # learner, fragment, version
         self.lines: list[str] = []  # what happened, as prose
         self._says_copies = says_copies
-        self._payloads: set[tuple[int, str]] = set()
-        self._adopted: dict[tuple[Learner, int], int] = {}
+        self._state_parts = state_parts
+        self._run_syncer(self._taped.on_begin([value.digest for value in self.driver.values], self.now_s))
 
     # ---- commands -------------------------------------------------------------------------------------------------
 
-    def join(self, *names: str, incarnation: int = 1, fingerprint: tuple[tuple[str, str], ...] = FINGERPRINT) -> None:
+    def join(
+        self,
+        *names: str,
+        incarnation: int = 1,
+        fingerprint: tuple[tuple[str, str], ...] = FINGERPRINT,
+        step_samples: int = STEP_SAMPLES,
+    ) -> None:
         """Start learners and let them connect; one that runs under the same name is gone."""
         for name in names:
             self._unlink(name)
-            self.learners[name] = Learner(name, incarnation, self.config, fingerprint)
+            saved = self.saved.get(name)
+            self.learners[name] = Learner(
+                name, incarnation, self.config, fingerprint, step_samples=step_samples, saved=saved
+            )
+            self.drivers[name] = LearnerDriver(name, self._state_parts)
             self._link(name)
         self.deliver()
 
@@ -95,7 +112,8 @@ class Pair:
             if not learner.may_step():
                 self._say(f"{name} may not step: it is {learner.state}")
                 continue
-            effects = learner.on_step(tokens, step_s, 2.5, self.now_s)
+            batch = learner.take_batch()
+            effects = learner.on_step(tokens, step_s, 2.5, self.now_s, samples_end=batch.end)
             self._say(f"{name} finishes step {learner.local_step}")
             self._run_learner(name, effects)
         self.deliver()
@@ -109,9 +127,10 @@ class Pair:
                 self.now_s = end_s
                 return
             self.now_s = max(self.now_s, min(due))
+            syncer = self.syncer
             self._run_syncer(self._taped.on_tick(self.now_s))
-            deadline_s = self.syncer.next_deadline_s()
-            assert deadline_s is None or deadline_s > self.now_s, "the driver would spin"
+            deadline_s = syncer.next_deadline_s()
+            assert deadline_s is None or deadline_s > self.now_s or syncer is not self.syncer, "the driver would spin"
             for name in sorted(self.linked):
                 self._run_learner(name, self.learners[name].on_tick(self.now_s))
             self.deliver()
@@ -121,35 +140,39 @@ class Pair:
         """Move messages until nothing is under way but what is held."""
         waiting: deque[tuple[str, str, Message]] = deque()
         while self.wire:
-            sender, receiver, message = self.wire.popleft()
-            name = receiver if sender == SYNCER else sender
-            if name in self.held or f"{name}:{type(message).__name__}" in self.held:
-                waiting.append((sender, receiver, message))
+            item = self.wire.popleft()
+            if _keys(item) & self.held:
+                waiting.append(item)
             else:
-                self.arrive(sender, receiver, message)
+                self.arrive(*item)
         self.wire = waiting
+
+    def let_pass(self, key: str) -> None:
+        """The oldest message that `held` holds back under this key arrives."""
+        item = next(item for item in self.wire if key in _keys(item))
+        self.wire.remove(item)
+        self.arrive(*item)
+        self.deliver()
 
     def arrive(self, sender: str, receiver: str, message: Message) -> None:
         """Hand one message to its receiver, in or out of turn."""
         if not isinstance(message, Heartbeat):
-            self._say_arrival(sender, receiver, message)
+            self._say(f"{sender} -> {receiver}: {message_text(message)}")
         if receiver == SYNCER:
             effects = self._taped.on_message(message, self.now_s)  # type: ignore[arg-type]
             if isinstance(message, FragmentValue) and not any(
                 isinstance(e, Drop) and e.peer == sender for e in effects
             ):
-                key = (message.global_step, sender)
-                assert key not in self._payloads, f"a second payload of {sender} for round {message.global_step}"
-                self._payloads.add(key)
-            self._run_syncer(effects)
+                self.driver.keep(message.global_step, sender)
+            self._run_syncer(effects, message)
         else:
-            learner = self.learners[receiver]
-            self._run_learner(receiver, learner.on_message(message, self.now_s))  # type: ignore[arg-type]
+            effects = self.learners[receiver].on_message(message, self.now_s)  # type: ignore[arg-type]
+            self._run_learner(receiver, effects, message)
 
     def merge(self) -> None:
         """Finish the merges that were held."""
-        while self.merging:
-            self._run_syncer(self._taped.on_merged(self.merging.pop(0), self.now_s))
+        while self.driver.orders:
+            self._merge(next(iter(self.driver.orders)))
             self.deliver()
 
     def cut(self, *names: str, reason: str = "connection reset") -> None:
@@ -157,15 +180,14 @@ class Pair:
         for name in names:
             self._unlink(name)
             self._run_learner(name, self.learners[name].on_disconnected(self.now_s))
-            self._lose(name, reason)
+            self._lose(name, reason, self.learners[name].incarnation)
         self.deliver()
 
     def crash(self, *names: str, reason: str = "connection reset") -> None:
         """The learner is dead; only the syncer is there to notice."""
         for name in names:
             self._unlink(name)
-            learner = self.learners.pop(name)
-            self._lose(learner.learner_id, reason, learner.incarnation)
+            self._lose(name, reason, self.learners.pop(name).incarnation)
         self.deliver()
 
     def connect(self, *names: str) -> None:
@@ -179,6 +201,13 @@ class Pair:
             self._run_learner(name, self.learners[name].leave(reason, self.now_s))
         self.deliver()
 
+    def drain(self, *names: str) -> None:
+        """Somebody asks the syncer to let these learners go."""
+        for name in names:
+            for effect in self._taped.on_drain(name, self.now_s):
+                self._execute(effect, None)
+        self.deliver()
+
     def lose_wire(self, name: str) -> list[Message]:
         """Everything under way from and to the learner is lost, without anybody noticing."""
         lost = [message for sender, receiver, message in self.wire if name in (sender, receiver)]
@@ -187,6 +216,51 @@ class Pair:
                 self._say(f"never arrives: {message_text(message)}")
         self.wire = deque(item for item in self.wire if name not in item[:2])
         return lost
+
+    def restart_syncer(self, lost_lines: int = 0) -> None:
+        """The syncer's process is killed and another takes its place, with its newest snapshot and its tape.
+
+        Args:
+            lost_lines: lines at the end of the tape that never reached the disk: the machine's power failed.
+        """
+        self.dies_in = None
+        self._say("the syncer is killed, and another takes its place")
+        before = json.dumps(self.syncer.state(), sort_keys=True)
+        for name in sorted(self.linked):
+            self._unlink(name)
+            self._run_learner(name, self.learners[name].on_disconnected(self.now_s))
+        kept = len(self.tape) - lost_lines
+        del self.tape[kept:], self.history[kept:]
+        self.driver.die()
+        self.syncer = self._new_syncer()
+        states = {snapshot.global_step: json.loads(snapshot.state) for snapshot in self.driver.snapshots}
+        newest = self.driver.snapshots[-1] if self.driver.snapshots else None
+        if newest is not None:
+            self.syncer.restore(json.loads(newest.state))
+        for _ in replay(self.tape[newest.tape_lines if newest is not None else 0 :], self.syncer, states):
+            pass
+        after = json.dumps(self.syncer.state(), sort_keys=True)
+        assert lost_lines or after == before, "the tape leads to another state"
+        self._taped = TapedSyncer(self.syncer, self.tape.append)
+        held, digests = zip(*self.driver.values, strict=True)
+        loaded = newest.global_step if newest is not None else -1
+        self._run_syncer(self._taped.on_restart(held, digests, loaded, self.now_s))
+
+    def rewind(self, *spared: str) -> None:
+        """Every process is dead but for those that were overlooked; the run begins again from its newest snapshot."""
+        self._say(f"everybody {'else ' if spared else ''}is killed; the run goes on from its newest snapshot")
+        for name, learner in list(self.learners.items()):
+            self._unlink(name)
+            if name in spared:
+                self._run_learner(name, learner.on_disconnected(self.now_s))
+            else:
+                del self.learners[name]
+        self.driver.die()
+        newest = self.driver.snapshots[-1]
+        self.syncer = self._new_syncer()
+        self._taped = TapedSyncer(self.syncer, self.tape.append)
+        epoch = lives(self.tape) + 1
+        self._run_syncer(self._taped.on_rewind(json.loads(newest.state), newest.global_step, epoch, self.now_s))
 
     # ---- what tests ask -------------------------------------------------------------------------------------------
 
@@ -211,6 +285,13 @@ class Pair:
         """A fresh syncer that is fed the tape asks for the same, input by input."""
         assert list(replay(self.tape, self._new_syncer())) == self.history
 
+    def check_bits(self) -> None:
+        """Whoever holds the newest version of a fragment holds the same bits as the syncer."""
+        for name in self.linked:
+            for fragment_id, anchor in self.drivers[name].anchors.items():
+                newest = self.driver.values[fragment_id]
+                assert anchor.version != newest.version or anchor == newest, f"{name}: {anchor}, newest is {newest}"
+
     # ---- the drivers ----------------------------------------------------------------------------------------------
 
     def _link(self, name: str) -> None:
@@ -222,52 +303,61 @@ class Pair:
         self.linked.discard(name)
         self.lose_wire(name)
 
-    def _lose(self, name: str, reason: str, incarnation: int | None = None) -> None:
-        incarnation = self.learners[name].incarnation if incarnation is None else incarnation
+    def _lose(self, name: str, reason: str, incarnation: int) -> None:
         self._run_syncer(self._taped.on_disconnect(name, incarnation, reason, self.now_s))
 
-    def _run_learner(self, name: str, effects: list[Effect]) -> None:
-        learner = self.learners[name]
+    def _run_learner(self, name: str, effects: list[Effect], handled: Message | None = None) -> None:
+        learner, driver = self.learners[name], self.drivers[name]
         for effect in effects:
             if isinstance(effect, Send):
-                self._send(name, effect.peer, effect.message)
+                message = driver.fill(effect.message)
+                if message is not None:
+                    self._send(name, effect.peer, message)
                 continue
+            driver.execute(effect, learner, handled)
+            if self._says_copies or not isinstance(effect, Stage | Unstage):
+                self._say(f"    {name} {effect_text(effect)}")
             if isinstance(effect, Adopt):
-                key = (learner, effect.fragment_id)
-                assert effect.version > self._adopted.get(key, -1), f"{name} went back to version {effect.version}"
-                self._adopted[key] = effect.version
                 self.adoptions.append((name, effect.fragment_id, effect.version))
-            self._say_effect(name, effect)
+            elif isinstance(effect, SaveState):
+                self.saved[name] = saved_by(effect, learner)
         if learner.state == STOPPED:
             self.linked.discard(name)
+        elif driver.state_adopted is not None:
+            driver.state_adopted = None
+            self._run_learner(name, learner.on_state_adopted(name not in self.broken, self.now_s))
 
-    def _run_syncer(self, effects: list[Effect]) -> None:
+    def _run_syncer(self, effects: list[Effect], handled: Message | None = None) -> None:
         self.history.append(effects)
         self.effects += effects
-        merged_now: list[int] = []
+        if self.dies_in is not None:
+            self.dies_in -= 1
+            if self.dies_in < 0:  # what it was about to do is on the tape, and never happens
+                self.restart_syncer()
+                return
         for effect in effects:
-            if isinstance(effect, Send):
-                self._send(SYNCER, effect.peer, effect.message)
-                continue
-            self._say_effect(SYNCER, effect)
-            if isinstance(effect, Merge):
-                assert all(part.steps >= 1 and part.tokens >= 1 for part in effect.parts), effect
-                self._free(effect.global_step, {part.learner_id for part in effect.parts})
-                self.merging.append(effect.global_step)
-                merged_now.append(effect.global_step)
-            elif isinstance(effect, Discard):
-                self._free(effect.global_step, set())
+            self._execute(effect, handled)
         in_flight = len(self.syncer._rounds)
         assert in_flight <= max(1, self.config.overlap_steps), f"{in_flight} rounds in flight"
+        check_fates(self.syncer)
         if not self.holds_merges:
-            for global_step in merged_now:
-                self.merging.remove(global_step)
-                self._run_syncer(self._taped.on_merged(global_step, self.now_s))
+            for order in [effect for effect in effects if isinstance(effect, Merge)]:
+                if order.global_step in self.driver.orders:
+                    self._merge(order.global_step)
 
-    def _free(self, global_step: int, expected: set[str]) -> None:
-        held = {name for step, name in self._payloads if step == global_step}
-        assert held == expected, f"round {global_step}: payloads of {held} are held, {expected} are merged"
-        self._payloads -= {(global_step, name) for name in held}
+    def _execute(self, effect: Effect, handled: Message | None) -> None:
+        if isinstance(effect, Send):
+            self.driver.check_sent(effect.message, handled)
+            self._send(SYNCER, effect.peer, effect.message)
+            return
+        self._say(f"    {SYNCER} {effect_text(effect)}")
+        self.driver.execute(effect, handled)
+        if isinstance(effect, SaveSnapshot):
+            self.driver.save(effect.global_step, self.syncer, len(self.tape))
+
+    def _merge(self, global_step: int) -> None:
+        digest, left_out = self.driver.merge(global_step, self.syncer.epoch, self.poisoned)
+        self._run_syncer(self._taped.on_merged(global_step, digest, left_out, self.now_s))
 
     def _send(self, sender: str, receiver: str, message: Message) -> None:
         name = receiver if sender == SYNCER else sender
@@ -282,14 +372,23 @@ class Pair:
             if deadline_s is not None:
                 yield deadline_s
 
-    # ---- prose ----------------------------------------------------------------------------------------------------
-
     def _say(self, text: str) -> None:
         self.lines.append(text)
 
-    def _say_effect(self, name: str, effect: Effect) -> None:
-        if self._says_copies or not isinstance(effect, Stage | Unstage):
-            self._say(f"    {name} {effect_text(effect)}")
 
-    def _say_arrival(self, sender: str, receiver: str, message: Message) -> None:
-        self._say(f"{sender} -> {receiver}: {message_text(message)}")
+def _keys(item: tuple[str, str, Message]) -> set[str]:
+    sender, receiver, message = item
+    name = receiver if sender == SYNCER else sender
+    return {name, f"{name}:{type(message).__name__}"}
+
+
+def check_fates(syncer: Syncer) -> None:
+    """Every sample that was handed out is merged, out with one learner, or free to be handed out again."""
+    book = syncer.leases
+    leased, merged, released, out = book.fates
+    assert leased == merged + released + out, book.fates
+    plain = book.state()
+    ranges = [*plain["pool"], *(held for holding in plain["holdings"] for held in holding[1])]
+    held = sorted(tuple(one) for one in ranges)
+    assert all(before[1] <= after[0] for before, after in pairwise(held)), f"twice: {held}"
+    assert merged == plain["counts"][0] - sum(stop - start for start, stop in held), f"{book.fates}, {held}"

@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from diloco_jax.protocol.messages import Adopted, Effect, FragmentValue, Hello, Message, Send, StepReport
+from diloco_jax.protocol.effects import Effect, Send
+from diloco_jax.protocol.messages import Adopted, FragmentValue, GlobalFragment, Hello, Lease, Message, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer import Syncer
 
 FINGERPRINT = (("model", "abc"),)
+LEASED = 1000  # samples that a member got when it greeted: enough for every test that is not about them
 
 
 def new(total_steps: int = 100, **settings: Any) -> Syncer:
     """Four fragments, one due at every global step: 1, 2, 3, 0, 1, ... No grace window, so that K alone decides."""
-    small = {"sync_every": 4, "num_fragments": 4, "grace_steps_max": 0.0, "lease_s": 8.0, "resend_s": 3.0}
+    small: dict[str, Any] = {"sync_every": 4, "num_fragments": 4, "grace_steps_max": 0.0}
+    small |= {"lease_s": 8.0, "resend_s": 3.0, "lease_ahead_steps": LEASED}
     return Syncer(ProtocolConfig(**small | settings), total_steps, FINGERPRINT)
 
 
-def hello(name: str, incarnation: int = 1, versions: tuple[int, ...] = (0, 0, 0, 0)) -> Hello:
-    return Hello(name, incarnation, FINGERPRINT, versions)
+def hello(name: str, incarnation: int = 1, versions: tuple[int, ...] = (0, 0, 0, 0), **changed: Any) -> Hello:
+    """A greeting of a learner that has the data that it was given, unless it says otherwise."""
+    digests = tuple(0 if version < 0 else digest(p, version) for p, version in enumerate(versions))
+    return Hello(name, incarnation, FINGERPRINT, versions, digests, 0, 1, 0)._replace(**changed)
+
+
+def digest(fragment_id: int, version: int) -> int:
+    """Of a global value; that of an initial one is 0 in a syncer that was not told another."""
+    return 1000 * version + fragment_id if version else 0
+
+
+def merged(syncer: Syncer, global_step: int, now_s: float, left_out: tuple[str, ...] = ()) -> list[Effect]:
+    """The merge of a round is done."""
+    return syncer.on_merged(global_step, digest(syncer._rounds[global_step].fragment_id, global_step), left_out, now_s)
+
+
+def fragment(global_step: int, fragment_id: int, version: int, size: int = 0) -> GlobalFragment:
+    return GlobalFragment(global_step, fragment_id, version, 1, digest(fragment_id, version), size)
 
 
 def report(name: str, local_step: int, adopted: tuple[Adopted, ...] = (Adopted(0),) * 4, **changed: Any) -> StepReport:
-    return StepReport(name, 1, local_step, 10 * local_step, 0, adopted, 1.0, 2.5)._replace(**changed)
+    message = StepReport(name, 1, local_step, 10 * local_step, 0, adopted, 1.0, 2.5, local_step, LEASED)
+    return message._replace(**changed)
 
 
 def value(name: str, global_step: int, fragment_id: int, local_step: int, **changed: Any) -> FragmentValue:
     steps = local_step
-    return FragmentValue(name, 1, global_step, fragment_id, local_step, steps, 10 * steps, 0, 0)._replace(**changed)
+    message = FragmentValue(name, 1, global_step, fragment_id, local_step, steps, 10 * steps, 0, local_step, 0)
+    return message._replace(**changed)
 
 
 def running(*names: str, **settings: Any) -> Syncer:
@@ -41,8 +63,24 @@ def running(*names: str, **settings: Any) -> Syncer:
 
 
 def sent(effects: list[Effect], peer: str = "") -> list[Message]:
-    return [e.message for e in effects if isinstance(e, Send) and peer in ("", e.peer)]
+    """Messages to everybody or to one, but for leases: those have tests of their own."""
+    sends = [e for e in effects if isinstance(e, Send) and not isinstance(e.message, Lease)]
+    return [e.message for e in sends if peer in ("", e.peer)]
+
+
+def leases(effects: list[Effect], peer: str = "") -> list[Lease]:
+    return [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Lease) and peer in ("", e.peer)]
 
 
 def only(effects: list[Effect], kind: type[Any]) -> list[Any]:
     return [e for e in effects if isinstance(e, kind)]
+
+
+def indices(ranges: Iterable[tuple[int, int]]) -> list[int]:
+    """Every index of these ranges."""
+    return [index for start, stop in ranges for index in range(start, stop)]
+
+
+def expand(found: Iterable[Lease]) -> dict[int, int]:
+    """A learner's sample -> its index, of these leases."""
+    return {lease.first_sample + i: lease.start + i for lease in found for i in range(lease.stop - lease.start)}

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import pytest
 
+from diloco_jax.protocol.effects import Adopt, Drop, Effect, Finish, Send, Stage, Unstage
 from diloco_jax.protocol.learner import JOINING, STOPPED, TRAINING, WAITING, Learner
+from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import (
     SYNCER,
-    Adopt,
     Adopted,
     Advance,
-    Drop,
-    Effect,
-    Finish,
     FragmentValue,
     GlobalFragment,
     Heartbeat,
     Hello,
+    Lease,
     Leave,
     Message,
     PullRequest,
     Refuse,
-    Send,
-    Stage,
     StepReport,
     Stop,
-    Unstage,
     Welcome,
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
@@ -41,19 +37,38 @@ def new(overlap_steps: int = 2, sync_every: int = 4, num_fragments: int = 4) -> 
         heartbeat_s=2.0,
         lease_s=10.0,
         resend_s=3.0,
+        recover_from_peers=False,  # test_recovery.py
     )
-    return Learner("a", 1, config, FINGERPRINT)
+    return Learner("a", 1, config, FINGERPRINT, step_samples=2)
+
+
+def fragment(global_step: int, fragment_id: int, version: int, epoch: int = 1) -> GlobalFragment:
+    return GlobalFragment(global_step, fragment_id, version, epoch, digest(fragment_id, version), 0)
+
+
+def digest(fragment_id: int, version: int) -> int:
+    return 0 if version < 0 else 1000 + 10 * fragment_id + version
+
+
+def greeting(versions: tuple[int, ...], epoch: int = 0, granted: int = 0) -> Hello:
+    digests = tuple(digest(p, version) for p, version in enumerate(versions))
+    return Hello("a", 1, FINGERPRINT, versions, digests, epoch, 2, granted)
+
+
+def step(learner: Learner, now_s: float, tokens: int = 10, step_s: float = 1.0, loss: float = 2.5) -> list[Effect]:
+    return learner.on_step(tokens, step_s, loss, now_s, samples_end=learner.take_batch().end)
 
 
 def trained(steps: int = 0, overlap_steps: int = 2, sync_every: int = 4, num_fragments: int = 4) -> Learner:
     """A connected learner that holds version 0 of everything and has made some steps."""
     learner = new(overlap_steps, sync_every, num_fragments)
     learner.on_connected(0.0)
-    learner.on_message(Welcome(0, (0,) * num_fragments), 0.0)
+    learner.on_message(Welcome(0, (0,) * num_fragments, 1), 0.0)
+    learner.on_message(Lease(0, 0, 1000), 0.0)
     for fragment_id in range(num_fragments):
-        learner.on_message(GlobalFragment(0, fragment_id, 0, 0), 0.0)
+        learner.on_message(fragment(0, fragment_id, 0), 0.0)
     for _ in range(steps):
-        learner.on_step(10, 1.0, 2.5, 1.0)
+        step(learner, 1.0)
     return learner
 
 
@@ -67,29 +82,43 @@ def sent(effects: list[Effect]) -> list[Message]:
 
 def test_greets_with_what_it_holds() -> None:
     learner = new(num_fragments=2)
-    assert learner.on_connected(0.0) == [Send(SYNCER, Hello("a", 1, FINGERPRINT, (-1, -1)))]
+    assert learner.on_connected(0.0) == [Send(SYNCER, greeting((-1, -1)))]
     assert learner.state == JOINING and not learner.may_step()
 
 
 def test_may_not_step_before_it_holds_every_fragment() -> None:
     learner = new(num_fragments=2)
     learner.on_connected(0.0)
-    learner.on_message(Welcome(7, (5, 7)), 0.0)
+    learner.on_message(Welcome(7, (5, 7), 1), 0.0)
+    learner.on_message(Lease(0, 0, 10), 0.0)
     assert not learner.may_step()
-    assert learner.on_message(GlobalFragment(7, 1, 7, 0), 0.0) == [Adopt(1, 7)]
+    assert learner.on_message(fragment(7, 1, 7), 0.0) == [Adopt(1, 7)]
     assert not learner.may_step()
     with pytest.raises(AssertionError, match="step in state joining"):
-        learner.on_step(10, 1.0, 2.5, 0.0)
-    assert learner.on_message(GlobalFragment(7, 0, 5, 0), 0.0) == [Adopt(0, 5)]
+        step(learner, 0.0)
+    assert learner.on_message(fragment(7, 0, 5), 0.0) == [Adopt(0, 5)]
     assert learner.may_step() and learner.global_step == 7
+
+
+def test_may_not_step_before_it_has_data() -> None:
+    learner = new(num_fragments=1, sync_every=1)
+    learner.on_connected(0.0)
+    learner.on_message(Welcome(0, (0,), 1), 0.0)
+    learner.on_message(fragment(0, 0, 0), 0.0)
+    assert learner.state == JOINING
+    learner.on_message(Lease(0, 0, 1), 0.0)
+    assert learner.state == JOINING, "half a batch"
+    learner.on_message(Lease(1, 7, 8), 0.0)
+    assert learner.state == TRAINING and learner.take_batch() == Batch(((0, 1), (7, 8)), 2)
 
 
 def test_fragments_may_overtake_the_welcome() -> None:
     learner = new(num_fragments=1, sync_every=1)
     learner.on_connected(0.0)
-    learner.on_message(GlobalFragment(3, 0, 3, 0), 0.0)
-    assert learner.state == TRAINING
-    assert learner.on_message(Welcome(3, (3,)), 0.0) == []
+    learner.on_message(fragment(3, 0, 3), 0.0)
+    learner.on_message(Lease(0, 0, 10), 0.0)
+    assert learner.state == JOINING, "only the welcome tells whether others have a state to give"
+    assert learner.on_message(Welcome(3, (3,), 1), 0.0) == []
     assert learner.state == TRAINING
 
 
@@ -98,13 +127,15 @@ def test_repeats_the_greeting_until_it_is_answered_in_full() -> None:
     learner.on_connected(0.0)
     assert learner.next_deadline_s() == 2.0
     assert sent(learner.on_tick(2.0)) == [Heartbeat("a", 1)]
-    assert sent(learner.on_tick(3.0)) == [Hello("a", 1, FINGERPRINT, (-1, -1))]
-    learner.on_message(GlobalFragment(0, 1, 0, 0), 3.5)
+    assert sent(learner.on_tick(3.0)) == [greeting((-1, -1))]
+    learner.on_message(fragment(0, 1, 0), 3.5)
     later = {now_s: sent(learner.on_tick(float(now_s))) for now_s in range(4, 20)}
     greeted = {now_s: m for now_s, messages in later.items() for m in messages if isinstance(m, Hello)}
     assert min(greeted) >= 7, "a fragment came, so the others are on their way"
-    assert set(greeted.values()) == {Hello("a", 1, FINGERPRINT, (-1, 0))}, "then it asks for what is missing"
-    learner.on_message(GlobalFragment(0, 0, 0, 0), 20.0)
+    assert set(greeted.values()) == {greeting((-1, 0), 1)}, "then it asks for what is missing"
+    learner.on_message(fragment(0, 0, 0), 20.0)
+    learner.on_message(Welcome(0, (0, 0), 1), 20.0)
+    learner.on_message(Lease(0, 0, 10), 20.0)
     assert sent(learner.on_tick(24.0)) == [Heartbeat("a", 1)]
 
 
@@ -129,39 +160,39 @@ def test_refused() -> None:
 
 def test_reports_every_step_and_stages_what_the_next_tau_rounds_ask_for() -> None:
     learner = trained()
-    effects = learner.on_step(10, 1.5, 2.5, 1.0)
+    effects = step(learner, 1.0, step_s=1.5)
     held = (Adopted(0, 0, 0),) * 4
-    assert effects == [Stage(1, 1), Stage(2, 1), Send(SYNCER, StepReport("a", 1, 1, 10, 0, held, 1.5, 2.5))]
-    assert learner.on_step(10, 1.0, 2.0, 2.0)[:2] == [Stage(1, 2), Stage(2, 2)]
+    assert effects == [Stage(1, 1), Stage(2, 1), Send(SYNCER, StepReport("a", 1, 1, 10, 0, held, 1.5, 2.5, 2, 1000))]
+    assert step(learner, 2.0, loss=2.0)[:2] == [Stage(1, 2), Stage(2, 2)]
 
 
 def test_keeps_at_most_three_copies_of_a_fragment() -> None:
     learner = trained(3)
-    effects = learner.on_step(10, 1.0, 2.5, 2.0)
+    effects = step(learner, 2.0)
     assert effects[:4] == [Stage(1, 4), Unstage(1, 1), Stage(2, 4), Unstage(2, 1)]
 
 
 def test_lets_go_of_copies_that_no_round_will_ask_for() -> None:
     learner = trained(1)
     learner.on_message(Advance(1), 1.0)
-    assert learner.on_step(10, 1.0, 2.5, 2.0)[:3] == [Unstage(1, 1), Stage(2, 2), Stage(3, 2)]
+    assert step(learner, 2.0)[:3] == [Unstage(1, 1), Stage(2, 2), Stage(3, 2)]
 
 
 def test_steps_without_a_link_but_tells_nobody() -> None:
     learner = trained(1)
     assert learner.on_disconnected(1.0) == [Unstage(1, 1), Unstage(2, 1)]
     assert learner.may_step() and learner.next_deadline_s() is None and learner.on_tick(99.0) == []
-    assert learner.on_step(10, 1.0, 2.5, 2.0) == []
+    assert step(learner, 2.0) == []
     assert (learner.local_step, learner.tokens) == (2, 20)
-    assert learner.on_connected(3.0) == [Send(SYNCER, Hello("a", 1, FINGERPRINT, (0, 0, 0, 0)))]
-    assert isinstance(sent(learner.on_step(10, 1.0, 2.5, 4.0))[-1], StepReport)
+    assert learner.on_connected(3.0) == [Send(SYNCER, greeting((0, 0, 0, 0), 1, 1000))]
+    assert isinstance(sent(step(learner, 4.0))[-1], StepReport)
 
 
 # ---- pulls ---------------------------------------------------------------------------------------------------------
 
 
 def value(global_step: int, fragment_id: int, local_step: int, steps: int, tokens: int, base: int) -> FragmentValue:
-    return FragmentValue("a", 1, global_step, fragment_id, local_step, steps, tokens, base, 0)
+    return FragmentValue("a", 1, global_step, fragment_id, local_step, steps, tokens, base, 2 * local_step, 0)
 
 
 def test_answers_with_the_copy_of_the_asked_step() -> None:
@@ -178,10 +209,10 @@ def test_answers_with_the_next_newer_copy_when_the_asked_one_is_gone() -> None:
 def test_answers_after_the_next_step_when_there_is_no_copy() -> None:
     learner = trained(1)
     assert learner.on_message(PullRequest(3, 3, 1), 1.0) == []
-    effects = learner.on_step(10, 1.0, 2.5, 2.0)
+    effects = step(learner, 2.0)
     assert sent(effects)[1:] == [value(3, 3, 2, 2, 20, 0)]
     assert effects.index(Stage(3, 2)) < len(effects) - 1, "the copy is asked for before it is sent"
-    assert sent(learner.on_step(10, 1.0, 2.5, 3.0))[1:] == [], "answered once"
+    assert sent(step(learner, 3.0))[1:] == [], "answered once"
 
 
 def test_a_pull_during_a_step_changes_nothing_that_the_step_depends_on() -> None:
@@ -193,31 +224,31 @@ def test_a_pull_during_a_step_changes_nothing_that_the_step_depends_on() -> None
 
 def test_a_value_counts_from_the_adoption_that_its_copy_was_made_after() -> None:
     learner = trained(2)
-    learner.on_message(GlobalFragment(1, 1, 1, 0), 1.0)
-    learner.on_step(7, 1.0, 2.5, 2.0)
+    learner.on_message(fragment(1, 1, 1), 1.0)
+    step(learner, 2.0, tokens=7)
     assert learner.on_message(PullRequest(5, 1, 2), 2.0) == []
-    assert sent(learner.on_step(7, 1.0, 2.5, 3.0))[1:] == [value(5, 1, 4, 2, 14, 1)]
+    assert sent(step(learner, 3.0, tokens=7))[1:] == [value(5, 1, 4, 2, 14, 1)]
 
 
 def test_a_pull_that_an_adoption_overtook_never_yields_zero_steps() -> None:
     learner = trained(1)
-    learner.on_message(GlobalFragment(1, 1, 1, 0), 1.0)
+    learner.on_message(fragment(1, 1, 1), 1.0)
     assert learner.on_message(PullRequest(5, 1, 1), 1.0) == [], "the copy is gone, the new one has no step yet"
-    assert sent(learner.on_step(10, 1.0, 2.5, 2.0))[1:] == [value(5, 1, 2, 1, 10, 1)]
+    assert sent(step(learner, 2.0))[1:] == [value(5, 1, 2, 1, 10, 1)]
 
 
 def test_a_broadcast_voids_the_pull_that_waits_for_a_step() -> None:
     learner = trained(1)
     learner.on_message(PullRequest(3, 3, 1), 1.0)
-    learner.on_message(GlobalFragment(3, 3, 3, 0), 1.0)
-    assert len(sent(learner.on_step(10, 1.0, 2.5, 2.0))) == 1
+    learner.on_message(fragment(3, 3, 3), 1.0)
+    assert len(sent(step(learner, 2.0))) == 1
 
 
 def test_a_broadcast_of_an_older_round_does_not_void_a_newer_pull() -> None:
     learner = trained(1)
     learner.on_message(PullRequest(7, 3, 1), 1.0)
-    learner.on_message(GlobalFragment(3, 3, 3, 0), 1.0)
-    assert sent(learner.on_step(10, 1.0, 2.5, 2.0))[1:] == [value(7, 3, 2, 1, 10, 3)]
+    learner.on_message(fragment(3, 3, 3), 1.0)
+    assert sent(step(learner, 2.0))[1:] == [value(7, 3, 2, 1, 10, 3)]
 
 
 def test_a_lost_link_voids_the_pull_that_waits_for_a_step() -> None:
@@ -225,13 +256,13 @@ def test_a_lost_link_voids_the_pull_that_waits_for_a_step() -> None:
     learner.on_message(PullRequest(3, 3, 1), 1.0)
     learner.on_disconnected(1.0)
     learner.on_connected(1.5)
-    assert len(sent(learner.on_step(10, 1.0, 2.5, 2.0))) == 1
+    assert len(sent(step(learner, 2.0))) == 1
 
 
 @pytest.mark.parametrize("fragment_id", [-1, 4])
 def test_unknown_fragments_are_dropped(fragment_id: int) -> None:
     learner = trained(1)
-    for message in (PullRequest(1, fragment_id, 1), GlobalFragment(1, fragment_id, 1, 0)):
+    for message in (PullRequest(1, fragment_id, 1), fragment(1, fragment_id, 1)):
         (drop,) = learner.on_message(message, 1.0)
         assert isinstance(drop, Drop) and f"fragment {fragment_id}, there are 4" in drop.reason
 
@@ -248,10 +279,10 @@ def test_the_value_names_the_size_that_the_driver_told() -> None:
 
 def test_adopts_newer_and_ignores_older_and_equal() -> None:
     learner = trained(2)
-    assert learner.on_message(GlobalFragment(5, 1, 5, 0), 1.0) == [Adopt(1, 5), Unstage(1, 1), Unstage(1, 2)]
+    assert learner.on_message(fragment(5, 1, 5), 1.0) == [Adopt(1, 5), Unstage(1, 1), Unstage(1, 2)]
     assert learner.adopted[1] == Adopted(5, 2, 20) and learner.global_step == 5
-    assert learner.on_message(GlobalFragment(5, 1, 5, 0), 1.0) == [], "a duplicate"
-    assert learner.on_message(GlobalFragment(6, 1, 1, 0), 1.0) == [], "overtaken"
+    assert learner.on_message(fragment(5, 1, 5), 1.0) == [], "a duplicate"
+    assert learner.on_message(fragment(6, 1, 1), 1.0) == [], "overtaken"
     assert learner.adopted[1] == Adopted(5, 2, 20) and learner.global_step == 6
 
 
@@ -259,7 +290,7 @@ def test_an_old_clock_does_not_turn_the_schedule_back() -> None:
     learner = trained(1)
     learner.on_message(Advance(6), 1.0)
     learner.on_message(Advance(2), 1.0)
-    learner.on_message(GlobalFragment(1, 1, 1, 0), 1.0)
+    learner.on_message(fragment(1, 1, 1), 1.0)
     assert learner.global_step == 6
 
 
@@ -268,14 +299,20 @@ def test_an_old_clock_does_not_turn_the_schedule_back() -> None:
 
 def test_stop_frees_every_copy_and_ends() -> None:
     learner = trained(1)
-    assert learner.on_message(Stop(9, "run complete"), 1.0) == [Unstage(1, 1), Unstage(2, 1), Finish("run complete")]
+    goodbye = Send(SYNCER, Leave("a", 1, "run complete"))
+    assert learner.on_message(Stop(9, "run complete"), 1.0) == [
+        goodbye,
+        Unstage(1, 1),
+        Unstage(2, 1),
+        Finish("run complete"),
+    ]
     assert learner.state == STOPPED and learner.global_step == 9 and not learner.may_step()
 
 
 def test_after_the_end_nothing_happens() -> None:
     learner = trained(1)
     learner.on_message(Stop(9, "run complete"), 1.0)
-    for message in (Stop(9, "again"), GlobalFragment(9, 1, 9, 0), PullRequest(9, 1, 1), Advance(10), Welcome(9, ())):
+    for message in (Stop(9, "again"), fragment(9, 1, 9), PullRequest(9, 1, 1), Advance(10), Welcome(9, (), 1)):
         assert learner.on_message(message, 2.0) == []
     assert learner.on_connected(3.0) == [] and learner.on_tick(99.0) == [] and learner.next_deadline_s() is None
 
@@ -295,10 +332,10 @@ def test_leave_says_goodbye_if_there_is_a_link() -> None:
 def test_lockstep_waits_at_a_due_step_until_its_fragment_is_back() -> None:
     learner = trained(1, overlap_steps=0, sync_every=2, num_fragments=1)
     assert learner.state == TRAINING
-    effects = learner.on_step(10, 1.0, 2.5, 1.0)
+    effects = step(learner, 1.0)
     assert effects[0] == Stage(0, 2) and learner.state == WAITING and not learner.may_step()
     assert sent(learner.on_message(PullRequest(2, 0, 2), 1.0)) == [value(2, 0, 2, 2, 20, 0)]
-    learner.on_message(GlobalFragment(2, 0, 2, 0), 1.0)
+    learner.on_message(fragment(2, 0, 2), 1.0)
     assert learner.may_step() and learner.global_step == 2
 
 
@@ -323,7 +360,7 @@ def test_lockstep_can_answer_on_the_next_link(cut_before_the_step: bool) -> None
     learner = trained(1, overlap_steps=0, sync_every=2, num_fragments=1)
     if cut_before_the_step:
         learner.on_disconnected(1.0)
-    learner.on_step(10, 1.0, 2.5, 1.0)
+    step(learner, 1.0)
     learner.on_disconnected(1.5)
     learner.on_connected(2.0)
     assert sent(learner.on_message(PullRequest(2, 0, 2), 2.0)) == [value(2, 0, 2, 2, 20, 0)]

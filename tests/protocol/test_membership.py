@@ -7,13 +7,13 @@ import pytest
 from diloco_jax.protocol.membership import ACTIVE, GONE, JOINING, SILENT, Membership
 from diloco_jax.protocol.messages import Hello
 
-VERSIONS = (5, 5)
+EPOCH = 3
 FINGERPRINT = (("model", "abc"), ("sync_every", "24"))
 
 
 def hello(learner_id: str = "a", incarnation: int = 1, versions: tuple[int, ...] = (-1, -1), **changed: str) -> Hello:
     fingerprint = dict(FINGERPRINT) | changed
-    return Hello(learner_id, incarnation, tuple(fingerprint.items()), versions)
+    return Hello(learner_id, incarnation, tuple(fingerprint.items()), versions, (0,) * len(versions), 1, 4, 0)
 
 
 def membership(learners_max: int = 8) -> Membership:
@@ -22,7 +22,7 @@ def membership(learners_max: int = 8) -> Membership:
 
 def test_a_newcomer_is_joining_and_does_not_count_as_live() -> None:
     members = membership()
-    assert members.refusal(hello(), VERSIONS) == ""
+    assert members.refusal(hello(), EPOCH, 0) == ""
     member = members.join(hello(), 3.0)
     assert (member.state, member.incarnation, member.heard_s, member.since_s) == (JOINING, 1, 3.0, 3.0)
     assert members.live == 0
@@ -36,29 +36,31 @@ def test_a_newcomer_is_joining_and_does_not_count_as_live() -> None:
         (hello(""), ["'' is reserved"]),
         (hello(model="xyz"), ["model differs", "the syncer has abc, a has xyz", "same config"]),
         (hello(codec="int8"), ["codec differs", "absent", "int8"]),
-        (Hello("a", 1, (("model", "abc"),), (-1, -1)), ["sync_every differs", "has 24, a has absent"]),
+        (hello()._replace(fingerprint=(("model", "abc"),)), ["sync_every differs", "has 24, a has absent"]),
         (hello("../../x"), ["'../../x' is not allowed", "64 letters"]),
         (hello("a" * 65), ["is not allowed"]),
-        (hello(versions=(5, 6)), ["a holds version 6, which this syncer never made", "start the learner again"]),
-        (hello(versions=(-1,)), ["1 fragments offered, 2 expected", "same config"]),
+        (hello(versions=(-1,)), ["1 versions and 1 digests offered, 2 fragments expected", "same config"]),
+        (hello()._replace(digests=(0,)), ["2 versions and 1 digests offered, 2 fragments"]),
+        (hello()._replace(epoch=4), ["a has heard of life 4 of the syncer, this is life 3", "stop it"]),
+        (hello()._replace(step_samples=0), ["step_samples is 0", "at least 1 sample"]),
     ],
 )
 def test_refusals_say_what_differs_and_what_to_do(message: Hello, words: list[str]) -> None:
-    refusal = membership().refusal(message, VERSIONS)
+    refusal = membership().refusal(message, EPOCH, 0)
     assert all(word in refusal for word in words), refusal
 
 
 def test_the_order_of_the_fingerprint_does_not_matter() -> None:
-    assert membership().refusal(Hello("a", 1, FINGERPRINT[::-1], (0, 0)), VERSIONS) == ""
+    assert membership().refusal(hello()._replace(fingerprint=FINGERPRINT[::-1]), EPOCH, 0) == ""
 
 
 def test_an_older_incarnation_is_refused() -> None:
     members = membership()
     members.join(hello(incarnation=3), 0.0)
-    refusal = members.refusal(hello(incarnation=2), VERSIONS)
+    refusal = members.refusal(hello(incarnation=2), EPOCH, 0)
     assert "incarnation 2 of a is older than 3" in refusal and "stop one of the two" in refusal
     members.set_state(members.members["a"], GONE, 1.0)
-    assert members.refusal(hello(incarnation=2), VERSIONS), "the newer one has left, the older one is no better for it"
+    assert members.refusal(hello(incarnation=2), EPOCH, 0), "the newer one has left, the older one is no better for it"
 
 
 def test_a_newer_incarnation_starts_anew_and_keeps_the_totals() -> None:
@@ -96,32 +98,57 @@ def test_live_counts_the_active_ones() -> None:
     assert [m.learner_id for m in members.connected()] == ["b"]
 
 
-def test_only_active_members_expire_and_at_the_lease() -> None:
+def test_whoever_remembers_what_was_made_void_is_refused() -> None:
+    members = membership()
+    assert [members.refusal(hello()._replace(epoch=epoch), 5, 4) == "" for epoch in range(6)] == [
+        True,  # knows nothing yet
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
+    refusal = members.refusal(hello()._replace(epoch=3), 5, 4)
+    assert "a belongs to life 3 of the run, which went back to a snapshot in life 4; start the learner again" in refusal
+
+
+def test_an_expelled_incarnation_is_refused_and_the_next_is_not() -> None:
+    members = membership()
+    member = members.join(hello(), 0.0)
+    member.expelled, member.strikes = True, 3
+    members.set_state(member, GONE, 1.0)
+    assert "incarnation 1 of a was expelled; start the learner again" in members.refusal(hello(), EPOCH, 0)
+    assert members.refusal(hello(incarnation=2), EPOCH, 0) == ""
+    members.join(hello(incarnation=2), 2.0)
+    assert (member.expelled, member.strikes) == (False, 0)
+
+
+def test_whoever_is_connected_expires_at_the_lease() -> None:
     members = membership()
     for name, state in [("c", ACTIVE), ("a", ACTIVE), ("joining", JOINING), ("silent", SILENT), ("gone", GONE)]:
         members.set_state(members.join(hello(name), 0.0), state, 0.0)
     late = members.join(hello("late"), 0.5)
     members.set_state(late, ACTIVE, 0.5)
     assert members.expired(10.0, 9.999) == []
-    assert [m.learner_id for m in members.expired(10.0, 10.0)] == ["a", "c"]
+    assert [m.learner_id for m in members.expired(10.0, 10.0)] == ["a", "c", "joining"], "a joining one may die, too"
 
 
 def test_learners_max() -> None:
     members = membership(learners_max=2)
     members.join(hello("a"), 0.0)
     members.join(hello("b"), 0.0)
-    assert members.refusal(hello("c"), VERSIONS) == "2 learners are connected, the limit; raise protocol.learners_max"
-    assert members.refusal(hello("a"), VERSIONS) == "", "whoever is in may greet again"
+    assert members.refusal(hello("c"), EPOCH, 0) == "2 learners are connected, the limit; raise protocol.learners_max"
+    assert members.refusal(hello("a"), EPOCH, 0) == "", "whoever is in may greet again"
     members.set_state(members.members["b"], GONE, 1.0)
-    assert members.refusal(hello("c"), VERSIONS) == "", "a place is free"
+    assert members.refusal(hello("c"), EPOCH, 0) == "", "a place is free"
 
 
 def test_learners_max_holds_for_those_who_come_back() -> None:
     members = membership(learners_max=1)
     members.set_state(members.join(hello("a"), 0.0), GONE, 1.0)
     members.join(hello("b"), 2.0)
-    assert "the limit" in members.refusal(hello("a"), VERSIONS)
-    assert "the limit" in members.refusal(hello("a", incarnation=2), VERSIONS)
+    assert "the limit" in members.refusal(hello("a"), EPOCH, 0)
+    assert "the limit" in members.refusal(hello("a", incarnation=2), EPOCH, 0)
 
 
 def test_lower_median_of_the_live() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_jax.protocol.pacing import Closing, ProtocolConfig, Schedule, closing, ema, grace_window_s
+from tests.protocol.steady import STEADY
 
 # ---- schedule ---------------------------------------------------------------------------------------------------
 
@@ -30,6 +31,7 @@ def test_one_fragment_is_due_at_the_end_of_the_interval() -> None:
     assert [schedule.next_due(step) for step in (0, 1, 23, 24, 47)] == [24, 24, 24, 48, 48]
 
 
+@STEADY
 @given(st.integers(1, 200).flatmap(lambda h: st.tuples(st.just(h), st.integers(1, h), st.integers(0, 1000))))
 def test_every_fragment_has_its_turn_once_per_interval(numbers: tuple[int, int, int]) -> None:
     sync_every, num_fragments, start = numbers
@@ -78,6 +80,7 @@ def test_grace_window_by_hand(
 seconds = st.floats(0.0, 1e4)
 
 
+@STEADY
 @given(seconds, seconds, seconds, st.integers(0, 10), st.floats(0.01, 1.0), st.floats(0.0, 5.0))
 def test_quorum_grace_and_sync_fit_into_tau_steps(
     step_s: float, quorum_s: float, sync_s: float, tau: int, gamma: float, cap: float

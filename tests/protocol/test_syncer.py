@@ -6,24 +6,11 @@ from typing import Any
 
 import pytest
 
+from diloco_jax.protocol.effects import Discard, Drop, Merge, Note, Part, Send
 from diloco_jax.protocol.membership import ACTIVE, JOINING
-from diloco_jax.protocol.messages import (
-    Adopted,
-    Discard,
-    Drop,
-    FragmentValue,
-    GlobalFragment,
-    Heartbeat,
-    Merge,
-    Note,
-    Part,
-    PullRequest,
-    Refuse,
-    Send,
-    Welcome,
-)
+from diloco_jax.protocol.messages import Adopted, FragmentValue, Heartbeat, PullRequest, Refuse, Welcome
 from diloco_jax.protocol.syncer import Syncer
-from tests.protocol.syncer_inputs import hello, new, only, report, running, sent, value
+from tests.protocol.syncer_inputs import fragment, hello, merged, new, only, report, running, sent, value
 
 # ---- hello ---------------------------------------------------------------------------------------------------------
 
@@ -34,8 +21,8 @@ def test_a_newcomer_is_welcomed_and_gets_every_fragment() -> None:
     effects = syncer.on_message(hello("a", versions=(-1,) * 4), 0.0)
     assert effects[0] == Note("joined", 0, -1, ("a",), "incarnation 1")
     assert sent(effects, "a") == [
-        Welcome(0, (0, 0, 0, 0)),
-        *(GlobalFragment(0, fragment_id, 0, 11 * (fragment_id + 1)) for fragment_id in range(4)),
+        Welcome(0, (0, 0, 0, 0), 1),
+        *(fragment(0, fragment_id, 0, 11 * (fragment_id + 1)) for fragment_id in range(4)),
     ]
     assert syncer.membership.members["a"].state == JOINING
 
@@ -43,16 +30,16 @@ def test_a_newcomer_is_welcomed_and_gets_every_fragment() -> None:
 def test_a_learner_that_holds_everything_gets_only_what_is_missing() -> None:
     syncer = running("a")
     syncer.on_message(value("a", 1, 1, 1), 1.0)
-    syncer.on_merged(1, 1.0)
-    assert sent(syncer.on_message(hello("b"), 2.0), "b") == [Welcome(1, (0, 1, 0, 0)), GlobalFragment(1, 1, 1, 0)]
-    assert sent(syncer.on_message(hello("b", versions=(0, 1, 0, 0)), 2.0), "b") == [Welcome(1, (0, 1, 0, 0))]
+    merged(syncer, 1, 1.0)
+    assert sent(syncer.on_message(hello("b"), 2.0), "b") == [Welcome(1, (0, 1, 0, 0), 1), fragment(1, 1, 1)]
+    assert sent(syncer.on_message(hello("b", versions=(0, 1, 0, 0)), 2.0), "b") == [Welcome(1, (0, 1, 0, 0), 1)]
 
 
 def test_a_repeated_greeting_joins_once() -> None:
     syncer = new()
     syncer.on_message(hello("a"), 0.0)
     effects = syncer.on_message(hello("a"), 1.0)
-    assert sent(effects) == [Welcome(0, (0,) * 4)] and not only(effects, Note)
+    assert sent(effects) == [Welcome(0, (0,) * 4, 1)] and not only(effects, Note)
 
 
 def test_a_stranger_is_refused_and_not_remembered() -> None:
@@ -166,11 +153,11 @@ def test_merges_when_everybody_answered_in_the_order_of_names() -> None:
     syncer = running("b", "a")
     assert syncer.on_message(value("b", 1, 1, 1), 2.0) == []
     effects = syncer.on_message(value("a", 1, 1, 1, steps=1, tokens=7), 2.0)
-    assert effects == [Merge(1, 1, (Part("a", 1, 1, 7, 0), Part("b", 1, 1, 10, 0)))]
-    assert syncer.on_merged(1, 3.0) == [
+    assert effects == [Merge(1, 1, (Part("a", 1, 1, 7, 0, 1), Part("b", 1, 1, 10, 0, 1)))]
+    assert merged(syncer, 1, 3.0) == [
         Note("merged", 1, 1, ("a", "b"), ""),
-        Send("a", GlobalFragment(1, 1, 1, 0)),
-        Send("b", GlobalFragment(1, 1, 1, 0)),
+        Send("a", fragment(1, 1, 1)),
+        Send("b", fragment(1, 1, 1)),
     ]
     assert syncer.versions == [0, 1, 0, 0] and (syncer.merged_rounds, syncer.merged_parts) == (1, 2)
     assert syncer.membership.members["a"].rounds == 1
@@ -185,7 +172,7 @@ def test_a_second_or_late_value_is_dropped() -> None:
     syncer.on_message(value("b", 1, 1, 1), 2.0)
     (drop,) = syncer.on_message(value("b", 1, 1, 1), 3.0)
     assert isinstance(drop, Drop), "while the merge runs"
-    syncer.on_merged(1, 4.0)
+    merged(syncer, 1, 4.0)
     (drop,) = syncer.on_message(value("b", 1, 1, 1), 5.0)
     assert isinstance(drop, Drop), "after the merge"
     assert syncer.merged_parts == 2
@@ -222,7 +209,7 @@ def behind(versions: int) -> Syncer:
     for step in range(1, versions + 1):
         syncer.on_message(report("b", step, (Adopted(step - 1, step - 1),)), float(step))
         syncer.on_message(value("b", step, 0, step, steps=1, tokens=10, base_version=step - 1), float(step))
-        syncer.on_merged(step, float(step))
+        merged(syncer, step, float(step))
     assert syncer.versions == [versions]
     return syncer
 
@@ -232,7 +219,7 @@ def test_a_value_against_a_forgotten_version_is_dropped_and_its_sender_refreshed
     syncer.on_message(report("a", 3, (Adopted(0),)), 3.0)
     effects = syncer.on_message(value("a", 3, 0, 3, base_version=0), 3.0)
     assert only(effects, Drop) == [Drop("a", "value against version 0, kept are [1, 2]")]
-    assert GlobalFragment(3, 0, 2, 0) in sent(effects, "a")
+    assert fragment(3, 0, 2) in sent(effects, "a")
     assert only(effects, Note)[0].kind == "abandoned" and only(effects, Discard) == [Discard(3)]
 
 
@@ -240,14 +227,14 @@ def test_a_value_against_the_version_before_is_merged() -> None:
     syncer = behind(1)  # kept: 0 and 1
     syncer.on_message(report("a", 2, (Adopted(0),)), 2.0)
     (merge,) = only(syncer.on_message(value("a", 2, 0, 2), 2.0), Merge)
-    assert merge.parts == (Part("a", 2, 2, 20, 0),)
+    assert merge.parts == (Part("a", 2, 2, 20, 0, 2),)
 
 
 def test_steps_since_one_adoption_count_once() -> None:
     syncer = behind(1)
     syncer.on_message(report("a", 2, (Adopted(0),)), 2.0)
     syncer.on_message(value("a", 2, 0, 2), 2.0)
-    syncer.on_merged(2, 2.0)
+    merged(syncer, 2, 2.0)
     syncer.on_message(report("a", 3, (Adopted(0),)), 3.0)
     assert syncer.global_step == 2, "the third step builds on two that were merged already"
     syncer.on_message(report("a", 4, (Adopted(2, 3, 30),)), 4.0)
@@ -257,9 +244,9 @@ def test_steps_since_one_adoption_count_once() -> None:
 def test_a_driver_that_merges_what_it_was_not_asked_to_is_wrong() -> None:
     syncer = running("a")
     with pytest.raises(AssertionError, match="merged in phase pulling"):
-        syncer.on_merged(1, 1.0)
+        merged(syncer, 1, 1.0)
     with pytest.raises(KeyError):
-        syncer.on_merged(77, 1.0)
+        syncer.on_merged(77, 0, (), 1.0)
 
 
 @pytest.mark.parametrize(

@@ -6,25 +6,12 @@ from typing import Any
 
 import pytest
 
+from diloco_jax.protocol.effects import Discard, Drop, Merge, Note, Part, Send
 from diloco_jax.protocol.membership import ACTIVE, GONE, SILENT
-from diloco_jax.protocol.messages import (
-    Adopted,
-    Advance,
-    Discard,
-    Drop,
-    GlobalFragment,
-    Heartbeat,
-    Leave,
-    Merge,
-    Note,
-    Part,
-    PullRequest,
-    Send,
-    Stop,
-)
+from diloco_jax.protocol.messages import Adopted, Advance, Heartbeat, Leave, PullRequest, Stop
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer import Syncer
-from tests.protocol.syncer_inputs import hello, new, only, report, running, sent, value
+from tests.protocol.syncer_inputs import LEASED, fragment, hello, merged, new, only, report, running, sent, value
 
 # ---- leaving, silence, time ----------------------------------------------------------------------------------------
 
@@ -37,7 +24,8 @@ def test_whoever_goes_while_a_round_is_pulled_is_not_waited_for(goes: str) -> No
         effects = syncer.on_message(Leave("a", 1, "broke"), 2.0)
     else:
         effects = syncer.on_disconnect("a", 1, "broke", 2.0)
-    assert effects == [Note("left", 1, -1, ("a",), "broke"), Merge(1, 1, (Part("b", 1, 1, 10, 0),))]
+    released = [Note("released", 1, -1, ("a",), f"{LEASED} samples go to others")] if goes == "leave" else []
+    assert effects == [Note("left", 1, -1, ("a",), "broke"), Merge(1, 1, (Part("b", 1, 1, 10, 0, 1),)), *released]
     assert syncer.membership.members["a"].state == GONE
     assert syncer.on_disconnect("a", 1, "again", 3.0) == []
 
@@ -62,7 +50,7 @@ def test_a_disconnect_while_the_round_merges_does_not_merge_it_twice() -> None:
     syncer = running("a")
     syncer.on_message(value("a", 1, 1, 1), 2.0)
     assert only(syncer.on_disconnect("a", 1, "broke", 2.0), Merge) == []
-    assert only(syncer.on_merged(1, 3.0), Note)[0] == Note("merged", 1, 1, ("a",), "")
+    assert only(merged(syncer, 1, 3.0), Note)[0] == Note("merged", 1, 1, ("a",), "")
     assert syncer.membership.members["a"].rounds == 1, "what was delivered counts"
 
 
@@ -98,7 +86,7 @@ def test_unanswered_pulls_are_repeated_ever_more_seldom_and_then_given_up() -> N
     asked = {now_s: syncer.on_tick(float(now_s)) for now_s in range(2, 13)}  # asked at 1.0, resend_s = 3
     assert {now_s for now_s, effects in asked.items() if effects == again} == {4, 10}
     assert syncer.next_deadline_s() == 13.0
-    assert syncer.on_tick(13.0) == [Drop("a", "no value within 12.0 s"), Merge(1, 1, (Part("b", 1, 1, 10, 0),))]
+    assert syncer.on_tick(13.0) == [Drop("a", "no value within 12.0 s"), Merge(1, 1, (Part("b", 1, 1, 10, 0, 1),))]
     (drop,) = syncer.on_message(value("a", 1, 1, 1), 14.0)
     assert isinstance(drop, Drop), "too late"
 
@@ -116,13 +104,14 @@ def test_the_deadline_names_only_what_time_alone_can_resolve() -> None:
     syncer = new()
     assert syncer.next_deadline_s() is None
     syncer.on_message(hello("a"), 0.0)
-    assert syncer.next_deadline_s() is None, "nobody is live, nothing is asked for"
+    syncer.on_tick(0.0)
+    assert syncer.next_deadline_s() == 2.0, "nobody is live, nothing is asked for; whoever joins may fall silent"
     syncer.on_message(report("a", 1), 1.0)
-    syncer.on_tick(1.0)
-    assert syncer.next_deadline_s() == 3.0  # a quarter of the lease; the pull is repeated at 4.0
-    syncer.on_message(value("a", 1, 1, 1), 1.5)
-    syncer.on_tick(3.0)
-    assert syncer.next_deadline_s() == 5.0, "the merge ends by itself; only the lease is left"
+    syncer.on_tick(2.0)
+    assert syncer.next_deadline_s() == 4.0  # the pull is repeated; a quarter of the lease is over, too
+    syncer.on_message(value("a", 1, 1, 1), 2.5)
+    syncer.on_tick(4.0)
+    assert syncer.next_deadline_s() == 6.0, "the merge ends by itself; only the lease is left"
 
 
 # ---- rounds --------------------------------------------------------------------------------------------------------
@@ -152,7 +141,7 @@ def test_a_broadcast_that_is_under_way_is_not_sent_again() -> None:
     syncer.on_message(report("a", 2, (Adopted(0),) * 2), 2.0)
     assert syncer.global_step == 2
     syncer.on_message(value("a", 1, 1, 1), 2.0)
-    assert len(sent(syncer.on_merged(1, 2.0), "a")) == 1
+    assert len(sent(merged(syncer, 1, 2.0), "a")) == 1
 
 
 def test_a_lost_broadcast_is_repaired_when_the_fragment_has_its_next_turn() -> None:
@@ -163,12 +152,12 @@ def test_a_lost_broadcast_is_repaired_when_the_fragment_has_its_next_turn() -> N
         fragment_id = step % 4
         syncer.on_message(report("a", step, tuple(held)), float(step))
         syncer.on_message(value("a", step, fragment_id, step), float(step))
-        syncer.on_merged(step, float(step))
+        merged(syncer, step, float(step))
         if fragment_id != 1:
             held[fragment_id] = Adopted(step, step, 10 * step)
     assert syncer.versions == [4, 1, 2, 3]
     repaired = {step: sent(syncer.on_message(report("a", step, tuple(held)), float(step))) for step in range(5, 12)}
-    again = [GlobalFragment(4, 1, 1, 0)]
+    again = [fragment(4, 1, 1)]
     assert [step for step, messages in repaired.items() if messages == again] == [5, 10], "ever more seldom"
     held[1] = Adopted(1, 11, 110)
     assert sent(syncer.on_message(report("a", 12, tuple(held)), 12.0)) == [PullRequest(5, 1, 12)]
@@ -181,16 +170,16 @@ def test_a_lost_broadcast_is_repaired_also_for_who_counts_with_an_older_version(
     for step in range(1, 5):
         syncer.on_message(report("a", step), float(step))
         syncer.on_message(value("a", step, step % 4, step), float(step))
-        syncer.on_merged(step, float(step))
+        merged(syncer, step, float(step))
     effects = syncer.on_message(report("b", 4), 4.5)  # b has missed all of them; round 5 is for fragment 1
-    assert sent(effects, "b") == [PullRequest(5, 1, 4), GlobalFragment(5, 1, 1, 0)]
+    assert sent(effects, "b") == [PullRequest(5, 1, 4), fragment(5, 1, 1)]
 
 
 def test_stop_goes_to_everybody_and_to_whoever_missed_it() -> None:
     syncer = running("a", total_steps=1)
     syncer.on_message(hello("b"), 1.0)
     syncer.on_message(value("a", 1, 1, 1), 2.0)
-    effects = syncer.on_merged(1, 3.0)
+    effects = merged(syncer, 1, 3.0)
     assert {e.peer for e in effects if isinstance(e, Send) and isinstance(e.message, Stop)} == {"a", "b"}
     assert syncer.finished and syncer.waiting_for(3.0) == "nothing: the run is complete"
     assert sent(syncer.on_message(report("a", 2), 4.0), "a") == [Stop(1, "run complete")]

@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 import json
+import typing
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from diloco_jax.protocol.messages import Adopted, Effect, Heartbeat, Hello, LearnerMessage, Leave
+from diloco_jax.protocol.effects import Effect, SaveSnapshot
+from diloco_jax.protocol.messages import (
+    Adopted,
+    AnchorValue,
+    Heartbeat,
+    LearnerMessage,
+    Leave,
+    StateDone,
+    StatePart,
+    StateRefused,
+    StateRequest,
+)
 from diloco_jax.protocol.syncer import Syncer
-from diloco_jax.protocol.tape import TapedSyncer, replay
+from diloco_jax.protocol.tape import SNAPSHOTS_MAX, TapedSyncer, lives, replay
 from tests.protocol.pair import Pair
+from tests.protocol.steady import STEADY
 from tests.protocol.syncer_inputs import hello, new, report, value
+
+DIGEST = 2**64 - 1  # JSON keeps whole numbers of any size
 
 MESSAGES: list[LearnerMessage] = [
     hello("a", versions=(-1, 0, -1, 0)),
-    Hello("a", 2, (("model", 'quotes " and ü'), ("sync_every", "24")), ()),
+    hello("a", 2, fingerprint=(("model", 'quotes " and ü'), ("sync_every", "24")), digests=(DIGEST, 0, 1, 2), epoch=3),
     report("a", 3, (Adopted(0), Adopted(7, 2, 20), Adopted(-1), Adopted(3, 1, 10)), loss=0.1 + 0.2, step_s=1e-9),
     value("a", 1, 1, 1),
+    AnchorValue("a", 1, 2, 7, DIGEST, 4096),
+    StateRequest("a", 1, 12, "b", 40, 3),
+    StatePart("b", 2, "a", 40, (1, -1, 3, 4), 3, 7, DIGEST, 1 << 20),
+    StateRefused("b", 2, "a", "no state of step 40"),
+    StateDone("a", 1, "b"),
     Heartbeat("a", 1),
     Leave("a", 1, "a reason\nof two lines"),
 ]
@@ -38,8 +61,16 @@ class Recorder(Syncer):
         self.heard.append(("disconnect", learner_id, incarnation, reason, now_s))
         return []
 
-    def on_merged(self, global_step: int, now_s: float) -> list[Effect]:
-        self.heard.append(("merged", global_step, now_s))
+    def on_merged(self, global_step: int, digest: int, left_out: Sequence[str], now_s: float) -> list[Effect]:
+        self.heard.append(("merged", global_step, digest, left_out, now_s))
+        return []
+
+    def on_begin(self, digests: Sequence[int], now_s: float) -> list[Effect]:
+        self.heard.append(("begin", digests, now_s))
+        return []
+
+    def on_restart(self, held: Sequence[int], digests: Sequence[int], now_s: float) -> list[Effect]:
+        self.heard.append(("restart", held, digests, now_s))
         return []
 
     def on_tick(self, now_s: float) -> list[Effect]:
@@ -58,10 +89,12 @@ def test_every_input_comes_back_as_it_was() -> None:
     for number, message in enumerate(MESSAGES):
         taped.on_message(message, number / 3)
     taped.on_disconnect("a", 1, "connection reset", 5.5)
-    taped.on_merged(7, 6.0)
+    taped.on_merged(7, DIGEST, ("a", "b"), 6.0)
     taped.on_tick(6.25)
+    taped.on_restart([4, 1, 2, 3], [DIGEST, 1, 2, 3], 4, 7.0)
+    taped.on_begin([DIGEST, 1, 2, 3], 8.0)
     again = recorder()
-    assert len(list(replay(lines, again))) == len(MESSAGES) + 3
+    assert len(list(replay(lines, again))) == len(MESSAGES) + 5
     assert again.heard == told.heard
     for (message, _), (copy, _) in zip(told.heard[: len(MESSAGES)], again.heard, strict=False):
         assert type(message) is type(copy)
@@ -76,15 +109,19 @@ def test_a_line_is_one_line_of_json() -> None:
     for message in MESSAGES:
         taped.on_message(message, 1.5)
     assert not any("\n" in line for line in lines)
-    assert json.loads(lines[4]) == ["Heartbeat", 1.5, "a", 1]
+    assert json.loads(lines[-2]) == ["Heartbeat", 1.5, "a", 1]
 
 
 def test_an_input_is_on_the_tape_before_it_is_executed() -> None:
     lines: list[str] = []
     taped = TapedSyncer(new(), lines.append)
     with pytest.raises(KeyError):
-        taped.on_merged(7, 1.0)
-    assert lines == ['["merged",1.0,7]'], "what broke it can be replayed"
+        taped.on_merged(7, 9, ("a",), 1.0)
+    assert lines == ['["merged",1.0,7,9,["a"]]'], "what broke it can be replayed"
+
+
+def test_every_kind_of_message_is_tried() -> None:
+    assert {type(message) for message in MESSAGES} == set(typing.get_args(LearnerMessage))
 
 
 def test_a_run_replays_to_the_same_effects() -> None:
@@ -99,9 +136,79 @@ def test_a_run_replays_to_the_same_effects() -> None:
             pair.connect("b")
     pair.leave("a")
     kinds = {json.loads(line)[0] for line in pair.tape}
-    assert kinds == {"Hello", "StepReport", "FragmentValue", "Heartbeat", "Leave", "disconnect", "merged", "tick"}
+    assert kinds == {
+        "begin",
+        "Hello",
+        "StepReport",
+        "FragmentValue",
+        "Heartbeat",
+        "Leave",
+        "disconnect",
+        "merged",
+        "tick",
+    }
     assert sum(map(len, pair.history)) > 50
     pair.check_replay()
+
+
+def test_a_refused_drain_and_a_granted_one_leave_no_trace() -> None:
+    pair = Pair()
+    pair.join("a")
+    before = list(pair.tape)
+    with pytest.raises(ValueError, match="no learner 'b' is connected; there are a"):
+        pair.drain("b")
+    assert pair.tape == before
+    pair.drain("a")
+    assert [json.loads(line)[0] for line in pair.tape[len(before) :]] == ["Leave"], "what it led to is on the tape"
+
+
+def lived(rounds: int, **settings: Any) -> Pair:
+    """A run of two learners with snapshots."""
+    pair = Pair(quorum=2, snapshot_every=2, **settings)
+    pair.join("a", "b")
+    for _ in range(rounds):
+        pair.wait(1.0)
+        pair.step("a", "b")
+    return pair
+
+
+def test_restarts_and_rewinds_are_inputs_like_others() -> None:
+    pair = lived(5)
+    pair.restart_syncer()
+    pair.connect("a", "b")
+    pair.wait(1.0)
+    pair.step("a", "b")
+    pair.rewind()
+    pair.join("a", "b", incarnation=2)
+    pair.wait(1.0)
+    pair.step("a", "b")
+    kinds = [json.loads(line)[0] for line in pair.tape]
+    assert kinds.count("restart") == kinds.count("rewind") == 1 and lives(pair.tape) == 3
+    pair.check_replay()
+
+
+def test_a_replay_remembers_the_newest_snapshots_only() -> None:
+    pair = lived(2 * SNAPSHOTS_MAX + 3)
+    taken = [effect.global_step for effect in pair.effects if isinstance(effect, SaveSnapshot)]
+    assert len(taken) > SNAPSHOTS_MAX
+
+    def going_back_to(global_step: int) -> list[str]:
+        return [*pair.tape, json.dumps(["rewind", 99.0, global_step, 2])]
+
+    oldest_kept = taken[-SNAPSHOTS_MAX]
+    assert len(list(replay(going_back_to(oldest_kept), pair._new_syncer()))) == len(pair.tape) + 1
+    with pytest.raises(ValueError, match=f"global step {taken[-SNAPSHOTS_MAX - 1]}, which is not on this tape"):
+        list(replay(going_back_to(taken[-SNAPSHOTS_MAX - 1]), pair._new_syncer()))
+
+
+def test_the_end_of_a_tape_goes_back_to_a_snapshot_from_before_it() -> None:
+    pair = lived(4)
+    snapshot = pair.driver.snapshots[-1]
+    tail = [*pair.tape[snapshot.tape_lines :], json.dumps(["rewind", 99.0, snapshot.global_step, 2])]
+    machine = pair._new_syncer()
+    machine.restore(json.loads(snapshot.state))
+    list(replay(tail, machine, {snapshot.global_step: json.loads(snapshot.state)}))
+    assert (machine.epoch, machine.rewound, machine.global_step) == (2, 2, snapshot.global_step)
 
 
 def test_another_configuration_decides_otherwise() -> None:
@@ -128,17 +235,52 @@ GOOD = '["tick",1.0]'
         '["dance",1.0]',
         '["merged",1.0]',
         '["merged",1.0,99]',
+        '["merged",1.0,1e999,5,[]]',
+        "[" * 100_000,
+        f'["tick",{10**400}]',
+        '["merged",1.0,99,5,[]]',
+        '["begin",1.0]',
+        '["begin",1.0,[0,0]]',
+        '["begin",1.0,5]',
+        '["restart",1.0,[0,0,0,0]]',
+        '["restart",1.0,[0],[0],-1]',
+        '["restart",1.0,[0,0,0,0],[0],-1]',
+        '["restart",1.0,5,6,7]',
+        '["rewind",1.0,8]',
+        '["rewind",1.0,8,2]',
+        '["AnchorValue",1.0,"a",1,2]',
+        '["StatePart",1.0,"a",1,"b",3,4,0,1,2,3]',
+        '["StateRequest",1.0,"a",1,2]',
         '["disconnect",1.0,"a"]',
         '["Heartbeat",1.0]',
         '["Heartbeat",1.0,"a",1,"too much"]',
         '["StepReport",1.0,"a",1]',
-        '["StepReport",1.0,"a",1,7,70,0,5,1.0,2.5]',
-        '["StepReport",1.0,"a",1,7,70,0,[[0,0,0,0]],1.0,2.5]',
+        '["StepReport",1.0,"a",1,7,70,0,5,1.0,2.5,0,0]',
+        '["StepReport",1.0,"a",1,7,70,0,[[0,0,0,0]],1.0,2.5,0,0]',
         '["Hello",1.0,"a",1]',
-        '["Hello",1.0,"a",1,[["model"]],[0,0,0,0]]',
+        '["Hello",1.0,"a",1,[["model"]],[0,0,0,0],[0,0,0,0],0,1,0]',
         '["Welcome",1.0,0,[]]',
     ],
 )
 def test_a_malformed_line_is_named_by_its_number(line: str) -> None:
     with pytest.raises(ValueError, match="tape line 3 cannot be replayed"):
         list(replay([GOOD, GOOD, line, GOOD], new()))
+
+
+@settings(STEADY, max_examples=200)
+@given(st.data())
+def test_a_torn_or_altered_line_is_named_or_harmless(data: st.DataObject) -> None:
+    """Whatever becomes of one line of a tape: the replay goes through, or says which line it is."""
+    lines = list(TAPE)
+    number = data.draw(st.integers(0, len(lines) - 1))
+    line = lines[number]
+    start = data.draw(st.integers(0, len(line)))
+    stop = data.draw(st.integers(start, len(line)))
+    lines[number] = line[:start] + data.draw(st.text('0123456789[]{},."-aZé\x00', max_size=4)) + line[stop:]
+    try:
+        list(replay(lines, Pair(quorum=2, snapshot_every=2)._new_syncer()))
+    except ValueError as error:
+        assert "tape line " in str(error) and "cannot be replayed" in str(error)
+
+
+TAPE = lived(3).tape

@@ -12,7 +12,23 @@ from tests.protocol.transcript import FOLDER, Case, parse, run
 
 FILES = sorted(FOLDER.glob("*.txt"))
 NAMES = {path.stem for path in FILES}
-WANTED = {"steady", "grace", "join_late", "leave", "crash_while_pulling", "below_quorum", "lockstep"}
+WANTED = {
+    "steady",
+    "grace",
+    "join_late",
+    "leave",
+    "crash_while_pulling",
+    "below_quorum",
+    "lockstep",
+    "recover_from_peer",
+    "donor_dies",
+    "no_donor",
+    "syncer_restart",
+    "rewind",
+    "quarantine",
+    "drain_and_elastic",
+    "leases",
+}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

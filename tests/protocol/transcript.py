@@ -9,16 +9,26 @@ A transcript is text. Each case is a comment that says what happens, the command
 
 Commands (names are learners, numbers are seconds):
 
-    new KEY=VALUE ...     a fresh run; keys are settings of the protocol, `total_steps`, and `says_copies`
-    join NAME ... [incarnation=N]      start learners
+    new KEY=VALUE ...     a fresh run; keys are settings of the protocol, `total_steps`, `says_copies`, `state_parts`
+    join NAME ... [incarnation=N step_samples=N]   start learners, with their own saved states if they have any
     step NAME ... [step_s=S tokens=N]  one inner step each, then everything under way arrives
     wait SECONDS          time passes
     cut, connect, crash, leave NAME ...    the link breaks; dial again; the learner dies; it says goodbye
     hold NAME ... | release NAME ...   what is sent to and from them stays under way; arrives now. NAME:StepReport
                           (or another message) holds only that
+    pass NAME:StatePart   the oldest of what is held of that kind arrives, and all that it leads to
     lose NAME ...         what is under way to and from them never arrives
     hold-merges | merge   merges take until `merge`
+    drain NAME ...        somebody asks the syncer to let them go
+    restart-syncer [lost_lines=N]   its process is killed; another takes its place, and nobody is connected to it yet;
+                          the last N lines of its tape are lost, too
+    die-in N              the same after N more inputs of the syncer: the last is on the tape, its effects never happen
+    rewind [NAME ...]     every process but these is killed; the run goes on from its newest snapshot
+    poison | cure NAME ...  their values cannot be used; can again
+    break NAME ...        they cannot use any state that they take over
     status                the syncer's view
+    samples               what became of the samples that were handed out, and who has which
+    conditions            in what condition each learner is
 """
 
 from __future__ import annotations
@@ -27,6 +37,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from diloco_jax.protocol.health import conditions
 from tests.protocol.pair import Pair
 from tests.protocol.prose import versions_text
 
@@ -100,6 +111,8 @@ def _execute(pair: Pair, command: str, words: list[str]) -> None:
         case "release":
             pair.held.difference_update(names)
             pair.deliver()
+        case "pass":
+            pair.let_pass(names[0])
         case "lose":
             for name in names:
                 pair.lose_wire(name)
@@ -107,8 +120,26 @@ def _execute(pair: Pair, command: str, words: list[str]) -> None:
             pair.holds_merges = True
         case "merge":
             pair.merge()
+        case "drain":
+            pair.drain(*names)
+        case "restart-syncer":
+            pair.restart_syncer(**settings)
+        case "die-in":
+            pair.dies_in = int(names[0])
+        case "rewind":
+            pair.rewind(*names)
+        case "poison":
+            pair.poisoned.update(names)
+        case "cure":
+            pair.poisoned.difference_update(names)
+        case "break":
+            pair.broken.update(names)
         case "status":
             pair.lines += _status(pair)
+        case "samples":
+            pair.lines += _samples(pair)
+        case "conditions":
+            pair.lines += _conditions(pair)
         case _:
             raise ValueError(f"unknown command {command!r}; see the top of {__file__}")
 
@@ -119,3 +150,19 @@ def _status(pair: Pair) -> Iterator[str]:
     yield f"waits for {syncer.waiting_for(pair.now_s)}"
     for name, member in sorted(syncer.membership.members.items()):
         yield f"{name} is {member.state}, {member.total_steps} steps, merged in {member.rounds} rounds"
+
+
+def _samples(pair: Pair) -> Iterator[str]:
+    book = pair.syncer.leases
+    yield ", ".join(f"{count} {fate}" for fate, count in book.fates._asdict().items())
+    for name, holding in sorted(book.holdings.items()):
+        ranges = ", ".join(f"{start} to {stop - 1}" for start, stop in holding.ranges) or "nothing"
+        yield f"{name} has {ranges}"
+    free = ", ".join(f"{start} to {stop - 1}" for start, stop in book.state()["pool"])
+    if free:
+        yield f"free again: {free}"
+
+
+def _conditions(pair: Pair) -> Iterator[str]:
+    for name, condition, since_s, reason in conditions(pair.syncer, pair.now_s):
+        yield f"{name} is {condition} for {pair.now_s - since_s:.0f} s: {reason}"

@@ -15,11 +15,20 @@ from rich.console import Console
 from diloco_jax.runtime.live import LiveView, describe, format_bytes, format_count, format_duration, line, render
 from diloco_jax.runtime.telemetry import write_json
 
+REASONS = {
+    "training": "last heard 0.1 s ago",
+    "silent": "connected, but not heard for 7.0 s: stopped, or cut off",
+    "joining": "alive, last heard 0.2 s ago; loads, compiles or downloads",
+    "gone": "no connection; its data goes to others after release_s",
+}
 
-def learner(name: str, state: str = "active", **fields: Any) -> dict[str, Any]:
+
+def learner(name: str, condition: str = "training", **fields: Any) -> dict[str, Any]:
     row = {
         "learner": name,
-        "state": state,
+        "state": "active" if condition == "training" else condition,
+        "condition": condition,
+        "reason": REASONS[condition],
         "since_s": 92.0,
         "local_step": 410,
         "tokens": 419_840,
@@ -38,6 +47,7 @@ def status(**fields: Any) -> dict[str, Any]:
         "eval_loss": 1.85,
     }
     whole |= {"contributors_per_round": 1.97, "wire": {"up_bytes": 123_456_789, "down_bytes": 987}}
+    whole |= {"epoch": 1, "alarms": []}
     return whole | {"learners": [learner("island-0"), learner("island-1")]} | fields
 
 
@@ -115,14 +125,14 @@ def test_the_picture_shows_run_and_islands() -> None:
     )
     rows = [words(row) for row in text.splitlines() if row.startswith("island-")]
     assert rows == [
-        "island-0 active 410 13.2k 1.900 409 98% 0",
-        "island-1 silent 1 min 32 s 410 13.2k 1.900 321 50% 2",
-        "island-2 joining 1 min 32 s 0 0 – – 98% 0",
+        "island-0 training 410 13.2k 1.900 409 98% 0",
+        "island-1 silent 1m 410 13.2k 1.900 321 50% 2",
+        "island-2 joining 1m 0 0 – – 98% 0",
     ]
 
 
 def test_the_table_fits_into_80_columns() -> None:
-    gone = learner("island-3", "gone", since_s=185, local_step=123_456)
+    gone = learner("island-3", "gone", since_s=3599, local_step=123_456) | {"condition": "recovering"}
     text = drawn(render(status(learners=[learner("island-0"), gone])), width=80)
     assert "…" not in text
     assert "participation" in text
@@ -160,12 +170,22 @@ def test_describe_says_which_island_which_condition_since_when() -> None:
     assert lines[0].startswith("quickstart is running: global step 400 of 1600 (25%) after 1 min 40 s, about")
     assert lines[1] == "waiting for: round 401: quorum 0 of 1"
     islands = [words(text) for text in lines[4:]]
-    assert islands[0].startswith("island-0 active for 1 min 32 s: step 410, loss 1.900, 13.2k tokens/s; last merged in")
-    assert islands[1].startswith("island-1 silent for 7 s: nothing heard after step 410; rounds go on without it")
-    assert islands[2].startswith("island-2 joining for 1 min 32 s: connected, no step reported yet; never merged yet")
+    told = (
+        "island-0 training for 1 min 32 s: step 410, loss 1.900, 13.2k tokens/s; last heard 0.1 s ago; last merged in"
+    )
+    assert islands[0].startswith(told)
+    assert islands[1].startswith(f"island-1 silent for 7 s after step 410; {REASONS['silent']}; last merged in")
+    assert islands[2].startswith(f"island-2 joining for 1 min 32 s after step 0; {REASONS['joining']}; never merged")
     assert islands[3].startswith("island-10 gone for 1 min 32 s")
     assert islands[3].endswith("last merged in round 5, participation 98%, 1 restart")
     assert describe(STARTING).splitlines()[-1] == "no island has connected yet"
+
+
+def test_what_is_wrong_with_the_syncer_is_told() -> None:
+    alarm = "the tape cannot be written: No space left on device"
+    assert f"alarm: {alarm}" in drawn(render(status(alarms=[alarm])))
+    assert f"alarm: {alarm}" in describe(status(alarms=[alarm]))
+    assert "alarm" not in drawn(render(status())) + describe(status())
 
 
 def test_a_line_for_logs() -> None:
@@ -236,3 +256,6 @@ def test_the_rate_is_that_of_the_last_minute(tmp_path: Path) -> None:
     write_json(path, status(wall_s=2.0, global_step=4))
     view.poll()
     assert view.steps_per_s() == pytest.approx(4.0)
+    write_json(path, status(wall_s=3.0, global_step=1))  # back to a snapshot
+    view.poll()
+    assert view.steps_per_s() is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -125,28 +124,18 @@ def test_killed_island_returns_and_nobody_waits(tmp_path: Path) -> None:
     assert summary["learners"]["island-1"]["restarts"] == 1
     records = list(read_metrics(run_dir / "metrics.jsonl"))
     died_s = next(r["t"] for r in records if r["kind"] == "left" and r["members"] == ["island-1"])
+    back_s = next(r["t"] for r in records if r["kind"] == "merged" and "island-1" in r["members"] and r["t"] > died_s)
+    absent = [r for r in records if died_s < r["t"] < back_s]
+    assert sum(r["kind"] == "merged" for r in absent) >= 5, "rounds stopped while island-1 was away"
     for name in ("island-0", "island-2"):
-        idle_s, step_s = _idle_after(records, name, died_s)
-        assert idle_s <= 2 * step_s, f"{name} stood still for {idle_s:.3f} s, the slowest step took {step_s:.3f} s"
-    back = [r for r in records if r["kind"] == "merged" and "island-1" in r["members"] and r["t"] > died_s + 0.5]
-    assert back, "island-1 was never merged again"
+        steps = sum(r["kind"] == "step" and r["learner"] == name for r in absent)
+        assert steps >= 5, f"{name} made {steps} steps while island-1 was away"
 
 
 def _restarts(run_dir: Path, name: str) -> int:
     """How often an island began again and trained."""
     rows = [r for r in status(run_dir).get("learners", []) if r["learner"] == name and r["step_s"] is not None]
     return int(rows[0]["restarts"]) if rows else 0
-
-
-def _idle_after(records: list[dict[str, Any]], name: str, died_s: float) -> tuple[float, float]:
-    """Longest time between two steps of a survivor after the death, and its longest step.
-
-    Between the end of one step and the begin of the next, so that the restarted island's compilation, which takes
-    the same cores, counts as a slower step and not as waiting.
-    """
-    steps = [r for r in records if r["kind"] == "step" and r["learner"] == name and r["t"] > died_s - 1]
-    idle = [b["t"] - b["step_s"] - a["t"] for a, b in pairwise(steps)]
-    return max(idle), max(r["step_s"] for r in steps)
 
 
 def test_interrupt_stops_everybody_in_good_order(tmp_path: Path) -> None:

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import pytest
 
+from diloco_jax.protocol.effects import Drop, Effect, Merge, Send, Unstage
 from diloco_jax.protocol.learner import STOPPED, TRAINING, Learner
 from diloco_jax.protocol.messages import (
     NO_VERSION,
     Adopted,
-    Drop,
-    Effect,
     FragmentValue,
     GlobalFragment,
-    Merge,
+    Lease,
     PullRequest,
-    Send,
     SyncerMessage,
-    Unstage,
     Welcome,
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.sim import checkers
-from diloco_jax.sim.checkers import CHECKERS, Checker
+from diloco_jax.sim.checker import Checker
+from diloco_jax.sim.checkers import CHECKERS
 from diloco_jax.sim.faults import Fault
 from diloco_jax.sim.network import NetworkOptions
 from diloco_jax.sim.scenario import Scenario
 from diloco_jax.sim.verdict import Verdict, judge
+from tests.sim import broken_machines as broken
 
 CONFIG = ProtocolConfig(
     sync_every=4, num_fragments=4, overlap_steps=2, lease_s=4.0, heartbeat_s=1.0, resend_s=0.5, pull_timeout_s=5.0
@@ -51,8 +50,35 @@ SCENARIO = Scenario(
     seed=1,
 )
 QUORUM = replace(SCENARIO, config=replace(CONFIG, quorum=3))
-ONE_FRAGMENT = replace(SCENARIO, config=replace(CONFIG, num_fragments=1, sync_every=1, overlap_steps=3))
 LOCKSTEP = replace(SCENARIO, config=replace(CONFIG, overlap_steps=0, quorum=3))
+ONE_FRAGMENT = replace(SCENARIO, config=replace(CONFIG, num_fragments=1, sync_every=1, overlap_steps=3))
+FAILOVER = Scenario(
+    config=replace(CONFIG, snapshot_every=10, lease_ahead_steps=8, restore_s=8.0, release_s=3.0),
+    learners=3,
+    total_steps=80,
+    faults=(
+        Fault(20.0, "syncer_crash", duration_s=2.0),
+        Fault(30.0, "crash", ("island-2",), 1.0, notice_s=0.02),
+        Fault(40.0, "rewind", duration_s=1.0),
+        Fault(60.0, "syncer_crash", duration_s=4.0, breaks_snapshot=True),
+    ),
+    step_samples=(1, 4),
+    payload_bytes=1000,
+    seed=4,
+)
+RECOVERY = Scenario(
+    config=replace(CONFIG, snapshot_every=1000),
+    total_steps=120,
+    network=NetworkOptions(delay_s=0.4),
+    faults=tuple(Fault(15.0 + 8.0 * n, "crash", (f"island-{n % 3}",), 2.0, notice_s=0.02) for n in range(8)),
+    speed_spread=1.0,
+    state_parts=6,
+    seed=2,
+)
+MANY_PARTS = replace(RECOVERY, state_parts=40)
+POISON = replace(
+    SCENARIO, faults=(Fault(10.0, "poison", ("island-1",), 40.0), Fault(20.0, "poison", ("island-2",), 15.0))
+)
 
 
 class Forgetful(Learner):
@@ -162,6 +188,7 @@ class Eager(Learner):
     def on_welcome(self, message: Welcome, now_s: float) -> list[Effect]:
         effects = super().on_welcome(message, now_s)
         self.adopted = tuple(a if a.version >= 0 else Adopted(0) for a in self.adopted)
+        self._allotment.add(Lease(0, 0, 4096))
         self._train()
         return effects
 
@@ -246,8 +273,8 @@ class Stubborn(Learner):
 class Partial(Syncer):
     """Forgets one member in its broadcasts, and does not hear it complain."""
 
-    def on_merged(self, global_step: int, now_s: float) -> list[Effect]:
-        effects = super().on_merged(global_step, now_s)
+    def on_merged(self, global_step: int, digest: int, left_out: Sequence[str], now_s: float) -> list[Effect]:
+        effects = super().on_merged(global_step, digest, left_out, now_s)
         return [e for e in effects if not (isinstance(e, Send) and _forgotten(e))]
 
     def _repair(self, *args: Any) -> None:
@@ -275,23 +302,49 @@ BROKEN = [
     (checkers.MergedOnce, with_syncer(Hoarder), "payload"),
     (checkers.QuorumHolds, with_syncer(Hasty, QUORUM), "the quorum is 3"),
     (checkers.QuorumHolds, with_syncer(CountsTwice), "counted was"),
-    (checkers.NeverWaits, with_learner(Polite), "holds every fragment but does not step"),
+    (checkers.NeverWaits, with_learner(Polite), "has trained, but does not step"),
     (checkers.FreshLearnersKeepQuiet, with_learner(Eager), "steps, but holds . of 4 fragments"),
     (checkers.RoundsBounded, with_syncer(Crowded), "rounds are in flight, limit 2"),
     (
         checkers.RoundsBounded,
-        with_syncer(
-            Impatient, replace(SCENARIO, config=replace(CONFIG, num_fragments=1, sync_every=1, overlap_steps=3))
-        ),
+        with_syncer(Impatient, ONE_FRAGMENT),
         "is in flight twice",
     ),
     (checkers.CopiesBounded, with_learner(Leaky), "holds . copies of one fragment"),
     (checkers.CopiesBounded, with_learner(FreesTwice), "frees what it does not hold"),
     (checkers.CopiesBounded, with_learner(SendsUnstaged), "but holds copies of steps"),
     (checkers.TapeReplays, with_syncer(Moody), "line .* led to .*, when replayed to"),
+    (checkers.MergedOnce, with_syncer(broken.Diligent, replace(FAILOVER, merge_s=1.5)), "is merged twice"),
+    (
+        checkers.QuarantineHolds,
+        with_syncer(broken.Lenient, POISON),
+        "whose values were not usable",
+    ),
+    (checkers.QuarantineHolds, with_syncer(broken.Patient, POISON), "values in a row that were not usable, but stays"),
+    (checkers.QuarantineHolds, with_syncer(broken.Forgiving, POISON), "who was expelled, led to"),
+    (checkers.RecoveryIsWhole, with_learner(broken.Greedy, RECOVERY), "takes over parts"),
+    (checkers.RecoveryIsWhole, with_learner(broken.Unasked, RECOVERY), "asked with clock .* had heard of"),
+    (checkers.RecoveryIsWhole, with_learner(broken.Uncritical, RECOVERY), "takes parameters that are based on"),
+    (checkers.RecoveryIsWhole, with_learner(broken.Hoards, RECOVERY), "holds copies of steps|ends with copies"),
+    (
+        checkers.RecoveryIsWhole,
+        with_learner(broken.Slow, MANY_PARTS),
+        "global steps to get a state",
+    ),
+    (
+        checkers.LeasesAccount,
+        with_syncer(broken.with_book(broken.GivesTwice)),
+        "is leased to island-., and to",
+    ),
+    (checkers.LeasesAccount, with_syncer(broken.with_book(broken.Optimist)), "count as merged"),
+    (checkers.LeasesAccount, with_learner(broken.Adrift), "island-. reads"),
+    (checkers.AnchorsAgree, with_syncer(broken.Liar, FAILOVER), "is sent with the value"),
+    (checkers.AnchorsAgree, with_syncer(broken.Careless, FAILOVER), "island-. holds version .* but .*nobody holds it"),
+    (checkers.StateRoundTrip, with_syncer(broken.ForgetsRounds, FAILOVER), "in a restored machine to|is back as"),
+    (checkers.EverybodyTrains, with_learner(broken.Hesitant, replace(SCENARIO, total_steps=600)), "is recovering for"),
     (checkers.RoundsAdvance, with_syncer(Deaf, QUORUM), "no round closed for"),
     (checkers.RoundsAdvance, with_learner(Stubborn, replace(SCENARIO, faults=())), "these never heard of it"),
-    (checkers.VersionsConverge, with_syncer(Partial), "island-3 ends with version"),
+    (checkers.VersionsConverge, with_syncer(Partial, replace(SCENARIO, total_steps=400)), "island-3 ends with version"),
 ]
 
 
@@ -302,7 +355,9 @@ def test_a_broken_machine_is_caught(checker: type[Checker], arguments: dict[str,
     assert re.search(text, verdict.problem), verdict
 
 
-@pytest.mark.parametrize("scenario", [SCENARIO, QUORUM, LOCKSTEP, replace(SCENARIO, merge_s=2.0)])
+@pytest.mark.parametrize(
+    "scenario", [SCENARIO, QUORUM, LOCKSTEP, FAILOVER, RECOVERY, POISON, replace(SCENARIO, merge_s=2.0)]
+)
 def test_the_real_machines_pass(scenario: Scenario) -> None:
     verdict: Verdict = judge(scenario)
     assert not verdict.problem, verdict

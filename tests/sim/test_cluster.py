@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from diloco_jax.protocol.messages import Adopt, Effect, FragmentValue, Hello, LearnerMessage, Merge, Note
+from diloco_jax.protocol.effects import Adopt, Effect, Merge, Note
+from diloco_jax.protocol.messages import FragmentValue, Hello, LearnerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim.cluster import Cluster
-from diloco_jax.sim.faults import NEVER_S, Fault, random_faults
+from diloco_jax.sim.faults import NEVER_S, WEIGHTS, Fault, random_faults
 from diloco_jax.sim.network import NetworkOptions
 from diloco_jax.sim.node import Node, Observer
 from diloco_jax.sim.scenario import Scenario
@@ -201,7 +202,7 @@ def test_random_faults_heal_in_time() -> None:
     engine = Cluster(Scenario(learners=5)).engine
     faults = random_faults(engine.random, [f"island-{n}" for n in range(5)], 200, 50.0)
     assert list(faults) == sorted(faults) and len(faults) == 200
-    assert {fault.kind for fault in faults} == {"crash", "disconnect", "pause", "slow", "partition"}
+    assert {fault.kind for fault in faults} == set(WEIGHTS)
     assert all(0 <= fault.at_s <= fault.over_s <= 50.0 for fault in faults)
     assert str(Fault(1.0, "crash", ("a",), 2.0)) == "crash of a for 2.00 s, unnoticed"
 

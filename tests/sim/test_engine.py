@@ -74,7 +74,7 @@ class Wire:
     def send(self, number: int, payload_bytes: int | None = None) -> None:
         message: Message = Heartbeat("a", number)
         if payload_bytes is not None:
-            message = FragmentValue("a", number, 1, 0, 1, 1, 1, 0, payload_bytes)
+            message = FragmentValue("a", number, 1, 0, 1, 1, 1, 0, 1, payload_bytes)
         self.network.send(self.link.up, message)
 
     def numbers(self) -> list[int]:

@@ -6,6 +6,7 @@ import pytest
 
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim import cli
+from diloco_jax.sim.faults import WEIGHTS
 from diloco_jax.sim.scenario import LEARNERS_MAX, Scenario, random_scenario
 from diloco_jax.sim.verdict import command, judge
 
@@ -32,7 +33,7 @@ def test_the_seeds_cover_what_they_claim() -> None:
     assert max(s.network.loss for s in scenarios) > 0.09
     assert any(s.network.duplication and s.network.reorder for s in scenarios)
     kinds = {fault.kind for scenario in scenarios for fault in scenario.faults}
-    assert kinds == {"crash", "disconnect", "pause", "slow", "partition", "leave", "join"}
+    assert kinds == {*WEIGHTS, "leave", "join", "drain"}
     assert any(not scenario.faults for scenario in scenarios)
 
 

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.training.data import DataConfig, Source, Windows, eval_batches, load_source, train_iterator
+from diloco_jax.training.data import (
+    DataConfig,
+    SampleOrder,
+    Source,
+    Windows,
+    eval_batches,
+    load_source,
+    train_iterator,
+)
 
 
 def numbered(num_windows: int, seq_len: int = 4) -> Source:
@@ -164,3 +172,35 @@ def test_impossible_shards_are_refused(changes: dict[str, object], message: str)
         train_iterator(numbered(9), **{"seed": 0, "shard_ids": [0], "num_shards": 4, "batch_size": 1, **changes})
     with pytest.raises(ValueError, match="9 training windows cannot fill 10"):
         train_iterator(numbered(9), seed=0, shard_ids=[0], num_shards=10, batch_size=1)
+
+
+def test_the_order_has_every_window_once_in_each_epoch_and_an_order_of_its_own_in_each() -> None:
+    order = SampleOrder(numbered(20), seed=5)
+    epochs = [[order.window_id(epoch * 20 + i) for i in range(20)] for epoch in range(3)]
+    assert all(sorted(ids) == list(range(20)) for ids in epochs)
+    assert len({tuple(ids) for ids in epochs}) == 3
+    again = SampleOrder(numbered(20), seed=5)
+    assert [again.window_id(10**9 + i) for i in range(5)] == [order.window_id(10**9 + i) for i in range(5)]
+    assert [SampleOrder(numbered(20), seed=6).window_id(i) for i in range(20)] != epochs[0]
+
+
+def test_a_batch_is_the_windows_of_its_ranges_in_their_order() -> None:
+    source = numbered(20)
+    order = SampleOrder(source, seed=5)
+    batch = order.batch(((18, 22), (3, 4)))
+    assert batch.dtype == np.int32 and batch.shape == (5, 5)
+    for row, position in zip(batch, (18, 19, 20, 21, 3), strict=True):
+        np.testing.assert_array_equal(row, source.train[order.window_id(position)])
+
+
+def test_one_shard_reads_the_global_order() -> None:
+    source = numbered(20)
+    iterator = train_iterator(source, seed=5, shard_ids=[0], num_shards=1, batch_size=8)
+    next(iterator)
+    np.testing.assert_array_equal(next(iterator), SampleOrder(source, 5).batch(((8, 16),)))
+
+
+@pytest.mark.parametrize("ranges", [(), ((4, 4),), ((-1, 2),)])
+def test_a_batch_of_no_positions_is_refused(ranges: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(ValueError, match="no positions from 0 on"):
+        SampleOrder(numbered(20), seed=5).batch(ranges)

@@ -109,7 +109,7 @@ class RawLearner:
         self.release.set()
 
     def value_frames(self, payload: bytes, chunk_bytes: int) -> list[bytes]:
-        body = wire.pack_body(FragmentValue("a", 0, 1, 0, 9, 9, 9, 0, len(payload)))
+        body = wire.pack_body(FragmentValue("a", 0, 1, 0, 9, 9, 9, 0, 9, len(payload)))
         header = wire.pack_header(self.headers[pb.LANE_BULK])
         return list(wire.frames(header, body, [memoryview(payload)], chunk_bytes))
 
@@ -172,9 +172,9 @@ def test_close_gives_up_after_its_grace_when_nobody_reads(listener: GrpcListener
     link = connect(listener.address, queue_payloads_max=1000)
     payload = bytes(1 << 24)
     for _ in range(TransportConfig().queue_payloads_max + 40):  # more than the syncer's inbox and the sockets hold
-        link.send(FragmentValue("a", 0, 1, 0, 9, 9, 9, 0, len(payload)), payload[:1])
+        link.send(FragmentValue("a", 0, 1, 0, 9, 9, 9, 0, 9, len(payload)), payload[:1])
     for _ in range(4):
-        link.send(FragmentValue("a", 0, 1, 0, 9, 9, 9, 0, len(payload)), payload)
+        link.send(FragmentValue("a", 0, 1, 0, 9, 9, 9, 0, 9, len(payload)), payload)
     link.close(0.05)
     heard = hear(listener)
     while heard.kind == "message":
@@ -206,7 +206,7 @@ def test_corrupt_chunk_from_the_syncer_ends_the_session(
             yield frame[:-1] + bytes((frame[-1] ^ 1,))
 
     monkeypatch.setattr(wire, "frames", wrong)
-    assert listener.send("a", GlobalFragment(1, 0, 1, 200_000), bytes(200_000))
+    assert listener.send("a", GlobalFragment(1, 0, 1, 1, 99, 200_000), bytes(200_000))
     for side in (link, listener):
         delivery = hear(side)
         assert delivery.kind == "disconnected" and "crc32c differs" in delivery.reason
@@ -266,6 +266,34 @@ def test_half_a_session_is_given_up() -> None:
     assert "the second connection did not come within 0.05 s" in frame.goodbye.reason
     assert listener.receive(0) is None
     listener.close(1.0)
+
+
+def test_half_a_session_of_a_newer_incarnation_ends_nobodys(
+    listener: GrpcListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = connect(listener.address)
+    link.send(Heartbeat("a", 0))
+    assert hear(listener).message == Heartbeat("a", 0)
+    admitted = threading.Event()
+    right = GrpcListener._open_lane
+
+    def open_lane(self: GrpcListener, context: Any) -> Any:
+        made = right(self, context)
+        admitted.set()
+        return made
+
+    monkeypatch.setattr(GrpcListener, "_open_lane", open_lane)
+    header = pb.Header(run_id="run", sender="a", incarnation=9, session=1, lane=pb.LANE_CONTROL)
+    with grpc.insecure_channel(listener.address) as channel:
+        call = channel.stream_stream("/diloco.v1.Syncer/Connect")(
+            iter(()), metadata=(("diloco-header-bin", header.SerializeToString()),), timeout=WAIT_S
+        )
+        assert admitted.wait(WAIT_S)
+        link.send(Heartbeat("a", 0))
+        assert hear(listener).message == Heartbeat("a", 0)
+        call.cancel()
+    assert listener.send("a", Advance(1)) and hear(link).message == Advance(1)
+    link.close(1.0)
 
 
 def test_port_in_use_names_the_address_and_the_remedy(listener: GrpcListener) -> None:

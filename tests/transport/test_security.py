@@ -29,11 +29,11 @@ def test_loopback_addresses(address: str, loopback: bool) -> None:
 def test_plaintext_needs_loopback_or_permission() -> None:
     public = TransportConfig(address="0.0.0.0:0")
     for use in (
-        lambda: credentials(public),
+        lambda: credentials(public, "a"),
         lambda: grpc_link.listen(public, run_id="r"),
         lambda: grpc_link.connect(public, run_id="r", learner_id="a", incarnation=0),
     ):
         with pytest.raises(ValueError, match=r"0\.0\.0\.0:0.*allow_plaintext"):
             use()
-    assert credentials(TransportConfig(address="0.0.0.0:0", allow_plaintext=True)).server is not None
-    assert credentials(TransportConfig()).channel is not None
+    assert credentials(TransportConfig(address="0.0.0.0:0", allow_plaintext=True), "a").server is not None
+    assert credentials(TransportConfig(), "a").channel is not None

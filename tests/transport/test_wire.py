@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from typing import Any
 
@@ -12,14 +13,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.protocol.messages import FragmentValue, Heartbeat, Message, StepReport, Stop
+from diloco_jax.protocol.messages import (
+    FragmentValue,
+    Heartbeat,
+    Hello,
+    Lease,
+    Message,
+    StatePart,
+    StepReport,
+    Stop,
+)
 from diloco_jax.transport import wire
+from diloco_jax.transport.limits import COUNTER_MAX, PAIR_LENGTH_MAX, PARTS_MAX, REASON_LENGTH_MAX
 from diloco_jax.transport.link import LEARNER_TYPES
 from diloco_jax.transport.proto import diloco_pb2 as pb
 
 HEADER = pb.Header(run_id="run", epoch=3, sender="a", incarnation=2, session=7, lane=pb.LANE_BULK)
-VALUE = FragmentValue("a", 2, 5, 1, 40, 24, 9000, -1, 10)
+VALUE = FragmentValue("a", 2, 5, 1, 40, 24, 9000, -1, 80, 10)
 MESSAGES: tuple[type, ...] = typing.get_args(Message)
+
+
+def message_strategy(kind: Any) -> st.SearchStrategy[Any]:
+    """Messages of a class, built from its annotations."""
+    hints = typing.get_type_hints(kind)
+    version, digest = st.integers(-1, COUNTER_MAX), st.integers(0, 2**64 - 1)
+    special = {"version": version, "base_version": version, "versions": st.lists(version, max_size=4).map(tuple)}
+    special |= {"digest": digest, "step_s": st.floats(0, 1e300)}
+    made = st.builds(kind, *(special.get(name, strategy_of(hint)) for name, hint in hints.items()))
+    if kind is Hello:  # a digest for each version
+        digests = st.lists(digest, min_size=4, max_size=4)
+        return st.builds(lambda hello, d: hello._replace(digests=tuple(d[: len(hello.versions)])), made, digests)
+    if kind is StatePart:
+        return st.builds(lambda part, n: part._replace(part=part.part % n, parts=n), made, st.integers(1, PARTS_MAX))
+    return made
 
 
 def strategy_of(hint: Any) -> st.SearchStrategy[Any]:
@@ -32,7 +58,7 @@ def strategy_of(hint: Any) -> st.SearchStrategy[Any]:
     if hasattr(hint, "_fields"):
         return st.builds(hint, *(strategy_of(part) for part in typing.get_type_hints(hint).values()))
     return {
-        int: st.integers(-(2**63), 2**63 - 1),
+        int: st.integers(0, COUNTER_MAX),
         str: st.text(max_size=20),
         float: st.floats(allow_nan=False),
     }[hint]
@@ -51,7 +77,7 @@ def frames(message: Message, *parts: bytes, chunk_bytes: int = 4) -> list[bytes]
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_every_message_comes_back_equal(kind: type, data: st.DataObject) -> None:
-    message = data.draw(strategy_of(kind))
+    message = data.draw(message_strategy(kind))
     frame = pb.Frame.FromString(wire.pack_body(message))
     again = wire.unpack_body(frame, typing.cast(str, frame.WhichOneof("body")))
     assert type(again) is kind and again == message
@@ -101,8 +127,65 @@ def test_value_that_does_not_fit_is_refused_before_it_travels() -> None:
         wire.pack_body(Heartbeat("a", 2**63))
     with pytest.raises(ValueError, match=r"Stop\.reason"):
         wire.pack_body(Stop(1, typing.cast(str, 5)))
-    with pytest.raises(ValueError, match="the limit is"):
-        wire.pack_body(Stop(1, "x" * wire.HEAD_BYTES_MAX))
+    pairs = tuple((str(number), "x" * PAIR_LENGTH_MAX) for number in range(9))
+    with pytest.raises(ValueError, match="the limit is 524288"):
+        wire.pack_body(Hello("a", 0, pairs, (), (), 0, 1, 0))
+
+
+def test_long_reason_is_shortened_rather_than_refused() -> None:
+    """Reasons quote what others sent; to send one must never fail."""
+    frame = pb.Frame.FromString(wire.pack_body(Stop(1, "x" * 10_000)))
+    assert wire.unpack_body(frame, "stop") == Stop(1, "x" * REASON_LENGTH_MAX)
+    assert assembler().feed(wire.goodbye_frame(wire.pack_header(HEADER), "y" * 10_000)) == wire.Goodbye(
+        "y" * REASON_LENGTH_MAX
+    )
+
+
+HELLO = Hello("a", 2, (("run", "r"),), (1, 2), (3, 4), 1, 8, 16)
+REPORT = StepReport("a", 2, 1, 1, 1, (), 0.5, 1.0, 1, 1)
+PART = StatePart("a", 2, "b", 1, (1,), 0, 1, 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("message", "changes", "reason"),
+    [
+        (HELLO, {"learner_id": "a" * 101}, "Hello.learner_id has 101 characters, the limit is 100"),
+        (HELLO, {"fingerprint": (("k", "v"),) * 257}, "Hello.fingerprint_key has 257 elements, the limit is 256"),
+        (HELLO, {"fingerprint": (("k" * 101, "v"),)}, "fingerprint_key has 101 characters"),
+        (HELLO, {"fingerprint": (("k", "v" * 65537),)}, "fingerprint_value has 65537 characters, the limit is 65536"),
+        (HELLO, {"versions": (0,) * 16385}, "Hello.versions has 16385 elements, the limit is 16384"),
+        (HELLO, {"versions": (0, -2)}, "Hello.versions is -2, it must be -1 to"),
+        (HELLO, {"digests": (0,)}, "Hello has 2 versions but 1 digests"),
+        (HELLO, {"epoch": -1}, "Hello.epoch is -1, it must be 0 to"),
+        (HELLO, {"incarnation": COUNTER_MAX + 1}, "Hello.incarnation is 4611686018427387905"),
+        (REPORT, {"step_s": math.nan}, "StepReport.step_s is nan, no duration"),
+        (REPORT, {"step_s": math.inf}, "StepReport.step_s is inf"),
+        (REPORT, {"step_s": -1.0}, "StepReport.step_s is -1.0"),
+        (REPORT, {"adopted": ((0, 0, 0),) * 16385}, "adopted_version has 16385 elements"),
+        (REPORT, {"adopted": ((0, -1, 0),)}, "adopted_local_step is -1"),
+        (PART, {"part": 1}, "StatePart.part is 1 of 1, the limit is 4194304 parts"),
+        (PART, {"parts": 0}, "StatePart.part is 0 of 0"),
+        (PART, {"parts": 1 << 23}, "the limit is 4194304 parts"),
+        (VALUE, {"payload_bytes": -1}, "FragmentValue.payload_bytes is -1"),
+        (Lease(0, 0, 1), {"stop": -1}, "Lease.stop is -1"),
+    ],
+)
+def test_absurd_numbers_are_refused_by_sender_and_receiver(
+    message: Any, changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = message._replace(**changes)
+    with pytest.raises(ValueError, match=reason):
+        wire.pack_body(bad)
+    with monkeypatch.context() as patch:  # a peer whose code does not look
+        patch.setattr(wire, "check_body", lambda body: None)
+        frame = wire.pack_header(HEADER) + wire.pack_body(bad)
+    with pytest.raises(wire.WireError, match=f"unusable message: .*{reason}"):
+        assembler().feed(frame)
+
+
+def test_loss_of_a_run_that_diverges_travels() -> None:
+    frame = pb.Frame.FromString(wire.pack_body(REPORT._replace(loss=math.inf)))
+    assert wire.unpack_body(frame, "step_report") == REPORT._replace(loss=math.inf)
 
 
 def test_oversize_payload_is_refused_before_allocation() -> None:
@@ -204,11 +287,11 @@ def test_ready_and_goodbye() -> None:
 def test_a_step_report_stays_small() -> None:
     """It is sent after every inner step of every learner: 24 fragments must not take more than a packet."""
     adopted = tuple((step, step, step * 65536) for step in range(1000, 1024))
-    report = StepReport("island-0", 1, 1024, 1024 * 65536, 1023, typing.cast(Any, adopted), 0.25, 2.0)
+    report = StepReport("island-0", 1, 1024, 1024 * 65536, 1023, typing.cast(Any, adopted), 0.25, 2.0, 8192, 8704)
     assert len(wire.pack_body(report)) < 320
 
 
 def test_strategies_cover_what_messages_hold() -> None:
     """A new field type must get a rule in wire.py and here, not silently escape the property test."""
-    assert len(MESSAGES) == 11 and not any(dataclasses.is_dataclass(kind) for kind in MESSAGES)
+    assert len(set(MESSAGES)) == 22 and not any(dataclasses.is_dataclass(kind) for kind in MESSAGES)
     assert {kind.__name__ for kind in MESSAGES} | {"Goodbye"} == set(wire._BODY_NAMES)

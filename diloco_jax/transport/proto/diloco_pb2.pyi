@@ -26,6 +26,20 @@ class StatusReply(_message.Message):
     json: str
     def __init__(self, json: _Optional[str] = ...) -> None: ...
 
+class DrainRequest(_message.Message):
+    __slots__ = ("learner_id",)
+    LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
+    learner_id: str
+    def __init__(self, learner_id: _Optional[str] = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("ok", "message")
+    OK_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ok: bool
+    message: str
+    def __init__(self, ok: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
+
 class Header(_message.Message):
     __slots__ = ("run_id", "epoch", "sender", "incarnation", "session", "lane")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -43,7 +57,7 @@ class Header(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., session: _Optional[int] = ..., lane: _Optional[_Union[Lane, str]] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("header", "hello", "step_report", "fragment_value", "heartbeat", "leave", "welcome", "refuse", "pull_request", "global_fragment", "advance", "stop", "goodbye", "chunk", "data")
+    __slots__ = ("header", "hello", "step_report", "fragment_value", "heartbeat", "leave", "welcome", "refuse", "pull_request", "global_fragment", "advance", "stop", "goodbye", "anchor_value", "state_request", "state_part", "state_refused", "state_done", "expel", "lease", "anchor_request", "state_pull", "state_end", "state_unavailable", "chunk", "data")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_REPORT_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +71,17 @@ class Frame(_message.Message):
     ADVANCE_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    ANCHOR_VALUE_FIELD_NUMBER: _ClassVar[int]
+    STATE_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    STATE_PART_FIELD_NUMBER: _ClassVar[int]
+    STATE_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    STATE_DONE_FIELD_NUMBER: _ClassVar[int]
+    EXPEL_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    ANCHOR_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    STATE_PULL_FIELD_NUMBER: _ClassVar[int]
+    STATE_END_FIELD_NUMBER: _ClassVar[int]
+    STATE_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     header: Header
@@ -72,9 +97,20 @@ class Frame(_message.Message):
     advance: Advance
     stop: Stop
     goodbye: Goodbye
+    anchor_value: AnchorValue
+    state_request: StateRequest
+    state_part: StatePart
+    state_refused: StateRefused
+    state_done: StateDone
+    expel: Expel
+    lease: Lease
+    anchor_request: AnchorRequest
+    state_pull: StatePull
+    state_end: StateEnd
+    state_unavailable: StateUnavailable
     chunk: Chunk
     data: bytes
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., fragment_value: _Optional[_Union[FragmentValue, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., pull_request: _Optional[_Union[PullRequest, _Mapping]] = ..., global_fragment: _Optional[_Union[GlobalFragment, _Mapping]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., fragment_value: _Optional[_Union[FragmentValue, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., pull_request: _Optional[_Union[PullRequest, _Mapping]] = ..., global_fragment: _Optional[_Union[GlobalFragment, _Mapping]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., anchor_value: _Optional[_Union[AnchorValue, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_part: _Optional[_Union[StatePart, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., state_done: _Optional[_Union[StateDone, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., anchor_request: _Optional[_Union[AnchorRequest, _Mapping]] = ..., state_pull: _Optional[_Union[StatePull, _Mapping]] = ..., state_end: _Optional[_Union[StateEnd, _Mapping]] = ..., state_unavailable: _Optional[_Union[StateUnavailable, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("payload_bytes", "offset", "crc32c")
@@ -93,21 +129,29 @@ class Goodbye(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("learner_id", "incarnation", "fingerprint_key", "fingerprint_value", "versions")
+    __slots__ = ("learner_id", "incarnation", "fingerprint_key", "fingerprint_value", "versions", "digests", "epoch", "step_samples", "granted")
     LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_KEY_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_VALUE_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
     learner_id: str
     incarnation: int
     fingerprint_key: _containers.RepeatedScalarFieldContainer[str]
     fingerprint_value: _containers.RepeatedScalarFieldContainer[str]
     versions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint_key: _Optional[_Iterable[str]] = ..., fingerprint_value: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
+    digests: _containers.RepeatedScalarFieldContainer[int]
+    epoch: int
+    step_samples: int
+    granted: int
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint_key: _Optional[_Iterable[str]] = ..., fingerprint_value: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., step_samples: _Optional[int] = ..., granted: _Optional[int] = ...) -> None: ...
 
 class StepReport(_message.Message):
-    __slots__ = ("learner_id", "incarnation", "local_step", "tokens", "global_step", "adopted_version", "adopted_local_step", "adopted_tokens", "step_s", "loss")
+    __slots__ = ("learner_id", "incarnation", "local_step", "tokens", "global_step", "adopted_version", "adopted_local_step", "adopted_tokens", "step_s", "loss", "samples", "granted")
     LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LOCAL_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +162,8 @@ class StepReport(_message.Message):
     ADOPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
     learner_id: str
     incarnation: int
     local_step: int
@@ -128,10 +174,12 @@ class StepReport(_message.Message):
     adopted_tokens: _containers.RepeatedScalarFieldContainer[int]
     step_s: float
     loss: float
-    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., local_step: _Optional[int] = ..., tokens: _Optional[int] = ..., global_step: _Optional[int] = ..., adopted_version: _Optional[_Iterable[int]] = ..., adopted_local_step: _Optional[_Iterable[int]] = ..., adopted_tokens: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., loss: _Optional[float] = ...) -> None: ...
+    samples: int
+    granted: int
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., local_step: _Optional[int] = ..., tokens: _Optional[int] = ..., global_step: _Optional[int] = ..., adopted_version: _Optional[_Iterable[int]] = ..., adopted_local_step: _Optional[_Iterable[int]] = ..., adopted_tokens: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., loss: _Optional[float] = ..., samples: _Optional[int] = ..., granted: _Optional[int] = ...) -> None: ...
 
 class FragmentValue(_message.Message):
-    __slots__ = ("learner_id", "incarnation", "global_step", "fragment_id", "local_step", "steps", "tokens", "base_version", "payload_bytes")
+    __slots__ = ("learner_id", "incarnation", "global_step", "fragment_id", "local_step", "steps", "tokens", "base_version", "payload_bytes", "samples")
     LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     GLOBAL_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +189,7 @@ class FragmentValue(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     learner_id: str
     incarnation: int
     global_step: int
@@ -150,7 +199,86 @@ class FragmentValue(_message.Message):
     tokens: int
     base_version: int
     payload_bytes: int
-    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., local_step: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., base_version: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
+    samples: int
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., local_step: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., base_version: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., samples: _Optional[int] = ...) -> None: ...
+
+class AnchorValue(_message.Message):
+    __slots__ = ("learner_id", "incarnation", "fragment_id", "version", "digest", "payload_bytes")
+    LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    learner_id: str
+    incarnation: int
+    fragment_id: int
+    version: int
+    digest: int
+    payload_bytes: int
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., digest: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
+
+class StateRequest(_message.Message):
+    __slots__ = ("learner_id", "incarnation", "clock", "donor", "donor_step", "part")
+    LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    DONOR_FIELD_NUMBER: _ClassVar[int]
+    DONOR_STEP_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    learner_id: str
+    incarnation: int
+    clock: int
+    donor: str
+    donor_step: int
+    part: int
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., donor: _Optional[str] = ..., donor_step: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
+
+class StatePart(_message.Message):
+    __slots__ = ("learner_id", "incarnation", "receiver", "local_step", "versions", "part", "parts", "digest", "payload_bytes", "clock")
+    LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_STEP_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    learner_id: str
+    incarnation: int
+    receiver: str
+    local_step: int
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    part: int
+    parts: int
+    digest: int
+    payload_bytes: int
+    clock: int
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., receiver: _Optional[str] = ..., local_step: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ..., digest: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
+
+class StateRefused(_message.Message):
+    __slots__ = ("learner_id", "incarnation", "receiver", "reason")
+    LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    learner_id: str
+    incarnation: int
+    receiver: str
+    reason: str
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., receiver: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class StateDone(_message.Message):
+    __slots__ = ("learner_id", "incarnation", "donor")
+    LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DONOR_FIELD_NUMBER: _ClassVar[int]
+    learner_id: str
+    incarnation: int
+    donor: str
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., donor: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("learner_id", "incarnation")
@@ -171,18 +299,70 @@ class Leave(_message.Message):
     def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("global_step", "versions")
+    __slots__ = ("global_step", "versions", "epoch")
     GLOBAL_STEP_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     global_step: int
     versions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, global_step: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, global_step: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Refuse(_message.Message):
     __slots__ = ("reason",)
     REASON_FIELD_NUMBER: _ClassVar[int]
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Expel(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Lease(_message.Message):
+    __slots__ = ("first_sample", "start", "stop")
+    FIRST_SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    first_sample: int
+    start: int
+    stop: int
+    def __init__(self, first_sample: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
+
+class AnchorRequest(_message.Message):
+    __slots__ = ("fragment_id", "version")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    version: int
+    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class StatePull(_message.Message):
+    __slots__ = ("receiver", "clock", "donor_step", "part")
+    RECEIVER_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    DONOR_STEP_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    receiver: str
+    clock: int
+    donor_step: int
+    part: int
+    def __init__(self, receiver: _Optional[str] = ..., clock: _Optional[int] = ..., donor_step: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
+
+class StateEnd(_message.Message):
+    __slots__ = ("receiver",)
+    RECEIVER_FIELD_NUMBER: _ClassVar[int]
+    receiver: str
+    def __init__(self, receiver: _Optional[str] = ...) -> None: ...
+
+class StateUnavailable(_message.Message):
+    __slots__ = ("donor", "reason")
+    DONOR_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    donor: str
+    reason: str
+    def __init__(self, donor: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("global_step", "fragment_id", "local_step")
@@ -195,16 +375,20 @@ class PullRequest(_message.Message):
     def __init__(self, global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., local_step: _Optional[int] = ...) -> None: ...
 
 class GlobalFragment(_message.Message):
-    __slots__ = ("global_step", "fragment_id", "version", "payload_bytes")
+    __slots__ = ("global_step", "fragment_id", "version", "payload_bytes", "epoch", "digest")
     GLOBAL_STEP_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     global_step: int
     fragment_id: int
     version: int
     payload_bytes: int
-    def __init__(self, global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
+    epoch: int
+    digest: int
+    def __init__(self, global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
 
 class Advance(_message.Message):
     __slots__ = ("global_step",)

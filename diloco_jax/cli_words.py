@@ -1,0 +1,95 @@
+"""The words of the `diloco` command: its subcommands, their arguments and help texts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+
+Command = Callable[[argparse.Namespace], int]
+Add = Callable[..., argparse.ArgumentParser]
+CHAOS_LEARNER = "chaos-learner"
+OVERRIDES = "settings of the config may follow as --section.name value; `CONFIG --settings` lists them all"
+
+
+def make_parser(run: Mapping[str, Command]) -> argparse.ArgumentParser:
+    """The command line's parser; `run` has the function of each command."""
+    parser = argparse.ArgumentParser(
+        prog="diloco",
+        description="Train one model on islands that never wait for each other (Decoupled DiLoCo in JAX).",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str, *, config: bool = False) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text, epilog=OVERRIDES if config else None)
+        sub.set_defaults(command=run[name], name=name, takes_overrides=config)
+        if config:
+            sub.add_argument("config", help="YAML file, see configs/")
+            sub.add_argument("--settings", action="store_true", help="list all settings with their meaning, and exit")
+            sub.add_argument("--run-dir", help="folder of the run; default: a new one below runs_dir")
+        return sub
+
+    train = add("train", "A whole run on this machine: syncer and islands, live view, report.", config=True)
+    train.add_argument("--json", action="store_true", help="print summary.json at the end, no live view")
+    train.add_argument("--quiet", action="store_true", help="no live view")
+    train.add_argument(
+        "--resume", action="store_true", help="go on with a run that ended early: --run-dir, or the last"
+    )
+    syncer = add("syncer", "The syncer alone, for real machines; in a run's folder it goes on.", config=True)
+    syncer.add_argument("--rewind", action="store_true", help="nobody is alive: go on from the newest snapshot alone")
+    learner = add("learner", "One learner alone, for real machines.", config=True)
+    learner.add_argument("--island", required=True, help="name of the learner, unique in the run")
+    learner.add_argument("--syncer", help="host:port of the syncer; default: that of the run's folder, or the config's")
+    learner.add_argument("--incarnation", type=int, help="number that grows with every start; default: the time")
+    unlisted = commands.add_parser(CHAOS_LEARNER, parents=[learner], add_help=False)  # what `chaos` starts
+    unlisted.set_defaults(command=run[CHAOS_LEARNER], name=CHAOS_LEARNER, takes_overrides=True)
+    _chaos_words(add("chaos", "A local run under a schedule of faults: what came back, when.", config=True))
+    add("baseline", "The data-parallel baseline in this process, for `train`.", config=True)
+    _looking_words(add)
+    return parser
+
+
+def _looking_words(add: Add) -> None:
+    """Commands about a run that is there."""
+    status = add("status", "What a run does now, and what it waits for.")
+    status.add_argument("run", help="folder of the run, or host:port of its syncer")
+    status.add_argument("--config", help="YAML file whose transport section has the credentials for host:port")
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+    status.add_argument("--allow-plaintext", action="store_true", help="ask an address that is not loopback")
+    drain = add("drain", "Let one learner leave after its current step; the others go on.")
+    drain.add_argument("learner", help="name of the learner, such as island-0")
+    drain.add_argument("run", help="folder of the run, or host:port of its syncer")
+    drain.add_argument("--config", help="YAML file whose transport section has the credentials for host:port")
+    drain.add_argument("--allow-plaintext", action="store_true", help="ask an address that is not loopback")
+    drain.add_argument("--json", action="store_true", help="print one JSON object")
+    certs = add("certs", "Make certificates and a token for a run: a test authority, syncer, learners.")
+    certs.add_argument("folder", help="where the files go; what is there already stays as it is")
+    certs.add_argument("--learners", default="", help="names of learners, separated by commas: island-0,island-1")
+    certs.add_argument("--days", type=int, default=365, help="how long the certificates are valid; default: 365")
+    certs.add_argument("--json", action="store_true", help="print one JSON object")
+    evaluate = add("eval", "Evaluate the global model of a run on its held-out data.")
+    evaluate.add_argument("run", help="folder of the run")
+    evaluate.add_argument("--batches", type=int, help="batches at most; default: train.final_eval_batches")
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object")
+    report = add("report", "Write report.html of a run.")
+    report.add_argument("run", help="folder of the run")
+    report.add_argument("--json", action="store_true", help="print one JSON object")
+    replay = add("replay", "Train a run again from its tapes, and compare the result bit for bit.")
+    replay.add_argument("run", help="folder of the run; with --config, of a simulation's tapes")
+    replay.add_argument(
+        "--until", type=int, help="stop after the first merged round of this global step or a later one"
+    )
+    replay.add_argument("--config", help="train as a simulation's tapes say: YAML file with model, data, optimizer")
+    replay.add_argument("--out", help="with --config: folder for the result; default: a new one below runs_dir")
+    replay.add_argument("--json", action="store_true", help="print one JSON object")
+    audit = add("audit", "What became of every sample that a run handed out, from its tapes.")
+    audit.add_argument("run", help="folder of the run, or of a simulation's tapes")
+    audit.add_argument("--config", help="YAML file with the protocol's settings; default: config.yaml of the run")
+    audit.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _chaos_words(chaos: argparse.ArgumentParser) -> None:
+    chaos.add_argument("--faults", type=int, default=20, help="how many; default: 20")
+    chaos.add_argument("--seed", type=int, default=0, help="of the schedule; default: 0")
+    chaos.add_argument("--kinds", help="kinds of faults, separated by commas; default: all")
+    chaos.add_argument("--dry-run", action="store_true", help="print the schedule, and exit")
+    chaos.add_argument("--json", action="store_true", help="print one JSON object")

@@ -1,0 +1,289 @@
+"""Who trains on which data: ranges of one global sample order, leased to learners, each handed out index with one fate.
+
+The order has positions 0, 1, 2, ... without end. A lease is a range [start, stop) of them. An index that was handed out
+
+    out  --every fragment of the model took a value of its learner that had seen it-->  merged
+    out  --its learner's incarnation ended, or was away for too long-->                 released, to be leased again
+
+so at any time  leased = merged + released + out  (an index that is leased again counts again). A value counts once a
+learner reports to hold the version that it went into: a merge whose result died with the syncer merged nothing.
+
+Rules of this file
+  * A learner's own samples are numbered 0, 1, 2, ... in the order of its grants; `Lease.first_sample` says where a
+    range begins, so that a lost or repeated message does no harm.
+  * When its data went to others while it was away, its numbers go on from the next multiple of BOOK: what it had not
+    read by then is void, and an old lease that still arrives is recognised.
+  * Released ranges are leased again before new ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from diloco_jax.protocol.messages import Lease
+
+Range = tuple[int, int]
+BOOK = 1 << 32  # more samples than one incarnation is ever given
+
+
+class Batch(NamedTuple):
+    """What a learner reads for one inner step."""
+
+    ranges: tuple[Range, ...]  # positions of the global order
+    end: int  # samples of its leases that are used up then
+
+
+class Allotment:
+    """The learner's side: leases that arrived, and how far it is.
+
+    Args:
+        step_samples: samples of an inner step.
+        keep_steps: steps whose positions are remembered, to be read again when no new lease comes.
+    """
+
+    def __init__(self, step_samples: int, keep_steps: int) -> None:
+        self._step_samples = step_samples
+        self._keep = keep_steps * step_samples
+        self._ranges: list[Range] = []  # the samples first, first + 1, ..., granted - 1
+        self._first = 0
+        self.granted = 0
+        self._taken = 0
+        self._repeats = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is anything to train on."""
+        return self.granted - self._first >= self._step_samples
+
+    def add(self, lease: Lease) -> None:
+        """Take a lease, as far as it is new; one that leaves a gap is left to be sent again."""
+        if lease.first_sample > self.granted and lease.first_sample % BOOK == 0:
+            self._begin_book(lease.first_sample)
+        skipped = self.granted - lease.first_sample
+        if 0 <= skipped < lease.stop - lease.start:
+            self._ranges.append((lease.start + skipped, lease.stop))
+            self.granted += lease.stop - lease.start - skipped
+
+    def _begin_book(self, first_sample: int) -> None:
+        """What is not read yet is somebody else's now; what was read stays, to be read again."""
+        unread = self.granted - self._taken
+        while unread > 0:
+            start, stop = self._ranges.pop()
+            if stop - start > unread:
+                self._ranges.append((start, stop - unread))
+            unread -= stop - start
+        self._first += first_sample - self._taken
+        self._taken = self.granted = first_sample
+
+    def take(self) -> Batch:
+        """The positions of the next step; of an earlier one again while leases are used up, so that no step waits."""
+        assert self.ready, "a batch was taken before the first lease arrived"
+        if self._taken + self._step_samples <= self.granted:
+            start = self._taken
+            self._taken += self._step_samples
+            self._repeats = 0
+            self._forget()
+        else:
+            batches = (self.granted - self._first) // self._step_samples
+            start = self._first + self._repeats % batches * self._step_samples
+            self._repeats += 1
+        return Batch(tuple(self._positions(start)), self._taken)
+
+    def _positions(self, start: int) -> list[Range]:
+        found, first, end = [], self._first, start + self._step_samples
+        for begin, stop in self._ranges:
+            low, high = max(start, first), min(end, first + stop - begin)
+            if low < high:
+                found.append((begin + low - first, begin + high - first))
+            first += stop - begin
+        return found
+
+    def _forget(self) -> None:
+        while self._ranges:
+            size = self._ranges[0][1] - self._ranges[0][0]
+            if self._first + size > self._taken - self._keep:
+                return
+            del self._ranges[0]
+            self._first += size
+
+
+class Fates(NamedTuple):
+    """How many indices were handed out, and what became of them."""
+
+    leased: int
+    merged: int
+    released: int
+    out: int
+
+
+class Holding:
+    """What one incarnation of a learner has been given and not yet seen merged."""
+
+    __slots__ = ("granted", "marks", "merged", "pending", "ranges")
+
+    def __init__(self, num_fragments: int, first_sample: int = 0) -> None:
+        self.ranges: list[Range] = []  # the samples merged, merged + 1, ..., granted - 1
+        self.merged = first_sample
+        self.granted = first_sample
+        self.marks = [first_sample] * num_fragments  # fragment -> samples in its newest confirmed share
+        self.pending: dict[int, tuple[int, int]] = {}  # fragment -> (version, samples) that nobody is known to hold
+
+    def after(self, sample: int) -> list[Lease]:
+        """The leases from this sample on."""
+        leases, first = [], self.merged
+        for start, stop in self.ranges:
+            end = first + stop - start
+            if end > sample:
+                skipped = max(0, sample - first)
+                leases.append(Lease(first + skipped, start + skipped, stop))
+            first = end
+        return leases
+
+
+class LeaseBook:
+    """The syncer's book of leases. See the rules above."""
+
+    def __init__(self, num_fragments: int) -> None:
+        self._num_fragments = num_fragments
+        self._next = 0
+        self._pool: list[Range] = []  # released, sorted, never adjacent
+        self.unconfirmed: dict[int, int] = {}  # fragment -> newest version that nobody is known to hold
+        self._leased = self._merged = self._released = 0
+        self.holdings: dict[str, Holding] = {}
+        self._ended: dict[str, int] = {}  # learner -> samples up to the end of its newest book, which is closed
+
+    @property
+    def fates(self) -> Fates:
+        """The counts of the identity above."""
+        out = sum(holding.granted - holding.merged for holding in self.holdings.values())
+        return Fates(self._leased, self._merged, self._released, out)
+
+    # ---- granting -------------------------------------------------------------------------------------------------
+
+    def open(self, learner_id: str, first_sample: int = 0) -> Holding:
+        """Begin the book of an incarnation that has none; where it left off, if it had one before."""
+        assert learner_id not in self.holdings, f"{learner_id} holds leases already"
+        ended = self._ended.pop(learner_id, None)
+        if ended is not None:
+            first_sample = (max(ended, first_sample) // BOOK + 1) * BOOK
+        holding = self.holdings[learner_id] = Holding(self._num_fragments, first_sample)
+        return holding
+
+    def grant(self, learner_id: str, count: int) -> list[Lease]:
+        """Hand out `count` more samples; returns the leases to send."""
+        holding = self.holdings[learner_id]
+        sample = holding.granted
+        while count > 0:
+            start, stop = self._take(count)
+            holding.granted += stop - start
+            count -= stop - start
+            if holding.ranges and holding.ranges[-1][1] == start:
+                holding.ranges[-1] = (holding.ranges[-1][0], stop)
+            else:
+                holding.ranges.append((start, stop))
+        self._leased += holding.granted - sample
+        return holding.after(sample)
+
+    def _take(self, count: int) -> Range:
+        """At most `count` positions in one range: released ones first."""
+        if self._pool:
+            start, stop = self._pool[0]
+            if stop - start > count:
+                self._pool[0] = (start + count, stop)
+                return start, start + count
+            return self._pool.pop(0)
+        start = self._next
+        self._next += count
+        return start, self._next
+
+    # ---- fates ----------------------------------------------------------------------------------------------------
+
+    def on_merged(self, learner_id: str, fragment_id: int, version: int, samples: int) -> None:
+        """A value that had seen so many samples went into a version."""
+        holding = self.holdings.get(learner_id)
+        if holding is not None:
+            holding.pending[fragment_id] = (version, min(samples, holding.granted))
+            self.unconfirmed[fragment_id] = version
+
+    def confirm(self, fragment_id: int, version: int) -> None:
+        """A learner holds this version: what went into it is safe."""
+        if version >= self.unconfirmed.get(fragment_id, 0):
+            self.unconfirmed.pop(fragment_id, None)
+        for holding in self.holdings.values():
+            made, samples = holding.pending.get(fragment_id, (version + 1, 0))
+            if made <= version:
+                del holding.pending[fragment_id]
+                holding.marks[fragment_id] = max(holding.marks[fragment_id], samples)
+                self._retire(holding)
+
+    def revert(self, fragment_id: int, version: int) -> None:
+        """Every newer version than this one is lost: what went into it was not merged."""
+        self.unconfirmed.pop(fragment_id, None)
+        for holding in self.holdings.values():
+            if holding.pending.get(fragment_id, (0, 0))[0] > version:
+                del holding.pending[fragment_id]
+
+    def _retire(self, holding: Holding) -> None:
+        done = min(holding.marks) - holding.merged
+        if done <= 0:
+            return
+        holding.merged += done
+        self._merged += done
+        while done > 0:
+            start, stop = holding.ranges[0]
+            if stop - start > done:
+                holding.ranges[0] = (start + done, stop)
+                return
+            done -= stop - start
+            del holding.ranges[0]
+
+    def release(self, learner_id: str) -> int:
+        """Take back what a lost incarnation has not seen merged; returns how many samples."""
+        holding = self.holdings.pop(learner_id, None)
+        if holding is None:
+            return 0
+        count = holding.granted - holding.merged
+        self._ended[learner_id] = holding.granted
+        self._released += count
+        joined: list[Range] = []
+        for start, stop in sorted(self._pool + holding.ranges):
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], stop)
+            else:
+                joined.append((start, stop))
+        self._pool = joined
+        return count
+
+    def forget(self, learner_id: str) -> None:
+        """A newer incarnation numbers its samples from 0 on."""
+        self._ended.pop(learner_id, None)
+
+    # ---- snapshots ------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        holdings = [
+            [name, list(h.ranges), h.merged, h.granted, list(h.marks), [[p, *mark] for p, mark in h.pending.items()]]
+            for name, h in self.holdings.items()
+        ]
+        counts = [self._next, self._leased, self._merged, self._released]
+        return {
+            "counts": counts,
+            "pool": list(self._pool),
+            "unconfirmed": list(self.unconfirmed.items()),
+            "holdings": holdings,
+            "ended": list(self._ended.items()),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Become what `state()` described."""
+        self._next, self._leased, self._merged, self._released = state["counts"]
+        self._pool = [(start, stop) for start, stop in state["pool"]]
+        self._ended = {name: granted for name, granted in state["ended"]}
+        self.unconfirmed = {fragment_id: version for fragment_id, version in state["unconfirmed"]}
+        self.holdings = {}
+        for name, ranges, merged, granted, marks, pending in state["holdings"]:
+            holding = self.holdings[name] = Holding(self._num_fragments)
+            holding.ranges = [(start, stop) for start, stop in ranges]
+            holding.merged, holding.granted, holding.marks = merged, granted, list(marks)
+            holding.pending = {p: (version, samples) for p, version, samples in pending}

@@ -1,0 +1,111 @@
+"""Which fragments a learner copies to host memory after a step, and how it answers the syncer's pulls with them.
+
+The syncer asks for a fragment as it was after a named step, and learns of that step only when it is over. So the
+fragments that the next rounds will ask for are copied after every step, and a few copies of each are kept.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from diloco_jax.protocol.effects import Drop, Effect, Send, Stage, Unstage
+from diloco_jax.protocol.messages import SYNCER, Adopted, FragmentValue, PullRequest
+from diloco_jax.protocol.pacing import ProtocolConfig, Schedule
+
+STAGED_STEPS_MAX = 3  # copies of one fragment: the grace window spans one step, the pull's way another
+
+
+class StagedCopy(NamedTuple):
+    local_step: int
+    tokens: int
+    adopted: Adopted  # of the fragment, when it was staged
+    samples: int
+
+
+class Stager:
+    """The part of the learner's machine that copies fragments and sends them."""
+
+    def __init__(self, learner_id: str, incarnation: int, config: ProtocolConfig) -> None:
+        self.learner_id = learner_id
+        self.incarnation = incarnation
+        self.global_step = 0  # newest known; in lockstep the schedule's own count
+        self.local_step = 0
+        self.tokens = 0
+        self.samples = 0  # of its leases that are trained on
+        self.epoch = 0  # newest life of the syncer that is known
+        self.adopted: tuple[Adopted, ...] = (Adopted(),) * config.num_fragments
+        self.digests = [0] * config.num_fragments
+        self.payload_bytes: dict[int, int] = {}  # fragment -> size of its encoded value, told by the driver
+        self._config = config
+        self._schedule = Schedule(config.sync_every, config.num_fragments)
+        self._staged: dict[int, list[StagedCopy]] = {}
+        self._wanted: dict[int, int] = {}  # fragment -> round that asked for it before any copy existed
+        self._next_round = 1
+        self._connected = False
+
+    def _stage_due(self, effects: list[Effect]) -> None:
+        """Stage what the next rounds will ask for, and let go of what they will not."""
+        if self._config.lockstep:
+            fragments = self._schedule.due_within(self.global_step, 1)
+        else:
+            fragments = self._schedule.due_within(self._next_round, self._config.overlap_steps)
+        for fragment_id in [p for p in self._staged if p not in fragments]:
+            self._unstage(fragment_id, effects)
+        for fragment_id in fragments:
+            self._stage(fragment_id, effects)
+
+    def _stage(self, fragment_id: int, effects: list[Effect]) -> None:
+        copies = self._staged.setdefault(fragment_id, [])
+        copies.append(StagedCopy(self.local_step, self.tokens, self.adopted[fragment_id], self.samples))
+        effects.append(Stage(fragment_id, self.local_step))
+        if len(copies) > STAGED_STEPS_MAX:
+            effects.append(Unstage(fragment_id, copies.pop(0).local_step))
+
+    def _unstage(self, fragment_id: int, effects: list[Effect]) -> None:
+        for copy in self._staged.pop(fragment_id, ()):
+            effects.append(Unstage(fragment_id, copy.local_step))
+
+    def _unstage_all(self) -> list[Effect]:
+        effects: list[Effect] = []
+        for fragment_id in list(self._staged):
+            self._unstage(fragment_id, effects)
+        return effects
+
+    def _answer_wanted(self, effects: list[Effect]) -> None:
+        for fragment_id, global_step in sorted(self._wanted.items()):
+            copies = self._staged.get(fragment_id)
+            if not copies or copies[-1].local_step != self.local_step:
+                self._stage(fragment_id, effects)
+            effects.append(self._value(global_step, fragment_id, self._staged[fragment_id][-1]))
+        self._wanted.clear()
+
+    def on_pull(self, message: PullRequest, now_s: float) -> list[Effect]:
+        """Answer with the copy of the asked step, or the next newer one; without any, after the next step."""
+        self._next_round = max(self._next_round, message.global_step + 1)
+        fragment_id = message.fragment_id
+        if not 0 <= fragment_id < len(self.adopted):
+            return [Drop(SYNCER, f"pull of unknown fragment {fragment_id}, there are {len(self.adopted)}")]
+        if message.global_step <= max(self.adopted[fragment_id].version, self._wanted.get(fragment_id, 0)):
+            return []  # a duplicate, or of a round that is over
+        for copy in self._staged.get(fragment_id, ()):
+            if copy.local_step >= message.local_step:
+                return [self._value(message.global_step, fragment_id, copy)]
+        self._wanted[fragment_id] = message.global_step
+        if len(self._wanted) > max(1, self._config.overlap_steps):  # more are never in flight: the oldest is over
+            del self._wanted[min(self._wanted, key=self._wanted.__getitem__)]
+        return []
+
+    def _value(self, global_step: int, fragment_id: int, copy: StagedCopy) -> Send:
+        value = FragmentValue(
+            self.learner_id,
+            self.incarnation,
+            global_step,
+            fragment_id,
+            copy.local_step,
+            copy.local_step - copy.adopted.local_step,
+            copy.tokens - copy.adopted.tokens,
+            copy.adopted.version,
+            copy.samples,
+            self.payload_bytes.get(fragment_id, 0),
+        )
+        return Send(SYNCER, value)

@@ -1,0 +1,338 @@
+"""Train an asynchronous run again, in one process, from its tapes, and compare the result bit for bit.
+
+    syncer's tape --machine--> rounds, snapshots, restarts        (replay_script.py)
+    learners' tapes ---------> which steps they need              (replay_lives.py)
+    round after round: the lives that have a share advance to it  (replay_learner.py), then the merge
+
+Nothing of the run's numbers is read but what it learned from: positions of samples, global steps, digests to compare.
+Lives advance as the run did, so a replay holds the states of the lives that ran at one time, and the global values
+that somebody still adopts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diloco_jax.core import codec
+from diloco_jax.core.fragments import FragmentPlan, plan_fragments
+from diloco_jax.core.outer import OuterOptimizer, make_outer
+from diloco_jax.protocol.syncer import Syncer
+from diloco_jax.runtime import checkpoint
+from diloco_jax.runtime.evaluation import Evaluator
+from diloco_jax.runtime.files import CHECKPOINTS, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.global_model import FragmentState, GlobalModel
+from diloco_jax.runtime.replay_learner import Replica, Trainer, Values, same_loss
+from diloco_jax.runtime.replay_lives import Needs, Step, TookState
+from diloco_jax.runtime.replay_script import (
+    Back,
+    Brought,
+    Event,
+    Life,
+    Moments,
+    Name,
+    Round,
+    Script,
+    Snapshot,
+    differences,
+    read_script,
+)
+from diloco_jax.runtime.settings import RunConfig, fingerprint
+from diloco_jax.runtime.telemetry import write_json
+from diloco_jax.training.state_bytes import HostState
+
+BEGINNING = -1
+
+
+class Replay:
+    """One replay.
+
+    Args:
+        config: of the run.
+        folder: with the tapes.
+        until: stop after the first merged round of this global step or a later one.
+        compare: whether the tapes are those of a run; the digests and losses of a simulation are made up.
+
+    Raises:
+        ValueError: a tape is missing or broken, or the config is not that of the tapes; names file and setting.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path, *, until: int | None = None, compare: bool = True) -> None:
+        self._config = config
+        self._compare = compare
+        self.script = _script(config, folder / TAPE_FILE, until)
+        self.needs = Needs(folder, self.script)
+        self.evaluator = Evaluator(config)
+        self._plan = _plan(config, self.evaluator)
+        if compare:
+            self._check_fingerprint()
+        self.trainer = Trainer(config, 1 if compare else config.island_batch_size)
+        self.trainer.fragments = self._plan.fragments
+        self.model = _model(config, self._plan, self.evaluator)
+        self.merged_rounds = 0
+        self.difference = ""  # the first one between the run and its repetition
+        self.step_difference = ""
+        self.captures: Moments[tuple[FragmentState, ...]] = Moments()
+        self._initial = self.model.capture()
+        self._uses: Counter[Name] = self.needs.names
+        self._values: dict[Name, Values] = {}
+        self._replicas: dict[Life, Replica] = {}
+        self._begin()
+
+    def _check_fingerprint(self) -> None:
+        ours = fingerprint(self._config, self._plan.fingerprint)
+        if different := differences(ours, self.script.fingerprint):
+            raise ValueError(f"this is not the program or the config of the run: {'; '.join(different)}")
+
+    def _begin(self) -> None:
+        for fragment_id, (digest, ours) in enumerate(zip(self.script.digests, self.model.digests, strict=True)):
+            if self._compare and digest != ours:
+                self._differ(f"fragment {fragment_id} of the initial model (digest {ours}, the run had {digest})")
+            self._keep(Name(fragment_id, 0, digest))
+
+    def run(self) -> None:
+        """Repeat everything."""
+        for event in self.script.events:
+            self.repeat(event)
+
+    def repeat(self, event: Event) -> None:
+        """Repeat the next event."""
+        match event:
+            case Round():
+                self._round(event)
+            case Snapshot(global_step, taken):
+                self.captures.keep(global_step, taken, self.model.capture())
+            case Back(global_step):
+                self._go_back(global_step)
+            case Brought(name):
+                payload = codec.encode(self.take(name), "float32")
+                self.model.restore(name.fragment_id, name.version, payload)
+
+    def _round(self, this: Round) -> None:
+        order = this.order
+        payloads = {}
+        for part, life in zip(order.parts, this.lives, strict=True):
+            payloads[part.learner_id] = self._replica(life).value(order.fragment_id, part.local_step)
+        merged = self.model.merge(order, payloads)
+        if set(merged.left_out) != set(this.left_out):
+            # A value that was damaged on its way, or by somebody who tries what happens then, is on no tape.
+            merged = self.model.merge(order, payloads | {name: b"" for name in this.left_out})
+        where = f"fragment {order.fragment_id}, version {order.global_step}"
+        if set(merged.left_out) != set(this.left_out):
+            names, theirs = ", ".join(merged.left_out) or "nobody", ", ".join(this.left_out) or "nobody"
+            self._differ(f"{where} (left out: {names}; the run left out {theirs})")
+        if merged.state is None:
+            raise ValueError(f"{where} cannot be made: no value is usable now; the first difference: {self.difference}")
+        self.merged_rounds += 1
+        self.model.publish(merged)
+        if self._compare and merged.state.digest != this.digest:
+            self._differ(f"{where} (digest {merged.state.digest}, the run had {this.digest})")
+        self._keep(Name(order.fragment_id, order.global_step, this.digest))
+        for life, local_step in this.reported:  # follow the run, so that old global values can go
+            need = self.needs.lives.get(life)
+            if need is not None and need.outline.steps:
+                self._replica(life).advance(need.outline.steps[min(local_step, len(need.outline.steps)) - 1])
+
+    def _go_back(self, global_step: int) -> None:
+        states = self._initial if global_step == BEGINNING else self.captures.at(global_step)
+        # what comes from a disk is the newest version alone
+        self.model.load([state._replace(values={state.version: state.values[state.version]}) for state in states])
+
+    def _keep(self, name: Name) -> None:
+        """Remember the newest value of a fragment under this name, if anybody will use it."""
+        if self._uses[name] > 0:
+            state = self.model.capture()[name.fragment_id]
+            self._values.setdefault(name, dict(state.values[state.version]))
+
+    def _differ(self, where: str) -> None:
+        self.difference = self.difference or where
+
+    # ---- what lives need of each other --------------------------------------------------------------------------
+
+    def _replica(self, life: Life) -> Replica:
+        if life not in self._replicas:
+            self._replicas[life] = Replica(life, self.needs.lives[life], self.trainer, self)
+        return self._replicas[life]
+
+    def take(self, name: Name) -> Values:
+        """A global value that a life adopts."""
+        if name not in self._values:
+            raise ValueError(
+                f"version {name.version} of fragment {name.fragment_id} with digest {name.digest} was adopted, but no "
+                "round on the syncer's tape made it; are all tapes of one run?"
+            )
+        self._uses[name] -= 1
+        return self._values[name] if self._uses[name] > 0 else self._values.pop(name)
+
+    def state_of(self, took: TookState, receiver: Life, held: dict[int, int]) -> HostState:
+        """The state that a life takes over, of the moment at which its donor copied it."""
+        copies = self._replica(took.donor).copy(took.donor_step)
+        for versions, state in reversed(copies):
+            same = tuple(p for p in sorted(held) if versions.get(p) == held[p])
+            if same == tuple(sorted(took.fragments)):
+                return state
+        return copies[-1][1]
+
+    def on_loss(self, life: Life, step: Step, loss: float) -> None:
+        """Compare a step with the tape: it tells where a difference began."""
+        if self._compare and not self.step_difference and not same_loss(step.loss, loss):
+            self.step_difference = (
+                f"local step {step.local_step} of {life.learner_id} (incarnation {life.incarnation}): loss {loss}, "
+                f"the run had {step.loss}"
+            )
+
+
+def replay_run(config: RunConfig, run_dir: Path, until: int | None = None) -> dict[str, Any]:
+    """Repeat a run and compare its parameters with those of its newest checkpoint.
+
+    Args:
+        config: the run's settings.
+        run_dir: its folder.
+        until: stop after the first merged round of this global step or a later one.
+
+    Returns:
+        identical, sha256, expected_sha256 (None when no checkpoint is of that moment), merged_rounds, inner_steps,
+        wall_s, difference and step_difference (the first ones, "" without).
+
+    Raises:
+        ValueError: tapes or checkpoints are missing or broken, or are not of this config; names them.
+    """
+    began_s = time.monotonic()
+    this = Replay(config, run_dir, until=until)
+    this.run()
+    states, expected = _expected(this, run_dir)
+    if expected is None and until is None:
+        raise ValueError(
+            f"{run_dir / CHECKPOINTS} holds no readable checkpoint of a moment that the tape reaches; is the run over? "
+            "With --until the rounds alone are compared"
+        )
+    sha256 = digest_of(this.model.parameters(states))
+    expected_sha256 = digest_of(expected) if expected is not None else None
+    same = expected_sha256 in (None, sha256)
+    return {
+        "identical": same and not this.difference,
+        "sha256": sha256,
+        "expected_sha256": expected_sha256,
+        "merged_rounds": this.merged_rounds,
+        "inner_steps": this.trainer.steps,
+        "wall_s": round(time.monotonic() - began_s, 3),
+        "difference": this.difference or ("" if same else "the final parameters, though every digest was equal"),
+        "step_difference": this.step_difference,
+    }
+
+
+def _expected(this: Replay, run_dir: Path) -> tuple[tuple[FragmentState, ...], Mapping[str, np.ndarray] | None]:
+    """The moment that is compared, and the newest checkpoint of it."""
+    moments = [this.model.capture(), *this.captures]
+    for path in checkpoint.complete(run_dir / CHECKPOINTS):
+        try:
+            parameters, meta = checkpoint.load_parameters(path)
+        except ValueError:
+            continue
+        for states in moments:
+            if list(meta.get("versions", ())) == [state.version for state in states]:
+                return states, parameters
+    return moments[0], None
+
+
+def replay_synthetic(config: RunConfig, folder: Path, out: Path, until: int | None = None) -> dict[str, Any]:
+    """Train as the tapes of a simulation say, on real data.
+
+    Args:
+        config: model, data, optimizer, and the protocol of the simulation (replay_scenario.py). One sample of the
+            simulation stands for as many sequences as an island has in a step.
+        folder: the simulation's tapes.
+        out: folder for the checkpoint and summary.json, which `diloco eval` reads.
+        until: stop after the first merged round of this global step or a later one.
+
+    Returns:
+        What summary.json holds.
+
+    Raises:
+        ValueError: tapes are missing or broken, or of another protocol than the config's.
+    """
+    began_s = time.monotonic()
+    this = Replay(config, folder, until=until, compare=False)
+    this.run()
+    parameters = this.model.parameters()
+    tokens, learners = _work(this, config.island_step_tokens)
+    result = this.evaluator.evaluate(parameters, config.train.final_eval_batches)
+    meta = {"global_step": this.script.global_step, "tokens": tokens, "run": config.name}
+    checkpoint.save_parameters(out / CHECKPOINTS, parameters, meta)
+    summary = {
+        "eval_loss": result["loss"],
+        "eval_bits_per_byte": result["bits_per_byte"],
+        "sha256": digest_of(parameters),
+        "tokens": tokens,
+        "global_steps": this.script.global_step,
+        "merged_rounds": this.merged_rounds,
+        "inner_steps": this.trainer.steps,
+        "wall_s": round(time.monotonic() - began_s, 3),
+        "num_parameters": this.evaluator.num_parameters,
+        "learners": learners,
+        "complete": True,
+    }
+    write_json(out / SUMMARY_FILE, summary)
+    return summary
+
+
+def _work(this: Replay, sample_tokens: int) -> tuple[int, dict[str, dict[str, int]]]:
+    """Tokens of all repeated steps, and local steps and tokens of each learner."""
+    learners: dict[str, dict[str, int]] = {}
+    for life, need in sorted(this.needs.lives.items()):
+        steps = sum(line <= need.stop for line in need.outline.steps)
+        row = learners.setdefault(life.learner_id, {"local_steps": 0, "tokens": 0})
+        row["local_steps"] += steps
+        row["tokens"] += steps * need.outline.step_samples * sample_tokens
+    return sum(row["tokens"] for row in learners.values()), learners
+
+
+def digest_of(parameters: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of a model's parameters: path, shape and float32 bytes of each, in the order of the paths."""
+    hasher = hashlib.sha256()
+    for path in sorted(parameters):
+        value = np.ascontiguousarray(parameters[path], np.float32)
+        hasher.update(f"{path} {value.shape}\0".encode())
+        hasher.update(value.reshape(-1).view(np.uint8).data)
+    return hasher.hexdigest()
+
+
+def _script(config: RunConfig, tape: Path, until: int | None) -> Script:
+    return read_script(tape, lambda pairs: Syncer(config.protocol, config.train.steps, pairs), until)
+
+
+def _plan(config: RunConfig, evaluator: Evaluator) -> FragmentPlan:
+    axes = config.fragments.axes(evaluator.shapes)
+    return plan_fragments(evaluator.shapes, config.protocol.num_fragments, split_axis=axes)
+
+
+def _model(config: RunConfig, plan: FragmentPlan, evaluator: Evaluator) -> GlobalModel:
+    return GlobalModel(
+        plan,
+        evaluator.initial_parameters,
+        OuterOptimizer(make_outer(config.outer)),
+        merge=config.merge,
+        weights=config.weights,
+        wire_up=config.wire.up,
+        anchor_history=config.protocol.anchor_history,
+    )
+
+
+def describe(result: Mapping[str, Any]) -> str:
+    """A result in words."""
+    done = f"{result['merged_rounds']} merged rounds, {result['inner_steps']} inner steps, {result['wall_s']:.1f} s"
+    if "identical" not in result:
+        return f"trained as the tapes say: evaluation loss {result['eval_loss']:.4f}, {done}; see {result['run_dir']}"
+    if result["identical"]:
+        what = "the parameters" if result["expected_sha256"] else "every merged round (no checkpoint is of this moment)"
+        return f"identical: {what}; {done}\nsha256 {result['sha256']}"
+    words = [f"DIFFERENT, first in {result['difference']}; {done}", f"sha256 {result['sha256']}"]
+    words += [f"  not  {result['expected_sha256']}"] if result["expected_sha256"] else []
+    words += [f"the first step that differs: {result['step_difference']}"] if result["step_difference"] else []
+    return "\n".join(words)

@@ -1,0 +1,55 @@
+"""What outlives a syncer's process: the tape, and snapshots that are written in the background."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from diloco_jax.sim.node import Value
+
+SNAPSHOTS_KEPT = 3
+
+
+class Snapshot(NamedTuple):
+    """The run at one moment."""
+
+    global_step: int
+    machine: str  # JSON of the machine's state
+    values: tuple[Value, ...]
+    tape_lines: int  # where on the tape the inputs begin that came later
+
+    def state(self) -> Mapping[str, Any]:
+        """The machine's state."""
+        plain: Mapping[str, Any] = json.loads(self.machine)
+        return plain
+
+
+class Disk:
+    """See above."""
+
+    def __init__(self) -> None:
+        self.tape: list[str] = []
+        self.snapshots: list[Snapshot] = []  # oldest first
+        self.broken: set[int] = set()  # global steps of those that cannot be read
+        self.final: tuple[Value, ...] = ()  # the model of the end
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """A snapshot is written; old ones go."""
+        self.snapshots = [s for s in self.snapshots if s.global_step != snapshot.global_step] + [snapshot]
+        self.broken.discard(snapshot.global_step)
+        del self.snapshots[:-SNAPSHOTS_KEPT]
+
+    def newest_readable(self) -> Snapshot | None:
+        """The snapshot from which a process goes on."""
+        return next((s for s in reversed(self.snapshots) if s.global_step not in self.broken), None)
+
+    def break_newest(self) -> None:
+        """The newest snapshot cannot be read any more, if there is another one."""
+        readable = [s.global_step for s in self.snapshots if s.global_step not in self.broken]
+        if len(readable) > 1:
+            self.broken.add(readable[-1])
+
+    def void_after(self, snapshot: Snapshot) -> None:
+        """The run goes back to this snapshot: later ones must never be taken for the newest."""
+        self.snapshots = [s for s in self.snapshots if s.global_step <= snapshot.global_step]

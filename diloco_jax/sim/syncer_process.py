@@ -1,0 +1,194 @@
+"""The driver of the syncer's machine, for one life of its process: as runtime/run_syncer.py.
+
+What it sends goes to the connection on which a learner was last heard; a merge takes time and reports its end; every
+input is on the tape before it is executed; snapshots are captured at once and written in the background.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from diloco_jax.protocol.effects import Effect, Merge, Restore, SaveSnapshot, Send
+from diloco_jax.protocol.messages import SYNCER, AnchorValue, LearnerMessage
+from diloco_jax.protocol.syncer import Syncer
+from diloco_jax.protocol.tape import TapedSyncer
+from diloco_jax.sim.disk import Disk, Snapshot
+from diloco_jax.sim.faults import NEVER_S
+from diloco_jax.sim.network import Deliver, Garbled, Link
+from diloco_jax.sim.node import Node, Value
+from diloco_jax.sim.world import World, digest_of
+
+HANDLED = frozenset((Merge, Restore, SaveSnapshot))
+
+
+class SyncerProcess:
+    """One process.
+
+    Args:
+        world: where it runs.
+        disk: what it finds there, and writes to.
+        machine: what it drives.
+        values: newest value of each fragment that it has.
+        taped: whether it writes the tape.
+        die: ends it, whenever that is.
+    """
+
+    def __init__(
+        self, world: World, disk: Disk, machine: Syncer, values: list[Value], taped: bool, die: Callable[[], None]
+    ) -> None:
+        self.machine = machine
+        self.values = values
+        self.alive = True
+        self.finished_s = NEVER_S
+        self.taped = TapedSyncer(machine, disk.tape.append)
+        self.inputs: TapedSyncer | Syncer = self.taped if taped else machine
+        self.dies_after: int | None = None  # so many effects of the next input are executed, then it is dead
+        self._die = die
+        self._world = world
+        self._disk = disk
+        self._engine = world.engine
+        self._observers = world.observers
+        self._send = world.network.send
+        self._heard: dict[str, Link] = {}  # where a learner was last heard
+        self._tick_s = NEVER_S  # the earliest tick that is on the heap
+        self._saving = False
+
+    # ---- inputs -------------------------------------------------------------------------------------------------
+
+    def accept(self, node: Node, down: Deliver) -> Link:
+        """A learner has dialled."""
+        return Link(node.name, node.incarnation, node.machine, self._arrive, down, self._lost)
+
+    def _arrive(self, item: tuple[Link, LearnerMessage | Garbled]) -> None:
+        link, message = item
+        if not self.alive:
+            return
+        now_s = self._engine.now_s
+        self._heard[link.learner_id] = link
+        if isinstance(message, Garbled):
+            return  # an anchor, or a part of a state that its receiver would not take either
+        if self._observers:
+            for observer in self._observers:
+                observer.on_delivery(message, now_s)
+        self.execute(self.inputs.on_message(message, now_s), message)
+
+    def _lost(self, link: Link) -> None:
+        """The transport finds out that a link is gone."""
+        if not self.alive:
+            return
+        name = link.learner_id
+        if self._heard.get(name) is link:
+            del self._heard[name]
+        self.execute(self.inputs.on_disconnect(name, link.incarnation, "connection lost", self._engine.now_s))
+
+    def _merged(self, merge: Merge) -> None:
+        if not self.alive:
+            return
+        useless, fragment_id, now_s = self._world.useless, merge.fragment_id, self._engine.now_s
+        names = tuple(part.learner_id for part in merge.parts)
+        left_out: tuple[str, ...] = ()
+        if useless:
+            left_out = tuple(name for name in names if (name, merge.global_step) in useless)
+        if len(left_out) < len(names):
+            before = self.values[fragment_id]
+            self.values[fragment_id] = (
+                merge.global_step,
+                digest_of(before, self.machine.epoch, fragment_id, merge.global_step, names, left_out),
+            )
+        for observer in self._observers:
+            observer.on_merged(merge.global_step, left_out, now_s)
+        self.execute(self.inputs.on_merged(merge.global_step, self.values[fragment_id][1], left_out, now_s))
+
+    def drain(self, learner_id: str) -> None:
+        """Somebody asks for it on the command line."""
+        try:
+            effects = self.inputs.on_drain(learner_id, self._engine.now_s)
+        except ValueError:
+            return  # it is not connected, and whoever asked was told so
+        for effect in effects:
+            assert isinstance(effect, Send), f"draining led to {effect}"
+            if effect.peer in self._heard:
+                self._send(self._heard[effect.peer].down, effect.message)
+
+    # ---- time ---------------------------------------------------------------------------------------------------
+
+    def _tick(self, tick_s: float) -> None:
+        if tick_s != self._tick_s or not self.alive:
+            return  # an earlier one took its place
+        self._tick_s = NEVER_S
+        machine, now_s = self.machine, self._engine.now_s
+        deadline_s = machine.next_deadline_s()
+        if deadline_s is not None and deadline_s <= now_s:
+            self.execute(self.inputs.on_tick(now_s))
+            deadline_s = machine.next_deadline_s()
+            assert deadline_s is None or deadline_s > now_s, "the syncer's driver would spin"
+        if deadline_s is not None:
+            self._plan_tick(deadline_s)
+
+    def _plan_tick(self, deadline_s: float) -> None:
+        if deadline_s < self._tick_s:
+            self._tick_s = tick_s = max(deadline_s, self._engine.now_s)
+            self._engine.at(tick_s, self._tick, tick_s)
+
+    # ---- effects ------------------------------------------------------------------------------------------------
+
+    def execute(self, effects: list[Effect], message: LearnerMessage | None = None) -> None:
+        """Do what the machine asks for; `message` is what it was given, if it was one."""
+        lines = len(self._disk.tape)  # that of the input is written
+        if effects:
+            done = effects if self.dies_after is None else effects[: self.dies_after]
+            if self.machine.finished and self.finished_s == NEVER_S and done:
+                self._save_last()
+            heard, send = self._heard, self._send
+            for effect in done:
+                kind = type(effect)
+                if kind is Send:
+                    link = heard.get(effect.peer)  # type: ignore[union-attr]
+                    if link is not None:
+                        send(link.down, effect.message)  # type: ignore[union-attr]
+                elif kind in HANDLED:
+                    self._do(effect, message)
+        if self._observers:
+            now_s = self._engine.now_s
+            for observer in self._observers:
+                observer.on_effects(SYNCER, 0, effects, now_s)
+                for _ in range(lines, len(self._disk.tape)):  # that a snapshot was taken
+                    observer.on_effects(SYNCER, 0, [], now_s)
+        if effects and self.dies_after is not None:
+            self._die()
+            return
+        deadline_s = self.machine.next_deadline_s()
+        if deadline_s is not None and deadline_s < self._tick_s:
+            self._plan_tick(deadline_s)
+
+    def _do(self, effect: Effect, message: LearnerMessage | None) -> None:
+        engine, scenario = self._engine, self._world.scenario
+        if isinstance(effect, Merge):
+            merge_s = scenario.merge_s * (0.5 + engine.random.random())
+            engine.at(engine.now_s + merge_s, self._merged, effect)
+        elif isinstance(effect, Restore):
+            assert isinstance(message, AnchorValue), f"{effect} without an anchor that came"
+            self.values[effect.fragment_id] = (effect.version, message.digest)
+        elif isinstance(effect, SaveSnapshot) and not self._saving:
+            self._saving = True
+            snapshot = self._take_snapshot(effect.global_step)
+            engine.at(engine.now_s + scenario.save_s * (0.5 + engine.random.random()), self._written, snapshot)
+
+    def _take_snapshot(self, global_step: int) -> Snapshot:
+        """Of this moment, under the name that the machine gave it: it may have gone on since, in the same input."""
+        if self.inputs is self.taped:
+            self.taped.on_snapshot(global_step, self._engine.now_s)
+        return Snapshot(global_step, json.dumps(self.machine.state()), tuple(self.values), len(self._disk.tape))
+
+    def _written(self, snapshot: Snapshot) -> None:
+        if self.alive:  # else it is half-written, and nobody takes it for one
+            self._saving = False
+            self._disk.keep(snapshot)
+
+    def _save_last(self) -> None:
+        """Before anybody hears of the end: until then learners hold what this process may lose."""
+        self.finished_s = self._engine.now_s
+        if [version for version, _ in self.values] == self.machine.versions:  # else learners have yet to bring some
+            self._disk.final = tuple(self.values)
+            self._disk.keep(self._take_snapshot(self.machine.global_step))

@@ -1,0 +1,106 @@
+"""Tapes of a simulated run, in the formats of a real one: `diloco replay` trains from them, on real data.
+
+    DIR/tape.jsonl                      the syncer's inputs (protocol/tape.py)
+    DIR/tapes/NAME.INCARNATION.jsonl    what each life of a learner did (as runtime/learner_tape.py)
+    DIR/scenario.json                   the protocol's settings, so that a config can be given the same
+
+Digests stand for bytes that were never made, and losses are made up: a replay compares neither.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.protocol.effects import Adopt, AdoptState, Effect, Finish, SaveState, Send, StageState
+from diloco_jax.protocol.messages import SYNCER, FragmentValue, GlobalFragment, SyncerMessage
+from diloco_jax.sim.cluster import Cluster
+from diloco_jax.sim.node import Node, Observer
+
+LOSS = 1.0
+
+
+class LearnerTapes(Observer):
+    """Writes down what every life of every learner does."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.lines: dict[tuple[str, int], list[str]] = {}  # by name and incarnation
+        self._cluster = cluster
+        self._arrived: SyncerMessage | None = None
+
+    def _write(self, life: tuple[str, int], *fields: Any) -> None:
+        lines = self.lines.get(life)
+        if lines is None:
+            lines = self.lines[life] = []
+            self._write(life, "begin", *life, self._cluster.nodes[life[0]].step_samples)
+        lines.append(json.dumps(fields, separators=(",", ":")))
+
+    def on_arrival(self, node: Node, message: SyncerMessage, now_s: float) -> None:
+        self._arrived = message
+
+    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
+        if source == SYNCER:
+            return
+        life, machine = (source, incarnation), self._cluster.nodes[source].machine
+        assert machine is not None, f"{source} asked for effects and is dead"
+        for effect in effects:
+            if isinstance(effect, Adopt):
+                message = self._arrived
+                assert isinstance(message, GlobalFragment), f"{effect} without a fragment that came"
+                self._write(life, "adopt", effect.fragment_id, effect.version, message.epoch, message.digest)
+            elif isinstance(effect, Send) and isinstance(effect.message, FragmentValue):
+                value = effect.message
+                self._write(life, "sent", value.fragment_id, value.global_step, value.local_step)
+            elif isinstance(effect, StageState):
+                self._write(life, "staged_state", effect.local_step)
+            elif isinstance(effect, SaveState):
+                self._write(life, "saved", machine.local_step, effect.global_step)
+            elif isinstance(effect, Finish):
+                self._write(life, "end", effect.reason, machine.digests)
+
+    def on_step(self, node: Node, began: bool, now_s: float) -> None:
+        if not began:
+            assert node.machine is not None, f"{node.name} ends a step and is dead"
+            step = node.machine.local_step + 1  # of which the machine is told now
+            self._write((node.name, node.incarnation), "step", step, node.clock, node.batch.ranges, LOSS)
+
+    def on_state(self, node: Node, effect: AdoptState, ok: bool, now_s: float) -> None:
+        if not ok:
+            return
+        if effect.donor:
+            incarnation, donor_step = node.kept[0].incarnation, effect.donor_step
+        else:
+            incarnation, donor_step = node.saved[-1].incarnation, node.saved[-1].local_step
+        self._write(
+            (node.name, node.incarnation), "state", effect.donor, incarnation, donor_step, list(effect.fragments)
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write all tapes and the scenario.
+
+        Raises:
+            ValueError: the folder holds a tape already.
+            OSError: it cannot be written.
+        """
+        if (folder / "tape.jsonl").exists():
+            raise ValueError(f"{folder} holds a tape already; name another folder, or remove that one")
+        (folder / "tapes").mkdir(parents=True, exist_ok=True)
+        _write_lines(folder / "tape.jsonl", self._cluster.disk.tape)
+        for (name, incarnation), lines in self.lines.items():
+            _write_lines(folder / "tapes" / f"{name}.{incarnation}.jsonl", lines)
+        scenario = self._cluster.scenario
+        described = {
+            "seed": scenario.seed,
+            "learners": scenario.learners,
+            "total_steps": scenario.total_steps,
+            "step_samples": {name: node.step_samples for name, node in self._cluster.nodes.items()},
+            "faults": [str(fault) for fault in scenario.faults],
+            "protocol": asdict(scenario.config),
+        }
+        (folder / "scenario.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_lines(path: Path, lines: list[str]) -> None:
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")

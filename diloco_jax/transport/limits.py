@@ -1,0 +1,78 @@
+"""How much a message may hold. Checked on both sides: before its fields become Python objects, and before it is sent.
+
+The limits follow from the types in diloco.proto, so that a new field cannot escape them. What is within them may still
+make no sense; that is for the machines to judge, which know what they expect.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from diloco_jax.transport.link import NAME_LENGTH_MAX
+from diloco_jax.transport.proto import diloco_pb2 as pb
+
+COUNTER_MAX = 1 << 62
+FRAGMENTS_MAX = 16384  # elements of a tuple with one entry per fragment
+PAIRS_MAX = 256  # of a fingerprint
+PAIR_LENGTH_MAX = 1 << 16
+REASON_LENGTH_MAX = 4000
+PARTS_MAX = 1 << 22  # of a state
+TEXT_LENGTHS_MAX = {
+    "reason": REASON_LENGTH_MAX,
+    "fingerprint_key": NAME_LENGTH_MAX,
+    "fingerprint_value": PAIR_LENGTH_MAX,
+}
+
+Check = Callable[[Any], str]  # of a value: "" or what is wrong with it
+
+
+def check_body(body: Any) -> None:
+    """Check one message of the wire's type.
+
+    Raises:
+        ValueError: A number is out of range, a text too long, a list has too many elements, or two disagree.
+    """
+    cls = type(body).__name__
+    for name, repeated, limit, check in _RULES[cls]:
+        value = getattr(body, name)
+        if repeated and len(value) > limit:
+            raise ValueError(f"{cls}.{name} has {len(value)} elements, the limit is {limit}")
+        for each in value if repeated else (value,):
+            if wrong := check(each):
+                raise ValueError(f"{cls}.{name} {wrong}")
+    if cls == "StatePart" and not 0 <= body.part < body.parts <= PARTS_MAX:
+        raise ValueError(f"StatePart.part is {body.part} of {body.parts}, the limit is {PARTS_MAX} parts")
+    if cls == "Hello" and len(body.versions) != len(body.digests):
+        raise ValueError(f"Hello has {len(body.versions)} versions but {len(body.digests)} digests")
+
+
+def _check_of(field: FieldDescriptor) -> Check:
+    if field.type == FieldDescriptor.TYPE_STRING:
+        longest = TEXT_LENGTHS_MAX.get(field.name, NAME_LENGTH_MAX)
+        return lambda text: "" if len(text) <= longest else f"has {len(text)} characters, the limit is {longest}"
+    if field.type == FieldDescriptor.TYPE_DOUBLE:
+        if field.name == "loss":  # for people: a run that diverges should show it
+            return lambda _: ""
+        return lambda x: "" if math.isfinite(x) and x >= 0 else f"is {x!r}, no duration"
+    if field.type == FieldDescriptor.TYPE_FIXED64:
+        return lambda _: ""
+    least = {FieldDescriptor.TYPE_SINT64: -1, FieldDescriptor.TYPE_INT64: 0}[field.type]
+    return lambda n: "" if least <= n <= COUNTER_MAX else f"is {n}, it must be {least} to {COUNTER_MAX}"
+
+
+def _rules(cls: str) -> list[tuple[str, bool, int, Check]]:
+    """Return (field, whether it is repeated, most elements, check of an element) for all fields of a message."""
+    fields = getattr(pb, cls).DESCRIPTOR.fields
+    most = {field.name: PAIRS_MAX if field.name.startswith("fingerprint_") else FRAGMENTS_MAX for field in fields}
+    return [(field.name, field.is_repeated, most[field.name], _check_of(field)) for field in fields]
+
+
+_RULES = {
+    field.message_type.name: _rules(field.message_type.name)
+    for field in pb.Frame.DESCRIPTOR.oneofs_by_name["body"].fields
+    if field.message_type is not None
+}

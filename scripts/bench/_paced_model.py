@@ -1,0 +1,110 @@
+"""A small model for `diloco train` whose steps take at least `step_s` seconds, for vs_torchft.
+
+Three islands of a benchmark share two cores: a step that computes for 20 ms would measure the cores. This one computes
+for a few milliseconds; the rest is a sleep in `Island.wait`, outside of the compiled program, so that compiling and
+caching are those of any model.
+
+With DILOCO_BENCH_EVENTS in the environment each process writes DIR/PID.jsonl, `t` in seconds of the system's clock:
+imported (with the command and when the process started), traced (the loss), compiled (any program), step (it ended).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from diloco_jax.training.island import Island, StepHandle
+
+EVENTS_ENV = "DILOCO_BENCH_EVENTS"
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+STEPS_SHOWN = 100
+
+
+class EventFile:
+    """What this process did when; nothing without the environment variable."""
+
+    def __init__(self) -> None:
+        folder = os.environ.get(EVENTS_ENV)
+        self._path = Path(folder) / f"{os.getpid()}.jsonl" if folder else None
+        self._lock = threading.Lock()
+
+    def emit(self, event: str, **facts: object) -> None:
+        if self._path is None:
+            return
+        line = json.dumps({"t": time.time(), "event": event, "thread": threading.get_ident(), **facts})
+        with self._lock, self._path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+EVENTS = EventFile()
+
+
+def _started_s() -> float:
+    """When this process began, on the system's clock."""
+    ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
+
+
+def _on_duration(event: str, duration_s: float, **_: object) -> None:
+    if event == COMPILE_EVENT:
+        EVENTS.emit("compiled", duration_s=duration_s)
+
+
+class Pacer:
+    """`Island.wait`, but no earlier than `step_s` after it returned the last time."""
+
+    def __init__(self) -> None:
+        self.step_s = 0.0
+        self._next_s = 0.0
+        self._steps = 0
+        self._wait = Island.wait
+
+    def __call__(self, island: Island, handle: StepHandle) -> dict[str, float]:
+        metrics = self._wait(island, handle)
+        self._steps += 1
+        if self._steps <= STEPS_SHOWN:
+            EVENTS.emit("step", number=self._steps)
+        time.sleep(max(0.0, self._next_s - time.monotonic()))
+        self._next_s = time.monotonic() + self.step_s
+        return metrics
+
+
+EVENTS.emit("imported", command=sys.argv, started=_started_s())
+jax.monitoring.register_event_duration_secs_listener(_on_duration)
+PACER = Pacer()
+Island.wait = lambda island, handle: PACER(island, handle)  # type: ignore[method-assign]
+
+
+class PacedModel(nnx.Module):
+    """Predicts the next byte from this one: an embedding, two matrices with a ReLU between them, and a head."""
+
+    def __init__(self, *, vocab_size: int, dim: int, mlp_dim: int, step_s: float, rngs: nnx.Rngs) -> None:
+        init = nnx.initializers.lecun_normal()
+        shapes = {"embed": (vocab_size, dim), "up": (dim, mlp_dim), "down": (mlp_dim, dim), "head": (dim, vocab_size)}
+        for name, shape in shapes.items():
+            setattr(self, name, nnx.Param(init(rngs.params(), shape, jnp.float32)))
+        PACER.step_s = step_s
+
+    @classmethod
+    def from_config(cls, args: Mapping[str, Any], *, rngs: nnx.Rngs) -> PacedModel:
+        return cls(**args, rngs=rngs)
+
+    def loss(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        EVENTS.emit("traced")
+        tokens = batch["tokens"]
+        x = self.embed[...][tokens[:, :-1]]
+        x = nnx.relu(x @ self.up[...]) @ self.down[...]
+        losses = optax.softmax_cross_entropy_with_integer_labels(x @ self.head[...], tokens[:, 1:])
+        return losses.mean(), {}

@@ -1,0 +1,168 @@
+"""How much slower are a donor's steps while it gives its state away? Interleaved in one process, several times.
+
+A block of steps without a transfer, then a block during which states leave one after the other as fast as the donor
+gives them, and so on. The receiver is another process, on other cores if there are any. `value` is the median, over the
+pairs of blocks, of the ratio of the mean step times; `cpu_value` the same of the processor time that the process took
+per step, which other load on the machine does not touch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+RUN, DONOR, RECEIVER = "donor-bench", "donor", "receiver"
+PARTS_IN_FLIGHT = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dim", type=int, default=256, help="width of the decoder")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--devices", type=int, default=1, help="emulated devices of the donor")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=20, help="in each block")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(1, len(cores) // 2)
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(arguments.devices), "NPROC": "16"}
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    receiver = multiprocessing.get_context("spawn").Process(target=receive, args=(there, cores[-half:]), daemon=True)
+    receiver.start()
+    os.sched_setaffinity(0, cores[:half])
+    result = measure(arguments, here.recv())
+    receiver.terminate()
+    if arguments.json:
+        sys.stdout.write(json.dumps(result) + "\n")
+        return
+    sys.stdout.write(
+        f"donor's step time while it gives its state ({result['state_bytes'] / 1e6:.0f} MB at "
+        f"{result['bytes_per_s'] / 1e6:.0f} MB/s): x {result['value']:.3f} of {1000 * result['step_s']:.1f} ms "
+        f"({result['low']:.3f} to {result['high']:.3f}, {result['runs']} pairs); "
+        f"processor time x {result['cpu_value']:.3f}\n"
+    )
+
+
+def receive(pipe: Connection, cores: list[int]) -> None:
+    """The syncer and the receiver in one: asks for one part after the other, for ever."""
+    os.sched_setaffinity(0, cores)
+    from diloco_jax.protocol.messages import StatePart, StatePull
+    from diloco_jax.transport.grpc_link import listen
+    from diloco_jax.transport.link import TransportConfig
+
+    listener = listen(TransportConfig(), run_id=RUN)
+    pipe.send(listener.address)
+    while not pipe.poll():  # it becomes readable when the donor's process ends, however it ends
+        delivery = listener.receive(1.0)
+        if delivery is None or not isinstance(delivery.message, StatePart):
+            if delivery is not None and delivery.message is not None:  # the donor is ready to give
+                for part in range(PARTS_IN_FLIGHT):
+                    listener.send(DONOR, StatePull(RECEIVER, 0, 1, part))
+            continue
+        came = delivery.message
+        following = came.part + PARTS_IN_FLIGHT
+        if following < came.parts:
+            listener.send(DONOR, StatePull(RECEIVER, 0, 1, following))
+        elif came.part == came.parts - 1:
+            listener.send(DONOR, StatePull(RECEIVER, 0, 0, 0))  # all is here: another state
+
+
+class Donor:
+    """An island in this process that trains, and gives its state to whoever listens at the address."""
+
+    def __init__(self, arguments: argparse.Namespace, address: str) -> None:
+        import numpy as np
+
+        from diloco_jax.runtime.learner_payloads import PayloadSender
+        from diloco_jax.training.island import Island
+        from diloco_jax.training.models.protocol import ModelConfig
+        from diloco_jax.training.optimizers import OptimizerConfig
+        from diloco_jax.training.sharding import MeshConfig
+        from diloco_jax.transport.grpc_link import connect
+        from diloco_jax.transport.link import TransportConfig
+
+        dim = arguments.dim
+        args = {"dim": dim, "num_layers": arguments.layers, "num_heads": 4, "num_kv_heads": 4, "head_dim": dim // 4}
+        args |= {"mlp_dim": 4 * dim, "seq_len_max": arguments.seq_len, "activation": "relu2"}
+        self.island = Island(ModelConfig(args=args), OptimizerConfig(), MeshConfig(data=-1), seed=0)
+        shape = (arguments.batch_size, arguments.seq_len + 1)
+        self._tokens = np.random.default_rng(0).integers(0, 256, shape, np.int32)
+        self.island.warm_up(shape)
+        self._link = connect(TransportConfig(address=address), run_id=RUN, learner_id=DONOR, incarnation=1)
+        self._sender = PayloadSender("float32", lambda error: sys.stderr.write(f"{error!r}\n"))
+        self._staged: list[Any] = []
+        self.wanted = threading.Event()  # a new copy, at the next step
+        self.sent_bytes = 0
+        threading.Thread(target=self._answer, daemon=True).start()
+
+    def _answer(self) -> None:
+        from diloco_jax.protocol.messages import StatePart, StatePull
+
+        while True:
+            delivery = self._link.receive(1.0)
+            if delivery is None or not isinstance(delivery.message, StatePull):
+                continue
+            if not delivery.message.donor_step:
+                self.wanted.set()
+            elif self._staged:
+                part = StatePart(DONOR, 1, RECEIVER, 1, (0,), delivery.message.part, 0, 0, 0)
+                self.sent_bytes += min(1 << 20, self._staged[0].layout.num_bytes - (part.part << 20))
+                self._sender.part(self._link, part, self._staged[0])
+
+    def train(self, steps: int, *, giving: bool) -> tuple[float, float]:
+        """Seconds, and seconds of processor time, of a step."""
+        from diloco_jax.protocol.messages import Heartbeat
+
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            self.island.wait(self.island.step(self.island.put_batch(self._tokens), 1e-3))
+            if giving and self.wanted.is_set():
+                self.wanted.clear()
+                self._staged[:] = [self.island.stage_state()]
+                self._link.send(Heartbeat(DONOR, 1))
+        return (time.perf_counter() - began_s) / steps, (time.process_time() - began_cpu_s) / steps
+
+
+def measure(arguments: argparse.Namespace, address: str) -> dict[str, object]:
+    """All pairs of blocks, in this process."""
+    donor = Donor(arguments, address)
+    donor.train(arguments.steps, giving=False)
+    donor.wanted.set()
+    alone, ratios, cpu_ratios, rates = [], [], [], []
+    for _ in range(arguments.pairs):
+        before = donor.train(arguments.steps, giving=False)
+        began_bytes, began_s = donor.sent_bytes, time.perf_counter()
+        giving = donor.train(arguments.steps, giving=True)
+        rates.append((donor.sent_bytes - began_bytes) / (time.perf_counter() - began_s))
+        donor.wanted.wait()  # the transfer that runs comes to its end
+        alone.append(before[0])
+        ratios.append(giving[0] / before[0])
+        cpu_ratios.append(giving[1] / before[1])
+    return {
+        "name": "donor",
+        "value": statistics.median(ratios),
+        "unit": "step time while giving / step time alone",
+        "low": min(ratios),
+        "high": max(ratios),
+        "runs": len(ratios),
+        "cpu_value": statistics.median(cpu_ratios),
+        "step_s": statistics.median(alone),
+        "state_bytes": donor.island.state_layout.num_bytes,
+        "bytes_per_s": statistics.median(rates),
+        "devices": arguments.devices,
+    }
+
+
+if __name__ == "__main__":
+    main()

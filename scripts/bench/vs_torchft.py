@@ -1,0 +1,161 @@
+"""SIGKILL of one of three: how long until survivors merge again and the victim contributes again, in torchft and here.
+
+Both jobs alternate, one kill per job, so that a busy machine hurts both alike. All figures are seconds:
+
+    survivor_gap      from the kill to the first round without the victim, as a survivor sees it
+    survivor_delay    how much longer than usual the survivors waited between two rounds because of the kill
+    victim_ready      from the victim's new process being ready to step to its first contribution
+    victim_total      from the kill to the victim's first contribution; the restart waits 1 s on both sides
+
+torchft's own environment is made in .bench/torchft on the first start. One JSON line per figure goes to standard output
+(or --out), for both sides and as the ratio torchft / diloco_jax: above 1, diloco_jax is faster. Runs on Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from recovery_jobs import ROOT, WORKERS, DilocoJob, Job, JobFailed, Setting, TorchftJob
+from rich.console import Console
+from rich.table import Table
+
+PINS = ("torch==2.13.0", "torchft==0.2.0")
+FIGURES = ("survivor_gap", "survivor_delay", "victim_ready", "victim_total")
+SIDES = ("torchft", "diloco_jax")
+CONTEXT = ("round_interval", "contributors")
+REST_ROUNDS = 3
+Sample = dict[str, float]
+
+
+def torchft_python() -> Path:
+    """The interpreter of torchft's environment, made when missing or made for other versions."""
+    folder = ROOT / ".bench" / "torchft"
+    stamp, python = folder / ".stamp", folder / "bin" / "python"
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == " ".join(PINS):
+        return python
+    sys.stderr.write(f"installing {' '.join(PINS)} into {folder.relative_to(ROOT)}, once\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder.parent / ".gitignore").write_text("*\n", encoding="utf-8")
+    venv.create(folder, clear=True, with_pip=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *PINS], check=True, stdout=sys.stderr)
+    stamp.write_text(" ".join(PINS), encoding="utf-8")
+    return python
+
+
+def measure(job: Job, phase: float) -> Sample:
+    """Warm up, kill, wait for the victim's return; the figures, and the victim's milestones in seconds since the kill.
+
+    Raises:
+        JobFailed: the job did not get that far.
+    """
+    job.wait_for(job.is_warm, "everybody taking part")
+    interval_s = job.interval_s()
+    before = job.rounds()
+    job.kill_at(phase)
+    killed_s = job.killed_s
+    job.wait_for(lambda: job.back() is not None, "the victim's contribution")
+    known = len(job.rounds())
+    job.wait_for(lambda: len(job.rounds()) >= known + REST_ROUNDS, "rounds after the victim's return")
+    rounds, victim, back = job.rounds(), job.victim(), job.back()
+    assert back is not None, "it was awaited"
+    without = next(i for i, r in enumerate(rounds) if r.t > killed_s and not r.with_victim)
+    sample = {
+        "survivor_gap": rounds[without].t - killed_s,
+        "survivor_delay": rounds[without].t - rounds[without - 1].t - interval_s,
+        "victim_ready": back.t - victim["ready"],
+        "victim_total": back.t - killed_s,
+        "round_interval": interval_s,
+        "contributors": statistics.mean(r.contributors for r in before[-12:]),
+    }
+    order = sorted((t, name) for name, t in victim.items())
+    return sample | {f"at {name}": t - killed_s for t, name in order if t > killed_s}
+
+
+def figure(name: str, values: Sequence[float], unit: str) -> dict[str, Any]:
+    """One line of the result."""
+    rounded = [round(value, 4) for value in values]
+    middle = round(statistics.median(values), 4)
+    return {"name": name, "value": middle, "unit": unit, "low": min(rounded), "high": max(rounded)} | {
+        "runs": len(rounded),
+        "values": rounded,
+    }
+
+
+def results(samples: dict[str, list[Sample]]) -> list[dict[str, Any]]:
+    """Medians with their spread: figures and ratios first, then what explains them."""
+    lines = []
+    for name in FIGURES:
+        sides = {side: [sample[name] for sample in samples[side]] for side in SIDES}
+        lines += [figure(f"{side}_{name}", values, "s") for side, values in sides.items()]
+        theirs, ours = (sides[side] for side in SIDES)
+        if min(ours) > 0:
+            ratio = figure(f"{name}_ratio", [a / b for a, b in zip(theirs, ours, strict=True)], "torchft / diloco_jax")
+            lines.append(ratio | {"value": round(statistics.median(theirs) / statistics.median(ours), 4)})
+    for side in SIDES:
+        rows = samples[side]
+        for name in [*CONTEXT, *(key for key in rows[0] if key.startswith("at "))]:
+            values = [row[name] for row in rows if name in row]
+            what = name.replace("at ", "victim_at_").replace(" ", "_")
+            lines.append(figure(f"{side}_{what}", values, "per round" if name == "contributors" else "s"))
+    return lines
+
+
+def show(lines: list[dict[str, Any]], console: Console) -> None:
+    table = Table("", "median", "low", "high", "unit", title=f"SIGKILL of one of {WORKERS}")
+    for line in lines:
+        table.add_row(line["name"], *(f"{line[key]:.3f}" for key in ("value", "low", "high")), line["unit"])
+    console.print(table)
+
+
+def run_all(setting: Setting, repeats: int, base: Path, console: Console) -> dict[str, list[Sample]]:
+    """Both sides in turn, `repeats` times; the kills spread evenly over the time between two rounds."""
+    python = torchft_python()
+    samples: dict[str, list[Sample]] = {side: [] for side in SIDES}
+    for repeat in range(repeats):
+        folder = base / f"repeat-{repeat}"
+        jobs = (TorchftJob(folder / "torchft", setting, python), DilocoJob(folder / "diloco_jax", setting))
+        for side, job in zip(SIDES, jobs, strict=True):
+            with job:
+                sample = measure(job, (repeat + 0.5) / repeats)
+            samples[side].append(sample)
+            console.print(f"{repeat} {side}: " + ", ".join(f"{key} {value:.3f}" for key, value in sample.items()))
+    return samples
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5, help="kills on each side")
+    parser.add_argument("--fragments", type=int, default=1, help="P on our side; torchft always has 1")
+    parser.add_argument("--out", type=Path, help="file for the JSON lines; default: standard output")
+    parser.add_argument("--keep", type=Path, help="folder that keeps the jobs' logs; default: a temporary one")
+    arguments = parser.parse_args()
+    setting = Setting(fragments=arguments.fragments)
+    if arguments.repeats < 1 or not 1 <= setting.fragments <= setting.sync_every:
+        parser.error(f"use --repeats of at least 1 and --fragments from 1 to {setting.sync_every}")
+    console = Console(stderr=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="diloco-bench-") as temporary:
+            base = arguments.keep.resolve() if arguments.keep else Path(temporary)
+            samples = run_all(setting, arguments.repeats, base, console)
+    except JobFailed as error:
+        raise SystemExit(f"{error} (--keep FOLDER keeps them)") from None
+    lines = results(samples)
+    show(lines, console)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    if arguments.out:
+        arguments.out.write_text(text, encoding="utf-8")
+    else:
+        sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""What the drivers of both machines keep in memory and on disk, and what they may expect of a machine.
+
+Values, states and payloads are stood for by digests and names; whoever asks for one that is not there, frees one twice
+or keeps too many fails the test.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from diloco_jax.protocol.effects import (
+    Adopt,
+    AdoptState,
+    Discard,
+    DropParts,
+    Effect,
+    KeepPart,
+    Merge,
+    Restore,
+    SaveState,
+    StageState,
+    UnstageState,
+)
+from diloco_jax.protocol.learner import Learner, Saved
+from diloco_jax.protocol.messages import AnchorValue, GlobalFragment, Message, StatePart
+from diloco_jax.protocol.recovery import STATES_MAX
+from diloco_jax.protocol.syncer import Syncer
+
+PART_BYTES = 1000
+
+
+class Value(NamedTuple):
+    """A global value of a fragment."""
+
+    version: int
+    digest: int
+
+
+def value_of(fragment_id: int, version: int, epoch: int) -> Value:
+    """The value that a merge makes: another one for another fragment, round or life of the syncer."""
+    return Value(version, 1 + epoch + 1_000 * version + 100_000_000 * (fragment_id + 1))
+
+
+class Snapshot(NamedTuple):
+    """What is on disk of one moment of the run."""
+
+    global_step: int
+    state: str  # of the machine, as JSON
+    values: tuple[Value, ...]
+    tape_lines: int
+
+
+class SyncerDriver:
+    """Global values, payloads and snapshots of the syncer's process."""
+
+    def __init__(self, num_fragments: int) -> None:
+        self.values = [value_of(p, 0, 0) for p in range(num_fragments)]
+        self.snapshots: list[Snapshot] = []
+        self.orders: dict[int, Merge] = {}  # rounds whose merge has begun
+        self._payloads: set[tuple[int, str]] = set()
+
+    def keep(self, global_step: int, learner_id: str) -> None:
+        """A value came and was not dropped."""
+        key = (global_step, learner_id)
+        assert key not in self._payloads, f"a second payload of {learner_id} for round {global_step}"
+        self._payloads.add(key)
+
+    def execute(self, effect: Effect, handled: Message | None) -> None:
+        """Do what the machine asks for; `handled` is the message that it was given."""
+        if isinstance(effect, Merge):
+            assert all(part.steps >= 1 and part.tokens >= 1 for part in effect.parts), effect
+            self._free(effect.global_step, {part.learner_id for part in effect.parts})
+            self.orders[effect.global_step] = effect
+        elif isinstance(effect, Discard):
+            self._free(effect.global_step, set())
+        elif isinstance(effect, Restore):
+            assert isinstance(handled, AnchorValue), f"{effect} in answer to {handled}"
+            assert (handled.fragment_id, handled.version) == (effect.fragment_id, effect.version), effect
+            self.values[effect.fragment_id] = Value(handled.version, handled.digest)
+
+    def merge(self, global_step: int, epoch: int, poisoned: set[str]) -> tuple[int, tuple[str, ...]]:
+        """Finish a merge; returns the digest of the fragment's value and who was left out."""
+        order = self.orders.pop(global_step)
+        names = [part.learner_id for part in order.parts]
+        left_out = tuple(name for name in names if name in poisoned)
+        if len(left_out) < len(names):
+            self.values[order.fragment_id] = value_of(order.fragment_id, global_step, epoch)
+        return self.values[order.fragment_id].digest, left_out
+
+    def check_sent(self, message: Message, handled: Message | None) -> None:
+        """A payload that is sent must be there."""
+        if isinstance(message, GlobalFragment):
+            held = self.values[message.fragment_id]
+            assert held == (message.version, message.digest), f"{message} is to be sent, but the value here is {held}"
+        elif isinstance(message, StatePart):
+            assert message is handled, "a part can be passed on only when it comes"
+
+    def save(self, global_step: int, machine: Syncer, tape_lines: int) -> None:
+        """Write a snapshot."""
+        self.snapshots.append(Snapshot(global_step, json.dumps(machine.state()), tuple(self.values), tape_lines))
+
+    def die(self) -> None:
+        """What was in memory is lost; what an earlier process had on disk is loaded."""
+        snapshots, num_fragments = self.snapshots, len(self.values)
+        self.__init__(num_fragments)  # type: ignore[misc]
+        self.snapshots = snapshots
+        if snapshots:
+            self.values = list(snapshots[-1].values)
+
+    def _free(self, global_step: int, expected: set[str]) -> None:
+        held = {name for step, name in self._payloads if step == global_step}
+        assert held == expected, f"round {global_step}: payloads of {held} are held, {expected} are merged"
+        self._payloads -= {(global_step, name) for name in held}
+
+
+class LearnerDriver:
+    """Anchors, copies of states and parts of a donor's state of one learner's process.
+
+    Args:
+        name: of the learner.
+        num_parts: parts of a state of this model.
+    """
+
+    def __init__(self, name: str, num_parts: int) -> None:
+        self.name = name
+        self.anchors: dict[int, Value] = {}
+        self.states: set[int] = set()  # local steps of the copies
+        self.state_adopted: AdoptState | None = None
+        self._num_parts = num_parts
+        self._parts: set[tuple[str, int, int]] = set()  # donor, its step, part
+        self._epochs: dict[int, int] = {}
+
+    def execute(self, effect: Effect, machine: Learner, handled: Message | None) -> None:
+        """Do what the machine asks for; `handled` is the message that it was given."""
+        if isinstance(effect, Adopt):
+            self._adopt(effect, handled)
+        elif isinstance(effect, StageState):
+            assert effect.local_step == machine.local_step and effect.local_step not in self.states, effect
+            self.states.add(effect.local_step)
+            assert len(self.states) <= STATES_MAX, f"{self.name} keeps {self.states}"
+        elif isinstance(effect, UnstageState):
+            self.states.remove(effect.local_step)
+        elif isinstance(effect, KeepPart):
+            assert isinstance(handled, StatePart), f"{effect} in answer to {handled}"
+            part = (handled.learner_id, handled.local_step, effect.part)
+            assert part not in self._parts and effect.part == handled.part, f"{self.name} keeps {part} twice"
+            self._parts.add(part)
+        elif isinstance(effect, DropParts):
+            self._parts.clear()
+        elif isinstance(effect, AdoptState):
+            self._adopt_state(effect, machine)
+
+    def _adopt(self, effect: Adopt, handled: Message | None) -> None:
+        assert isinstance(handled, GlobalFragment) and handled.fragment_id == effect.fragment_id, f"{effect}, {handled}"
+        before = (self._epochs.get(effect.fragment_id, 0), self.anchors.get(effect.fragment_id, Value(-1, 0)).version)
+        assert (handled.epoch, effect.version) > before, f"{self.name} went back to version {effect.version}"
+        self._epochs[effect.fragment_id] = handled.epoch
+        self.anchors[effect.fragment_id] = Value(effect.version, handled.digest)
+
+    def _adopt_state(self, effect: AdoptState, machine: Learner) -> None:
+        assert machine.local_step == 0, "a state is taken over before the first step"
+        assert len(self.anchors) == len(machine.adopted), "global values come first"
+        if effect.donor:
+            wanted = {(effect.donor, effect.donor_step, part) for part in range(self._num_parts)}
+            assert self._parts == wanted, f"{self.name} has {self._parts} of {wanted}"
+        self._parts.clear()
+        self.state_adopted = effect
+
+    def fill(self, message: Message) -> Message | None:
+        """The message as it is sent, with what only the driver knows; None if there is nothing to send."""
+        if isinstance(message, StatePart):
+            assert message.local_step in self.states, f"{self.name} gives a state of step {message.local_step}"
+            if message.part >= self._num_parts:
+                return None
+            return message._replace(parts=self._num_parts, digest=message.local_step, payload_bytes=PART_BYTES)
+        if isinstance(message, AnchorValue):
+            held = self.anchors[message.fragment_id]
+            assert held == (message.version, message.digest), f"{self.name} offers {message} and holds {held}"
+            return message._replace(payload_bytes=PART_BYTES)
+        return message
+
+
+def saved_by(effect: SaveState, machine: Learner) -> Saved:
+    """What is on disk after a learner saved its state."""
+    return Saved(effect.global_step, tuple(machine.digests))

@@ -1,0 +1,26 @@
+"""A receiver named r, and the parts of a donor's state that it may be sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco_jax.protocol.messages import StatePart
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.recovery import Receiver
+
+H = 6
+VERSIONS = (4, 1, 2, 3)
+
+
+def config(**settings: Any) -> ProtocolConfig:
+    return ProtocolConfig(
+        **{"sync_every": H, "num_fragments": 4, "resend_s": 2.0, "lease_s": 20.0, "recovery_attempts": 4} | settings
+    )
+
+
+def receiver(**settings: Any) -> Receiver:
+    return Receiver("r", 3, config(**settings))
+
+
+def part(number: int, parts: int = 9, donor: str = "d", step: int = 50, **changed: Any) -> StatePart:
+    return StatePart(donor, 1, "r", step, VERSIONS, number, parts, 99, 1000, clock=1 << 20)._replace(**changed)

@@ -1,0 +1,117 @@
+"""The learner's side of leases: what it reads, whatever becomes of them on their way."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from diloco_jax.protocol.leases import BOOK, Allotment, Batch, LeaseBook
+from diloco_jax.protocol.messages import Lease
+from tests.protocol.syncer_inputs import expand, indices
+
+
+def test_batches_follow_the_leases_across_their_borders() -> None:
+    allotment = Allotment(4, 8)
+    for lease in (Lease(0, 10, 16), Lease(6, 40, 41), Lease(7, 90, 100)):
+        allotment.add(lease)
+    assert allotment.granted == 17
+    assert allotment.take() == Batch(((10, 14),), 4)
+    assert allotment.take() == Batch(((14, 16), (40, 41), (90, 91)), 8)
+    assert allotment.take() == Batch(((91, 95),), 12)
+
+
+def test_repeated_overlapping_and_gapping_leases_do_no_harm() -> None:
+    allotment = Allotment(2, 4)
+    allotment.add(Lease(0, 10, 14))
+    allotment.add(Lease(0, 10, 14))
+    allotment.add(Lease(2, 12, 20))  # what is new of it: samples 4 to 9 at positions 14 to 19
+    allotment.add(Lease(50, 0, 4))  # the one before it is not here yet
+    assert allotment.granted == 10
+    allotment.add(Lease(5, 15, 18))
+    assert allotment.granted == 10
+    assert [allotment.take().ranges for _ in range(5)] == [((s, s + 2),) for s in range(10, 20, 2)]
+
+
+def test_a_new_book_voids_what_is_not_read_yet() -> None:
+    """It was away for so long that its data went to others."""
+    allotment = Allotment(2, 4)
+    allotment.add(Lease(0, 0, 8))
+    read = [allotment.take(), allotment.take()]
+    allotment.add(Lease(BOOK, 50, 56))
+    assert allotment.granted == BOOK + 6
+    allotment.add(Lease(6, 6, 8))  # of the old book, late
+    read += [allotment.take() for _ in range(3)]
+    assert [batch.ranges for batch in read] == [((s, s + 2),) for s in (0, 2, 50, 52, 54)]
+    assert [batch.end for batch in read] == [2, 4, BOOK + 2, BOOK + 4, BOOK + 6]
+    assert allotment.take().end == BOOK + 6, "then it reads again what it has read"
+
+
+@pytest.mark.parametrize("left", [1, 2, 3])
+def test_a_new_book_after_half_a_batch(left: int) -> None:
+    allotment = Allotment(4, 4)
+    allotment.add(Lease(0, 0, 4))
+    allotment.add(Lease(4, 10, 10 + left))
+    allotment.take()
+    allotment.add(Lease(BOOK, 50, 54))
+    assert allotment.take() == Batch(((50, 54),), BOOK + 4)
+
+
+def test_without_new_leases_old_positions_are_read_again_and_do_not_count() -> None:
+    allotment = Allotment(2, 2)
+    allotment.add(Lease(0, 0, 2))
+    allotment.add(Lease(2, 10, 12))
+    allotment.add(Lease(4, 20, 25))
+    read = [allotment.take() for _ in range(9)]
+    assert [batch.end for batch in read] == [2, 4, 6, 8, 8, 8, 8, 8, 8]
+    assert read[3] == Batch(((22, 24),), 8)
+    again = [batch.ranges for batch in read[4:]]
+    assert set(again) <= {((20, 22),), ((22, 24),), ((24, 25),), ((10, 12),), ((0, 2),)}, "of what it was given"
+    assert len(set(again)) > 1, "not one batch over and over"
+    allotment.add(Lease(9, 30, 40))
+    assert allotment.take() == Batch(((24, 25), (30, 31)), 10), "the sample that was left over comes first"
+
+
+def test_a_batch_before_the_first_lease_is_a_fault_of_the_driver() -> None:
+    allotment = Allotment(4, 8)
+    assert not allotment.ready
+    allotment.add(Lease(0, 0, 3))
+    assert not allotment.ready, "less than a step"
+    with pytest.raises(AssertionError, match="before the first lease"):
+        allotment.take()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_sample_is_read_once_in_order_whatever_the_network_does(seed: int) -> None:
+    """Leases are lost, repeated and overtaken; the learner reads each index of its samples once, then repeats."""
+    rng = random.Random(seed)
+    step_samples = rng.randint(1, 4)
+    book, allotment = LeaseBook(1), Allotment(step_samples, 4)
+    book.open("a")
+    under_way: list[Lease] = []
+    counted: list[int] = []
+    end = 0
+    for _ in range(200):
+        if rng.random() < 0.3:
+            count = rng.randint(1, 9)
+            book.grant("a", count)
+            if rng.random() < 0.5:  # another learner takes some of the order
+                if "b" not in book.holdings:
+                    book.open("b")
+                book.grant("b", rng.randint(1, 5))
+        if rng.random() < 0.5:
+            under_way += book.holdings["a"].after(allotment.granted)
+        rng.shuffle(under_way)
+        for lease in under_way[: rng.randint(0, 4)]:
+            allotment.add(lease)
+        del under_way[8:]
+        if allotment.ready:
+            batch = allotment.take()
+            assert len(indices(batch.ranges)) == step_samples
+            if batch.end > end:
+                assert batch.end == end + step_samples
+                counted += indices(batch.ranges)
+                end = batch.end
+    truth = expand(book.holdings["a"].after(0))
+    assert counted == [truth[sample] for sample in range(end)] and len(counted) > 50
+    assert len(allotment._ranges) < 40, "what is long read is forgotten"

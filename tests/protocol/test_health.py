@@ -1,0 +1,254 @@
+"""Conditions of learners in words, alarms, strikes, and who is told to leave."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco_jax.protocol.effects import Effect, Note, Send
+from diloco_jax.protocol.health import conditions
+from diloco_jax.protocol.membership import ACTIVE, GONE, JOINING, SILENT
+from diloco_jax.protocol.messages import Adopted, Expel, Heartbeat, Leave, StateRequest, Stop
+from diloco_jax.protocol.syncer import Syncer
+from tests.protocol.pair import Pair
+from tests.protocol.syncer_inputs import hello, merged, new, only, report, running, sent, value
+
+
+def said(syncer: Syncer, name: str, now_s: float) -> tuple[str, float, str]:
+    """Condition, since when, and why."""
+    (found,) = [c for c in conditions(syncer, now_s) if c.learner_id == name]
+    return found.condition, found.since_s, found.reason
+
+
+# ---- conditions ----------------------------------------------------------------------------------------------------
+
+
+def test_nobody_was_ever_seen() -> None:
+    assert conditions(new(), 5.0) == []
+
+
+def test_joining() -> None:
+    syncer = new()
+    syncer.on_message(hello("a", versions=(-1,) * 4), 2.0)
+    syncer.on_message(Heartbeat("a", 1), 4.0)
+    condition, since_s, reason = said(syncer, "a", 5.5)
+    assert (condition, since_s) == ("joining", 2.0)
+    assert reason == "alive, last heard 1.5 s ago; loads, compiles or downloads"
+
+
+def test_recovering() -> None:
+    syncer = running("a", quorum=2)
+    syncer.on_message(hello("b"), 2.0)
+    syncer.on_message(StateRequest("b", 1, 0, "", 0, 0), 2.0)
+    assert said(syncer, "b", 3.0) == ("recovering", 2.0, "takes over the state of a")
+
+
+def test_training() -> None:
+    assert said(running("a"), "a", 4.0) == ("training", 1.0, "last heard 3.0 s ago")
+
+
+def test_slow() -> None:
+    syncer = running("a", "b", "c", quorum=3)
+    for step in (2, 3):
+        for name, step_s in (("a", 1.0), ("b", 1.0), ("c", 2.5)):
+            syncer.on_message(report(name, step, step_s=step_s), float(step))
+    assert [c.condition for c in conditions(syncer, 4.0)] == ["training", "training", "slow"]
+    assert said(syncer, "c", 4.0)[2] == "steps take 2.500 s, 2.5 times the median"
+
+
+def test_silent() -> None:
+    syncer = running("a")
+    syncer.on_tick(9.0)  # lease_s = 8
+    assert said(syncer, "a", 10.5) == ("silent", 9.0, "connected, but not heard for 9.5 s: stopped, or cut off")
+
+
+@pytest.mark.parametrize("how", ["disconnect", "leave"])
+def test_gone(how: str) -> None:
+    syncer = running("a")
+    if how == "leave":
+        syncer.on_message(Leave("a", 1, "asked to"), 3.0)
+    else:
+        syncer.on_disconnect("a", 1, "broke", 3.0)
+    assert said(syncer, "a", 9.0)[:2] == ("gone", 3.0)
+
+
+def test_conditions_are_sorted_by_name() -> None:
+    assert [c.learner_id for c in conditions(running("c", "a", "b"), 2.0)] == ["a", "b", "c"]
+
+
+# ---- a lost connection at once, silence after the lease, a long compile never --------------------------------------
+
+
+def test_a_joining_learner_that_falls_silent_is_noticed_and_may_come_back() -> None:
+    syncer = new()
+    syncer.on_message(hello("a", versions=(-1,) * 4), 0.0)
+    effects = syncer.on_tick(8.0)
+    assert only(effects, Note) == [Note("silent", 0, -1, ("a",), "not heard for 8.0 s")]
+    (note,) = only(syncer.on_message(Heartbeat("a", 1), 12.0), Note)
+    assert note.kind == "back" and syncer.membership.members["a"].state == JOINING
+    assert syncer.membership.live == 0
+
+
+def test_a_long_first_compile_is_not_death() -> None:
+    pair = Pair(lease_s=20.0, heartbeat_s=5.0)
+    pair.join("a")
+    pair.wait(600.0)  # it compiles; only its heart beats
+    assert pair.syncer.membership.members["a"].state == JOINING and pair.notes("silent") == []
+    pair.step("a", step_s=600.0)
+    assert pair.syncer.membership.members["a"].state == ACTIVE
+
+
+def test_slow_is_not_dead() -> None:
+    pair = Pair(lease_s=20.0, heartbeat_s=5.0, quorum=1)
+    pair.join("a", "slow")
+    pair.step("a", "slow")
+    for _ in range(50):
+        pair.wait(2.0)
+        pair.step("a", step_s=2.0)
+    pair.step("slow", step_s=100.0)
+    pair.step("slow", step_s=100.0)
+    assert pair.notes("silent") == []
+    assert [c.condition for c in conditions(pair.syncer, pair.now_s)] == ["training", "slow"]
+
+
+# ---- work that never arrives ----------------------------------------------------------------------------------------
+
+
+def unmerged(syncer: Syncer, rounds: int) -> list[Effect]:
+    """Rounds of a alone while b reports, but never what a round can count: it holds no step since its adoption."""
+    effects: list[Effect] = []
+    first = syncer.membership.members["b"].local_step + 1
+    for step in range(first, first + rounds):
+        now_s = float(step)
+        newest = tuple(Adopted(version) for version in syncer.versions)
+        effects += syncer.on_message(report("b", step, tuple(Adopted(v, step, 0) for v in syncer.versions)), now_s)
+        effects += syncer.on_message(report("a", step, newest), now_s)
+        this = next(iter(syncer._rounds.values()))
+        base = syncer.versions[this.fragment_id]
+        syncer.on_message(value("a", this.global_step, this.fragment_id, step, base_version=base), now_s)
+        effects += merged(syncer, this.global_step, now_s)
+    return effects
+
+
+def live(unmerged_rounds_max: int) -> Syncer:
+    syncer = new(quorum=1, overlap_steps=1, unmerged_rounds_max=unmerged_rounds_max, lease_s=1000.0)
+    for name in ("a", "b"):
+        syncer.on_message(hello(name), 0.0)
+    syncer.on_message(report("b", 1, (Adopted(0, 1, 0),) * 4), 1.0)
+    assert syncer.membership.live == 1 and syncer.global_step == 0
+    return syncer
+
+
+def test_an_island_that_is_never_merged_raises_an_alarm_once() -> None:
+    syncer = live(5)
+    effects = unmerged(syncer, 4)
+    assert [note for note in only(effects, Note) if note.kind == "unmerged"] == []
+    assert said(syncer, "b", 9.0)[0] == "training"
+    effects = unmerged(syncer, 4)
+    alarms = [note for note in only(effects, Note) if note.kind == "unmerged"]
+    assert [note.members for note in alarms] == [("b",)], "once, and not for a"
+    assert alarms[0].reason == "alive, but without a share in the last 5 merged rounds"
+    condition, _, reason = said(syncer, "b", 9.0)
+    assert condition == "unmerged" and "had no share in the last 8 rounds" in reason
+
+
+def test_a_share_ends_the_alarm() -> None:
+    syncer = live(3)
+    unmerged(syncer, 4)
+    assert said(syncer, "b", 9.0)[0] == "unmerged"
+    held = tuple(Adopted(version) for version in syncer.versions)
+    syncer.on_message(report("b", 50, held), 50.0)
+    this = next(iter(syncer._rounds.values()))
+    base = syncer.versions[this.fragment_id]
+    for name in sorted(this.asked):
+        syncer.on_message(value(name, this.global_step, this.fragment_id, 50, base_version=base), 50.0)
+    merged(syncer, this.global_step, 50.0)
+    assert said(syncer, "b", 51.0)[0] == "training"
+
+
+# ---- values that would harm the model --------------------------------------------------------------------------------
+
+
+def test_a_strike_is_a_condition_until_a_value_can_be_used() -> None:
+    pair = Pair(quorum=2, strikes_max=3)
+    pair.join("a", "b")
+    pair.poisoned = {"b"}
+    pair.step("a", "b")
+    assert [(c.condition, c.reason) for c in conditions(pair.syncer, 0.0)][1] == ("striking", "1 of 3 strikes")
+    assert pair.notes("merged")[-1].members == ("a",)
+    pair.poisoned = set()
+    pair.wait(1.0)
+    pair.step("a", "b")
+    assert pair.syncer.membership.members["b"].strikes == 0
+
+
+def test_an_expelled_learner_stops_and_its_next_incarnation_may_join() -> None:
+    pair = Pair(quorum=2, strikes_max=2)
+    pair.join("a", "b")
+    pair.poisoned = {"b"}
+    for _ in range(2):
+        pair.wait(1.0)
+        pair.step("a", "b")
+    (expel,) = pair.messages(Expel, "b")
+    assert "2 values in a row" in expel.reason and pair.learners["b"].state == "stopped"
+    assert [c.condition for c in conditions(pair.syncer, pair.now_s)] == ["training", "expelled"]
+    assert pair.syncer.membership.members["b"].state == GONE
+    pair.poisoned = set()
+    pair.join("b", incarnation=2)
+    pair.wait(1.0)
+    pair.step("a", "b")
+    assert pair.contributors()[-1] == ("a", "b")
+
+
+def test_the_values_of_a_poisoned_learner_make_no_version() -> None:
+    pair = Pair(quorum=1, strikes_max=100)
+    pair.join("a")
+    pair.poisoned = {"a"}
+    for _ in range(5):
+        pair.wait(1.0)
+        pair.step("a")
+    assert pair.syncer.versions == [0, 0] and pair.syncer.merged_rounds == 0 and pair.syncer.global_step == 5
+    pair.poisoned = set()
+    for _ in range(2):
+        pair.wait(1.0)
+        pair.step("a")
+    assert pair.syncer.versions == [6, 7], "its steps were not used up"
+
+
+# ---- leaving politely -----------------------------------------------------------------------------------------------
+
+
+def test_drain_asks_one_learner_to_leave() -> None:
+    syncer = running("a", "b")
+    assert syncer.on_drain("b", 2.0) == [Send("b", Stop(1, "drained"))]
+    assert syncer.membership.members["b"].state == ACTIVE, "until it says goodbye"
+
+
+@pytest.mark.parametrize(("names", "words"), [(("a",), "there are a"), ((), "there are nobody")])
+def test_drain_of_an_unknown_name_says_who_is_there(names: tuple[str, ...], words: str) -> None:
+    syncer = running(*names) if names else new()
+    with pytest.raises(ValueError, match=f"no learner 'ghost' is connected; {words}"):
+        syncer.on_drain("ghost", 2.0)
+
+
+def test_drain_of_who_is_gone_is_refused() -> None:
+    syncer = running("a", "b")
+    syncer.on_disconnect("b", 1, "broke", 2.0)
+    with pytest.raises(ValueError, match="no learner 'b' is connected; there are a"):
+        syncer.on_drain("b", 3.0)
+
+
+def test_a_silent_learner_can_be_drained() -> None:
+    syncer = running("a")
+    syncer.on_tick(20.0)
+    assert syncer.membership.members["a"].state == SILENT
+    assert sent(syncer.on_drain("a", 21.0), "a") == [Stop(1, "drained")]
+
+
+def test_a_drained_learner_leaves_and_stays_away() -> None:
+    pair = Pair()
+    pair.join("a", "b")
+    pair.step("a", "b")
+    pair.drain("b")
+    assert pair.messages(Leave, "b")[-1].reason == "drained" and pair.learners["b"].state == "stopped"
+    assert pair.syncer.membership.members["b"].state == GONE
+    assert pair.syncer.leases.fates.released > 0

@@ -1,0 +1,240 @@
+"""Who gives its state to whom, and whole transfers over a bad network: the syncer's side of recovery."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from diloco_jax.protocol.effects import Drop, DropParts, Effect, KeepPart, Note, Send, StageState, UnstageState
+from diloco_jax.protocol.membership import ACTIVE, GONE, SILENT, Membership
+from diloco_jax.protocol.messages import (
+    SYNCER,
+    Message,
+    StateDone,
+    StateEnd,
+    StatePart,
+    StatePull,
+    StateRefused,
+    StateRequest,
+    StateUnavailable,
+)
+from diloco_jax.protocol.recovery import STATES_MAX, Donor, Matchmaker
+from tests.protocol.recovery_inputs import VERSIONS, part, receiver
+from tests.protocol.syncer_inputs import FINGERPRINT, hello
+
+
+def members(*active: str, receivers: tuple[str, ...] = ("r",)) -> Membership:
+    membership = Membership(FINGERPRINT, 4, 8)
+    for name in (*active, *receivers):
+        member = membership.join(hello(name, 3 if name in receivers else 1), 0.0)
+        if name in active:
+            membership.set_state(member, ACTIVE, 0.0)
+    return membership
+
+
+def matched(*active: str, receivers: tuple[str, ...] = ("r",)) -> tuple[Membership, Matchmaker]:
+    membership = members(*active, receivers=receivers)
+    return membership, Matchmaker(membership)
+
+
+def of(name: str, clock: int = 10, donor: str = "", step: int = 0, number: int = 0) -> StateRequest:
+    return StateRequest(name, 3, clock, donor, step, number)
+
+
+def test_chooses_an_active_learner_and_says_so() -> None:
+    _, it = matched("b", "a")
+    assert it.on_request(of("r"), 7) == [
+        Note("recovering", 7, -1, ("r", "a"), "takes its state"),
+        Send("a", StatePull("r", 10, 0, 0)),
+    ]
+    assert it.on_request(of("r", clock=10), 8) == [Send("a", StatePull("r", 10, 0, 0))], "asked again, said once"
+    assert it.donor_of("r") == "a"
+
+
+def test_the_load_is_shared() -> None:
+    _, it = matched("a", "b", receivers=("p", "q", "r"))
+    chosen = []
+    for name in ("p", "q", "r"):
+        it.on_request(of(name), 7)
+        chosen.append(it.donor_of(name))
+    assert chosen == ["a", "b", "a"]
+
+
+def test_nobody_gives_to_itself() -> None:
+    _, it = matched("r", receivers=())
+    (answer,) = it.on_request(of("r"), 7)
+    assert isinstance(answer, Send) and isinstance(answer.message, StateUnavailable) and answer.message.donor == ""
+
+
+def test_parts_are_passed_on_only_from_the_donor_to_its_receiver() -> None:
+    _, it = matched("a", "b", receivers=("q", "r"))
+    it.on_request(of("r"), 7)
+    message = part(0, donor="a")
+    assert it.on_part(message) == [Send("r", message)]
+    for forged in (part(0, donor="b"), part(0, donor="a", receiver="q"), part(0, donor="a", incarnation=2)):
+        (drop,) = it.on_part(forged)
+        assert isinstance(drop, Drop) and "who asked for none" in drop.reason
+
+
+def test_a_part_for_who_is_away_is_not_sent() -> None:
+    membership, it = matched("a")
+    it.on_request(of("r"), 7)
+    membership.set_state(membership.members["r"], GONE, 1.0)
+    (drop,) = it.on_part(part(0, donor="a"))
+    assert isinstance(drop, Drop) and "who is away" in drop.reason
+    membership.join(hello("r", 3), 2.0)
+    pulled = it.on_request(of("r", donor="a", step=50, number=4), 7)
+    assert pulled == [Send("a", StatePull("r", 10, 50, 4))], "it is back, and goes on"
+
+
+def test_when_a_donor_dies_another_is_chosen() -> None:
+    membership, it = matched("a", "b", receivers=("q", "r"))
+    for name in ("q", "r"):
+        it.on_request(of(name), 7)
+    assert (it.donor_of("q"), it.donor_of("r")) == ("a", "b")
+    membership.set_state(membership.members["a"], GONE, 1.0)
+    assert it.on_lost("a", "it is gone") == [Send("q", StateUnavailable("a", "it is gone"))]
+    it.on_request(of("q"), 8)
+    assert it.donor_of("q") == "b"
+
+
+def test_whoever_failed_is_the_last_choice_but_a_choice() -> None:
+    membership, it = matched("a", "b")
+    it.on_request(of("r"), 7)
+    assert it.on_refused(StateRefused("a", 1, "r", "busy")) == [Send("r", StateUnavailable("a", "busy"))]
+    it.on_request(of("r"), 7)
+    assert it.donor_of("r") == "b"
+    it.on_refused(StateRefused("b", 1, "r", "busy"))
+    membership.set_state(membership.members["b"], GONE, 1.0)
+    it.on_request(of("r"), 7)
+    assert it.donor_of("r") == "a", "busy once is not busy for ever"
+
+
+def test_a_refusal_of_who_is_not_the_donor_changes_nothing() -> None:
+    _, it = matched("a", "b")
+    it.on_request(of("r"), 7)
+    assert it.on_refused(StateRefused("b", 1, "r", "busy")) == [] and it.donor_of("r") == "a"
+
+
+def test_a_silent_donor_is_replaced_and_hears_so() -> None:
+    membership, it = matched("a", "b")
+    it.on_request(of("r"), 7)
+    membership.set_state(membership.members["a"], SILENT, 1.0)
+    (answer,) = it.on_request(of("r", donor="a", step=50, number=2), 7)
+    assert answer == Send("r", StateUnavailable("a", "it is not the donor any more"))
+    effects = it.on_request(of("r"), 7)
+    assert effects[0] == Send("a", StateEnd("r")), "it need not keep its copy when it is back"
+    assert it.donor_of("r") == "b"
+
+
+def test_the_end_reaches_the_donor_once() -> None:
+    _, it = matched("a")
+    it.on_request(of("r"), 7)
+    assert it.on_done("r") == [Send("a", StateEnd("r"))]
+    assert it.on_done("r") == [] and it.donor_of("r") == ""
+
+
+def test_its_state_comes_back_through_json_and_is_not_changed_by_what_comes_later() -> None:
+    membership, it = matched("a", "b", receivers=("q", "r"))
+    for name in ("q", "r"):
+        it.on_request(of(name), 7)
+    it.on_refused(StateRefused("b", 1, "r", "busy"))
+    taken = it.state()
+    text = json.dumps(taken)
+    again = Matchmaker(membership)
+    again.restore(json.loads(text))
+    for matchmaker in (it, again):
+        matchmaker.on_request(of("r"), 7)
+        assert matchmaker.donor_of("r") == matchmaker.donor_of("q") == "a", "b has failed r once"
+        matchmaker.on_refused(StateRefused("a", 1, "r", "busy"))
+    assert it.state() == again.state() != taken
+    assert json.dumps(taken) == text
+
+
+# ---- whole transfers -----------------------------------------------------------------------------------------------
+
+
+class Transfer:
+    """A receiver, three donors, a matchmaker, and a wire that loses, repeats and reorders."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.parts, self.attempts = rng.randint(1, 12), rng.randint(1, 4)
+        self.membership, self.matches = matched("a", "b", "c")
+        self.donors = {name: Donor(name, 1) for name in ("a", "b", "c")}
+        self.copies: dict[str, set[int]] = {name: set() for name in self.donors}
+        self.receiver = receiver(recovery_attempts=self.attempts)
+        self.kept: dict[int, tuple[str, int]] = {}  # part -> donor and its step
+        self.wire: list[tuple[str, Message]] = []
+        self.clock, self.now_s = 10, 0.0
+        self.run("r", self.receiver.begin(self.clock, self.now_s))
+
+    def run(self, name: str, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                message = effect.message
+                if isinstance(message, StatePart) and message.parts == 0:
+                    assert message.local_step in self.copies[name], "of a state that was freed"
+                    message = message._replace(parts=self.parts)
+                self.wire.extend([(effect.peer, message)] * self.rng.choice([0, 1, 1, 1, 1, 2]))
+            elif isinstance(effect, KeepPart):
+                assert effect.part not in self.kept
+                self.kept[effect.part] = (self.receiver.donor, self.receiver.donor_step)
+            elif isinstance(effect, DropParts):
+                self.kept.clear()
+            elif isinstance(effect, StageState):
+                self.copies[name].add(effect.local_step)
+                assert len(self.copies[name]) <= STATES_MAX
+            elif isinstance(effect, UnstageState):
+                self.copies[name].remove(effect.local_step)
+
+    def arrive(self, peer: str, message: Message) -> None:
+        if isinstance(message, StateRequest):
+            self.run(SYNCER, self.matches.on_request(message, self.clock))
+        elif isinstance(message, StatePart) and peer == SYNCER:
+            self.run(SYNCER, self.matches.on_part(message))
+        elif isinstance(message, StatePart):
+            self.run(peer, self.receiver.on_part(message, self.clock, self.now_s))
+        elif isinstance(message, StateRefused):
+            self.run(SYNCER, self.matches.on_refused(message))
+        elif isinstance(message, StateDone):
+            self.run(SYNCER, self.matches.on_done("r"))
+        elif isinstance(message, StateUnavailable):
+            self.run(peer, self.receiver.on_unavailable(message, self.clock, self.now_s))
+        elif peer in self.donors and isinstance(message, StatePull):
+            self.run(peer, self.donors[peer].on_pull(message))
+        elif peer in self.donors:
+            self.run(peer, self.donors[peer].on_end("r"))
+
+    def step(self, local_step: int) -> None:
+        """A tenth of a second: some messages arrive, everybody makes a step, somebody may die."""
+        self.now_s += 0.1
+        self.clock += self.rng.random() < 0.05
+        self.rng.shuffle(self.wire)
+        for item in [self.wire.pop() for _ in range(min(len(self.wire), self.rng.randint(0, 3)))]:
+            self.arrive(*item)
+        for name, donor in self.donors.items():
+            self.run(name, donor.serve(self.clock, local_step, VERSIONS))
+        if self.rng.random() < 0.01 and len(self.donors) > 1:
+            dead = self.rng.choice(sorted(self.donors))
+            del self.donors[dead]
+            self.membership.set_state(self.membership.members[dead], GONE, self.now_s)
+            self.run(SYNCER, self.matches.on_lost(dead, "died"))
+        self.run("r", self.receiver.on_tick(self.clock, self.now_s))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_transfer_ends_whatever_is_lost(seed: int) -> None:
+    """In the end the receiver has a whole state of one donor, or gave up within its attempts; nothing is mixed."""
+    transfer = Transfer(random.Random(seed))
+    it = transfer.receiver
+    for step in range(1, 2000):
+        transfer.step(step)
+        if it.over or it.complete:
+            break
+    assert it.over or it.complete, "it ends"
+    assert it._attempts <= transfer.attempts
+    whole = {number: (it.donor, it.donor_step) for number in range(transfer.parts)}
+    assert transfer.kept == (whole if it.complete else {})

@@ -1,0 +1,369 @@
+"""A learner's state on its way from a donor to a receiver: each side alone, in time, late, twice and forged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco_jax.protocol.effects import (
+    AdoptState,
+    Drop,
+    DropParts,
+    Effect,
+    KeepPart,
+    Send,
+    StageState,
+    UnstageState,
+)
+from diloco_jax.protocol.messages import (
+    SYNCER,
+    Message,
+    StateDone,
+    StatePart,
+    StatePull,
+    StateRefused,
+    StateRequest,
+    StateUnavailable,
+)
+from diloco_jax.protocol.recovery import PARTS_IN_FLIGHT, PARTS_MAX, STATES_MAX, Donor
+from tests.protocol.recovery_inputs import VERSIONS, H, part, receiver
+
+
+def request(number: int = 0, donor: str = "", step: int = 0, clock: int = 10) -> StateRequest:
+    return StateRequest("r", 3, clock, donor, step, number)
+
+
+def sent(effects: list[Effect]) -> list[Message]:
+    return [effect.message for effect in effects if isinstance(effect, Send)]
+
+
+def asked(effects: list[Effect]) -> list[int]:
+    return [message.part for message in sent(effects) if isinstance(message, StateRequest)]
+
+
+# ---- receiver ------------------------------------------------------------------------------------------------------
+
+
+def test_asks_anybody_then_the_one_who_answered() -> None:
+    it = receiver()
+    assert it.begin(10, 0.0) == [Send(SYNCER, request())]
+    effects = it.on_part(part(0), 10, 1.0)
+    assert effects == [KeepPart(0, 9), *(Send(SYNCER, request(p, "d", 50)) for p in range(1, 5))]
+
+
+def test_a_window_of_parts_is_on_its_way() -> None:
+    it = receiver()
+    it.begin(10, 0.0)
+    it.on_part(part(0), 10, 0.0)
+    under_way = set(range(1, 1 + PARTS_IN_FLIGHT))
+    for number in range(1, 9):
+        under_way.remove(number)
+        under_way |= set(asked(it.on_part(part(number), 10, 0.0)))
+        assert len(under_way) <= PARTS_IN_FLIGHT
+    assert it.complete and not it.over and it.resend_s is None
+
+
+def test_parts_in_any_order_complete_the_state() -> None:
+    it = receiver()
+    it.begin(10, 0.0)
+    it.on_part(part(0), 10, 0.0)
+    for number in (4, 2, 3, 1):
+        assert it.on_part(part(number), 10, 0.0)[0] == KeepPart(number, 9)
+    assert not it.complete
+    for number in (8, 6, 7, 5):
+        it.on_part(part(number), 10, 0.0)
+    assert it.complete
+    assert it.adopt([4, 9, 2, 9]) == AdoptState("d", 50, (0, 2)), "of fragments 1 and 3 newer values are here"
+    assert sent(it.adopted()) == [StateDone("r", 3, "d")] and it.over
+
+
+def test_a_state_of_one_part() -> None:
+    it = receiver()
+    it.begin(10, 0.0)
+    assert it.on_part(part(0, parts=1), 10, 0.0) == [KeepPart(0, 1)]
+    assert it.complete
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        part(0),  # twice
+        part(7),  # not asked for yet
+        part(1, donor="other"),
+        part(1, step=51),
+        part(1, parts=8),
+        part(1, receiver="somebody"),
+    ],
+)
+def test_a_part_that_is_not_wanted_is_ignored(message: StatePart) -> None:
+    it = receiver()
+    it.begin(10, 0.0)
+    it.on_part(part(0), 10, 0.0)
+    assert it.on_part(message, 10, 0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"part": -1}, "part -1 of 9"),
+        ({"part": 9}, "part 9 of 9"),
+        ({"parts": 0, "part": 0}, "part 0 of 0"),
+        ({"parts": PARTS_MAX + 1}, f"of {PARTS_MAX + 1}"),
+        ({"versions": (1,)}, "a state of 1 fragments, not 4"),
+    ],
+)
+def test_an_impossible_part_is_dropped(changed: dict[str, Any], words: str) -> None:
+    it = receiver()
+    it.begin(10, 0.0)
+    (drop,) = it.on_part(part(0)._replace(**changed), 10, 0.0)
+    assert isinstance(drop, Drop) and words in drop.reason
+
+
+def test_the_first_part_decides_not_a_later_one() -> None:
+    it = receiver()
+    it.begin(10, 0.0)
+    assert it.on_part(part(3), 10, 0.0) == [], "a straggler of somebody"
+    assert it.donor == ""
+
+
+def test_repeats_only_what_is_missing_each_time_later() -> None:
+    it = receiver()
+    it.begin(10, 0.0)
+    it.on_part(part(0), 10, 0.0)
+    it.on_part(part(2), 10, 0.5)
+    found = {}
+    now_s = 0.5
+    while now_s < 60.0:
+        assert it.resend_s is not None and it.resend_s > now_s
+        now_s = it.resend_s
+        found[now_s] = asked(it.on_tick(10, now_s))
+    assert list(found.values()) == [[1, 3, 4, 5]] * len(found)
+    assert list(found) == [2.5, 6.5, 14.5, 30.5, 50.5, 70.5], "after 2, 4, 8, 16 s, then every lease"
+
+
+def test_a_part_makes_it_patient_anew() -> None:
+    it = receiver()
+    it.begin(10, 0.0)
+    it.on_tick(10, 2.0)
+    it.on_tick(10, 6.0)
+    it.on_part(part(0), 10, 7.0)
+    assert it.resend_s == 9.0
+
+
+def test_a_repeated_request_names_the_same_clock() -> None:
+    """With a newer one the donor would copy its state anew, and void the first part that is on its way."""
+    it = receiver()
+    it.begin(10, 0.0)
+    assert it.on_tick(12, 2.0) == [Send(SYNCER, request(clock=10))]
+    assert it.on_connected(13.0) == [Send(SYNCER, request(clock=10))]
+
+
+def test_goes_on_where_it_was_when_the_link_is_back() -> None:
+    it = receiver()
+    it.begin(10, 0.0)
+    for number in (0, 1, 3):
+        it.on_part(part(number), 10, 0.0)
+    assert sent(it.on_connected(5.0)) == [request(number, "d", 50) for number in (2, 4, 5, 6)]
+    for number in (2, 4, 5, 6, 7, 8):
+        it.on_part(part(number), 10, 6.0)
+    assert it.complete and it.on_connected(7.0) == []
+
+
+def test_a_transfer_of_more_than_h_global_steps_begins_anew() -> None:
+    it = receiver()
+    it.begin(10, 0.0)
+    it.on_part(part(0), 10, 0.0)
+    assert it.on_part(part(1), 10 + H, 0.1)[0] == KeepPart(1, 9), "H are allowed"
+    assert it.on_part(part(2), 11 + H, 0.2) == [Send(SYNCER, StateDone("r", 3, "")), DropParts()]
+    assert it.on_part(part(3), 11 + H, 0.3) == [], "of the state that was given up"
+    assert it.on_tick(12 + H, 2.1) == [], "it waits resend_s before it begins anew"
+    assert it.on_tick(12 + H, 2.2) == [Send(SYNCER, request(clock=12 + H))]
+    assert it.on_part(part(0, step=55), 12 + H, 2.3)[0] == KeepPart(0, 9)
+
+
+def test_a_state_that_was_given_up_may_be_given_again() -> None:
+    """In lockstep its donor may have no other: it waits for the round that waits for the receiver."""
+    it = receiver()
+    it.begin(10, 0.0)
+    it.on_part(part(0, parts=2), 10, 0.0)
+    it.on_unavailable(StateUnavailable("d", "not the donor any more"), 10, 1.0)
+    assert it.on_part(part(0, parts=2), 10, 2.0)[0] == KeepPart(0, 2)
+    it.on_part(part(1, parts=2), 10, 2.0)
+    assert it.complete
+
+
+def test_parts_of_two_copies_are_never_mixed() -> None:
+    """The donor copied its state anew at the same step, after it had adopted a fragment."""
+    it = receiver()
+    it.begin(10, 0.0)
+    it.on_part(part(0), 10, 0.0)
+    effects = it.on_part(part(1)._replace(versions=(4, 5, 2, 3)), 10, 1.0)
+    assert effects == [Send(SYNCER, StateDone("r", 3, "")), DropParts()]
+    assert it.on_part(part(0), 10, 1.5) == [], "it waits before it asks again"
+
+
+def test_time_alone_ends_a_transfer_that_hangs() -> None:
+    it = receiver()
+    it.begin(10, 0.0)
+    it.on_part(part(0), 10, 0.0)
+    assert it.on_tick(11 + H, 1.9) == []
+    assert sent(it.on_tick(11 + H, 2.0)) == [StateDone("r", 3, "")]
+    assert sent(it.on_tick(11 + H, 4.0)) == [request(clock=11 + H)]
+
+
+def test_the_first_attempt_after_a_loss_is_at_once_and_later_ones_wait_longer() -> None:
+    it = receiver(recovery_attempts=5)
+    it.begin(10, 0.0)
+    assert sent(it.on_unavailable(StateUnavailable("d", "gone"), 11, 1.0)) == [request(clock=11)]
+    waits = []
+    now_s = 1.0
+    for _ in range(3):
+        assert it.on_unavailable(StateUnavailable("d", "gone"), 12, now_s) == []
+        assert it.resend_s is not None
+        waits.append(it.resend_s - now_s)
+        now_s = it.resend_s
+        assert sent(it.on_tick(12, now_s)) == [request(clock=12)]
+    assert waits == [4.0, 8.0, 16.0]
+    assert it.on_unavailable(StateUnavailable("d", "gone"), 13, now_s) == [] and it.over, "that was the fifth"
+
+
+def test_after_a_wait_it_asks_with_the_clock_of_that_moment() -> None:
+    """With a short step the wait alone is longer than H global steps."""
+    it = receiver()
+    it.begin(10, 0.0)
+    it.on_unavailable(StateUnavailable("d", "gone"), 11, 1.0)
+    it.on_unavailable(StateUnavailable("d", "gone"), 12, 1.0)
+    assert it.resend_s is not None
+    assert it.on_connected(1.5) == [], "a new link does not shorten the wait"
+    assert sent(it.on_tick(500, it.resend_s)) == [request(clock=500)]
+
+
+def test_a_part_of_an_older_attempt_is_not_taken_for_the_answer_to_a_newer_one() -> None:
+    """Its donor had not seen the clock; it was on its way for too long."""
+    it = receiver()
+    it.begin(10, 0.0)
+    it.on_tick(11 + H, 2.0)
+    assert it.resend_s is not None
+    assert sent(it.on_tick(11 + H, it.resend_s)) == [request(clock=11 + H)]
+    assert it.on_part(part(0, clock=10 + H), 11 + H, 9.0) == [] and not it.donor
+    assert KeepPart(0, 9) in it.on_part(part(0, clock=11 + H), 11 + H, 9.1)
+
+
+def test_without_a_donor_it_is_over_at_once() -> None:
+    it = receiver()
+    it.begin(10, 0.0)
+    it.on_part(part(0), 10, 0.0)
+    assert it.on_unavailable(StateUnavailable("", "nobody"), 11, 1.0) == [DropParts()]
+    assert it.over and not it.complete and it.resend_s is None
+    assert it.on_part(part(1), 11, 1.0) == [] and it.on_tick(11, 99.0) == []
+
+
+def test_news_of_another_donor_are_not_its_own() -> None:
+    it = receiver()
+    it.begin(10, 0.0)
+    it.on_part(part(0), 10, 0.0)
+    assert it.on_unavailable(StateUnavailable("somebody", "gone"), 11, 1.0) == [] and it.donor == "d"
+
+
+def test_an_unusable_state_is_dropped_and_asked_for_again() -> None:
+    it = receiver()
+    it.begin(10, 0.0)
+    it.on_part(part(0, parts=1), 10, 0.0)
+    it.adopt(VERSIONS)
+    assert sent(it.failed(11, 1.0)) == [StateDone("r", 3, "")]
+    assert not it.complete and not it.over
+    assert sent(it.on_tick(12, 3.0)) == [request(clock=12)]
+
+
+def test_a_complete_state_does_not_depend_on_its_donor_any_more() -> None:
+    it = receiver()
+    it.begin(10, 0.0)
+    it.on_part(part(0, parts=1), 10, 0.0)
+    assert it.on_unavailable(StateUnavailable("d", "gone"), 11, 1.0) == [] and it.complete
+    assert it.on_tick(11 + H, 99.0) == []
+
+
+# ---- donor ---------------------------------------------------------------------------------------------------------
+
+
+def pull(receiver_name: str = "r", clock: int = 10, step: int = 0, number: int = 0) -> StatePull:
+    return StatePull(receiver_name, clock, step, number)
+
+
+def given(receiver_name: str, step: int, number: int, versions: tuple[int, ...] = VERSIONS, clock: int = 10) -> Send:
+    return Send(SYNCER, StatePart("d", 1, receiver_name, step, versions, number, 0, 0, 0, clock))
+
+
+def test_waits_until_it_has_seen_the_clock() -> None:
+    donor = Donor("d", 1)
+    assert donor.on_pull(pull(clock=10)) == []
+    assert donor.serve(9, 50, VERSIONS) == []
+    assert donor.serve(10, 51, VERSIONS) == [StageState(51), given("r", 51, 0)]
+    assert donor.serve(11, 52, VERSIONS) == []
+
+
+def test_gives_parts_of_the_state_that_was_asked_for() -> None:
+    donor = Donor("d", 1)
+    donor.on_pull(pull())
+    donor.serve(10, 50, VERSIONS)
+    assert donor.on_pull(pull(step=50, number=3)) == [given("r", 50, 3)]
+    (refusal,) = donor.on_pull(pull(step=49, number=3))
+    assert refusal == Send(SYNCER, StateRefused("d", 1, "r", "no state of step 49"))
+    (refusal,) = donor.on_pull(pull("other", step=50))
+    assert isinstance(refusal, Send) and isinstance(refusal.message, StateRefused), "not its receiver"
+
+
+def test_a_lost_first_part_is_given_again_without_another_copy() -> None:
+    donor = Donor("d", 1)
+    donor.on_pull(pull())
+    donor.serve(10, 50, VERSIONS)
+    assert donor.on_pull(pull(clock=10)) == [given("r", 50, 0)]
+    assert donor.serve(12, 52, VERSIONS) == []
+
+
+def test_a_newer_clock_needs_a_newer_copy() -> None:
+    donor = Donor("d", 1)
+    donor.on_pull(pull())
+    donor.serve(10, 50, VERSIONS)
+    assert donor.on_pull(pull(clock=12)) == []
+    assert donor.serve(12, 52, VERSIONS) == [UnstageState(50), StageState(52), given("r", 52, 0, clock=12)]
+
+
+def test_two_receivers_share_a_copy() -> None:
+    donor = Donor("d", 1)
+    donor.on_pull(pull("r"))
+    donor.on_pull(pull("q"))
+    assert donor.serve(10, 50, VERSIONS) == [StageState(50), given("q", 50, 0), given("r", 50, 0)]
+    assert donor.on_end("q") == [], "r still needs it"
+    assert donor.on_end("r") == [UnstageState(50)]
+    assert donor.on_end("r") == [], "twice"
+
+
+def test_copies_are_bounded() -> None:
+    donor = Donor("d", 1)
+    for number in range(STATES_MAX):
+        donor.on_pull(pull(f"r{number}"))
+        assert StageState(50 + number) in donor.serve(10, 50 + number, VERSIONS)
+    donor.on_pull(pull("late"))
+    (refusal,) = donor.serve(10, 99, VERSIONS)
+    assert refusal == Send(SYNCER, StateRefused("d", 1, "late", f"{STATES_MAX} states are being given already"))
+    donor.on_end("r0")
+    donor.on_pull(pull("late"))
+    assert StageState(100) in donor.serve(10, 100, VERSIONS)
+
+
+def test_an_end_also_ends_the_wait() -> None:
+    donor = Donor("d", 1)
+    donor.on_pull(pull())
+    assert donor.on_end("r") == [] and donor.serve(10, 50, VERSIONS) == []
+
+
+def test_a_lost_link_frees_every_copy() -> None:
+    donor = Donor("d", 1)
+    for number in range(STATES_MAX):
+        donor.on_pull(pull(f"r{number}"))
+        donor.serve(10, 50 + number, VERSIONS)
+    donor.on_pull(pull("waits", clock=99))
+    assert donor.forget_all() == [UnstageState(50 + number) for number in range(STATES_MAX)]
+    assert donor.forget_all() == [] and donor.serve(99, 60, VERSIONS) == []

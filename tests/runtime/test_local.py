@@ -1,0 +1,162 @@
+"""The supervisor keeps a run going with processes that do as they are told: what it starts again, and when it gives up.
+
+The processes are shell scripts, so that each way to end can be had at will. Real ones are in test_run, test_failover.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.runtime.local import Child, LocalRun, RunFailed
+from diloco_jax.runtime.settings import IslandsConfig, RunConfig, SyncerConfig
+
+FOREVER = "exec sleep 1000"
+
+
+class Scripted(LocalRun):
+    """Starts scripts: the n-th start of a name runs its n-th script, the last one again and again."""
+
+    scripts: dict[str, list[str]]
+    started: list[str]
+
+    def _start(self, name: str, arguments: list[str]) -> Child:
+        del arguments
+        number = sum(started == name for started in self.started)
+        self.started.append(name)
+        script = self.scripts[name][min(number, len(self.scripts[name]) - 1)]
+        log = self._run_dir / "logs" / f"{name}.log"
+        with log.open("ab") as stream:
+            process = subprocess.Popen(["sh", "-c", script], stdout=stream, stderr=stream, cwd=self._run_dir)
+        return Child(name, process, log)
+
+
+class Told:
+    """A supervised run of scripts, and what came of it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        syncer: Sequence[str],
+        islands: Sequence[Sequence[str]],
+        *,
+        quorum: int = 1,
+        syncer_restarts: int = 3,
+        island_restarts: int = 3,
+    ) -> None:
+        config = replace(
+            RunConfig(),
+            islands=IslandsConfig(count=len(islands), batch_size=32, restart_delay_s=0.0, restarts_max=island_restarts),
+            syncer=SyncerConfig(restart_delay_s=0.0, restarts_max=syncer_restarts),
+            protocol=ProtocolConfig(quorum=quorum),
+        )
+        self.lines: list[str] = []
+        self.stop = threading.Event()
+        self.run = Scripted(config, folder, self.lines.append, self.stop)
+        self.run.started = []
+        listen = "echo 127.0.0.1:1 > syncer.address; "
+        self.run.scripts = {f"island-{n}": list(scripts) for n, scripts in enumerate(islands)}
+        self.run.scripts["syncer"] = [listen + script for script in syncer]
+
+    @property
+    def said(self) -> str:
+        return "\n".join(self.lines)
+
+    def starts(self, name: str) -> int:
+        return self.run.started.count(name)
+
+
+def until(condition: str) -> str:
+    """A script that goes on when a shell condition holds."""
+    return f"while ! {condition}; do sleep 0.02; done; "
+
+
+def lines_in(name: str, count: int) -> str:
+    return f"[ $(cat {name} 2>/dev/null | wc -l) -ge {count} ]"
+
+
+def test_a_dead_syncer_is_started_again_and_islands_are_left_alone(tmp_path: Path) -> None:
+    told = Told(tmp_path, ["kill -9 $$", "exit 1", "exit 0"], [[FOREVER], [FOREVER]])
+    told.run.run()
+    assert told.starts("syncer") == 3
+    assert told.starts("island-0") == told.starts("island-1") == 1
+    assert "syncer killed by SIGKILL" in told.said and "syncer ended with status 1" in told.said
+
+
+def test_a_syncer_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    told = Told(tmp_path, ["echo gone; exit 1"], [[FOREVER]], syncer_restarts=2)
+    with pytest.raises(RunFailed, match=r"gone .*given up after 3 starts \(syncer.restarts_max\)"):
+        told.run.run()
+    assert told.starts("syncer") == 3
+
+
+def test_a_syncer_with_a_wrong_setting_is_not_started_again(tmp_path: Path) -> None:
+    told = Told(tmp_path, ["exit 2"], [[FOREVER]])
+    with pytest.raises(RunFailed, match="syncer ended with status 2"):
+        told.run.run()
+    assert told.starts("syncer") == 1
+
+
+def test_islands_and_syncer_are_counted_apart(tmp_path: Path) -> None:
+    died = "echo x >> died; kill -9 $$"
+    syncer = [until(lines_in("died", 3)) + "kill -9 $$", until(lines_in("back", 1)) + "exit 0"]
+    told = Told(
+        tmp_path, syncer, [[died, died, died, f"echo x >> back; {FOREVER}"]], island_restarts=3, syncer_restarts=1
+    )
+    told.run.run()
+    assert told.starts("island-0") == 4 and told.starts("syncer") == 2
+
+
+def test_an_expelled_island_comes_back_as_a_new_incarnation(tmp_path: Path) -> None:
+    told = Told(tmp_path, [until(lines_in("back", 1)) + "exit 0"], [["exit 1", f"echo x >> back; {FOREVER}"]])
+    told.run.run()
+    assert told.starts("island-0") == 2
+
+
+def test_a_drained_island_stays_away_and_others_are_still_looked_after(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text(json.dumps({"state": "running"}))
+    leaves = "echo drained; echo x >> left; exit 0"
+    dies = until(lines_in("left", 1)) + "kill -9 $$"
+    syncer = until(lines_in("back", 1)) + "exit 0"
+    told = Told(tmp_path, [syncer], [[leaves], [dies, f"echo x >> back; {FOREVER}"]], quorum=2)
+    told.run.run()
+    assert told.starts("island-0") == 1 and told.starts("island-1") == 2
+    assert told.said.count("island-0 left: drained") == 1
+
+
+def test_too_few_islands_end_the_run(tmp_path: Path) -> None:
+    told = Told(tmp_path, [FOREVER], [["echo broken; exit 2"], [FOREVER]], quorum=2)
+    with pytest.raises(RunFailed, match=r"1 islands are left, fewer than protocol.quorum = 2: island-0 .* broken"):
+        told.run.run()
+
+
+def test_islands_that_end_with_the_run_are_not_started_again(tmp_path: Path) -> None:
+    """The syncer is busy with the last evaluation; an island is killed on its way out."""
+    complete = """echo '{"state": "complete"}' > status.json; echo x >> told; """
+    syncer = complete + until(lines_in("ended", 2)) + "sleep 0.5; exit 0"
+    ends = until(lines_in("told", 1)) + "echo x >> ended; "
+    told = Told(tmp_path, [syncer], [[ends + "exit 0"], [ends + "kill -9 $$"]], quorum=2)
+    told.run.run()
+    assert told.starts("island-0") == told.starts("island-1") == 1
+    assert told.lines == []
+
+
+def test_stopping_while_the_syncer_is_away_says_how_to_go_on(tmp_path: Path) -> None:
+    told = Told(tmp_path, ["kill -9 $$", FOREVER], [[FOREVER]])
+    told.run._say = lambda line: told.stop.set()  # the moment at which its death is noticed
+    with pytest.raises(RunFailed, match="--resume"):
+        told.run.run()
+
+
+def test_nobody_is_left_behind(tmp_path: Path) -> None:
+    told = Told(tmp_path, [until(lines_in("up", 2)) + "exit 0"], [[f"echo x >> up; {FOREVER}"]] * 2)
+    told.run.run()
+    children = [*told.run._islands.values(), told.run._syncer]
+    assert all(child is not None and child.process.poll() is not None for child in children)

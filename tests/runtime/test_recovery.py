@@ -1,0 +1,191 @@
+"""Islands that die come back with a healthy island's state, or without; real processes, killed with SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_jax.runtime.files import ADDRESS_FILE
+from diloco_jax.runtime.telemetry import read_metrics
+from tests.runtime.helpers import processes_of, start, status, wait_for, write_config
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(600)]
+
+PATIENCE_S = 300  # a loaded machine compiles for a minute
+PROTOCOL = {"sync_every": 96, "num_fragments": 6, "recovery_attempts": 20, "snapshot_every": 0}
+LARGE = {"dim": 256, "num_layers": 8, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "mlp_dim": 1024}
+
+
+class Job:
+    """A run that would last for ever."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        self.run_dir = folder / "run"
+        changes = {"train": {"steps": 1_000_000, "eval_every": 0}, "protocol": PROTOCOL, **changes}
+        self.config = write_config(folder, **changes)
+        self.process = start("train", self.config, "--run-dir", self.run_dir, "--quiet")
+
+    def pid(self, name: str) -> int:
+        return next(pid for pid, command in processes_of(self.run_dir).items() if f"--island {name}" in command)
+
+    def tapes(self, name: str) -> list[Path]:
+        """The tapes of its lives, oldest first."""
+        return sorted((self.run_dir / "tapes").glob(f"{name}.*.jsonl"))
+
+    def merged_with(self, name: str) -> list[float]:
+        return [r["t"] for r in self.records("merged") if name in r["members"]]
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        return [r for r in read_metrics(self.run_dir / "metrics.jsonl") if r["kind"] == kind]
+
+    def await_everybody(self, names: list[str]) -> None:
+        wait_for(lambda: status(self.run_dir).get("global_step", 0) > 10, "training", PATIENCE_S)
+        wait_for(lambda: all(self.merged_with(name) for name in names), "a value of each in a merge", PATIENCE_S)
+
+    def await_life(self, name: str, number: int) -> list[list[Any]]:
+        """Wait for the first step of this life; returns its tape until then."""
+        wait_for(lambda: len(self.tapes(name)) >= number, f"life {number} of {name}", PATIENCE_S)
+        path = self.tapes(name)[number - 1]
+        wait_for(lambda: any(line[0] == "step" for line in read(path)), f"a step of {path.name}", PATIENCE_S)
+        return read(path)
+
+    def end(self) -> str:
+        self.process.send_signal(signal.SIGINT)
+        output, _ = self.process.communicate(timeout=120)
+        assert self.process.returncode == 130, output
+        return output
+
+
+def read(path: Path) -> list[list[Any]]:
+    """The whole lines of a tape."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def lines(tape: list[list[Any]], *kinds: str) -> list[list[Any]]:
+    return [line for line in tape if line[0] in kinds]
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    started: list[Job] = []
+    yield started
+    for job in started:
+        if job.process.poll() is None:
+            job.process.kill()
+            job.process.communicate()
+        for pid in processes_of(job.run_dir):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_killed_island_returns_with_a_healthy_ones_state_and_a_stranger_joins(
+    tmp_path: Path, jobs: list[Job]
+) -> None:
+    job = Job(
+        tmp_path, islands={"count": 3, "devices": 1}, train={"steps": 1_000_000, "eval_every": 0, "batch_size": 24}
+    )
+    jobs.append(job)
+    job.await_everybody(["island-0", "island-1", "island-2"])
+    os.kill(job.pid("island-1"), signal.SIGKILL)
+    tape = job.await_life("island-1", 2)
+    ((_, donor, donor_incarnation, donor_step, fragments),) = lines(tape, "state")
+    assert donor in ("island-0", "island-2") and set(fragments) <= set(range(6))
+    assert tape.index(lines(tape, "state")[0]) < tape.index(lines(tape, "step")[0])
+    (given,) = [path for path in job.tapes(donor) if f".{donor_incarnation}." in path.name]
+    assert ["staged_state", donor_step] in read(given)
+    returned_s = [r["t"] for r in job.records("joined") if r["members"] == ["island-1"]][-1]
+    wait_for(lambda: job.merged_with("island-1")[-1] > returned_s, "a merge with island-1 again", PATIENCE_S)
+
+    config = job.run_dir / "config.yaml"
+    stranger = start("learner", config, "--island", "stranger", "--islands.batch_size", 4)
+    try:
+        tape = job.await_life("stranger", 1)
+        assert tape[0][1:] == ["stranger", tape[0][2], 4] and len(lines(tape, "state")) == 1
+        wait_for(lambda: job.merged_with("stranger"), "a merge with the stranger", PATIENCE_S)
+        stranger.send_signal(signal.SIGTERM)
+        output, _ = stranger.communicate(timeout=100)
+        assert stranger.returncode == 130 and "stranger: stopped from outside" in output
+    finally:
+        stranger.kill()
+    job.end()
+
+
+@pytest.mark.slow
+def test_another_donor_takes_over_when_one_dies_in_the_middle(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(
+        tmp_path,
+        islands={"count": 3, "devices": 1},
+        train={"steps": 1_000_000, "eval_every": 0, "batch_size": 3, "seq_len": 16},
+        model={"args": {**LARGE, "seq_len_max": 16}},  # 100 MB of state: the transfer lasts a while
+        protocol={**PROTOCOL, "sync_every": 960},
+    )
+    jobs.append(job)
+    job.await_everybody(["island-0", "island-1", "island-2"])
+    os.kill(job.pid("island-1"), signal.SIGKILL)
+    donor = wait_for_donor(job, ("island-0", "island-2"))
+    victim = job.pid(donor)
+    os.kill(victim, signal.SIGSTOP)  # it must not finish while we look
+    wait_for(lambda: len(job.tapes("island-1")) == 2, "the second life", PATIENCE_S)
+    assert lines(read(job.tapes("island-1")[1]), "state") == [], "the transfer was over too soon for this test"
+    os.kill(victim, signal.SIGKILL)
+    ((_, second, *_),) = lines(job.await_life("island-1", 2), "state")
+    assert second in ("island-0", "island-2") and second != donor
+    job.end()
+
+
+def wait_for_donor(job: Job, names: tuple[str, ...]) -> str:
+    """Who has just begun to give; looks often, a transfer is short."""
+    ends_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < ends_s:
+        for name in names:
+            if any(b'"staged_state"' in path.read_bytes() for path in job.tapes(name)):
+                return name
+        time.sleep(0.002)
+    raise AssertionError("nobody was asked for a state")
+
+
+def test_an_island_without_peers_goes_on_from_the_syncer_alone(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, islands={"count": 1, "devices": 1})
+    jobs.append(job)
+    job.await_everybody(["island-0"])
+    os.kill(job.pid("island-0"), signal.SIGKILL)
+    tape = job.await_life("island-0", 2)
+    assert lines(tape, "state", "staged_state") == []
+    left = max(line[2] for line in lines(read(job.tapes("island-0")[0]), "adopt"))
+    assert max(line[2] for line in lines(tape, "adopt")) >= left > 0, "it began again from the initial model"
+    wait_for(lambda: status(job.run_dir)["global_step"] > left + 10, "rounds after the return", PATIENCE_S)
+    job.end()
+
+
+def test_an_island_without_peers_finds_what_it_saved(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, islands={"count": 1, "devices": 1}, protocol={**PROTOCOL, "snapshot_every": 20})
+    jobs.append(job)
+    folder = job.run_dir / "checkpoints" / "learners" / "island-0"
+    wait_for(lambda: len(list(folder.glob("step_????????"))) == 2, "two saved states", PATIENCE_S)
+    os.kill(job.pid("island-0"), signal.SIGKILL)
+    tape = job.await_life("island-0", 2)
+    ((_, donor, incarnation, local_step, _),) = lines(tape, "state")
+    first = read(job.tapes("island-0")[0])
+    assert (donor, incarnation) == ("", first[0][2])
+    assert local_step in [line[1] for line in lines(first, "saved")]
+    job.end()
+
+
+def test_stopping_while_the_inner_step_compiles_is_quick_and_polite(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, islands={"count": 1, "devices": 1}, model={"args": {**LARGE, "seq_len_max": 32}})
+    jobs.append(job)
+    wait_for(lambda: (job.run_dir / ADDRESS_FILE).exists(), "the syncer", PATIENCE_S)
+    wait_for(lambda: job.tapes("island-0"), "a tape", PATIENCE_S)
+    os.kill(job.pid("island-0"), signal.SIGTERM)
+    wait_for(lambda: len(job.tapes("island-0")) == 2, "another start", PATIENCE_S)  # 130 is no success
+    log = (job.run_dir / "logs" / "island-0.log").read_text()
+    first = log.partition("island-0: stopped from outside")
+    assert first[1] and "compiled" not in first[0] and "terminate" not in log and "Traceback" not in log
+    assert read(job.tapes("island-0")[0])[-1][1] == "stopped from outside"
+    job.end()

@@ -1,0 +1,159 @@
+"""Machines that break one rule each of recovery, failover, quarantine and leases; test_checkers.py has the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from diloco_jax.protocol.effects import AdoptState, Effect, Merge, UnstageState
+from diloco_jax.protocol.learner import RECOVERING, TRAINING, Learner
+from diloco_jax.protocol.leases import Batch, LeaseBook
+from diloco_jax.protocol.messages import StatePart, SyncerMessage
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer import Syncer
+
+
+class Diligent(Syncer):
+    """Merges again what was being merged when it died."""
+
+    def on_restart(self, *args: Any) -> list[Effect]:
+        again = [
+            Merge(this.global_step, this.fragment_id, tuple(part for _, part in sorted(this.values.items())))
+            for this in self._rounds.values()
+            if this.phase == "merging"
+        ]
+        return super().on_restart(*args) + again
+
+
+class Lenient(Syncer):
+    """Counts values that were left out."""
+
+    def on_merged(self, global_step: int, digest: int, left_out: tuple[str, ...], now_s: float) -> list[Effect]:
+        return super().on_merged(global_step, digest, (), now_s)
+
+
+class Patient(Syncer):
+    """Never parts with a learner whose values are of no use."""
+
+    def __init__(self, config: ProtocolConfig, *args: Any) -> None:
+        super().__init__(replace(config, strikes_max=1000), *args)
+
+
+class Forgiving(Syncer):
+    """Takes messages of those that it has expelled."""
+
+    def _lose(self, member: Any, state: str, reason: str, now_s: float) -> list[Effect]:
+        return [] if reason == "expelled" else super()._lose(member, state, reason, now_s)
+
+
+class Greedy(Learner):
+    """Takes a state over before it is whole."""
+
+    def on_message(self, message: SyncerMessage, now_s: float) -> list[Effect]:
+        if isinstance(message, StatePart) and self.state == RECOVERING:
+            message = message._replace(parts=max(1, message.parts - 1))
+        return super().on_message(message, now_s)
+
+
+class Unasked(Learner):
+    """Gives its state before it has seen what its receiver has."""
+
+    def _serve(self) -> list[Effect]:
+        if self.local_step == 0 or self.state != TRAINING:
+            return []
+        return self._donor.serve(1_000_000, self.local_step, tuple(held.version for held in self.adopted))
+
+
+class Uncritical(Learner):
+    """Takes all parameters of a donor, whatever global values they are based on."""
+
+    def _update_state(self, now_s: float) -> list[Effect]:
+        everything = tuple(range(self._config.num_fragments))
+        return [
+            e._replace(fragments=everything) if isinstance(e, AdoptState) else e for e in super()._update_state(now_s)
+        ]
+
+
+class Hoards(Learner):
+    """Never frees the copy of a whole state."""
+
+    def on_message(self, message: SyncerMessage, now_s: float) -> list[Effect]:
+        return [e for e in super().on_message(message, now_s) if not isinstance(e, UnstageState)]
+
+
+class Slow(Learner):
+    """Takes an old state for a young one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._receiver._config = replace(self._config, sync_every=1000)
+
+
+class GivesTwice(LeaseBook):
+    """Leases the beginning of the order to everybody."""
+
+    def _take(self, count: int) -> tuple[int, int]:
+        self._next = 0
+        return super()._take(count)
+
+
+class Optimist(LeaseBook):
+    """Believes that every merge arrives."""
+
+    def on_merged(self, learner_id: str, fragment_id: int, version: int, samples: int) -> None:
+        super().on_merged(learner_id, fragment_id, version, samples)
+        self.confirm(fragment_id, version)
+
+
+def with_book(make: type[LeaseBook]) -> Callable[..., Syncer]:
+    def make_syncer(config: ProtocolConfig, *args: Any) -> Syncer:
+        syncer = Syncer(config, *args)
+        syncer.leases = make(config.num_fragments)
+        return syncer
+
+    return make_syncer
+
+
+class Adrift(Learner):
+    """Reads beside what was leased to it."""
+
+    def take_batch(self) -> Batch:
+        ranges, end = super().take_batch()
+        return Batch(tuple((start + 1, stop + 1) for start, stop in ranges), end)
+
+
+class Liar(Syncer):
+    """Says that its values have another digest after a restart."""
+
+    def on_restart(self, *args: Any) -> list[Effect]:
+        effects = super().on_restart(*args)
+        self.digests = [digest + 1 for digest in self.digests]
+        return effects
+
+
+class Careless(Syncer):
+    """Does not wait for what learners bring after a restart."""
+
+    def on_restart(self, *args: Any) -> list[Effect]:
+        effects = super().on_restart(*args)
+        if self._restoring is not None:
+            self._restoring.deadline_s = args[-1] + 2.5
+        return effects
+
+    def _ask_anchors(self, *args: Any) -> None:
+        pass
+
+
+class ForgetsRounds(Syncer):
+    """Its state lacks what is in flight."""
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "fresh": []}
+
+
+class Hesitant(Learner):
+    """Waits for a state for good."""
+
+    def _update_state(self, now_s: float) -> list[Effect]:
+        return [] if self.state == RECOVERING else super()._update_state(now_s)

@@ -1,0 +1,341 @@
+"""Everything that parses bytes from the network, as functions of one byte string that raise only when there is a bug.
+
+A target takes any bytes. What it says of them (a WireError, a refusal, ...) does not matter; it fails with an
+AssertionError when something was accepted that should not have been, or memory was taken that should not have been, and
+with whatever else the code under test raises. `test_fuzz.py` runs them shortly, scripts/bench/fuzz at length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from diloco_jax.core import codec
+from diloco_jax.protocol.messages import FragmentValue, Heartbeat
+from diloco_jax.protocol.tape import replay
+from diloco_jax.training.state_bytes import StateLayout
+from diloco_jax.transport import calls, wire
+from diloco_jax.transport.certificates import learner_names
+from diloco_jax.transport.link import SYNCER_HOST, check_name
+from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.security import TOKEN_KEY, Denied, Gate
+from diloco_jax.transport.sessions import Refused
+from tests.transport import fuzz_machines
+from tests.transport.fuzz_machines import EXAMPLES
+
+PAYLOAD_BYTES_MAX = 1000
+HEADER = pb.Header(run_id="run", epoch=1, sender="a", incarnation=1, session=7, lane=pb.LANE_BULK)
+PACKED_HEADER = wire.pack_header(HEADER)
+TOKEN = b"correct horse battery staple"
+
+
+class Target(NamedTuple):
+    """One parser.
+
+    Args:
+        seeds: inputs from which mutations start.
+        run: tries one input.
+    """
+
+    name: str
+    seeds: tuple[bytes, ...]
+    run: Callable[[bytes], None]
+
+
+# ---- frames -------------------------------------------------------------------------------------------------------
+
+
+def framed(*frames: bytes) -> bytes:
+    """Several frames as one input."""
+    return b"".join(len(frame).to_bytes(2, "little") + frame for frame in frames)
+
+
+def unframed(data: bytes) -> Iterator[bytes]:
+    """The frames of an input; a length that is too large takes what is left."""
+    while len(data) >= 2:
+        size = int.from_bytes(data[:2], "little")
+        yield data[2 : 2 + size]
+        data = data[2 + size :]
+
+
+def value_frames(payload: bytes, chunk_bytes: int) -> list[bytes]:
+    body = wire.pack_body(FragmentValue("a", 1, 5, 1, 40, 24, 9000, -1, 80, len(payload)))
+    return list(wire.frames(PACKED_HEADER, body, [memoryview(payload)], chunk_bytes))
+
+
+PAYLOAD = bytes(range(90))
+FRAMES = value_frames(PAYLOAD, 40)
+
+
+def reader() -> wire.Assembler:
+    return wire.Assembler(HEADER, tuple(type(example) for example in EXAMPLES), PAYLOAD_BYTES_MAX)
+
+
+def run_split(data: bytes) -> None:
+    with contextlib.suppress(wire.WireError):
+        head, rest = wire.split(data)
+        assert len(head) + len(rest) <= len(data)
+
+
+def run_lane(data: bytes) -> None:
+    """One connection: what it makes a reader keep is bounded, and what comes out keeps its promises."""
+    assembler = reader()
+    with contextlib.suppress(wire.WireError):
+        for frame in unframed(data):
+            event = assembler.feed(frame)
+            assert assembler.buffered_bytes <= PAYLOAD_BYTES_MAX
+            if isinstance(event, wire.Received):
+                assert len(event.payload) <= PAYLOAD_BYTES_MAX
+                assert getattr(event.message, "learner_id", "a") == "a", "a message in somebody else's name"
+                wire.pack_body(event.message)
+            elif isinstance(event, wire.Goodbye):
+                assert len(event.reason) <= wire.REASON_LENGTH_MAX
+    assembler.forget()
+    assert assembler.buffered_bytes == 0
+
+
+def run_forged_chunk(data: bytes) -> None:
+    """Change bytes of the payload or of its checksum, anywhere: it must not be taken for whole."""
+    number = random.Random(data)
+    frames, forged = [bytearray(frame) for frame in FRAMES], False
+    for _ in range(number.randint(1, 3)):
+        frame = number.choice(frames)
+        position = len(frame) - 1 - number.randrange(10 if frame is frames[-1] else 40)
+        frame[position] ^= number.randint(1, 255)
+    forged = [bytes(frame) for frame in frames] != FRAMES
+    assembler = reader()
+    try:
+        last = [assembler.feed(bytes(frame)) for frame in frames][-1]
+    except wire.WireError as error:
+        assert "crc32c" in str(error), error
+        return
+    assert isinstance(last, wire.Received) and last.payload == PAYLOAD and not forged, "a forged payload was accepted"
+
+
+def run_forged_header(data: bytes) -> None:
+    """Change the header of a frame, byte by byte or field by field: nothing of it must be believed."""
+    number = random.Random(data)
+    if number.random() < 0.5:
+        header = bytearray(PACKED_HEADER)
+        header[number.randrange(len(header))] ^= number.randint(1, 255)
+        forged = bytes(header) + wire.pack_body(Heartbeat("a", 1))
+    else:
+        header = pb.Header()
+        header.CopyFrom(HEADER)
+        field = number.choice(HEADER.DESCRIPTOR.fields)
+        old = getattr(header, field.name)
+        new: Any = data.decode("utf-8", "replace") if isinstance(old, str) else number.choice((0, old + 1, 1 << 40))
+        if field.name == "lane":
+            new = number.choice((0, 1, 3, 77))
+        if new == old:
+            return
+        setattr(header, field.name, new)
+        forged = wire.pack_header(header) + wire.pack_body(Heartbeat("a", 1))
+    try:
+        event = reader().feed(forged)
+    except wire.WireError:
+        return
+    raise AssertionError(f"a frame of another session was accepted: {event}")
+
+
+def run_message(data: bytes) -> None:
+    """Whatever is accepted as a message can be sent again, and is the same then."""
+    try:
+        frame = pb.Frame.FromString(data)
+        name = frame.WhichOneof("body")
+        if name is None or name == "goodbye":
+            return
+        message = wire.unpack_body(frame, name)
+    except (wire.WireError, DecodeError):
+        return
+    again = wire.unpack_body(pb.Frame.FromString(wire.pack_body(message)), name)
+    assert repr(again) == repr(message)  # NaN is not equal to itself
+
+
+# ---- metadata -----------------------------------------------------------------------------------------------------
+
+
+def run_metadata(data: bytes) -> None:
+    with contextlib.suppress(Refused):
+        header, lane = calls.read_header({calls.HEADER_KEY: data})
+        assert lane in ("control", "bulk") and len(data) <= calls.HEADER_BYTES_MAX
+        with contextlib.suppress(ValueError):
+            assert check_name(header.sender).isascii() and "/" not in header.sender
+
+
+def run_token(data: bytes) -> None:
+    gate = Gate(encrypted=False, token=TOKEN)
+    for sent in (data, data.decode("latin-1")):
+        try:
+            gate.check({TOKEN_KEY: sent})
+        except Denied:
+            assert data != TOKEN
+        else:
+            assert data == TOKEN, "a wrong token was accepted"
+
+
+def run_identity(data: bytes) -> None:
+    """Names of a certificate, as gRPC hands them over: lines of DNS names, a blank line, URIs, a blank line, the CN."""
+    dns, uris, common = (part.split(b"\n") for part in (*data.split(b"\n\n", 2), b"", b"", b"")[:3])
+    context = {"peer_dns": dns, "peer_uri": uris, "x509_common_name": common}
+    texts = [[value.decode("utf-8", "replace") for value in values] for values in (dns, uris, common)]
+    speaks = "a" in learner_names(texts[2][0], texts[0], texts[1])
+    assert speaks <= any(b"a" in value for value in (*dns, *uris, *common))
+    for or_syncer in (False, True):
+        try:
+            Gate(encrypted=True, token=b"").check_speaks_for("a", context, or_syncer=or_syncer)
+        except Denied as error:
+            assert not speaks and len(str(error)) < 1000
+        else:
+            assert speaks or (or_syncer and SYNCER_HOST.encode() in dns)
+
+
+def run_drain_request(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        assert len(calls.read_drain_request(data)) <= 100
+
+
+# ---- payloads -----------------------------------------------------------------------------------------------------
+
+LAYOUT = [("a", (300,)), ("b", (3, 5)), ("empty", (0, 4)), ("scalar", ())]
+VALUES = {
+    key: np.linspace(-1, 1, max(1, int(np.prod(shape))), dtype=np.float32)[: int(np.prod(shape))].reshape(shape)
+    for key, shape in LAYOUT
+}
+FORMATS: tuple[codec.Format, ...] = ("float32", "bfloat16", "int8", "int4")
+STATE = {"params/w": np.arange(20, dtype=np.float32).reshape(4, 5), "opt/count": np.int32(7)}
+STATE_LAYOUT = StateLayout(STATE)
+
+
+def state_bytes(state: dict[str, Any]) -> bytes:
+    layout = StateLayout(state)
+    return b"".join(layout.slices(0, layout.num_bytes, lambda name: np.asarray(state[name])))
+
+
+def run_codec(data: bytes) -> None:
+    """A payload has the right size, or is refused; nothing is allocated for what it claims."""
+    format = FORMATS[data[0] % 4] if data else "int4"
+    payload = data[1:]
+    with contextlib.suppress(ValueError), np.errstate(all="ignore"):
+        values = codec.decode(payload, LAYOUT, format)
+        assert [(key, value.shape) for key, value in values.items()] == LAYOUT
+        assert all(value.dtype == np.float32 for value in values.values())
+        assert len(payload) == codec.encoded_size([shape for _, shape in LAYOUT], format)
+
+
+def run_state(data: bytes) -> None:
+    """Bytes of a donor's state are this layout's, or are refused."""
+    with contextlib.suppress(ValueError):
+        state = STATE_LAYOUT.decode(data)
+        assert {name: (value.dtype, value.shape) for name, value in state.items()} == {
+            name: (value.dtype, value.shape) for name, value in STATE.items()
+        }
+        assert len(data) == STATE_LAYOUT.num_bytes
+
+
+# ---- machines -----------------------------------------------------------------------------------------------------
+
+
+def run_tape(data: bytes) -> None:
+    """Lines of a tape: replayed or refused with the number of the line."""
+    lines = data.decode("utf-8", "replace").splitlines()
+    with contextlib.suppress(ValueError):
+        for _ in replay(lines, fuzz_machines.new_syncer()):
+            pass
+
+
+def run_snapshot(data: bytes) -> None:
+    """The state of a machine in a snapshot: taken over, or refused by an ordinary error."""
+    with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError):
+        fuzz_machines.new_syncer().restore(json.loads(data))
+
+
+def with_bodies(*extra: bytes) -> tuple[bytes, ...]:
+    return (*(wire.pack_body(example) for example in EXAMPLES), *extra)
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("split", (*FRAMES, b""), run_split),
+        Target(
+            "lane",
+            (
+                framed(*FRAMES),
+                framed(PACKED_HEADER, *value_frames(b"", 40), *value_frames(bytes(900), 300)),
+                framed(*(PACKED_HEADER + body for body in with_bodies()), wire.goodbye_frame(PACKED_HEADER, "done")),
+                *(framed(PACKED_HEADER + body) for body in with_bodies()),
+            ),
+            run_lane,
+        ),
+        Target("forged_chunk", (b"0",), run_forged_chunk),
+        Target("forged_header", (b"0", b"run", b"\xff"), run_forged_header),
+        Target("message", with_bodies(), run_message),
+        Target("metadata", (HEADER.SerializeToString(), b""), run_metadata),
+        Target("token", (TOKEN, TOKEN[:-1], TOKEN + b"x", b""), run_token),
+        Target(
+            "identity",
+            (b"a\nb\n\ndiloco://learner/a\n\nb", b"syncer.diloco\n\n\n\nsyncer", b"\n\ndiloco://learner/b\n\na"),
+            run_identity,
+        ),
+        Target("drain_request", (pb.DrainRequest(learner_id="a").SerializeToString(),), run_drain_request),
+        Target(
+            "codec",
+            tuple(bytes([i]) + codec.encode(VALUES, format) for i, format in enumerate(FORMATS)),
+            run_codec,
+        ),
+        Target("state", (state_bytes(STATE), state_bytes({**STATE, "x": np.zeros((2, 3), np.float64)})), run_state),
+        Target("syncer_machine", fuzz_machines.SYNCER_SEEDS, fuzz_machines.run_syncer),
+        Target("learner_machine", fuzz_machines.LEARNER_SEEDS, fuzz_machines.run_learner),
+        Target("tape", fuzz_machines.TAPE_SEEDS, run_tape),
+        Target("snapshot", fuzz_machines.SNAPSHOT_SEEDS, run_snapshot),
+    )
+}
+
+
+def mutate(number: random.Random, seeds: tuple[bytes, ...], length_max: int = 4096) -> bytes:
+    """One input: a seed changed in a few places, two seeds crossed, or noise."""
+    kind = number.random()
+    if kind < 0.05:
+        return number.randbytes(number.randint(0, 200))
+    data = bytearray(number.choice(seeds))
+    if kind < 0.2:
+        other = number.choice(seeds)
+        data[number.randint(0, len(data)) :] = other[number.randint(0, len(other)) :]
+    for _ in range(number.choice((1, 1, 2, 3, 8))):
+        position = number.randint(0, len(data))
+        change = number.randrange(7)
+        if change == 0 and data:
+            data[position % len(data)] = number.randrange(256)
+        elif change == 1 and data:
+            data[position % len(data)] ^= 1 << number.randrange(8)
+        elif change == 2:
+            del data[position : position + number.randint(1, 8)]
+        elif change == 3:
+            data[position:position] = number.randbytes(number.randint(1, 8))
+        elif change == 4:
+            data[position:position] = data[position : position + number.randint(1, 32)]
+        elif change == 5:
+            del data[position:]
+        else:
+            data[position : position + 4] = number.choice(EXTREMES)
+    return bytes(data[:length_max])
+
+
+EXTREMES = (
+    b"\xff\xff\xff\xff",
+    bytes(4),
+    b"\x80\x80\x80\x80",
+    b"\xff\xff\xff\x7f",
+    b"99999",
+    b"-1",
+    b"NaN",
+    b"[]",
+    b"{}",
+)

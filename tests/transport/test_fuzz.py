@@ -1,0 +1,99 @@
+"""Whatever arrives from the network: refused or harmless, never a crash, never believed when it was forged."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_jax.transport import security, wire
+from tests.transport import fuzz_targets
+from tests.transport.fuzz_targets import FRAMES, TARGETS, framed, mutate, value_frames
+
+INPUTS = {"syncer_machine": 60, "learner_machine": 100, "tape": 100}  # the others are fast
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_seeds_and_their_mutations(name: str) -> None:
+    target, number = TARGETS[name], random.Random(0)
+    for data in target.seeds:
+        target.run(data)
+    for _ in range(INPUTS.get(name, 500)):
+        target.run(mutate(number, target.seeds))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_any_bytes(name: str, data: st.DataObject) -> None:
+    TARGETS[name].run(data.draw(st.binary(max_size=120)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_frames_cut_swapped_and_repeated(data: st.DataObject) -> None:
+    """Frames that are each valid, in an order that is not: nothing but the right payload ever comes out."""
+    TARGETS["lane"].run(framed(*data.draw(st.lists(st.sampled_from(FRAMES), max_size=8))))
+
+
+# ---- the targets themselves can fail ------------------------------------------------------------------------------
+
+
+def finds(name: str) -> bool:
+    number = random.Random(0)
+    try:
+        for _ in range(300):
+            TARGETS[name].run(mutate(number, TARGETS[name].seeds))
+    except Exception:
+        return True
+    return False
+
+
+def test_a_reader_without_checksums_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not finds("forged_chunk")
+    monkeypatch.setattr(wire.Assembler, "_add", _believe)
+    assert finds("forged_chunk")
+
+
+def _believe(self: wire.Assembler, chunk: object, data: memoryview) -> wire.Received | None:
+    del chunk
+    end = self._filled + data.nbytes
+    self._buffer[self._filled : end] = memoryview(data)
+    self._filled = end
+    return self._complete(self._buffer.data) if end == self._buffer.size else None
+
+
+def test_a_reader_that_believes_any_header_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not finds("forged_header")
+
+    class Anything:
+        sender, incarnation = "a", 1
+
+        def __ne__(self, other: object) -> bool:
+            return False
+
+    right = wire.Assembler.__init__
+
+    def init(self: wire.Assembler, *arguments: object) -> None:
+        right(self, *arguments)  # type: ignore[arg-type]
+        self._header = Anything()  # type: ignore[assignment]
+
+    monkeypatch.setattr(wire.Assembler, "__init__", init)
+    assert finds("forged_header")
+
+
+def test_a_gate_that_compares_only_the_beginning_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not finds("token")
+    monkeypatch.setattr(security.hmac, "compare_digest", lambda sent, right: right.startswith(sent) or sent == right)
+    assert finds("token")
+
+
+def test_a_reader_that_takes_any_size_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = framed(*value_frames(bytes(2000), 300))
+    TARGETS["lane"].run(large)
+    everything = tuple(type(example) for example in fuzz_targets.EXAMPLES)
+    monkeypatch.setattr(fuzz_targets, "reader", lambda: wire.Assembler(fuzz_targets.HEADER, everything, 1 << 20))
+    with pytest.raises(AssertionError):
+        TARGETS["lane"].run(large)
