@@ -122,7 +122,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _syncer(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
     run_dir = _run_dir(arguments, config)
-    stop = _begin_process()
+    stop = _begin_process(run_dir)
     from diloco_jax.runtime.run_syncer import SyncerRun
 
     summary = SyncerRun(config, run_dir, stop, rewind=arguments.rewind).run()
@@ -133,7 +133,8 @@ def _learner(arguments: argparse.Namespace) -> int:
     import time
 
     config = _load(arguments)
-    stop = _begin_process()
+    run_dir = _learner_dir(arguments, config)
+    stop = _begin_process(run_dir)
     from diloco_jax.runtime.files import ADDRESS_FILE
     from diloco_jax.runtime.run_learner import LearnerRun
 
@@ -143,7 +144,6 @@ def _learner(arguments: argparse.Namespace) -> int:
 
         kind = ChaosLearnerRun
     incarnation = arguments.incarnation if arguments.incarnation is not None else int(time.time() * 1000)
-    run_dir = _learner_dir(arguments, config)
     told = run_dir / ADDRESS_FILE
     address = arguments.syncer or (told.read_text(encoding="utf-8") if told.exists() else config.transport.address)
     reason = kind(config, arguments.island, incarnation, address, run_dir, stop).run()
@@ -194,22 +194,24 @@ def _chaos(arguments: argparse.Namespace) -> int:
 def _baseline(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
     run_dir = _run_dir(arguments, config)
-    stop = _begin_process()
+    stop = _begin_process(run_dir)
     from diloco_jax.runtime.data_parallel import DataParallelRun
 
     DataParallelRun(config, run_dir, stop).run()
     return 0
 
 
-def _begin_process() -> Any:
+def _begin_process(run_dir: Path) -> Any:
     import logging
 
     # force: a library has put a handler of its own there when it was imported
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stdout, force=True)
     logging.getLogger("absl").setLevel(logging.WARNING)
     from diloco_jax.runtime.processes import die_with_parent, stop_on_signals
+    from diloco_jax.runtime.programs import keep_programs
 
     die_with_parent()
+    keep_programs(run_dir)
     return stop_on_signals()
 
 

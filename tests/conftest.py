@@ -6,9 +6,13 @@ pay for importing it, and processes that a test starts inherit the settings unle
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 
+import hypothesis
 import jaxtyping
 
 SETTINGS = {
@@ -28,6 +32,15 @@ if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
     # pytest -m device, started by somebody who has an accelerator and says so
     del SETTINGS["JAX_PLATFORMS"], SETTINGS["JAX_NUM_CPU_DEVICES"]
 os.environ.update(SETTINGS)
+
+# Processes that tests start share their compiled programs, for one run of the suite.
+if "DILOCO_TEST_PROGRAMS" not in os.environ:  # not a worker of pytest-xdist
+    os.environ["DILOCO_TEST_PROGRAMS"] = tempfile.mkdtemp(prefix="diloco-test-programs-")
+    atexit.register(shutil.rmtree, os.environ["DILOCO_TEST_PROGRAMS"], ignore_errors=True)
+
+# A deadline would measure the machine.
+hypothesis.settings.register_profile("diloco", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("diloco")
 
 # Under test every annotated array is checked against its shape and dtype; in production nobody pays for it.
 jaxtyping.install_import_hook(["diloco_jax.core", "diloco_jax.training"], "beartype.beartype")

@@ -2,8 +2,8 @@
 
 Threads
   * the caller's ("steps"): the only one to touch the island. Steps, reports, and between two steps adopts what came.
-  * "link": receives, checks and decodes what came, answers pulls and keeps parts of a state at once (the
-    machine under its lock), reconnects.
+  * "link": receives, checks and decodes what came, answers pulls and keeps parts of a state at once
+    (the machine under its lock), reconnects.
   * "payload": waits for staged copies, encodes and sends them (learner_payloads.py).
   * "compile": compiles the inner step while the model and, after a restart, a healthy learner's state arrive.
   * "save": reads and writes this learner's own states on disk (learner_state.py).

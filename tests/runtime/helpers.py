@@ -26,8 +26,9 @@ SMALL: dict[str, Any] = {
         "final_eval_batches": 2,
     },
     "model": {
+        "module": "tests.runtime.paced:PacedDecoder",
         "args": {"dim": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "mlp_dim": 64}
-        | {"seq_len_max": 32}
+        | {"seq_len_max": 32},
     },
     "optimizer": {"warmup_steps": 5, "learning_rate": 0.003},
     "protocol": {"sync_every": 6, "num_fragments": 6},
@@ -39,7 +40,12 @@ def environment() -> dict[str, str]:
     """A user's environment: without what the test session sets for itself."""
     dropped = ("JAX_", "NPROC", "XLA_", "PYTEST_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
-    return kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    programs = {
+        "JAX_COMPILATION_CACHE_DIR": os.environ["DILOCO_TEST_PROGRAMS"],
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    return kept | programs | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "DILOCO_TEST_STEP_S": "0.02"}
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

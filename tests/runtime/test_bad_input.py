@@ -23,6 +23,9 @@ def check_refused(result: subprocess.CompletedProcess[str], *words: str) -> None
         assert word in said, f"{word!r} is not in: {said}"
 
 
+BUILT_IN = {"module": "diloco_jax.training.models.decoder:Decoder"}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -33,7 +36,7 @@ def check_refused(result: subprocess.CompletedProcess[str], *words: str) -> None
         ({"protocol": {"num_fragments": 0}}, ["num_fragments is 0", "at least 1"]),
         ({"protocol": {"num_fragments": 30}}, ["num_fragments is 30", "sync_every = 6"]),
         ({"protocol": {"overlap_steps": 0}}, ["overlap_steps is 0", "set the quorum to 2"]),
-        ({"data": {"format": "tokens", "path": "x"}}, ["model.args.vocab_size is 256", "65536"]),
+        ({"data": {"format": "tokens", "path": "x"}, "model": BUILT_IN}, ["model.args.vocab_size is 256", "65536"]),
         ({"train": {"batch_size": 7}}, ["batch_size is 7", "multiple of islands.count"]),
         ({"islands": {"devices": 3}}, ["batch of 4", "islands.mesh"]),
         ({"wire": {"up": "int3"}}, ["wire.up", "int3"]),

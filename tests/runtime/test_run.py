@@ -22,7 +22,6 @@ SUMMARY_KEYS = {"eval_loss", "eval_bits_per_byte", "tokens", "wall_s", "global_s
     "wire",
     "learners",
 }
-STEPS = 2000  # a minute or more: an island takes 5 to 40 s to come back
 LEARNER_KEYS = {"local_steps", "tokens", "participation", "restarts", "step_overhead"}
 
 
@@ -100,31 +99,25 @@ def test_no_process_is_left(finished: Path) -> None:
 
 
 def test_killed_island_returns_and_nobody_waits(tmp_path: Path) -> None:
-    """kill -9 in the middle: the others' steps go on, the island comes back, the run ends normally."""
+    """kill -9 in the middle: the others' steps go on, and the island comes back."""
     run_dir = tmp_path / "run"
-    config = write_config(
-        tmp_path,
-        islands={"count": 3, "devices": 1},
-        train={"steps": STEPS, "batch_size": 24, "seq_len": 128},
-        model={"args": {"dim": 64, "num_layers": 2, "num_heads": 2, "head_dim": 32, "mlp_dim": 256}},
-    )
+    config = write_config(tmp_path, islands={"count": 3, "devices": 1}, train={"steps": 100000, "batch_size": 24})
     process = start("train", config, "--run-dir", run_dir, "--quiet")
     try:
         wait_for(lambda: status(run_dir).get("global_step", 0) > 60, "training with everybody")
         wait_for(lambda: all(r["state"] == "active" for r in status(run_dir)["learners"]), "all three active")
         victim = next(pid for pid, command in processes_of(run_dir).items() if "island-1" in command)
         os.kill(victim, signal.SIGKILL)
-        wait_for(lambda: _restarts(run_dir, "island-1") == 1, "the return of island-1")
-        output, _ = process.communicate(timeout=300)
+        wait_for(lambda: _merged_again(run_dir, "island-1"), "a merge with island-1 again")
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=100)
     finally:
         _end(process, run_dir)
-    assert process.returncode == 0, output
+    assert process.returncode == 130, output
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["complete"] and summary["global_steps"] == STEPS
-    assert summary["learners"]["island-1"]["restarts"] == 1
+    assert [summary["learners"][f"island-{i}"]["restarts"] for i in range(3)] == [0, 1, 0]
     records = list(read_metrics(run_dir / "metrics.jsonl"))
-    died_s = next(r["t"] for r in records if r["kind"] == "left" and r["members"] == ["island-1"])
-    back_s = next(r["t"] for r in records if r["kind"] == "merged" and "island-1" in r["members"] and r["t"] > died_s)
+    died_s, back_s = _merged_again(run_dir, "island-1")
     absent = [r for r in records if died_s < r["t"] < back_s]
     assert sum(r["kind"] == "merged" for r in absent) >= 5, "rounds stopped while island-1 was away"
     for name in ("island-0", "island-2"):
@@ -132,10 +125,13 @@ def test_killed_island_returns_and_nobody_waits(tmp_path: Path) -> None:
         assert steps >= 5, f"{name} made {steps} steps while island-1 was away"
 
 
-def _restarts(run_dir: Path, name: str) -> int:
-    """How often an island began again and trained."""
-    rows = [r for r in status(run_dir).get("learners", []) if r["learner"] == name and r["step_s"] is not None]
-    return int(rows[0]["restarts"]) if rows else 0
+def _merged_again(run_dir: Path, name: str) -> tuple[float, float] | None:
+    """When an island died, and when it was merged again."""
+    records = list(read_metrics(run_dir / "metrics.jsonl"))
+    died_s = next((r["t"] for r in records if r["kind"] == "left" and r["members"] == [name]), None)
+    merged = (r["t"] for r in records if r["kind"] == "merged" and name in r["members"])
+    back_s = next((t for t in merged if died_s is not None and t > died_s), None)
+    return None if died_s is None or back_s is None else (died_s, back_s)
 
 
 def test_interrupt_stops_everybody_in_good_order(tmp_path: Path) -> None:

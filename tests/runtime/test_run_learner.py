@@ -303,7 +303,9 @@ def test_a_state_is_given_in_parts_and_taken_by_another(
     taker.admit(4, fill=5.0)  # of fragment 0 a newer version than the donor had
     asked = taker.await_message(StateRequest)
     assert (asked.donor, asked.donor_step, asked.part, asked.clock) == ("", 0, 0, 4)
-    relayed = [(part._replace(receiver=NAME, learner_id="donor", versions=(3, 4)), payload) for part, payload in parts]
+    relayed = [
+        (part._replace(receiver=NAME, learner_id="donor", versions=(3, 4), clock=4), payload) for part, payload in parts
+    ]
     taker.say(relayed[0][0], relayed[0][1][:-1] + b"\x55")  # damaged: asked for again
     assert taker.await_message(StateRequest).part == 0
     for part, payload in relayed:
@@ -324,7 +326,7 @@ def test_a_foreign_state_is_refused_and_training_begins_without(script: Script) 
     script.admit(4)
     script.await_message(StateRequest)
     payload = b"no state of this model"
-    part = StatePart("donor", 3, NAME, 30, (4, 4), 0, 1, codec.digest(payload), len(payload))
+    part = StatePart("donor", 3, NAME, 30, (4, 4), 0, 1, codec.digest(payload), len(payload), clock=4)
     script.say(part, payload)
     script.await_message(StateDone)
     script.await_message(StateRequest)  # somebody else may have a better one
