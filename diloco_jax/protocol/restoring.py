@@ -9,6 +9,8 @@ from typing import Any
 from diloco_jax.protocol.membership import Member
 from diloco_jax.protocol.rounds import Round
 
+REPETITIONS_MAX = 3  # of a question to somebody who is back; behind the deadline that many are still waited for
+
 
 class Restoring:
     """The fragments of which a newer version may exist than the driver holds.
@@ -76,6 +78,8 @@ class Restoring:
 
     def next_deadline_s(self) -> float:
         """What time alone can resolve."""
+        if self.asked and self.repetitions < REPETITIONS_MAX:
+            return self.resend_s
         deadline_s = inf if self.deadline_s is None else self.deadline_s
         return min(deadline_s, self.resend_s) if self.asked else deadline_s
 
@@ -93,8 +97,8 @@ class Restoring:
         """Whether nothing newer can come, or the wait for it is over."""
         if self.deadline_s is None:
             return False  # without learners there is nothing to go on with
-        if now_s >= self.deadline_s:
-            return True
+        if now_s >= self.deadline_s:  # what a learner that is back holds is worth asking for again
+            return not self.asked or self.repetitions >= REPETITIONS_MAX
         if self.asked:
             return False
         return not self.awaited or all(self.held[p] >= self._newest(p, versions) for p in self.wanted)

@@ -6,6 +6,7 @@ machine and its own state agree on is still found. The numbers of the rules are 
 
 from __future__ import annotations
 
+from diloco_jax.protocol.restoring import REPETITIONS_MAX
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.node import Node, Observer
@@ -56,7 +57,7 @@ class HealthyChecker(Checker):
         pace_s = (steps + config.grace_steps_max) * scenario.longest_step_s + 2 * scenario.merge_s
         timeouts_s = 3 * config.lease_s + config.heartbeat_s + config.pull_timeout_s + 2 * config.resend_s
         if any(fault.kind in ("syncer_crash", "rewind") for fault in scenario.faults):
-            timeouts_s += config.restore_s
+            timeouts_s += config.restore_s + 2**REPETITIONS_MAX * config.resend_s
         self.bound_s = (pace_s + 10 * self.way_s + timeouts_s) * (1 if self.lossless else 4)
 
     def on_step(self, node: Node, began: bool, now_s: float) -> None:

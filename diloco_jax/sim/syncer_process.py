@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 
 from diloco_jax.protocol.effects import Effect, Merge, Restore, SaveSnapshot, Send
-from diloco_jax.protocol.messages import SYNCER, AnchorValue, LearnerMessage
+from diloco_jax.protocol.messages import SYNCER, AnchorValue, LearnerMessage, Stop
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.protocol.tape import TapedSyncer
 from diloco_jax.sim.disk import Disk, Snapshot
@@ -138,17 +138,21 @@ class SyncerProcess:
         lines = len(self._disk.tape)  # that of the input is written
         if effects:
             done = effects if self.dies_after is None else effects[: self.dies_after]
-            if self.machine.finished and self.finished_s == NEVER_S and done:
-                self._save_last()
+            ends = self.machine.finished and self.finished_s == NEVER_S
             heard, send = self._heard, self._send
             for effect in done:
                 kind = type(effect)
                 if kind is Send:
+                    if ends and type(effect.message) is Stop:  # type: ignore[union-attr]
+                        ends = False
+                        self._save_last()  # before anybody hears of the end: until then learners hold what may be lost
                     link = heard.get(effect.peer)  # type: ignore[union-attr]
                     if link is not None:
                         send(link.down, effect.message)  # type: ignore[union-attr]
                 elif kind in HANDLED:
                     self._do(effect, message)
+            if ends and self.dies_after is None:
+                self._save_last()
         if self._observers:
             now_s = self._engine.now_s
             for observer in self._observers:
@@ -182,13 +186,14 @@ class SyncerProcess:
         return Snapshot(global_step, json.dumps(self.machine.state()), tuple(self.values), len(self._disk.tape))
 
     def _written(self, snapshot: Snapshot) -> None:
-        if self.alive:  # else it is half-written, and nobody takes it for one
+        if self.alive and self.finished_s == NEVER_S:  # else it is half-written, or was written before the last one
             self._saving = False
             self._disk.keep(snapshot)
 
     def _save_last(self) -> None:
-        """Before anybody hears of the end: until then learners hold what this process may lose."""
+        """The end of the run, as far as this process has it."""
+        if self.machine.restoring:
+            return  # learners have yet to bring some of it
         self.finished_s = self._engine.now_s
-        if [version for version, _ in self.values] == self.machine.versions:  # else learners have yet to bring some
-            self._disk.final = tuple(self.values)
-            self._disk.keep(self._take_snapshot(self.machine.global_step))
+        self._disk.final = tuple(self.values)
+        self._disk.keep(self._take_snapshot(self.machine.global_step))

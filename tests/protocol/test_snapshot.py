@@ -258,6 +258,20 @@ def test_the_wait_ends_restore_s_after_the_first_is_back() -> None:
     assert not syncer.restoring and only(effects, Note)[-1].kind == "lost"
 
 
+def test_what_somebody_who_is_back_holds_is_asked_for_behind_the_deadline_but_not_for_ever() -> None:
+    syncer = lived()
+    syncer.on_restart(**HELD_NONE, now_s=5.0)
+    syncer.on_message(hello("a", versions=(0, 1, 0, 0), epoch=1), 6.0)
+    asked = []
+    for tenth in range(60, 270):
+        effects = syncer.on_tick(tenth / 10)
+        asked += [tenth / 10 for e in effects if isinstance(e, Send) and isinstance(e.message, AnchorRequest)]
+        deadline_s = syncer.next_deadline_s()
+        assert deadline_s is not None and deadline_s > tenth / 10 and syncer.restoring
+    assert asked == [9.0, 15.0], "b, who is not back, was waited for until 16.0"
+    assert only(syncer.on_tick(27.0), Note)[-1].kind == "lost" and not syncer.restoring
+
+
 def test_it_waits_for_those_who_were_connected_also_after_a_second_death() -> None:
     syncer = lived()
     syncer.on_restart(**HELD_NONE, now_s=5.0)
