@@ -348,12 +348,12 @@ class Learner(Stager):
                 self._adopting = True
                 same = tuple(p for p, digest in enumerate(self._saved.digests) if digest == self.digests[p])
                 return [AdoptState("", self._saved.global_step, same)]
-            if self._receiver.complete and not self._receiver.over:
-                self._adopting = True
-                return [self._receiver.adopt(held)]
+            effects = self._receiver.adopt(held, self.global_step, now_s)
+            self._adopting = any(isinstance(effect, AdoptState) for effect in effects)
             if self._receiver.over:
                 self._marker = self.global_step // max(1, self._config.snapshot_every)
                 self._train()
+            return effects
         return []
 
     def _train(self) -> None:

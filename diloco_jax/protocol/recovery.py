@@ -195,11 +195,14 @@ class Receiver:
         self._wait(now_s)
         return [self._request(index) for index in range(self._asked) if index not in self._kept]
 
-    def adopt(self, held: Sequence[int]) -> AdoptState:
-        """Take the complete state over; of the parameters what is based on the versions `held`."""
-        assert self.complete, "a state is adopted before it is complete"
+    def adopt(self, held: Sequence[int], clock: int, now_s: float) -> list[Effect]:
+        """Take a complete state over, of the parameters what is based on the versions `held`, if it is recent."""
+        if self.over or not self.complete:
+            return []
+        if clock - self._clock > self._config.sync_every:  # the global model was longer on its way than the state
+            return self._abandon(clock, now_s)
         same = tuple(p for p, (theirs, ours) in enumerate(zip(self.versions, held, strict=True)) if theirs == ours)
-        return AdoptState(self.donor, self.donor_step, same)
+        return [AdoptState(self.donor, self.donor_step, same)]
 
 
 class Copy(NamedTuple):

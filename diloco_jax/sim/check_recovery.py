@@ -41,6 +41,7 @@ class RecoveryIsWhole(Checker):
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._heard: dict[Life, int] = defaultdict(int)  # newest global step
+        self._decided: dict[Life, int] = {}  # the clock when a state was chosen
         self._welcomed: dict[Life, int] = {}  # global step of the first welcome
         self._asked: dict[Life, int] = {}  # receiver -> clock of its newest attempt
         self._staged: dict[Life, dict[int, Staged]] = defaultdict(dict)  # local step -> copy; also those that are freed
@@ -62,6 +63,8 @@ class RecoveryIsWhole(Checker):
             if isinstance(effect, Send):
                 if isinstance(effect.message, StateRequest) and not effect.message.donor:
                     self._asked[life] = effect.message.clock
+            elif isinstance(effect, AdoptState):
+                self._decided[life] = self._clock(life)
             elif isinstance(effect, StageState):
                 self._stage(life, effect.local_step)
             elif isinstance(effect, UnstageState):
@@ -70,12 +73,16 @@ class RecoveryIsWhole(Checker):
             elif isinstance(effect, Finish):
                 self.check(not self._held[life], f"{source} ends with copies of steps {self._held[life]}")
 
+    def _clock(self, life: Life) -> int:
+        machine = self.cluster.nodes[life[0]].machine
+        assert machine is not None
+        return machine.global_step if self.config.lockstep else self._heard[life]  # lockstep counts steps of its own
+
     def _stage(self, life: Life, local_step: int) -> None:
         node = self.cluster.nodes[life[0]]
         machine = node.machine
         assert machine is not None
-        clock = machine.global_step if self.config.lockstep else self._heard[life]  # lockstep counts steps of its own
-        self._staged[life][local_step] = Staged(clock, dict(node.anchors))
+        self._staged[life][local_step] = Staged(self._clock(life), dict(node.anchors))
         self._held[life].add(local_step)
         self.check(machine.local_step == local_step, f"{life[0]} copies step {local_step} at {machine.local_step}")
         self.check(len(self._held[life]) <= STATES_MAX, f"{life[0]} holds copies of steps {self._held[life]}")
@@ -95,10 +102,10 @@ class RecoveryIsWhole(Checker):
             digest = digest_of(donor, incarnation, local_step, number)
             self.check(part.digest == digest, f"{name} takes over part {number} as {part}")
         staged = self._staged[donor, incarnation][local_step]
-        asked, heard = self._asked[name, node.incarnation], self._heard[name, node.incarnation]
+        asked, decided = self._asked[name, node.incarnation], self._decided[name, node.incarnation]
         self.check(staged.clock >= asked, f"{name} asked with clock {asked}, {donor} had heard of {staged.clock}")
         limit = self.config.sync_every
-        self.check(heard - asked <= limit, f"{name} took {heard - asked} global steps to get a state, limit {limit}")
+        self.check(decided - asked <= limit, f"{name} took {decided - asked} global steps to get a state, limit {limit}")
         self._check_fragments(node, effect, staged.anchors)
 
     def _check_own(self, node: Node, effect: AdoptState) -> None:
