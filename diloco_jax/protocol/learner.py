@@ -127,15 +127,15 @@ class Learner(Stager):
         said: list[Effect] = [Send(SYNCER, Leave(self.learner_id, self.incarnation, reason))] if self._connected else []
         return [*said, *self._stop(reason)]
 
-    def on_corrupt(self, now_s: float) -> list[Effect]:
-        """A global fragment arrived whose bytes are not those of its digest: ask for what is missing."""
-        return [self._hello(now_s)] if self._connected and self.state != STOPPED else []
+    def on_corrupt(self, now_s: float) -> None:
+        """A global fragment arrived damaged. Ask for it later, and once: all of the answer may be damaged again."""
+        if self._connected and self.state != STOPPED and self._resend_at_s is None:
+            self._resend_at_s = now_s + self._resend_wait_s
 
     def _hello(self, now_s: float) -> Send:
-        # Every repetition waits longer: on a slow link the missing fragments are under way, not lost.
         self._resend_at_s = now_s + self._resend_wait_s
         self._hello_step = self.local_step
-        self._resend_wait_s = min(2 * self._resend_wait_s, self._config.lease_s)
+        self._resend_wait_s = min(2 * self._resend_wait_s, self._config.lease_s)  # it may be slow, and not lost
         versions, digests = tuple(a.version for a in self.adopted), tuple(self.digests)
         who = (self.learner_id, self.incarnation, self._fingerprint)
         return Send(SYNCER, Hello(*who, versions, digests, self.epoch, self._step_samples, self._allotment.granted))

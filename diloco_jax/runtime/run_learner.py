@@ -306,7 +306,8 @@ class LearnerRun:
             values = self._decoded(message, payload)
         except ValueError as error:
             log.warning(f"version {message.version} of fragment {message.fragment_id} {error}; asking again")
-            self._apply(lambda: self._machine.on_corrupt(now_s))
+            with self._lock:
+                self._machine.on_corrupt(now_s)
             return
         with self._lock:
             waits = self._newest.get(message.fragment_id)

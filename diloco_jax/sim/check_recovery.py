@@ -102,10 +102,11 @@ class RecoveryIsWhole(Checker):
             digest = digest_of(donor, incarnation, local_step, number)
             self.check(part.digest == digest, f"{name} takes over part {number} as {part}")
         staged = self._staged[donor, incarnation][local_step]
-        asked, decided = self._asked[name, node.incarnation], self._decided[name, node.incarnation]
+        asked = self._asked[name, node.incarnation]
+        took = self._decided[name, node.incarnation] - asked
         self.check(staged.clock >= asked, f"{name} asked with clock {asked}, {donor} had heard of {staged.clock}")
         limit = self.config.sync_every
-        self.check(decided - asked <= limit, f"{name} took {decided - asked} global steps to get a state, limit {limit}")
+        self.check(took <= limit, f"{name} took {took} global steps to get a state, limit {limit}")
         self._check_fragments(node, effect, staged.anchors)
 
     def _check_own(self, node: Node, effect: AdoptState) -> None:

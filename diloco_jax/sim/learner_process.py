@@ -207,14 +207,13 @@ class LearnerProcess(Node):
         if isinstance(message, Garbled):
             if not isinstance(message.message, GlobalFragment):
                 return  # a part of a state: it will be asked for again
-            effects = machine.on_corrupt(now_s)
+            machine.on_corrupt(now_s)
         else:
             self._see(message, now_s)
             if isinstance(message, AnchorRequest):
-                effects = machine.on_anchor_request(message, now_s)
+                self._run(machine.on_anchor_request(message, now_s))
             else:
-                effects = machine.on_state_pull(message, now_s)
-        self._run(effects)
+                self._run(machine.on_state_pull(message, now_s))
         self._settle()
 
     def _see(self, message: SyncerMessage, now_s: float) -> None:

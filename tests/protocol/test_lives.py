@@ -207,13 +207,19 @@ def test_it_offers_the_global_value_that_it_holds() -> None:
         assert isinstance(drop, Drop) and "is not held" in drop.reason
 
 
-def test_a_damaged_value_makes_it_greet_again() -> None:
+def test_damaged_values_make_it_greet_once_a_while_later() -> None:
+    """Not once for each, and not at once: the answer is several values again, and all of them may be damaged."""
     made = learner(recovers=False)
     greeted(made, 8, 8)
-    (effect,) = made.on_corrupt(2.0)
-    assert isinstance(effect, Send) and isinstance(effect.message, Hello) and effect.message.versions == (8,)
-    made.on_disconnected(3.0)
-    assert made.on_corrupt(4.0) == []
+    made.on_step(10, 1.0, 2.5, 1.9, samples_end=made.take_batch().end)
+    for tenth in range(20, 50):
+        made.on_corrupt(tenth / 10)
+        assert not any(isinstance(getattr(e, "message", None), Hello) for e in made.on_tick(tenth / 10))
+    asked = [effect.message for effect in made.on_tick(5.0) if isinstance(effect, Send)]
+    assert [message.versions for message in asked if isinstance(message, Hello)] == [(8,)]
+    made.on_disconnected(6.0)
+    made.on_corrupt(7.0)
+    assert made.next_deadline_s() is None
 
 
 # ---- lockstep and a tape without its end -----------------------------------------------------------------------------

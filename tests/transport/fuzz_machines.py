@@ -297,7 +297,10 @@ def learner_event(machine: Learner, wanted: list[StateRequest], source: Source, 
     if event < 225 and machine.may_step():
         batch = machine.take_batch()
         return machine.on_step(64, 0.5, 1.0, now_s, samples_end=batch.end)
-    return machine.on_tick(now_s) if event < 235 else machine.on_corrupt(now_s)
+    if event < 235:
+        return machine.on_tick(now_s)
+    machine.on_corrupt(now_s)
+    return []
 
 
 # ---- seeds ------------------------------------------------------------------------------------------------------
