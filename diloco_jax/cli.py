@@ -136,6 +136,7 @@ def _learner(arguments: argparse.Namespace) -> int:
     run_dir = _learner_dir(arguments, config)
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.files import ADDRESS_FILE
+    from diloco_jax.runtime.preemption import check_source, watch
     from diloco_jax.runtime.run_learner import LearnerRun
 
     kind = LearnerRun
@@ -146,6 +147,8 @@ def _learner(arguments: argparse.Namespace) -> int:
     incarnation = arguments.incarnation if arguments.incarnation is not None else int(time.time() * 1000)
     told = run_dir / ADDRESS_FILE
     address = arguments.syncer or (told.read_text(encoding="utf-8") if told.exists() else config.transport.address)
+    if arguments.preemption:
+        watch(check_source(arguments.preemption), stop)
     reason = kind(config, arguments.island, incarnation, address, run_dir, stop).run()
     print(f"{arguments.island}: {reason}", flush=True)
     return INTERRUPTED if stop.is_set() else 0  # 0 only when the syncer ended the run

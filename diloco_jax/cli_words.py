@@ -40,6 +40,12 @@ def make_parser(run: Mapping[str, Command]) -> argparse.ArgumentParser:
     learner.add_argument("--island", required=True, help="name of the learner, unique in the run")
     learner.add_argument("--syncer", help="host:port of the syncer; default: that of the run's folder, or the config's")
     learner.add_argument("--incarnation", type=int, help="number that grows with every start; default: the time")
+    learner.add_argument(
+        "--preemption",
+        metavar="gce|FILE",
+        help="leave politely when Google Cloud's metadata server, "
+        "or the existence of FILE, says that this machine will be taken away; SIGTERM always says so",
+    )
     unlisted = commands.add_parser(CHAOS_LEARNER, parents=[learner], add_help=False)  # what `chaos` starts
     unlisted.set_defaults(command=run[CHAOS_LEARNER], name=CHAOS_LEARNER, takes_overrides=True)
     _chaos_words(add("chaos", "A local run under a schedule of faults: what came back, when.", config=True))

@@ -1,4 +1,4 @@
-"""Names in a run's folder (docs/architecture.md lists who writes what)."""
+"""Names in a run's folder (README.md says what they hold)."""
 
 from __future__ import annotations
 

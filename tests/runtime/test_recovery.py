@@ -103,14 +103,17 @@ def test_a_killed_island_returns_with_a_healthy_ones_state_and_a_stranger_joins(
     wait_for(lambda: job.merged_with("island-1")[-1] > returned_s, "a merge with island-1 again", PATIENCE_S)
 
     config = job.run_dir / "config.yaml"
-    stranger = start("learner", config, "--island", "stranger", "--islands.batch_size", 4)
+    notice = tmp_path / "notice"
+    words = ["--island", "stranger", "--preemption", notice]
+    stranger = start("learner", config, *words, "--islands.batch_size", 4)
     try:
         tape = job.await_life("stranger", 1)
         assert tape[0][1:] == ["stranger", tape[0][2], 4] and len(lines(tape, "state")) == 1
         wait_for(lambda: job.merged_with("stranger"), "a merge with the stranger", PATIENCE_S)
-        stranger.send_signal(signal.SIGTERM)
+        notice.touch()
         output, _ = stranger.communicate(timeout=100)
         assert stranger.returncode == 130 and "stranger: stopped from outside" in output
+        assert "preemption notice" in output
     finally:
         stranger.kill()
     job.end()
