@@ -42,7 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _status_of(known: argparse.Namespace) -> int:
     """Run the command; errors for people become one line and a status."""
     try:
-        return int(known.command(known))
+        status = int(known.command(known))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `diloco status RUN | head`: whoever read us has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except ConnectionError as error:  # may work at the next attempt, so a supervisor may start us again
         print(f"diloco {known.name}: {error}", file=sys.stderr)
         return FAILED

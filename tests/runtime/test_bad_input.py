@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.runtime.helpers import run, start, wait_for, write_config
+from tests.runtime.helpers import environment, run, start, wait_for, write_config
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(200)]
 
@@ -111,3 +113,15 @@ def test_learner_with_another_model_is_told_what_differs(tmp_path: Path) -> None
 
 def _read(run_dir: Path) -> str:
     return (run_dir / "syncer.address").read_text()
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    config = write_config(tmp_path, islands={"count": 3}, train={"batch_size": 12})
+    command = [sys.executable, "-m", "diloco_jax", "chaos", str(config)]
+    ended = subprocess.run(
+        [*command, "--dry-run"], stdout=writer, stderr=subprocess.PIPE, text=True, env=environment(), timeout=100
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, "")
