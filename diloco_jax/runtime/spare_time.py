@@ -13,7 +13,7 @@ from pathlib import Path
 
 WINDOW_S = 0.2  # between two looks; the system counts in hundredths of a second
 STALE_S = 2.0  # what was seen before such a pause says nothing any more
-LEAST = 0.03  # of the cores' time that is used however busy they are
+LEAST = 0.02  # of the cores' time that is used however busy they are
 LEFT_OVER = 0.25  # of the cores' time that stays idle: a step that waits a moment is no invitation
 BURST_S = 0.02  # that may be used at once: a small state should not take long
 THREADS_COST = 2.0  # processor time of the whole process for a second of the thread: others send what it has made
