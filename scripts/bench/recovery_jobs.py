@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -87,7 +88,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-class Job:
+class Job(ABC):
     """A job in its own folder. Use as a context manager: nothing outlives it."""
 
     def __init__(self, folder: Path, setting: Setting) -> None:
@@ -158,18 +159,21 @@ class Job:
         began_s = self.victim().get("started", math.inf)
         return next((r for r in self.rounds() if r.with_victim and r.t > began_s), None)
 
+    @abstractmethod
     def start(self) -> None:
-        raise NotImplementedError
+        """Start its processes."""
 
+    @abstractmethod
     def kill(self) -> None:
-        raise NotImplementedError
+        """SIGKILL the victim."""
 
+    @abstractmethod
     def rounds(self) -> list[Round]:
-        raise NotImplementedError
+        """All rounds so far, in their order."""
 
+    @abstractmethod
     def victim(self) -> dict[str, float]:
         """When its new process reached: started, imported, ready, and what else the side knows of."""
-        raise NotImplementedError
 
 
 class TorchftJob(Job):
