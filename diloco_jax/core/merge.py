@@ -8,15 +8,15 @@ An outer gradient is `global - local`, so the outer optimizer descends along it.
 Outer gradients of learners are almost orthogonal, so the norm of their average shrinks like 1 / sqrt(M); radial-
 directional averaging keeps the mean norm for any M. (The paper prints the radial factor without norm bars.)
 
-Everything here is NumPy on the host: float32 data, float64 scalars, separate multiplications and additions, learners
-and elements in a fixed order. Equal inputs give equal bits. Values that are not finite propagate.
+Here is what is decided from a few float64 numbers: weights and coefficients. Equal inputs give equal bits. The passes
+over the values themselves are in merger.py.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -29,7 +29,6 @@ Weights = Sequence[float | int] | Float64[np.ndarray, "m"]
 
 CANCELLED_NORM = 1e-6  # a mean direction shorter than this is rounding noise: float32 resolves about 1e-7
 ZERO_NORM = 1e-30  # phi(v) = 0 below: 1 / |v| must stay far inside the range of float32
-_CHUNK = 1 << 16  # elements worked on at once: 256 KiB of float32 stay in the cache between two operations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,47 +87,37 @@ def token_weights(
     return _normalised(weights, len(steps))
 
 
-def average(gradients: Iterable[Float32[np.ndarray, "..."]], weights: Weights) -> Float32[np.ndarray, "..."]:
-    """Return the weighted mean, `sum_m w_m v_m / sum_m w_m`.
+def coefficients(
+    products: Float64[np.ndarray, "m m"], weights: Float64[np.ndarray, "m"], method: Method
+) -> Float32[np.ndarray, "m"]:
+    """Return c with merged = sum_m c_m v_m, from the products <v_i, v_j> of a tensor's outer gradients (paper, D.2).
+
+      average   c_m = w_m
+      rda       c_m = (w_m / |v_m|) (sum_j w_j |v_j|) / |sum_j w_j phi(v_j)|
+
+    `phi(0) = 0`: a learner that did not move shortens the result and has no say in the direction. Where directions
+    cancel (`|sum_m w_m phi(v_m)| < 1e-6`) there is none, and the result is the weighted average. One contributor is
+    returned as it is.
 
     Args:
-      gradients: of equal shapes, one per learner; read one at a time, so a generator holds only one in memory.
-      weights: one per learner, at least 0, with a sum above 0; need not be normalised.
-
-    Raises:
-      ValueError: no gradients, or numbers or shapes that do not match, or unusable weights.
+      products: above the diagonal and on it; what is below is not read.
+      weights: at least 0, with the sum 1.
+      method: 'rda' or 'average'.
     """
-    return _weighted_sum(gradients, _normalised(weights))
-
-
-def radial_directional_average(
-    gradients: Sequence[Float32[np.ndarray, "..."]], weights: Weights
-) -> Float32[np.ndarray, "..."]:
-    """Return the mean norm along the mean direction, `(sum_m w_m |v_m|) phi(sum_m w_m phi(v_m))` (paper, D.2).
-
-    Norms are over the whole array. `phi(0) = 0`: a learner that did not move shortens the result and has no say in
-    the direction. Where directions cancel (`|sum_m w_m phi(v_m)| < 1e-6`) there is none, and the result is the
-    weighted average. One contributor is returned as it is.
-
-    Args:
-      gradients: of equal shapes, one per learner.
-      weights: one per learner, at least 0, with a sum above 0; need not be normalised.
-
-    Raises:
-      ValueError: no gradients, or numbers or shapes that do not match, or unusable weights.
-    """
-    shares = _normalised(weights, len(gradients))
-    if np.count_nonzero(shares) == 1:
-        return _weighted_sum(gradients, shares)
-    norms = [_norm(gradient) for gradient in gradients]
-    scales = [share / norm if norm > ZERO_NORM else 0.0 for share, norm in zip(shares, norms, strict=True)]
-    direction = _weighted_sum(gradients, np.asarray(scales, np.float64))
-    length = _norm(direction)
+    if method == "average" or np.count_nonzero(weights) == 1:
+        return weights.astype(np.float32)
+    norms = [math.sqrt(products[m, m]) for m in range(len(weights))]
+    scales = [float(w) / norm if norm > ZERO_NORM else 0.0 for w, norm in zip(weights, norms, strict=True)]
+    terms = [scales[i] * scales[j] * products[i, j] * (1 if i == j else 2) for i, j in _pairs(len(scales))]
+    length = math.sqrt(max(0.0, math.fsum(terms)))
     if length < CANCELLED_NORM:
-        return _weighted_sum(gradients, shares)
-    radius = math.fsum(share * norm for share, norm in zip(shares, norms, strict=True))
-    direction *= np.float32(radius / length)
-    return direction
+        return weights.astype(np.float32)
+    radius = math.fsum(float(w) * norm for w, norm in zip(weights, norms, strict=True))
+    return np.array([scale * (radius / length) for scale in scales], np.float64).astype(np.float32)
+
+
+def _pairs(count: int) -> Iterator[tuple[int, int]]:
+    return ((i, j) for i in range(count) for j in range(i, count))
 
 
 def merge_method(path: str, shape: tuple[int, ...], config: MergeConfig) -> Method:
@@ -144,39 +133,6 @@ def merge_method(path: str, shape: tuple[int, ...], config: MergeConfig) -> Meth
     return config.method
 
 
-def merge_fragment(
-    gradients: Sequence[Mapping[str, Float32[np.ndarray, "..."]]],
-    weights: Weights,
-    methods: Mapping[str, Method],
-) -> dict[str, Float32[np.ndarray, "..."]]:
-    """Merge the learners' outer gradients of one fragment, each tensor slice by itself.
-
-    Args:
-      gradients: one mapping per learner, all with the keys of `methods`. Their order is part of the result's last
-        bits: sort by learner name.
-      weights: one per learner, at least 0, with a sum above 0; need not be normalised.
-      methods: 'rda' or 'average', by key.
-
-    Returns:
-      New arrays, by key, in the order of `methods`.
-
-    Raises:
-      ValueError: no gradients, or keys, numbers or shapes that do not match, or unusable weights.
-    """
-    shares = _normalised(weights, len(gradients))
-    for index, gradient in enumerate(gradients):
-        if different := sorted(gradient.keys() ^ methods.keys()):
-            raise ValueError(f"gradient {index} and the merge methods differ in key {different[0]!r}")
-    merged = {}
-    for key, method in methods.items():
-        merge = radial_directional_average if method == "rda" else average
-        try:
-            merged[key] = merge([gradient[key] for gradient in gradients], shares)
-        except ValueError as error:
-            raise ValueError(f"{key!r}: {error}") from error
-    return merged
-
-
 def _matches(path: str, pattern: str) -> bool:
     return re.fullmatch(".*".join(re.escape(part) for part in pattern.split("*")), path) is not None
 
@@ -189,38 +145,3 @@ def _normalised(weights: Weights, count: int | None = None) -> Float64[np.ndarra
     if not (math.isfinite(total) and total > 0 and values.min() >= 0):
         raise ValueError(f"weights {values.tolist()} must be finite, at least 0, and not all 0")
     return values / total
-
-
-def _weighted_sum(
-    gradients: Iterable[Float32[np.ndarray, "..."]], scales: Float64[np.ndarray, "m"]
-) -> Float32[np.ndarray, "..."]:
-    """sum_m scale_m v_m in one float32 accumulator."""
-    total: np.ndarray | None = None
-    product = np.empty(_CHUNK, np.float32)
-    for gradient, scale in zip(gradients, scales.astype(np.float32), strict=True):
-        if total is None:
-            total = np.zeros(gradient.shape, np.float32)
-        elif gradient.shape != total.shape:
-            raise ValueError(f"gradients have different shapes, {total.shape} and {gradient.shape}")
-        if scale == 0:
-            continue
-        flat, sums = gradient.reshape(-1), total.reshape(-1)
-        for start in range(0, flat.size, _CHUNK):
-            part = flat[start : start + _CHUNK]
-            np.multiply(part, scale, out=product[: part.size])
-            sums[start : start + _CHUNK] += product[: part.size]
-    if total is None:
-        raise ValueError("no gradients to merge; a merge needs at least one")
-    return total
-
-
-def _norm(array: Float32[np.ndarray, "..."]) -> float:
-    """Euclidean norm. Not np.linalg.norm: BLAS chooses its order of summation by machine and thread count."""
-    flat = array.reshape(-1)
-    squares = np.empty(min(_CHUNK, flat.size), np.float64)
-    sums = []
-    for start in range(0, flat.size, _CHUNK):
-        part = flat[start : start + _CHUNK]
-        np.multiply(part, part, out=squares[: part.size], dtype=np.float64)
-        sums.append(float(np.add.reduce(squares[: part.size])))
-    return math.sqrt(math.fsum(sums))

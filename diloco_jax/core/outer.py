@@ -1,7 +1,7 @@
-"""The outer optimizer: one optax update of a fragment of the global parameters, with one state per fragment.
+"""The outer optimizer: how the merged outer gradient of a fragment moves it, with one state per fragment.
 
 The outer gradient is `global - local`, a descent direction like any gradient, so every optax transformation can be an
-outer optimizer. The default is DiLoCo's Nesterov momentum:
+outer optimizer. The default is DiLoCo's Nesterov momentum, which merger.py computes in the pass that merges:
 
     v     <- g + mu v
     theta <- theta - lr (g + mu v)
@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import numpy as np
 import optax
 from jaxtyping import Float32
 
-Values = Mapping[str, Float32[np.ndarray, "..."]]
+Views = Mapping[str, Float32[np.ndarray, "..."]]
+OuterState = dict[str, np.ndarray]
 OptimizerName = Literal["nesterov", "sgd", "adam"]
 
 
@@ -48,63 +49,78 @@ class OuterConfig:
             raise ValueError(f"outer momentum is {self.momentum}; it must be at least 0 and below 1")
 
 
-def make_outer(config: OuterConfig) -> optax.GradientTransformation:
-    """Return the optax transformation that `config` names."""
-    match config.optimizer:
-        case "nesterov":
-            return optax.sgd(config.learning_rate, momentum=config.momentum, nesterov=True)
-        case "sgd":
-            return optax.sgd(config.learning_rate)
-        case "adam":
-            return optax.adam(config.learning_rate, b1=config.momentum)
+@dataclass(frozen=True, slots=True)
+class Nesterov:
+    """Stochastic gradient descent, with Nesterov's momentum if there is any; equals optax.sgd(..., nesterov=True)."""
+
+    rate: float
+    momentum: float
+
+    def init(self, views: Views) -> OuterState:
+        """Return the state before the first update.
+
+        Args:
+          views: the fragment's values; their order is that of its flat array.
+        """
+        size = sum(view.size for view in views.values())
+        return {"trace": np.zeros(size, np.float32)} if self.momentum else {}
 
 
-class OuterOptimizer:
-    """Applies an optax transformation to fragments: NumPy in, NumPy out, computed on the host's CPU.
+class Optax:
+    """Any optax gradient transformation, computed on the host's CPU.
 
-    Holds no state but compiled programs, one per fragment layout. The caller keeps one optimizer state per fragment.
-    Results are bit-identical between runs on one kind of machine; the compiler may fuse multiply-adds on another.
+    Results are bit-identical between runs on one kind of machine; the compiler may fuse multiply-adds on another. Only
+    a transformation that treats every element alike gives the same with every number of merge shards.
 
     Args:
-      tx: any optax gradient transformation.
+      tx: the transformation.
     """
 
     def __init__(self, tx: optax.GradientTransformation) -> None:
         self._tx = tx
-        # Both are donated: `step` hands in private copies, and donation halves the memory traffic.
-        self._update = jax.jit(self._apply, donate_argnums=(0, 2))
+        self._update = jax.jit(tx.update)
 
-    def init(self, params: Values) -> Any:
-        """Return the state of one fragment before its first update, a tree of NumPy arrays.
+    def init(self, views: Views) -> OuterState:
+        """Return the state before the first update: the leaves of optax's state by their paths.
 
         Args:
-          params: the fragment's global values, by key.
+          views: the fragment's values.
         """
         with jax.default_device(_cpu()):
-            return _to_host(self._tx.init(_to_cpu(dict(params))))
+            leaves = jax.tree_util.tree_leaves_with_path(self._tx.init(_to_cpu(dict(views))))
+        return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
-    def step(self, params: Values, gradient: Values, state: Any) -> tuple[dict[str, np.ndarray], Any]:
-        """Return the fragment's new values and state. The arguments stay as they are; the results are read-only.
+    def updates(
+        self, gradient: Views, state: Mapping[str, np.ndarray], params: Views
+    ) -> tuple[Float32[np.ndarray, "n"], OuterState]:
+        """Return what to add to the parameters, as one flat array, and the new state. Changes none of its arguments.
 
         Args:
-          params: the fragment's global values, by key.
-          gradient: the merged outer gradient, `global - local`, with the same keys and shapes.
-          state: of this fragment, from `init` or the previous `step`.
-
-        Raises:
-          ValueError: keys or shapes of `params` and `gradient` differ.
+          gradient: the merged outer gradient, `global - local`.
+          state: from `init` or the previous call.
+          params: the fragment's global values, with the same names and shapes.
         """
-        if different := sorted(params.keys() ^ gradient.keys()):
-            raise ValueError(f"parameters and outer gradient differ in key {different[0]!r}")
-        for key, value in params.items():
-            if value.shape != gradient[key].shape:
-                raise ValueError(f"{key!r} has shape {value.shape}, its outer gradient {gradient[key].shape}")
-        new_params, new_state = self._update(_to_cpu(dict(params)), _to_cpu(dict(gradient)), _to_cpu(state))
-        return {key: np.asarray(new_params[key]) for key in params}, _to_host(new_state)
+        template = jax.eval_shape(self._tx.init, dict(params))
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(template)]
+        tree = jax.tree.unflatten(jax.tree.structure(template), [state[jax.tree_util.keystr(path)] for path in paths])
+        moves, after = self._update(_to_cpu(dict(gradient)), _to_cpu(tree), _to_cpu(dict(params)))
+        leaves = jax.tree_util.tree_leaves_with_path(after)
+        flat = np.concatenate([np.asarray(moves[name], np.float32).reshape(-1) for name in params])
+        return flat, {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
-    def _apply(self, params: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
-        updates, state = self._tx.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state
+
+Outer: TypeAlias = Nesterov | Optax
+
+
+def make_outer(config: OuterConfig) -> Outer:
+    """Return the optimizer that `config` names."""
+    match config.optimizer:
+        case "nesterov":
+            return Nesterov(config.learning_rate, config.momentum)
+        case "sgd":
+            return Nesterov(config.learning_rate, 0.0)
+        case "adam":
+            return Optax(optax.adam(config.learning_rate, b1=config.momentum))
 
 
 def _cpu() -> jax.Device:
@@ -112,9 +128,5 @@ def _cpu() -> jax.Device:
 
 
 def _to_cpu(tree: Any) -> Any:
-    # device_put may alias NumPy memory, on CPU even with may_alias=False, and the donated update would overwrite it.
+    # Copies of our own: device_put may alias NumPy memory, on CPU even with may_alias=False.
     return jax.device_put(jax.tree.map(np.array, tree), _cpu())
-
-
-def _to_host(tree: Any) -> Any:
-    return jax.tree.map(np.asarray, tree)

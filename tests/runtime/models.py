@@ -10,7 +10,7 @@ import numpy as np
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.merge import MergeConfig
-from diloco_jax.core.outer import OuterConfig, OuterOptimizer, make_outer
+from diloco_jax.core.outer import OuterConfig, make_outer
 from diloco_jax.protocol.effects import Merge, Part
 from diloco_jax.runtime.global_model import GlobalModel, Merged
 
@@ -18,7 +18,7 @@ SHAPES = {"layer/kernel": (4, 6), "layer/bias": (6,), "embed": (8, 4)}
 FRAGMENTS = 2
 
 
-def make_model(outer: OuterConfig | None = None, **merge: float) -> GlobalModel:
+def make_model(outer: OuterConfig | None = None, wire_down: codec.Format = "float32", **merge: float) -> GlobalModel:
     """The model with its initial values."""
     rng = np.random.default_rng(7)
     parameters = {path: rng.normal(size=shape).astype(np.float32) for path, shape in SHAPES.items()}
@@ -26,10 +26,11 @@ def make_model(outer: OuterConfig | None = None, **merge: float) -> GlobalModel:
     return GlobalModel(
         plan_fragments(SHAPES, FRAGMENTS),
         parameters,
-        OuterOptimizer(make_outer(outer)),
+        make_outer(outer),
         merge=MergeConfig(**merge),  # type: ignore[arg-type]
         weights="tokens2_per_step",
         wire_up="float32",
+        wire_down=wire_down,
         anchor_history=2,
     )
 

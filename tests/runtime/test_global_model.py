@@ -8,9 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from diloco_jax.core import codec
+from diloco_jax.core.layout import value_digest
 from diloco_jax.core.outer import OuterConfig
-from diloco_jax.runtime.global_model import RATES_KEPT, RATES_MIN, GlobalModel
+from diloco_jax.runtime.global_model import GlobalModel
+from diloco_jax.runtime.usable import RATES_KEPT, RATES_MIN
 from tests.runtime.models import FRAGMENTS, gradient, make_model, merge, order
 
 
@@ -30,7 +31,7 @@ def test_a_merge_changes_nothing_until_it_is_published() -> None:
     model.publish(merged)
     assert merged.state is not None and merged.left_out == {}
     assert model.versions == [1, 0] and model.payload(0) != payload
-    assert model.digests[0] == codec.digest(model.payload(0)) == merged.state.digest
+    assert model.digests[0] == value_digest(model.slices(model.capture()[0], 0)) == merged.state.digest
     assert model.digests[1] == digests[1]
 
 

@@ -1,0 +1,150 @@
+"""How a fragment, or one shard's share of it, lies in flat arrays and in payloads.
+
+A piece is a range of one slice's elements; without shards it is the whole slice. The pieces lie one after the other in
+a flat float32 array, in ascending order of (key, start), which is also the float32 payload. Work is cut into leaves of
+at most 2^18 elements of one piece. Pieces of a cut slice begin at multiples of a leaf, so leaves, blocks and digests
+are the same however many shards there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from jaxtyping import Float32, Shaped
+
+from diloco_jax.core.codec import BLOCK, Format
+from diloco_jax.core.fragments import Fragment
+
+LEAF = 1 << 18  # elements: 1 MiB of float32
+SCALED = ("int8", "int4")  # formats with a scale per block
+_CODE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
+
+
+class Piece(NamedTuple):
+    """Elements start..stop-1 of a flattened slice."""
+
+    key: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]  # of the whole slice, or (stop - start,) of a part
+
+    @property
+    def name(self) -> str:
+        """The key, with the range of a part."""
+        return self.key if self.start == 0 and math.prod(self.shape) == self.stop else f"{self.key}@{self.start}"
+
+
+class Leaf(NamedTuple):
+    """Elements start..stop-1 of a flattened piece: what is worked on at once."""
+
+    piece: int
+    start: int
+    stop: int
+
+
+class Place(NamedTuple):
+    """Where a piece begins in a payload, in bytes."""
+
+    scales: int
+    codes: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Pieces in their order, and where each begins in a flat array."""
+
+    pieces: tuple[Piece, ...]
+    offsets: tuple[int, ...]
+    size: int
+    leaves: tuple[Leaf, ...]
+
+    def places(self, format: Format) -> tuple[Place, ...]:
+        """Where each piece lies in a payload."""
+        found, offset = [], 0
+        for piece in self.pieces:
+            count = piece.stop - piece.start
+            scales, codes, end = offset, offset, offset + int(count * _CODE_BYTES[format])
+            if format in SCALED:
+                blocks = math.ceil(count / BLOCK)
+                codes = scales + 4 * blocks
+                end = codes + int(blocks * BLOCK * _CODE_BYTES[format])
+            found.append(Place(scales, codes, end))
+            offset = end
+        return tuple(found)
+
+    def payload_bytes(self, format: Format) -> int:
+        """Size of an encoded value."""
+        return self.places(format)[-1].end if self.pieces else 0
+
+    def where(self, leaf: Leaf) -> slice:
+        """The leaf in a flat array."""
+        offset = self.offsets[leaf.piece]
+        return slice(offset + leaf.start, offset + leaf.stop)
+
+    def views(self, flat: Float32[np.ndarray, "n"]) -> dict[str, Float32[np.ndarray, "..."]]:
+        """Each piece as a view of its shape, by name: for whole slices the values by key."""
+        sizes = [piece.stop - piece.start for piece in self.pieces]
+        return {
+            piece.name: flat[offset : offset + size].reshape(piece.shape)
+            for piece, offset, size in zip(self.pieces, self.offsets, sizes, strict=True)
+        }
+
+    def flat(self, values: Mapping[str, Shaped[np.ndarray, "..."]]) -> Float32[np.ndarray, "n"]:
+        """A new flat array with these values of whole slices."""
+        flat = np.empty(self.size, np.float32)
+        for piece, offset in zip(self.pieces, self.offsets, strict=True):
+            flat[offset : offset + piece.stop - piece.start] = values[piece.key].reshape(-1)[piece.start : piece.stop]
+        return flat
+
+    def leaf_digests(self, flat: Float32[np.ndarray, "n"]) -> list[int]:
+        """The digest of each leaf."""
+        return [leaf_digest(flat[self.where(leaf)]) for leaf in self.leaves]
+
+
+def make_layout(pieces: Iterable[Piece]) -> Layout:
+    """Return the layout of these pieces, whatever their order."""
+    ordered = tuple(sorted(pieces))
+    offsets, leaves, offset = [], [], 0
+    for number, piece in enumerate(ordered):
+        offsets.append(offset)
+        count = piece.stop - piece.start
+        offset += count
+        leaves += [Leaf(number, start, min(start + LEAF, count)) for start in range(0, count, LEAF)]
+    return Layout(ordered, tuple(offsets), offset, tuple(leaves))
+
+
+def whole(fragment: Fragment) -> Layout:
+    """The layout of a whole fragment."""
+    return make_layout(Piece(key, 0, math.prod(shape), shape) for key, shape in fragment.keys_shapes)
+
+
+def leaf_digest(values: Float32[np.ndarray, "n"]) -> int:
+    """XXH3 of a leaf's float32 bytes, in [0, 2^64)."""
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(values).view(np.uint8).data)
+
+
+def combined(leaves: Sequence[int]) -> int:
+    """The digest of a fragment's value, from those of its leaves in the order of (key, start)."""
+    return xxhash.xxh3_64_intdigest(np.asarray(leaves, "<u8").tobytes())
+
+
+def value_digest(values: Mapping[str, Float32[np.ndarray, "..."]]) -> int:
+    """The digest of a fragment's value: equal exactly when all float32 bits are, but for one case in 2^64.
+
+    Args:
+      values: whole slices, float32, by key.
+    """
+    return combined([leaf_digest(leaf) for leaf in _leaves(values)])
+
+
+def _leaves(values: Mapping[str, Float32[np.ndarray, "..."]]) -> Iterator[Float32[np.ndarray, "n"]]:
+    for key in sorted(values):
+        flat = values[key].reshape(-1)
+        for start in range(0, flat.size, LEAF):
+            yield flat[start : start + LEAF]
