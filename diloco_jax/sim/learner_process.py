@@ -1,7 +1,8 @@
 """The driver of a learner's machine, over all lives of its process: as runtime/run_learner.py.
 
-Pulls, and requests for anchors and states, are answered at once, as a link's thread does; every other message waits for
-the end of the step, and while a whole state is taken over. The next batch may be drawn while a step runs.
+Pulls, and requests for anchors and states, are answered at once, and global fragments read, as a link's thread does;
+every other message waits for the end of the step, and while a whole state is taken over, and so does what was read, the
+newest of each fragment only. The next batch may be drawn while a step runs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from diloco_jax.protocol.messages import (
     AnchorRequest,
     AnchorValue,
     FragmentValue,
+    NO_VERSION,
     GlobalFragment,
     Message,
     PullRequest,
@@ -192,6 +194,8 @@ class LearnerProcess(Node):
         elif type(message) is PullRequest:
             self._see(message, now_s)
             self._run(machine.on_pull(message, now_s))
+        elif type(message) is GlobalFragment:
+            self._on_global(message, False, now_s)
         elif type(message) in URGENT:
             self._answer(message, now_s)
         elif self.stepping or self.loading:
@@ -205,16 +209,49 @@ class LearnerProcess(Node):
         machine = self.machine
         assert machine is not None
         if isinstance(message, Garbled):
-            if not isinstance(message.message, GlobalFragment):
-                return  # a part of a state: it will be asked for again
-            machine.on_corrupt(now_s)
+            if isinstance(message.message, GlobalFragment):  # else a part of a state: it will be asked for again
+                self._on_global(message.message, True, now_s)
+            return
+        self._see(message, now_s)
+        if isinstance(message, AnchorRequest):
+            self._run(machine.on_anchor_request(message, now_s))
         else:
-            self._see(message, now_s)
-            if isinstance(message, AnchorRequest):
-                self._run(machine.on_anchor_request(message, now_s))
-            else:
-                self._run(machine.on_state_pull(message, now_s))
+            self._run(machine.on_state_pull(message, now_s))
         self._settle()
+
+    def _on_global(self, message: GlobalFragment, garbled: bool, now_s: float) -> None:
+        """Read it now, since steps apply to the newest value that came; adopt it when no step runs."""
+        machine, fragment_id = self.machine, message.fragment_id
+        assert machine is not None
+        if not machine.wants(message, now_s):
+            self._settle()
+            return
+        made = digest_of("garbled", message) if garbled else self._made_by(message)
+        for observer in self._observers:
+            observer.on_read(self, message, made == message.digest, now_s)
+        if made != message.digest:
+            machine.on_corrupt(now_s)
+            self._settle()
+            return
+        machine.on_read(message)
+        self.heads[fragment_id] = (message.version, made)
+        if self.stepping or self.loading:
+            self.newest[fragment_id] = message
+            self.inbox.append(message)
+            return
+        self._see(message, now_s)
+        self._run(machine.on_message(message, now_s), message)
+        self._settle()
+
+    def _made_by(self, message: GlobalFragment) -> int:
+        """Digest of the value that the message's payload leads to."""
+        if message.base == NO_VERSION:
+            return message.digest
+        step = self._world.steps.get((message.epoch, message.fragment_id, message.version))
+        held = self.heads.get(message.fragment_id)
+        if step is None or held is None or held[1] != step.base:
+            return digest_of("garbage", message, held)
+        return step.made
 
     def _see(self, message: SyncerMessage, now_s: float) -> None:
         for observer in self._observers:
@@ -227,9 +264,13 @@ class LearnerProcess(Node):
         for message in inbox:
             if self.loading:
                 self.inbox.append(message)
-            else:
-                self._see(message, now_s)
-                self._run(machine.on_message(message, now_s), message)
+                continue
+            if isinstance(message, GlobalFragment):
+                if self.newest.get(message.fragment_id) is not message:
+                    continue  # a newer one waits behind it
+                del self.newest[message.fragment_id]
+            self._see(message, now_s)
+            self._run(machine.on_message(message, now_s), message)
 
     # ---- steps and time -------------------------------------------------------------------------------------------
 

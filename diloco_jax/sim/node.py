@@ -7,7 +7,7 @@ from typing import NamedTuple
 from diloco_jax.protocol.effects import AdoptState, Effect
 from diloco_jax.protocol.learner import Learner, Saved
 from diloco_jax.protocol.leases import Batch
-from diloco_jax.protocol.messages import LearnerMessage, StatePart, SyncerMessage
+from diloco_jax.protocol.messages import GlobalFragment, LearnerMessage, StatePart, SyncerMessage
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.sim.faults import NEVER_S, Fault
 from diloco_jax.sim.network import Garbled, Link
@@ -36,6 +36,7 @@ class Node:
         "factor",
         "finished",
         "gone",
+        "heads",
         "held",
         "inbox",
         "incarnation",
@@ -46,6 +47,7 @@ class Node:
         "loading",
         "machine",
         "name",
+        "newest",
         "next_batch",
         "paused_s",
         "poisoned",
@@ -82,6 +84,8 @@ class Node:
         self.loading = False  # its step thread takes a state over
         self.next_batch: Batch | None = None  # what the step after this one reads, if that is drawn already
         self.inbox: list[SyncerMessage] = []  # waits for the end of the step
+        self.newest: dict[int, GlobalFragment] = {}  # fragment -> newest of its values that waits there
+        self.heads: dict[int, Value] = {}  # fragment -> global value that was read last, adopted or not
         self.held: list[SyncerMessage | Garbled] = []  # waits for the end of a pause
         self.paused_s = 0.0  # when the pause ends
         self.tick_s = NEVER_S  # the earliest tick that is on the heap
@@ -101,6 +105,9 @@ class Observer:
 
     def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
         """A message is about to be given to the syncer."""
+
+    def on_read(self, node: Node, message: GlobalFragment, ok: bool, now_s: float) -> None:
+        """A learner has read a global fragment that its machine wants; ok: the value has the digest that it should."""
 
     def on_arrival(self, node: Node, message: SyncerMessage, now_s: float) -> None:
         """A message is about to be given to a learner."""
