@@ -27,7 +27,6 @@ from diloco_jax.protocol.messages import (
     AnchorRequest,
     AnchorValue,
     FragmentValue,
-    NO_VERSION,
     GlobalFragment,
     Message,
     PullRequest,
@@ -38,6 +37,7 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.sim.faults import NEVER_S
 from diloco_jax.sim.network import Garbled, Link
 from diloco_jax.sim.node import Node, SavedCopy
+from diloco_jax.sim.reader import Reader
 from diloco_jax.sim.world import FINGERPRINT, MakeLearner, World, digest_of
 
 DIAL_S = 0.01  # from dialling to a link that stands
@@ -62,7 +62,7 @@ class LearnerProcess(Node):
         step_samples: samples in one of them.
     """
 
-    __slots__ = ("_accept", "_ended", "_engine", "_make", "_observers", "_send", "_world")
+    __slots__ = ("_accept", "_ended", "_engine", "_make", "_observers", "_reader", "_send", "_world")
 
     def __init__(
         self,
@@ -90,14 +90,10 @@ class LearnerProcess(Node):
         self.life += 1
         self.incarnation += 1
         scenario = self._world.scenario
-        self.machine = machine = self._make(
-            self.name,
-            self.incarnation,
-            scenario.config,
-            FINGERPRINT,
-            step_samples=self.step_samples,
-            saved=self.saved[-1].described if self.saved else None,
-        )
+        who = (self.name, self.incarnation, scenario.config, FINGERPRINT)
+        saved = self.saved[-1].described if self.saved else None
+        self.machine = machine = self._make(*who, step_samples=self.step_samples, saved=saved)
+        self._reader = Reader(self._world, self, machine)
         machine.payload_bytes = dict.fromkeys(range(scenario.config.num_fragments), scenario.payload_bytes)
         self.dial(DIAL_S)
 
@@ -201,8 +197,7 @@ class LearnerProcess(Node):
         elif self.stepping or self.loading:
             self.inbox.append(message)
         else:
-            self._see(message, now_s)
-            self._run(machine.on_message(message, now_s), message)
+            self._take(message, now_s)
             self._settle()
 
     def _answer(self, message: AnchorRequest | StatePull | Garbled, now_s: float) -> None:
@@ -221,56 +216,31 @@ class LearnerProcess(Node):
 
     def _on_global(self, message: GlobalFragment, garbled: bool, now_s: float) -> None:
         """Read it now, since steps apply to the newest value that came; adopt it when no step runs."""
-        machine, fragment_id = self.machine, message.fragment_id
-        assert machine is not None
-        if not machine.wants(message, now_s):
-            self._settle()
-            return
-        made = digest_of("garbled", message) if garbled else self._made_by(message)
-        for observer in self._observers:
-            observer.on_read(self, message, made == message.digest, now_s)
-        if made != message.digest:
-            machine.on_corrupt(now_s)
-            self._settle()
-            return
-        machine.on_read(message)
-        self.heads[fragment_id] = (message.version, made)
-        if self.stepping or self.loading:
-            self.newest[fragment_id] = message
-            self.inbox.append(message)
-            return
-        self._see(message, now_s)
-        self._run(machine.on_message(message, now_s), message)
+        if self._reader.read(message, garbled, now_s):
+            if self.stepping or self.loading:
+                self.inbox.append(message)
+            else:
+                self._take(message, now_s)
         self._settle()
 
-    def _made_by(self, message: GlobalFragment) -> int:
-        """Digest of the value that the message's payload leads to."""
-        if message.base == NO_VERSION:
-            return message.digest
-        step = self._world.steps.get((message.epoch, message.fragment_id, message.version))
-        held = self.heads.get(message.fragment_id)
-        if step is None or held is None or held[1] != step.base:
-            return digest_of("garbage", message, held)
-        return step.made
+    def _take(self, message: SyncerMessage, now_s: float) -> None:
+        assert self.machine is not None
+        self._see(message, now_s)
+        self._run(self.machine.on_message(message, now_s), message)
 
     def _see(self, message: SyncerMessage, now_s: float) -> None:
         for observer in self._observers:
             observer.on_arrival(self, message, now_s)
 
     def _take_inbox(self) -> None:
-        machine, now_s = self.machine, self._engine.now_s
-        assert machine is not None
+        now_s = self._engine.now_s
         inbox, self.inbox = self.inbox, []
         for message in inbox:
             if self.loading:
                 self.inbox.append(message)
                 continue
-            if isinstance(message, GlobalFragment):
-                if self.newest.get(message.fragment_id) is not message:
-                    continue  # a newer one waits behind it
-                del self.newest[message.fragment_id]
-            self._see(message, now_s)
-            self._run(machine.on_message(message, now_s), message)
+            if not isinstance(message, GlobalFragment) or self._reader.is_newest(message):
+                self._take(message, now_s)
 
     # ---- steps and time -------------------------------------------------------------------------------------------
 

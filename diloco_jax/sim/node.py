@@ -36,7 +36,6 @@ class Node:
         "factor",
         "finished",
         "gone",
-        "heads",
         "held",
         "inbox",
         "incarnation",
@@ -47,7 +46,6 @@ class Node:
         "loading",
         "machine",
         "name",
-        "newest",
         "next_batch",
         "paused_s",
         "poisoned",
@@ -84,8 +82,6 @@ class Node:
         self.loading = False  # its step thread takes a state over
         self.next_batch: Batch | None = None  # what the step after this one reads, if that is drawn already
         self.inbox: list[SyncerMessage] = []  # waits for the end of the step
-        self.newest: dict[int, GlobalFragment] = {}  # fragment -> newest of its values that waits there
-        self.heads: dict[int, Value] = {}  # fragment -> global value that was read last, adopted or not
         self.held: list[SyncerMessage | Garbled] = []  # waits for the end of a pause
         self.paused_s = 0.0  # when the pause ends
         self.tick_s = NEVER_S  # the earliest tick that is on the heap
