@@ -16,12 +16,14 @@ from collections.abc import Sequence
 
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note, Part, SaveSnapshot, Send
 from diloco_jax.protocol.leases import LeaseBook
-from diloco_jax.protocol.membership import ACTIVE, GONE, SILENT, Member, Membership, Sent
-from diloco_jax.protocol.messages import Advance, Expel, FragmentValue, GlobalFragment, PullRequest, Stop
+from diloco_jax.protocol.membership import ACTIVE, GONE, SILENT, Held, Member, Membership, Sent
+from diloco_jax.protocol.messages import NO_VERSION, Advance, Expel, FragmentValue, GlobalFragment, PullRequest, Stop
 from diloco_jax.protocol.pacing import Closing, ProtocolConfig, Schedule, closing, grace_window_s
 from diloco_jax.protocol.recovery import Matchmaker
 from diloco_jax.protocol.restoring import Restoring
 from diloco_jax.protocol.rounds import MERGING, PULLING, Pace, Round
+
+STEPS_MAX = 2  # times that a version goes out to one member as a step: who lacks it then cannot use steps
 
 
 class Collector:
@@ -41,11 +43,13 @@ class Collector:
         self.merged_parts = 0
         self.finished = False
         self.payload_bytes: dict[int, int] = {}  # fragment -> size of its encoded global value, told by the driver
+        self.step_bytes: dict[int, int] = {}  # likewise of a step to its newest version; absent: steps are not used
         self.membership = Membership(fingerprint, config.num_fragments, config.learners_max)
         self.leases = LeaseBook(config.num_fragments)
         self._matches = Matchmaker(self.membership)
         self._schedule = Schedule(config.sync_every, config.num_fragments)
         self._history = [[0] for _ in range(config.num_fragments)]  # versions against which a value can be read
+        self._bases: dict[int, Held] = {}  # fragment -> value from which a step leads to its newest one
         self._rounds: dict[int, Round] = {}
         self._collecting: Round | None = None
         self._fresh: set[str] = set()
@@ -102,6 +106,7 @@ class Collector:
             self._advance(effects)
             return effects + self._proceed(now_s)
         self._pace = self._pace.after_sync(now_s - this.closed_s, self.membership.median_step_s(), self.config)
+        self._bases[this.fragment_id] = Held(self.versions[this.fragment_id], self.digests[this.fragment_id])
         self._renew(this, parts, digest, effects)
         effects += [self._global(member, this.fragment_id) for member in self.membership.connected()]
         for member in self.membership.live_members():
@@ -259,7 +264,7 @@ class Collector:
             return
         sent = member.sent.get(fragment_id)
         if sent is not None and member.local_step > sent.local_step + sent.wait_steps:
-            effects.append(self._global(member, fragment_id, 2 * sent.wait_steps))
+            effects.append(self._whole(member, fragment_id, 2 * sent.wait_steps))
 
     def _settle(self, this: Round, now_s: float) -> list[Effect]:
         """Merge a pulled round once nobody is left to answer; give it up when nobody did."""
@@ -296,10 +301,31 @@ class Collector:
                 effects += self._settle(this, now_s)
         return effects
 
-    def _global(self, member: Member, fragment_id: int, wait_steps: int = 0) -> Send:
-        member.sent[fragment_id] = Sent(member.local_step, wait_steps or self.config.overlap_steps + 1)
-        version, size = self.versions[fragment_id], self.payload_bytes.get(fragment_id, 0)
-        message = GlobalFragment(self.global_step, fragment_id, version, self.epoch, self.digests[fragment_id], size)
+    def _global(self, member: Member, fragment_id: int) -> Send:
+        """Send the newest version: as a step to a member that will hold its base by then, else whole."""
+        base = self._bases.get(fragment_id)
+        sent = member.sent.get(fragment_id)
+        steps = sent.steps if sent is not None and sent.version == self.versions[fragment_id] else 0
+        wait_steps = self.config.overlap_steps + 1
+        if (
+            base is None
+            or fragment_id not in self.step_bytes
+            or member.will_hold[fragment_id] != base
+            or steps >= STEPS_MAX
+        ):
+            return self._whole(member, fragment_id, wait_steps)
+        sent = Sent(self.versions[fragment_id], steps + 1, member.local_step, wait_steps)
+        return self._sent(member, fragment_id, sent, self.step_bytes[fragment_id], base.version)
+
+    def _whole(self, member: Member, fragment_id: int, wait_steps: int) -> Send:
+        sent = Sent(self.versions[fragment_id], STEPS_MAX, member.local_step, wait_steps)
+        return self._sent(member, fragment_id, sent, self.payload_bytes.get(fragment_id, 0), NO_VERSION)
+
+    def _sent(self, member: Member, fragment_id: int, sent: Sent, size: int, base: int) -> Send:
+        member.sent[fragment_id] = sent
+        digest = self.digests[fragment_id]
+        member.will_hold[fragment_id] = Held(sent.version, digest)
+        message = GlobalFragment(self.global_step, fragment_id, sent.version, self.epoch, digest, size, base)
         return Send(member.learner_id, message)
 
     def _release(self, member: Member, effects: list[Effect]) -> None:

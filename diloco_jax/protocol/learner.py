@@ -3,8 +3,8 @@
 Rules of this file
   * Inputs are `on_<event>` methods; each returns the effects that the driver executes in order. Nothing is buffered.
   * The machine never sees an array. It decides which fragment to copy (Stage), to send and to adopt.
-  * `on_pull`, `on_anchor_request` and `on_state_pull` change nothing that a step depends on, so a driver may call them
-    while a step runs (under its lock). Every other input belongs between two inner steps.
+  * `on_pull`, `on_anchor_request`, `on_state_pull`, `wants`, `on_read` and `on_corrupt` change nothing that a step
+    depends on, so a driver may call them while a step runs (under its lock). Every other input belongs between steps.
   * Without a global value of every fragment it may not step: a fresh start reports nothing, nothing of it is merged.
 
 States:  joining -> recovering (only when it joins a run that is under way) -> training <-> waiting (lockstep only)
@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import NamedTuple, assert_never
 
 from diloco_jax.protocol.effects import Adopt, AdoptState, Drop, Effect, Finish, SaveState, Send
+from diloco_jax.protocol.heads import GAP, USEFUL, Heads
 from diloco_jax.protocol.leases import Allotment, Batch
 from diloco_jax.protocol.messages import (
     NO_VERSION,
@@ -23,7 +24,6 @@ from diloco_jax.protocol.messages import (
     Adopted,
     Advance,
     AnchorRequest,
-    AnchorValue,
     Expel,
     GlobalFragment,
     Heartbeat,
@@ -86,6 +86,7 @@ class Learner(Stager):
         self._allotment = Allotment(step_samples, config.lease_ahead_steps)
         self._receiver = Receiver(learner_id, incarnation, config)
         self._donor = Donor(learner_id, incarnation)
+        self._heads = Heads()
         self._welcomed = False
         self._adopting = False  # a state is being taken over by the driver
         self._marker = 0  # snapshots that this learner has passed
@@ -127,8 +128,19 @@ class Learner(Stager):
         said: list[Effect] = [Send(SYNCER, Leave(self.learner_id, self.incarnation, reason))] if self._connected else []
         return [*said, *self._stop(reason)]
 
+    def wants(self, message: GlobalFragment, now_s: float) -> bool:
+        """Whether a global fragment that has arrived is of use: read it, then call `on_read` or `on_corrupt`."""
+        verdict = self._heads.judge(message)
+        if verdict == GAP:
+            self.on_corrupt(now_s)
+        return verdict == USEFUL
+
+    def on_read(self, message: GlobalFragment) -> None:
+        """Its value is there, with the right digest: later steps apply to it, adopted or not."""
+        self._heads.move(message)
+
     def on_corrupt(self, now_s: float) -> None:
-        """A global fragment arrived damaged. Ask for it later, and once: all of the answer may be damaged again."""
+        """A fragment arrived damaged, or led to another digest. Ask later, and once: the answer may be damaged too."""
         if self._connected and self.state != STOPPED and self._resend_at_s is None:
             self._resend_at_s = now_s + self._resend_wait_s
 
@@ -170,18 +182,9 @@ class Learner(Stager):
         effects: list[Effect] = []
         if self._connected or self._config.lockstep:
             self._stage_due(effects)
-        self._report = report = StepReport(
-            self.learner_id,
-            self.incarnation,
-            self.local_step,
-            self.tokens,
-            self.global_step,
-            self.adopted,
-            step_s,
-            loss,
-            samples_end,
-            self._allotment.granted,
-        )
+        counters = (self.local_step, self.tokens, self.global_step, self.adopted)
+        told = (*counters, step_s, loss, samples_end, self._allotment.granted)
+        self._report = report = StepReport(self.learner_id, self.incarnation, *told)
         if self._connected:
             effects.append(Send(SYNCER, report))
             if self._wanted:
@@ -284,15 +287,6 @@ class Learner(Stager):
         if again and message.clock > self.global_step and self._connected:
             effects.append(self._hello(now_s))  # the broadcast that it waits for was lost on its way here
         return effects + self._serve() if self.state == WAITING else effects
-
-    def on_anchor_request(self, message: AnchorRequest, now_s: float) -> list[Effect]:
-        """A restarted syncer lacks a global value that is held here."""
-        del now_s
-        fragment_id, version = message
-        if not 0 <= fragment_id < len(self.adopted) or self.adopted[fragment_id].version != version:
-            return [Drop(SYNCER, f"version {version} of fragment {fragment_id} is not held (any more)")]
-        digest = self.digests[fragment_id]
-        return [Send(SYNCER, AnchorValue(self.learner_id, self.incarnation, fragment_id, version, digest, 0))]
 
     def on_advance(self, message: Advance, now_s: float) -> list[Effect]:
         """A global step closed without a new fragment; in lockstep that ends the wait for it."""

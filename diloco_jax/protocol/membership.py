@@ -24,10 +24,19 @@ JOINING, ACTIVE, SILENT, GONE = "joining", "active", "silent", "gone"
 
 
 class Sent(NamedTuple):
-    """When a fragment was sent to a member, in the member's own steps, and in how many of them it is due."""
+    """A version of a fragment that was sent to a member."""
 
-    local_step: int
-    wait_steps: int
+    version: int
+    steps: int  # times that it went out as a step
+    local_step: int  # of the member, when it last did
+    wait_steps: int  # in how many of the member's steps it is due
+
+
+class Held(NamedTuple):
+    """A value of a fragment, as a member holds it."""
+
+    version: int
+    digest: int
 
 
 class Member:
@@ -59,6 +68,7 @@ class Member:
         "strikes",
         "tokens",
         "used_step",
+        "will_hold",
     )
 
     def __init__(self, learner_id: str, incarnation: int, now_s: float) -> None:
@@ -82,6 +92,7 @@ class Member:
         self.merged_base: dict[int, int] = {}  # fragment -> version under its newest value that was merged
         self.sent: dict[int, Sent] = {}  # fragment -> its newest version's way to this member
         self.offered: tuple[int, ...] = ()  # versions held when it last greeted
+        self.will_hold: list[Held] = []  # per fragment, once it has taken all that was sent since that greeting
         self.step_samples = 1
         self.lease_step = 0  # its local step when leases were last sent
         self.strikes = 0  # values in a row that could not be used
@@ -145,6 +156,7 @@ class Member:
         plain = {name: getattr(self, name) for name in self.__slots__}
         plain["merged_base"] = list(self.merged_base.items())
         plain["sent"] = [[fragment_id, *sent] for fragment_id, sent in self.sent.items()]
+        plain["will_hold"] = list(self.will_hold)
         return plain
 
     @classmethod
@@ -157,6 +169,7 @@ class Member:
         member.offered = tuple(plain["offered"])
         member.merged_base = {fragment_id: version for fragment_id, version in plain["merged_base"]}
         member.sent = {fragment_id: Sent(*sent) for fragment_id, *sent in plain["sent"]}
+        member.will_hold = [Held(*held) for held in plain["will_hold"]]
         return member
 
 
@@ -246,6 +259,7 @@ class Membership:
             self.set_state(member, JOINING, now_s)
         member.heard_s = now_s
         member.offered = hello.versions
+        member.will_hold = [Held(*told) for told in zip(hello.versions, hello.digests, strict=True)]
         member.step_samples = hello.step_samples
         return member
 

@@ -7,6 +7,7 @@ Rules of this file
   * `version` of a fragment is the global step whose round produced it; 0 is the initial model, -1 means "none held".
   * `epoch` counts the lives of the syncer, from 1. `incarnation` counts those of a learner.
   * `digest` is the driver's 64-bit checksum of a fragment's float32 bytes, or of a part of a state; opaque here.
+  * A step is small and leads from one version's value to the next one's; a whole value needs nothing to be read.
   * A sample is a window of data. The global order has positions 0, 1, 2, ...; a learner counts the samples that it took
     from its leases, in the order in which they were granted.
 
@@ -223,6 +224,9 @@ class PullRequest(NamedTuple):
 class GlobalFragment(NamedTuple):
     """A merged fragment. `global_step` is the syncer's clock, `version` the round that made the value.
 
+    The payload is the whole value in float32, or, when `base` names a version, the quantised step that leads from the
+    value of that version to this one. `digest` is of the value of `version` in both cases.
+
     A later epoch's value replaces any of an earlier one, whatever their versions: the earlier life may have made
     versions that nobody but this learner remembers.
     """
@@ -233,6 +237,7 @@ class GlobalFragment(NamedTuple):
     epoch: int
     digest: int
     payload_bytes: int
+    base: int = NO_VERSION
 
 
 class Advance(NamedTuple):

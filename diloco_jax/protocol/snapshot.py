@@ -20,7 +20,7 @@ from typing import Any
 
 from diloco_jax.protocol.collector import Collector
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Restore, Send
-from diloco_jax.protocol.membership import GONE
+from diloco_jax.protocol.membership import GONE, Held
 from diloco_jax.protocol.messages import AnchorRequest, AnchorValue
 from diloco_jax.protocol.restoring import Restoring
 from diloco_jax.protocol.rounds import MERGING, Pace, Round
@@ -85,6 +85,7 @@ class Restartable(Collector):
             self.membership.set_state(member, GONE, now_s)
         effects += [Discard(this.global_step) for this in self._rounds.values()]
         self._rounds, self._collecting, self._fresh = {}, None, set()
+        self._bases.clear()  # their steps went with the process
         self._matches.clear()
         self._lease_check_s = now_s
 
@@ -153,6 +154,7 @@ class Restartable(Collector):
             "counts": [self.global_step, self.merged_rounds, self.merged_parts, self.finished],
             "versions": list(self.versions),
             "digests": list(self.digests),
+            "bases": [[fragment_id, *base] for fragment_id, base in self._bases.items()],
             "history": [list(history) for history in self._history],
             "members": self.membership.to_plain(),
             "leases": self.leases.state(),
@@ -170,6 +172,7 @@ class Restartable(Collector):
         self.epoch, self.rewound = state["epoch"]
         self.global_step, self.merged_rounds, self.merged_parts, self.finished = state["counts"]
         self.versions, self.digests = list(state["versions"]), list(state["digests"])
+        self._bases = {fragment_id: Held(*base) for fragment_id, *base in state["bases"]}
         self._history = [list(history) for history in state["history"]]
         self.membership.from_plain(state["members"])
         self.leases.restore(state["leases"])

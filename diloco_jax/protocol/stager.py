@@ -1,4 +1,4 @@
-"""Which fragments a learner copies to host memory after a step, and how it answers the syncer's pulls with them.
+"""Which fragments a learner copies to host memory after a step, and how it answers the syncer's requests for values.
 
 The syncer asks for a fragment as it was after a named step, and learns of that step only when it is over. So the
 fragments that the next rounds will ask for are copied after every step, and a few copies of each are kept.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from diloco_jax.protocol.effects import Drop, Effect, Send, Stage, Unstage
-from diloco_jax.protocol.messages import SYNCER, Adopted, FragmentValue, PullRequest
+from diloco_jax.protocol.messages import SYNCER, Adopted, AnchorRequest, AnchorValue, FragmentValue, PullRequest
 from diloco_jax.protocol.pacing import ProtocolConfig, Schedule
 
 STAGED_STEPS_MAX = 3  # copies of one fragment: the grace window spans one step, the pull's way another
@@ -94,6 +94,15 @@ class Stager:
         if len(self._wanted) > max(1, self._config.overlap_steps):  # more are never in flight: the oldest is over
             del self._wanted[min(self._wanted, key=self._wanted.__getitem__)]
         return []
+
+    def on_anchor_request(self, message: AnchorRequest, now_s: float) -> list[Effect]:
+        """A restarted syncer lacks a global value that is held here."""
+        del now_s
+        fragment_id, version = message
+        if not 0 <= fragment_id < len(self.adopted) or self.adopted[fragment_id].version != version:
+            return [Drop(SYNCER, f"version {version} of fragment {fragment_id} is not held (any more)")]
+        digest = self.digests[fragment_id]
+        return [Send(SYNCER, AnchorValue(self.learner_id, self.incarnation, fragment_id, version, digest, 0))]
 
     def _value(self, global_step: int, fragment_id: int, copy: StagedCopy) -> Send:
         value = FragmentValue(

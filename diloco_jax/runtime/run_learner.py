@@ -302,6 +302,9 @@ class LearnerRun:
             self._inbox.put(Arrived(message))
 
     def _on_global(self, message: GlobalFragment, payload: bytes | memoryview, now_s: float) -> None:
+        with self._lock:
+            if not self._machine.wants(message, now_s):
+                return
         try:
             values = self._decoded(message, payload)
         except ValueError as error:
@@ -310,9 +313,7 @@ class LearnerRun:
                 self._machine.on_corrupt(now_s)
             return
         with self._lock:
-            waits = self._newest.get(message.fragment_id)
-            if waits is not None and (waits.epoch, waits.version) > (message.epoch, message.version):
-                return
+            self._machine.on_read(message)
             self._newest[message.fragment_id] = message  # only the newest: a long step must not pile up whole models
         self._inbox.put(Arrived(message, values))
 

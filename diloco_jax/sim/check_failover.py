@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from random import Random
 
 from diloco_jax.protocol.effects import Adopt, Effect, Note, Restore, Send
-from diloco_jax.protocol.messages import SYNCER, AnchorValue, GlobalFragment, Hello, LearnerMessage, SyncerMessage
+from diloco_jax.protocol.messages import (
+    NO_VERSION,
+    SYNCER,
+    AnchorValue,
+    GlobalFragment,
+    Hello,
+    LearnerMessage,
+    SyncerMessage,
+)
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.protocol.tape import replay
 from diloco_jax.sim.checker import Checker, HealthyChecker
@@ -167,6 +175,11 @@ class AnchorsAgree(HealthyChecker):
         dying = self.cluster.process.dies_after is not None  # then it may not have done what comes before
         self.check(dying or (message.version, message.digest) == value, f"{message} is sent with the value {value}")
         self._agree(self.lineage, message.fragment_id, message.version, message.digest, "the syncer")
+        if message.base != NO_VERSION:
+            base = self.cluster.process.steps.get(message.fragment_id)
+            self.check(
+                dying or (base is not None and base[0] == message.base), f"{message} is sent, a step is of {base}"
+            )
 
     def _lost(self, note: Note, now_s: float) -> None:
         """Nobody who had the time to bring it holds the lost version, or any other newer one than what goes on."""

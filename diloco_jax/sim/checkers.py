@@ -8,6 +8,7 @@ from diloco_jax.sim.check_leases import LeasesAccount
 from diloco_jax.sim.check_progress import EverybodyTrains, RoundsAdvance, VersionsConverge
 from diloco_jax.sim.check_recovery import RecoveryIsWhole
 from diloco_jax.sim.check_rounds import MergedOnce, QuarantineHolds, QuorumHolds, RoundsBounded, VersionsGrow
+from diloco_jax.sim.check_steps import StepsApply, WholeWhereNeeded
 from diloco_jax.sim.checker import Checker
 
 CHECKERS: tuple[type[Checker], ...] = (
@@ -22,6 +23,8 @@ CHECKERS: tuple[type[Checker], ...] = (
     RecoveryIsWhole,
     LeasesAccount,
     AnchorsAgree,
+    StepsApply,
+    WholeWhereNeeded,
     StateRoundTrip,
     TapeReplays,
     RoundsAdvance,

@@ -51,6 +51,8 @@ class Failover(World):
         """A fresh syncer, as this run began with one."""
         syncer = self._make_syncer(self.scenario.config, self.scenario.total_steps, FINGERPRINT)
         syncer.payload_bytes = dict.fromkeys(range(self.scenario.config.num_fragments), self.scenario.payload_bytes)
+        if self.scenario.step_bytes is not None:
+            syncer.step_bytes = dict.fromkeys(range(self.scenario.config.num_fragments), self.scenario.step_bytes)
         return syncer
 
     def _initial(self) -> list[Value]:

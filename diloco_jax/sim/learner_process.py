@@ -1,7 +1,8 @@
 """The driver of a learner's machine, over all lives of its process: as runtime/run_learner.py.
 
-Pulls, and requests for anchors and states, are answered at once, as a link's thread does; every other message waits for
-the end of the step, and while a whole state is taken over. The next batch may be drawn while a step runs.
+Pulls, and requests for anchors and states, are answered at once, and global fragments read, as a link's thread does;
+every other message waits for the end of the step, and while a whole state is taken over, and so does what was read, the
+newest of each fragment only. The next batch may be drawn while a step runs.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.sim.faults import NEVER_S
 from diloco_jax.sim.network import Garbled, Link
 from diloco_jax.sim.node import Node, SavedCopy
+from diloco_jax.sim.reader import Reader
 from diloco_jax.sim.world import FINGERPRINT, MakeLearner, World, digest_of
 
 DIAL_S = 0.01  # from dialling to a link that stands
@@ -60,7 +62,7 @@ class LearnerProcess(Node):
         step_samples: samples in one of them.
     """
 
-    __slots__ = ("_accept", "_ended", "_engine", "_make", "_observers", "_send", "_world")
+    __slots__ = ("_accept", "_ended", "_engine", "_make", "_observers", "_reader", "_send", "_world")
 
     def __init__(
         self,
@@ -88,14 +90,10 @@ class LearnerProcess(Node):
         self.life += 1
         self.incarnation += 1
         scenario = self._world.scenario
-        self.machine = machine = self._make(
-            self.name,
-            self.incarnation,
-            scenario.config,
-            FINGERPRINT,
-            step_samples=self.step_samples,
-            saved=self.saved[-1].described if self.saved else None,
-        )
+        who = (self.name, self.incarnation, scenario.config, FINGERPRINT)
+        saved = self.saved[-1].described if self.saved else None
+        self.machine = machine = self._make(*who, step_samples=self.step_samples, saved=saved)
+        self._reader = Reader(self._world, self, machine)
         machine.payload_bytes = dict.fromkeys(range(scenario.config.num_fragments), scenario.payload_bytes)
         self.dial(DIAL_S)
 
@@ -192,44 +190,57 @@ class LearnerProcess(Node):
         elif type(message) is PullRequest:
             self._see(message, now_s)
             self._run(machine.on_pull(message, now_s))
+        elif type(message) is GlobalFragment:
+            self._on_global(message, False, now_s)
         elif type(message) in URGENT:
             self._answer(message, now_s)
         elif self.stepping or self.loading:
             self.inbox.append(message)
         else:
-            self._see(message, now_s)
-            self._run(machine.on_message(message, now_s), message)
+            self._take(message, now_s)
             self._settle()
 
     def _answer(self, message: AnchorRequest | StatePull | Garbled, now_s: float) -> None:
         machine = self.machine
         assert machine is not None
         if isinstance(message, Garbled):
-            if not isinstance(message.message, GlobalFragment):
-                return  # a part of a state: it will be asked for again
-            machine.on_corrupt(now_s)
+            if isinstance(message.message, GlobalFragment):  # else a part of a state: it will be asked for again
+                self._on_global(message.message, True, now_s)
+            return
+        self._see(message, now_s)
+        if isinstance(message, AnchorRequest):
+            self._run(machine.on_anchor_request(message, now_s))
         else:
-            self._see(message, now_s)
-            if isinstance(message, AnchorRequest):
-                self._run(machine.on_anchor_request(message, now_s))
-            else:
-                self._run(machine.on_state_pull(message, now_s))
+            self._run(machine.on_state_pull(message, now_s))
         self._settle()
+
+    def _on_global(self, message: GlobalFragment, garbled: bool, now_s: float) -> None:
+        """Read it now, since steps apply to the newest value that came; adopt it when no step runs."""
+        if self._reader.read(message, garbled, now_s):
+            if self.stepping or self.loading:
+                self.inbox.append(message)
+            else:
+                self._take(message, now_s)
+        self._settle()
+
+    def _take(self, message: SyncerMessage, now_s: float) -> None:
+        assert self.machine is not None
+        self._see(message, now_s)
+        self._run(self.machine.on_message(message, now_s), message)
 
     def _see(self, message: SyncerMessage, now_s: float) -> None:
         for observer in self._observers:
             observer.on_arrival(self, message, now_s)
 
     def _take_inbox(self) -> None:
-        machine, now_s = self.machine, self._engine.now_s
-        assert machine is not None
+        now_s = self._engine.now_s
         inbox, self.inbox = self.inbox, []
         for message in inbox:
             if self.loading:
                 self.inbox.append(message)
-            else:
-                self._see(message, now_s)
-                self._run(machine.on_message(message, now_s), message)
+                continue
+            if not isinstance(message, GlobalFragment) or self._reader.is_newest(message):
+                self._take(message, now_s)
 
     # ---- steps and time -------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from diloco_jax.protocol.effects import AdoptState, Effect
 from diloco_jax.protocol.learner import Learner, Saved
 from diloco_jax.protocol.leases import Batch
-from diloco_jax.protocol.messages import LearnerMessage, StatePart, SyncerMessage
+from diloco_jax.protocol.messages import GlobalFragment, LearnerMessage, StatePart, SyncerMessage
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.sim.faults import NEVER_S, Fault
 from diloco_jax.sim.network import Garbled, Link
@@ -101,6 +101,9 @@ class Observer:
 
     def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
         """A message is about to be given to the syncer."""
+
+    def on_read(self, node: Node, message: GlobalFragment, ok: bool, now_s: float) -> None:
+        """A learner has read a global fragment that its machine wants; ok: the value has the digest that it should."""
 
     def on_arrival(self, node: Node, message: SyncerMessage, now_s: float) -> None:
         """A message is about to be given to a learner."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from diloco_jax.protocol.pacing import ProtocolConfig
@@ -42,6 +42,8 @@ class Scenario:
     """A merge takes 0.5 to 1.5 times this, in seconds: so merges of different rounds may end out of turn."""
     payload_bytes: int = 0
     """Size of one encoded fragment, and of one part of a state."""
+    step_bytes: int | None = None
+    """Size of one encoded step from a version of a fragment to the next; None: values always go out whole."""
     state_parts: int = 3
     """Parts of a learner's whole state."""
     load_s: float = 0.0
@@ -88,7 +90,7 @@ def random_scenario(seed: int) -> Scenario:
     faults += [Fault(random.uniform(0.0, until_s), random.choice(("leave", "drain")), (name,)) for name in leaving]
     faults += [Fault(random.uniform(0.5, until_s), "join", (name,)) for name in joining]
     most_samples = random.choice((1, 1, 4, 8))
-    return Scenario(
+    drawn = Scenario(
         config=config,
         learners=learners,
         total_steps=random.choice((20, 50, 80)) + 2 * config.sync_every,
@@ -107,6 +109,7 @@ def random_scenario(seed: int) -> Scenario:
         bad_states=random.choice((0.0, 0.0, 0.3)),
         seed=seed,
     )
+    return replace(drawn, step_bytes=random.choice((None, drawn.payload_bytes // 8, drawn.payload_bytes // 8)))
 
 
 def _random_config(random: Random, stayers: int) -> ProtocolConfig:

@@ -17,7 +17,7 @@ from diloco_jax.sim.disk import Disk, Snapshot
 from diloco_jax.sim.faults import NEVER_S
 from diloco_jax.sim.network import Deliver, Garbled, Link
 from diloco_jax.sim.node import Node, Value
-from diloco_jax.sim.world import World, digest_of
+from diloco_jax.sim.world import Step, World, digest_of
 
 HANDLED = frozenset((Merge, Restore, SaveSnapshot))
 
@@ -39,6 +39,7 @@ class SyncerProcess:
     ) -> None:
         self.machine = machine
         self.values = values
+        self.steps: dict[int, Value] = {}  # fragment -> the value from which it has a step to its newest one
         self.alive = True
         self.finished_s = NEVER_S
         self.taped = TapedSyncer(machine, disk.tape.append)
@@ -92,10 +93,12 @@ class SyncerProcess:
             left_out = tuple(name for name in names if (name, merge.global_step) in useless)
         if len(left_out) < len(names):
             before = self.values[fragment_id]
-            self.values[fragment_id] = (
-                merge.global_step,
-                digest_of(before, self.machine.epoch, fragment_id, merge.global_step, names, left_out),
-            )
+            epoch, version = self.machine.epoch, merge.global_step
+            made = digest_of(before, epoch, fragment_id, version, names, left_out)
+            self.values[fragment_id] = (version, made)
+            if self._world.scenario.step_bytes is not None:
+                self.steps[fragment_id] = before
+                self._world.steps[epoch, fragment_id, version] = Step(before[1], made)
         for observer in self._observers:
             observer.on_merged(merge.global_step, left_out, now_s)
         self.execute(self.inputs.on_merged(merge.global_step, self.values[fragment_id][1], left_out, now_s))

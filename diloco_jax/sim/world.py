@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import blake2b
+from typing import NamedTuple
 
 from diloco_jax.protocol.learner import Learner
 from diloco_jax.protocol.syncer import Syncer
@@ -23,6 +24,13 @@ def digest_of(*what: object) -> int:
     return int.from_bytes(blake2b(repr(what).encode(), digest_size=8).digest(), "little")
 
 
+class Step(NamedTuple):
+    """What a step's payload says: it makes the one digest of the other, and garbage of any other."""
+
+    base: int
+    made: int
+
+
 class World:
     """See above.
 
@@ -35,4 +43,5 @@ class World:
         self.engine = Engine(scenario.seed)
         self.network = Network(self.engine, scenario.network, faultless=not scenario.faults)
         self.observers: list[Observer] = []
+        self.steps: dict[tuple[int, int, int], Step] = {}  # life of the syncer, fragment, version -> payload
         self.useless: set[tuple[str, int]] = set()  # learner and round of values that cannot be used

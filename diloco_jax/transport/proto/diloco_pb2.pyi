@@ -375,20 +375,22 @@ class PullRequest(_message.Message):
     def __init__(self, global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., local_step: _Optional[int] = ...) -> None: ...
 
 class GlobalFragment(_message.Message):
-    __slots__ = ("global_step", "fragment_id", "version", "payload_bytes", "epoch", "digest")
+    __slots__ = ("global_step", "fragment_id", "version", "payload_bytes", "epoch", "digest", "base")
     GLOBAL_STEP_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     global_step: int
     fragment_id: int
     version: int
     payload_bytes: int
     epoch: int
     digest: int
-    def __init__(self, global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
+    base: int
+    def __init__(self, global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., digest: _Optional[int] = ..., base: _Optional[int] = ...) -> None: ...
 
 class Advance(_message.Message):
     __slots__ = ("global_step",)
