@@ -16,6 +16,9 @@ from diloco_jax.training.island import Island
 from diloco_jax.training.sharding import MeshConfig
 
 
+Assemble = Callable[[], Mapping[str, np.ndarray]]
+
+
 class Evaluator:
     """The model on one device of this host, for its initial values and for evaluation.
 
@@ -73,23 +76,23 @@ class Evaluations:
         """Do not repeat what an earlier process has evaluated."""
         self._next = (global_step // self._every + 1) * self._every if self._every else 0
 
-    def maybe(self, global_step: int, tokens: int, parameters: Callable[[], Mapping[str, np.ndarray]]) -> None:
+    def maybe(self, global_step: int, tokens: int, capture: Callable[[], Assemble]) -> None:
         """Begin an evaluation if one is due and none is running.
 
         Args:
             global_step: of the model.
             tokens: that it was trained on.
-            parameters: assembles the model's arrays; called on the thread.
+            capture: called here, if at all; what it returns is called on the thread and assembles the model.
         """
         busy = self._running is not None and not self._running.done()
         if not self._next or global_step < self._next or busy:
             return
         self._next += self._every
-        self._running = self._thread.submit(self._evaluate, global_step, tokens, parameters)
+        self._running = self._thread.submit(self._evaluate, global_step, tokens, capture())
 
-    def _evaluate(self, global_step: int, tokens: int, parameters: Callable[[], Mapping[str, np.ndarray]]) -> None:
+    def _evaluate(self, global_step: int, tokens: int, assemble: Assemble) -> None:
         try:
-            result = self._evaluator.evaluate(parameters(), self._batches)
+            result = self._evaluator.evaluate(assemble(), self._batches)
             self._report({**result, "global_step": global_step, "tokens": tokens})
         except Exception as error:
             self._report(error)

@@ -22,7 +22,7 @@ import numpy as np
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import FragmentPlan, plan_fragments
-from diloco_jax.core.outer import OuterOptimizer, make_outer
+from diloco_jax.core.outer import make_outer
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.runtime import checkpoint
 from diloco_jax.runtime.evaluation import Evaluator
@@ -142,13 +142,13 @@ class Replay:
     def _go_back(self, global_step: int) -> None:
         states = self._initial if global_step == BEGINNING else self.captures.at(global_step)
         # what comes from a disk is the newest version alone
-        self.model.load([state._replace(values={state.version: state.values[state.version]}) for state in states])
+        self.model.load([state._replace(values={state.version: state.value}) for state in states])
 
     def _keep(self, name: Name) -> None:
         """Remember the newest value of a fragment under this name, if anybody will use it."""
         if self._uses[name] > 0:
             state = self.model.capture()[name.fragment_id]
-            self._values.setdefault(name, dict(state.values[state.version]))
+            self._values.setdefault(name, self.model.slices(state, name.fragment_id))
 
     def _differ(self, where: str) -> None:
         self.difference = self.difference or where
@@ -316,10 +316,11 @@ def _model(config: RunConfig, plan: FragmentPlan, evaluator: Evaluator) -> Globa
     return GlobalModel(
         plan,
         evaluator.initial_parameters,
-        OuterOptimizer(make_outer(config.outer)),
+        make_outer(config.outer),
         merge=config.merge,
         weights=config.weights,
         wire_up=config.wire.up,
+        wire_down=config.wire.down,
         anchor_history=config.protocol.anchor_history,
     )
 

@@ -23,9 +23,11 @@ from pathlib import Path
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.core.layout import value_digest
 from diloco_jax.protocol.effects import AdoptState, Effect
 from diloco_jax.protocol.learner import Learner
 from diloco_jax.protocol.messages import (
+    NO_VERSION,
     AnchorRequest,
     GlobalFragment,
     PullRequest,
@@ -103,6 +105,7 @@ class LearnerRun:
         )
         self._lock = threading.Lock()  # guards machine, tape, effects, and what waits in the inbox
         self._inbox: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()  # None only wakes
+        self._heads: dict[int, Values] = {}  # fragment -> newest value that arrived; the link thread's
         self._newest: dict[int, GlobalFragment] = {}  # fragment -> newest of its values that waits in the inbox
         self._compiled = threading.Event()
         self._rate = learning_rate(config.optimizer, config.train.steps)
@@ -314,15 +317,22 @@ class LearnerRun:
             return
         with self._lock:
             self._machine.on_read(message)
+            self._heads[message.fragment_id] = values
             self._newest[message.fragment_id] = message  # only the newest: a long step must not pile up whole models
         self._inbox.put(Arrived(message, values))
 
     def _decoded(self, message: GlobalFragment, payload: bytes | memoryview) -> Values:
         if not 0 <= message.fragment_id < len(self._fragments):
             raise ValueError(f"is none of the {len(self._fragments)} of this model")
-        if codec.digest(payload) != message.digest:
+        layout = self._fragments[message.fragment_id].keys_shapes
+        if message.base == NO_VERSION:
+            values = codec.decode(payload, layout, "float32")
+        else:
+            step = codec.decode(payload, layout, self._config.wire.down)
+            values = {key: value + step[key] for key, value in self._heads[message.fragment_id].items()}
+        if value_digest(values) != message.digest:
             raise ValueError("arrived damaged")
-        return codec.decode(payload, self._fragments[message.fragment_id].keys_shapes, "float32")
+        return values
 
     def _on_part(self, message: StatePart, payload: bytes | memoryview) -> None:
         if codec.digest(payload) != message.digest:

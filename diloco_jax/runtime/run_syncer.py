@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.core.outer import OuterOptimizer, make_outer
+from diloco_jax.core.outer import make_outer
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note, Restore, SaveSnapshot, Send
 from diloco_jax.protocol.messages import (
     AnchorValue,
@@ -81,15 +84,19 @@ class SyncerRun:
         self._model = GlobalModel(
             plan,
             self._evaluator.initial_parameters,
-            OuterOptimizer(make_outer(config.outer)),
+            make_outer(config.outer),
             merge=config.merge,
             weights=config.weights,
             wire_up=config.wire.up,
+            wire_down=config.wire.down,
             anchor_history=config.protocol.anchor_history,
+            threads=config.syncer.merge_threads or os.cpu_count() or 1,
         )
         self._machine = Syncer(config.protocol, config.train.steps, fingerprint(config, plan.fingerprint))
-        for fragment in plan.fragments:
-            self._machine.payload_bytes[fragment.fragment_id] = len(self._model.payload(fragment.fragment_id))
+        for number in range(config.protocol.num_fragments):
+            self._machine.payload_bytes[number] = self._model.value_bytes(number)
+            if step_bytes := self._model.step_bytes(number):
+                self._machine.step_bytes[number] = step_bytes
         num_parameters = sum(fragment.num_elements for fragment in plan.fragments)
         self._stats = RunStats(config.islands.names, num_parameters, self._machine)
         self._values: dict[int, dict[str, bytes | memoryview]] = {}  # round -> learner -> encoded outer gradient
@@ -245,8 +252,11 @@ class SyncerRun:
         if merged.state is not None:
             self._model.publish(merged)  # when the decision is on the tape, and before it is told to anybody
         self._execute(effects)
+        self._evaluations.maybe(self._machine.global_step, self._stats.tokens, self._captured)
+
+    def _captured(self) -> Callable[[], Mapping[str, np.ndarray]]:
         capture, model = self._model.capture(), self._model
-        self._evaluations.maybe(self._machine.global_step, self._stats.tokens, lambda: model.parameters(capture))
+        return lambda: model.parameters(capture)
 
     def _drain(self, learner_id: str) -> str:
         """`diloco drain`, on the caller's thread."""
@@ -285,7 +295,7 @@ class SyncerRun:
             self._save_last()  # before anybody hears of the end: until then learners hold what this process may lose
             self._tell()
         if isinstance(message, GlobalFragment):
-            payload = self._model.payload(message.fragment_id)
+            payload = self._model.payload(message.fragment_id, message.base)
         elif not isinstance(message, StatePart):  # which is passed on as it came
             payload = b""
         if self._listener is not None:

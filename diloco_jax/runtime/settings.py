@@ -65,10 +65,14 @@ class SyncerConfig:
     """How often a local run starts a dead syncer again before it ends. Learners train on while it is away."""
     restart_delay_s: float = 0.2
     """Seconds between its death and its next start."""
+    merge_threads: int = 0
+    """Threads that a merge uses; 0 for as many as there are cores."""
 
     def __post_init__(self) -> None:
         if self.restarts_max < 0 or self.restart_delay_s < 0:
             raise ValueError(f"syncer.restarts_max {self.restarts_max} and restart_delay_s must be at least 0")
+        if not 0 <= self.merge_threads <= 256:
+            raise ValueError(f"syncer.merge_threads is {self.merge_threads}; use 1 to 256, or 0 for one per core")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +136,13 @@ class AdoptConfig:
 class WireConfig:
     """How fragments look on their way."""
 
-    up: Format = "bfloat16"
-    """Format of the outer gradients that learners send: float32, bfloat16, int8 or int4. Global fragments travel as
-    float32, so that every learner's anchor equals the syncer's value bit for bit."""
+    up: Format = "int4"
+    """Format of the outer gradients that learners send: float32, bfloat16, int8 or int4. What rounding leaves out of one
+    is added to the learner's next (error feedback)."""
+    down: Format = "int4"
+    """Format of the steps from one version of a fragment to the next that the syncer sends, likewise with error
+    feedback. The syncer takes exactly the step that it sends, so every learner's anchor equals its value bit for bit.
+    float32: no steps, whole values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +275,7 @@ def fingerprint(config: RunConfig, plan_fingerprint: str) -> tuple[tuple[str, st
         "sequence length": str(config.train.seq_len),
         "global steps": str(config.train.steps),
         "protocol": f"H={protocol.sync_every} P={protocol.num_fragments} tau={protocol.overlap_steps}",
-        "wire": config.wire.up,
+        "wire": f"{config.wire.up} up, {config.wire.down} down",
         "adoption": f"{config.adopt.mode} {config.adopt.alpha}",
         "inner optimizer": json.dumps(asdict(config.optimizer), sort_keys=True),
         "data": json.dumps(data, sort_keys=True),

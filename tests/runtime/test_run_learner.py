@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 
 from diloco_jax.core import codec
+from diloco_jax.core.layout import value_digest
 from diloco_jax.protocol.messages import (
     AnchorRequest,
     AnchorValue,
@@ -123,9 +124,13 @@ class Script:
         shapes = self.learner._fragments[fragment_id].keys_shapes
         return codec.encode({key: np.full(shape, fill, np.float32) for key, shape in shapes}, "float32")
 
+    def digest(self, fragment_id: int, fill: float) -> int:
+        shapes = self.learner._fragments[fragment_id].keys_shapes
+        return value_digest({key: np.full(shape, fill, np.float32) for key, shape in shapes})
+
     def give(self, fragment_id: int, version: int, fill: float, *, epoch: int = 1, damage: bool = False) -> None:
-        payload = self.values(fragment_id, fill)
-        message = GlobalFragment(version, fragment_id, version, epoch, codec.digest(payload), len(payload))
+        payload, digest = self.values(fragment_id, fill), self.digest(fragment_id, fill)
+        message = GlobalFragment(version, fragment_id, version, epoch, digest, len(payload))
         self.say(message, payload[:-1] + b"\x7f" if damage else payload)
 
     def admit(self, global_step: int = 0, fill: float = 1.0) -> Hello:
@@ -167,7 +172,7 @@ def test_a_conversation_from_hello_to_stop_and_its_tape(script: Script) -> None:
         pass
     script.say(AnchorRequest(1, 1))
     anchor, payload = script.await_message(AnchorValue, payload=True)
-    assert payload == script.values(1, 2.0) and anchor.digest == codec.digest(payload)
+    assert payload == script.values(1, 2.0) and anchor.digest == script.digest(1, 2.0)
     assert anchor.payload_bytes == len(payload)
     script.say(Stop(3, "the run is complete"))
     assert script.await_message(Leave).reason == "the run is complete"
@@ -181,7 +186,7 @@ def test_a_conversation_from_hello_to_stop_and_its_tape(script: Script) -> None:
     assert [line[3] for line in steps[:3]] == [[[100, 108]], [[108, 116]], [[116, 124]]]
     assert script.tape("sent") == [["sent", 1, 1, value.local_step]]
     assert tape[-1][:2] == ["end", "the run is complete"]
-    assert tape[-1][2] == [codec.digest(script.values(0, 1.0)), codec.digest(script.values(1, 2.0))]
+    assert tape[-1][2] == [script.digest(0, 1.0), script.digest(1, 2.0)]
 
 
 def test_a_step_is_on_the_tape_before_anybody_hears_of_it(script: Script) -> None:
@@ -200,7 +205,7 @@ def test_a_damaged_fragment_is_dropped_and_asked_for(script: Script) -> None:
     again = script.await_message(Hello)
     while again.versions == (-1, -1):  # fragment 0 may not be taken yet
         again = script.await_message(Hello)
-    assert again.versions == (0, -1) and again.digests == (codec.digest(script.values(0, 1.0)), 0)
+    assert again.versions == (0, -1) and again.digests == (script.digest(0, 1.0), 0)
     assert not any(isinstance(message, StepReport) for message in script.heard)
     script.give(1, 0, 1.0)
     assert script.await_message(StepReport).local_step == 1
@@ -221,8 +226,8 @@ def test_of_the_values_that_came_during_a_step_only_the_newest_is_adopted(
     while not began.is_set():
         script.await_message(Heartbeat)
     for version in (1, 3, 2):
-        payload = script.values(0, version)
-        message = GlobalFragment(version, 0, version, 1, codec.digest(payload), len(payload))
+        payload, digest = script.values(0, version), script.digest(0, version)
+        message = GlobalFragment(version, 0, version, 1, digest, len(payload))
         script.learner._on_message(message, payload, time.monotonic())  # as its link thread does
     may_end.set()
     while not script.await_message(StepReport).adopted[0].version:
