@@ -264,7 +264,7 @@ class Collector:
             return
         sent = member.sent.get(fragment_id)
         if sent is not None and member.local_step > sent.local_step + sent.wait_steps:
-            effects.append(self._whole(member, fragment_id, 2 * sent.wait_steps))
+            effects.append(self._global(member, fragment_id, 2 * sent.wait_steps))
 
     def _settle(self, this: Round, now_s: float) -> list[Effect]:
         """Merge a pulled round once nobody is left to answer; give it up when nobody did."""
@@ -301,32 +301,22 @@ class Collector:
                 effects += self._settle(this, now_s)
         return effects
 
-    def _global(self, member: Member, fragment_id: int) -> Send:
+    def _global(self, member: Member, fragment_id: int, wait_steps: int = 0) -> Send:
         """Send the newest version: as a step to a member that will hold its base by then, else whole."""
-        base = self._bases.get(fragment_id)
-        sent = member.sent.get(fragment_id)
-        steps = sent.steps if sent is not None and sent.version == self.versions[fragment_id] else 0
-        wait_steps = self.config.overlap_steps + 1
-        if (
-            base is None
-            or fragment_id not in self.step_bytes
-            or member.will_hold[fragment_id] != base
-            or steps >= STEPS_MAX
-        ):
-            return self._whole(member, fragment_id, wait_steps)
-        sent = Sent(self.versions[fragment_id], steps + 1, member.local_step, wait_steps)
-        return self._sent(member, fragment_id, sent, self.step_bytes[fragment_id], base.version)
-
-    def _whole(self, member: Member, fragment_id: int, wait_steps: int) -> Send:
-        sent = Sent(self.versions[fragment_id], STEPS_MAX, member.local_step, wait_steps)
-        return self._sent(member, fragment_id, sent, self.payload_bytes.get(fragment_id, 0), NO_VERSION)
-
-    def _sent(self, member: Member, fragment_id: int, sent: Sent, size: int, base: int) -> Send:
-        member.sent[fragment_id] = sent
-        digest = self.digests[fragment_id]
-        member.will_hold[fragment_id] = Held(sent.version, digest)
-        message = GlobalFragment(self.global_step, fragment_id, sent.version, self.epoch, digest, size, base)
-        return Send(member.learner_id, message)
+        newest = Held(self.versions[fragment_id], self.digests[fragment_id])
+        sent, start = member.sent.get(fragment_id), self._bases.get(fragment_id)
+        steps = sent.steps if sent is not None and sent.version == newest.version else 0
+        if start == member.will_hold[fragment_id] and fragment_id in self.step_bytes and steps < STEPS_MAX:
+            base, size, steps = start.version, self.step_bytes[fragment_id], steps + 1
+        else:
+            base, size, steps = NO_VERSION, self.payload_bytes.get(fragment_id, 0), STEPS_MAX
+        wait_steps = wait_steps or self.config.overlap_steps + 1
+        member.sent[fragment_id] = Sent(newest.version, steps, member.local_step, wait_steps)
+        member.will_hold[fragment_id] = newest
+        return Send(
+            member.learner_id,
+            GlobalFragment(self.global_step, fragment_id, newest.version, self.epoch, newest.digest, size, base),
+        )
 
     def _release(self, member: Member, effects: list[Effect]) -> None:
         """Let others have the data that a lost incarnation did not finish; it will not ask for a state any more."""

@@ -12,7 +12,6 @@ from diloco_jax.protocol.effects import Adopt, Effect, Send
 from diloco_jax.protocol.learner import Learner
 from diloco_jax.protocol.messages import (
     NO_VERSION,
-    Adopted,
     Advance,
     GlobalFragment,
     Hello,
@@ -23,7 +22,7 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer import Syncer
 from tests.protocol.pair import Pair
-from tests.protocol.syncer_inputs import FINGERPRINT, digest, hello, merged, new, only, report, running, sent, value
+from tests.protocol.syncer_inputs import FINGERPRINT, digest, hello, merged, new, only, running, sent, value
 
 WHOLE, STEP = 400, 50  # bytes
 HEARTBEAT_S = 100.0
