@@ -73,7 +73,7 @@ class Collector:
             return [Drop(learner_id, f"value for round {message.global_step} came late or was not asked for")]
         if message.fragment_id != this.fragment_id:
             return [Drop(learner_id, f"value of fragment {message.fragment_id} where {this.fragment_id} was asked for")]
-        del this.asked[learner_id]
+        this.answered(learner_id, now_s)
         if message.steps < 1 or message.tokens < 1:
             return [Drop(learner_id, "value without a step since the last adoption"), *self._settle(this, now_s)]
         if message.base_version not in self._history[this.fragment_id]:
@@ -83,7 +83,7 @@ class Collector:
         this.values[learner_id] = Part(
             learner_id, message.local_step, message.steps, message.tokens, message.base_version, message.samples
         )
-        return self._settle(this, now_s)
+        return self._settle(this, now_s) + self._proceed(now_s)  # it may have been left out of the collecting round
 
     def on_merged(self, global_step: int, digest: int, left_out: Sequence[str], now_s: float) -> list[Effect]:
         """The driver finished a Merge: the fragment has a new version, which everybody gets.
@@ -210,7 +210,7 @@ class Collector:
         """Start the grace window when the quorum is met, and forget it when somebody leaves."""
         this = self._collecting
         assert this is not None
-        if len(self._fresh) < self.config.quorum:
+        if len(self._fresh - self._late(now_s)) < self.config.quorum:
             this.closes_s = None
         elif this.closes_s is None:
             step_s = self.membership.median_step_s()
@@ -220,7 +220,20 @@ class Collector:
     def decide(self, now_s: float) -> Closing:
         """Whether the collecting round closes now, and why."""
         closes_s = self._collecting.closes_s if self._collecting is not None else None
-        return closing(len(self._fresh), self.membership.live, self.config.quorum, closes_s, now_s)
+        late = self._late(now_s)
+        live = self.membership.live - len(late)
+        return closing(len(self._fresh - late), live, self.config.quorum, closes_s, now_s)
+
+    def _late(self, now_s: float) -> set[str]:
+        """Live learners that the collecting round leaves out: an earlier one waits long for them (a slow link).
+
+        It would wait as long, and with it every round after it. With too few others it takes them all the same.
+        """
+        if len(self._rounds) < 2:
+            return set()
+        names = [member.learner_id for member in self.membership.members.values() if member.state == ACTIVE]
+        late = {name for name in names if any(r.waits_long_for(name, now_s) for r in self._rounds.values())}
+        return late if len(names) - len(late) >= self.config.quorum else set()
 
     def grace_s(self) -> float:
         """The grace window that a quorum met now would get, in seconds."""
@@ -229,14 +242,16 @@ class Collector:
     def _close(self, decision: Closing, effects: list[Effect], now_s: float) -> None:
         this, self._collecting = self._collecting, None
         assert this is not None
-        members = sorted(self._fresh)
+        late = self._late(now_s)
+        members = sorted(self._fresh - late)
         marker = self.config.snapshot_every
         snapshot = marker > 0 and this.global_step // marker > self.global_step // marker
         self.global_step = this.global_step
         for learner_id in members:
             member = self.membership.members[learner_id]
             member.used_step = member.local_step
-        effects.append(self._note("closed", this.fragment_id, tuple(members), decision.reason))
+        left_out = f", without {', '.join(sorted(late))}: an earlier round waits long for that" if late else ""
+        effects.append(self._note("closed", this.fragment_id, tuple(members), decision.reason + left_out))
         if snapshot:
             effects.append(SaveSnapshot(self.global_step))
         if this.fragment_id < 0:
@@ -249,6 +264,7 @@ class Collector:
         this.resend_s = now_s + this.resend_wait_s
         this.expires_s = now_s + self.config.pull_timeout_s
         for learner_id in members:
+            this.size += 1
             this.asked[learner_id] = local_step = self.membership.members[learner_id].local_step
             effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
         for member in self.membership.live_members():
