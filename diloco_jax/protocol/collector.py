@@ -73,7 +73,7 @@ class Collector:
             return [Drop(learner_id, f"value for round {message.global_step} came late or was not asked for")]
         if message.fragment_id != this.fragment_id:
             return [Drop(learner_id, f"value of fragment {message.fragment_id} where {this.fragment_id} was asked for")]
-        del this.asked[learner_id]
+        this.answered(learner_id, now_s)
         if message.steps < 1 or message.tokens < 1:
             return [Drop(learner_id, "value without a step since the last adoption"), *self._settle(this, now_s)]
         if message.base_version not in self._history[this.fragment_id]:
@@ -83,7 +83,7 @@ class Collector:
         this.values[learner_id] = Part(
             learner_id, message.local_step, message.steps, message.tokens, message.base_version, message.samples
         )
-        return self._settle(this, now_s)
+        return self._settle(this, now_s) + self._proceed(now_s)  # it may have been left out of the collecting round
 
     def on_merged(self, global_step: int, digest: int, left_out: Sequence[str], now_s: float) -> list[Effect]:
         """The driver finished a Merge: the fragment has a new version, which everybody gets.
@@ -210,7 +210,7 @@ class Collector:
         """Start the grace window when the quorum is met, and forget it when somebody leaves."""
         this = self._collecting
         assert this is not None
-        if len(self._fresh) < self.config.quorum:
+        if len(self._fresh - self._late(now_s)) < self.config.quorum:
             this.closes_s = None
         elif this.closes_s is None:
             step_s = self.membership.median_step_s()
@@ -220,7 +220,20 @@ class Collector:
     def decide(self, now_s: float) -> Closing:
         """Whether the collecting round closes now, and why."""
         closes_s = self._collecting.closes_s if self._collecting is not None else None
-        return closing(len(self._fresh), self.membership.live, self.config.quorum, closes_s, now_s)
+        late = self._late(now_s)
+        live = self.membership.live - len(late)
+        return closing(len(self._fresh - late), live, self.config.quorum, closes_s, now_s)
+
+    def _late(self, now_s: float) -> set[str]:
+        """Live learners that the collecting round leaves out: an earlier one waits long for them (a slow link).
+
+        It would wait as long, and with it every round after it. With too few others it takes them all the same.
+        """
+        if len(self._rounds) < 2:
+            return set()
+        names = [member.learner_id for member in self.membership.members.values() if member.state == ACTIVE]
+        late = {name for name in names if any(r.waits_long_for(name, now_s) for r in self._rounds.values())}
+        return late if len(names) - len(late) >= self.config.quorum else set()
 
     def grace_s(self) -> float:
         """The grace window that a quorum met now would get, in seconds."""
@@ -229,14 +242,16 @@ class Collector:
     def _close(self, decision: Closing, effects: list[Effect], now_s: float) -> None:
         this, self._collecting = self._collecting, None
         assert this is not None
-        members = sorted(self._fresh)
+        late = self._late(now_s)
+        members = sorted(self._fresh - late)
         marker = self.config.snapshot_every
         snapshot = marker > 0 and this.global_step // marker > self.global_step // marker
         self.global_step = this.global_step
         for learner_id in members:
             member = self.membership.members[learner_id]
             member.used_step = member.local_step
-        effects.append(self._note("closed", this.fragment_id, tuple(members), decision.reason))
+        left_out = f", without {', '.join(sorted(late))}: an earlier round waits long for that" if late else ""
+        effects.append(self._note("closed", this.fragment_id, tuple(members), decision.reason + left_out))
         if snapshot:
             effects.append(SaveSnapshot(self.global_step))
         if this.fragment_id < 0:
@@ -249,6 +264,7 @@ class Collector:
         this.resend_s = now_s + this.resend_wait_s
         this.expires_s = now_s + self.config.pull_timeout_s
         for learner_id in members:
+            this.size += 1
             this.asked[learner_id] = local_step = self.membership.members[learner_id].local_step
             effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
         for member in self.membership.live_members():
@@ -264,7 +280,7 @@ class Collector:
             return
         sent = member.sent.get(fragment_id)
         if sent is not None and member.local_step > sent.local_step + sent.wait_steps:
-            effects.append(self._whole(member, fragment_id, 2 * sent.wait_steps))
+            effects.append(self._global(member, fragment_id, 2 * sent.wait_steps))
 
     def _settle(self, this: Round, now_s: float) -> list[Effect]:
         """Merge a pulled round once nobody is left to answer; give it up when nobody did."""
@@ -301,32 +317,22 @@ class Collector:
                 effects += self._settle(this, now_s)
         return effects
 
-    def _global(self, member: Member, fragment_id: int) -> Send:
+    def _global(self, member: Member, fragment_id: int, wait_steps: int = 0) -> Send:
         """Send the newest version: as a step to a member that will hold its base by then, else whole."""
-        base = self._bases.get(fragment_id)
-        sent = member.sent.get(fragment_id)
-        steps = sent.steps if sent is not None and sent.version == self.versions[fragment_id] else 0
-        wait_steps = self.config.overlap_steps + 1
-        if (
-            base is None
-            or fragment_id not in self.step_bytes
-            or member.will_hold[fragment_id] != base
-            or steps >= STEPS_MAX
-        ):
-            return self._whole(member, fragment_id, wait_steps)
-        sent = Sent(self.versions[fragment_id], steps + 1, member.local_step, wait_steps)
-        return self._sent(member, fragment_id, sent, self.step_bytes[fragment_id], base.version)
-
-    def _whole(self, member: Member, fragment_id: int, wait_steps: int) -> Send:
-        sent = Sent(self.versions[fragment_id], STEPS_MAX, member.local_step, wait_steps)
-        return self._sent(member, fragment_id, sent, self.payload_bytes.get(fragment_id, 0), NO_VERSION)
-
-    def _sent(self, member: Member, fragment_id: int, sent: Sent, size: int, base: int) -> Send:
-        member.sent[fragment_id] = sent
-        digest = self.digests[fragment_id]
-        member.will_hold[fragment_id] = Held(sent.version, digest)
-        message = GlobalFragment(self.global_step, fragment_id, sent.version, self.epoch, digest, size, base)
-        return Send(member.learner_id, message)
+        newest = Held(self.versions[fragment_id], self.digests[fragment_id])
+        sent, start = member.sent.get(fragment_id), self._bases.get(fragment_id)
+        steps = sent.steps if sent is not None and sent.version == newest.version else 0
+        if start == member.will_hold[fragment_id] and fragment_id in self.step_bytes and steps < STEPS_MAX:
+            base, size, steps = start.version, self.step_bytes[fragment_id], steps + 1
+        else:
+            base, size, steps = NO_VERSION, self.payload_bytes.get(fragment_id, 0), STEPS_MAX
+        wait_steps = wait_steps or self.config.overlap_steps + 1
+        member.sent[fragment_id] = Sent(newest.version, steps, member.local_step, wait_steps)
+        member.will_hold[fragment_id] = newest
+        return Send(
+            member.learner_id,
+            GlobalFragment(self.global_step, fragment_id, newest.version, self.epoch, newest.digest, size, base),
+        )
 
     def _release(self, member: Member, effects: list[Effect]) -> None:
         """Let others have the data that a lost incarnation did not finish; it will not ask for a state any more."""

@@ -21,10 +21,12 @@ class Round:
         "former",
         "fragment_id",
         "global_step",
+        "half_s",
         "opened_s",
         "phase",
         "resend_s",
         "resend_wait_s",
+        "size",
         "values",
     )
 
@@ -38,6 +40,8 @@ class Round:
         self.resend_s = 0.0  # when unanswered pulls are repeated
         self.resend_wait_s = 0.0  # doubles every time: on a slow link the values are under way, not lost
         self.expires_s = 0.0  # when they are given up
+        self.size = 0  # learners that were asked
+        self.half_s: float | None = None  # when half of them had answered
         self.asked: dict[str, int] = {}  # learner -> local step asked for, until it answers
         self.values: dict[str, Part] = {}
         self.former: set[str] = set()  # learners whose value here is of an incarnation before the present one
@@ -58,6 +62,18 @@ class Round:
         this.asked = {learner_id: local_step for learner_id, local_step in plain["asked"]}
         this.values = {part.learner_id: part for part in (Part(*values) for values in plain["values"])}
         return this
+
+    def answered(self, learner_id: str, now_s: float) -> None:
+        """A learner that was asked has answered."""
+        del self.asked[learner_id]
+        if self.half_s is None and 2 * len(self.asked) <= self.size:
+            self.half_s = now_s
+
+    def waits_long_for(self, learner_id: str, now_s: float) -> bool:
+        """Whether a learner's answer takes more than twice as long as those of half of the members."""
+        if learner_id not in self.asked or self.half_s is None:
+            return False
+        return now_s - self.closed_s > 2 * (self.half_s - self.closed_s)
 
     @property
     def waits_for(self) -> str:

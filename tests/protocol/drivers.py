@@ -7,6 +7,7 @@ or keeps too many fails the test.
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import NamedTuple
 
 from diloco_jax.protocol.effects import (
@@ -23,7 +24,7 @@ from diloco_jax.protocol.effects import (
     UnstageState,
 )
 from diloco_jax.protocol.learner import Learner, Saved
-from diloco_jax.protocol.messages import AnchorValue, GlobalFragment, Message, StatePart
+from diloco_jax.protocol.messages import NO_VERSION, AnchorValue, GlobalFragment, Message, StatePart
 from diloco_jax.protocol.recovery import STATES_MAX
 from diloco_jax.protocol.syncer import Syncer
 
@@ -56,6 +57,7 @@ class SyncerDriver:
 
     def __init__(self, num_fragments: int) -> None:
         self.values = [value_of(p, 0, 0) for p in range(num_fragments)]
+        self.bases: dict[tuple[int, Value], Value] = {}  # fragment, value -> the value from which a step leads to it
         self.snapshots: list[Snapshot] = []
         self.orders: dict[int, Merge] = {}  # rounds whose merge has begun
         self._payloads: set[tuple[int, str]] = set()
@@ -85,7 +87,9 @@ class SyncerDriver:
         names = [part.learner_id for part in order.parts]
         left_out = tuple(name for name in names if name in poisoned)
         if len(left_out) < len(names):
-            self.values[order.fragment_id] = value_of(order.fragment_id, global_step, epoch)
+            before, made = self.values[order.fragment_id], value_of(order.fragment_id, global_step, epoch)
+            self.values[order.fragment_id] = made
+            self.bases[order.fragment_id, made] = before
         return self.values[order.fragment_id].digest, left_out
 
     def check_sent(self, message: Message, handled: Message | None) -> None:
@@ -93,6 +97,8 @@ class SyncerDriver:
         if isinstance(message, GlobalFragment):
             held = self.values[message.fragment_id]
             assert held == (message.version, message.digest), f"{message} is to be sent, but the value here is {held}"
+            if message.base != NO_VERSION:
+                assert self.bases[message.fragment_id, held].version == message.base, f"no such step: {message}"
         elif isinstance(message, StatePart):
             assert message is handled, "a part can be passed on only when it comes"
 
@@ -125,6 +131,8 @@ class LearnerDriver:
     def __init__(self, name: str, num_parts: int) -> None:
         self.name = name
         self.anchors: dict[int, Value] = {}
+        self.heads: dict[int, Value] = {}  # read last, adopted or not
+        self.misreads = False  # whether its arithmetic differs from the syncer's
         self.states: set[int] = set()  # local steps of the copies
         self.state_adopted: AdoptState | None = None
         self._num_parts = num_parts
@@ -150,6 +158,30 @@ class LearnerDriver:
             self._parts.clear()
         elif isinstance(effect, AdoptState):
             self._adopt_state(effect, machine)
+
+    def read(
+        self, message: GlobalFragment, machine: Learner, bases: dict[tuple[int, Value], Value], now_s: float
+    ) -> bool:
+        """Whether a fragment that came leads to a value for the machine.
+
+        Args:
+            message: the fragment.
+            machine: the learner's.
+            bases: what a step leads to -> from where.
+            now_s: the time.
+        """
+        if not machine.wants(message, now_s):
+            return False
+        fragment_id, made = message.fragment_id, Value(message.version, message.digest)
+        if message.base != NO_VERSION:
+            head = self.heads.get(fragment_id, Value(NO_VERSION, 0))
+            assert head.version == message.base, f"{self.name} applies {message} to {head}"
+            if self.misreads or head != bases.get((fragment_id, made)):
+                machine.on_corrupt(now_s)
+                return False
+        machine.on_read(message)
+        self.heads[fragment_id] = made
+        return True
 
     def _adopt(self, effect: Adopt, handled: Message | None) -> None:
         assert isinstance(handled, GlobalFragment) and handled.fragment_id == effect.fragment_id, f"{effect}, {handled}"
@@ -184,3 +216,15 @@ class LearnerDriver:
 def saved_by(effect: SaveState, machine: Learner) -> Saved:
     """What is on disk after a learner saved its state."""
     return Saved(effect.global_step, tuple(machine.digests))
+
+
+def check_fates(syncer: Syncer) -> None:
+    """Every sample that was handed out is merged, out with one learner, or free to be handed out again."""
+    book = syncer.leases
+    leased, merged, released, out = book.fates
+    assert leased == merged + released + out, book.fates
+    plain = book.state()
+    ranges = [*plain["pool"], *(held for holding in plain["holdings"] for held in holding[1])]
+    held = sorted(tuple(one) for one in ranges)
+    assert all(before[1] <= after[0] for before, after in pairwise(held)), f"twice: {held}"
+    assert merged == plain["counts"][0] - sum(stop - start for start, stop in held), f"{book.fates}, {held}"

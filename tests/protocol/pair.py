@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Iterator
 from typing import Any
 
 from diloco_jax.protocol.effects import Adopt, Drop, Effect, Merge, Note, SaveSnapshot, SaveState, Send, Stage, Unstage
 from diloco_jax.protocol.learner import STOPPED, Learner, Saved
-from diloco_jax.protocol.messages import SYNCER, FragmentValue, Heartbeat, Message, Refuse
+from diloco_jax.protocol.messages import SYNCER, FragmentValue, GlobalFragment, Heartbeat, Message, Refuse
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.protocol.tape import TapedSyncer, lives, replay
-from tests.protocol.drivers import LearnerDriver, SyncerDriver, saved_by
+from tests.protocol.drivers import LearnerDriver, SyncerDriver, check_fates, saved_by
 from tests.protocol.prose import effect_text, message_text
 
 FINGERPRINT = (("model", "abc"), ("sync_every", "2"))
@@ -36,6 +35,7 @@ SMALL: dict[str, Any] = {
 }
 STEP_SAMPLES = 2
 STATE_PARTS = 2
+STEP_BYTES = 10
 TICKS_MAX = 1000
 
 
@@ -47,6 +47,7 @@ class Pair:
         fingerprint: what the syncer was built from; learners have FINGERPRINT unless they say otherwise.
         says_copies: whether `lines` tells of staged copies; the story is easier to follow without.
         state_parts: parts of a learner's state.
+        steps: whether the syncer may send steps from version to version.
         config: settings that differ from SMALL and the defaults.
     """
 
@@ -57,10 +58,11 @@ class Pair:
         fingerprint: tuple[tuple[str, str], ...] = FINGERPRINT,
         says_copies: bool = False,
         state_parts: int = STATE_PARTS,
+        steps: bool = False,
         **config: Any,
     ) -> None:
         self.config = ProtocolConfig(**SMALL | config)
-        self._new_syncer: Callable[[], Syncer] = lambda: Syncer(self.config, total_steps, fingerprint)
+        self._fingerprint, self._total_steps, self._steps = fingerprint, total_steps, steps
         self.syncer = self._new_syncer()
         self.driver = SyncerDriver(self.config.num_fragments)
         self.tape: list[str] = []
@@ -165,9 +167,11 @@ class Pair:
             ):
                 self.driver.keep(message.global_step, sender)
             self._run_syncer(effects, message)
-        else:
-            effects = self.learners[receiver].on_message(message, self.now_s)  # type: ignore[arg-type]
-            self._run_learner(receiver, effects, message)
+            return
+        learner, driver = self.learners[receiver], self.drivers[receiver]
+        if isinstance(message, GlobalFragment) and not driver.read(message, learner, self.driver.bases, self.now_s):
+            return
+        self._run_learner(receiver, learner.on_message(message, self.now_s), message)  # type: ignore[arg-type]
 
     def merge(self) -> None:
         """Finish the merges that were held."""
@@ -292,6 +296,12 @@ class Pair:
                 newest = self.driver.values[fragment_id]
                 assert anchor.version != newest.version or anchor == newest, f"{name}: {anchor}, newest is {newest}"
 
+    def _new_syncer(self) -> Syncer:
+        syncer = Syncer(self.config, self._total_steps, self._fingerprint)
+        if self._steps:
+            syncer.step_bytes = dict.fromkeys(range(self.config.num_fragments), STEP_BYTES)
+        return syncer
+
     # ---- the drivers ----------------------------------------------------------------------------------------------
 
     def _link(self, name: str) -> None:
@@ -380,15 +390,3 @@ def _keys(item: tuple[str, str, Message]) -> set[str]:
     sender, receiver, message = item
     name = receiver if sender == SYNCER else sender
     return {name, f"{name}:{type(message).__name__}"}
-
-
-def check_fates(syncer: Syncer) -> None:
-    """Every sample that was handed out is merged, out with one learner, or free to be handed out again."""
-    book = syncer.leases
-    leased, merged, released, out = book.fates
-    assert leased == merged + released + out, book.fates
-    plain = book.state()
-    ranges = [*plain["pool"], *(held for holding in plain["holdings"] for held in holding[1])]
-    held = sorted(tuple(one) for one in ranges)
-    assert all(before[1] <= after[0] for before, after in pairwise(held)), f"twice: {held}"
-    assert merged == plain["counts"][0] - sum(stop - start for start, stop in held), f"{book.fates}, {held}"

@@ -93,7 +93,8 @@ def message_text(message: Message) -> str:
         case PullRequest(global_step, fragment_id, local_step):
             return f"PullRequest {fragment_id} for round {global_step}, as after step {local_step}"
         case GlobalFragment(global_step, fragment_id, version, epoch):
-            return f"GlobalFragment {fragment_id}, version {version}, at global step {global_step}{_life(epoch)}"
+            step = f" as a step from {message.base}" if message.base >= 0 else ""
+            return f"GlobalFragment {fragment_id}, version {version}{step}, at global step {global_step}{_life(epoch)}"
         case Advance(global_step):
             return f"Advance to global step {global_step}"
         case Stop(global_step, reason):

@@ -46,7 +46,7 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.recovery import STATES_MAX
 from diloco_jax.protocol.syncer import Syncer
-from tests.protocol.pair import check_fates
+from tests.protocol.drivers import check_fates
 from tests.protocol.steady import STEADY
 
 FINGERPRINT = (("model", "abc"),)

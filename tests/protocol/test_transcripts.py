@@ -28,6 +28,7 @@ WANTED = {
     "quarantine",
     "drain_and_elastic",
     "leases",
+    "steps",
 }
 
 

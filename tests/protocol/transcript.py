@@ -9,7 +9,8 @@ A transcript is text. Each case is a comment that says what happens, the command
 
 Commands (names are learners, numbers are seconds):
 
-    new KEY=VALUE ...     a fresh run; keys are settings of the protocol, `total_steps`, `says_copies`, `state_parts`
+    new KEY=VALUE ...     a fresh run; keys are settings of the protocol, `total_steps`, `says_copies`, `state_parts`,
+                          `steps`
     join NAME ... [incarnation=N step_samples=N]   start learners, with their own saved states if they have any
     step NAME ... [step_s=S tokens=N]  one inner step each, then everything under way arrives
     wait SECONDS          time passes
@@ -25,6 +26,7 @@ Commands (names are learners, numbers are seconds):
     die-in N              the same after N more inputs of the syncer: the last is on the tape, its effects never happen
     rewind [NAME ...]     every process but these is killed; the run goes on from its newest snapshot
     poison | cure NAME ...  their values cannot be used; can again
+    misread | read NAME ...  their arithmetic of steps differs from the syncer's; does not any more
     break NAME ...        they cannot use any state that they take over
     status                the syncer's view
     samples               what became of the samples that were handed out, and who has which
@@ -132,6 +134,9 @@ def _execute(pair: Pair, command: str, words: list[str]) -> None:
             pair.poisoned.update(names)
         case "cure":
             pair.poisoned.difference_update(names)
+        case "misread" | "read":
+            for name in names:
+                pair.drivers[name].misreads = command == "misread"
         case "break":
             pair.broken.update(names)
         case "status":

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from diloco_jax.protocol.effects import AdoptState, Effect, Merge, UnstageState
+from diloco_jax.protocol.effects import AdoptState, Effect, Merge, Send, UnstageState
+from diloco_jax.protocol.heads import STALE
 from diloco_jax.protocol.learner import RECOVERING, TRAINING, Learner
 from diloco_jax.protocol.leases import Batch, LeaseBook
-from diloco_jax.protocol.messages import StatePart, SyncerMessage
+from diloco_jax.protocol.membership import Held, Member
+from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment, StatePart, SyncerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer import Syncer
 
@@ -143,6 +145,47 @@ class Careless(Syncer):
 
     def _ask_anchors(self, *args: Any) -> None:
         pass
+
+
+class Gullible(Learner):
+    """Applies every step, whatever it holds."""
+
+    def wants(self, message: GlobalFragment, now_s: float) -> bool:
+        return self._heads.judge(message) != STALE
+
+
+class Wasteful(Syncer):
+    """Sends every value whole, although it could send steps."""
+
+    def _global(self, member: Member, fragment_id: int, *args: Any) -> Send:
+        member.will_hold[fragment_id] = Held(NO_VERSION, 0)
+        return super()._global(member, fragment_id, *args)
+
+
+class Presumptuous(Syncer):
+    """Believes that everybody holds what a step starts from."""
+
+    def _global(self, member: Member, fragment_id: int, *args: Any) -> Send:
+        if fragment_id in self._bases:
+            member.will_hold[fragment_id] = self._bases[fragment_id]
+        return super()._global(member, fragment_id, *args)
+
+
+class Insistent(Syncer):
+    """Sends the same step again and again."""
+
+    def _global(self, member: Member, fragment_id: int, *args: Any) -> Send:
+        member.sent.pop(fragment_id, None)
+        return super()._global(member, fragment_id, *args)
+
+
+class Confused(Syncer):
+    """Names another base than that of the step which its driver has."""
+
+    def _global(self, *args: Any) -> Send:
+        send = super()._global(*args)
+        assert isinstance(send.message, GlobalFragment)
+        return send._replace(message=send.message._replace(base=send.message.base + (send.message.base > 0)))
 
 
 class ForgetsRounds(Syncer):

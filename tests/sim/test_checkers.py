@@ -17,6 +17,7 @@ from diloco_jax.protocol.messages import (
     Adopted,
     FragmentValue,
     GlobalFragment,
+    Hello,
     Lease,
     PullRequest,
     SyncerMessage,
@@ -75,6 +76,12 @@ RECOVERY = Scenario(
     state_parts=6,
     seed=2,
 )
+STEPS = replace(
+    SCENARIO,
+    payload_bytes=8000,
+    step_bytes=1000,
+    faults=(*SCENARIO.faults, Fault(30.0, "corrupt", ("island-3",), 20.0)),
+)
 MANY_PARTS = replace(RECOVERY, state_parts=40)
 POISON = replace(
     SCENARIO, faults=(Fault(10.0, "poison", ("island-1",), 40.0), Fault(20.0, "poison", ("island-2",), 15.0))
@@ -83,6 +90,9 @@ POISON = replace(
 
 class Forgetful(Learner):
     """Adopts whatever arrives, newer or not."""
+
+    def wants(self, message: GlobalFragment, now_s: float) -> bool:
+        return True
 
     def on_global(self, message: GlobalFragment, now_s: float) -> list[Effect]:
         adopted = list(self.adopted)
@@ -277,6 +287,9 @@ class Partial(Syncer):
         effects = super().on_merged(global_step, digest, left_out, now_s)
         return [e for e in effects if not (isinstance(e, Send) and _forgotten(e))]
 
+    def _missing(self, hello: Hello) -> list[int]:
+        return [] if hello.learner_id == "island-3" and self.global_step else super()._missing(hello)
+
     def _repair(self, *args: Any) -> None:
         pass
 
@@ -340,6 +353,11 @@ BROKEN = [
     (checkers.LeasesAccount, with_learner(broken.Adrift), "island-. reads"),
     (checkers.AnchorsAgree, with_syncer(broken.Liar, FAILOVER), "is sent with the value"),
     (checkers.AnchorsAgree, with_syncer(broken.Careless, FAILOVER), "island-. holds version .* but .*nobody holds it"),
+    (checkers.AnchorsAgree, with_syncer(broken.Confused, STEPS), "is sent, a step is of"),
+    (checkers.StepsApply, with_learner(broken.Gullible, STEPS), "applies .* to version"),
+    (checkers.WholeWhereNeeded, with_syncer(broken.Wasteful, STEPS), "but gets .* whole"),
+    (checkers.WholeWhereNeeded, with_syncer(broken.Presumptuous, STEPS), "will hold .*, and gets"),
+    (checkers.WholeWhereNeeded, with_syncer(broken.Insistent, STEPS), "once more"),
     (checkers.StateRoundTrip, with_syncer(broken.ForgetsRounds, FAILOVER), "in a restored machine to|is back as"),
     (checkers.EverybodyTrains, with_learner(broken.Hesitant, replace(SCENARIO, total_steps=600)), "is recovering for"),
     (checkers.RoundsAdvance, with_syncer(Deaf, QUORUM), "no round closed for"),
@@ -356,7 +374,7 @@ def test_a_broken_machine_is_caught(checker: type[Checker], arguments: dict[str,
 
 
 @pytest.mark.parametrize(
-    "scenario", [SCENARIO, QUORUM, LOCKSTEP, FAILOVER, RECOVERY, POISON, replace(SCENARIO, merge_s=2.0)]
+    "scenario", [SCENARIO, QUORUM, LOCKSTEP, FAILOVER, RECOVERY, POISON, STEPS, replace(SCENARIO, merge_s=2.0)]
 )
 def test_the_real_machines_pass(scenario: Scenario) -> None:
     verdict: Verdict = judge(scenario)

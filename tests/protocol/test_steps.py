@@ -1,0 +1,268 @@
+"""Steps from one version of a fragment to the next: who gets one, what it applies to, and how what is missing heals."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from diloco_jax.protocol.collector import STEPS_MAX
+from diloco_jax.protocol.effects import Adopt, Effect, Send
+from diloco_jax.protocol.learner import Learner
+from diloco_jax.protocol.messages import (
+    NO_VERSION,
+    Advance,
+    GlobalFragment,
+    Hello,
+    Lease,
+    PullRequest,
+    Welcome,
+)
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer import Syncer
+from tests.protocol.pair import Pair
+from tests.protocol.syncer_inputs import FINGERPRINT, digest, hello, merged, new, only, running, sent, value
+
+WHOLE, STEP = 400, 50  # bytes
+HEARTBEAT_S = 100.0
+
+
+def stepping(*names: str, **settings: Any) -> Syncer:
+    """Round 1, of fragment 1, is pulled from everybody."""
+    return sized(running(*names, **settings))
+
+
+def sized(syncer: Syncer) -> Syncer:
+    syncer.payload_bytes = dict.fromkeys(range(4), WHOLE)
+    syncer.step_bytes = dict.fromkeys(range(4), STEP)
+    return syncer
+
+
+def first_version(syncer: Syncer, *names: str) -> list[Effect]:
+    for name in names:
+        syncer.on_message(value(name, 1, 1, 1), 1.0)
+    return merged(syncer, 1, 2.0)
+
+
+def fragments(effects: list[Effect], peer: str) -> list[tuple[int, int, int, int]]:
+    """(fragment, version, base, bytes) of what was sent to somebody."""
+    found = [message for message in sent(effects, peer) if isinstance(message, GlobalFragment)]
+    return [(m.fragment_id, m.version, m.base, m.payload_bytes) for m in found]
+
+
+def test_a_new_version_goes_out_as_a_step_to_whoever_holds_its_base() -> None:
+    syncer = stepping("a", "b")
+    syncer.on_message(hello("late", versions=(0, -1, 0, 0)), 1.0)  # gets version 0 of fragment 1 whole, then the step
+    syncer.on_message(hello("other", versions=(0, 0, 0, 0), digests=(0, 5, 0, 0)), 1.0)  # of other bits: likewise
+    effects = first_version(syncer, "a", "b")
+    for name in ("a", "b", "late", "other"):
+        assert fragments(effects, name) == [(1, 1, 0, STEP)], name
+    message = sent(effects, "a")[0]
+    assert isinstance(message, GlobalFragment) and message.digest == digest(1, 1), "of the value that it leads to"
+
+
+def test_without_the_size_of_a_step_values_go_out_whole() -> None:
+    syncer = stepping("a")
+    del syncer.step_bytes[1]
+    assert fragments(first_version(syncer, "a"), "a") == [(1, 1, NO_VERSION, WHOLE)]
+
+
+@pytest.mark.parametrize(
+    ("versions", "digests", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0, 0, 0), [(1, 1, 0, STEP)]),
+        ((0, 1, 0, 0), (0, digest(1, 1), 0, 0), []),
+        ((0, -1, 0, 0), (0, 0, 0, 0), [(1, 1, NO_VERSION, WHOLE)]),
+        ((0, 0, 0, 0), (0, 7, 0, 0), [(1, 1, NO_VERSION, WHOLE)]),
+        ((0, 1, 0, 0), (0, 7, 0, 0), [(1, 1, NO_VERSION, WHOLE)]),
+    ],
+)
+def test_a_greeting_is_answered_with_what_its_sender_can_use(
+    versions: tuple[int, ...], digests: tuple[int, ...], expected: list[tuple[int, int, int, int]]
+) -> None:
+    syncer = stepping("a")
+    first_version(syncer, "a")
+    assert fragments(syncer.on_message(hello("b", versions=versions, digests=digests), 3.0), "b") == expected
+
+
+def test_a_step_that_did_not_help_is_followed_by_the_whole_value() -> None:
+    syncer = stepping("a")
+    first_version(syncer, "a")
+    again = [fragments(syncer.on_message(hello("a"), 3.0), "a") for _ in range(STEPS_MAX + 1)]
+    assert again == [[(1, 1, 0, STEP)]] * (STEPS_MAX - 1) + [[(1, 1, NO_VERSION, WHOLE)]] * 2
+
+
+def test_a_lost_broadcast_is_repeated_whole() -> None:
+    it = Pair(quorum=2, steps=True, sync_every=4, num_fragments=4)
+    it.join("a", "b")
+    it.held = {"b:GlobalFragment"}
+    it.wait(1.0)
+    it.step("a", "b")
+    it.lose_wire("b")
+    it.held = set()
+    for _ in range(3):
+        it.wait(1.0)
+        it.step("a", "b")
+    it.step("b")
+    (lost, again) = [m for m in it.messages(GlobalFragment, "b") if (m.fragment_id, m.version) == (1, 1)]
+    assert (lost.base, again.base) == (0, NO_VERSION) and it.learners["b"].adopted[1].version == 1
+
+
+def test_restarts_and_rewinds_forget_from_where_steps_lead() -> None:
+    for back in ("restart", "rewind"):
+        syncer = stepping("a")
+        first_version(syncer, "a")
+        if back == "restart":
+            syncer.on_restart(syncer.versions, syncer.digests, 9.0)
+        else:
+            syncer.on_rewind(7, 9.0)
+        assert fragments(syncer.on_message(hello("b"), 10.0), "b") == [(1, 1, NO_VERSION, WHOLE)], back
+
+
+def test_a_restored_machine_knows_who_can_use_which_step() -> None:
+    syncer = stepping("a", "b")
+    first_version(syncer, "a", "b")
+    other = sized(new(quorum=2))
+    other.restore(json.loads(json.dumps(syncer.state())))
+    assert other.state() == syncer.state()
+    for again in range(2):
+        told, expected = other.on_message(hello("b"), 3.0), syncer.on_message(hello("b"), 3.0)
+        assert told == expected and fragments(told, "b")[0][2] == (NO_VERSION if again else 0)
+
+
+# ---- the learner ----------------------------------------------------------------------------------------------------
+
+
+def learner() -> Learner:
+    """It holds version 1 of both fragments."""
+    settings: dict[str, Any] = {"heartbeat_s": HEARTBEAT_S, "lease_s": 3 * HEARTBEAT_S, "resend_s": 2.0}
+    config = ProtocolConfig(sync_every=2, num_fragments=2, recover_from_peers=False, **settings)
+    machine = Learner("a", 1, config, FINGERPRINT)
+    machine.on_connected(0.0)
+    machine.on_message(Welcome(1, (1, 1), 1), 0.0)
+    machine.on_message(Lease(0, 0, 100), 0.0)
+    for fragment_id in range(2):
+        assert take(machine, whole(fragment_id, 1)) == [Adopt(fragment_id, 1)]
+    assert machine.may_step() and asks_at_s(machine) is None
+    return machine
+
+
+def whole(fragment_id: int, version: int, epoch: int = 1) -> GlobalFragment:
+    return GlobalFragment(version, fragment_id, version, epoch, digest(fragment_id, version), WHOLE)
+
+
+def step(fragment_id: int, base: int, version: int, epoch: int = 1) -> GlobalFragment:
+    return whole(fragment_id, version, epoch)._replace(base=base, payload_bytes=STEP)
+
+
+def take(machine: Learner, message: GlobalFragment) -> list[Effect]:
+    assert machine.wants(message, 1.0)
+    machine.on_read(message)
+    return machine.on_message(message, 1.0)
+
+
+def asks_at_s(machine: Learner) -> float | None:
+    """When it greets again, if it is going to."""
+    deadline_s = machine.next_deadline_s()
+    return deadline_s if deadline_s != HEARTBEAT_S else None
+
+
+def test_a_step_applies_to_what_was_read_last_adopted_or_not() -> None:
+    machine = learner()
+    first, second = step(0, 1, 3), step(0, 3, 5)
+    assert machine.wants(first, 1.0)
+    machine.on_read(first)
+    assert machine.wants(second, 1.0), "the training state still has version 1"
+    machine.on_read(second)
+    assert machine.on_message(second, 2.0) == [Adopt(0, 5)], "the one between is skipped"
+    assert machine.on_message(first, 2.0) == []
+
+
+@pytest.mark.parametrize("message", [whole(0, 1), whole(0, 0), step(0, 0, 1), step(0, 1, 1), whole(0, 9, 0)])
+def test_what_is_stale_is_not_read_and_nobody_is_asked(message: GlobalFragment) -> None:
+    machine = learner()
+    assert not machine.wants(message, 1.0) and asks_at_s(machine) is None
+
+
+def test_a_gap_is_asked_for_once() -> None:
+    machine = learner()
+    assert not machine.wants(step(0, 3, 5), 1.0)
+    assert asks_at_s(machine) == pytest.approx(3.0)
+    assert not machine.wants(step(0, 5, 7), 2.0) and not machine.wants(step(1, 4, 6), 2.5)
+    assert asks_at_s(machine) == pytest.approx(3.0)
+    machine.on_step(10, 1.0, 2.0, 3.0, samples_end=1)
+    greetings = [effect.message for effect in only(machine.on_tick(3.0), Send) if isinstance(effect.message, Hello)]
+    assert [greeting.versions for greeting in greetings] == [(1, 1)]
+    assert machine.wants(whole(0, 7), 4.0), "a whole value helps"
+
+
+def test_a_later_life_of_the_syncer_may_go_on_from_an_earlier_version() -> None:
+    machine = learner()
+    take(machine, whole(0, 5))
+    assert not machine.wants(step(0, 3, 7, epoch=2), 2.0), "5 is lost, and 7 was made of 3"
+    assert machine.wants(whole(0, 3, epoch=2), 2.0)
+    machine.on_read(whole(0, 3, epoch=2))
+    assert machine.wants(step(0, 3, 7, epoch=2), 2.0)
+    assert not machine.wants(step(0, 3, 9, epoch=1), 2.0), "late, of the life before"
+
+
+def test_heads_outlive_the_link() -> None:
+    machine = learner()
+    machine.on_read(step(0, 1, 3))
+    machine.on_disconnected(2.0)
+    machine.on_connected(3.0)
+    assert not machine.wants(step(0, 1, 3), 4.0) and machine.wants(step(0, 3, 5), 4.0)
+
+
+# ---- both -----------------------------------------------------------------------------------------------------------
+
+
+def test_without_faults_nothing_is_whole_after_the_beginning() -> None:
+    it = Pair(quorum=3, steps=True)
+    it.join("a", "b", "c")
+    for _ in range(20):
+        it.wait(1.0)
+        it.step("a", "b", "c")
+    assert it.syncer.merged_rounds == 20
+    for name in "abc":
+        got = it.messages(GlobalFragment, name)
+        assert [m.fragment_id for m in got if m.base == NO_VERSION] == [0, 1]
+        assert len(got) == 2 + 20 and len(it.messages(Hello, name)) == 1
+    it.check_bits()
+
+
+def test_a_learner_whose_arithmetic_differs_goes_on_with_whole_values_and_few_greetings() -> None:
+    it = Pair(quorum=1, steps=True, resend_s=2.0)
+    it.join("a", "b")
+    it.drivers["b"].misreads = True
+    for _ in range(60):
+        it.wait(1.0)
+        it.step("a", "b")
+    assert len(it.messages(Hello, "b")) <= 1 + 60 / 2
+    assert min(held.version for held in it.learners["b"].adopted) > 40
+    it.check_bits()
+
+
+def test_a_pair_of_answers_that_cross_a_broadcast_leaves_nothing_behind() -> None:
+    it = Pair(quorum=2, steps=True, resend_s=1.0, overlap_steps=2)
+    it.join("a", "b")
+    it.wait(1.0)
+    it.step("a", "b")
+    it.held = {"b:GlobalFragment"}
+    for _ in range(3):
+        it.wait(1.0)
+        it.step("a", "b")
+    it.lose_wire("b")
+    it.held = {"b:Hello"}  # its question is under way while the next versions are made
+    for _ in range(4):
+        it.wait(1.5)
+        it.step("a", "b")
+    it.held = set()
+    it.deliver()
+    for _ in range(4):
+        it.wait(1.0)
+        it.step("a", "b")
+    assert [a.version for a in it.learners["b"].adopted] == it.syncer.versions
+    assert not it.messages(Advance) and it.messages(PullRequest)
+    it.check_bits()
