@@ -137,9 +137,8 @@ class Merger:
             rate, momentum, updates = self._outer.rate, self._outer.momentum, None
         else:
             gradient = self._gradient(values, shares)
-            updates, outer = self._outer.updates(
-                self.layout.views(gradient), state.outer, self.layout.views(state.value)
-            )
+            views = self.layout.views(gradient), state.outer, self.layout.views(state.value)
+            updates, outer = self._outer.updates(*views)
             trace = fresh = _NOTHING
             rate, momentum, values = -1.0, 0.0, Values((), ())
         addresses = _addresses(values)
