@@ -15,7 +15,6 @@ from diloco_jax.training.data import eval_batches, load_source
 from diloco_jax.training.island import Island
 from diloco_jax.training.sharding import MeshConfig
 
-
 Assemble = Callable[[], Mapping[str, np.ndarray]]
 
 

@@ -137,8 +137,8 @@ class WireConfig:
     """How fragments look on their way."""
 
     up: Format = "int4"
-    """Format of the outer gradients that learners send: float32, bfloat16, int8 or int4. What rounding leaves out of one
-    is added to the learner's next (error feedback)."""
+    """Format of the outer gradients that learners send: float32, bfloat16, int8 or int4. What rounding leaves out of
+    one is added to the learner's next (error feedback)."""
     down: Format = "int4"
     """Format of the steps from one version of a fragment to the next that the syncer sends, likewise with error
     feedback. The syncer takes exactly the step that it sends, so every learner's anchor equals its value bit for bit.
