@@ -39,8 +39,18 @@ def channel_options(config: TransportConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", round(config.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.max_frame_size", 1 << 20),  # a chunk in one piece, or a few; there is nobody else to let through
         ("grpc.http2.lookahead_bytes", 16 << 20),  # else one connection needs a gigabyte to fill a 60 ms link
     ]
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep the memory of frames that are done with, for those to come: receiving takes half the time.
+
+    It gives a freed block back to the system, to be zeroed page by page for the next frame, unless it has seen a larger
+    one given back; it learns up to 32 MiB. No page of this one is ever touched. Elsewhere it has no effect.
+    """
+    bytearray(31 << 20)
 
 
 def open_channel(config: TransportConfig, own: Credentials) -> grpc.Channel:

@@ -27,6 +27,7 @@ from diloco_jax.transport.calls import (
     channel_options,
     header_metadata,
     holdings_metadata,
+    keep_freed_memory,
     open_channel,
     pack_shards,
     read_drain_request,
@@ -124,6 +125,7 @@ def connect(
             loopback and plaintext was not allowed.
     """
     own = credentials(config, check_name(learner_id))
+    keep_freed_memory()
     number = time.monotonic_ns()  # grows within a process; across processes the incarnation does
     header = pb.Header(run_id=run_id, epoch=epoch, incarnation=incarnation, session=number, stripes=config.stripes)
     if partials is None:
@@ -228,6 +230,7 @@ class GrpcListener(SessionListener[StreamSession]):
 
     def __init__(self, config: TransportConfig, run_id: str, epoch: int, shards: Sequence[str]) -> None:
         super().__init__(config, run_id, epoch)
+        keep_freed_memory()
         self._shards = pack_shards(shards)
         self._partials: dict[str, tuple[int, Partials]] = {}  # learner -> its incarnation, what its sessions left
         self.status_json = "{}"  # the driver replaces it whenever it likes

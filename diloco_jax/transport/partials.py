@@ -108,6 +108,8 @@ class Partials:
     def put(self, partials: Sequence[Partial]) -> None:
         """Keep what a session leaves behind."""
         for partial in partials:
+            if partial.key[1] > self._bytes_max:
+                continue
             largest = sorted(partial.ranges, key=lambda pair: pair[0] - pair[1])[:RANGES_KEPT]
             small = partial._replace(ranges=Ranges(sorted(largest)))
             with self._lock:
