@@ -241,8 +241,8 @@ def _drain(arguments: argparse.Namespace) -> int:
     from diloco_jax.config import load
     from diloco_jax.runtime.files import CONFIG_FILE
     from diloco_jax.runtime.status import is_address, syncer_at
-    from diloco_jax.transport.grpc_link import ask_drain
     from diloco_jax.transport.link import TransportConfig
+    from diloco_jax.transport.questions import ask_drain
 
     run, config = arguments.run, arguments.config
     if config is None and not is_address(run):

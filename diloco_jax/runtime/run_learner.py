@@ -45,6 +45,7 @@ from diloco_jax.training.island import Island
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.transport.grpc_link import connect
 from diloco_jax.transport.link import Rejected, TransportError, check_name
+from diloco_jax.transport.partials import Partials
 
 RECONNECT_DELAYS_S = (0.2, 0.5, 1.0, 1.0, 2.0)
 IDLE_S = 0.2  # longest sleep of a thread that waits for messages, so that it notices the end
@@ -103,6 +104,7 @@ class LearnerRun:
         self._effects = Effects(
             self._machine, self._island, plan.fragments, config.adopt, self._tape, self._payloads, saves
         )
+        self._partials = Partials(config.transport.payload_bytes_max, config.transport.resume_s)
         self._lock = threading.Lock()  # guards machine, tape, effects, and what waits in the inbox
         self._inbox: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()  # None only wakes
         self._heads: dict[int, Values] = {}  # fragment -> newest value that arrived; the link thread's
@@ -260,6 +262,7 @@ class LearnerRun:
             epoch=self._machine.epoch,
             learner_id=self._machine.learner_id,
             incarnation=self._machine.incarnation,
+            partials=self._partials,
         )
         with self._lock:
             self._effects.link = link

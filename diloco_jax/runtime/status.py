@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.runtime.files import ADDRESS_FILE, STATUS_FILE
 from diloco_jax.runtime.stats import RunStats
-from diloco_jax.transport.grpc_link import ask_status
 from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.questions import ask_status
 
 ANSWER_TIMEOUT_S = 5.0
 

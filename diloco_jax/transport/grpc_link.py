@@ -1,6 +1,7 @@
 """The transport over gRPC: the syncer listens, islands dial.
 
-A learner opens two channels with a TCP connection each, so that a control message never waits behind a payload.
+A learner opens several channels with a TCP connection each: one for control messages, so that none waits behind a
+payload, and some that share the payloads, since one connection alone does not fill a long link.
 The synchronous API is used on purpose: its client is the one that stays stable when connections break often.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -20,13 +21,19 @@ from diloco_jax.transport.calls import (
     CONNECT,
     DRAIN,
     SERVICE,
+    SHARDS_KEY,
     STATUS,
     call_metadata,
     channel_options,
     header_metadata,
+    holdings_metadata,
+    keep_freed_memory,
     open_channel,
+    pack_shards,
     read_drain_request,
     read_header,
+    read_holdings,
+    read_shards,
     unanswered,
 )
 from diloco_jax.transport.link import (
@@ -40,6 +47,7 @@ from diloco_jax.transport.link import (
     payload_parts,
     split_address,
 )
+from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.security import (
     Denied,
@@ -49,7 +57,7 @@ from diloco_jax.transport.security import (
     syncer_credentials,
 )
 from diloco_jax.transport.sessions import Inbox, Refused, SessionListener
-from diloco_jax.transport.stream import DENIALS, REFUSAL, Lane, StreamSession
+from diloco_jax.transport.stream import REFUSAL, Lane, StreamSession
 
 PATIENCE_S = 1.0  # how long a connection may take before we look for what is wrong
 
@@ -60,10 +68,12 @@ PATIENCE_S = 1.0  # how long a connection may take before we look for what is wr
 class GrpcLink:
     """A learner's session with a syncer; `connect` makes it."""
 
-    def __init__(self, session: StreamSession, channels: list[grpc.Channel], ended: list[threading.Event]) -> None:
+    def __init__(self, session: StreamSession) -> None:
         self._session = session
-        self._channels = channels
-        self._ended = ended
+        self._channels: list[grpc.Channel] = []
+        self._ended: list[threading.Event] = []
+        self.shards: tuple[str, ...] = ()
+        """Addresses of the syncer's further listeners, as host:port."""
 
     def send(self, message: LearnerMessage, payload: Payload = b"") -> None:
         """Queue a message; never blocks. See Link.send."""
@@ -85,7 +95,17 @@ class GrpcLink:
             channel.close()
 
 
-def connect(config: TransportConfig, *, run_id: str, epoch: int = 0, learner_id: str, incarnation: int) -> GrpcLink:
+def connect(
+    config: TransportConfig,
+    *,
+    run_id: str,
+    epoch: int = 0,
+    learner_id: str,
+    incarnation: int,
+    partials: Partials | None = None,
+    inbox: Inbox | None = None,
+    peer: str = SYNCER,
+) -> GrpcLink:
     """Open a session with the syncer at `config.address`, waiting for it at most `config.connect_timeout_s`.
 
     Args:
@@ -94,6 +114,10 @@ def connect(config: TransportConfig, *, run_id: str, epoch: int = 0, learner_id:
         epoch: Newest life of the syncer that we have heard of; a syncer of an earlier one refuses. 0: none.
         learner_id: Our name. With certificates, that of ours.
         incarnation: Grows with every start of this learner.
+        partials: What earlier sessions of this process with this syncer were cut off from, to be continued; what this
+            one leaves is added. None: payloads that are cut are sent anew.
+        inbox: Where deliveries go, if several links share one; whoever shares it receives those of all.
+        peer: What deliveries call the other side.
 
     Raises:
         TransportError: Nobody answered in time, or the syncer refused, or one side does not trust the other; why.
@@ -101,23 +125,38 @@ def connect(config: TransportConfig, *, run_id: str, epoch: int = 0, learner_id:
             loopback and plaintext was not allowed.
     """
     own = credentials(config, check_name(learner_id))
+    keep_freed_memory()
     number = time.monotonic_ns()  # grows within a process; across processes the incarnation does
-    header = pb.Header(run_id=run_id, epoch=epoch, incarnation=incarnation, session=number)
-    session = StreamSession(Inbox(), header, learner_id, SYNCER, config)
-    link = GrpcLink(session, [], [])
-    headers = {lane: header_metadata(lane.ours) for lane in session.lanes.values()}
-    for lane in session.lanes.values():
+    header = pb.Header(run_id=run_id, epoch=epoch, incarnation=incarnation, session=number, stripes=config.stripes)
+    if partials is None:
+        partials = Partials(0, config.resume_s)
+    if inbox is None:
+        inbox = Inbox()
+    session = StreamSession(inbox, header, learner_id, SYNCER, config, partials, name=peer)
+    link = GrpcLink(session)
+    lanes = list(session.lanes.values())
+    headers = [header_metadata(lane.ours) for lane in lanes]
+    holdings = holdings_metadata(partials.announce())
+    calls = []
+    for lane, named in zip(lanes, headers, strict=True):
         channel = open_channel(config, own)
         link._channels.append(channel)
+        metadata = (named, *own.metadata, *(() if lane.bulk else holdings))
         call = channel.stream_stream(f"/{SERVICE}/{CONNECT}")(
-            session.write(lane), metadata=(headers[lane], *own.metadata), wait_for_ready=True
+            session.write(lane), metadata=metadata, wait_for_ready=True
         )
+        calls.append(call)
         session.bind(lane, call.cancel)
         link._ended.append(_watch(session, lane, call))
         session.start_reader(lane, call)
     trouble = _await_ready(session, config, learner_id)
     if trouble is None:
-        return link
+        try:
+            link.shards = read_shards(dict(calls[0].initial_metadata()).get(SHARDS_KEY, ""), config.address)
+            return link
+        except ValueError as error:
+            session.fail(f"the syncer names unusable shards: {error}")
+            trouble = session.reason
     answered, reason = not session.open and not trouble, session.reason
     session.fail("not connected")
     session.cancel()
@@ -189,8 +228,11 @@ class _DaemonThreads(futures.Executor):
 class GrpcListener(SessionListener[StreamSession]):
     """The syncer's side; `listen` makes it."""
 
-    def __init__(self, config: TransportConfig, run_id: str, epoch: int) -> None:
+    def __init__(self, config: TransportConfig, run_id: str, epoch: int, shards: Sequence[str]) -> None:
         super().__init__(config, run_id, epoch)
+        keep_freed_memory()
+        self._shards = pack_shards(shards)
+        self._partials: dict[str, tuple[int, Partials]] = {}  # learner -> its incarnation, what its sessions left
         self.status_json = "{}"  # the driver replaces it whenever it likes
         options = [
             *channel_options(config),
@@ -272,73 +314,50 @@ class GrpcListener(SessionListener[StreamSession]):
                 self.establish(session)
             except Refused as error:
                 context.abort(REFUSAL if error.final else grpc.StatusCode.ABORTED, str(error))
+            if self._shards and not lane.bulk:
+                context.send_initial_metadata(((SHARDS_KEY, self._shards),))
             session.start_reader(lane, requests)
-            yield lane.header
+            yield session.ready_frame(lane)
         else:
-            session.fail(f"the second connection did not come within {self.config.connect_timeout_s:g} s")
+            session.fail(f"not all connections came within {self.config.connect_timeout_s:g} s")
         yield from session.write(lane)
 
     def _open_lane(self, context: Any) -> tuple[StreamSession, Lane]:
         """Check the caller's credentials before anything that it says, then find or make its session."""
         metadata = call_metadata(context)
         self._gate.check(metadata)
-        header, name = read_header(metadata)
+        header = read_header(metadata)
         self._gate.check_speaks_for(header.sender, auth_context(context))
+        held = read_holdings(metadata)
 
         def make() -> StreamSession:
-            return StreamSession(self.inbox, header, SYNCER, header.sender, self.config)
+            partials = self._partials_of(header.sender, header.incarnation)
+            return StreamSession(self.inbox, header, SYNCER, header.sender, self.config, partials)
 
         session = self.admit(header.run_id, header.epoch, header.sender, header.incarnation, header.session, make)
-        lane = session.lanes[name]
+        lane = session.lanes.get((header.lane, header.stripe))
+        if lane is None or lane.ours.stripes != header.stripes:
+            raise Refused(f"this session has {len(session.lanes) - 1} bulk connections, not {header.stripes}")
         if not session.bind(lane, context.cancel):
-            raise Refused(f"the {lane.name} connection of this session is open already")
+            raise Refused(f"this {lane.name} connection of the session is open already")
+        if not lane.bulk:
+            session.pieces.held = held
         return session, lane
+
+    def _partials_of(self, learner_id: str, incarnation: int) -> Partials:
+        """What the sessions of this incarnation left; called with the lock of `admit` held."""
+        known = self._partials.get(learner_id)
+        if known is None or known[0] != incarnation:
+            if known is not None:
+                known[1].forget()
+            self._partials = {name: each for name, each in self._partials.items() if each[1].held_bytes}
+            known = (incarnation, Partials(self.config.payload_bytes_max, self.config.resume_s))
+            self._partials[learner_id] = known
+        return known[1]
 
 
 def _serialised(reply: pb.StatusReply | pb.DrainReply) -> bytes:
     return reply.SerializeToString()
-
-
-# ---- questions ----------------------------------------------------------------------------------------------------
-
-
-def ask_status(config: TransportConfig) -> str:
-    """The status that the syncer at `config.address` last gave out, as JSON.
-
-    Raises:
-        TransportError: Nobody answered in time, or our credentials do not do.
-        ValueError: Our own certificate, key or token cannot be used, or the address is not loopback and plaintext was
-            not allowed.
-    """
-    reply: pb.StatusReply = _ask(config, STATUS, b"", pb.StatusReply.FromString)
-    return reply.json
-
-
-def ask_drain(config: TransportConfig, learner_id: str) -> tuple[bool, str]:
-    """Ask the syncer at `config.address` to let a learner leave; whether it does, and its words.
-
-    Raises:
-        TransportError: Nobody answered in time, or our credentials do not do.
-        ValueError: As for `ask_status`, or the name cannot be that of a learner.
-    """
-    request = pb.DrainRequest(learner_id=check_name(learner_id)).SerializeToString()
-    reply: pb.DrainReply = _ask(config, DRAIN, request, pb.DrainReply.FromString)
-    return reply.ok, reply.message
-
-
-def _ask(config: TransportConfig, method: str, request: bytes, read: Callable[[bytes], Any]) -> Any:
-    own = credentials(config, SYNCER, owner=False)
-    with open_channel(config, own) as channel:
-        ask = channel.unary_unary(f"/{SERVICE}/{method}", response_deserializer=read)
-        try:
-            return ask(request, timeout=config.connect_timeout_s, wait_for_ready=True, metadata=own.metadata)
-        except grpc.RpcError as error:
-            if error.code() in DENIALS:
-                raise TransportError(f"the syncer at {config.address} refused: {error.details()}") from None
-            if error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
-                answer = f"{error.code().name}: {error.details()}"
-                raise TransportError(f"the syncer at {config.address} did not answer but with {answer}") from None
-            raise unanswered(config, diagnose(config, SYNCER)) from None
 
 
 def _probe(address: str) -> None:
@@ -350,10 +369,14 @@ def _probe(address: str) -> None:
         probe.bind(target)
 
 
-def listen(config: TransportConfig, *, run_id: str, epoch: int = 0) -> GrpcListener:
+def listen(config: TransportConfig, *, run_id: str, epoch: int = 0, shards: Sequence[str] = ()) -> GrpcListener:
     """Listen on `config.address`.
 
+    Args:
+        shards: host:port of further listeners that every learner is told of; ":port": at the host that it dialled.
+
     Raises:
-        ValueError: The port is in use, or the address is not loopback and plaintext was not allowed.
+        ValueError: The port is in use, the address is not loopback and plaintext was not allowed, or a shard is no
+            address.
     """
-    return GrpcListener(config, run_id, epoch)
+    return GrpcListener(config, run_id, epoch, shards)

@@ -1,121 +1,102 @@
-"""A session over two streams of frames, one per lane; the same class serves the learner's and the syncer's side.
+"""A session over several streams of frames; the same class serves the learner's and the syncer's side.
 
-Each lane has an outbox that `send` fills and a writer thread empties, and a reader thread that fills the inbox. A
-lane ends with a Goodbye frame. When the first lane ends without one, or anything is wrong, the whole session fails.
+One stream carries the control lane, the others, the stripes, share the bulk lane: whichever is free takes the next
+chunk. Each lane has an outbox that `send` fills, each stream a writer thread that empties it and a reader thread that
+fills the inbox. A stream ends with a Goodbye frame. When the first one ends without, or anything is wrong, the whole
+session fails.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
 
 import grpc
 
 from diloco_jax.protocol.messages import SYNCER, Message
 from diloco_jax.transport import wire
+from diloco_jax.transport.assembly import Assembly
 from diloco_jax.transport.link import BULK_TYPES, LEARNER_TYPES, SYNCER_TYPES, LinkClosed, TransportConfig, is_bulk
+from diloco_jax.transport.outbox import Outbox, Outgoing, Pieces
+from diloco_jax.transport.partials import Held, Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.sessions import Inbox, Session
 
-LANES = {"control": pb.LANE_CONTROL, "bulk": pb.LANE_BULK}
 REFUSAL = grpc.StatusCode.FAILED_PRECONDITION  # the answer to a learner that need not try again
 DENIALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.ABORTED)
 LINGER_S = 1.0  # how long a failed session may try to tell the peer why, before its streams are cut
 
 
-class Outgoing(NamedTuple):
-    """A message that waits for its writer. The payload is shared with whoever else sends it."""
-
-    body: bytes
-    parts: tuple[memoryview, ...]
-
-
-class Outbox:
-    """Bounded queue to one writer."""
-
-    def __init__(self, messages_max: int) -> None:
-        self._messages_max = messages_max
-        self._changed = threading.Condition()
-        self._waiting: deque[Outgoing] = deque()
-        self._closed = False
-        self.cut = False  # a writer stops even inside a payload
-        self.reason = ""
-
-    def put(self, item: Outgoing) -> bool:
-        """Queue an item; False if the queue is full or closed."""
-        with self._changed:
-            if self._closed or len(self._waiting) >= self._messages_max:
-                return False
-            self._waiting.append(item)
-            self._changed.notify()
-            return True
-
-    def take(self) -> Outgoing | None:
-        """Wait for the oldest item; None when the queue is closed and empty."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            return self._waiting.popleft() if self._waiting else None
-
-    def close(self, reason: str, *, flush: bool) -> None:
-        """Take no more items. What waits is still handed out if `flush`, else forgotten."""
-        with self._changed:
-            self.reason = self.reason or reason
-            self._closed = True
-            if not flush:
-                self.cut = True
-                self._waiting.clear()
-            self._changed.notify_all()
-
-
 class Lane:
-    """One stream in both directions."""
+    """One stream in both directions: the control lane, or a stripe of the bulk lane."""
 
-    def __init__(self, name: str, ours: pb.Header, theirs: pb.Header, config: TransportConfig) -> None:
-        bulk = name == "bulk"
+    def __init__(self, ours: pb.Header, theirs: pb.Header, outbox: Outbox) -> None:
         sendable = SYNCER_TYPES if theirs.sender != SYNCER else LEARNER_TYPES
         readable = LEARNER_TYPES if sendable is SYNCER_TYPES else SYNCER_TYPES
-        self.name = name
+        self.bulk = ours.lane == pb.LANE_BULK
+        self.name = "bulk" if self.bulk else "control"
+        self.title = f"{self.name}-{ours.stripe}" if self.bulk else self.name  # of its threads
         self.ours = ours
         self.header = wire.pack_header(ours)
-        self.outbox = Outbox(config.queue_payloads_max if bulk else config.queue_messages_max)
-        allowed = tuple(kind for kind in readable if (kind in BULK_TYPES) == bulk)
-        self.assembler = wire.Assembler(theirs, allowed, config.payload_bytes_max)
+        self.outbox = outbox
+        allowed = tuple(kind for kind in readable if (kind in BULK_TYPES) == self.bulk)
+        self.reader = wire.Reader(theirs, allowed)
         self.cancel: Callable[[], object] | None = None
         self.ready = False
         self.said_goodbye = False
         self.written = threading.Event()
 
 
-def lane_header(header: pb.Header, lane: int, sender: str) -> pb.Header:
-    """Return a copy of the header for one lane and direction."""
+def lane_header(header: pb.Header, lane: pb.Lane, stripe: int, sender: str) -> pb.Header:
+    """Return a copy of the header for one stream and direction."""
     copy = pb.Header()
     copy.CopyFrom(header)
-    copy.lane = lane  # type: ignore[assignment]
-    copy.sender = sender
+    copy.lane, copy.stripe, copy.sender = lane, stripe, sender
     return copy
 
 
 class StreamSession(Session):
-    """One end of a session over two streams.
+    """One end of a session over several streams.
 
     Args:
-        header: Names the run, the epoch, the learner's incarnation and the session; sender and lane are set here.
+        header: Names the run, the epoch, the learner's incarnation, the session and the number of stripes; sender, lane
+            and stripe are set here.
         sender: Our name in the frames that we send: a learner_id or "syncer".
-        peer: The other side's name.
+        peer: The other side's name in the frames that it sends.
+        partials: What earlier sessions with this peer left.
+        name: The other side's name in deliveries, if it is not `peer`.
     """
 
-    def __init__(self, inbox: Inbox, header: pb.Header, sender: str, peer: str, config: TransportConfig) -> None:
-        super().__init__(inbox, peer, config)
+    def __init__(
+        self,
+        inbox: Inbox,
+        header: pb.Header,
+        sender: str,
+        peer: str,
+        config: TransportConfig,
+        partials: Partials,
+        name: str = "",
+    ) -> None:
+        super().__init__(inbox, name or peer, config)
+        self._dialled = peer == SYNCER
+        self.partials = partials
+        control, bulk = Outbox(config.queue_messages_max), Outbox(config.queue_payloads_max)
+        self._outboxes = {False: control, True: bulk}  # by is_bulk
+        self.pieces = Pieces(bulk, config.chunk_bytes)
+        self._assembly = Assembly(config.payload_bytes_max, partials)
+        streams = [(pb.LANE_CONTROL, 0), *((pb.LANE_BULK, stripe) for stripe in range(header.stripes))]
         self.lanes = {
-            name: Lane(name, lane_header(header, lane, sender), lane_header(header, lane, peer), config)
-            for name, lane in LANES.items()
+            (lane, stripe): Lane(
+                lane_header(header, lane, stripe, sender),
+                lane_header(header, lane, stripe, peer),
+                bulk if lane == pb.LANE_BULK else control,
+            )
+            for lane, stripe in streams
         }
         self.refused = False  # the other side answered that it does not take us
         self._lock = threading.Lock()
-        self._settled = threading.Event()  # both lanes are ready, or the session is over
+        self._settled = threading.Event()  # all streams are ready, or the session is over
 
     def bind(self, lane: Lane, cancel: Callable[[], object]) -> bool:
         """Give the lane its stream; False if it has one already."""
@@ -126,31 +107,33 @@ class StreamSession(Session):
             return True
 
     def mark_ready(self, lane: Lane) -> None:
-        """Note that the lane is open on both sides; the session is, when both are."""
+        """Note that the stream is open on both sides; the session is, when all are."""
         with self._lock:
             lane.ready = True
             if all(each.ready for each in self.lanes.values()):
-                self.announced = self.announced or self.peer == SYNCER  # the syncer's side: once it is established
+                self.announced = self.announced or self._dialled  # the syncer's side: once it is established
                 self._settled.set()
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until both lanes are open; False after `timeout_s` or when the session is over."""
+        """Wait until all streams are open; False after `timeout_s` or when the session is over."""
         return self._settled.wait(timeout_s) and self.open
 
     def send(self, message: Message, parts: tuple[memoryview, ...]) -> None:
-        """Queue a message for its lane's writer. See Session.send."""
-        lane = self.lanes["bulk" if is_bulk(message) else "control"]
-        if lane.outbox.put(Outgoing(wire.pack_body(message), parts)):
+        """Queue a message for its lane's writers. See Session.send."""
+        bulk = is_bulk(message)
+        if self._outboxes[bulk].put(Outgoing(wire.pack_body(message), parts)):
             return
-        self.fail(f"the {lane.name} queue to {self.peer!r} is full: it does not read what it is sent")
+        lane = "bulk" if bulk else "control"
+        self.fail(f"the {lane} queue to {self.peer!r} is full: it does not read what it is sent")
         raise LinkClosed(f"the session with {self.peer!r} is over: {self.reason}")
 
     def fail(self, reason: str) -> None:
         """End the session; writers say goodbye with the reason, and streams that do not end soon are cut."""
         if not self.finish(reason):
             return
-        for lane in self.lanes.values():
-            lane.outbox.close(reason, flush=False)
+        for outbox in self._outboxes.values():
+            outbox.close(reason, flush=False)
+        self._assembly.close()
         self._settled.set()
         timer = threading.Timer(LINGER_S, self.cancel)
         timer.name, timer.daemon = f"diloco-linger-{self.peer}", True
@@ -159,9 +142,14 @@ class StreamSession(Session):
     def retire(self, reason: str) -> None:
         """End this side without a delivery here; writers send what waits, then say goodbye."""
         self.finish(reason, tell=False)
-        for lane in self.lanes.values():
-            lane.outbox.close(reason, flush=True)
+        for outbox in self._outboxes.values():
+            outbox.close(reason, flush=True)
+        self._assembly.close()
         self._settled.set()
+
+    def ready_frame(self, lane: Lane) -> bytes:
+        """Return the frame with which the syncer begins; call it when earlier sessions of the peer are over."""
+        return wire.ready_frame(lane.header, pb.Holdings() if lane.bulk else self.partials.announce())
 
     def wait_written(self, until_s: float) -> None:
         """Wait until the writers are done, or until the monotonic clock shows `until_s`."""
@@ -170,51 +158,61 @@ class StreamSession(Session):
                 lane.written.wait(max(0.0, until_s - time.monotonic()))
 
     def cancel(self) -> None:
-        """Cut both streams; nothing happens to a stream that has ended."""
+        """Cut all streams; nothing happens to a stream that has ended."""
         for lane in self.lanes.values():
             if lane.cancel is not None:
                 lane.cancel()
 
     def write(self, lane: Lane) -> Iterator[bytes]:
-        """Yield the lane's frames until its outbox is closed; the thread that draws them is the lane's writer."""
-        threading.current_thread().name = f"diloco-write-{lane.name}-{self.peer}"
+        """Yield the stream's frames until its outbox is closed; the thread that draws them is the stream's writer."""
+        threading.current_thread().name = f"diloco-write-{lane.title}-{self.peer}"
         try:
-            while (item := lane.outbox.take()) is not None:
-                for frame in wire.frames(lane.header, item.body, item.parts, self.config.chunk_bytes):
-                    if lane.outbox.cut:
-                        break
-                    self.inbox.count(sent_bytes=len(frame))
-                    yield frame
-                del item  # do not keep the payload while waiting for the next one
+            for frame in self._bulk_frames(lane) if lane.bulk else self._control_frames(lane):
+                self.inbox.count(sent_bytes=len(frame))
+                yield frame
             yield wire.goodbye_frame(lane.header, lane.outbox.reason)
         finally:
             lane.written.set()
 
+    def _control_frames(self, lane: Lane) -> Iterator[bytes]:
+        while (item := lane.outbox.take()) is not None:
+            yield lane.header + item.body
+
+    def _bulk_frames(self, lane: Lane) -> Iterator[bytes]:
+        while (piece := self.pieces.take()) is not None:
+            frame = wire.piece_frame(lane.header, piece)
+            del piece  # do not keep the payload while waiting for the next one
+            yield frame
+
     def read(self, lane: Lane, stream: Iterable[bytes]) -> None:
-        """Put what the stream brings into the inbox until it ends; the body of the lane's reader thread."""
+        """Put what the stream brings into the inbox until it ends; the body of the stream's reader thread."""
         try:
             for raw in stream:
                 self.inbox.count(received_bytes=len(raw))
-                event = lane.assembler.feed(raw)
-                if isinstance(event, wire.Received):
-                    self.offer(event.message, event.payload, wait=True)  # when the session is over: drain the stream
-                elif isinstance(event, wire.Ready):
-                    self.mark_ready(lane)
+                event = lane.reader.read(raw)
+                if isinstance(event, wire.Ready):
+                    self._hear_ready(lane, event.holdings)
                 elif isinstance(event, wire.Goodbye):
                     self._hear_goodbye(lane, event.reason)
-                del event
+                elif lane.bulk:
+                    self._assembly.add(event)
+                    self._assembly.deliver(self._offer)
+                elif event.message is not None:
+                    self._offer(event.message, event.data)
+                del event, raw
             if not lane.said_goodbye:
                 self.fail_lost(lane)
         except wire.WireError as error:
             self.fail(f"{self.peer!r} sent on the {lane.name} connection what cannot be used: {error}")
         except Exception as error:  # a reader that dies silently would leave a session that never ends
             self.fail_lost(lane, error)
-        finally:
-            lane.assembler.forget()
+
+    def _offer(self, message: Message, payload: memoryview) -> None:
+        self.offer(message, payload, wait=True)  # when the session is over: drain the stream
 
     def start_reader(self, lane: Lane, stream: Iterable[bytes]) -> None:
         """Run `read` in a thread of its own."""
-        name = f"diloco-read-{lane.name}-{self.peer}"
+        name = f"diloco-read-{lane.title}-{self.peer}"
         threading.Thread(target=self.read, args=(lane, stream), name=name, daemon=True).start()
 
     def fail_lost(self, lane: Lane, error: object = None) -> None:
@@ -231,6 +229,22 @@ class StreamSession(Session):
             self.fail(f"{lost}: {error.details()} ({error.code().name})")
         else:
             self.fail(f"{lost}: {error!r}" if error is not None and str(error) else lost)
+
+    def _hear_ready(self, lane: Lane, holdings: pb.Holdings) -> None:
+        if not lane.bulk:
+            self.hear_holdings(holdings)
+        self.mark_ready(lane)
+
+    def hear_holdings(self, holdings: pb.Holdings) -> None:
+        """Leave out, from now on, what the peer says that it has.
+
+        Raises:
+            WireError: It says what cannot be.
+        """
+        try:
+            self.pieces.held = Held(holdings)
+        except ValueError as error:
+            raise wire.WireError(f"unusable holdings: {error}") from None
 
     def _hear_goodbye(self, lane: Lane, reason: str) -> None:
         with self._lock:

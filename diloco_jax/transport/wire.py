@@ -22,6 +22,7 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol.messages import Message
 from diloco_jax.transport.limits import REASON_LENGTH_MAX, check_body
 from diloco_jax.transport.link import BULK_TYPES, CHUNK_BYTES_MAX
+from diloco_jax.transport.partials import Ranges
 from diloco_jax.transport.proto import diloco_pb2 as pb
 
 HEAD_BYTES_MAX = 1 << 20  # a frame without its data; a step report needs about 10 bytes per fragment
@@ -45,14 +46,25 @@ class Goodbye(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The syncer has both lanes of the session."""
+    """The syncer has all connections of the session."""
+
+    holdings: pb.Holdings
 
 
-class Received(NamedTuple):
-    """A complete message with its payload."""
+class Incoming(NamedTuple):
+    """A message of the control lane, or a chunk of the bulk lane with the message if this frame holds it."""
 
-    message: Message
-    payload: bytes | memoryview
+    message: Message | None
+    chunk: pb.Chunk
+    data: memoryview
+
+
+class Piece(NamedTuple):
+    """What one frame of the bulk lane carries."""
+
+    body: bytes  # of the message, in the first of its pieces
+    chunk: pb.Chunk  # without its checksum
+    views: list[memoryview]
 
 
 # ---- one message ------------------------------------------------------------------------------------------------
@@ -138,8 +150,13 @@ def unpack_body(frame: pb.Frame, body_name: str) -> Message:
 
 
 def pack_header(header: pb.Header) -> bytes:
-    """Return the bytes with which every frame of a stream begins; alone they are the frame `Ready`."""
+    """Return the bytes with which every frame of a stream begins."""
     return pb.Frame(header=header).SerializeToString()
+
+
+def ready_frame(header: bytes, holdings: pb.Holdings) -> bytes:
+    """Return the first frame of the syncer in a stream."""
+    return header + pb.Frame(holdings=holdings).SerializeToString()
 
 
 def goodbye_frame(header: bytes, reason: str) -> bytes:
@@ -147,33 +164,53 @@ def goodbye_frame(header: bytes, reason: str) -> bytes:
     return header + pb.Frame(goodbye=pb.Goodbye(reason=reason[:REASON_LENGTH_MAX])).SerializeToString()
 
 
-def frames(header: bytes, body: bytes, parts: Sequence[memoryview], chunk_bytes: int) -> Iterator[bytes]:
-    """Yield the frames of one message, each made when it is asked for, so that one chunk at a time is copied."""
-    total = sum(part.nbytes for part in parts)
-    if total == 0:
-        yield header + body
-        return
-    head, offset = header + body, 0
-    for views in _cut(parts, chunk_bytes):
-        size = sum(view.nbytes for view in views)
-        crc = 0
-        for view in views:
-            crc = google_crc32c.extend(crc, np.frombuffer(view, np.uint8))  # it takes no writable memoryview
-        chunk = pb.Frame(chunk=pb.Chunk(payload_bytes=total, offset=offset, crc32c=crc))
-        yield b"".join((head, chunk.SerializeToString(), bytes((_DATA_TAG,)), _varint(size), *views))
-        head, offset = header, offset + size
+def pieces(
+    number: int, body: bytes, parts: Sequence[memoryview], chunk_bytes: int, key: int = 0, held: Ranges | None = None
+) -> Iterator[Piece]:
+    """Yield what the frames of one message of the bulk lane carry.
+
+    Args:
+        number: Of the message, from 1.
+        key: The payload's xxh3, so that it can be continued; 0: it cannot.
+        held: What the peer has of it; left out.
+    """
+    size = sum(part.nbytes for part in parts)
+    holes = [(0, size)] if held is None else held.holes(size)
+    sent = False
+    for start, stop in holes:
+        for views in _cut(parts, start, stop, chunk_bytes):
+            chunk = pb.Chunk(payload_bytes=size, offset=start, message=number, key=key, resumed=held is not None)
+            yield Piece(b"" if sent else body, chunk, views)
+            start += sum(view.nbytes for view in views)
+            sent = True
+    if not sent:  # no payload, or all of it is there
+        yield Piece(body, pb.Chunk(payload_bytes=size, message=number, key=key, resumed=held is not None), [])
 
 
-def _cut(parts: Sequence[memoryview], chunk_bytes: int) -> Iterator[list[memoryview]]:
-    """Yield lists of views that together have `chunk_bytes` bytes, the last one what is left."""
+def piece_frame(header: bytes, piece: Piece) -> bytes:
+    """Return the frame of a piece, with the checksum of its data. The data are copied once."""
+    crc = 0
+    for view in piece.views:
+        crc = google_crc32c.extend(crc, np.frombuffer(view, np.uint8))  # it takes no writable memoryview
+    piece.chunk.crc32c = crc
+    head = pb.Frame(chunk=piece.chunk).SerializeToString()
+    if not piece.views:
+        return header + piece.body + head
+    size = sum(view.nbytes for view in piece.views)
+    return b"".join((header, piece.body, head, bytes((_DATA_TAG,)), _varint(size), *piece.views))
+
+
+def _cut(parts: Sequence[memoryview], start: int, stop: int, chunk_bytes: int) -> Iterator[list[memoryview]]:
+    """Yield lists of views that together have `chunk_bytes` bytes, the last one what is left until `stop`."""
     views: list[memoryview] = []
-    room = chunk_bytes
+    room, base = chunk_bytes, 0
     for part in parts:
-        start = 0
-        while start < part.nbytes:
-            view = part[start : start + room]
+        at, end = max(start - base, 0), min(stop - base, part.nbytes)
+        base += part.nbytes
+        while at < end:
+            view = part[at : min(at + room, end)]
             views.append(view)
-            start, room = start + view.nbytes, room - view.nbytes
+            at, room = at + view.nbytes, room - view.nbytes
             if room == 0:
                 yield views
                 views, room = [], chunk_bytes
@@ -233,28 +270,24 @@ def _read_varint(raw: bytes, position: int) -> tuple[int, int]:
     raise WireError("malformed frame: bad length")
 
 
-class Assembler:
-    """Turns the frames of one lane into messages.
+class Reader:
+    """Reads the frames of one connection.
 
     Args:
         header: What the header of every frame must be.
-        allowed: The message classes that this peer may send in this lane.
-        payload_bytes_max: Largest payload that memory is taken for.
+        allowed: The message classes that this peer may send here.
     """
 
-    def __init__(self, header: pb.Header, allowed: tuple[type, ...], payload_bytes_max: int) -> None:
+    def __init__(self, header: pb.Header, allowed: tuple[type, ...]) -> None:
         self._header = header
         self._allowed = allowed
-        self._payload_bytes_max = payload_bytes_max
-        self._message: Message | None = None  # its payload is not complete yet
-        self._buffer = np.empty(0, np.uint8)
-        self._filled = 0
+        self._bulk = header.lane == pb.LANE_BULK
 
-    def feed(self, raw: bytes) -> Received | Goodbye | Ready | None:
-        """Take one frame; return what it completes, if anything.
+    def read(self, raw: bytes) -> Incoming | Goodbye | Ready:
+        """Return what a frame holds. The checksum of its data is not looked at here.
 
         Raises:
-            WireError: The frame is malformed, corrupt, of another session, too large, or out of place.
+            WireError: The frame is malformed, of another session, or not allowed on this connection.
         """
         head, data = split(raw)
         if len(head) > HEAD_BYTES_MAX:
@@ -268,19 +301,12 @@ class Assembler:
         body_name = frame.WhichOneof("body")
         if body_name == "goodbye":
             return Goodbye(frame.goodbye.reason[:REASON_LENGTH_MAX])
-        if body_name is None and not frame.HasField("chunk") and not data:
-            return Ready()
-        if (body_name is None) != (self._message is not None):
-            raise WireError("a frame without a message" if body_name is None else "a message inside a payload")
-        if body_name is not None:
-            self._message = self._checked(unpack_body(frame, body_name))
-            if frame.HasField("chunk"):
-                self._begin(frame.chunk.payload_bytes)
-        if not frame.HasField("chunk"):
-            if body_name is None or data:
-                raise WireError("data without a chunk")
-            return self._complete(b"")
-        return self._add(frame.chunk, data)
+        has_chunk = frame.HasField("chunk")
+        if body_name is None and not has_chunk and not data:
+            return Ready(frame.holdings)
+        message = None if body_name is None else self._checked(unpack_body(frame, body_name))
+        self._check_place(message, frame.chunk if has_chunk else None, data)
+        return Incoming(message, frame.chunk, data)
 
     def _checked(self, message: Message) -> Message:
         if not isinstance(message, self._allowed):
@@ -293,48 +319,17 @@ class Assembler:
                 raise WireError(f"{self._header.sender!r} sent a message with {field} {named!r}, its own is {own!r}")
         return message
 
-    def _begin(self, payload_bytes: int) -> None:
-        name = type(self._message).__name__
-        if not isinstance(self._message, BULK_TYPES):
-            raise WireError(f"a {name} with a payload")
-        if payload_bytes > self._payload_bytes_max:
-            raise WireError(
-                f"{name} announces a payload of {payload_bytes} bytes, the limit here is {self._payload_bytes_max}: "
-                "raise transport.payload_bytes_max on all sides, or use more fragments"
-            )
-        self._buffer = np.empty(payload_bytes, np.uint8)  # pages are taken when filled: an empty claim costs nothing
-        self._filled = 0
-
-    def _add(self, chunk: pb.Chunk, data: memoryview) -> Received | None:
-        total, end = self._buffer.size, self._filled + data.nbytes
-        if chunk.payload_bytes != total or chunk.offset != self._filled or end > total or not data:
-            raise WireError(
-                f"chunk of {data.nbytes} bytes at {chunk.offset} of {chunk.payload_bytes} is out of place: "
-                f"expected offset {self._filled} of {total}"
-            )
-        values = np.frombuffer(data, np.uint8)
-        if google_crc32c.value(values) != chunk.crc32c:
-            raise WireError(f"corrupt chunk: crc32c differs at offset {chunk.offset} of {type(self._message).__name__}")
-        if data.nbytes == total:
-            return self._complete(data)
-        self._buffer[self._filled : end] = values
-        self._filled = end
-        return self._complete(self._buffer.data.toreadonly()) if end == total else None
-
-    def _complete(self, payload: bytes | memoryview) -> Received:
-        assert self._message is not None
-        received = Received(self._message, payload)
-        self.forget()
-        return received
-
-    @property
-    def buffered_bytes(self) -> int:
-        """Memory that an incomplete payload may take."""
-        return self._buffer.nbytes
-
-    def forget(self) -> None:
-        """Give back the memory of a payload that is not complete."""
-        self._message, self._buffer, self._filled = None, np.empty(0, np.uint8), 0
+    def _check_place(self, message: Message | None, chunk: pb.Chunk | None, data: memoryview) -> None:
+        if chunk is None and data:
+            raise WireError("data without a chunk")
+        if not self._bulk and chunk is not None:
+            raise WireError("a payload on the control connection")
+        if self._bulk and chunk is None:
+            raise WireError(f"a {type(message).__name__} without a chunk on a bulk connection")
+        if chunk is not None and chunk.message < 1:
+            raise WireError("a chunk without the number of its message")
+        if message is not None and chunk is not None and not isinstance(message, BULK_TYPES):
+            raise WireError(f"a {type(message).__name__} with a payload")
 
 
 def _differences(got: pb.Header, expected: pb.Header) -> str:

@@ -17,12 +17,14 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from diloco_jax.core import codec
-from diloco_jax.protocol.messages import FragmentValue, Heartbeat
+from diloco_jax.protocol.messages import FragmentValue, Message
 from diloco_jax.protocol.tape import replay
 from diloco_jax.training.state_bytes import StateLayout
 from diloco_jax.transport import calls, wire
+from diloco_jax.transport.assembly import Assembly
 from diloco_jax.transport.certificates import learner_names
-from diloco_jax.transport.link import SYNCER_HOST, check_name
+from diloco_jax.transport.link import STRIPES_MAX, SYNCER_HOST, check_name, split_address
+from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.security import TOKEN_KEY, Denied, Gate
 from diloco_jax.transport.sessions import Refused
@@ -30,7 +32,14 @@ from tests.transport import fuzz_machines
 from tests.transport.fuzz_machines import EXAMPLES
 
 PAYLOAD_BYTES_MAX = 1000
-HEADER = pb.Header(run_id="run", epoch=1, sender="a", incarnation=1, session=7, lane=pb.LANE_BULK)
+HEADER = pb.Header(run_id="run", epoch=1, sender="a", incarnation=1, session=7, lane=pb.LANE_BULK, stripes=1)
+HOLDINGS = pb.Holdings(
+    partials=[
+        pb.PartialPayload(key=3, payload_bytes=100, start=[0, 50], stop=[20, 60]),
+        pb.PartialPayload(key=1 << 60, payload_bytes=1 << 30, start=[1], stop=[1 << 30]),
+    ],
+    valid_s=60.0,
+)
 PACKED_HEADER = wire.pack_header(HEADER)
 TOKEN = b"correct horse battery staple"
 
@@ -64,17 +73,35 @@ def unframed(data: bytes) -> Iterator[bytes]:
         data = data[2 + size :]
 
 
-def value_frames(payload: bytes, chunk_bytes: int) -> list[bytes]:
+def value_frames(payload: bytes, chunk_bytes: int, number: int = 1) -> list[bytes]:
     body = wire.pack_body(FragmentValue("a", 1, 5, 1, 40, 24, 9000, -1, 80, len(payload)))
-    return list(wire.frames(PACKED_HEADER, body, [memoryview(payload)], chunk_bytes))
+    pieces = wire.pieces(number, body, [memoryview(payload)], chunk_bytes)
+    return [wire.piece_frame(PACKED_HEADER, piece) for piece in pieces]
 
 
 PAYLOAD = bytes(range(90))
 FRAMES = value_frames(PAYLOAD, 40)
+TAIL = value_frames(b"", 40)[0].removeprefix(PACKED_HEADER)
 
 
-def reader() -> wire.Assembler:
-    return wire.Assembler(HEADER, tuple(type(example) for example in EXAMPLES), PAYLOAD_BYTES_MAX)
+class BulkLane:
+    """The receiving end of the bulk lane, from raw frames to messages; what it would wait for never comes."""
+
+    def __init__(self, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
+        self.partials = Partials(payload_bytes_max, 60.0)
+        self.assembly = Assembly(payload_bytes_max, self.partials)
+        self.reader = wire.Reader(HEADER, tuple(type(example) for example in EXAMPLES))
+        self.came: list[tuple[Message, bytes]] = []
+
+    def feed(self, raw: bytes) -> wire.Goodbye | wire.Ready | None:
+        event = self.reader.read(raw)
+        if not isinstance(event, wire.Incoming):
+            return event
+        if not self.assembly.has_room(event.chunk, event.data.nbytes):
+            raise wire.WireError("no room")
+        self.assembly.add(event)
+        self.assembly.deliver(lambda message, payload: self.came.append((message, bytes(payload))))
+        return None
 
 
 def run_split(data: bytes) -> None:
@@ -85,19 +112,19 @@ def run_split(data: bytes) -> None:
 
 def run_lane(data: bytes) -> None:
     """One connection: what it makes a reader keep is bounded, and what comes out keeps its promises."""
-    assembler = reader()
+    lane = BulkLane()
     with contextlib.suppress(wire.WireError):
         for frame in unframed(data):
-            event = assembler.feed(frame)
-            assert assembler.buffered_bytes <= PAYLOAD_BYTES_MAX
-            if isinstance(event, wire.Received):
-                assert len(event.payload) <= PAYLOAD_BYTES_MAX
-                assert getattr(event.message, "learner_id", "a") == "a", "a message in somebody else's name"
-                wire.pack_body(event.message)
-            elif isinstance(event, wire.Goodbye):
+            event = lane.feed(frame)
+            assert lane.assembly.claimed_bytes <= 2 * PAYLOAD_BYTES_MAX
+            if isinstance(event, wire.Goodbye):
                 assert len(event.reason) <= wire.REASON_LENGTH_MAX
-    assembler.forget()
-    assert assembler.buffered_bytes == 0
+    for message, payload in lane.came:
+        assert len(payload) <= PAYLOAD_BYTES_MAX
+        assert getattr(message, "learner_id", "a") == "a", "a message in somebody else's name"
+        wire.pack_body(message)
+    lane.assembly.close()
+    assert lane.assembly.claimed_bytes == 0 and lane.partials.held_bytes <= PAYLOAD_BYTES_MAX
 
 
 def run_forged_chunk(data: bytes) -> None:
@@ -109,13 +136,14 @@ def run_forged_chunk(data: bytes) -> None:
         position = len(frame) - 1 - number.randrange(10 if frame is frames[-1] else 40)
         frame[position] ^= number.randint(1, 255)
     forged = [bytes(frame) for frame in frames] != FRAMES
-    assembler = reader()
+    lane = BulkLane()
     try:
-        last = [assembler.feed(bytes(frame)) for frame in frames][-1]
+        for frame in frames:
+            lane.feed(bytes(frame))
     except wire.WireError as error:
         assert "crc32c" in str(error), error
         return
-    assert isinstance(last, wire.Received) and last.payload == PAYLOAD and not forged, "a forged payload was accepted"
+    assert [payload for _, payload in lane.came] == [PAYLOAD] and not forged, "a forged payload was accepted"
 
 
 def run_forged_header(data: bytes) -> None:
@@ -124,21 +152,21 @@ def run_forged_header(data: bytes) -> None:
     if number.random() < 0.5:
         header = bytearray(PACKED_HEADER)
         header[number.randrange(len(header))] ^= number.randint(1, 255)
-        forged = bytes(header) + wire.pack_body(Heartbeat("a", 1))
+        forged = bytes(header) + TAIL
     else:
         header = pb.Header()
         header.CopyFrom(HEADER)
         field = number.choice(HEADER.DESCRIPTOR.fields)
         old = getattr(header, field.name)
-        new: Any = data.decode("utf-8", "replace") if isinstance(old, str) else number.choice((0, old + 1, 1 << 40))
+        new: Any = data.decode("utf-8", "replace") if isinstance(old, str) else number.choice((0, old + 1, 1 << 30))
         if field.name == "lane":
             new = number.choice((0, 1, 3, 77))
         if new == old:
             return
         setattr(header, field.name, new)
-        forged = wire.pack_header(header) + wire.pack_body(Heartbeat("a", 1))
+        forged = wire.pack_header(header) + TAIL
     try:
-        event = reader().feed(forged)
+        event = BulkLane().feed(forged)
     except wire.WireError:
         return
     raise AssertionError(f"a frame of another session was accepted: {event}")
@@ -163,10 +191,27 @@ def run_message(data: bytes) -> None:
 
 def run_metadata(data: bytes) -> None:
     with contextlib.suppress(Refused):
-        header, lane = calls.read_header({calls.HEADER_KEY: data})
-        assert lane in ("control", "bulk") and len(data) <= calls.HEADER_BYTES_MAX
+        header = calls.read_header({calls.HEADER_KEY: data})
+        assert header.stripe < header.stripes <= STRIPES_MAX and len(data) <= calls.HEADER_BYTES_MAX
         with contextlib.suppress(ValueError):
             assert check_name(header.sender).isascii() and "/" not in header.sender
+
+
+def run_holdings(data: bytes) -> None:
+    """What a peer says that it has of a payload is within the payload, or is refused."""
+    with contextlib.suppress(Refused):
+        held = calls.read_holdings({calls.HOLDINGS_KEY: data})
+        for each in pb.Holdings.FromString(data).partials:
+            ranges = held.claim((each.key, each.payload_bytes))
+            holes = [] if ranges is None else ranges.holes(each.payload_bytes)
+            missing = sum(stop - start for start, stop in holes)
+            assert ranges is None or missing + ranges.filled == each.payload_bytes
+
+
+def run_shards(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        shards = calls.read_shards(data.decode("latin-1"), "host:1")
+        assert len(shards) <= calls.SHARDS_MAX and all(split_address(shard)[0] for shard in shards)
 
 
 def run_token(data: bytes) -> None:
@@ -256,6 +301,10 @@ def run_snapshot(data: bytes) -> None:
         fuzz_machines.new_syncer().restore(json.loads(data))
 
 
+def with_chunk(body: bytes) -> bytes:
+    return PACKED_HEADER + body + pb.Frame(chunk=pb.Chunk(message=1)).SerializeToString()
+
+
 def with_bodies(*extra: bytes) -> tuple[bytes, ...]:
     return (*(wire.pack_body(example) for example in EXAMPLES), *extra)
 
@@ -268,9 +317,10 @@ TARGETS = {
             "lane",
             (
                 framed(*FRAMES),
-                framed(PACKED_HEADER, *value_frames(b"", 40), *value_frames(bytes(900), 300)),
-                framed(*(PACKED_HEADER + body for body in with_bodies()), wire.goodbye_frame(PACKED_HEADER, "done")),
-                *(framed(PACKED_HEADER + body) for body in with_bodies()),
+                framed(PACKED_HEADER, *value_frames(b"", 40), *value_frames(bytes(900), 300, 2)),
+                framed(*value_frames(bytes(900), 300, 2)[::-1], *value_frames(PAYLOAD, 40)),
+                framed(*(with_chunk(body) for body in with_bodies()), wire.goodbye_frame(PACKED_HEADER, "done")),
+                *(framed(with_chunk(body)) for body in with_bodies()),
             ),
             run_lane,
         ),
@@ -278,6 +328,8 @@ TARGETS = {
         Target("forged_header", (b"0", b"run", b"\xff"), run_forged_header),
         Target("message", with_bodies(), run_message),
         Target("metadata", (HEADER.SerializeToString(), b""), run_metadata),
+        Target("holdings", (HOLDINGS.SerializeToString(), b""), run_holdings),
+        Target("shards", (b"a:1,:2,[::1]:3", b""), run_shards),
         Target("token", (TOKEN, TOKEN[:-1], TOKEN + b"x", b""), run_token),
         Target(
             "identity",

@@ -86,7 +86,7 @@ class RawLearner:
         self.said: dict[int, list[bytes]] = {pb.LANE_CONTROL: [], pb.LANE_BULK: []}
         self.headers: dict[int, pb.Header] = {}
         self.calls: dict[int, Any] = {}
-        fields: dict[str, Any] = {"run_id": "run", "sender": "a", "session": 1, **names}
+        fields: dict[str, Any] = {"run_id": "run", "sender": "a", "session": 1, "stripes": 1, **names}
         for lane in (pb.LANE_CONTROL, pb.LANE_BULK):
             self.headers[lane] = pb.Header(lane=lane, **fields)
             channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
@@ -111,7 +111,8 @@ class RawLearner:
     def value_frames(self, payload: bytes, chunk_bytes: int) -> list[bytes]:
         body = wire.pack_body(FragmentValue("a", 0, 1, 0, 9, 9, 9, 0, 9, len(payload)))
         header = wire.pack_header(self.headers[pb.LANE_BULK])
-        return list(wire.frames(header, body, [memoryview(payload)], chunk_bytes))
+        pieces = wire.pieces(1, body, [memoryview(payload)], chunk_bytes)
+        return [wire.piece_frame(header, piece) for piece in pieces]
 
     def close(self) -> None:
         self.release.set()
@@ -199,13 +200,13 @@ def test_corrupt_chunk_from_the_syncer_ends_the_session(
     link = connect(listener.address)
     link.send(Heartbeat("a", 0))
     assert hear(listener).message == Heartbeat("a", 0)
-    right = wire.frames
+    right = wire.piece_frame
 
-    def wrong(*args: Any) -> Iterator[bytes]:
-        for frame in right(*args):
-            yield frame[:-1] + bytes((frame[-1] ^ 1,))
+    def wrong(*args: Any) -> bytes:
+        frame = right(*args)
+        return frame[:-1] + bytes((frame[-1] ^ 1,))
 
-    monkeypatch.setattr(wire, "frames", wrong)
+    monkeypatch.setattr(wire, "piece_frame", wrong)
     assert listener.send("a", GlobalFragment(1, 0, 1, 1, 99, 200_000), bytes(200_000))
     for side in (link, listener):
         delivery = hear(side)
@@ -255,7 +256,7 @@ def test_call_without_a_header_is_refused(listener: GrpcListener) -> None:
 
 def test_half_a_session_is_given_up() -> None:
     listener = grpc_link.listen(dataclasses.replace(CONFIG, connect_timeout_s=0.05), run_id="run")
-    header = pb.Header(run_id="run", sender="a", session=1, lane=pb.LANE_CONTROL).SerializeToString()
+    header = pb.Header(run_id="run", sender="a", session=1, lane=pb.LANE_CONTROL, stripes=1).SerializeToString()
     hold = threading.Event()
     with grpc.insecure_channel(listener.address) as channel:
         call = channel.stream_stream("/diloco.v1.Syncer/Connect")(
@@ -263,7 +264,7 @@ def test_half_a_session_is_given_up() -> None:
         )
         frame = pb.Frame.FromString(next(call))
         hold.set()
-    assert "the second connection did not come within 0.05 s" in frame.goodbye.reason
+    assert "not all connections came within 0.05 s" in frame.goodbye.reason
     assert listener.receive(0) is None
     listener.close(1.0)
 
@@ -283,7 +284,7 @@ def test_half_a_session_of_a_newer_incarnation_ends_nobodys(
         return made
 
     monkeypatch.setattr(GrpcListener, "_open_lane", open_lane)
-    header = pb.Header(run_id="run", sender="a", incarnation=9, session=1, lane=pb.LANE_CONTROL)
+    header = pb.Header(run_id="run", sender="a", incarnation=9, session=1, lane=pb.LANE_CONTROL, stripes=1)
     with grpc.insecure_channel(listener.address) as channel:
         call = channel.stream_stream("/diloco.v1.Syncer/Connect")(
             iter(()), metadata=(("diloco-header-bin", header.SerializeToString()),), timeout=WAIT_S
@@ -327,7 +328,7 @@ def test_learner_that_starts_first_waits_for_the_syncer() -> None:
     listener.close(1.0)
 
 
-def test_two_connections_and_the_real_port(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_for_each_stream_and_the_real_port(monkeypatch: pytest.MonkeyPatch) -> None:
     peers: set[str] = set()
     right = GrpcListener._open_lane
 
@@ -341,4 +342,4 @@ def test_two_connections_and_the_real_port(monkeypatch: pytest.MonkeyPatch) -> N
     assert host == "127.0.0.1" and port > 0
     connect(listener.address).close(1.0)
     listener.close(1.0)
-    assert len(peers) == 2, "control and bulk must not share a connection"
+    assert len(peers) == 1 + CONFIG.stripes, "no two streams may share a connection"

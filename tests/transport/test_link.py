@@ -25,7 +25,10 @@ from diloco_jax.transport.link import TransportConfig, split_address
         ("chunk_bytes", (4 << 20) + 1, "receivers take at most 4194304: lower it"),
         ("queue_messages_max", 0, "queue_messages_max is 0"),
         ("queue_payloads_max", -1, "queue_payloads_max is -1"),
-        ("connections_max", 1, "connections_max is 1: one learner needs 2"),
+        ("connections_max", 4, "connections_max is 4: one learner needs 5, one more than transport.stripes"),
+        ("stripes", 0, "stripes is 0: use 1 to 16"),
+        ("stripes", 17, "stripes is 17: use 1 to 16"),
+        ("resume_s", 0.0, "resume_s is 0.0: use a number of seconds above 0"),
     ],
 )
 def test_bad_setting(field: str, value: Any, reason: str) -> None:

@@ -357,7 +357,8 @@ def test_no_thread_outlives_its_session_or_holds_the_process(bench: Bench) -> No
     meet(listener, link)
     made = [thread for thread in threading.enumerate() if thread not in before]
     ours = [thread for thread in made if thread.name.startswith("diloco-")]
-    assert len(ours) == (8 if bench.kind == "grpc" else 0)  # two ends, two lanes, a reader and a writer each
+    streams = 1 + bench.config.stripes
+    assert len(ours) == (2 * 2 * streams if bench.kind == "grpc" else 0)  # at two ends, a reader and a writer each
     assert all(thread.daemon for thread in made)
     bench.close()
     for thread in ours:

@@ -325,7 +325,7 @@ def test_no_damaged_payload_arrives_and_the_session_ends_on_both_sides(fault: st
         first = listener.receive(WAIT_S)
         assert first is not None and first.payload == payload
         if fault in ("rst", "fin"):
-            assert relay.cut("rst" if fault == "rst" else "fin") == 2
+            assert relay.cut("rst" if fault == "rst" else "fin") == 1 + CONFIG.stripes
         elif fault == "flip":
             relay.flip(100_000, times=5, direction="up")
         else:

@@ -14,9 +14,10 @@ import pytest
 
 from diloco_jax.protocol.messages import Advance, FragmentValue, Heartbeat
 from diloco_jax.transport import certificates, grpc_link, security
-from diloco_jax.transport.grpc_link import GrpcLink, GrpcListener, ask_drain, ask_status
+from diloco_jax.transport.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import SYNCER_HOST, Delivery, TransportConfig, TransportError
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.questions import ask_drain, ask_status
 
 pytestmark = pytest.mark.net
 WAIT_S = 20.0
@@ -221,7 +222,7 @@ def raw_calls(address: str, ours: Path, *, certificate: bool) -> Iterator[grpc.R
     if certificate:
         key, chain = (ours / "island-0.key").read_bytes(), (ours / "island-0.pem").read_bytes()
     own = grpc.ssl_channel_credentials(ca, key, chain)
-    header = pb.Header(run_id="run", sender="island-0", incarnation=99, session=1, lane=pb.LANE_CONTROL)
+    header = pb.Header(run_id="run", sender="island-0", incarnation=99, session=1, lane=pb.LANE_CONTROL, stripes=1)
     metadata = (("diloco-header-bin", header.SerializeToString()),)
     with grpc.secure_channel(address, own, [("grpc.ssl_target_name_override", SYNCER_HOST)]) as channel:
         calls: list[Callable[[], object]] = [

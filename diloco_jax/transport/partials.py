@@ -1,0 +1,193 @@
+"""Payloads that a lost connection cut in the middle, kept for a while so that the next session brings only the rest.
+
+A payload is known by its size and the xxh3 of its bytes, as its sender computed it. Neither side trusts that: a payload
+that was put together from two sessions is checked as a whole before it is handed out.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import xxhash
+
+from diloco_jax.transport.proto import diloco_pb2 as pb
+
+RESUME_BYTES_MIN = 1 << 20  # a payload up to this size is sent anew
+PARTIALS_MAX = 16
+RANGES_KEPT = 16  # of a partial payload; smaller ones are sent again
+HOLDINGS_BYTES_MAX = 4096
+
+Key: TypeAlias = tuple[int, int]  # xxh3 of the payload, its size in bytes
+
+
+def payload_key(parts: Iterable[memoryview]) -> int:
+    """Return the xxh3 of a payload."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.intdigest()
+
+
+class Ranges:
+    """Which bytes of a payload are there: ascending ranges that do not touch."""
+
+    def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self.filled = 0  # bytes in all ranges
+        for start, stop in pairs:
+            self.add(start, stop)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self._starts, self._stops, strict=True)
+
+    def touches(self, start: int, stop: int) -> bool:
+        """Tell whether a range would be joined to one that is there."""
+        at = bisect_right(self._starts, start)
+        return (at > 0 and self._stops[at - 1] == start) or (at < len(self) and self._starts[at] == stop)
+
+    def add(self, start: int, stop: int) -> None:
+        """Add a range.
+
+        Raises:
+            ValueError: It is empty, or some of it is there already.
+        """
+        at = bisect_right(self._starts, start)
+        if start >= stop or (at > 0 and self._stops[at - 1] > start) or (at < len(self) and self._starts[at] < stop):
+            raise ValueError(f"bytes {start} to {stop} are empty or there already")
+        self.filled += stop - start
+        if at < len(self) and self._starts[at] == stop:
+            stop = self._stops[at]
+            del self._starts[at], self._stops[at]
+        if at > 0 and self._stops[at - 1] == start:
+            self._stops[at - 1] = stop
+        else:
+            self._starts.insert(at, start)
+            self._stops.insert(at, stop)
+
+    def holes(self, size: int) -> list[tuple[int, int]]:
+        """Return what is missing of a payload of `size` bytes."""
+        edges = [0, *(edge for pair in self for edge in pair), size]
+        return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+
+
+# ---- the receiver's side ------------------------------------------------------------------------------------------
+
+
+class Partial(NamedTuple):
+    """A payload of which some bytes are there."""
+
+    key: Key
+    buffer: np.ndarray
+    ranges: Ranges
+
+
+class Partials:
+    """What one process holds of the payloads of one peer, over all of its sessions; any thread.
+
+    Args:
+        bytes_max: Size of all payloads together, counted whole; the oldest make room.
+        keep_s: Seconds that a partial payload is kept, from when it was cut or last announced.
+    """
+
+    def __init__(self, bytes_max: int, keep_s: float) -> None:
+        self._bytes_max = bytes_max
+        self._keep_s = keep_s
+        self._lock = threading.Lock()
+        self._kept: dict[Key, tuple[float, Partial]] = {}  # until when; oldest first
+
+    def put(self, partials: Sequence[Partial]) -> None:
+        """Keep what a session leaves behind."""
+        for partial in partials:
+            if partial.key[1] > self._bytes_max:
+                continue
+            largest = sorted(partial.ranges, key=lambda pair: pair[0] - pair[1])[:RANGES_KEPT]
+            small = partial._replace(ranges=Ranges(sorted(largest)))
+            with self._lock:
+                self._kept.pop(partial.key, None)
+                self._kept[partial.key] = (time.monotonic() + self._keep_s, small)
+                while len(self._kept) > PARTIALS_MAX or sum(size for _, size in self._kept) > self._bytes_max:
+                    del self._kept[next(iter(self._kept))]
+        if self._kept:
+            self._expire_later()
+
+    def claim(self, key: Key) -> Partial | None:
+        """Take out what is there of a payload; None if nothing is."""
+        with self._lock:
+            _, partial = self._kept.pop(key, (0.0, None))
+            return partial
+
+    def announce(self) -> pb.Holdings:
+        """Say what is there, and keep it for another `keep_s` seconds, half of which are promised."""
+        until_s = time.monotonic() + self._keep_s
+        holdings = pb.Holdings(valid_s=self._keep_s / 2)
+        with self._lock:
+            for key, (_, partial) in self._kept.items():
+                self._kept[key] = (until_s, partial)
+                starts, stops = zip(*partial.ranges, strict=True)
+                holdings.partials.add(key=key[0], payload_bytes=key[1], start=starts, stop=stops)
+        if holdings.partials:
+            self._expire_later()
+        return holdings
+
+    @property
+    def held_bytes(self) -> int:
+        """Size of the payloads of which something is kept."""
+        with self._lock:
+            return sum(size for _, size in self._kept)
+
+    def forget(self) -> None:
+        """Give back all memory."""
+        with self._lock:
+            self._kept.clear()
+
+    def _expire_later(self) -> None:
+        timer = threading.Timer(self._keep_s, self._expire)
+        timer.name, timer.daemon = "diloco-forget-partials", True
+        timer.start()
+
+    def _expire(self) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            self._kept = {key: each for key, each in self._kept.items() if each[0] > now_s}
+
+
+# ---- the sender's side --------------------------------------------------------------------------------------------
+
+
+class Held:
+    """What the peer said that it holds; each partial payload is used once."""
+
+    def __init__(self, holdings: pb.Holdings | None = None) -> None:
+        """Check what the peer said.
+
+        Raises:
+            ValueError: There is more of it than anybody may hold, or it contradicts itself.
+        """
+        self._ranges: dict[Key, Ranges] = {}
+        if holdings is None:
+            return
+        if len(holdings.partials) > PARTIALS_MAX:
+            raise ValueError(f"{len(holdings.partials)} partial payloads, the limit is {PARTIALS_MAX}")
+        if not math.isfinite(holdings.valid_s):
+            raise ValueError(f"partial payloads are kept for {holdings.valid_s} s, no duration")
+        self._until_s = time.monotonic() + holdings.valid_s
+        for each in holdings.partials:
+            starts, stops = tuple(each.start), tuple(each.stop)
+            if len(starts) != len(stops) or not 1 <= len(starts) <= RANGES_KEPT or max(stops) > each.payload_bytes:
+                raise ValueError(f"a partial payload of {each.payload_bytes} bytes has ranges {starts}, {stops}")
+            self._ranges[each.key, each.payload_bytes] = Ranges(zip(starts, stops, strict=True))
+
+    def claim(self, key: Key) -> Ranges | None:
+        """Return what the peer has of a payload, once; None if nothing."""
+        ranges = self._ranges.pop(key, None)
+        return ranges if ranges is not None and time.monotonic() < self._until_s else None

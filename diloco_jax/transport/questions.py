@@ -1,0 +1,54 @@
+"""What anybody with good credentials may ask a syncer, without being a learner: its status, and to drain one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.transport.calls import DRAIN, SERVICE, STATUS, open_channel, unanswered
+from diloco_jax.transport.link import TransportConfig, TransportError, check_name
+from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.security import credentials, diagnose
+from diloco_jax.transport.stream import DENIALS
+
+
+def ask_status(config: TransportConfig) -> str:
+    """The status that the syncer at `config.address` last gave out, as JSON.
+
+    Raises:
+        TransportError: Nobody answered in time, or our credentials do not do.
+        ValueError: Our own certificate, key or token cannot be used, or the address is not loopback and plaintext was
+            not allowed.
+    """
+    reply: pb.StatusReply = _ask(config, STATUS, b"", pb.StatusReply.FromString)
+    return reply.json
+
+
+def ask_drain(config: TransportConfig, learner_id: str) -> tuple[bool, str]:
+    """Ask the syncer at `config.address` to let a learner leave; whether it does, and its words.
+
+    Raises:
+        TransportError: Nobody answered in time, or our credentials do not do.
+        ValueError: As for `ask_status`, or the name cannot be that of a learner.
+    """
+    request = pb.DrainRequest(learner_id=check_name(learner_id)).SerializeToString()
+    reply: pb.DrainReply = _ask(config, DRAIN, request, pb.DrainReply.FromString)
+    return reply.ok, reply.message
+
+
+def _ask(config: TransportConfig, method: str, request: bytes, read: Callable[[bytes], Any]) -> Any:
+    own = credentials(config, SYNCER, owner=False)
+    with open_channel(config, own) as channel:
+        ask = channel.unary_unary(f"/{SERVICE}/{method}", response_deserializer=read)
+        try:
+            return ask(request, timeout=config.connect_timeout_s, wait_for_ready=True, metadata=own.metadata)
+        except grpc.RpcError as error:
+            if error.code() in DENIALS:
+                raise TransportError(f"the syncer at {config.address} refused: {error.details()}") from None
+            if error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+                answer = f"{error.code().name}: {error.details()}"
+                raise TransportError(f"the syncer at {config.address} did not answer but with {answer}") from None
+            raise unanswered(config, diagnose(config, SYNCER)) from None

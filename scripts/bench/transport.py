@@ -1,0 +1,205 @@
+"""How fast do payloads travel, and what part of a plain socket's rate is that?
+
+Without a role: sender and receiver are two processes on this machine. In each run the same bytes go once over a plain
+blocking socket (sendall, recv_into) and once over the transport for every number of stripes, one after the other;
+`value` is the median over the runs of the ratio of the two rates.
+
+With `--listen` at one end of a network and `--connect` at the other: payloads go up, or down with `--down`, for
+`--seconds`; the end that connects prints the rate of payload bytes that have arrived. What one connection can move at
+a time is the system's to limit: set net.ipv4.tcp_wmem and tcp_rmem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import time
+from multiprocessing.connection import Connection
+
+from diloco_jax.protocol.messages import Advance, FragmentValue, GlobalFragment, StepReport
+from diloco_jax.transport.grpc_link import GrpcLink, connect, listen
+from diloco_jax.transport.link import TransportConfig
+
+RUN, LEARNER = "transport-bench", "sender"
+IN_FLIGHT = 3
+WAIT_S = 60.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stripes", type=int, nargs="+", default=[1, 4], help="with --connect: the first one counts")
+    parser.add_argument("--payload-mb", type=float, default=64.0, help="10^6 bytes of one payload")
+    parser.add_argument("--payloads", type=int, default=8, help="in each measurement of a run")
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--chunk-bytes", type=int, default=TransportConfig().chunk_bytes)
+    parser.add_argument("--listen", metavar="HOST:PORT", help="serve at this end of a network until killed")
+    parser.add_argument("--connect", metavar="HOST:PORT", help="measure from this end")
+    parser.add_argument("--down", action="store_true", help="with --connect: payloads from the end that listens")
+    parser.add_argument("--seconds", type=float, default=10.0, help="with --connect")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per result and line")
+    arguments = parser.parse_args()
+    if arguments.listen:
+        serve(arguments.listen, arguments.chunk_bytes, None)
+    elif arguments.connect:
+        say(measure_network(arguments), arguments.json)
+    else:
+        for result in compare(arguments):
+            say(result, arguments.json)
+
+
+def say(result: dict[str, object], as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(result) + "\n")
+    else:
+        sys.stdout.write("{name}: {value:.3g} {unit} ({low:.3g} to {high:.3g}, {runs} runs)\n".format(**result))
+    sys.stdout.flush()
+
+
+def config_of(address: str, chunk_bytes: int, stripes: int = 1) -> TransportConfig:
+    return TransportConfig(address=address, allow_plaintext=True, chunk_bytes=chunk_bytes, stripes=stripes)
+
+
+# ---- the receiving end, and with --down the sending one -----------------------------------------------------------
+
+
+def serve(address: str, chunk_bytes: int, pipe: Connection | None) -> None:
+    """Answer every payload that comes, and every report with a payload of as many bytes as it names tokens."""
+    listener = listen(config_of(address, chunk_bytes), run_id=RUN)
+    if pipe is not None:
+        pipe.send(listener.address)
+    payload = b""
+    while pipe is None or not pipe.poll():  # it becomes readable when the other process ends
+        delivery = listener.receive(1.0)
+        if delivery is None:
+            continue
+        if isinstance(delivery.message, FragmentValue):
+            listener.send(delivery.peer, Advance(delivery.message.global_step))
+        elif isinstance(delivery.message, StepReport):
+            if len(payload) != delivery.message.tokens:
+                payload = os.urandom(delivery.message.tokens)
+            listener.send(delivery.peer, GlobalFragment(1, 0, 1, len(payload), 1, 0), payload)
+
+
+def serve_plain(pipe: Connection, payload_bytes: int) -> None:
+    """Read payloads from a socket into one buffer, and answer each with a byte."""
+    buffer = memoryview(bytearray(payload_bytes))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        pipe.send(server.getsockname()[:2])
+        connection, _ = server.accept()
+        while True:
+            filled = 0
+            while filled < payload_bytes:
+                size = connection.recv_into(buffer[filled:])
+                if not size:
+                    return
+                filled += size
+            connection.sendall(b"!")
+
+
+# ---- the end that measures ----------------------------------------------------------------------------------------
+
+
+def exchange(link: GrpcLink, payload: bytes, *, down: bool, in_flight: int, until: tuple[int, float]) -> float:
+    """Move payloads until so many have arrived or so many seconds are over; return arrived bytes per second."""
+    number_max, seconds_max = until
+    asked = arrived = 0
+    began_s = ended_s = time.perf_counter()
+
+    def ask() -> None:
+        if down:
+            link.send(StepReport(LEARNER, 0, asked, len(payload), 0, (), 0.0, 0.0, 0, 0))
+        else:
+            link.send(FragmentValue(LEARNER, 0, asked, 0, 1, 1, 1, 0, len(payload), 1), payload)
+
+    while arrived < number_max and ended_s - began_s < seconds_max:
+        while asked < min(arrived + in_flight, number_max):
+            ask()
+            asked += 1
+        delivery = link.receive(WAIT_S)
+        if delivery is None or delivery.kind != "message":
+            raise ConnectionError(f"nothing came within {WAIT_S:g} s" if delivery is None else delivery.reason)
+        arrived += 1
+        ended_s = time.perf_counter()
+    return arrived * len(payload) / (ended_s - began_s)
+
+
+def exchange_plain(connection: socket.socket, payload: bytes, number: int) -> float:
+    """The same over a plain socket."""
+    began_s = time.perf_counter()
+    for _ in range(number):
+        connection.sendall(payload)
+    missing = number
+    while missing:
+        missing -= len(connection.recv(missing))
+    return number * len(payload) / (time.perf_counter() - began_s)
+
+
+def measure_network(arguments: argparse.Namespace) -> dict[str, object]:
+    config = config_of(arguments.connect, arguments.chunk_bytes, arguments.stripes[0])
+    link = connect(config, run_id=RUN, learner_id=LEARNER, incarnation=0)
+    payload = os.urandom(round(arguments.payload_mb * 1e6))
+    until = (sys.maxsize, arguments.seconds)
+    rate = exchange(link, payload, down=arguments.down, in_flight=IN_FLIGHT, until=until)
+    link.close(0.0)
+    return {
+        "name": "transport_rate_down" if arguments.down else "transport_rate_up",
+        "value": rate,
+        "unit": "B/s",
+        "low": rate,
+        "high": rate,
+        "runs": 1,
+        "stripes": config.stripes,
+        "chunk_bytes": config.chunk_bytes,
+        "payload_bytes": len(payload),
+    }
+
+
+def compare(arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """All measurements on this machine."""
+    payload = os.urandom(round(arguments.payload_mb * 1e6))
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    spawn.Process(target=serve_plain, args=(there, len(payload)), daemon=True).start()
+    plain = socket.create_connection(here.recv())
+    pipes = [spawn.Pipe() for _ in arguments.stripes]
+    links: dict[int, GrpcLink] = {}
+    for stripes, (ours, theirs) in zip(arguments.stripes, pipes, strict=True):
+        spawn.Process(target=serve, args=("127.0.0.1:0", arguments.chunk_bytes, theirs), daemon=True).start()
+        config = config_of(ours.recv(), arguments.chunk_bytes, stripes)
+        links[stripes] = connect(config, run_id=RUN, learner_id=LEARNER, incarnation=0)
+    number = arguments.payloads
+    plain_rates: list[float] = []
+    rates: dict[int, list[float]] = {stripes: [] for stripes in links}
+    for run in range(-1, arguments.runs):  # the first run warms up
+        rate = exchange_plain(plain, payload, number)
+        plain_rates += [rate] * (run >= 0)
+        for stripes, link in links.items():
+            rate = exchange(link, payload, down=arguments.down, in_flight=IN_FLIGHT, until=(number, WAIT_S))
+            rates[stripes] += [rate] * (run >= 0)
+    results = []
+    for stripes, theirs_s in rates.items():
+        ratios = [mine / raw for mine, raw in zip(theirs_s, plain_rates, strict=True)]
+        results.append(
+            {
+                "name": f"transport_{'down' if arguments.down else 'up'}_{stripes}_stripes_vs_plain_socket",
+                "value": statistics.median(ratios),
+                "unit": "ratio",
+                "low": min(ratios),
+                "high": max(ratios),
+                "runs": len(ratios),
+                "bytes_per_s": statistics.median(theirs_s),
+                "plain_bytes_per_s": statistics.median(plain_rates),
+                "chunk_bytes": arguments.chunk_bytes,
+                "payload_bytes": len(payload),
+            }
+        )
+    return results
+
+
+if __name__ == "__main__":
+    main()
