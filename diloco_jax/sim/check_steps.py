@@ -6,7 +6,16 @@ from collections import defaultdict
 
 from diloco_jax.protocol.collector import STEPS_MAX
 from diloco_jax.protocol.effects import Adopt, Effect, Restore, Send
-from diloco_jax.protocol.messages import NO_VERSION, SYNCER, GlobalFragment, Hello, LearnerMessage, Welcome
+from diloco_jax.protocol.messages import (
+    NO_VERSION,
+    SYNCER,
+    Adopted,
+    GlobalFragment,
+    Hello,
+    LearnerMessage,
+    StepReport,
+    Welcome,
+)
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.sim.checker import Checker
 from diloco_jax.sim.cluster import Cluster
@@ -64,7 +73,7 @@ class WholeWhereNeeded(Checker):
     """A member that will hold a version's base gets a step to it, nobody else does, and few of them.
 
     Where steps are used a new version goes out whole only to those who lack its base; so does the answer to a greeting.
-    A broadcast that has to be repeated may be whole.
+    A broadcast that has to be repeated is a step to whoever reports its base; it may be whole.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -72,6 +81,7 @@ class WholeWhereNeeded(Checker):
         self._values = list(cluster.process.values)
         self._bases: dict[int, Value] = {}  # of the newest versions, in this life of the syncer
         self._will_hold: dict[str, list[Value]] = {}  # by learner, when it has taken all that was sent to it
+        self._reported: dict[str, tuple[Adopted, ...]] = {}
         self._steps: dict[tuple[str, int, int, int], int] = defaultdict(int)  # learner, lineage, fragment, version
         self._told: Hello | None = None
         self._merging = False  # what comes next is a broadcast
@@ -84,6 +94,8 @@ class WholeWhereNeeded(Checker):
 
     def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
         self._told = message if isinstance(message, Hello) else None
+        if isinstance(message, StepReport):
+            self._reported[message.learner_id] = message.adopted
 
     def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
         self._told, self._merging = None, True
@@ -111,7 +123,10 @@ class WholeWhereNeeded(Checker):
         key = (peer, self.lineage, fragment_id, message.version)
         if message.base != NO_VERSION:
             self._steps[key] += 1
-            self.check(held == base and message.base == held[0], f"{peer} will hold {held}, and gets {message}")
+            adopted = self._reported.get(peer)
+            repeated = not first and adopted is not None and adopted[fragment_id].version == message.base
+            self.check(base is not None and message.base == base[0], f"{message} is sent, its base is {base}")
+            self.check(held == base or repeated, f"{peer} will hold {held}, and gets {message}")
             self.check(self._steps[key] <= STEPS_MAX, f"{peer} gets {message} once more")
         else:
             steps = self.cluster.scenario.step_bytes is not None and self._steps[key] < STEPS_MAX
