@@ -278,8 +278,10 @@ class Collector:
         """
         if not member.adopted or member.adopted[fragment_id].version >= self.versions[fragment_id]:
             return
-        sent = member.sent.get(fragment_id)
+        sent, base = member.sent.get(fragment_id), self._bases.get(fragment_id)
         if sent is not None and member.local_step > sent.local_step + sent.wait_steps:
+            if base is not None and member.adopted[fragment_id].version == base.version:
+                member.will_hold[fragment_id] = base  # whole values would fill a slow link for good
             effects.append(self._global(member, fragment_id, 2 * sent.wait_steps))
 
     def _settle(self, this: Round, now_s: float) -> list[Effect]:

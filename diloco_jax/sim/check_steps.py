@@ -6,7 +6,16 @@ from collections import defaultdict
 
 from diloco_jax.protocol.collector import STEPS_MAX
 from diloco_jax.protocol.effects import Adopt, Effect, Restore, Send
-from diloco_jax.protocol.messages import NO_VERSION, SYNCER, GlobalFragment, Hello, LearnerMessage, Welcome
+from diloco_jax.protocol.messages import (
+    NO_VERSION,
+    SYNCER,
+    Adopted,
+    GlobalFragment,
+    Hello,
+    LearnerMessage,
+    StepReport,
+    Welcome,
+)
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.sim.checker import Checker
 from diloco_jax.sim.cluster import Cluster
@@ -63,8 +72,8 @@ class StepsApply(Checker):
 class WholeWhereNeeded(Checker):
     """A member that will hold a version's base gets a step to it, nobody else does, and few of them.
 
-    Where steps are used a new version goes out whole only to those who lack its base; so does the answer to a greeting.
-    A broadcast that has to be repeated may be whole.
+    Where steps are used a value goes out whole only to those who lack its base, or had the step twice. A broadcast that
+    has to be repeated is a step to whoever reports to hold its base.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -72,21 +81,23 @@ class WholeWhereNeeded(Checker):
         self._values = list(cluster.process.values)
         self._bases: dict[int, Value] = {}  # of the newest versions, in this life of the syncer
         self._will_hold: dict[str, list[Value]] = {}  # by learner, when it has taken all that was sent to it
+        self._reported: dict[str, tuple[Adopted, ...]] = {}
         self._steps: dict[tuple[str, int, int, int], int] = defaultdict(int)  # learner, lineage, fragment, version
         self._told: Hello | None = None
-        self._merging = False  # what comes next is a broadcast
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)
         self._values = list(self.cluster.process.values)
         self._bases.clear()
-        self._told, self._merging = None, False
+        self._told = None
 
     def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
         self._told = message if isinstance(message, Hello) else None
+        if isinstance(message, StepReport):
+            self._reported[message.learner_id] = message.adopted
 
     def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
-        self._told, self._merging = None, True
+        self._told = None
         for fragment_id, (version, _) in enumerate(self.cluster.process.values):
             if version == global_step:
                 self._bases[fragment_id] = self._values[fragment_id]
@@ -96,25 +107,27 @@ class WholeWhereNeeded(Checker):
         if source != SYNCER:
             return
         told, self._told = self._told, None
-        merging, self._merging = self._merging, False
         for effect in effects:
             if isinstance(effect, Restore):
                 self._values[effect.fragment_id] = self.cluster.process.values[effect.fragment_id]
             elif isinstance(effect, Send) and isinstance(effect.message, Welcome) and told is not None:
                 self._will_hold[effect.peer] = list(zip(told.versions, told.digests, strict=True))
             elif isinstance(effect, Send) and isinstance(effect.message, GlobalFragment):
-                self._sends(effect.peer, effect.message, told is not None or merging)
+                self._sends(effect.peer, effect.message)
 
-    def _sends(self, peer: str, message: GlobalFragment, first: bool) -> None:
+    def _sends(self, peer: str, message: GlobalFragment) -> None:
         fragment_id = message.fragment_id
         held, base = self._will_hold[peer][fragment_id], self._bases.get(fragment_id)
         key = (peer, self.lineage, fragment_id, message.version)
         if message.base != NO_VERSION:
             self._steps[key] += 1
-            self.check(held == base and message.base == held[0], f"{peer} will hold {held}, and gets {message}")
+            adopted = self._reported.get(peer)
+            repeated = adopted is not None and adopted[fragment_id].version == message.base
+            self.check(base is not None and message.base == base[0], f"{message} is sent, its base is {base}")
+            self.check(held == base or repeated, f"{peer} will hold {held}, and gets {message}")
             self.check(self._steps[key] <= STEPS_MAX, f"{peer} gets {message} once more")
         else:
             steps = self.cluster.scenario.step_bytes is not None and self._steps[key] < STEPS_MAX
-            self.check(not (first and steps and held == base), f"{peer} will hold {held}, but gets {message} whole")
+            self.check(not (steps and held == base), f"{peer} will hold {held}, but gets {message} whole")
             self._steps[key] = STEPS_MAX
         self._will_hold[peer][fragment_id] = (message.version, message.digest)

@@ -24,6 +24,8 @@ class NetworkOptions:
     """Up to so many seconds more, drawn evenly for every message; a lane keeps its order all the same."""
     bandwidth_bytes_per_s: float = 0.0
     """Of each direction of each link, for payloads; 0 means that they take no time."""
+    thin_links: tuple[tuple[str, float], ...] = ()
+    """(learner, bytes per second): links that have another bandwidth than that."""
     loss: float = 0.0
     """Probability that a message vanishes."""
     duplication: float = 0.0
@@ -114,18 +116,18 @@ class Network:
         faultless: no link will break and nobody be partitioned, so arrivals need no second look.
     """
 
-    __slots__ = ("_clean", "_corrupting", "_delay_s", "_engine", "_options", "_partitions", "lost")
+    __slots__ = ("_bandwidths", "_clean", "_corrupting", "_delay_s", "_engine", "_options", "_partitions", "lost")
 
     def __init__(self, engine: Engine, options: NetworkOptions, *, faultless: bool) -> None:
         self.lost = 0
         self._engine = engine
         self._options = options
         self._delay_s = options.delay_s
+        self._bandwidths = dict(options.thin_links)
         self._partitions: dict[str, int] = {}
         self._corrupting: dict[str, int] = {}
-        self._clean = faultless and not (
-            options.loss or options.duplication or options.reorder or options.jitter_s or options.bandwidth_bytes_per_s
-        )
+        slow = options.jitter_s or options.bandwidth_bytes_per_s or options.thin_links
+        self._clean = faultless and not (slow or options.loss or options.duplication or options.reorder)
 
     def partition(self, learner_id: str) -> None:
         """From now on nothing gets through, and nobody is told."""
@@ -175,8 +177,9 @@ class Network:
             pipe.control_s = max(pipe.control_s, now_s + way_s)
             return pipe.control_s
         transfer_s = 0.0
-        if options.bandwidth_bytes_per_s:
-            transfer_s = message.payload_bytes / options.bandwidth_bytes_per_s
+        bandwidth = self._bandwidths.get(pipe.link.learner_id, options.bandwidth_bytes_per_s)
+        if bandwidth:
+            transfer_s = message.payload_bytes / bandwidth
         pipe.sent_s = max(pipe.sent_s, now_s) + transfer_s
         pipe.payload_s = max(pipe.payload_s, pipe.sent_s + way_s)
         return pipe.payload_s

@@ -79,13 +79,24 @@ def test_whoever_owes_a_value_counts_when_the_quorum_needs_it() -> None:
 
 
 def test_as_long_as_most_are_under_way_nobody_is_late() -> None:
-    it = pair("a", "b", "c", "d", late={"b", "c", "d"})
+    it = pair("a", "b", "c", "d", late={"b", "c", "d"}, quorum=1)
     it.wait(1.5)
     it.step("a", "b", "c", "d")
     assert it.syncer.global_step == 10 and not merged(it)
     it.held = set()
     it.deliver()
     assert merged(it) == {9: "abcd", 10: "abcd"}
+
+
+def test_whoever_has_answered_counts_at_once() -> None:
+    it = pair("a", "b", "c", "d", late={"c", "d"})
+    it.wait(1.5)
+    it.step("a", "c", "d")
+    it.wait(1.5)
+    assert it.syncer.global_step == 9, "of those who are not late only a has reported, b is slow"
+    it.let_pass("c:FragmentValue")
+    it.wait(1.5)
+    assert it.notes("closed")[-1].members == ("a", "c") and it.syncer.global_step == 10
 
 
 def test_a_value_that_takes_less_than_twice_as_long_as_the_others_is_not_late() -> None:

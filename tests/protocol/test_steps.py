@@ -93,7 +93,7 @@ def test_a_step_that_did_not_help_is_followed_by_the_whole_value() -> None:
     assert again == [[(1, 1, 0, STEP)]] * (STEPS_MAX - 1) + [[(1, 1, NO_VERSION, WHOLE)]] * 2
 
 
-def test_a_lost_broadcast_is_repeated_whole() -> None:
+def test_a_lost_step_is_repeated_once_and_then_followed_by_the_whole_value() -> None:
     it = Pair(quorum=2, steps=True, sync_every=4, num_fragments=4)
     it.join("a", "b")
     it.held = {"b:GlobalFragment"}
@@ -104,9 +104,14 @@ def test_a_lost_broadcast_is_repeated_whole() -> None:
     for _ in range(3):
         it.wait(1.0)
         it.step("a", "b")
+    it.held = {"b:GlobalFragment"}
     it.step("b")
-    (lost, again) = [m for m in it.messages(GlobalFragment, "b") if (m.fragment_id, m.version) == (1, 1)]
-    assert (lost.base, again.base) == (0, NO_VERSION) and it.learners["b"].adopted[1].version == 1
+    it.lose_wire("b")
+    it.held = set()
+    for _ in range(8):
+        it.step("b")
+    sent = [m for m in it.messages(GlobalFragment, "b") if (m.fragment_id, m.version) == (1, 1)]
+    assert [m.base for m in sent] == [0, 0, NO_VERSION] and it.learners["b"].adopted[1].version == 1
 
 
 def test_restarts_and_rewinds_forget_from_where_steps_lead() -> None:
