@@ -24,7 +24,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -34,17 +34,22 @@ SYNCER, ROUTER = "syncer", "router"
 ROOT = Path(__file__).parents[2]
 NAMESPACES, NAMESPACE_FILES = Path("/run/netns"), Path("/etc/netns")
 QUEUE_S = 0.05  # what a shaper keeps back at most, at its rate
-QUEUE_BYTES_MIN = 64 << 10
+QUEUE_BYTES_MIN = 256 << 10
 BURST_S = 0.004
 BURST_BYTES_MIN = 16 << 10
 TUN_QUEUE_PACKETS = 10_000
 STOP_S = 10.0
+POLL_S = 0.05
 PR_SET_PDEATHSIG = 1
 _serial = itertools.count()
 
 
 class LabError(RuntimeError):
     """The laboratory cannot be built; the message says what to do."""
+
+
+class RunFailed(RuntimeError):
+    """What runs in a laboratory did not do what is measured; the message says where to look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,6 +298,31 @@ class Lab:
         )
         self.children[name] = process
         return process
+
+    def wait_for(
+        self, condition: Callable[[], bool], limit_s: float, what: str, look: Callable[[], object] | None = None
+    ) -> None:
+        """Wait until something has happened, looking twenty times a second.
+
+        Args:
+            condition: whether it has.
+            limit_s: seconds to wait at most.
+            what: it is, for the message.
+            look: called at every look.
+
+        Raises:
+            RunFailed: it did not happen in time, or a child has failed meanwhile.
+        """
+        ends_s = time.monotonic() + limit_s
+        while not condition():
+            for name, child in self.children.items():
+                if child.poll() not in (None, 0):
+                    raise RunFailed(f"{name} ended with status {child.returncode} before {what}; see its log")
+            if time.monotonic() > ends_s:
+                raise RunFailed(f"{what} did not happen within {limit_s:.0f} s; see the logs")
+            if look is not None:
+                look()
+            time.sleep(POLL_S)
 
     def stop(self, *names: str) -> None:
         """End children, politely first; all if none is named."""
