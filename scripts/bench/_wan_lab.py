@@ -324,6 +324,23 @@ class Lab:
                 look()
             time.sleep(POLL_S)
 
+    def output(self, name: str, limit_s: float) -> str:
+        """Standard output of a child that was started with a pipe, when it has ended.
+
+        Raises:
+            RunFailed: it failed, or did not end in time.
+        """
+        child = self.children.pop(name)
+        try:
+            text, _ = child.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.communicate()
+            raise RunFailed(f"{name} did not end within {limit_s:.0f} s") from None
+        if child.returncode:
+            raise RunFailed(f"{name} ended with status {child.returncode}, see above")
+        return text.decode()
+
     def stop(self, *names: str) -> None:
         """End children, politely first; all if none is named."""
         chosen = [self.children.pop(name) for name in names or tuple(self.children)]

@@ -1,12 +1,15 @@
 """`wan transport`: which share of a link's rate arrives as payload.
 
-The program at the two ends is plain sockets (_wan_socket.py), which show what the link itself can carry.
+Two programs take turns at the two ends: plain sockets (_wan_socket.py), which show what the link itself can carry, and
+the transport of diloco_jax (transport.py). Payloads go up, from an island to the syncer, or down.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -14,10 +17,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _wan_lab import SYNCER, Lab, LabError, Wan
+from _wan_lab import SYNCER, Lab, Wan
 from _wan_results import result, rounded
 
-PORT = 7000
+HERE = Path(__file__).parent
+WAIT_S = 60.0
+PAYLOAD_S = 0.25  # of the link's rate in one payload: several are under way
+PROGRAMS = {
+    "socket": ("_wan_socket.py", 7000),
+    "transport": ("transport.py", 7001),
+}
 WINDOW_BYTES = 4 << 20
 PROFILES = {
     "100mbit": Wan(rate_bit_s=100e6),
@@ -28,65 +37,66 @@ PROFILES = {
 
 def add_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profiles", default=",".join(PROFILES), help=f"some of {', '.join(PROFILES)}")
-    parser.add_argument("--streams", default="1,8,16", help="numbers of connections, separated by commas")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a transfer at the full rate")
+    parser.add_argument("--programs", default=",".join(PROGRAMS), help=f"some of {', '.join(PROGRAMS)}")
+    parser.add_argument("--connections", default="1,8", help="numbers of connections (stripes), separated by commas")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of a transfer")
+    parser.add_argument("--down", action="store_true", help="transport: payloads to the island; sockets always go up")
     parser.add_argument("--repeats", type=int, default=3)
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All profiles with all numbers of connections; the value is that of the last profile with the most."""
-    streams = [int(word) for word in arguments.streams.split(",")]
+    """All profiles with all programs and numbers of connections; the value is that of the last row."""
+    programs = arguments.programs.split(",")
+    counts = [int(word) for word in arguments.connections.split(",")]
     rows: list[dict[str, Any]] = []
     shares: list[float] = []
     for name in arguments.profiles.split(","):
-        wan = PROFILES[name]
-        mib = max(1, round(wan.rate_bit_s * arguments.seconds / 8 / (1 << 20)))
-        with Lab(["island-0"], wan) as lab:
-            _listen(lab)
-            samples: dict[int, list[dict[str, float]]] = {count: [] for count in streams}
+        samples: dict[tuple[str, int], list[dict[str, float]]] = {}
+        with Lab(["island-0"], PROFILES[name]) as lab:
+            for program in programs:
+                _listen(lab, program)
             for _ in range(arguments.repeats):
-                for count in streams:
-                    samples[count].append(_transfer(lab, count, mib))
-        for count, found in samples.items():
+                for key in itertools.product(programs, counts):
+                    samples.setdefault(key, []).append(_transfer(lab, *key, arguments))
+        for (program, count), found in samples.items():
             shares = [sample["share"] for sample in found]
-            row = {"profile": name, "connections": count, "share": statistics.median(shares)}
+            row = {"profile": name, "program": program, "connections": count, "share": statistics.median(shares)}
             row |= {"low": min(shares), "high": max(shares)}
-            for key in ("mbit_per_s", "delay_cores", "sender_cpu_s_per_gb", "headers", "drops"):
+            for key in ("mbit_per_s", "delay_cores", "sender_cpu_s", "link_mb", "drops"):
                 row[key] = statistics.median(sample[key] for sample in found)
             rows.append(rounded(row))
-    unit = f"of the link's rate, {rows[-1]['profile']}, {rows[-1]['connections']} connections, plain sockets"
-    return result("wan_transport", shares, unit, rows=rows)
+            sys.stderr.write(f"{rows[-1]}\n")
+    last = rows[-1]
+    unit = f"of the link's rate, {last['profile']}, {last['connections']} connections, {last['program']}"
+    return result("wan_transport", shares, unit, rows=rows, down=arguments.down)
 
 
-def _program(*words: object) -> list[object]:
-    return [sys.executable, Path(__file__).with_name("_wan_socket.py"), *words]
+def _listen(lab: Lab, program: str) -> None:
+    script, port = PROGRAMS[program]
+    address = f"{lab.address(SYNCER)}:{port}"
+    lab.spawn(f"listen {program}", SYNCER, [sys.executable, HERE / script, "--listen", address])
 
 
-def _listen(lab: Lab) -> None:
-    child = lab.spawn("listen", SYNCER, _program("listen", f"{lab.address(SYNCER)}:{PORT}"), stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    if child.stdout.readline() != b"ready\n":
-        raise LabError("the listening end did not start, see above")
-
-
-def _transfer(lab: Lab, connections: int, mib: int) -> dict[str, float]:
-    """One transfer from the island to the syncer's site."""
-    before, cpu_s, began_s = lab.traffic("island-0"), lab.delay_cpu_s(), time.monotonic()
-    words = ("connect", f"{lab.address(SYNCER)}:{PORT}", "--streams", connections, "--mib", mib)
-    child = lab.spawn("connect", "island-0", _program(*words), stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    line = child.stdout.readline()
-    if not line:
-        raise LabError("the sending end did not finish, see above")
-    told = json.loads(line)
-    lab.stop("connect")
-    after, wall_s = lab.traffic("island-0"), time.monotonic() - began_s
-    bit_s = 8 * told["bytes"] / told["seconds"]
+def _transfer(lab: Lab, program: str, connections: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """One transfer between the island and the syncer's site."""
+    script, port = PROGRAMS[program]
+    command = [sys.executable, HERE / script, "--connect", f"{lab.address(SYNCER)}:{port}", "--json"]
+    command += ["--stripes", connections, "--seconds", arguments.seconds]
+    if program == "transport":
+        command += ["--payload-mb", max(0.1, lab.wan.rate_bit_s * PAYLOAD_S / 8e6)]
+        command += ["--down"] if arguments.down else []
+    before, delay_s, began_s = lab.traffic("island-0"), lab.delay_cpu_s(), time.monotonic()
+    children_s = resource.getrusage(resource.RUSAGE_CHILDREN)
+    lab.spawn("connect", "island-0", command, stdout=subprocess.PIPE)
+    told = json.loads(lab.output("connect", arguments.seconds + WAIT_S))
+    used, wall_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - began_s
+    after = lab.traffic("island-0")
+    moved = max(after.up - before.up, after.down - before.down)
     return {
-        "share": bit_s / lab.wan.rate_bit_s,
-        "mbit_per_s": bit_s / 1e6,
-        "delay_cores": (lab.delay_cpu_s() - cpu_s) / wall_s,
-        "sender_cpu_s_per_gb": told["cpu_s"] / told["bytes"] * 1e9,
-        "headers": (after.up - before.up) / told["bytes"] - 1,
+        "share": 8 * told["value"] / lab.wan.rate_bit_s,
+        "mbit_per_s": 8 * told["value"] / 1e6,
+        "delay_cores": (lab.delay_cpu_s() - delay_s) / wall_s,
+        "sender_cpu_s": used.ru_utime + used.ru_stime - children_s.ru_utime - children_s.ru_stime,
+        "link_mb": moved / 1e6,
         "drops": after.drops - before.drops,
     }
