@@ -148,10 +148,14 @@ class WanRun:
     def _steps_of(self, island: str) -> int:
         return sum(r["kind"] == "step" and r["learner"] == island for r in self._metrics.look())
 
-    def await_everybody(self, steps: int = 3) -> None:
-        """Wait until every island has reported so many inner steps."""
+    def await_everybody(self, steps: int = 3, limit_s: float = START_S) -> None:
+        """Wait until every island has reported so many inner steps, counted from the beginning of the run."""
         for name in self._lab.islands:
-            self._await(lambda name=name: self._steps_of(name) >= steps, START_S, f"step {steps} of {name}")
+            self._await(lambda name=name: self._steps_of(name) >= steps, limit_s, f"step {steps} of {name}")
+
+    def await_inner_steps(self, count: int, limit_s: float = 3600.0) -> None:
+        """Wait until every island has made so many inner steps more."""
+        self.await_everybody(max(map(self._steps_of, self._lab.islands)) + count, limit_s)
 
     def await_steps(self, count: int, limit_s: float) -> None:
         """Wait for so many global steps more."""

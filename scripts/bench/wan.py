@@ -14,6 +14,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports JAX
 
+import _wan_torchft
 import _wan_traffic
 import _wan_transport
 import _wan_versus
@@ -34,6 +35,7 @@ BENCHES = {
         _wan_versus.measure,
         "time and loss beside one synchronous job over the same links",
     ),
+    "vs_torchft": (_wan_torchft.add_words, _wan_torchft.measure, "time beside torchft's DiLoCo over the same links"),
 }
 
 
