@@ -205,7 +205,7 @@ class Lab:
     def _delay(self, here: str, router: str, site: str) -> None:
         """Two devices, and a process that carries packets from one to the other after a while."""
         program = Path(__file__).with_name("_wan_delay.py")
-        words = [sys.executable, program, f"{here}:wan", f"{router}:{site}", str(self.wan.one_way_s)]
+        words = [sys.executable, str(program), f"{here}:wan", f"{router}:{site}", str(self.wan.one_way_s)]
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, preexec_fn=_die_with_parent, start_new_session=True
         )

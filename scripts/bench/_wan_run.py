@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from diloco_jax.runtime.local import child_environment, core_share
 from diloco_jax.runtime.settings import RunConfig
 
 PORT = 7700
+SETTINGS_FILE = "settings.yaml"
 START_S, END_S = 300.0, 120.0
 LOST_KINDS = ("left", "silent", "abandoned")
 
@@ -109,7 +111,7 @@ class WanRun:
         self._lab = lab
         self.folder = folder
         folder.mkdir(parents=True)
-        self._file = folder / "settings.yaml"
+        self._file = folder / SETTINGS_FILE
         transport = {**settings.get("transport", {}), "address": f"{lab.address(SYNCER)}:{PORT}"}
         plain = {**settings, "transport": {"keepalive_s": 5.0, **transport, "allow_plaintext": True}}
         self._file.write_text(yaml.safe_dump(plain), encoding="utf-8")
@@ -148,10 +150,13 @@ class WanRun:
     def _steps_of(self, island: str) -> int:
         return sum(r["kind"] == "step" and r["learner"] == island for r in self._metrics.look())
 
+    def _has_made(self, island: str, steps: int) -> bool:
+        return self._steps_of(island) >= steps
+
     def await_everybody(self, steps: int = 3, limit_s: float = START_S) -> None:
         """Wait until every island has reported so many inner steps, counted from the beginning of the run."""
         for name in self._lab.islands:
-            self._await(lambda name=name: self._steps_of(name) >= steps, limit_s, f"step {steps} of {name}")
+            self._await(partial(self._has_made, name, steps), limit_s, f"step {steps} of {name}")
 
     def await_inner_steps(self, count: int, limit_s: float = 3600.0) -> None:
         """Wait until every island has made so many inner steps more."""

@@ -11,15 +11,18 @@ import json
 import os
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from _wan_lab import SYNCER, Lab, Wan
 from _wan_results import result, rounded
-from _wan_run import WanRun, job
-from _wan_traffic import FRAGMENTS, PACED, add_wire_words, island_names, paced_model, wire_section
+from _wan_run import SETTINGS_FILE, WanRun, job
+from _wan_traffic import FRAGMENTS, PACED, add_wire_words, formats, island_names, paced_model, wire_section
 from recovery_jobs import Tail
 from vs_torchft import torchft_python
+
+from diloco_jax.config import load
 
 LIGHTHOUSE_PORT = 29510
 SEQ_LEN, BATCH_SIZE = 8, 4
@@ -60,8 +63,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         step_s=arguments.step_s,
         sync_every=FRAGMENTS,
         torchft=f"{arguments.fragments} fragments, fragment_sync_delay {_delay(arguments)}, float32, one bucket each",
-        up=arguments.up,
-        down=arguments.down,
+        **formats(load(folder / "islands-0" / SETTINGS_FILE)),
     )
 
 
@@ -80,7 +82,7 @@ def _torchft(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
         with (folder / "lighthouse.log").open("ab") as log:
             lab.spawn("lighthouse", SYNCER, [*lighthouse, "--min_replicas", len(lab.islands)], stdout=log)
         for name in lab.islands:
-            words = {"name": name, "events": str(folder / f"{name}.jsonl"), "host": lab.address(name)}
+            words: dict[str, Any] = {"name": name, "events": str(folder / f"{name}.jsonl"), "host": lab.address(name)}
             words |= {"lighthouse": f"http://{lab.address(SYNCER)}:{LIGHTHOUSE_PORT}", "replicas": len(lab.islands)}
             words |= {"model": PACED, "batch_size": BATCH_SIZE, "seq_len": SEQ_LEN, "step_s": arguments.step_s}
             words |= {"sync_every": FRAGMENTS, "fragments": arguments.fragments, "delay": _delay(arguments)}
@@ -91,10 +93,10 @@ def _torchft(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
                 lab.spawn(name, name, [python, program, json.dumps(words)], stdout=log, environment=environment)
         tails = [Tail(folder / f"{name}.jsonl") for name in lab.islands]
         for name, tail in zip(lab.islands, tails, strict=True):
-            lab.wait_for(lambda tail=tail: _commits(tail) > 1, LIMIT_S, f"the second synchronisation of {name}")
+            lab.wait_for(partial(_has_synced, tail, 2), LIMIT_S, f"the second synchronisation of {name}")
         before = [lab.traffic(name) for name in lab.islands]
         for name, tail in zip(lab.islands, tails, strict=True):
-            lab.wait_for(lambda tail=tail: _commits(tail) > arguments.syncs + 1, LIMIT_S, f"the end of {name}")
+            lab.wait_for(partial(_has_synced, tail, arguments.syncs + 2), LIMIT_S, f"the end of {name}")
         after = [lab.traffic(name) for name in lab.islands]
     times = [[e["t"] for e in tail.records if e["event"] == "commit"][1:] for tail in tails]
     inner_steps = arguments.syncs * steps
@@ -105,8 +107,8 @@ def _torchft(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
     return {"seconds_per_step": seconds, "bytes_per_step": per_step, "contributors": contributors}
 
 
-def _commits(tail: Tail) -> int:
-    return sum(event["event"] == "commit" for event in tail.look())
+def _has_synced(tail: Tail, times: int) -> bool:
+    return sum(event["event"] == "commit" for event in tail.look()) >= times
 
 
 def _islands(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:

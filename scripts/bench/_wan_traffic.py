@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,18 @@ FRAGMENTS = 24  # P = H
 def add_wire_words(parser: argparse.ArgumentParser) -> None:
     """Options of every bench that runs islands."""
     parser.add_argument("--islands", type=int, default=4)
-    parser.add_argument("--up", default="bfloat16", help="format of outer gradients; default: bfloat16")
-    parser.add_argument("--down", default="float32", help="format of global fragments; default: float32")
+    parser.add_argument("--up", help="format of outer gradients; default: the configuration's wire.up")
+    parser.add_argument("--down", help="format of global fragments; default: the configuration's wire.down")
 
 
 def wire_section(arguments: argparse.Namespace) -> dict[str, str]:
-    """The configuration's section; what is the default there is left out."""
-    return {"up": arguments.up} | ({} if arguments.down == "float32" else {"down": arguments.down})
+    """The configuration's section; what was not chosen keeps its default."""
+    return {name: value for name, value in (("up", arguments.up), ("down", arguments.down)) if value}
+
+
+def formats(config: RunConfig) -> dict[str, str]:
+    """The formats "up" and "down"; what goes down is float32 where nothing says otherwise."""
+    return {"up": "float32", "down": "float32", **asdict(config.wire)}
 
 
 def island_names(arguments: argparse.Namespace) -> list[str]:
@@ -54,7 +60,9 @@ def paced_model(step_s: float) -> dict[str, Any]:
 class Sizes:
     """The parameters of a run's model, and the payload of each fragment."""
 
-    def __init__(self, config: RunConfig, up: str, down: str) -> None:
+    def __init__(self, config: RunConfig) -> None:
+        self.formats = formats(config)
+        up, down = self.formats["up"], self.formats["down"]
         shapes = Island(config.model, config.optimizer, config.islands.mesh, seed=0).shapes
         plan = plan_fragments(shapes, config.protocol.num_fragments, split_axis=config.fragments.axes(shapes))
         self.num_parameters = sum(fragment.num_elements for fragment in plan.fragments)
@@ -87,7 +95,7 @@ def measure_bytes(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         run.start()
         run.await_everybody()
         joined = run.mark()
-        sizes = Sizes(run.config, arguments.up, arguments.down)
+        sizes = Sizes(run.config)
         run.await_steps(FRAGMENTS, 600)  # whoever came late has the whole model
         begin = run.mark()
         run.await_steps(arguments.steps, 3600)
@@ -104,7 +112,7 @@ def _bytes_result(arguments: argparse.Namespace, sizes: Sizes, window: Window, j
     payload_up = sum(sizes.up[p] * members for p, members in window.merged) / shares
     payload_down = sum(sizes.down[p] for p, _ in window.merged) * islands / shares
     bounds = {
-        "planned": decoupled_bytes(count, FRAGMENTS, arguments.up, arguments.down),
+        "planned": decoupled_bytes(count, FRAGMENTS, **sizes.formats),
         "int4 both ways": decoupled_bytes(count, FRAGMENTS, "int4", "int4"),
         "bfloat16 all-reduce": ring_bytes(count, islands),
     }
@@ -131,8 +139,7 @@ def _bytes_result(arguments: argparse.Namespace, sizes: Sizes, window: Window, j
         join_bytes_per_learner=round(join_bytes),
         parameters=count,
         islands=islands,
-        up=arguments.up,
-        down=arguments.down,
+        **sizes.formats,
         rate_mbit=arguments.rate_mbit,
         global_steps=window.global_steps,
         inner_steps=window.inner_steps,
@@ -189,8 +196,7 @@ def measure_slow(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         lost=lost,
         abandoned_rounds=len(window.lost) - len(lost),
         rate_mbit=arguments.rate_mbit,
-        up=arguments.up,
-        down=arguments.down,
+        **formats(run.config),
         parameters=summary["num_parameters"],
         **{key: summary[key] for key in ("global_steps", "wall_s", "goodput", "contributors_per_round", "eval_loss")},
     )
@@ -226,8 +232,8 @@ def measure_utilisation(arguments: argparse.Namespace, folder: Path) -> dict[str
     with Lab(island_names(arguments), Wan(one_way_s=round_trip_s / 2)) as lab:
         run = WanRun(lab, folder / "run", settings)
         run.start()
-        count = Sizes(run.config, arguments.up, arguments.down).num_parameters
-        step = decoupled_bytes(count, FRAGMENTS, arguments.up, arguments.down)
+        sizes = Sizes(run.config)
+        step = decoupled_bytes(sizes.num_parameters, FRAGMENTS, **sizes.formats)
         planned = sustained_rate(step, arguments.step_s)
         fits = round_rate(step, arguments.step_s, arguments.overlap_steps, round_trip_s)
         run.await_everybody(FRAGMENTS)
@@ -251,9 +257,8 @@ def measure_utilisation(arguments: argparse.Namespace, folder: Path) -> dict[str
         round_in_tau_mbit=round(fits / 1e6, 3),
         step_s=arguments.step_s,
         round_trip_ms=arguments.round_trip_ms,
-        parameters=count,
-        up=arguments.up,
-        down=arguments.down,
+        parameters=sizes.num_parameters,
+        **sizes.formats,
         model="two matrices between an embedding and a head; steps padded with sleep",
     )
 

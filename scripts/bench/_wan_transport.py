@@ -62,8 +62,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             shares = [sample["share"] for sample in found]
             row = {"profile": name, "program": program, "connections": count, "share": statistics.median(shares)}
             row |= {"low": min(shares), "high": max(shares)}
-            for key in ("mbit_per_s", "delay_cores", "sender_cpu_s", "link_mb", "drops"):
-                row[key] = statistics.median(sample[key] for sample in found)
+            for what in ("mbit_per_s", "delay_cores", "sender_cpu_s", "link_mb", "drops"):
+                row[what] = statistics.median(sample[what] for sample in found)
             rows.append(rounded(row))
             sys.stderr.write(f"{rows[-1]}\n")
     last = rows[-1]

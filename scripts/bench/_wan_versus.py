@@ -12,8 +12,8 @@ import numpy as np
 from _wan_lab import Lab, Wan
 from _wan_plan import ring_bytes
 from _wan_results import result, rounded
-from _wan_run import WanRun, job, spawn_python
-from _wan_traffic import MODELS, add_wire_words, decoder, island_names, wire_section
+from _wan_run import SETTINGS_FILE, WanRun, job, spawn_python
+from _wan_traffic import MODELS, add_wire_words, decoder, formats, island_names, wire_section
 from recovery_jobs import Tail
 
 from diloco_jax.config import load
@@ -74,8 +74,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ratio_if_the_baseline_filled_its_link=round(theirs["ideal_step_s"] / ours["step_s"], 2),
         baseline_compute_share=round(1 - theirs["exchange_s"] / theirs["step_s"], 4),
         rate_mbit=arguments.rate_mbit,
-        up=arguments.up,
-        down=arguments.down,
+        **formats(load(folder / "islands" / SETTINGS_FILE)),
         seed=arguments.seed,
     )
 
@@ -119,7 +118,7 @@ def _baseline(
         )
     timed = [record for record in tail.look() if record.get("step", 0) > steps]  # the first one met an idle link
     fast = [record["step_s"] for record in tail.look() if 0 < record.get("step", 0) < steps]
-    config = folder.parent / "islands" / "settings.yaml"
+    config = folder.parent / "islands" / SETTINGS_FILE
     evaluator = Evaluator(load(config))
     with np.load(folder / "parameters.npz") as arrays:
         evaluated = evaluator.evaluate(dict(arrays), settings["train"]["final_eval_batches"])
@@ -141,7 +140,7 @@ def _baseline(
 
 
 def _start_baseline(arguments: argparse.Namespace, lab: Lab, folder: Path, steps: int) -> Tail:
-    config_file = folder.parent / "islands" / "settings.yaml"
+    config_file = folder.parent / "islands" / SETTINGS_FILE
     config = load(config_file)
     for index, name in enumerate(lab.islands):
         words = {
