@@ -1,0 +1,158 @@
+"""The laboratory of namespaces: counts what passes, keeps its shape, and leaves nothing behind, however it ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from _wan_lab import NAMESPACE_FILES, NAMESPACES, SYNCER, Lab, LabError, RunFailed, Wan, check_root, sweep
+
+BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+ISLANDS = ["island-0", "island-1"]
+PAYLOAD_BYTES = 3_000_000
+RECEIVE = """
+import hashlib, socket, sys
+with socket.create_server((sys.argv[1], 7000)) as server:
+    connection, _ = server.accept()
+    data = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+print(hashlib.sha256(data).hexdigest())
+"""
+SEND = """
+import random, socket, sys, time
+while True:
+    try:
+        connection = socket.create_connection((sys.argv[1], 7000))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.05)
+connection.sendall(random.Random(0).randbytes(int(sys.argv[2])))
+"""
+KILLED = """
+import sys, time
+from _wan_lab import Lab, Wan
+with Lab(["island-0"], Wan(one_way_s=0.01)) as lab:
+    child = lab.spawn("sleeper", "island-0", ["sleep", "1000"])
+    print(lab.namespace("island-0"), child.pid, flush=True)
+    time.sleep(1000)
+"""
+
+
+def why_not() -> str:
+    """Why no lab can be built here; empty: one can."""
+    try:
+        check_root()
+    except LabError as error:
+        return str(error)
+    name = f"dlprobe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+    return made.stderr
+
+
+NEEDS_ROOT = pytest.mark.skipif(bool(why_not()), reason=f"network namespaces cannot be made here: {why_not()}")
+
+
+def left_behind(lab: Lab) -> list[str]:
+    own = lab.namespace("")
+    folders = [folder for folder in (NAMESPACES, NAMESPACE_FILES) if folder.is_dir()]
+    return [path.name for folder in folders for path in folder.iterdir() if path.name.startswith(own)]
+
+
+def wait_until_gone(pid: int) -> None:
+    for _ in range(200):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return
+        except FileNotFoundError:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} is still there")
+
+
+def test_somebody_else_than_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(LabError, match="this is user 1000; start it with sudo"):
+        Lab(ISLANDS, Wan())
+
+
+@NEEDS_ROOT
+@pytest.mark.parametrize("wan", [Wan(), Wan(rate_bit_s=50e6), Wan(rate_bit_s=50e6, one_way_s=0.02)], ids=str)
+def test_what_passes_is_whole_and_counted(wan: Wan) -> None:
+    with Lab(ISLANDS, wan) as lab:
+        address = lab.address(SYNCER)
+        lab.spawn("receive", SYNCER, [sys.executable, "-c", RECEIVE, address], stdout=subprocess.PIPE)
+        lab.spawn("send", "island-0", [sys.executable, "-c", SEND, address, PAYLOAD_BYTES])
+        seen = lab.output("receive", 60)
+        traffic, other = lab.traffic("island-0"), lab.traffic("island-1")
+    sent = subprocess.run(
+        [sys.executable, "-c", "import random, sys; sys.stdout.buffer.write(random.Random(0).randbytes(3_000_000))"],
+        capture_output=True,
+    )
+    assert seen.strip() == hashlib.sha256(sent.stdout).hexdigest()
+    assert PAYLOAD_BYTES < traffic.up < 1.1 * PAYLOAD_BYTES
+    assert 0 < traffic.down < 0.1 * PAYLOAD_BYTES
+    assert max(other.up, other.down) < 10_000, "neighbour discovery and the like"
+
+
+@NEEDS_ROOT
+def test_a_rate_holds_in_both_directions_and_can_be_changed() -> None:
+    def rates() -> list[int]:
+        ends = ((lab.namespace("island-1"), "wan"), (lab.namespace("router"), "island-1"))
+        words = [["tc", "-n", namespace, "-j", "qdisc", "show", "dev", device] for namespace, device in ends]
+        return [json.loads(subprocess.check_output(w))[0]["options"]["rate"] for w in words]
+
+    with Lab(ISLANDS, Wan(rate_bit_s=8e6)) as lab:
+        assert rates() == [1_000_000, 1_000_000]
+        lab.shape(80e6)
+        assert rates() == [10_000_000, 10_000_000]
+
+
+@NEEDS_ROOT
+def test_the_name_of_the_machine_leads_to_the_site() -> None:
+    program = "import socket; print(socket.gethostbyname(socket.gethostname()))"
+    with Lab(ISLANDS, Wan()) as lab:
+        lab.spawn("name", "island-1", [sys.executable, "-c", program], stdout=subprocess.PIPE)
+        assert lab.output("name", 30).strip() == lab.address("island-1")
+
+
+@NEEDS_ROOT
+def test_a_child_that_fails_ends_the_wait_for_what_it_should_have_done() -> None:
+    with Lab(ISLANDS, Wan()) as lab:
+        lab.spawn("broken", "island-0", [sys.executable, "-c", "raise SystemExit(3)"])
+        with pytest.raises(RunFailed, match="broken ended with status 3 before its answer"):
+            lab.wait_for(lambda: False, 30, "its answer")
+
+
+@NEEDS_ROOT
+def test_an_error_leaves_nothing_behind() -> None:
+    lab = Lab(ISLANDS, Wan(one_way_s=0.01))
+    with pytest.raises(KeyboardInterrupt), lab:
+        child = lab.spawn("sleeper", "island-0", ["sleep", "1000"])
+        assert left_behind(lab)
+        raise KeyboardInterrupt
+    assert child.poll() is not None
+    assert not left_behind(lab)
+
+
+@NEEDS_ROOT
+def test_the_next_lab_removes_what_a_killed_one_left_and_nothing_that_lives() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(BENCH)}
+    with Lab(ISLANDS, Wan()) as living:
+        killed = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, env=environment)
+        assert killed.stdout is not None
+        with killed.stdout:
+            namespace, pid = killed.stdout.readline().decode().split()
+        assert (NAMESPACES / namespace).exists()
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        wait_until_gone(int(pid))
+        sweep()
+        assert not (NAMESPACES / namespace).exists()
+        assert (NAMESPACES / living.namespace(SYNCER)).exists()
