@@ -96,7 +96,7 @@ class Partials:
 
     Args:
         bytes_max: Size of all payloads together, counted whole; the oldest make room.
-        keep_s: Seconds that a partial payload is kept, from when it was cut or last announced.
+        keep_s: Seconds that a partial payload is kept after it was cut.
     """
 
     def __init__(self, bytes_max: int, keep_s: float) -> None:
@@ -104,6 +104,7 @@ class Partials:
         self._keep_s = keep_s
         self._lock = threading.Lock()
         self._kept: dict[Key, tuple[float, Partial]] = {}  # until when; oldest first
+        self._timer: threading.Timer | None = None  # runs while anything is kept
 
     def put(self, partials: Sequence[Partial]) -> None:
         """Keep what a session leaves behind."""
@@ -117,8 +118,7 @@ class Partials:
                 self._kept[partial.key] = (time.monotonic() + self._keep_s, small)
                 while len(self._kept) > PARTIALS_MAX or sum(size for _, size in self._kept) > self._bytes_max:
                     del self._kept[next(iter(self._kept))]
-        if self._kept:
-            self._expire_later()
+        self._expire()
 
     def claim(self, key: Key) -> Partial | None:
         """Take out what is there of a payload; None if nothing is."""
@@ -127,16 +127,14 @@ class Partials:
             return partial
 
     def announce(self) -> pb.Holdings:
-        """Say what is there, and keep it for another `keep_s` seconds, half of which are promised."""
-        until_s = time.monotonic() + self._keep_s
-        holdings = pb.Holdings(valid_s=self._keep_s / 2)
+        """Say what is there, and promise half of the time for which it will be: the answer takes its way."""
+        now_s = time.monotonic()
+        holdings = pb.Holdings()
         with self._lock:
-            for key, (_, partial) in self._kept.items():
-                self._kept[key] = (until_s, partial)
+            for key, (until_s, partial) in self._kept.items():
                 starts, stops = zip(*partial.ranges, strict=True)
-                holdings.partials.add(key=key[0], payload_bytes=key[1], start=starts, stop=stops)
-        if holdings.partials:
-            self._expire_later()
+                valid_s = (until_s - now_s) / 2
+                holdings.partials.add(key=key[0], payload_bytes=key[1], start=starts, stop=stops, valid_s=valid_s)
         return holdings
 
     @property
@@ -150,15 +148,18 @@ class Partials:
         with self._lock:
             self._kept.clear()
 
-    def _expire_later(self) -> None:
-        timer = threading.Timer(self._keep_s, self._expire)
-        timer.name, timer.daemon = "diloco-forget-partials", True
-        timer.start()
-
     def _expire(self) -> None:
+        """Drop what is too old, and come again for what will be."""
         now_s = time.monotonic()
         with self._lock:
             self._kept = {key: each for key, each in self._kept.items() if each[0] > now_s}
+            if threading.current_thread() is self._timer:
+                self._timer = None
+            if self._kept and self._timer is None:
+                oldest_s, _ = next(iter(self._kept.values()))
+                self._timer = threading.Timer(oldest_s - now_s, self._expire)
+                self._timer.name, self._timer.daemon = "diloco-forget-partials", True
+                self._timer.start()
 
 
 # ---- the sender's side --------------------------------------------------------------------------------------------
@@ -173,21 +174,21 @@ class Held:
         Raises:
             ValueError: There is more of it than anybody may hold, or it contradicts itself.
         """
-        self._ranges: dict[Key, Ranges] = {}
+        self._ranges: dict[Key, tuple[float, Ranges]] = {}  # until when
         if holdings is None:
             return
         if len(holdings.partials) > PARTIALS_MAX:
             raise ValueError(f"{len(holdings.partials)} partial payloads, the limit is {PARTIALS_MAX}")
-        if not math.isfinite(holdings.valid_s):
-            raise ValueError(f"partial payloads are kept for {holdings.valid_s} s, no duration")
-        self._until_s = time.monotonic() + holdings.valid_s
         for each in holdings.partials:
             starts, stops = tuple(each.start), tuple(each.stop)
             if len(starts) != len(stops) or not 1 <= len(starts) <= RANGES_KEPT or max(stops) > each.payload_bytes:
                 raise ValueError(f"a partial payload of {each.payload_bytes} bytes has ranges {starts}, {stops}")
-            self._ranges[each.key, each.payload_bytes] = Ranges(zip(starts, stops, strict=True))
+            if not math.isfinite(each.valid_s):
+                raise ValueError(f"a partial payload is kept for {each.valid_s} s, no duration")
+            until_s = time.monotonic() + each.valid_s
+            self._ranges[each.key, each.payload_bytes] = (until_s, Ranges(zip(starts, stops, strict=True)))
 
     def claim(self, key: Key) -> Ranges | None:
         """Return what the peer has of a payload, once; None if nothing."""
-        ranges = self._ranges.pop(key, None)
-        return ranges if ranges is not None and time.monotonic() < self._until_s else None
+        until_s, ranges = self._ranges.pop(key, (0.0, None))
+        return ranges if time.monotonic() < until_s else None

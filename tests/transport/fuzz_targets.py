@@ -35,10 +35,9 @@ PAYLOAD_BYTES_MAX = 1000
 HEADER = pb.Header(run_id="run", epoch=1, sender="a", incarnation=1, session=7, lane=pb.LANE_BULK, stripes=1)
 HOLDINGS = pb.Holdings(
     partials=[
-        pb.PartialPayload(key=3, payload_bytes=100, start=[0, 50], stop=[20, 60]),
-        pb.PartialPayload(key=1 << 60, payload_bytes=1 << 30, start=[1], stop=[1 << 30]),
+        pb.PartialPayload(key=3, payload_bytes=100, start=[0, 50], stop=[20, 60], valid_s=60.0),
+        pb.PartialPayload(key=1 << 60, payload_bytes=1 << 30, start=[1], stop=[1 << 30], valid_s=60.0),
     ],
-    valid_s=60.0,
 )
 PACKED_HEADER = wire.pack_header(HEADER)
 TOKEN = b"correct horse battery staple"

@@ -352,8 +352,21 @@ def test_what_nobody_continues_is_dropped_and_not_relied_on() -> None:
 )
 def test_holdings_that_cannot_be_are_refused(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        Held(pb.Holdings(partials=[pb.PartialPayload(key=1, payload_bytes=100, **fields)], valid_s=1.0))
+        Held(pb.Holdings(partials=[pb.PartialPayload(key=1, payload_bytes=100, valid_s=1.0, **fields)]))
     with pytest.raises(ValueError, match="the limit is 16"):
         Held(pb.Holdings(partials=[pb.PartialPayload()] * 17))
     with pytest.raises(ValueError, match="no duration"):
-        Held(pb.Holdings(valid_s=float("nan")))
+        Held(pb.Holdings(partials=[pb.PartialPayload(payload_bytes=9, start=[0], stop=[1], valid_s=float("nan"))]))
+
+
+def test_one_timer_drops_all_that_is_too_old() -> None:
+    before = set(threading.enumerate())
+    partials = Partials(1000, 0.2)
+    for key in range(5):
+        partials.put([kept(key, 100)])
+    (timer,) = set(threading.enumerate()) - before
+    until_s = time.monotonic() + WAIT_S
+    while partials.held_bytes and time.monotonic() < until_s:
+        time.sleep(0.005)
+    assert partials.held_bytes == 0
+    timer.join(WAIT_S)

@@ -303,7 +303,7 @@ def test_columns_of_different_length_are_refused() -> None:
 
 def test_ready_and_goodbye() -> None:
     header = wire.pack_header(HEADER)
-    holdings = pb.Holdings(valid_s=1.0)
+    holdings = pb.Holdings(partials=[pb.PartialPayload(key=1)])
     assert reader().read(wire.ready_frame(header, holdings)) == wire.Ready(holdings)
     assert reader().read(wire.goodbye_frame(header, "done")) == wire.Goodbye("done")
 

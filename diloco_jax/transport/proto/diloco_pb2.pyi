@@ -135,24 +135,24 @@ class Chunk(_message.Message):
     def __init__(self, payload_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., crc32c: _Optional[int] = ..., message: _Optional[int] = ..., key: _Optional[int] = ..., resumed: _Optional[bool] = ...) -> None: ...
 
 class Holdings(_message.Message):
-    __slots__ = ("partials", "valid_s")
+    __slots__ = ("partials",)
     PARTIALS_FIELD_NUMBER: _ClassVar[int]
-    VALID_S_FIELD_NUMBER: _ClassVar[int]
     partials: _containers.RepeatedCompositeFieldContainer[PartialPayload]
-    valid_s: float
-    def __init__(self, partials: _Optional[_Iterable[_Union[PartialPayload, _Mapping]]] = ..., valid_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, partials: _Optional[_Iterable[_Union[PartialPayload, _Mapping]]] = ...) -> None: ...
 
 class PartialPayload(_message.Message):
-    __slots__ = ("key", "payload_bytes", "start", "stop")
+    __slots__ = ("key", "payload_bytes", "start", "stop", "valid_s")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    VALID_S_FIELD_NUMBER: _ClassVar[int]
     key: int
     payload_bytes: int
     start: _containers.RepeatedScalarFieldContainer[int]
     stop: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, key: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ...) -> None: ...
+    valid_s: float
+    def __init__(self, key: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ..., valid_s: _Optional[float] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ("reason",)
