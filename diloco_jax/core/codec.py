@@ -1,17 +1,20 @@
 """Codec: a fragment's values as bytes for the wire.
 
-Format    bytes of a tensor of n elements                              worst rounding error of one element x
-float32   4 n                                                          none
-bfloat16  2 n                                                          |x| / 256 (nearest even)
-int8      4 ceil(n / 256) scales, then n codes                         absmax of its block / 254
-int4      4 ceil(n / 256) scales, then ceil(n / 2): two codes a byte   absmax of its block / 14
+Format    bytes of a tensor of n elements, nb = ceil(n / 256)       worst rounding error of one element x
+float32   4 n                                                       none
+bfloat16  2 n                                                       |x| / 256 (nearest even)
+int8      4 nb scales, then 256 nb codes                            absmax of its block / 254
+int4      4 nb scales, then 128 nb bytes of two codes each          absmax of its block / 14
 
-Integer formats are symmetric: a block of 256 consecutive elements shares the float32 scale `absmax / 127` (int8) or
-`absmax / 7` (int4), and a code is `round(x / scale)`. Zero stays zero. A block is all zero when its absmax is below
-1e-30, and bfloat16 flushes subnormal numbers: XLA may do so anyway, and the host must give the same bytes.
+Integer formats are symmetric: a block of 256 consecutive elements of the flattened tensor shares the float32 scale
+`absmax * float32(1 / 127)` (int8) or `absmax * float32(1 / 7)` (int4), and a code is `round(x / scale)`, two's
+complement. The last block is filled up with zeros. Byte j (0 to 127) of an int4 block holds the code of element j in
+its low four bits and that of element j + 128 in its high ones: both halves are contiguous, as vector units want them.
+Zero stays zero. A block is all zero when its absmax is below 1e-30, and bfloat16 flushes subnormal numbers: XLA may do
+so anyway, and the host must give the same bytes.
 
 The payload of a fragment is the tensors' bytes, one after the other in ascending order of their keys, little-endian,
-without padding or header: sender and receiver know the layout from the same plan.
+without header: sender and receiver know the layout from the same plan.
 """
 
 from __future__ import annotations
@@ -37,11 +40,11 @@ BLOCK = 256  # elements that share a scale
 _MAX_CODE = {"int8": 127, "int4": 7}
 _ZERO_ABSMAX = np.float32(1e-30)
 _SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
-_CHUNK = 1024 * BLOCK  # elements that the host works on at once: 1 MiB stays in the cache
+_CHUNK = 512  # blocks that the host works on at once: 512 KiB stay in the cache
 
 
 @partial(jax.jit, static_argnames="format")
-def quantize(x: Float[Array, "n"], format: Format) -> tuple[Shaped[Array, "codes"], Float32[Array, "scales"]]:
+def quantize(x: Float[Array, "n"], format: Format) -> tuple[Shaped[Array, "..."], Float32[Array, "scales"]]:
     """Encode one flat tensor on its device: `pack` of the result equals `encode` of the tensor.
 
     Infinities and NaNs give meaningless codes in the integer formats; `pack` refuses their scales.
@@ -51,13 +54,16 @@ def quantize(x: Float[Array, "n"], format: Format) -> tuple[Shaped[Array, "codes
       format: of the wire.
 
     Returns:
-      (codes, scales): float32[n] or bfloat16[n] and no scales; int8[n] or, for int4, uint8[ceil(n / 2)] with the
-      first of two codes in the low bits, and float32[ceil(n / 256)].
+      (codes, scales): float32[n] or bfloat16[n] and no scales; for nb = ceil(n / 256) int8[nb, 256] or, for int4,
+      uint8[nb, 128], and float32[nb].
     """
-    return _quantize(jnp, x.astype(jnp.float32), format)
+    x = x.astype(jnp.float32)
+    if not is_integer(format):
+        return round_elements(jnp, x, format), jnp.zeros((0,), jnp.float32)
+    return quantize_blocks(jnp, to_blocks(jnp, x), format)
 
 
-def pack(parts: Mapping[str, tuple[Shaped[np.ndarray, "codes"], Float32[np.ndarray, "scales"]]]) -> bytes:
+def pack(parts: Mapping[str, tuple[Shaped[np.ndarray, "..."], Float32[np.ndarray, "scales"]]]) -> bytes:
     """Join quantised tensors, already copied to the host, into the payload of a fragment.
 
     Args:
@@ -139,6 +145,54 @@ def digest(payload: Bytes | Iterable[Bytes]) -> int:
     return int.from_bytes(hasher.digest(), "little")
 
 
+def is_integer(format: Format) -> bool:
+    """Whether this format has blocks, codes and scales."""
+    return format in _MAX_CODE
+
+
+# One definition for jax.numpy and numpy (`xp`): the same IEEE operations in the same order give the same bytes.
+
+
+def to_blocks(xp: ModuleType, x: Any) -> Any:
+    """Reshape a flat float32[n] to float32[ceil(n / 256), 256], filled up with zeros."""
+    if padding := -x.shape[0] % BLOCK:
+        x = xp.pad(x, (0, padding))
+    return x.reshape(-1, BLOCK)
+
+
+def round_elements(xp: ModuleType, x: Any, format: Format) -> Any:
+    """Round float32 of any shape to an elementwise format: bfloat16, or float32, which changes nothing."""
+    if format == "float32":
+        return x
+    return xp.where(xp.abs(x) < _SMALLEST_NORMAL, xp.float32(0), x).astype(ml_dtypes.bfloat16)
+
+
+def quantize_blocks(xp: ModuleType, blocks: Any, format: Format) -> tuple[Any, Any]:
+    """Quantise float32[nb, 256] to an integer format.
+
+    Returns:
+      (codes, scales): int8[nb, 256] or, for int4, uint8[nb, 128], and float32[nb]; a block with values that are not
+      finite has a scale that is not.
+    """
+    absmax = xp.max(xp.abs(blocks), axis=1)
+    # A product with a rounded constant, not absmax / max_code: XLA may replace division by a constant.
+    scales = xp.where(absmax < _ZERO_ABSMAX, xp.float32(0), absmax * np.float32(1 / _MAX_CODE[format]))
+    divisors = xp.where(scales == 0, xp.float32(np.inf), scales)
+    codes = xp.rint(blocks / divisors[:, None]).astype(xp.int8)
+    if format == "int8":
+        return codes, scales
+    low, high = codes[:, : BLOCK // 2], codes[:, BLOCK // 2 :]
+    return ((low & 15) | (high << 4)).view(xp.uint8), scales
+
+
+def dequantize_blocks(xp: ModuleType, codes: Any, scales: Any, format: Format) -> Any:
+    """Return the float32[nb, 256] that codes and scales of `quantize_blocks` stand for."""
+    if format == "int4":
+        packed = codes.view(xp.int8)
+        codes = xp.concatenate([(packed << 4) >> 4, packed >> 4], axis=1)  # arithmetic shifts restore the sign
+    return codes.astype(xp.float32) * scales[:, None]
+
+
 def _tensor_bytes(size: int, format: Format) -> int:
     match format:
         case "float32":
@@ -146,60 +200,39 @@ def _tensor_bytes(size: int, format: Format) -> int:
         case "bfloat16":
             return 2 * size
         case "int8":
-            return 4 * math.ceil(size / BLOCK) + size
+            return math.ceil(size / BLOCK) * (4 + BLOCK)
         case "int4":
-            return 4 * math.ceil(size / BLOCK) + math.ceil(size / 2)
-
-
-def _quantize(xp: ModuleType, x: Any, format: Format) -> tuple[Any, Any]:
-    """One definition for jax.numpy and numpy: the same IEEE operations in the same order give the same bytes."""
-    no_scales = xp.zeros((0,), xp.float32)
-    if format == "float32":
-        return x, no_scales
-    if format == "bfloat16":
-        return xp.where(xp.abs(x) < _SMALLEST_NORMAL, xp.float32(0), x).astype(ml_dtypes.bfloat16), no_scales
-    size, max_code = x.shape[0], _MAX_CODE[format]
-    if size % BLOCK:
-        x = xp.pad(x, (0, -size % BLOCK))
-    blocks = x.reshape(-1, BLOCK)
-    absmax = xp.max(xp.abs(blocks), axis=1, keepdims=True)
-    # A product with a rounded constant, not absmax / max_code: XLA may replace division by a constant.
-    scales = xp.where(absmax < _ZERO_ABSMAX, xp.float32(0), absmax * np.float32(1 / max_code))
-    codes = xp.rint(blocks / xp.where(scales == 0, xp.float32(1), scales))
-    codes = xp.where(scales == 0, xp.float32(0), codes).astype(xp.int8).reshape(-1)
-    if format == "int8":
-        return codes[:size], scales.reshape(-1)
-    low, high = codes[0::2], codes[1::2]
-    packed = (low & 15).astype(xp.uint8) | (high.astype(xp.uint8) << 4)
-    return packed[: (size + 1) // 2], scales.reshape(-1)
+            return math.ceil(size / BLOCK) * (4 + BLOCK // 2)
 
 
 def _quantize_on_host(value: Float[np.ndarray, "..."], format: Format) -> tuple[np.ndarray, np.ndarray]:
     flat = value.reshape(-1).astype(np.float32, copy=False)
-    if format == "float32":
-        return _quantize(np, flat, format)
+    if not is_integer(format):
+        return round_elements(np, flat, format), np.zeros(0, np.float32)
+    blocks = to_blocks(np, flat)
+    codes = np.empty(
+        (len(blocks), BLOCK if format == "int8" else BLOCK // 2), np.int8 if format == "int8" else np.uint8
+    )
+    scales = np.empty(len(blocks), np.float32)
     with np.errstate(invalid="ignore"):  # values that are not finite show in the scales, which `pack` checks
-        parts = [_quantize(np, flat[i : i + _CHUNK], format) for i in range(0, max(flat.size, 1), _CHUNK)]
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate([codes for codes, _ in parts]), np.concatenate([scales for _, scales in parts])
+        for i in range(0, len(blocks), _CHUNK):
+            part = slice(i, i + _CHUNK)
+            codes[part], scales[part] = quantize_blocks(np, blocks[part], format)
+    return codes, scales
 
 
 def _dequantize(payload: Bytes, offset: int, size: int, format: Format) -> np.ndarray:
-    if format in ("float32", "bfloat16"):
+    if not is_integer(format):
         dtype = np.dtype("<f4") if format == "float32" else np.dtype(ml_dtypes.bfloat16)
         return np.frombuffer(payload, dtype, size, offset).astype(np.float32)
-    num_blocks = math.ceil(size / BLOCK)
-    scales = np.frombuffer(payload, "<f4", num_blocks, offset)
+    count = math.ceil(size / BLOCK)
+    scales = np.frombuffer(payload, "<f4", count, offset)
     if not (np.isfinite(scales) & (scales >= 0)).all():
         raise ValueError("a scale is negative or not finite; the payload is damaged")
-    offset += 4 * num_blocks
-    codes = np.zeros(num_blocks * BLOCK, np.int8)
-    if format == "int8":
-        codes[:size] = np.frombuffer(payload, np.int8, size, offset)
-    else:
-        packed = np.frombuffer(payload, np.int8, (size + 1) // 2, offset)
-        codes[0 : 2 * packed.size : 2] = (packed << 4) >> 4  # arithmetic shifts restore the sign
-        codes[1 : 2 * packed.size : 2] = packed >> 4
-    values: np.ndarray = codes.reshape(-1, BLOCK) * scales.reshape(-1, 1)
+    width = BLOCK if format == "int8" else BLOCK // 2
+    codes = np.frombuffer(payload, np.int8, count * width, offset + 4 * count).reshape(count, width)
+    values = np.empty((count, BLOCK), np.float32)
+    for i in range(0, count, _CHUNK):
+        part = slice(i, i + _CHUNK)
+        values[part] = dequantize_blocks(np, codes[part], scales[part], format)
     return values.reshape(-1)[:size]

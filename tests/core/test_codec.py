@@ -82,7 +82,7 @@ def test_device_and_host_give_identical_bytes(format: Format, size: int) -> None
 def test_host_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.random.default_rng(0).standard_normal(3001).astype(np.float32)
     whole = {format: encode({"x": x}, format) for format in FORMATS}
-    monkeypatch.setattr(codec, "_CHUNK", 2 * codec.BLOCK)
+    monkeypatch.setattr(codec, "_CHUNK", 2)
     assert {format: encode({"x": x}, format) for format in FORMATS} == whole
 
 
@@ -101,23 +101,30 @@ def test_bfloat16_flushes_subnormal_numbers_only() -> None:
 def test_int8_layout() -> None:
     x = np.array([127.0, -127.0, 2.5, 1.5, -0.4], np.float32)  # scale 1; halves round to even
     payload = encode({"x": x}, "int8")
-    assert payload[4:] == struct.pack("5b", 127, -127, 2, 2, 0)
+    assert payload[4:] == struct.pack("5b", 127, -127, 2, 2, 0) + bytes(251)  # zeros fill the block
     assert struct.unpack("<f", payload[:4])[0] == pytest.approx(1)
 
 
 def test_int4_layout() -> None:
-    x = np.array([7.0, -7.0, 2.4, -1.2, 3.0], np.float32)  # codes 7 -7 2 -1 3, first of a pair in the low bits
+    x = np.zeros(260, np.float32)
+    x[[0, 1, 2, 3, 128, 129, 131]] = [7.0, -7.0, 2.4, -1.2, 3.0, -3.4, 6.6]  # scale 1
+    x[256:] = [14.0, -2.0, 3.2, 4.0]  # scale 2
     payload = encode({"x": x}, "int4")
-    assert payload[4:] == bytes([0x97, 0xF2, 0x03])
-    np.testing.assert_allclose(decode(payload, [("x", (5,))], "int4")["x"], [7, -7, 2, -1, 3], rtol=1e-6)
+    np.testing.assert_allclose(struct.unpack("<2f", payload[:8]), [1, 2])
+    # Element j of a block in the low half of byte j, element j + 128 in the high half.
+    assert payload[8 : 8 + 128] == bytes([0x37, 0xD9, 0x02, 0x7F]) + bytes(124)
+    assert payload[8 + 128 :] == bytes([0x07, 0x0F, 0x02, 0x02]) + bytes(124)
+    decoded = decode(payload, [("x", x.shape)], "int4")["x"]
+    np.testing.assert_allclose(decoded[[0, 1, 2, 3, 128, 129, 131]], [7, -7, 2, -1, 3, -3, 7], rtol=1e-6)
+    np.testing.assert_allclose(decoded[256:], [14, -2, 4, 4], rtol=1e-6)
 
 
 def test_each_block_has_its_own_scale() -> None:
     x = np.concatenate([np.full(256, 1e-6), np.full(256, 1e6), np.zeros(256), np.full(3, 5.0)]).astype(np.float32)
     for format in INTEGERS:
         np.testing.assert_allclose(decode(encode({"x": x}, format), [("x", x.shape)], format)["x"], x, rtol=1e-6)
-    assert encoded_size([x.shape], "int4") == 4 * 4 + 386
-    assert encoded_size([x.shape], "int8") == 4 * 4 + 771
+    assert encoded_size([x.shape], "int4") == 4 * (4 + 128)
+    assert encoded_size([x.shape], "int8") == 4 * (4 + 256)
     assert encoded_size([(3, 5), ()], "bfloat16") == 32
 
 
