@@ -91,7 +91,7 @@ def encode(values: Mapping[str, Float[np.ndarray, "..."]], format: Format) -> by
     Raises:
       ValueError: NaN or infinity with an integer format (the other formats carry them).
     """
-    return pack({key: _quantize_on_host(value, format) for key, value in values.items()})
+    return pack({key: quantize_on_host(value, format) for key, value in values.items()})
 
 
 def decode(
@@ -150,6 +150,11 @@ def is_integer(format: Format) -> bool:
     return format in _MAX_CODE
 
 
+def block_bytes(format: Format) -> int:
+    """Bytes of a block's codes in an integer format."""
+    return {"int8": BLOCK, "int4": BLOCK // 2}[format]
+
+
 # One definition for jax.numpy and numpy (`xp`): the same IEEE operations in the same order give the same bytes.
 
 
@@ -194,25 +199,20 @@ def dequantize_blocks(xp: ModuleType, codes: Any, scales: Any, format: Format) -
 
 
 def _tensor_bytes(size: int, format: Format) -> int:
-    match format:
-        case "float32":
-            return 4 * size
-        case "bfloat16":
-            return 2 * size
-        case "int8":
-            return math.ceil(size / BLOCK) * (4 + BLOCK)
-        case "int4":
-            return math.ceil(size / BLOCK) * (4 + BLOCK // 2)
+    if is_integer(format):
+        return math.ceil(size / BLOCK) * (4 + block_bytes(format))
+    return (4 if format == "float32" else 2) * size
 
 
-def _quantize_on_host(value: Float[np.ndarray, "..."], format: Format) -> tuple[np.ndarray, np.ndarray]:
-    flat = value.reshape(-1).astype(np.float32, copy=False)
+def quantize_on_host(
+    values: Float[np.ndarray, "..."], format: Format
+) -> tuple[Shaped[np.ndarray, "..."], Float32[np.ndarray, "scales"]]:
+    """As `quantize`, with NumPy; of an array of any shape, flattened."""
+    flat = values.reshape(-1).astype(np.float32, copy=False)
     if not is_integer(format):
         return round_elements(np, flat, format), np.zeros(0, np.float32)
     blocks = to_blocks(np, flat)
-    codes = np.empty(
-        (len(blocks), BLOCK if format == "int8" else BLOCK // 2), np.int8 if format == "int8" else np.uint8
-    )
+    codes = np.empty((len(blocks), block_bytes(format)), np.int8 if format == "int8" else np.uint8)
     scales = np.empty(len(blocks), np.float32)
     with np.errstate(invalid="ignore"):  # values that are not finite show in the scales, which `pack` checks
         for i in range(0, len(blocks), _CHUNK):
@@ -221,18 +221,25 @@ def _quantize_on_host(value: Float[np.ndarray, "..."], format: Format) -> tuple[
     return codes, scales
 
 
+def dequantize_on_host(
+    codes: Shaped[np.ndarray, "nb width"], scales: Float32[np.ndarray, "nb"], size: int, format: Format
+) -> Float32[np.ndarray, "size"]:
+    """The first `size` values that codes and scales of an integer format stand for."""
+    values = np.empty((len(scales), BLOCK), np.float32)
+    with np.errstate(invalid="ignore"):  # scales that are not finite are for the caller to refuse
+        for i in range(0, len(scales), _CHUNK):
+            part = slice(i, i + _CHUNK)
+            values[part] = dequantize_blocks(np, codes[part], scales[part], format)
+    return values.reshape(-1)[:size]
+
+
 def _dequantize(payload: Bytes, offset: int, size: int, format: Format) -> np.ndarray:
     if not is_integer(format):
         dtype = np.dtype("<f4") if format == "float32" else np.dtype(ml_dtypes.bfloat16)
         return np.frombuffer(payload, dtype, size, offset).astype(np.float32)
-    count = math.ceil(size / BLOCK)
+    count, width = math.ceil(size / BLOCK), block_bytes(format)
     scales = np.frombuffer(payload, "<f4", count, offset)
     if not (np.isfinite(scales) & (scales >= 0)).all():
         raise ValueError("a scale is negative or not finite; the payload is damaged")
-    width = BLOCK if format == "int8" else BLOCK // 2
     codes = np.frombuffer(payload, np.int8, count * width, offset + 4 * count).reshape(count, width)
-    values = np.empty((count, BLOCK), np.float32)
-    for i in range(0, count, _CHUNK):
-        part = slice(i, i + _CHUNK)
-        values[part] = dequantize_blocks(np, codes[part], scales[part], format)
-    return values.reshape(-1)[:size]
+    return dequantize_on_host(codes, scales, size, format)

@@ -11,27 +11,28 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from diloco_jax.core import codec
+from diloco_jax.core.fragments import Fragment
 from diloco_jax.protocol.messages import FragmentValue
 from diloco_jax.runtime.chaos_actions import CHAOS, order_file
 from diloco_jax.runtime.chaos_verdict import WAITS_FILE
 from diloco_jax.runtime.files import CLOCK_FILE
+from diloco_jax.runtime.learner_payloads import Update
 from diloco_jax.runtime.line_file import LineFile
 from diloco_jax.runtime.run_learner import LearnerRun
 from diloco_jax.runtime.settings import RunConfig
-from diloco_jax.training.staging import StagedFragment
 from diloco_jax.transport.link import Link
 
 HUGE = 1e30
 WAIT_TOLD_S = 0.02  # shorter waits are not worth a line
 WAITS_MAX = 100_000  # lines of one life
 
-Values = Mapping[str, np.ndarray]
 log = logging.getLogger(__name__)
 
 
@@ -65,13 +66,23 @@ class ChaosLearnerRun(LearnerRun):
         self._bad = np.nan if order["how"] == "nan" else HUGE
         self._bad_values = int(order["values"])
 
-    def _value(self, link: Link, message: FragmentValue, staged: StagedFragment, anchor: Values) -> None:
-        """Send a fragment's outer gradient, bad or not: bad minus what was staged is bad."""
+    def _value(self, link: Link, message: FragmentValue, staged: Update) -> None:
+        """Send a fragment's outer gradient, bad or not."""
         if self._bad_values > 0:
             self._bad_values -= 1
             log.info(f"sends {self._bad} for fragment {message.fragment_id} of round {message.global_step}")
-            anchor = {key: np.full_like(value, self._bad) for key, value in anchor.items()}
-        self._send_value(link, message, staged, anchor)
+            staged = _BadUpdate(self._fragments[message.fragment_id], self._bad, self._config.wire.up)
+        self._send_value(link, message, staged)
+
+
+class _BadUpdate(NamedTuple):
+    fragment: Fragment
+    value: float
+    format: codec.Format
+
+    def encode(self) -> bytes:
+        values = {key: np.full(shape, self.value, np.float32) for key, shape in self.fragment.keys_shapes}
+        return codec.encode(values, self.format)
 
 
 class _Waits:

@@ -34,7 +34,8 @@ from diloco_jax.runtime.learner_state import ReceivedState, SavedStates
 from diloco_jax.runtime.learner_tape import LearnerTape
 from diloco_jax.runtime.settings import AdoptConfig
 from diloco_jax.training.island import Island
-from diloco_jax.training.staging import StagedFragment, StagedState
+from diloco_jax.training.outgoing import StagedFragment
+from diloco_jax.training.staging import StagedState
 from diloco_jax.transport.link import Link, LinkClosed
 
 Values = dict[str, np.ndarray]
@@ -87,7 +88,7 @@ class Effects:
         self._staged: dict[tuple[int, int], StagedFragment] = {}
         self._staged_states: dict[int, StagedState] = {}
         self._anchors: dict[int, Values] = {}
-        self._sent: dict[int, tuple[int, StagedFragment]] = {}  # rebase: fragment -> (round, what was sent)
+        self._sent: dict[int, tuple[int, StagedFragment]] = {}  # fragment -> (round, what was sent)
 
     def execute(self, effects: Sequence[Effect], arrived: Arrived | None = None) -> None:
         """Execute effects in their order.
@@ -134,10 +135,9 @@ class Effects:
             return
         if isinstance(message, FragmentValue):
             staged = self._staged[message.fragment_id, message.local_step]
-            if self._how.mode == "rebase":
-                self._sent[message.fragment_id] = (message.global_step, staged)
+            self._sent[message.fragment_id] = (message.global_step, staged)
             self._tape.sent(message.fragment_id, message.global_step, message.local_step)
-            self._payloads.value(link, message, staged, self._anchors[message.fragment_id])
+            self._payloads.value(link, message, staged)
         elif isinstance(message, AnchorValue):
             self._payloads.anchor(link, message, self._anchors[message.fragment_id])
         elif isinstance(message, StatePart):
@@ -152,19 +152,13 @@ class Effects:
         values, message, adopt = arrived.values, arrived.message, self._how
         assert values is not None and isinstance(message, GlobalFragment), "a fragment was adopted without its values"
         self._tape.adopt(message)
-        sent = self._sent.pop(fragment_id, None)
+        sent_round, sent = self._sent.pop(fragment_id, (0, None))
+        if sent_round != version:
+            sent = None  # made without a value of ours: it has nothing of what is in flight, and of what was kept back
         first = fragment_id not in self._anchors
         self._anchors[fragment_id] = values
-        fragment = self._fragments[fragment_id]
-        # A version that was made without a value of ours has nothing of what is in flight: nothing to keep.
-        ours = sent is not None and sent[0] == version
-        if first or adopt.mode == "overwrite" or (adopt.mode == "rebase" and not ours):
-            self._island.adopt(fragment, values)
-        elif adopt.mode == "blend":
-            self._island.adopt(fragment, values, mode="blend", alpha=adopt.alpha)
-        else:
-            assert sent is not None
-            self._island.adopt(fragment, values, mode="rebase", staged=sent[1].value())
+        mode = "overwrite" if first or (adopt.mode == "rebase" and sent is None) else adopt.mode
+        self._island.adopt(self._fragments[fragment_id], values, mode=mode, alpha=adopt.alpha, sent=sent)
 
     def _save_state(self, global_step: int) -> None:
         if self._saves.busy:

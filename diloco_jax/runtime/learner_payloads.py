@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from diloco_jax.core import codec
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, StatePart
 from diloco_jax.runtime.learner_state import STATE_PART_BYTES
 from diloco_jax.runtime.spare_time import SpareTime
-from diloco_jax.training.staging import StagedFragment, StagedState
+from diloco_jax.training.staging import StagedState
 from diloco_jax.transport.link import Link, LinkClosed
 
 Values = Mapping[str, np.ndarray]
@@ -29,16 +30,21 @@ JOBS_MAX = 1024  # that wait; a peer that asks for more without taking them is n
 log = logging.getLogger(__name__)
 
 
+class Update(Protocol):
+    """A staged fragment, as this thread sees it."""
+
+    def encode(self) -> bytes:
+        """Wait for it and return its payload; ValueError if it is not finite, and the format cannot say so."""
+
+
 class PayloadSender:
     """The thread "payload". Its methods return at once and may be called from any thread.
 
     Args:
-        format: of outer gradients on the wire.
         on_failure: called on the thread with an error that nobody expected.
     """
 
-    def __init__(self, format: codec.Format, on_failure: Callable[[Exception], None]) -> None:
-        self._format = format
+    def __init__(self, on_failure: Callable[[Exception], None]) -> None:
         self._on_failure = on_failure
         self._spare_time = SpareTime()
         self._bulk_rests_until_s = 0.0
@@ -48,9 +54,9 @@ class PayloadSender:
         self._closed = False
         threading.Thread(target=self._work, name="payload", daemon=True).start()
 
-    def value(self, link: Link, message: FragmentValue, staged: StagedFragment, anchor: Values) -> None:
-        """Send a fragment's outer gradient, anchor - local."""
-        self._add(URGENT, lambda: link.send(message, self._gradient(message, staged, anchor)))
+    def value(self, link: Link, message: FragmentValue, staged: Update) -> None:
+        """Send a fragment's outer gradient."""
+        self._add(URGENT, lambda: link.send(message, self._gradient(message, staged)))
 
     def anchor(self, link: Link, message: AnchorValue, anchor: Values) -> None:
         """Send a global value back, bit for bit."""
@@ -82,10 +88,9 @@ class PayloadSender:
             self._jobs.clear()
             self._changed.notify()
 
-    def _gradient(self, message: FragmentValue, staged: StagedFragment, anchor: Values) -> bytes:
-        gradient = {key: anchor[key] - value for key, value in staged.value().items()}
+    def _gradient(self, message: FragmentValue, staged: Update) -> bytes:
         try:
-            return codec.encode(gradient, self._format)
+            return staged.encode()
         except ValueError as error:  # NaN does not fit an integer format
             log.info(f"fragment {message.fragment_id} of round {message.global_step} has no value: {error}")
             return b""  # an answer all the same, so that nobody waits; the syncer leaves it out

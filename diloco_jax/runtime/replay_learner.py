@@ -1,7 +1,8 @@
 """One life of a learner, repeated from its tape: the same steps on the same data, with the same values coming in.
 
-All lives of a replay share one island and its compiled programs; each has a training state of its own, which is on the
-island only while its life advances. Between two lives nothing is shared but global values and copies of whole states.
+All lives of a replay share one island and its compiled programs; each has a training state, anchors and residuals of
+its own, which are on the island only while its life advances. Between two lives nothing is shared but global values and
+copies of whole states.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from diloco_jax.core import codec
 from diloco_jax.core.fragments import Fragment
 from diloco_jax.runtime.replay_lives import Adopted, Copied, Entry, Need, Sent, Step, TookState, read_entries
 from diloco_jax.runtime.replay_script import Life, Name
@@ -21,6 +21,7 @@ from diloco_jax.runtime.settings import RunConfig
 from diloco_jax.training.data import SampleOrder, load_source
 from diloco_jax.training.island import Island
 from diloco_jax.training.optimizers import learning_rate
+from diloco_jax.training.outgoing import Held, StagedFragment
 from diloco_jax.training.state_bytes import HostState
 from diloco_jax.training.train_step import TrainState
 
@@ -42,7 +43,15 @@ class Trainer:
         self.config = config
         self.sequences = sequences
         devices = jax.devices()[: config.islands.devices or None]  # as many as an island has
-        self.island = Island(config.model, config.optimizer, config.islands.mesh, seed=config.seed, devices=devices)
+        self.island = Island(
+            config.model,
+            config.optimizer,
+            config.islands.mesh,
+            seed=config.seed,
+            devices=devices,
+            wire=config.wire.up,
+            rebase=config.adopt.mode == "rebase",
+        )
         self.rate = learning_rate(config.optimizer, config.train.steps)
         self.fragments: tuple[Fragment, ...] = ()  # of the run's plan
         self.steps = 0
@@ -98,15 +107,14 @@ class Replica:
         self._need = need
         self._trainer = trainer
         self._world = world
-        self._rebases = trainer.config.adopt.mode == "rebase"
         self._entries = read_entries(need.outline.path)
         self._line = 0  # the last one that was repeated
         self._state: TrainState | None = None
-        self._anchors: dict[int, Values] = {}
+        self._held: dict[int, Held] = {}
         self._versions: dict[int, int] = {}
         self._stage_at = self._fragments_by_step()
-        self._local: dict[tuple[int, int], Values] = {}  # (fragment, local step) -> what was staged; for rebase
-        self._sent: dict[int, tuple[int, Values]] = {}  # rebase: fragment -> (round, what was sent)
+        self._staged: dict[tuple[int, int], StagedFragment] = {}  # (fragment, local step) -> its update
+        self._sent: dict[int, tuple[int, StagedFragment]] = {}  # fragment -> (round, what was sent)
         self._payloads: dict[tuple[int, int], bytes] = {}  # (fragment, local step) -> encoded outer gradient
         self._copies: dict[int, list[tuple[dict[int, int], HostState]]] = {}  # local step -> (versions, state)
 
@@ -114,10 +122,9 @@ class Replica:
         wanted: dict[int, set[int]] = {}
         for fragment_id, local_step in self._need.values:
             wanted.setdefault(local_step, set()).add(fragment_id)
-        if self._rebases:
-            for line, sent in self._need.outline.sent:
-                if line <= self._need.stop:
-                    wanted.setdefault(sent.local_step, set()).add(sent.fragment_id)
+        for line, sent in self._need.outline.sent:
+            if line <= self._need.stop:
+                wanted.setdefault(sent.local_step, set()).add(sent.fragment_id)
         return wanted
 
     def value(self, fragment_id: int, local_step: int) -> bytes:
@@ -148,12 +155,13 @@ class Replica:
         if self._line >= self._need.stop:  # what is left are payloads and copies that somebody will ask for
             self._entries.close()
             self._state = None
-            self._anchors.clear()
-            self._local.clear()
+            self._held.clear()
+            self._staged.clear()
             self._sent.clear()
 
     def _enter(self) -> None:
         self._trainer.island.state = self._state if self._state is not None else self._trainer.fresh()
+        self._trainer.island.exchange.held = self._held
 
     def _exit(self) -> None:
         self._state = self._trainer.island.state
@@ -175,43 +183,33 @@ class Replica:
             if self._need.copies[entry.local_step]:
                 copy = (dict(self._versions), self._trainer.island.stage_state().value())
                 self._copies.setdefault(entry.local_step, []).append(copy)
-        elif isinstance(entry, Sent) and self._rebases:
-            self._sent[entry.fragment_id] = (entry.global_step, self._local[entry.fragment_id, entry.local_step])
+        elif isinstance(entry, Sent):
+            self._sent[entry.fragment_id] = (entry.global_step, self._staged[entry.fragment_id, entry.local_step])
 
     def _stage(self, fragment_id: int, local_step: int) -> None:
-        local = self._trainer.island.stage(self._trainer.fragments[fragment_id]).value()
-        if self._rebases:
-            self._local[fragment_id, local_step] = local
+        staged = self._trainer.island.stage(self._trainer.fragments[fragment_id])
+        self._staged[fragment_id, local_step] = staged
         if not self._need.values[fragment_id, local_step]:
             return
-        anchor = self._anchors[fragment_id]
         try:
-            payload = codec.encode({key: anchor[key] - value for key, value in local.items()}, self.wire_up)
+            payload = staged.encode()
         except ValueError:  # NaN does not fit an integer format; the learner sent nothing either
             payload = b""
         self._payloads[fragment_id, local_step] = payload
-
-    @property
-    def wire_up(self) -> codec.Format:
-        """Format of the outer gradients."""
-        return self._trainer.config.wire.up
 
     def _adopt(self, name: Name) -> None:
         """As LearnerRun takes a global fragment."""
         fragment_id, adopt = name.fragment_id, self._trainer.config.adopt
         values = self._world.take(name)
-        sent = self._sent.pop(fragment_id, None)
-        first = fragment_id not in self._anchors
-        self._anchors[fragment_id], self._versions[fragment_id] = values, name.version
-        self._local = {key: local for key, local in self._local.items() if key[0] != fragment_id}
-        fragment, island = self._trainer.fragments[fragment_id], self._trainer.island
-        if first or adopt.mode == "overwrite" or (self._rebases and (sent is None or sent[0] != name.version)):
-            island.adopt(fragment, values)
-        elif adopt.mode == "blend":
-            island.adopt(fragment, values, mode="blend", alpha=adopt.alpha)
-        else:
-            assert sent is not None
-            island.adopt(fragment, values, mode="rebase", staged=sent[1])
+        sent_round, sent = self._sent.pop(fragment_id, (0, None))
+        if sent_round != name.version:
+            sent = None
+        first = fragment_id not in self._versions
+        self._versions[fragment_id] = name.version
+        self._staged = {key: staged for key, staged in self._staged.items() if key[0] != fragment_id}
+        mode = "overwrite" if first or (adopt.mode == "rebase" and sent is None) else adopt.mode
+        fragment = self._trainer.fragments[fragment_id]
+        self._trainer.island.adopt(fragment, values, mode=mode, alpha=adopt.alpha, sent=sent)
 
 
 def _used_up(uses: Counter[Any], key: object) -> bool:

@@ -5,7 +5,7 @@ Threads
   * "link": receives, checks and decodes what came, answers pulls and keeps parts of a state at once
     (the machine under its lock), reconnects.
   * "payload": waits for staged copies, encodes and sends them (learner_payloads.py).
-  * "compile": compiles the inner step while the model and, after a restart, a healthy learner's state arrive.
+  * "compile": compiles what the island runs while the model and, after a restart, a healthy learner's state arrive.
   * "save": reads and writes this learner's own states on disk (learner_state.py).
 
 Nothing that the network or the disk does makes a step wait, outside lockstep (docs/protocol.md).
@@ -81,7 +81,14 @@ class LearnerRun:
         finding = saves.find()  # while the island is built
         source = load_source(config.data, config.train.seq_len)
         self._order = SampleOrder(source, config.data.shuffle_seed + config.seed)
-        self._island = Island(config.model, config.optimizer, config.islands.mesh, seed=config.seed)
+        self._island = Island(
+            config.model,
+            config.optimizer,
+            config.islands.mesh,
+            seed=config.seed,
+            wire=config.wire.up,
+            rebase=config.adopt.mode == "rebase",
+        )
         shapes = self._island.shapes
         plan = plan_fragments(shapes, config.protocol.num_fragments, split_axis=config.fragments.axes(shapes))
         self._fragments = plan.fragments
@@ -100,7 +107,7 @@ class LearnerRun:
             size = codec.encoded_size(fragment.shapes, config.wire.up)
             self._machine.payload_bytes[fragment.fragment_id] = size
         self._tape = LearnerTape(run_dir, learner_id, incarnation, samples)
-        self._payloads = PayloadSender(config.wire.up, self._fail)
+        self._payloads = PayloadSender(self._fail)
         self._effects = Effects(
             self._machine, self._island, plan.fragments, config.adopt, self._tape, self._payloads, saves
         )
@@ -154,8 +161,8 @@ class LearnerRun:
         """The body of the thread "compile"."""
         began_s = time.monotonic()
         try:
-            self._island.warm_up((self._config.island_batch_size, self._config.train.seq_len + 1))
-            log.info(f"compiled the inner step in {time.monotonic() - began_s:.1f} s")
+            self._island.warm_up((self._config.island_batch_size, self._config.train.seq_len + 1), self._fragments)
+            log.info(f"compiled the inner step, staging and adoption in {time.monotonic() - began_s:.1f} s")
         except Exception as error:
             self._fail(error)
         finally:

@@ -137,12 +137,11 @@ class WireConfig:
     """How fragments look on their way."""
 
     up: Format = "int4"
-    """Format of the outer gradients that learners send: float32, bfloat16, int8 or int4. What rounding leaves out of
-    one is added to the learner's next (error feedback)."""
+    """Format of the outer gradients that learners send: float32, bfloat16, int8 or int4. What rounding takes from one
+    is added to the learner's next one of the fragment (error feedback)."""
     down: Format = "int4"
-    """Format of the steps from one version of a fragment to the next that the syncer sends, likewise with error
-    feedback. The syncer takes exactly the step that it sends, so every learner's anchor equals its value bit for bit.
-    float32: no steps, whole values."""
+    """Format of what the syncer sends after a round: the step from the value before, which every learner adds to its
+    anchor, so that anchors equal the syncer's value bit for bit; float32 sends the whole value each round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +274,7 @@ def fingerprint(config: RunConfig, plan_fingerprint: str) -> tuple[tuple[str, st
         "sequence length": str(config.train.seq_len),
         "global steps": str(config.train.steps),
         "protocol": f"H={protocol.sync_every} P={protocol.num_fragments} tau={protocol.overlap_steps}",
-        "wire": f"{config.wire.up} up, {config.wire.down} down",
+        "wire": f"up {config.wire.up} down {config.wire.down}",
         "adoption": f"{config.adopt.mode} {config.adopt.alpha}",
         "inner optimizer": json.dumps(asdict(config.optimizer), sort_keys=True),
         "data": json.dumps(data, sort_keys=True),

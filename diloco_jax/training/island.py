@@ -3,8 +3,8 @@
     handle = island.step(island.put_batch(tokens), learning_rate)     one donated program; returns at once
     staged = island.stage(fragment)                                   queued before the next step, no host sync
     island.wait(handle)                                               {"loss": ..., "grad_norm": ...}
-    staged.value()                                                    in any thread: host arrays
-    island.adopt(fragment, values)                                    between two steps
+    staged.encode()                                                   in any thread: anchor - local as it is sent
+    island.adopt(fragment, values, sent=staged)                       between two steps
     island.stage_state(), island.load_state(state)                    the same for everything, optimizer included
 
 Call everything but `warm_up` and the methods of what was staged from one thread. Parameters live as a flat dict
@@ -25,8 +25,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int32, Shaped
 
-from diloco_jax.core.codec import Bytes
+from diloco_jax.core.codec import Bytes, Format
 from diloco_jax.core.fragments import Fragment, Slice, take
+from diloco_jax.training.exchange import AdoptMode, Exchange, HostValues
 from diloco_jax.training.models.protocol import (
     Batch,
     GraphDef,
@@ -37,19 +38,9 @@ from diloco_jax.training.models.protocol import (
     split_model,
 )
 from diloco_jax.training.optimizers import OptimizerConfig, make_inner
+from diloco_jax.training.outgoing import StagedFragment
 from diloco_jax.training.sharding import Layout, LogicalAxes, MeshConfig, make_mesh, use_layout
-from diloco_jax.training.staging import (
-    AdoptMode,
-    AdoptProgram,
-    HostValues,
-    StagedFragment,
-    StagedState,
-    make_adopt,
-    put_leaves,
-    put_values,
-    stage_fragment,
-    stage_leaves,
-)
+from diloco_jax.training.staging import StagedState, put_leaves, stage_leaves
 from diloco_jax.training.state_bytes import StateLayout
 from diloco_jax.training.train_step import TrainState, make_train_step, model_loss
 
@@ -74,6 +65,8 @@ class Island:
         *,
         seed: int,
         devices: Sequence[jax.Device] | None = None,
+        wire: Format = "float32",
+        rebase: bool = False,
     ) -> None:
         """Build the mesh and draw the initial parameters, directly in their layout.
 
@@ -83,6 +76,8 @@ class Island:
           mesh: how the devices are used.
           seed: of the initial parameters; equal seeds give equal parameters on any mesh.
           devices: the island's devices, all that JAX sees if not given.
+          wire: format in which fragments leave the island.
+          rebase: whether fragments will be adopted with mode "rebase", for which staged ones are kept on the devices.
 
         Raises:
           ValueError: the model cannot be loaded, or the mesh does not fit the devices.
@@ -91,7 +86,7 @@ class Island:
         self.mesh = make_mesh(mesh, chosen)
         self.num_devices = len(chosen)
         self._layout = Layout(self.mesh)
-        self._model = _describe(model, seed)
+        self._model = _describe_model(model, seed)
         self.shapes = {path: tuple(value.shape) for path, value in self._model.params.items()}
         self._shardings = {
             path: self._layout.sharding(self.shapes[path], names) for path, names in self._model.axes.items()
@@ -119,8 +114,9 @@ class Island:
             out_shardings=scalar,
         )
         self._compiled_steps: dict[tuple[int, ...], jax.stages.Compiled] = {}  # by shape of the batch
-        self._adopt_programs: dict[tuple[Fragment, AdoptMode], AdoptProgram] = {}
         self._unfinished: StepHandle | None = None
+        tensors = jax.tree.map(_described, self._model.params, self._shardings)
+        self.exchange = Exchange(tensors, wire, rebase)
 
     def _traced(self, function: Callable[..., T]) -> Callable[..., T]:
         """Let `constrain` know the mesh while the function is traced."""
@@ -166,20 +162,20 @@ class Island:
     def _batch_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         return self._layout.sharding(shape, ("batch", None))
 
-    def warm_up(self, shape: tuple[int, int]) -> None:
-        """Compile the inner step for batches of this shape, without running it; from any thread, at any time.
+    def warm_up(self, shape: tuple[int, int], fragments: Iterable[Fragment] = ()) -> None:
+        """Compile the inner step for batches of this shape, and what `stage` and `adopt` need; without running them.
+
+        May be called from any thread, at any time.
 
         Args:
           shape: (sequences, length + 1), as `put_batch` gets them.
+          fragments: that will be staged and adopted.
         """
-
-        def described(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-        state = jax.tree.map(described, self._state_shapes, self._state_shardings)
+        state = jax.tree.map(_described, self._state_shapes, self._state_shardings)
         batch = {"tokens": jax.ShapeDtypeStruct(shape, np.int32, sharding=self._batch_sharding(shape))}
         rate = jax.ShapeDtypeStruct((), np.float32, sharding=self._layout.replicated)
         self._compiled_steps[shape] = self._step_program.lower(state, batch, rate).compile()
+        self.exchange.warm_up(fragments)
 
     def step(self, batch: Batch, learning_rate: float) -> StepHandle:
         """Dispatch one inner step, which consumes the state in place; returns at once.
@@ -224,9 +220,13 @@ class Island:
     # ---- the border to the host -------------------------------------------------------------------------------
 
     def stage(self, fragment: Fragment) -> StagedFragment:
-        """Queue a copy of a fragment, as it is after the newest step, to host memory; returns at once."""
+        """Queue a fragment's update, as it is after the newest step, to host memory; returns at once.
+
+        The update is what the fragment was when it was last adopted, minus what it is now, plus what rounding kept
+        back of earlier ones (outgoing.py).
+        """
         with jax.transfer_guard("disallow"):
-            return stage_fragment(self.state.params, fragment)
+            return self.exchange.stage(self.state.params, fragment)
 
     def adopt(
         self,
@@ -235,35 +235,30 @@ class Island:
         *,
         mode: AdoptMode = "overwrite",
         alpha: float = 0.0,
-        staged: HostValues | None = None,
+        sent: StagedFragment | None = None,
     ) -> None:
         """Replace a fragment by a merged one, between two steps.
 
             overwrite   local = new
             blend       local = alpha local + (1 - alpha) new
-            rebase      local = new + (local - staged)      keeps the steps made while the fragment travelled
+            rebase      local = new + (local - local when sent)      keeps the steps made while the fragment travelled
 
         Args:
           fragment: which part of the parameters.
           values: the merged fragment, {slice key: float32 array}.
           mode: how the merged fragment meets the local one.
           alpha: share of the local values, in [0, 1]; only for blend.
-          staged: what this island sent, `StagedFragment.value()`; only for rebase.
+          sent: the staged copy that went into the merged fragment, if one did: what rounding kept back of it counts
+            from now on. Rebase needs it.
 
         Raises:
           ValueError: values of other names or shapes, or rebase without what was sent.
         """
-        if mode == "rebase" and staged is None:
-            raise ValueError("adopt with mode 'rebase' needs `staged`, the values that this island sent")
-        new = put_values(values, fragment, self._shardings)
-        base = put_values(staged, fragment, self._shardings) if mode == "rebase" and staged is not None else {}
-        share = jax.device_put(np.float32(alpha), self._layout.replicated)
-        program = self._adopt_programs.get((fragment, mode))
-        if program is None:
-            program = self._adopt_programs[fragment, mode] = make_adopt(fragment, self._shardings, mode)
-        touched = {part.path: self.state.params[part.path] for part in fragment.slices}
-        with jax.transfer_guard("disallow"):
-            updated = program(touched, new, base, share)
+        updated = self.exchange.adopt(self.state.params, fragment, values, mode, alpha, sent)
+        self.state = self.state._replace(params=self.state.params | updated)
+
+    def _overwrite(self, fragment: Fragment, values: HostValues) -> None:
+        updated = self.exchange.overwrite(self.state.params, fragment, values)
         self.state = self.state._replace(params=self.state.params | updated)
 
     def stage_state(self) -> StagedState:
@@ -295,11 +290,11 @@ class Island:
         self.state = self.state._replace(opt_state=jax.tree.unflatten(treedef, placed))
         params = {path: state[PARAMS + path] for path in self.shapes}
         for fragment in [self._whole()] if fragments is None else fragments:
-            self.adopt(fragment, take(params, fragment))
+            self._overwrite(fragment, take(params, fragment))
 
     def parameters(self) -> HostValues:
         """Host copies of all parameters {path: float32 array}; blocks until the running step is done."""
-        return self.stage(self._whole()).value()
+        return {path: np.array(value, np.float32) for path, value in jax.device_get(self.state.params).items()}
 
     def load(self, params: Mapping[str, Float[np.ndarray, "..."]]) -> None:
         """Replace all parameters; the optimizer's state stays.
@@ -309,12 +304,16 @@ class Island:
         """
         if unknown := sorted(set(params) - set(self.shapes)):
             raise ValueError(f"parameters {unknown[:3]} are not in the model; were they saved from another one?")
-        self.adopt(self._whole(), dict(params))
+        self._overwrite(self._whole(), dict(params))
 
     def _whole(self) -> Fragment:
         slices = tuple(Slice(path, -1, 0, shape[0] if shape else 0) for path, shape in self.shapes.items())
         count = sum(math.prod(shape) for shape in self.shapes.values())
         return Fragment(-1, slices, tuple(self.shapes.values()), count)
+
+
+def _described(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _by_name(state: TrainState) -> dict[str, Any]:
@@ -332,7 +331,7 @@ class _Description(NamedTuple):
     stacked: frozenset[str]  # parameters with a leading axis of layers
 
 
-def _describe(config: ModelConfig, seed: int) -> _Description:
+def _describe_model(config: ModelConfig, seed: int) -> _Description:
     """Structure, shapes and axis names of a model, without allocating a parameter."""
     found: list[tuple[GraphDef, dict[str, LogicalAxes]]] = []
 

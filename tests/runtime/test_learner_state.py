@@ -16,14 +16,13 @@ import numpy as np
 import pytest
 
 from diloco_jax.core import codec
-from diloco_jax.core.fragments import Fragment, Slice
 from diloco_jax.protocol.effects import AdoptState
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, StatePart
 from diloco_jax.runtime import checkpoint, learner_tape
 from diloco_jax.runtime.learner_payloads import PayloadSender
 from diloco_jax.runtime.learner_state import STATE_PART_BYTES, ReceivedState, SavedStates
 from diloco_jax.runtime.learner_tape import LearnerTape, learner_tape_path
-from diloco_jax.training.staging import StagedFragment, StagedState, stage_fragment, stage_leaves
+from diloco_jax.training.staging import StagedState, stage_leaves
 from diloco_jax.training.state_bytes import StateLayout
 from diloco_jax.transport.link import LinkClosed
 
@@ -157,9 +156,16 @@ class Wire:
     close: Any = None
 
 
-def staged_fragment(value: float = 1.0) -> StagedFragment:
-    params = {"w": jnp.full((4,), value)}
-    return stage_fragment(params, Fragment(0, (Slice("w", -1, 0, 4),), ((4,),), 4))
+class Update:
+    """A staged fragment."""
+
+    def __init__(self, payload: bytes | Exception) -> None:
+        self._payload = payload
+
+    def encode(self) -> bytes:
+        if isinstance(self._payload, Exception):
+            raise self._payload
+        return self._payload
 
 
 def part(index: int) -> StatePart:
@@ -172,10 +178,10 @@ ANCHOR = {"w": np.arange(4, dtype=np.float32)}
 
 def test_what_a_round_waits_for_goes_before_a_state() -> None:
     failures: list[Exception] = []
-    sender, wire, big = PayloadSender("float32", failures.append), Wire(), big_state()
+    sender, wire, big = PayloadSender(failures.append), Wire(), big_state()
     for index in range(3):
         sender.part(wire, part(index), big)
-    sender.value(wire, VALUE, staged_fragment(), ANCHOR)
+    sender.value(wire, VALUE, Update(b"update"))
     sender.anchor(wire, AnchorValue("x", 1, 0, 3, 99, 0), ANCHOR)
     sender.part(wire, part(big.count(STATE_PART_BYTES)), big)  # there is no such part: no answer
     wire.go.set()
@@ -184,7 +190,7 @@ def test_what_a_round_waits_for_goes_before_a_state() -> None:
     urgent = [kinds.index("FragmentValue"), kinds.index("AnchorValue")]
     assert max(urgent) <= 2, kinds  # at most the part that was being made comes before them
     payloads = {type(m).__name__: p for m, p in wire.sent}
-    np.testing.assert_array_equal(np.frombuffer(payloads["FragmentValue"], np.float32), ANCHOR["w"] - 1)
+    assert payloads["FragmentValue"] == b"update"
     assert payloads["AnchorValue"] == ANCHOR["w"].tobytes()
     parts = [(m, p) for m, p in wire.sent if isinstance(m, StatePart)]
     assert b"".join(p for _, p in parts) == big.serialize()[: 3 * STATE_PART_BYTES]
@@ -201,16 +207,16 @@ def big_state() -> StagedState:
 
 def test_a_lost_link_is_no_failure_and_a_value_that_does_not_fit_is_an_empty_answer() -> None:
     failures: list[Exception] = []
-    sender, wire = PayloadSender("int8", failures.append), Wire()
+    sender, wire = PayloadSender(failures.append), Wire()
     wire.go.set()
     wire.closed = True
-    sender.value(wire, VALUE, staged_fragment(), ANCHOR)
+    sender.value(wire, VALUE, Update(b"update"))
     wire.await_messages(1)
     wire.closed = False
-    sender.value(wire, VALUE, staged_fragment(float("nan")), ANCHOR)
+    sender.value(wire, VALUE, Update(ValueError("NaN")))
     wire.await_messages(1)
     assert wire.sent == [(VALUE, b"")] and failures == []
-    sender.value(wire, VALUE, staged_fragment(), {})  # a mistake of ours is told
+    sender.value(wire, VALUE, Update(KeyError("w")))  # a mistake of ours is told
     sender.anchor(wire, AnchorValue("x", 1, 0, 3, 99, 0), ANCHOR)
     wire.await_messages(1)
     assert [type(error) for error in failures] == [KeyError]

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import parse
-from diloco_jax.core import codec
 from diloco_jax.core.fragments import plan_fragments, take
 from diloco_jax.protocol.effects import Merge, Part
 from diloco_jax.protocol.syncer import Syncer
@@ -274,7 +273,9 @@ class Alone:
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     """One island for all tests of single lives."""
-    return Trainer(config_of(TapedPair(tmp_path_factory.mktemp("trainer")), wire={"up": "int8"}))
+    return Trainer(
+        config_of(TapedPair(tmp_path_factory.mktemp("trainer")), wire={"up": "int8"}, adopt={"mode": "rebase"})
+    )
 
 
 @pytest.mark.timeout(300)
@@ -289,7 +290,7 @@ def test_life_is_repeated_step_by_step(
     shapes = island.shapes
     trainer.fragments = plan_fragments(shapes, 2).fragments
     first = trainer.fragments[0]
-    island.state = trainer.fresh()
+    island.state, island.exchange.held = trainer.fresh(), {}
     start = island.parameters()
     moved = {path: value + np.float32(0.01) for path, value in start.items()}
     names = {p: Name(p, 0, 10 + p) for p in (0, 1)}
@@ -304,30 +305,30 @@ def test_life_is_repeated_step_by_step(
         need = Need(found, found.steps[2], Counter({(0, 1): 1, (0, 3): 1, (1, 3): 1}))
         return Replica(Life("a", 1), need, trainer, world)
 
+    for p in (0, 1):
+        island.adopt(trainer.fragments[p], values[names[p]])
     order = [trainer._order.batch([tuple(r) for r in read]) for read in reads]
     losses = []
     staged = None
     for index, batch in enumerate(order):
         losses.append(island.wait(island.step(island.put_batch(batch), rate(3 + index)))["loss"])
         if index == 0:
-            staged = island.stage(first).value()
+            staged = island.stage(first)
         if index == 1:
-            options: dict[str, Any] = {"blend": {"alpha": 0.25}, "rebase": {"staged": staged}}.get(mode, {})
-            island.adopt(first, take(moved, first), mode=mode, **options)
+            kept_back = staged.residual()
+            assert kept_back is not None and any(np.asarray(v).any() for v in kept_back.on_devices.values())
+            island.adopt(first, take(moved, first), mode=mode, alpha=0.25, sent=staged)
     assert staged is not None
-    local = {p: island.stage(trainer.fragments[p]).value() for p in (0, 1)}
-
-    def encoded(anchor: Values, value: Values) -> bytes:
-        return codec.encode({key: anchor[key] - value[key] for key in value}, "int8")
-
+    payloads = {p: island.stage(trainer.fragments[p]).encode() for p in (0, 1)}
+    island.exchange.held = {}
     world = Alone(values)
     this, other = replica(world), replica(Alone(values))
-    assert this.value(0, 1) == encoded(values[names[0]], staged)
+    assert this.value(0, 1) == staged.encode()
     other.advance(found.steps[1])
-    assert this.value(0, 3) == encoded(values[Name(0, 2, 22)], local[0])
-    assert this.value(1, 3) == encoded(values[names[1]], local[1])
+    assert this.value(0, 3) == payloads[0]
+    assert this.value(1, 3) == payloads[1]
     assert world.losses == losses
-    assert other.value(0, 3) == encoded(values[Name(0, 2, 22)], local[0])
+    assert other.value(0, 3) == payloads[0]
 
 
 @pytest.mark.timeout(300)

@@ -342,7 +342,7 @@ def test_a_foreign_state_is_refused_and_training_begins_without(script: Script) 
 
 def test_hearts_beat_while_the_compiler_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_end = threading.Event()
-    monkeypatch.setattr(Island, "warm_up", lambda island, shape: may_end.wait(WAIT_S))
+    monkeypatch.setattr(Island, "warm_up", lambda island, shape, fragments: may_end.wait(WAIT_S))
     script = Script(tmp_path)
     script.admit()
     for _ in range(3):

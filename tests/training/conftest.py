@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diloco_jax.core import codec
 from diloco_jax.training.island import Island
 from diloco_jax.training.models.protocol import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
@@ -28,14 +29,22 @@ def make_island() -> MakeIsland:
     """
     made: dict[str, tuple[Island, Any]] = {}
 
-    def make(*, optimizer: OptimizerConfig | None = None, args: dict[str, object] | None = None, **mesh: int) -> Island:
+    def make(
+        *,
+        optimizer: OptimizerConfig | None = None,
+        args: dict[str, object] | None = None,
+        wire: codec.Format = "float32",
+        rebase: bool = False,
+        **mesh: int,
+    ) -> Island:
         config = MeshConfig(**mesh)
-        key = repr((config, optimizer, args))
+        key = repr((config, optimizer, args, wire, rebase))
         if key in made:
             island, (host, shardings) = made[key]
             # Through a program: device_put alone may leave the island on NumPy's memory, which cannot be donated.
             own = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings)
             island.state = own(jax.device_put(host, shardings))
+            island.exchange.held = {}
             return island
         count = config.data * config.fsdp * config.tensor
         island = Island(
@@ -44,6 +53,8 @@ def make_island() -> MakeIsland:
             config,
             seed=0,
             devices=jax.devices()[:count],
+            wire=wire,
+            rebase=rebase,
         )
         made[key] = island, (jax.tree.map(np.array, island.state), jax.tree.map(lambda x: x.sharding, island.state))
         return island
@@ -56,3 +67,17 @@ def batches() -> list[np.ndarray]:
     """Eight batches of 8 sequences that count upwards from a random start: quickly learnt."""
     rng = np.random.default_rng(0)
     return [((rng.integers(0, 16, (8, 1)) + np.arange(9)[None, :]) % 16).astype(np.int32) for _ in range(8)]
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """Names of what XLA compiles."""
+    names: list[str] = []
+
+    def listen(event: str, duration_s: float, **about: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(str(about.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from diloco_jax.core.codec import decode
 from diloco_jax.training.island import Island
 from diloco_jax.training.models.protocol import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
@@ -90,11 +91,14 @@ def test_the_learning_rate_is_that_of_the_call(make_island: MakeIsland, batches:
 
 def test_nothing_crosses_the_border_unasked(make_island: MakeIsland, batches: list[np.ndarray]) -> None:
     island = make_island(data=2)
+    whole = island._whole()
+    island.adopt(whole, island.parameters())
     with jax.transfer_guard("disallow"):
         handle = island.step(island.put_batch(batches[0]), 1e-2)
-        staged = island.stage(island._whole())
+        staged = island.stage(whole)
         island.wait(handle)
-        island.adopt(island._whole(), staged.value(), mode="blend", alpha=0.5)
+        values = decode(staged.encode(), whole.keys_shapes, "float32")
+        island.adopt(whole, values, mode="blend", alpha=0.5, sent=staged)
     elsewhere = {"tokens": jax.device_put(batches[0], jax.devices()[5])}
     with pytest.raises(Exception, match=r"Disallowed|incompatible devices"):
         island.step(elsewhere, 1e-2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import ml_dtypes
@@ -37,20 +37,6 @@ def assert_same(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None
     for name in want:
         assert got[name].dtype == want[name].dtype
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)
-
-
-@pytest.fixture
-def compilations() -> Iterator[list[str]]:
-    """Names of what XLA compiles."""
-    names: list[str] = []
-
-    def listen(event: str, duration_s: float, **about: object) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            names.append(str(about.get("fun_name")))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.mark.parametrize(
