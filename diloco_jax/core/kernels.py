@@ -53,7 +53,7 @@ def _at(dtype: Any, size: int = BLOCK) -> Any:
     return array
 
 
-_float, _double = _at(types.float32, 1), _at(types.float64, 1)
+_float = _at(types.float32, 1)
 _floats, _words = _at(types.float32), _at(types.uint32)
 _shorts, _halves, _codes = _at(types.int16), _at(types.uint16), _at(types.int8)
 _sums = _at(types.float64, _LANES)
@@ -195,13 +195,12 @@ def _dot_codes(a_at, b_at):
 @_compiled
 @no_type_check
 def _dot(a_at, b_at, sums_at):
-    sums = _sums(sums_at)
+    a, b, sums = _floats(a_at), _floats(b_at), _sums(sums_at)
     for k in range(_LANES):
-        sums[k] = 0.0
-    for j in range(0, BLOCK, _LANES):
-        a, b = _floats(a_at + np.uint64(4 * j)), _floats(b_at + np.uint64(4 * j))
-        for k in range(_LANES):
-            sums[k] += np.float64(a[k]) * np.float64(b[k])
+        part = 0.0
+        for j in range(0, BLOCK, _LANES):
+            part += np.float64(a[j + k]) * np.float64(b[j + k])
+        sums[k] = part
     total = 0.0
     for k in range(_LANES):
         total += sums[k]
