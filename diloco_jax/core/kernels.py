@@ -5,7 +5,8 @@ Rules of this file
     no learner's values are ever in memory decoded.
   * Plain IEEE operations in a fixed order, never contracted to fused multiply-adds, so every machine gets equal bits,
     and so does every cut of the work into leaves.
-  * Payloads are read at their addresses; whoever calls keeps them alive and vouches for their size (merger.py).
+  * A block is passed on as its address: an array would cost a reference count, which takes longer than the arithmetic.
+    Names that end in `_at` are addresses. Whoever calls keeps the memory alive and vouches for its size (merger.py).
   * Everything runs without the interpreter's lock.
 """
 
@@ -20,9 +21,12 @@ from numba.extending import intrinsic
 BLOCK = 256
 FLOAT32, BFLOAT16, INT8, INT4 = 0, 1, 2, 3
 _HALF = BLOCK // 2
+_ROW = np.uint64(4 * BLOCK)  # bytes of a block in float32
+_HIGH = np.uint64(4 * _HALF)
 _ZERO_ABSMAX = np.float32(1e-30)
 _ROUND = np.float32(1.5 * 2**23)  # x + this - this rounds |x| < 2^22 to the nearest even integer
 _SHARE_INT8, _SHARE_INT4 = np.float32(1 / 127), np.float32(1 / 7)
+_MAGNITUDE, _INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
 _LANES = 16  # partial sums, so that a sum in a fixed order can use vector units
 
 
@@ -30,7 +34,9 @@ def _compiled(function: Any) -> Any:
     return njit(cache=True, nogil=True, error_model="numpy")(function)
 
 
-def _pointer_to(dtype: Any) -> Any:
+def _at(dtype: Any, size: int = BLOCK) -> Any:
+    """A function from an address to the array that is there."""
+
     @intrinsic
     @no_type_check
     def pointer(typingctx, address):
@@ -39,269 +45,358 @@ def _pointer_to(dtype: Any) -> Any:
 
         return types.CPointer(dtype)(types.uint64), code
 
-    return pointer
+    @njit(forceinline=True)
+    @no_type_check
+    def array(address):
+        return carray(pointer(address), (size,))
+
+    return array
 
 
-_codes_at = _pointer_to(types.int8)
-_halves_at = _pointer_to(types.uint16)
-_floats_at = _pointer_to(types.float32)
+_float = _at(types.float32, 1)
+_floats, _words = _at(types.float32), _at(types.uint32)
+_shorts, _halves, _codes = _at(types.int16), _at(types.uint16), _at(types.int8)
+_sums = _at(types.float64, _LANES)
+
+
+@intrinsic
+@no_type_check
+def _float_of(typingctx, bits):
+    """The float32 number of these bits."""
+
+    def code(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
+
+    return types.float32(types.uint32), code
 
 
 @_compiled
 @no_type_check
-def _decode_add(acc, words, address, fmt, scales_at, codes_at, block, size, weight):
-    """acc += weight * (block of the payload at `address`)."""
+def _scratch(rows):
+    """Rows of a block each; the first one begins at a cache line, and stays unused to that end."""
+    return np.zeros((rows + 1) * BLOCK, np.float32)
+
+
+@njit(forceinline=True)
+@no_type_check
+def _aligned(scratch):
+    return (np.uint64(scratch.ctypes.data) + np.uint64(63)) & np.uint64(0xFFFFFFFFFFFFFFC0)
+
+
+@_compiled
+@no_type_check
+def _fill(to_at, begin):
+    to = _floats(to_at)
+    for j in range(begin, BLOCK):
+        to[j] = np.float32(0)
+
+
+@_compiled
+@no_type_check
+def _copy(from_at, to_at, size):
+    source, to = _floats(from_at), _floats(to_at)
+    for j in range(size):
+        to[j] = source[j]
+
+
+# ---- from payloads ---------------------------------------------------------------------------------------------------
+
+
+@_compiled
+@no_type_check
+def _decode_add(payload_at, fmt, at, block, size, weight, acc_at):
+    """acc += weight * (a block of the payload)."""
+    acc = _floats(acc_at)
     if fmt == INT4:
-        scale = carray(_floats_at(address + np.uint64(scales_at + 4 * block)), (1,), np.float32)[0]
-        codes = carray(_codes_at(address + np.uint64(codes_at + block * _HALF)), (_HALF,), np.int8)
-        factor = weight * scale
-        low, high = acc[:_HALF], acc[_HALF:]
+        factor = weight * _float(payload_at + np.uint64(at[0] + 4 * block))[0]
+        codes = _codes(payload_at + np.uint64(at[1] + block * _HALF))
+        high = _floats(acc_at + _HIGH)
         for j in range(_HALF):
-            low[j] += factor * np.float32(np.int32(np.int8(codes[j] << 4) >> 4))
+            acc[j] += factor * np.float32(np.int32(np.int8(codes[j] << 4) >> 4))
             high[j] += factor * np.float32(np.int32(codes[j] >> 4))
     elif fmt == INT8:
-        scale = carray(_floats_at(address + np.uint64(scales_at + 4 * block)), (1,), np.float32)[0]
-        codes = carray(_codes_at(address + np.uint64(codes_at + block * BLOCK)), (BLOCK,), np.int8)
-        factor = weight * scale
+        factor = weight * _float(payload_at + np.uint64(at[0] + 4 * block))[0]
+        codes = _codes(payload_at + np.uint64(at[1] + block * BLOCK))
         for j in range(BLOCK):
             acc[j] += factor * np.float32(np.int32(codes[j]))
     elif fmt == BFLOAT16:
-        halves = carray(_halves_at(address + np.uint64(codes_at + 2 * block * BLOCK)), (BLOCK,), np.uint16)
+        halves = _halves(payload_at + np.uint64(at[1] + 2 * block * BLOCK))
         for j in range(size):
-            words[j] = np.uint32(halves[j]) << 16
-        values = words.view(np.float32)
-        for j in range(size):
-            acc[j] += weight * values[j]
+            acc[j] += weight * _float_of(np.uint32(np.uint32(halves[j]) << 16))
     else:
-        values = carray(_floats_at(address + np.uint64(codes_at + 4 * block * BLOCK)), (BLOCK,), np.float32)
+        values = _floats(payload_at + np.uint64(at[1] + 4 * block * BLOCK))
         for j in range(size):
             acc[j] += weight * values[j]
 
 
 @_compiled
 @no_type_check
-def _unpack_int(codes, address, fmt, at, block):
-    """Codes of a block as integers; returns its scale."""
-    scale = carray(_floats_at(address + np.uint64(at[0] + 4 * block)), (1,), np.float32)[0]
+def _add_moved(moved_at, weight, size, acc_at):
+    acc, moved = _floats(acc_at), _floats(moved_at)
+    for j in range(size):
+        acc[j] += weight * moved[j]
+
+
+@_compiled
+@no_type_check
+def _mean(payloads, moved, weights, fmt, at, first, block, size, acc_at):
+    """acc = sum_m w_m (v_m + moved_m) of a block, with zeros behind `size`."""
+    _fill(acc_at, 0)
+    for m in range(payloads.size):
+        _decode_add(payloads[m], fmt, at, block, size, weights[m], acc_at)
+        if moved[m]:
+            _add_moved(moved[m] + np.uint64(4 * first), weights[m], size, acc_at)
+    _fill(acc_at, size)
+
+
+@_compiled
+@no_type_check
+def mean(payloads, moved, weights, fmt, at, start, out):
+    """out = sum_m w_m (v_m + moved_m) of a leaf; the arguments are those of `update`."""
+    scratch = _scratch(1)
+    acc_at, out_at = _aligned(scratch), np.uint64(out.ctypes.data)
+    for first in range(0, out.size, BLOCK):
+        size = min(BLOCK, out.size - first)
+        _mean(payloads, moved, weights, fmt, at, first, (start + first) // BLOCK, size, acc_at)
+        _copy(acc_at, out_at + np.uint64(4 * first), size)
+    scratch[0] = np.float32(0)  # the memory is alive until here
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+@_compiled
+@no_type_check
+def _unpack(payload_at, fmt, at, block, row_at):
+    """Codes of a block as integers; returns its scale, or NaN where it is none."""
+    scale = _float(payload_at + np.uint64(at[0] + 4 * block))[0]
+    row = _shorts(row_at)
     if fmt == INT4:
-        packed = carray(_codes_at(address + np.uint64(at[1] + block * _HALF)), (_HALF,), np.int8)
-        low, high = codes[:_HALF], codes[_HALF:]
+        packed, high = _codes(payload_at + np.uint64(at[1] + block * _HALF)), _shorts(row_at + np.uint64(2 * _HALF))
         for j in range(_HALF):
-            low[j] = np.int8(packed[j] << 4) >> 4
-            high[j] = packed[j] >> 4
+            row[j] = np.int16(np.int8(packed[j] << 4) >> 4)
+            high[j] = np.int16(packed[j] >> 4)
     else:
-        codes[:] = carray(_codes_at(address + np.uint64(at[1] + block * BLOCK)), (BLOCK,), np.int8)
-    return scale
+        codes = _codes(payload_at + np.uint64(at[1] + block * BLOCK))
+        for j in range(BLOCK):
+            row[j] = np.int16(codes[j])
+    return np.float64(scale) if scale >= np.float32(0) else np.nan
 
 
 @_compiled
 @no_type_check
-def _dot_int(a, b):
-    total = np.int32(0)
+def _dot_codes(a_at, b_at):
+    a, b, total = _shorts(a_at), _shorts(b_at), np.int32(0)
     for j in range(BLOCK):
         total = np.int32(total + np.int32(np.int32(a[j]) * np.int32(b[j])))
-    return total
+    return np.float64(total)
 
 
 @_compiled
 @no_type_check
-def _dot(a, b, lanes):
-    lanes[:] = 0.0
-    for j in range(0, BLOCK, _LANES):
-        x, y = a[j : j + _LANES], b[j : j + _LANES]
-        for k in range(_LANES):
-            lanes[k] += np.float64(x[k]) * np.float64(y[k])
+def _dot(a_at, b_at, sums_at):
+    a, b, sums = _floats(a_at), _floats(b_at), _sums(sums_at)
+    for k in range(_LANES):
+        part = 0.0
+        for j in range(0, BLOCK, _LANES):
+            part += np.float64(a[j + k]) * np.float64(b[j + k])
+        sums[k] = part
     total = 0.0
     for k in range(_LANES):
-        total += lanes[k]
+        total += sums[k]
     return total
 
 
 @_compiled
 @no_type_check
-def gram(addresses, extras, fmt, at, start, stop, products):
-    """products[i, j] = sum v_i v_j, for i <= j, over elements start..stop-1 of a tensor; start is a multiple of 256.
+def _value(payload_at, moved_at, fmt, at, block, size, row_at):
+    """One learner's values of a block, with zeros behind `size`; returns the scale, which may be NaN, or 1."""
+    _fill(row_at, 0)
+    _decode_add(payload_at, fmt, at, block, size, np.float32(1), row_at)
+    if moved_at:
+        _add_moved(moved_at, np.float32(1), size, row_at)
+    _fill(row_at, size)
+    if fmt < INT8:
+        return 1.0
+    return 1.0 if _float(payload_at + np.uint64(at[0] + 4 * block))[0] >= np.float32(0) else np.nan
 
-    `extras` holds what is to be added to each learner's values, if anything: float32[learners, stop - start].
-    Returns False when a scale is negative. A value that is not finite makes its learner's products not finite.
+
+@_compiled
+@no_type_check
+def gram(payloads, moved, fmt, at, start, size, products):
+    """products[i, j] = <v_i + moved_i, v_j + moved_j>, for i <= j, over a leaf; the arguments are those of `update`.
+
+    With a scale that is negative or not finite, or a value that is not finite, the learner's own product is not finite
+    and those of others are what they are without it.
     """
-    count = addresses.size
-    rows, words = np.zeros((count, BLOCK), np.float32), np.zeros(BLOCK, np.uint32)
-    codes, scales = np.zeros((count, BLOCK), np.int16), np.zeros(count, np.float64)
-    lanes, one = np.zeros(_LANES, np.float64), np.float32(1)
-    as_codes = fmt >= INT8 and extras.size == 0
-    products[:] = 0.0
-    for first in range(start, stop, BLOCK):
-        size, block = min(BLOCK, stop - first), first // BLOCK
+    count = payloads.size
+    scratch, scales = _scratch(count + 1), np.zeros(count, np.float64)
+    sums_at = _aligned(scratch)
+    rows_at = sums_at + _ROW
+    as_codes = fmt >= INT8
+    for m in range(count):
+        as_codes = as_codes and not moved[m]
+    products[:, :] = 0.0
+    for first in range(0, size, BLOCK):
+        block, part = (start + first) // BLOCK, min(BLOCK, size - first)
         for m in range(count):
-            if fmt >= INT8:
-                scales[m] = np.float64(_unpack_int(codes[m], addresses[m], fmt, at, block))
-                if scales[m] < 0:
-                    return False
-            if not as_codes:
-                rows[m, :] = np.float32(0)
-                _decode_add(rows[m], words, addresses[m], fmt, at[0], at[1], block, size, one)
-                if extras.size:
-                    row, more = rows[m], extras[m, first - start : first - start + size]
-                    for j in range(size):
-                        row[j] += more[j]
+            row_at = rows_at + np.uint64(m) * _ROW
+            if as_codes:
+                scales[m] = _unpack(payloads[m], fmt, at, block, row_at)
+            else:
+                moved_at = moved[m] + np.uint64(4 * first) if moved[m] else np.uint64(0)
+                scales[m] = _value(payloads[m], moved_at, fmt, at, block, part, row_at)
         for i in range(count):
             for j in range(i, count):
-                if as_codes:
-                    products[i, j] += scales[i] * scales[j] * np.float64(_dot_int(codes[i], codes[j]))
-                else:
-                    products[i, j] += _dot(rows[i], rows[j], lanes)
-    return True
+                a_at, b_at = rows_at + np.uint64(i) * _ROW, rows_at + np.uint64(j) * _ROW
+                dot = _dot_codes(a_at, b_at) if as_codes else _dot(a_at, b_at, sums_at)
+                products[i, j] += scales[i] * scales[j] * dot
+    scratch[0] = np.float32(0)  # the memory is alive until here
+
+
+# ---- the next version ------------------------------------------------------------------------------------------------
 
 
 @_compiled
 @no_type_check
-def weighted_sum(addresses, weights, extra, fmt, at, start, stop, out):
-    """out = sum_m w_m v_m + extra, over elements start..stop-1 of a tensor."""
-    acc, words = np.empty(BLOCK, np.float32), np.zeros(BLOCK, np.uint32)
-    for first in range(start, stop, BLOCK):
-        size = min(BLOCK, stop - first)
-        acc[:] = np.float32(0)
-        for m in range(addresses.size):
-            _decode_add(acc, words, addresses[m], fmt, at[0], at[1], first // BLOCK, size, weights[m])
-        if extra.size:
-            more = extra[first - start : first - start + size]
-            for j in range(size):
-                acc[j] += more[j]
-        target = out[first - start : first - start + size]
-        for j in range(size):
-            target[j] = acc[j]
-
-
-@_compiled
-@no_type_check
-def _nesterov(acc, trace, new_trace, momentum, size):
-    for j in range(size):
-        moved = acc[j] + momentum * trace[j]
-        new_trace[j] = moved
-        acc[j] = acc[j] + momentum * moved
-
-
-@_compiled
-@no_type_check
-def _absmax(values, lanes):
-    """Largest magnitude of a block. A value that is not finite is noticed elsewhere: its code is not (`_spread`)."""
-    lanes[:] = np.float32(0)
-    for j in range(0, BLOCK, 2 * _LANES):
-        part = values[j : j + 2 * _LANES]
-        for k in range(2 * _LANES):
-            size = abs(part[k])
-            lanes[k] = size if size > lanes[k] else lanes[k]
-    most = np.float32(0)
-    for k in range(2 * _LANES):
-        most = lanes[k] if lanes[k] > most else most
+def _largest(bits):
+    """Bits of the largest magnitude of a block: as integers they have the order of the numbers, and NaN is last."""
+    most = np.uint32(0)
+    for j in range(BLOCK):
+        size = np.uint32(bits[j] & _MAGNITUDE)
+        most = size if size > most else most
     return most
 
 
 @_compiled
 @no_type_check
-def _encode_int(wanted, rounded, codes, lanes, share, fmt):
-    """Codes of a block; `rounded` becomes what they decode to. Returns the scale."""
-    absmax = _absmax(wanted, lanes)
-    if absmax < _ZERO_ABSMAX:
-        rounded[:] = np.float32(0)
-        codes[:] = np.uint8(0)
-        return np.float32(0)
-    scale = absmax * share
+def _move(acc_at, trace_at, residual_at, rate, momentum, new_trace_at, wanted_at):
+    """Nesterov's step of a block, and what was left out so far. Returns the bits of its largest magnitude."""
+    acc, trace, residual = _floats(acc_at), _floats(trace_at), _floats(residual_at)
+    new_trace, wanted = _floats(new_trace_at), _floats(wanted_at)
     for j in range(BLOCK):
-        rounded[j] = (wanted[j] / scale + _ROUND) - _ROUND
+        moved = acc[j] + momentum * trace[j]
+        new_trace[j] = moved
+        wanted[j] = residual[j] - rate * (acc[j] + momentum * moved)
+    return _largest(_words(wanted_at))
+
+
+@_compiled
+@no_type_check
+def _encode_int(wanted_at, absmax, fmt, scale_at, codes_at, rounded_at):
+    wanted, rounded, codes = _floats(wanted_at), _floats(rounded_at), _codes(codes_at)
+    scale = np.float32(0) if absmax < _ZERO_ABSMAX else absmax * (_SHARE_INT8 if fmt == INT8 else _SHARE_INT4)
+    _float(scale_at)[0] = scale
+    divisor = np.float32(np.inf) if scale == np.float32(0) else scale
+    for j in range(BLOCK):
+        rounded[j] = (wanted[j] / divisor + _ROUND) - _ROUND
     if fmt == INT8:
         for j in range(BLOCK):
-            codes[j] = np.uint8(np.int32(rounded[j]))
+            codes[j] = np.int8(np.int32(rounded[j]))
     else:
-        low, high = rounded[:_HALF], rounded[_HALF:]
+        high = _floats(rounded_at + _HIGH)
         for j in range(_HALF):
-            codes[j] = np.uint8((np.int32(low[j]) & 15) | (np.int32(high[j]) << 4))
+            codes[j] = np.int8((np.int32(rounded[j]) & 15) | (np.int32(high[j]) << 4))
     for j in range(BLOCK):
         rounded[j] *= scale
-    return scale
 
 
 @_compiled
 @no_type_check
-def _encode_bfloat16(bits, rounded_bits, halves, size):
-    """Nearest even; subnormal numbers become zero, as in codec.py."""
+def _encode_bfloat16(wanted, halves, rounded, size):
+    """Nearest even; subnormal numbers become zero, as in codec.py, and NaN stays NaN."""
     for j in range(size):
-        word = np.int64(bits[j])
+        word = np.int64(wanted[j])
         half = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
         half = half if (word & 0x7FFFFFFF) >= 0x00800000 else 0
+        half = half if (word & 0x7FFFFFFF) <= 0x7F800000 else 0x7FC0
         halves[j] = np.uint16(half)
-        rounded_bits[j] = np.uint32(half << 16)
+        rounded[j] = np.uint32(half << 16)
 
 
 @_compiled
 @no_type_check
-def _add(value, rounded, new_value, spread, size):
-    """The new value. `spread` becomes NaN as soon as one is not finite."""
-    for j in range(size):
-        moved = value[j] + rounded[j]
-        new_value[j] = moved
-        spread[j] += moved * np.float32(0)
+def _encode(wanted_at, most, fmt, step_at, at, block, size, rounded_at):
+    """Write a block of the step; `rounded` becomes what it decodes to."""
+    if fmt >= INT8:
+        width = _HALF if fmt == INT4 else BLOCK
+        scale_at, codes_at = step_at + np.uint64(at[0] + 4 * block), step_at + np.uint64(at[1] + block * width)
+        _encode_int(wanted_at, _float_of(most), fmt, scale_at, codes_at, rounded_at)
+    elif fmt == BFLOAT16:
+        halves = _halves(step_at + np.uint64(at[1] + 2 * block * BLOCK))
+        _encode_bfloat16(_words(wanted_at), halves, _words(rounded_at), size)
+    else:
+        _copy(wanted_at, rounded_at, BLOCK)
+
+
+@_compiled
+@no_type_check
+def _apply(value_at, wanted_at, rounded_at, new_value_at, new_residual_at):
+    """The new value of a block, and what is left out. Returns the bits of the largest magnitude."""
+    value, wanted, rounded = _floats(value_at), _floats(wanted_at), _floats(rounded_at)
+    new_value, new_residual = _floats(new_value_at), _floats(new_residual_at)
+    for j in range(BLOCK):
+        new_value[j] = value[j] + rounded[j]
+        new_residual[j] = wanted[j] - rounded[j]
+    return _largest(_words(new_value_at))
+
+
+@njit(forceinline=True)
+@no_type_check
+def _rows(at):
+    return (
+        at + _ROW, at + np.uint64(2) * _ROW, at + np.uint64(3) * _ROW, at + np.uint64(4) * _ROW,
+        at + np.uint64(5) * _ROW, at + np.uint64(6) * _ROW, at + np.uint64(7) * _ROW, at + np.uint64(8) * _ROW,
+    )  # fmt: skip
+
+
+@_compiled
+@no_type_check
+def _padded(at, size, pad_at):
+    """Where a whole block is: here, or with `size` elements copied to where it is filled up with zeros."""
+    if size == BLOCK:
+        return at
+    _copy(at, pad_at, size)
+    return pad_at
 
 
 @_compiled
 @no_type_check
 def update(
-    addresses, weights, extra, fmt_in, at_in, start, value, trace, residual, rate, momentum,
-    fmt_out, payload, at_out, new_value, new_trace, new_residual,
+    payloads, moved, weights, fmt_in, at_in, start, value, trace, residual, rate, momentum,
+    fmt_out, step, at_out, new_value, new_trace, new_residual,
 ):  # fmt: skip
     """One leaf from payloads to the new version: weighted sum, Nesterov's step, encoding, application.
 
-        g = sum_m w_m v_m + extra;  t' = g + mu t;  step = r - lr (g + mu t');  x' = x + Q(step);  r' = step - Q(step)
+        g = sum_m w_m (v_m + moved_m);  t' = g + mu t;  s = r - lr (g + mu t');  x' = x + Q(s);  r' = s - Q(s)
 
-    Args are addresses and weights of the payloads; where the tensor's scales and codes begin in them and in the
-    payload that is written (`at_in`, `at_out`); and the leaf's arrays. `trace` is empty without momentum, `residual`
+    Args are the addresses of the learners' payloads, and for each of what is to be added to its values of this leaf, or
+    0; their weights; where the tensor's scales and codes begin in them and in the step (`at_in`, `at_out`); where the
+    leaf starts in the tensor, a multiple of 256; and the leaf's arrays. `trace` is empty without momentum, `residual`
     where nothing is rounded.
 
-    Returns whether everything is finite.
+    Returns whether the new value is finite; then the trace and the residual are, too.
     """
-    acc, words = np.empty(BLOCK, np.float32), np.zeros(BLOCK, np.uint32)
-    wanted, rounded = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
-    lanes, spread = np.zeros(2 * _LANES, np.float32), np.zeros(BLOCK, np.float32)
-    share = _SHARE_INT8 if fmt_out == INT8 else _SHARE_INT4
-    block_bytes = _HALF if fmt_out == INT4 else BLOCK
-    stop = start + value.size
-    for first in range(start, stop, BLOCK):
-        size, block = min(BLOCK, stop - first), first // BLOCK
-        here = slice(first - start, first - start + size)
-        acc[:] = np.float32(0)
-        for m in range(addresses.size):
-            _decode_add(acc, words, addresses[m], fmt_in, at_in[0], at_in[1], block, size, weights[m])
-        if extra.size:
-            more = extra[here]
-            for j in range(size):
-                acc[j] += more[j]
-        if trace.size:
-            _nesterov(acc, trace[here], new_trace[here], momentum, size)
-        if residual.size:
-            left = residual[here]
-            for j in range(size):
-                wanted[j] = left[j] - rate * acc[j]
-        else:
-            for j in range(size):
-                wanted[j] = -(rate * acc[j])
-        for j in range(size, BLOCK):
-            wanted[j] = np.float32(0)
-        if fmt_out >= INT8:
-            codes = payload[at_out[1] + block * block_bytes : at_out[1] + (block + 1) * block_bytes]
-            scale = payload[at_out[0] + 4 * block : at_out[0] + 4 * block + 4].view(np.float32)
-            scale[0] = _encode_int(wanted, rounded, codes, lanes, share, fmt_out)
-        elif fmt_out == BFLOAT16:
-            halves = payload[at_out[1] + 2 * first : at_out[1] + 2 * (first + size)].view(np.uint16)
-            _encode_bfloat16(wanted.view(np.uint32), rounded.view(np.uint32), halves, size)
-        else:
-            rounded[:] = wanted
-        _add(value[here], rounded, new_value[here], spread, size)
-        if residual.size:
-            left = new_residual[here]
-            for j in range(size):
-                left[j] = wanted[j] - rounded[j]
-    total = np.float32(0)
-    for j in range(BLOCK):
-        total += spread[j]
-    return total == np.float32(0)
+    scratch = _scratch(9)
+    acc_at = _aligned(scratch)
+    wanted_at, rounded_at, x_pad, t_pad, r_pad, x_new, t_new, r_new = _rows(acc_at)
+    most = np.uint32(0)
+    for first in range(0, value.size, BLOCK):
+        here, block, size = np.uint64(4 * first), (start + first) // BLOCK, min(BLOCK, value.size - first)
+        t_size, r_size = size if trace.size else 0, size if residual.size else 0
+        x_at, x2_at = value.ctypes.data + here, new_value.ctypes.data + here
+        t_at, t2_at = trace.ctypes.data + here, new_trace.ctypes.data + here
+        r_at, r2_at = residual.ctypes.data + here, new_residual.ctypes.data + here
+        _mean(payloads, moved, weights, fmt_in, at_in, first, block, size, acc_at)
+        t_from, t_to = _padded(t_at, t_size, t_pad), t2_at if t_size == BLOCK else t_new
+        largest = _move(acc_at, t_from, _padded(r_at, r_size, r_pad), rate, momentum, t_to, wanted_at)
+        _encode(wanted_at, largest, fmt_out, step.ctypes.data, at_out, block, size, rounded_at)
+        x_to, r_to = x2_at if size == BLOCK else x_new, r2_at if r_size == BLOCK else r_new
+        largest = _apply(_padded(x_at, size, x_pad), wanted_at, rounded_at, x_to, r_to)
+        most = largest if largest > most else most
+        if size < BLOCK:
+            _copy(x_new, x2_at, size)
+            _copy(t_new, t2_at, t_size)
+            _copy(r_new, r2_at, r_size)
+    scratch[0] = np.float32(0)  # the memory is alive until here
+    return most < _INFINITE

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Float64, UInt8
+from jaxtyping import Float32, Float64, UInt8, UInt64
 
 from diloco_jax.core import kernels
 from diloco_jax.core.codec import Format
@@ -62,7 +62,7 @@ class Update(NamedTuple):
     state: State
     step: UInt8[np.ndarray, "bytes"]  # as it travels; empty for float32
     digests: list[int]  # of the leaves
-    finite: bool
+    finite: bool  # the value and the outer state
 
 
 class Merger:
@@ -97,20 +97,16 @@ class Merger:
         return State(value, self._outer.init(self.layout.views(value)), residual)
 
     def inspect(self, values: Values) -> list[Products]:
-        """Products of all pairs of learners, per leaf. Not finite, or -1, on the diagonal of one that is unusable."""
-        addresses = _addresses(values)
+        """Products of all pairs of learners, per leaf. Those of a learner that is unusable are not finite."""
+        sources = _sources(values)
 
         def leaf_products(number: int) -> Products:
             leaf = self.layout.leaves[number]
-            products = np.zeros((addresses.size, addresses.size))
+            products = np.zeros((len(values.payloads),) * 2)
+            payloads, moved = sources.of(self.layout.where(leaf))
             place = self._places_up[leaf.piece]
-            at = (place.scales, place.codes)
-            extras = self._extras(values, number)
-            if not kernels.gram(addresses, extras, self._up, at, leaf.start, leaf.stop, products):
-                for index in range(addresses.size):  # whose scale is negative?
-                    one, single = addresses[index : index + 1], np.zeros((1, 1))
-                    fine = kernels.gram(one, extras[:0], self._up, at, leaf.start, leaf.stop, single)
-                    products[index, index] = single[0, 0] if fine else -1.0
+            at, size = (place.scales, place.codes), leaf.stop - leaf.start
+            kernels.gram(payloads, moved, self._up, at, leaf.start, size, products)
             return products
 
         return list(self._run(leaf_products, range(len(self.layout.leaves))))
@@ -128,28 +124,28 @@ class Merger:
         """
         shares = self._coefficients(products, weights)
         size = self.layout.size
-        value, step = self.buffers.take(size), np.zeros(self.down_bytes, np.uint8)
+        value, step = self.buffers.take(size), np.empty(self.down_bytes, np.uint8)
         residual = self.buffers.take(size) if self._rounds else _NOTHING
         if isinstance(self._outer, Nesterov):
             trace = state.outer.get("trace", _NOTHING)
             fresh = self.buffers.take(size) if trace.size else _NOTHING
             outer: Mapping[str, np.ndarray] = {"trace": fresh} if trace.size else {}
-            rate, momentum, updates = self._outer.rate, self._outer.momentum, None
+            rate, momentum, fine = self._outer.rate, self._outer.momentum, True
+            up, places = self._up, self._places_up
         else:
-            gradient = self._gradient(values, shares)
-            views = self.layout.views(gradient), state.outer, self.layout.views(state.value)
-            updates, outer = self._outer.updates(*views)
+            views = self.layout.views(self._mean(values, shares)), state.outer, self.layout.views(state.value)
+            moves, outer = self._outer.updates(*views)
+            values, shares = Values((moves.view(np.uint8),), (None,)), [np.ones(1, np.float32)] * len(shares)
             trace = fresh = _NOTHING
-            rate, momentum, values = -1.0, 0.0, Values((), ())
-        addresses = _addresses(values)
+            rate, momentum, fine = -1.0, 0.0, all(np.isfinite(leaf).all() for leaf in outer.values())
+            up, places = kernels.FLOAT32, self.layout.places("float32")
+        sources = _sources(values)
 
         def make_leaf(number: int) -> tuple[bool, int]:
             leaf, here = self.layout.leaves[number], self.layout.where(self.layout.leaves[number])
-            place, out = self._places_up[leaf.piece], self._places_down[leaf.piece]
-            weight = shares[leaf.piece][: addresses.size]
-            extra = self._extra(values, number, weight) if updates is None else updates[here]
+            place, out = places[leaf.piece], self._places_down[leaf.piece]
             finite = kernels.update(
-                addresses, weight, extra, self._up, (place.scales, place.codes), leaf.start,
+                *sources.of(here), shares[leaf.piece], up, (place.scales, place.codes), leaf.start,
                 state.value[here], _part(trace, here), _part(state.residual, here),
                 np.float32(rate), np.float32(momentum), self._down, step, (out.scales, out.codes),
                 value[here], _part(fresh, here), _part(residual, here),
@@ -157,22 +153,20 @@ class Merger:
             return finite, leaf_digest(value[here])
 
         made = list(self._run(make_leaf, range(len(self.layout.leaves))))
-        digests = [digest for _, digest in made]
-        return Update(State(value, outer, residual), step, digests, all(finite for finite, _ in made))
+        fine = fine and all(finite for finite, _ in made)
+        return Update(State(value, outer, residual), step, [digest for _, digest in made], fine)
 
-    def _gradient(self, values: Values, shares: Sequence[Float32[np.ndarray, "m"]]) -> Flat:
-        gradient, addresses = np.empty(self.layout.size, np.float32), _addresses(values)
+    def _mean(self, values: Values, shares: Sequence[Float32[np.ndarray, "m"]]) -> Flat:
+        mean, sources = np.empty(self.layout.size, np.float32), _sources(values)
 
-        def add_leaf(number: int) -> None:
+        def make_leaf(number: int) -> None:
             leaf = self.layout.leaves[number]
-            place, weight = self._places_up[leaf.piece], shares[leaf.piece]
-            kernels.weighted_sum(
-                addresses, weight, self._extra(values, number, weight), self._up, (place.scales, place.codes),
-                leaf.start, leaf.stop, gradient[self.layout.where(leaf)],
-            )  # fmt: skip
+            place, here = self._places_up[leaf.piece], self.layout.where(leaf)
+            at = (place.scales, place.codes)
+            kernels.mean(*sources.of(here), shares[leaf.piece], self._up, at, leaf.start, mean[here])
 
-        list(self._run(add_leaf, range(len(self.layout.leaves))))
-        return gradient
+        list(self._run(make_leaf, range(len(self.layout.leaves))))
+        return mean
 
     def _coefficients(
         self, products: Sequence[Products], weights: Float64[np.ndarray, "m"]
@@ -182,18 +176,6 @@ class Merger:
         for leaf, found in zip(self.layout.leaves, products, strict=True):
             leaves[leaf.piece].append(found)
         return [coefficients(_total(of), weights, how) for of, how in zip(leaves, self._methods, strict=True)]
-
-    def _extras(self, values: Values, number: int) -> Float32[np.ndarray, "_ _"]:
-        if all(moved is None for moved in values.moved):
-            return np.empty((0, 0), np.float32)
-        here = self.layout.where(self.layout.leaves[number])
-        zeros = np.zeros(here.stop - here.start, np.float32)
-        return np.stack([zeros if moved is None else moved[here] for moved in values.moved])
-
-    def _extra(self, values: Values, number: int, weight: Float32[np.ndarray, "m"]) -> Flat:
-        here = self.layout.where(self.layout.leaves[number])
-        parts = [w * moved[here] for w, moved in zip(weight, values.moved, strict=True) if moved is not None]
-        return np.asarray(sum(parts[1:], parts[0]), np.float32) if parts else _NOTHING
 
 
 class Buffers:
@@ -240,8 +222,22 @@ def _total(leaves: Sequence[Products]) -> Products:
     return total
 
 
-def _addresses(values: Values) -> np.ndarray:
-    return np.array([payload.ctypes.data for payload in values.payloads], np.uint64)
+class _Sources(NamedTuple):
+    """Addresses of what the learners sent; 0 for nothing to add."""
+
+    payloads: UInt64[np.ndarray, "m"]
+    moved: UInt64[np.ndarray, "m"]
+
+    def of(self, leaf: slice) -> tuple[UInt64[np.ndarray, "m"], UInt64[np.ndarray, "m"]]:
+        """The same for a leaf."""
+        return self.payloads, np.where(self.moved > 0, self.moved + np.uint64(4 * leaf.start), np.uint64(0))
+
+
+def _sources(values: Values) -> _Sources:
+    moved = [0 if moved is None else moved.ctypes.data for moved in values.moved]
+    return _Sources(
+        np.array([payload.ctypes.data for payload in values.payloads], np.uint64), np.array(moved, np.uint64)
+    )
 
 
 def _part(flat: Flat, here: slice) -> Flat:
