@@ -9,7 +9,6 @@ from diloco_jax.protocol.effects import Adopt, Effect, Restore, Send
 from diloco_jax.protocol.messages import (
     NO_VERSION,
     SYNCER,
-    Adopted,
     GlobalFragment,
     Hello,
     LearnerMessage,
@@ -81,7 +80,7 @@ class WholeWhereNeeded(Checker):
         self._values = list(cluster.process.values)
         self._bases: dict[int, Value] = {}  # of the newest versions, in this life of the syncer
         self._will_hold: dict[str, list[Value]] = {}  # by learner, when it has taken all that was sent to it
-        self._reported: dict[str, tuple[Adopted, ...]] = {}
+        self._reported: dict[str, StepReport] = {}  # newest of each learner
         self._steps: dict[tuple[str, int, int, int], int] = defaultdict(int)  # learner, lineage, fragment, version
         self._told: Hello | None = None
 
@@ -94,7 +93,9 @@ class WholeWhereNeeded(Checker):
     def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
         self._told = message if isinstance(message, Hello) else None
         if isinstance(message, StepReport):
-            self._reported[message.learner_id] = message.adopted
+            newest = self._reported.setdefault(message.learner_id, message)
+            if (message.incarnation, message.local_step) > (newest.incarnation, newest.local_step):
+                self._reported[message.learner_id] = message
 
     def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
         self._told = None
@@ -121,8 +122,8 @@ class WholeWhereNeeded(Checker):
         key = (peer, self.lineage, fragment_id, message.version)
         if message.base != NO_VERSION:
             self._steps[key] += 1
-            adopted = self._reported.get(peer)
-            repeated = adopted is not None and adopted[fragment_id].version == message.base
+            report = self._reported.get(peer)
+            repeated = report is not None and report.adopted[fragment_id].version == message.base
             self.check(base is not None and message.base == base[0], f"{message} is sent, its base is {base}")
             self.check(held == base or repeated, f"{peer} will hold {held}, and gets {message}")
             self.check(self._steps[key] <= STEPS_MAX, f"{peer} gets {message} once more")
