@@ -142,6 +142,30 @@ def test_who_waits_goes_on_when_there_is_room_or_the_session_ends() -> None:
         assert [number for number, _ in receiver.came] == ([] if end else [1, 2, 3])
 
 
+def test_who_waits_hears_of_the_room_that_a_delivery_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver, looked, done = Receiver(), threading.Semaphore(0), threading.Event()
+    receiver.assembly.add(incoming(frames(1, bytes(1000), 900)[0]))
+    right = Assembly.has_room
+
+    def has_room(self: Assembly, chunk: pb.Chunk, size: int) -> bool:
+        looked.release()
+        return right(self, chunk, size)
+
+    monkeypatch.setattr(Assembly, "has_room", has_room)
+
+    def add() -> None:
+        receiver.assembly.add(incoming(frames(2, bytes(10))[0]))
+        done.set()
+
+    threading.Thread(target=add, daemon=True).start()
+    assert looked.acquire(timeout=WAIT_S)
+    receiver.assembly.add(incoming(frames(1, bytes(1000), 900)[1]))  # which looks, and lets the other look again
+    assert looked.acquire(timeout=WAIT_S) and looked.acquire(timeout=WAIT_S)
+    assert not done.is_set()
+    receiver.deliver()
+    assert done.wait(WAIT_S)
+
+
 def test_one_delivers_and_the_others_go_on() -> None:
     receiver, began, go_on = Receiver(), threading.Event(), threading.Event()
     heard: list[int] = []
