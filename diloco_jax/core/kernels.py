@@ -70,17 +70,18 @@ def _float_of(typingctx, bits):
     return types.float32(types.uint32), code
 
 
-@_compiled
+@njit(forceinline=True)
 @no_type_check
 def _scratch(rows):
-    """Rows of a block each; the first one begins at a cache line, and stays unused to that end."""
     return np.zeros((rows + 1) * BLOCK, np.float32)
 
 
 @njit(forceinline=True)
 @no_type_check
-def _aligned(scratch):
-    return (np.uint64(scratch.ctypes.data) + np.uint64(63)) & np.uint64(0xFFFFFFFFFFFFFFC0)
+def _row(scratch, number):
+    """The address of a block, at the beginning of a cache line."""
+    first = (np.uint64(scratch.ctypes.data) + np.uint64(63)) & ~np.uint64(63)
+    return first + np.uint64(number) * _ROW
 
 
 @_compiled
@@ -154,7 +155,7 @@ def _mean(payloads, moved, weights, fmt, at, first, block, size, acc_at):
 def mean(payloads, moved, weights, fmt, at, start, out):
     """out = sum_m w_m (v_m + moved_m) of a leaf; the arguments are those of `update`."""
     scratch = _scratch(1)
-    acc_at, out_at = _aligned(scratch), np.uint64(out.ctypes.data)
+    acc_at, out_at = _row(scratch, 0), np.uint64(out.ctypes.data)
     for first in range(0, out.size, BLOCK):
         size = min(BLOCK, out.size - first)
         _mean(payloads, moved, weights, fmt, at, first, (start + first) // BLOCK, size, acc_at)
@@ -231,8 +232,7 @@ def gram(payloads, moved, fmt, at, start, size, products):
     """
     count = payloads.size
     scratch, scales = _scratch(count + 1), np.zeros(count, np.float64)
-    sums_at = _aligned(scratch)
-    rows_at = sums_at + _ROW
+    sums_at = _row(scratch, count)
     as_codes = fmt >= INT8
     for m in range(count):
         as_codes = as_codes and not moved[m]
@@ -240,7 +240,7 @@ def gram(payloads, moved, fmt, at, start, size, products):
     for first in range(0, size, BLOCK):
         block, part = (start + first) // BLOCK, min(BLOCK, size - first)
         for m in range(count):
-            row_at = rows_at + np.uint64(m) * _ROW
+            row_at = _row(scratch, m)
             if as_codes:
                 scales[m] = _unpack(payloads[m], fmt, at, block, row_at)
             else:
@@ -248,7 +248,7 @@ def gram(payloads, moved, fmt, at, start, size, products):
                 scales[m] = _value(payloads[m], moved_at, fmt, at, block, part, row_at)
         for i in range(count):
             for j in range(i, count):
-                a_at, b_at = rows_at + np.uint64(i) * _ROW, rows_at + np.uint64(j) * _ROW
+                a_at, b_at = _row(scratch, i), _row(scratch, j)
                 dot = _dot_codes(a_at, b_at) if as_codes else _dot(a_at, b_at, sums_at)
                 products[i, j] += scales[i] * scales[j] * dot
     scratch[0] = np.float32(0)  # the memory is alive until here
@@ -341,15 +341,6 @@ def _apply(value_at, wanted_at, rounded_at, new_value_at, new_residual_at):
     return _largest(_words(new_value_at))
 
 
-@njit(forceinline=True)
-@no_type_check
-def _rows(at):
-    return (
-        at + _ROW, at + np.uint64(2) * _ROW, at + np.uint64(3) * _ROW, at + np.uint64(4) * _ROW,
-        at + np.uint64(5) * _ROW, at + np.uint64(6) * _ROW, at + np.uint64(7) * _ROW, at + np.uint64(8) * _ROW,
-    )  # fmt: skip
-
-
 @_compiled
 @no_type_check
 def _padded(at, size, pad_at):
@@ -378,8 +369,9 @@ def update(
     Returns whether the new value is finite; then the trace and the residual are, too.
     """
     scratch = _scratch(9)
-    acc_at = _aligned(scratch)
-    wanted_at, rounded_at, x_pad, t_pad, r_pad, x_new, t_new, r_new = _rows(acc_at)
+    acc_at, wanted_at, rounded_at = _row(scratch, 0), _row(scratch, 1), _row(scratch, 2)
+    x_pad, t_pad, r_pad = _row(scratch, 3), _row(scratch, 4), _row(scratch, 5)
+    x_new, t_new, r_new = _row(scratch, 6), _row(scratch, 7), _row(scratch, 8)
     most = np.uint32(0)
     for first in range(0, value.size, BLOCK):
         here, block, size = np.uint64(4 * first), (start + first) // BLOCK, min(BLOCK, value.size - first)

@@ -35,8 +35,8 @@ class Piece(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The key, with the range of a part."""
-        return self.key if self.start == 0 and math.prod(self.shape) == self.stop else f"{self.key}@{self.start}"
+        """The key, and where a part begins unless it is the first."""
+        return f"{self.key}@{self.start}" if self.start else self.key
 
 
 class Leaf(NamedTuple):

@@ -122,7 +122,28 @@ class Merger:
           weights: of the learners, with the sum 1.
           state: the newest version.
         """
-        shares = self._coefficients(products, weights)
+        return self.apply(values, self.shares(products, weights), state)
+
+    def shares(self, products: Sequence[Products], weights: Float64[np.ndarray, "m"]) -> list[Float32[np.ndarray, "m"]]:
+        """The coefficients c_m of each piece. Of a cut slice all parts must be in this layout.
+
+        Args:
+          products: of each leaf.
+          weights: of the learners, with the sum 1.
+        """
+        leaves: list[list[Products]] = [[] for _ in self.layout.pieces]
+        for leaf, found in zip(self.layout.leaves, products, strict=True):
+            leaves[leaf.piece].append(found)
+        return [coefficients(_total(of), weights, how) for of, how in zip(leaves, self._methods, strict=True)]
+
+    def apply(self, values: Values, shares: Sequence[Float32[np.ndarray, "m"]], state: State) -> Update:
+        """Make the next version from known coefficients. Changes nothing that it is given.
+
+        Args:
+          values: of those who are merged.
+          shares: the coefficients of each piece.
+          state: the newest version.
+        """
         size = self.layout.size
         value, step = self.buffers.take(size), np.empty(self.down_bytes, np.uint8)
         residual = self.buffers.take(size) if self._rounds else _NOTHING
@@ -167,15 +188,6 @@ class Merger:
 
         list(self._run(make_leaf, range(len(self.layout.leaves))))
         return mean
-
-    def _coefficients(
-        self, products: Sequence[Products], weights: Float64[np.ndarray, "m"]
-    ) -> list[Float32[np.ndarray, "m"]]:
-        """c_m of each piece."""
-        leaves: list[list[Products]] = [[] for _ in self.layout.pieces]
-        for leaf, found in zip(self.layout.leaves, products, strict=True):
-            leaves[leaf.piece].append(found)
-        return [coefficients(_total(of), weights, how) for of, how in zip(leaves, self._methods, strict=True)]
 
 
 class Buffers:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from diloco_jax.core.codec import Format, decode, encode
+from diloco_jax.core.codec import Format, encode
 from diloco_jax.core.fragments import plan_fragments, put, take
-from diloco_jax.core.merge import MergeConfig, merge_fragment, merge_method, token_weights
-from diloco_jax.core.outer import OuterConfig, OuterOptimizer, make_outer
+from diloco_jax.core.layout import whole
+from diloco_jax.core.merge import MergeConfig, merge_method, token_weights
+from diloco_jax.core.merger import Merger, Values
+from diloco_jax.core.outer import OuterConfig, make_outer
 
 SHAPES = {"embed": (6, 2), "kernel": (3, 4), "scale": (4,)}
 H, ROUNDS, INNER_RATE = 5, 8, 0.1
@@ -57,28 +59,34 @@ def reference_diloco(tokens: list[int], steps: list[int], rate: float, momentum:
 
 
 def real_diloco(
-    tokens: list[int], steps: list[int], config: OuterConfig, num_fragments: int = 1, format: Format = "float32"
+    tokens: list[int],
+    steps: list[int],
+    config: OuterConfig,
+    num_fragments: int = 1,
+    format: Format = "float32",
+    down: Format = "float32",
 ) -> list[Params]:
     """The same rounds with the package's functions, every fragment at the same step."""
     plan = plan_fragments(SHAPES, num_fragments)
-    outer = OuterOptimizer(make_outer(config))
     theta = initial()
-    states = [outer.init(take(theta, fragment)) for fragment in plan.fragments]
+    mergers, states = [], []
+    for fragment in plan.fragments:
+        layout = whole(fragment)
+        paths = {piece.key: piece.path for piece in fragment.slices}
+        methods = [merge_method(paths[piece.key], piece.shape, MergeConfig()) for piece in layout.pieces]
+        mergers.append(Merger(layout, methods, make_outer(config), format, down))
+        states.append(mergers[-1].first(layout.flat(take(theta, fragment))))
     weights = token_weights(tokens, steps)
     history = []
     for _ in range(ROUNDS):
         local = [inner_steps(theta, m, s) for m, s in enumerate(steps)]
-        for fragment in plan.fragments:
-            anchor = take(theta, fragment)
-            payloads = [
-                encode({k: (anchor[k] - v).astype(np.float32) for k, v in take(x, fragment).items()}, format)
-                for x in local
-            ]
-            gradients = [decode(payload, fragment.keys_shapes, format) for payload in payloads]
-            methods = {s.key: merge_method(s.path, SHAPES[s.path], MergeConfig()) for s in fragment.slices}
-            merged = merge_fragment(gradients, weights, methods)
-            new, states[fragment.fragment_id] = outer.step(anchor, merged, states[fragment.fragment_id])
-            theta = put(theta, fragment, new)
+        for number, fragment in enumerate(plan.fragments):
+            anchor, merger = take(theta, fragment), mergers[number]
+            deltas = [{k: (anchor[k] - v).astype(np.float32) for k, v in take(x, fragment).items()} for x in local]
+            payloads = [np.frombuffer(encode(delta, format), np.uint8) for delta in deltas]
+            values = Values(payloads, [None] * len(payloads))
+            states[number] = merger.update(values, merger.inspect(values), weights, states[number]).state
+            theta = put(theta, fragment, merger.layout.views(states[number].value))
         history.append(theta)
     return history
 
@@ -121,6 +129,15 @@ def test_compressed_gradients_stay_near(format: Format, tolerance: float) -> Non
     assert any((rounded[-1][path] != exact[-1][path]).any() for path in SHAPES), "nothing was rounded"
 
 
+@pytest.mark.parametrize(("down", "tolerance"), [("bfloat16", 0.02), ("int8", 0.05), ("int4", 0.5)])
+def test_encoded_steps_stay_near(down: Format, tolerance: float) -> None:
+    tokens, steps = [640, 640, 320], [H, H, H]
+    config = OuterConfig(learning_rate=0.7, momentum=0.5)
+    exact, rounded = real_diloco(tokens, steps, config), real_diloco(tokens, steps, config, down=down)
+    assert_close(rounded, exact, tolerance)
+    assert any((rounded[-1][path] != exact[-1][path]).any() for path in SHAPES), "nothing was rounded"
+
+
 def test_a_run_can_be_repeated_bit_for_bit() -> None:
-    first, second = (real_diloco([3, 4], [H, H], OuterConfig(), 3, "int4")[-1] for _ in range(2))
+    first, second = (real_diloco([3, 4], [H, H], OuterConfig(), 3, "int4", "int4")[-1] for _ in range(2))
     assert all(first[path].tobytes() == second[path].tobytes() for path in SHAPES)

@@ -8,16 +8,30 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from diloco_jax.core.merge import (
-    MergeConfig,
-    average,
-    merge_fragment,
-    merge_method,
-    radial_directional_average,
-    token_weights,
-)
+from diloco_jax.core.merge import MergeConfig, coefficients, merge_method, token_weights
+from diloco_jax.core.merger import Merger
+from diloco_jax.core.outer import Nesterov
+from tests.core.merging import layout_of, make_merger, values_of
 
 elements = st.floats(-100, 100, width=32).map(lambda x: 0.0 if abs(x) < 1e-3 else x)
+
+
+def merged(gradients: list[np.ndarray], weights: list[float], method: str) -> np.ndarray:
+    """What is merged, read off a step of size one from zero."""
+    layout = layout_of({"x": gradients[0].shape})
+    merger = make_merger(layout, "float32", "float32", Nesterov(1.0, 0.0), method)
+    values = values_of([gradient.reshape(-1).view(np.uint8) for gradient in gradients])
+    shares = np.asarray(weights, np.float64) / np.sum(weights)
+    state = merger.first(np.zeros(layout.size, np.float32))
+    return -merger.update(values, merger.inspect(values), shares, state).state.value.reshape(gradients[0].shape)
+
+
+def average(gradients: list[np.ndarray], weights: list[float]) -> np.ndarray:
+    return merged(gradients, weights, "average")
+
+
+def radial_directional_average(gradients: list[np.ndarray], weights: list[float]) -> np.ndarray:
+    return merged(gradients, weights, "rda")
 
 
 @st.composite
@@ -165,11 +179,6 @@ def test_large_tensors_cross_chunks() -> None:
     )
 
 
-def test_average_reads_a_generator_once() -> None:
-    result = average((np.full(2, i, np.float32) for i in range(3)), [1, 1, 2])
-    np.testing.assert_allclose(result, [1.25, 1.25])
-
-
 @pytest.mark.parametrize(
     ("path", "shape", "method"),
     [
@@ -196,26 +205,19 @@ def test_merge_method_follows_the_settings() -> None:
         config.__post_init__()
 
 
-def test_merge_fragment_uses_the_method_of_each_key() -> None:
-    gradients = [{"a": 2 * row, "b": 2 * row} for row in np.eye(2, dtype=np.float32)]
-    merged = merge_fragment(gradients, [1, 1], {"b": "average", "a": "rda"})
-    assert list(merged) == ["b", "a"]
-    np.testing.assert_allclose(merged["a"], [np.sqrt(2)] * 2, rtol=1e-6)
-    np.testing.assert_allclose(merged["b"], [1, 1], rtol=1e-6)
+def test_coefficients_by_hand() -> None:
+    products = np.array([[25.0, 30.0], [np.nan, 100.0]])  # what is below the diagonal is not read
+    weights = np.array([0.75, 0.25])
+    np.testing.assert_array_equal(coefficients(products, weights, "average"), np.float32([0.75, 0.25]))
+    length = np.hypot(0.7, 0.6)  # of 0.75 (0.6, 0.8) + 0.25 (1, 0)
+    expected = [0.75 / 5 * 6.25 / length, 0.25 / 10 * 6.25 / length]
+    np.testing.assert_allclose(coefficients(products, weights, "rda"), expected, rtol=1e-6)
 
 
-def test_merge_fragment_refuses_what_does_not_fit() -> None:
-    one, two = np.zeros(1, np.float32), np.zeros(2, np.float32)
-    with pytest.raises(ValueError, match=r"gradient 1 .* key 'b'"):
-        merge_fragment([{"a": one}, {"a": one, "b": one}], [1, 1], {"a": "rda"})
-    with pytest.raises(ValueError, match=r"'a'.*different shapes, \(1,\) and \(2,\)"):
-        merge_fragment([{"a": one}, {"a": two}], [1, 1], {"a": "average"})
-    with pytest.raises(ValueError, match="one weight per gradient"):
-        merge_fragment([{"a": one}], [1, 1], {"a": "average"})
-    for weights in ([-1.0, 2.0], [0.0, 0.0], [float("nan"), 1.0]):
-        with pytest.raises(ValueError, match="must be finite"):
-            merge_fragment([{"a": one}, {"a": one}], weights, {"a": "average"})
-    with pytest.raises(ValueError, match="got 0 gradients"):
-        merge_fragment([], [1.0], {"a": "average"})
-    with pytest.raises(ValueError, match=r"zip\(\)"):
-        average([one], [1, 1])
+def test_each_piece_is_merged_by_its_own_method() -> None:
+    layout = layout_of({"a": (2,), "b": (2,)})
+    merger = Merger(layout, ["rda", "average"], Nesterov(1.0, 0.0), "float32", "float32")
+    values = values_of([np.tile(2 * row, 2).view(np.uint8) for row in np.eye(2, dtype=np.float32)])
+    state = merger.first(np.zeros(4, np.float32))
+    value = merger.update(values, merger.inspect(values), np.array([0.5, 0.5]), state).state.value
+    np.testing.assert_allclose(-value, [np.sqrt(2), np.sqrt(2), 1, 1], rtol=1e-6)

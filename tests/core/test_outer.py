@@ -1,51 +1,83 @@
-"""The outer optimizer against numpy, with any optax transformation, and without side effects."""
+"""The outer optimizer against numpy and optax, with any optax transformation, and without side effects."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 import optax
 import pytest
 
-from diloco_jax.core.outer import OuterConfig, OuterOptimizer, make_outer
+from diloco_jax.core.merger import Merger
+from diloco_jax.core.outer import Nesterov, Optax, Outer, OuterConfig, make_outer
+from tests.core.merging import layout_of, values_of
+
+SHAPES = {"w": (3, 2), "b[0:0:4]": (4,)}
 
 
 def fragment(seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return {
-        key: rng.standard_normal(shape).astype(np.float32) for key, shape in {"w": (3, 2), "b[0:0:4]": (4,)}.items()
-    }
+    return {key: rng.standard_normal(shape).astype(np.float32) for key, shape in SHAPES.items()}
 
 
-def test_nesterov_matches_numpy() -> None:
-    outer = OuterOptimizer(make_outer(OuterConfig(learning_rate=0.7, momentum=0.9)))
-    params = fragment(0)
-    state = outer.init(params)
-    theta = {key: value.astype(np.float64) for key, value in params.items()}
-    velocity = {key: np.zeros_like(value) for key, value in theta.items()}
+def run(outer: Outer, rounds: int) -> list[dict[str, np.ndarray]]:
+    """Values after each round of one learner that sends fragment(1), fragment(2), ..."""
+    layout = layout_of(SHAPES)
+    merger = Merger(layout, ["average"] * 2, outer, "float32", "float32")
+    state, history = merger.first(layout.flat(fragment(0))), []
+    for seed in range(1, rounds + 1):
+        values = values_of([layout.flat(fragment(seed)).view(np.uint8)])
+        state = merger.update(values, merger.inspect(values), np.ones(1), state).state
+        history.append(layout.views(state.value))
+    return history
+
+
+def by_optax(tx: optax.GradientTransformation, rounds: int) -> list[Mapping[str, np.ndarray]]:
+    params, history = fragment(0), []
+    state = tx.init(params)
+    for seed in range(1, rounds + 1):
+        updates, state = tx.update(fragment(seed), state, params)
+        params = optax.apply_updates(params, updates)
+        history.append(params)
+    return history
+
+
+def assert_close(real: list[dict[str, np.ndarray]], expected: list[Mapping[str, np.ndarray]]) -> None:
+    for got, want in zip(real, expected, strict=True):
+        for key in SHAPES:
+            np.testing.assert_allclose(got[key], want[key], rtol=1e-5, atol=1e-5, err_msg=key)
+
+
+def test_nesterov_matches_numpy_and_optax() -> None:
+    real = run(make_outer(OuterConfig(learning_rate=0.7, momentum=0.9)), 4)
+    theta = {key: value.astype(np.float64) for key, value in fragment(0).items()}
+    velocity, history = {key: np.zeros_like(value) for key, value in theta.items()}, []
     for seed in range(1, 5):
-        gradient = fragment(seed)
-        params, state = outer.step(params, gradient, state)
-        for key, g in gradient.items():
+        for key, g in fragment(seed).items():
             velocity[key] = g + 0.9 * velocity[key]
             theta[key] = theta[key] - 0.7 * (g + 0.9 * velocity[key])
-            np.testing.assert_allclose(params[key], theta[key], rtol=1e-5, atol=1e-5)
+        history.append(dict(theta))
+    assert_close(real, history)
+    assert_close(real, by_optax(optax.sgd(0.7, momentum=0.9, nesterov=True), 4))
 
 
 def test_sgd_with_rate_one_moves_to_the_merged_value() -> None:
-    outer = OuterOptimizer(make_outer(OuterConfig(optimizer="sgd", learning_rate=1.0)))
-    params, local = fragment(0), fragment(1)
-    gradient = {key: params[key] - local[key] for key in params}
-    new, _ = outer.step(params, gradient, outer.init(params))
-    for key in local:
-        np.testing.assert_allclose(new[key], local[key], rtol=0, atol=2 * np.finfo(np.float32).eps * 4)
+    outer = make_outer(OuterConfig(optimizer="sgd", learning_rate=1.0, momentum=0.9))
+    assert outer == Nesterov(1.0, 0.0)
+    expected = {key: value - fragment(1)[key] for key, value in fragment(0).items()}
+    for key, value in run(outer, 1)[0].items():
+        np.testing.assert_array_equal(value, expected[key])
 
 
 def test_adam_uses_momentum_as_its_first_decay() -> None:
-    outer = OuterOptimizer(make_outer(OuterConfig(optimizer="adam", learning_rate=0.1, momentum=0.5)))
+    outer = make_outer(OuterConfig(optimizer="adam", learning_rate=0.1, momentum=0.5))
+    assert isinstance(outer, Optax)
     params = {"w": np.zeros(2, np.float32)}
-    _, state = outer.step(params, {"w": np.full(2, 3.0, np.float32)}, outer.init(params))
-    np.testing.assert_allclose(state[0].mu["w"], [1.5, 1.5])  # (1 - 0.5) * 3
+    _, state = outer.updates({"w": np.full(2, 3.0, np.float32)}, outer.init(params), params)
+    (mu,) = [leaf for name, leaf in state.items() if "mu" in name]
+    np.testing.assert_allclose(mu, [1.5, 1.5])  # (1 - 0.5) * 3
+    assert_close(run(outer, 3), by_optax(optax.adam(0.1, b1=0.5), 3))
 
 
 @pytest.mark.parametrize(
@@ -60,24 +92,19 @@ def test_adam_uses_momentum_as_its_first_decay() -> None:
     ids=["sgd", "adamw", "chain", "multi_steps", "masked"],
 )
 def test_any_transformation_works_and_changes_no_argument(tx: optax.GradientTransformation) -> None:
-    outer = OuterOptimizer(tx)
-    params = fragment(0)
+    assert_close(run(Optax(tx), 3), by_optax(tx, 3))
+    outer, params, gradient = Optax(tx), fragment(0), fragment(1)
     state = outer.init(params)
-    expected_params, expected_state = dict(params), tx.init(params)
-    for seed in range(1, 4):
-        gradient = fragment(seed)
-        before = jax.tree.map(np.array, (params, gradient, state))
-        new_params, new_state = outer.step(params, gradient, state)
-        jax.tree.map(np.testing.assert_array_equal, before, (params, gradient, state))
-        again, _ = outer.step(params, gradient, state)
-        assert all(again[key].tobytes() == new_params[key].tobytes() for key in params), "a retry gives other bits"
-
-        updates, expected_state = tx.update(gradient, expected_state, expected_params)
-        expected_params = optax.apply_updates(expected_params, updates)
-        for value in gradient.values():
-            value[...] = np.nan  # the caller may reuse its buffers
-        params, state = new_params, new_state
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, expected_params)
+    before = jax.tree.map(np.array, (params, gradient, state))
+    moves, after = outer.updates(gradient, state, params)
+    jax.tree.map(np.testing.assert_array_equal, before, (params, gradient, state))
+    again, _ = outer.updates(gradient, state, params)
+    assert again.tobytes() == moves.tobytes(), "a retry gives other bits"
+    kept = jax.tree.map(np.array, (moves, after))
+    for value in (*gradient.values(), *params.values()):
+        value[...] = np.nan  # the caller may reuse its buffers
+    jax.tree.map(np.testing.assert_array_equal, kept, (moves, after))
+    assert moves.dtype == np.float32 and list(after) == list(state)
 
 
 def test_aligned_memory_is_not_overwritten() -> None:
@@ -90,22 +117,12 @@ def test_aligned_memory_is_not_overwritten() -> None:
         buffer[:] = value
         return buffer[start : start + size]
 
-    outer = OuterOptimizer(optax.sgd(0.5, momentum=0.9))
+    outer = Optax(optax.sgd(0.5, momentum=0.9))
     params, gradient = {"w": aligned(1.0)}, {"w": aligned(2.0)}
-    state = jax.tree.map(lambda leaf: aligned(0.0), outer.init(params))
-    new, new_state = outer.step(params, gradient, state)
-    assert (params["w"] == 1).all() and (gradient["w"] == 2).all() and not jax.tree.leaves(state)[0].any()
-    assert (new["w"] == 0).all() and (jax.tree.leaves(new_state)[0] == 2).all()
-
-
-def test_numpy_in_numpy_out_in_the_order_given() -> None:
-    outer = OuterOptimizer(make_outer(OuterConfig()))
-    params = fragment(0)
-    state = outer.init(params)
-    new, new_state = outer.step(params, fragment(1), state)
-    assert list(new) == list(params)
-    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((state, new, new_state)))
-    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves((new, new_state)))
+    state = {name: aligned(0.0) for name in outer.init(params)}
+    moves, new_state = outer.updates(gradient, state, params)
+    assert (params["w"] == 1).all() and (gradient["w"] == 2).all() and not any(leaf.any() for leaf in state.values())
+    assert (moves == -1).all() and all((leaf == 2).all() for leaf in new_state.values())
 
 
 def test_each_fragment_compiles_once() -> None:
@@ -116,21 +133,8 @@ def test_each_fragment_compiles_once() -> None:
         traces.append(1)
         return base.update(updates, state, params)
 
-    outer = OuterOptimizer(optax.GradientTransformation(base.init, update))
-    params, state = fragment(0), outer.init(fragment(0))
-    for seed in range(1, 4):
-        params, state = outer.step(params, fragment(seed), state)
+    run(Optax(optax.GradientTransformation(base.init, update)), 3)
     assert len(traces) == 1
-
-
-def test_mismatches_are_refused() -> None:
-    outer = OuterOptimizer(make_outer(OuterConfig()))
-    params = {"w": np.zeros((2, 3), np.float32)}
-    state = outer.init(params)
-    with pytest.raises(ValueError, match="differ in key 'v'"):
-        outer.step(params, {"v": params["w"]}, state)
-    with pytest.raises(ValueError, match=r"'w' has shape \(2, 3\), its outer gradient \(3, 2\)"):
-        outer.step(params, {"w": params["w"].T.copy()}, state)
 
 
 @pytest.mark.parametrize(

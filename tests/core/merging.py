@@ -1,0 +1,80 @@
+"""What a merge computes, in a few lines of NumPy, and values to merge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import ml_dtypes
+import numpy as np
+
+from diloco_jax.core.codec import Format, decode, encode
+from diloco_jax.core.layout import Layout, Piece, make_layout
+from diloco_jax.core.merger import Merger, State, Values
+from diloco_jax.core.outer import Nesterov, Outer
+
+# no multiple of a block, one element, exactly one block, one more
+SHAPES = {"a/kernel": (30, 70), "b": (1,), "embed": (64, 4), "z": (257,)}
+FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4")
+NESTEROV = Nesterov(0.7, 0.9)
+
+
+def layout_of(shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Layout:
+    return make_layout(Piece(key, 0, int(np.prod(shape)), shape) for key, shape in shapes.items())
+
+
+def random_values(seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {key: rng.standard_normal(shape).astype(np.float32) for key, shape in shapes.items()}
+
+
+def payload_of(values: Mapping[str, np.ndarray], format: Format) -> np.ndarray:
+    return np.frombuffer(encode(values, format), np.uint8)
+
+
+def values_of(payloads: Sequence[np.ndarray]) -> Values:
+    return Values(payloads, [None] * len(payloads))
+
+
+def make_merger(layout: Layout, up: Format, down: Format, outer: Outer = NESTEROV, method: str = "average") -> Merger:
+    return Merger(layout, [method] * len(layout.pieces), outer, up, down)
+
+
+def share_of(payload: np.ndarray, layout: Layout, format: Format, weight: np.float32) -> np.ndarray:
+    """weight * decoded payload, flat, with the roundings of the kernels: (weight * scale) * code."""
+    found = []
+    for piece, place in zip(layout.pieces, layout.places(format), strict=True):
+        codes = payload[place.codes : place.end]
+        if format in ("float32", "bfloat16"):
+            dtype = np.dtype(np.float32) if format == "float32" else np.dtype(ml_dtypes.bfloat16)
+            found.append(weight * codes.copy().view(dtype).astype(np.float32))
+            continue
+        codes = codes.view(np.int8).reshape(-1, 256 if format == "int8" else 128)
+        if format == "int4":
+            low = np.where(codes % 16 > 7, codes % 16 - 16, codes % 16)
+            codes = np.concatenate([low, codes // 16], axis=1)
+        factors = weight * payload[place.scales : place.codes].copy().view(np.float32)
+        found.append((factors[:, None] * codes.astype(np.float32)).reshape(-1)[: piece.stop - piece.start])
+    return np.concatenate(found)
+
+
+def reference(
+    layout: Layout, payloads: Sequence[np.ndarray], weights: np.ndarray, state: State, up: Format, down: Format
+) -> tuple[State, bytes]:
+    """The next state and the step, by Nesterov's rule with the constants of NESTEROV, in float32."""
+    rate, momentum = np.float32(0.7), np.float32(0.9)
+    mean = np.zeros(layout.size, np.float32)
+    for payload, weight in zip(payloads, weights.astype(np.float32), strict=True):
+        mean = mean + share_of(payload, layout, up, weight)
+    trace = mean + momentum * state.outer["trace"]
+    wanted = -rate * (mean + momentum * trace)
+    if down == "float32":
+        return State(state.value + wanted, {"trace": trace}, state.residual), b""
+    wanted = state.residual + wanted
+    step = encode(layout.views(wanted), down)
+    keys_shapes = [(piece.key, piece.shape) for piece in layout.pieces]
+    decoded = layout.flat(decode(step, keys_shapes, down))
+    return State(state.value + decoded, {"trace": trace}, wanted - decoded), step
+
+
+def bits(state: State) -> list[bytes]:
+    return [state.value.tobytes(), state.residual.tobytes(), *(leaf.tobytes() for leaf in state.outer.values())]
