@@ -273,7 +273,7 @@ class GlobalModel:
         values = dict([*kept, (order.global_step, update.state.value)])
         # a learner that did not move, at a learning rate of 0 for example, says nothing of what is usual
         known = (*state.rates, *(rate for rate in rates if rate > 0))[-RATES_KEPT:]
-        step, made = memoryview(update.step).toreadonly(), update.state
+        step, made = update.step.data.toreadonly(), update.state
         base = state.version if step.nbytes else NO_VERSION
         return FragmentState(values, made.outer, made.residual, known, combined(update.digests), base, step)
 
