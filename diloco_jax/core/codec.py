@@ -179,15 +179,26 @@ def quantize_blocks(xp: ModuleType, blocks: Any, format: Format) -> tuple[Any, A
       (codes, scales): int8[nb, 256] or, for int4, uint8[nb, 128], and float32[nb]; a block with values that are not
       finite has a scale that is not.
     """
+    numbers, scales = scale_blocks(xp, blocks, format)
+    return pack_codes(xp, numbers, format), scales
+
+
+def scale_blocks(xp: ModuleType, blocks: Any, format: Format) -> tuple[Any, Any]:
+    """The first half of `quantize_blocks`: codes as whole numbers in float32[nb, 256], and scales."""
     absmax = xp.max(xp.abs(blocks), axis=1)
     # A product with a rounded constant, not absmax / max_code: XLA may replace division by a constant.
     scales = xp.where(absmax < _ZERO_ABSMAX, xp.float32(0), absmax * np.float32(1 / _MAX_CODE[format]))
     divisors = xp.where(scales == 0, xp.float32(np.inf), scales)
-    codes = xp.rint(blocks / divisors[:, None]).astype(xp.int8)
+    return xp.rint(blocks / divisors[:, None]), scales
+
+
+def pack_codes(xp: ModuleType, numbers: Any, format: Format) -> Any:
+    """The second half of `quantize_blocks`: codes as they travel."""
+    codes = numbers.astype(xp.int8)
     if format == "int8":
-        return codes, scales
+        return codes
     low, high = codes[:, : BLOCK // 2], codes[:, BLOCK // 2 :]
-    return ((low & 15) | (high << 4)).view(xp.uint8), scales
+    return ((low & 15) | (high << 4)).view(xp.uint8)
 
 
 def dequantize_blocks(xp: ModuleType, codes: Any, scales: Any, format: Format) -> Any:

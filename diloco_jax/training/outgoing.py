@@ -317,12 +317,9 @@ class OutgoingProgram:
         after = {}
         for axes, parts in rounded.items():  # all tensors together: fewer and larger loops, less to compile
             update = jnp.concatenate(parts) + residuals[axes]
-            codes, scales, decoded = _round(update, self._format)
-            streams["codes", axes] = codes
+            streams["codes", axes], scales, after[axes] = _round(update, self._format)
             if scales is not None:
                 plain.setdefault(axes, []).insert(0, scales)
-            # A bfloat16 may be NaN or infinite, and is sent so; what rounding kept back of it is nothing.
-            after[axes] = jnp.where(jnp.isfinite(update), update - decoded, 0)
         for axes, parts in plain.items():
             streams["floats", axes] = jnp.concatenate(parts)
         return _Outputs(streams, after, kept)
@@ -333,11 +330,15 @@ def _flat(axes: Axes) -> PartitionSpec:
 
 
 def _round(update: Float32[Array, "n"], format: codec.Format) -> tuple[Array, Array | None, Float32[Array, "n"]]:
-    """Flat codes, scales if the format has them, and what they stand for."""
+    """Flat codes, scales if the format has them, and what rounding keeps back."""
     if format == "bfloat16":
         rounded = codec.round_elements(jnp, update, format)
         # XLA may drop a cast to bfloat16 and back; this it may not.
         decoded = jax.lax.reduce_precision(rounded.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
-        return rounded, None, decoded
-    codes, scales = codec.quantize_blocks(jnp, codec.to_blocks(jnp, update), format)
-    return codes.reshape(-1), scales, codec.dequantize_blocks(jnp, codes, scales, format).reshape(-1)
+        # NaN and infinity are sent as such; nothing is kept back of them.
+        return rounded, None, jnp.where(jnp.isfinite(update), update - decoded, 0)
+    # Without barriers XLA computes updates and maxima anew for each element that needs them: several times the work.
+    blocks = jax.lax.optimization_barrier(codec.to_blocks(jnp, update))
+    numbers, scales = codec.scale_blocks(jnp, blocks, format)
+    kept_back = blocks - numbers * scales[:, None]
+    return codec.pack_codes(jnp, numbers, format).reshape(-1), scales, kept_back.reshape(-1)

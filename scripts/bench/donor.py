@@ -100,7 +100,7 @@ class Donor:
         self._tokens = np.random.default_rng(0).integers(0, 256, shape, np.int32)
         self.island.warm_up(shape)
         self._link = connect(TransportConfig(address=address), run_id=RUN, learner_id=DONOR, incarnation=1)
-        self._sender = PayloadSender("float32", lambda error: sys.stderr.write(f"{error!r}\n"))
+        self._sender = PayloadSender(lambda error: sys.stderr.write(f"{error!r}\n"))
         self._staged: list[Any] = []
         self.wanted = threading.Event()  # a new copy, at the next step
         self.sent_bytes = 0

@@ -49,7 +49,7 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         model={"args": {"dim": 64, "num_layers": 2, "num_heads": 2, "head_dim": 32, "mlp_dim": 256, "seq_len_max": 64}},
         protocol={"sync_every": 6, "num_fragments": 6, "quorum": 2, "snapshot_every": 10},
         adopt={"mode": "rebase"},
-        wire={"up": "int8"},
+        wire={"up": "int4"},
     )
     process = start("train", config, "--run-dir", run_dir, "--quiet")
     try:

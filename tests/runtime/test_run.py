@@ -49,13 +49,14 @@ def test_summary_has_every_key_and_adds_up(finished: Path) -> None:
 
 
 def test_wire_bytes_are_those_of_the_fragments(finished: Path) -> None:
-    """Up: a bfloat16 value per part and the reports. Down: float32 to both learners per round, and all to join."""
+    """Up: four bits per value, scales and reports. Down: float32 to both learners per round, and all to join."""
     summary = json.loads((finished / "summary.json").read_text())
     records = list(read_metrics(finished / "metrics.jsonl"))
     parts = sum(len(r["members"]) for r in records if r["kind"] == "merged")
     fragment = summary["num_parameters"] / 6
     wire = summary["wire"]
-    assert 2 * fragment * parts * 0.7 < wire["up_bytes"] < 2 * fragment * parts * 1.3 + 400 * summary["tokens"] / 128
+    up = (0.5 + 4 / 256) * fragment * parts
+    assert 0.7 * up < wire["up_bytes"] < 1.5 * up + 400 * summary["tokens"] / 128
     down = 4 * fragment * 2 * (80 + 6)
     assert 0.9 * down < wire["down_bytes"] < 1.2 * down
 
