@@ -251,7 +251,7 @@ class GlobalModel:
             weights = token_weights(tokens, steps, self._weights)
             now = State(state.value, state.outer, state.residual)
             update = merger.update(found, subset(products, chosen), weights, now)
-            if update.finite and all(np.isfinite(leaf).all() for leaf in update.state.outer.values()):
+            if update.finite:
                 rates = [candidates[i].rate for i in chosen]
                 return Merged(order.fragment_id, self._next(order, state, update, rates), left_out)
             # each part is finite, yet the result is not: the largest goes, and what is left is tried again
