@@ -96,6 +96,12 @@ def _run(*words: object) -> str:
     return result.stdout
 
 
+def _counters(namespace: str, device: str) -> dict[str, int]:
+    """What the shaper of a device has let through and dropped."""
+    (queue,) = json.loads(_run("tc", "-n", namespace, "-s", "-j", "qdisc", "show", "dev", device))
+    return {"bytes": queue["bytes"], "drops": queue["drops"]}
+
+
 def _start_ticks(pid: int) -> str:
     """When a process began, in clock ticks since the system did; empty: there is none."""
     try:
@@ -152,6 +158,8 @@ class Lab:
         self._sites = (SYNCER, *self.islands)
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self._delays: list[subprocess.Popen[bytes]] = []
+        self._before: dict[str, Traffic] = {}  # of each link, with its earlier shapes
+        self._shapes = 0
 
     def __enter__(self) -> Lab:
         sweep()
@@ -239,23 +247,27 @@ class Lab:
         return (self.namespace(island), "wan"), (self.namespace(ROUTER), island)
 
     def shape(self, rate_bit_s: float) -> None:
-        """Give all island links a rate in bits per second, also while they are used; 0: as fast as it goes."""
+        """Give all island links a rate in bits per second, also while they are used; 0: as fast as it goes.
+
+        What waits in their queues is lost: a packet larger than a new, smaller burst would block its queue for ever.
+        What passes in the milliseconds of the change is not counted.
+        """
         rate = rate_bit_s or 100e9
         burst = int(max(BURST_BYTES_MIN, 2 * self.wan.mtu, BURST_S * rate / 8))
         limit = int(max(QUEUE_BYTES_MIN, QUEUE_S * rate / 8)) + burst
+        words = ("tbf", "rate", f"{int(rate)}bit", "burst", burst, "limit", min(limit, 1 << 30))
+        self._shapes += 1
         for island in self.islands:
-            for namespace, device in self._ends(island):
-                words = ("tbf", "rate", f"{int(rate)}bit", "burst", burst, "limit", min(limit, 1 << 30))
-                _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "handle", "1:", *words)
+            self._before[island] = self.traffic(island) if self._shapes > 1 else Traffic(0, 0, 0)
+            for namespace, device in self._ends(island):  # a new handle makes a new queue, at once
+                place = ("dev", device, "root", "handle", f"{self._shapes}:")
+                _run("tc", "-n", namespace, "qdisc", "replace", *place, *words)
 
     def traffic(self, island: str) -> Traffic:
         """What went over an island's link so far."""
-        moved, drops = [], 0
-        for namespace, device in self._ends(island):
-            (queue,) = json.loads(_run("tc", "-n", namespace, "-s", "-j", "qdisc", "show", "dev", device))
-            moved.append(queue["bytes"])
-            drops += queue["drops"]
-        return Traffic(moved[0], moved[1], drops)
+        up, down = (_counters(namespace, device) for namespace, device in self._ends(island))
+        new = (up["bytes"], down["bytes"], up["drops"] + down["drops"])
+        return Traffic(*(old + count for old, count in zip(self._before[island], new, strict=True)))
 
     def delay_cpu_s(self) -> float:
         """Processor time that the processes which delay packets have used."""

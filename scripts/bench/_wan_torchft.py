@@ -104,7 +104,8 @@ def _torchft(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
     seconds = statistics.mean((t[-1] - t[0]) / inner_steps for t in times)
     per_step = moved / inner_steps / len(lab.islands)
     contributors = statistics.mean(e["participants"] for e in tails[0].records if e["event"] == "commit")
-    return {"seconds_per_step": seconds, "bytes_per_step": per_step, "contributors": contributors}
+    figures = {"seconds_per_step": seconds, "bytes_per_step": per_step, "contributors": contributors}
+    return {**figures, "model_syncs_per_24_steps": 1.0}
 
 
 def _has_synced(tail: Tail, times: int) -> bool:
@@ -131,4 +132,5 @@ def _islands(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
         "seconds_per_step": window.seconds / inner_steps,
         "bytes_per_step": (window.up_bytes + window.down_bytes) / window.inner_steps,
         "contributors": window.contributors,
+        "model_syncs_per_24_steps": len(window.merged) / inner_steps,
     }

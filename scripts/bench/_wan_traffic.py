@@ -132,7 +132,7 @@ def _bytes_result(arguments: argparse.Namespace, sizes: Sizes, window: Window, j
         all_reduce_over_measured=round(sum(bounds["bfloat16 all-reduce"]) / wire, 3),
         rest_bytes=rounded(
             {
-                "control messages, message headers and framing": frames - payload_up - payload_down,
+                "values sent again, other messages, their headers": frames - payload_up - payload_down,
                 "HTTP/2, TCP, IP, Ethernet": wire - frames,
             }
         ),
@@ -207,7 +207,8 @@ def measure_slow(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def add_utilisation_words(parser: argparse.ArgumentParser) -> None:
     add_wire_words(parser)
-    parser.add_argument("--multiples", default="50,20,10,5,2,1", help="rates, as multiples of the planned one")
+    multiples = (50.0, 20.0, 10.0, 5.0, 2.0, 1.0)
+    parser.add_argument("--multiples", nargs="+", type=float, default=multiples, help="rates over the planned one")
     parser.add_argument("--step-s", type=float, default=0.2, help="seconds of an inner step; mostly asleep")
     parser.add_argument("--overlap-steps", type=int, default=2, help="tau")
     parser.add_argument("--steps", type=int, default=96, help="global steps that are measured at each rate")
@@ -237,8 +238,7 @@ def measure_utilisation(arguments: argparse.Namespace, folder: Path) -> dict[str
         planned = sustained_rate(step, arguments.step_s)
         fits = round_rate(step, arguments.step_s, arguments.overlap_steps, round_trip_s)
         run.await_everybody(FRAGMENTS)
-        multiples = [float(word) for word in arguments.multiples.split(",")]
-        for rate in [*sorted((planned * m for m in multiples), reverse=True), fits]:
+        for rate in [*sorted((planned * m for m in arguments.multiples), reverse=True), fits]:
             lab.shape(rate)
             run.await_steps(6 if rate >= planned else 12, 600)  # the rounds of the rate before are over
             begin = run.mark()

@@ -36,9 +36,9 @@ PROFILES = {
 
 
 def add_words(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--profiles", default=",".join(PROFILES), help=f"some of {', '.join(PROFILES)}")
-    parser.add_argument("--programs", default=",".join(PROGRAMS), help=f"some of {', '.join(PROGRAMS)}")
-    parser.add_argument("--connections", default="1,8", help="numbers of connections (stripes), separated by commas")
+    parser.add_argument("--profiles", nargs="+", choices=PROFILES, default=list(PROFILES))
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--connections", nargs="+", type=int, default=[1, 8], help="numbers of them, or stripes")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a transfer")
     parser.add_argument("--down", action="store_true", help="transport: payloads to the island; sockets always go up")
     parser.add_argument("--repeats", type=int, default=3)
@@ -46,11 +46,10 @@ def add_words(parser: argparse.ArgumentParser) -> None:
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All profiles with all programs and numbers of connections; the value is that of the last row."""
-    programs = arguments.programs.split(",")
-    counts = [int(word) for word in arguments.connections.split(",")]
+    programs, counts = arguments.programs, arguments.connections
     rows: list[dict[str, Any]] = []
     shares: list[float] = []
-    for name in arguments.profiles.split(","):
+    for name in arguments.profiles:
         samples: dict[tuple[str, int], list[dict[str, float]]] = {}
         with Lab(["island-0"], PROFILES[name]) as lab:
             for program in programs:

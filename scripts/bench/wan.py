@@ -56,6 +56,8 @@ def main() -> None:
             outcome = arguments.measure(arguments, arguments.keep.resolve() if arguments.keep else Path(temporary))
     except (LabError, RunFailed) as error:
         raise SystemExit(f"wan: {error} (--keep FOLDER keeps logs)") from None
+    except FileExistsError as error:
+        raise SystemExit(f"wan: {error.filename} is of an earlier bench; choose another --keep folder") from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     show(outcome, arguments.json)

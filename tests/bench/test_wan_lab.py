@@ -115,6 +115,19 @@ def test_a_rate_holds_in_both_directions_and_can_be_changed() -> None:
 
 
 @NEEDS_ROOT
+def test_a_link_that_becomes_narrower_under_load_goes_on() -> None:
+    size = 8 * PAYLOAD_BYTES
+    with Lab(ISLANDS, Wan(rate_bit_s=400e6)) as lab:  # packets come in large pieces
+        address = lab.address(SYNCER)
+        lab.spawn("receive", SYNCER, [sys.executable, "-c", RECEIVE, address], stdout=subprocess.PIPE)
+        lab.spawn("send", "island-0", [sys.executable, "-c", SEND, address, size])
+        lab.wait_for(lambda: lab.traffic("island-0").up > size / 4, 60, "the first quarter")
+        lab.shape(30e6)
+        assert lab.output("receive", 60)
+        assert lab.traffic("island-0").up > 0.9 * size, "what the earlier shape let through counts too"
+
+
+@NEEDS_ROOT
 def test_the_name_of_the_machine_leads_to_the_site() -> None:
     program = "import socket; print(socket.gethostbyname(socket.gethostname()))"
     with Lab(ISLANDS, Wan()) as lab:
