@@ -79,6 +79,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
 
     from diloco_jax.config import load
     from diloco_jax.runtime.files import ADDRESS_FILE, CONFIG_FILE
+    from diloco_jax.runtime.local import child_environment
     from diloco_jax.runtime.run_learner import LearnerRun
 
     path = folder / CONFIG_FILE
@@ -87,7 +88,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     command = ["nice", "-n", "19", sys.executable, "-m", "diloco_jax", "syncer", str(path), "--run-dir", str(folder)]
     syncer = subprocess.Popen(
         command,
-        env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
+        env=child_environment(config, "syncer"),  # it ends when this process does, however that ends
         stdout=subprocess.DEVNULL,
     )
     try:
