@@ -292,3 +292,21 @@ def test_a_state_without_rounding_has_no_residual() -> None:
     assert not make_merger(layout, "int4", "float32").first(layout.flat(random_values(0))).residual.size
     state = make_merger(layout, "int4", "int4", Nesterov(1.0, 0.0)).first(layout.flat(random_values(0)))
     assert isinstance(state, State) and state.residual.size == layout.size and not state.outer
+
+
+@pytest.mark.parametrize("down", FORMATS)
+def test_small_numbers_ties_and_zeros_are_encoded_as_by_the_codec(down: Format) -> None:
+    shapes = {"x": (6, 256)}
+    layout = layout_of(shapes)
+    merger = make_merger(layout, "float32", down)
+    gradient = np.zeros(shapes["x"], np.float32)
+    gradient[1] = 1e-31  # a block of zeros for integer codes
+    gradient[2, ::2] = np.linspace(-1e-38, 1e-38, 128)  # subnormal, on both sides of nothing
+    gradient[3] = np.arange(-128, 128) / 2  # half-way between two codes, after a division
+    gradient[4] = np.linspace(-1e30, 1e30, 256)
+    gradient[5] = -np.float32(0)
+    payload = payload_of({"x": gradient}, "float32")
+    state = merger.first(layout.flat(random_values(1, shapes)))
+    expected, step = reference(layout, [payload], np.ones(1), state, "float32", down)
+    update = merger.update(values_of([payload]), merger.inspect(values_of([payload])), np.ones(1), state)
+    assert bits(update.state) == bits(expected) and update.step.tobytes() == step
