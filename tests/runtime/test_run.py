@@ -49,7 +49,7 @@ def test_summary_has_every_key_and_adds_up(finished: Path) -> None:
 
 
 def test_wire_bytes_are_those_of_the_fragments(finished: Path) -> None:
-    """Up: four bits per value, scales and reports. Down: float32 to both learners per round, and all to join."""
+    """Up: four bits per value, scales and reports. Down: as many in steps to both learners, and whole values to join."""
     summary = json.loads((finished / "summary.json").read_text())
     records = list(read_metrics(finished / "metrics.jsonl"))
     parts = sum(len(r["members"]) for r in records if r["kind"] == "merged")
@@ -57,8 +57,8 @@ def test_wire_bytes_are_those_of_the_fragments(finished: Path) -> None:
     wire = summary["wire"]
     up = (0.5 + 4 / 256) * fragment * parts
     assert 0.7 * up < wire["up_bytes"] < 1.5 * up + 400 * summary["tokens"] / 128
-    down = 4 * fragment * 2 * (80 + 6)
-    assert 0.9 * down < wire["down_bytes"] < 1.2 * down
+    joining, steps = 2 * 4 * summary["num_parameters"], (0.5 + 4 / 256) * fragment * 2 * 80
+    assert joining + 0.7 * steps < wire["down_bytes"] < 2 * joining + 1.5 * steps
 
 
 def test_tape_replays_to_the_same_rounds(finished: Path) -> None:
