@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.core.outer import make_outer
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note, Restore, SaveSnapshot, Send
 from diloco_jax.protocol.messages import (
     AnchorValue,
@@ -39,9 +38,10 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.protocol.tape import TapedSyncer
+from diloco_jax.runtime.arithmetic import LocalShares
 from diloco_jax.runtime.evaluation import Evaluations, Evaluator
 from diloco_jax.runtime.files import CHECKPOINTS, STATUS_FILE, SUMMARY_FILE, TAPE_FILE
-from diloco_jax.runtime.global_model import GlobalModel, Merged
+from diloco_jax.runtime.global_model import Merged, make_model, make_setup
 from diloco_jax.runtime.recover_syncer import FAILOVER, FRESH, Parts, RunClock, begin, mode_of, open_listener
 from diloco_jax.runtime.settings import RunConfig, fingerprint
 from diloco_jax.runtime.snapshots import Snapshot, SnapshotWriter
@@ -81,17 +81,8 @@ class SyncerRun:
             config.protocol.num_fragments,
             split_axis=config.fragments.axes(self._evaluator.shapes),
         )
-        self._model = GlobalModel(
-            plan,
-            self._evaluator.initial_parameters,
-            make_outer(config.outer),
-            merge=config.merge,
-            weights=config.weights,
-            wire_up=config.wire.up,
-            wire_down=config.wire.down,
-            anchor_history=config.protocol.anchor_history,
-            threads=config.syncer.merge_threads or os.cpu_count() or 1,
-        )
+        arithmetic = LocalShares(make_setup(config, plan), config.syncer.merge_threads or os.cpu_count() or 1)
+        self._model = make_model(config, plan, self._evaluator.initial_parameters, arithmetic)
         self._machine = Syncer(config.protocol, config.train.steps, fingerprint(config, plan.fingerprint))
         for number in range(config.protocol.num_fragments):
             self._machine.payload_bytes[number] = self._model.value_bytes(number)
