@@ -134,6 +134,9 @@ class Arithmetic(Protocol):
         Empty where the shards send it themselves.
         """
 
+    def close(self) -> None:
+        """Free what the values are in."""
+
 
 class FragmentState(NamedTuple):
     """A shard's part of a fragment at one moment. Nothing in it is ever changed while somebody may see it."""
@@ -334,6 +337,9 @@ class LocalShares:
         for shard, share in self._holders(fragment_id):
             fill(memoryview(joined), shares.ranges(fragment_id, shard, format), share.payload(fragment_id, base))
         return bytes(joined)
+
+    def close(self) -> None:
+        """See Arithmetic.close."""
 
 
 class LocalMoment:

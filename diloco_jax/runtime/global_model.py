@@ -278,10 +278,10 @@ def _norms(squares: Squares) -> list[float]:
     return norms(np.diag(leaf) for leaf in squares.T)
 
 
-def make_setup(config: RunConfig, plan: FragmentPlan, shards: int = 1) -> Setup:
+def make_setup(config: RunConfig, plan: FragmentPlan) -> Setup:
     """What a run's processes compute, in so many shares."""
     outer = make_outer(config.outer)
-    shares = share(plan, config.merge, shards, cut=isinstance(outer, Nesterov))
+    shares = share(plan, config.merge, max(1, config.syncer.shards), cut=isinstance(outer, Nesterov))
     return Setup(shares, outer, config.wire.up, config.wire.down, config.protocol.anchor_history)
 
 
