@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco_jax.cli_words import CHAOS_LEARNER, Command, make_parser
+from diloco_jax.cli_words import CHAOS_LEARNER, MERGE_SHARD, Command, make_parser
 
 if TYPE_CHECKING:
     from diloco_jax.runtime.settings import RunConfig
@@ -64,6 +64,7 @@ def _commands() -> dict[str, Command]:
         "syncer": _syncer,
         "learner": _learner,
         CHAOS_LEARNER: _learner,
+        MERGE_SHARD: _merge_shard,
         "chaos": _chaos,
         "baseline": _baseline,
         "status": _status,
@@ -209,12 +210,28 @@ def _baseline(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _begin_process(run_dir: Path) -> Any:
+def _merge_shard(arguments: argparse.Namespace) -> int:
+    import socket
+
+    _begin_log()
+    from diloco_jax.config import load
+    from diloco_jax.runtime.run_shard import ShardRun
+
+    connection = socket.socket(fileno=arguments.connection)
+    ShardRun(load(arguments.config), arguments.shard, connection).run()
+    return 0
+
+
+def _begin_log() -> None:
     import logging
 
     # force: a library has put a handler of its own there when it was imported
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stdout, force=True)
     logging.getLogger("absl").setLevel(logging.WARNING)
+
+
+def _begin_process(run_dir: Path) -> Any:
+    _begin_log()
     from diloco_jax.runtime.processes import die_with_parent, stop_on_signals
     from diloco_jax.runtime.programs import keep_programs
 

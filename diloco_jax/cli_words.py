@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 Command = Callable[[argparse.Namespace], int]
 Add = Callable[..., argparse.ArgumentParser]
-CHAOS_LEARNER = "chaos-learner"
+CHAOS_LEARNER, MERGE_SHARD = "chaos-learner", "merge-shard"
 OVERRIDES = "settings of the config may follow as --section.name value; `CONFIG --settings` lists them all"
 
 
@@ -48,6 +48,11 @@ def make_parser(run: Mapping[str, Command]) -> argparse.ArgumentParser:
     )
     unlisted = commands.add_parser(CHAOS_LEARNER, parents=[learner], add_help=False)  # what `chaos` starts
     unlisted.set_defaults(command=run[CHAOS_LEARNER], name=CHAOS_LEARNER, takes_overrides=True)
+    shard = commands.add_parser(MERGE_SHARD)  # what a syncer with syncer.shards starts
+    shard.set_defaults(command=run[MERGE_SHARD], name=MERGE_SHARD, takes_overrides=False)
+    shard.add_argument("config")
+    shard.add_argument("--shard", type=int, required=True)
+    shard.add_argument("--connection", type=int, required=True)
     _chaos_words(add("chaos", "A local run under a schedule of faults: what came back, when.", config=True))
     add("baseline", "The data-parallel baseline in this process, for `train`.", config=True)
     _looking_words(add)

@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,7 +57,9 @@ def mode_of(run_dir: Path, *, rewind: bool) -> str:
     return REWIND if rewind else FAILOVER
 
 
-def open_listener(config: RunConfig, run_dir: Path, mode: str, epoch: int, stop: threading.Event) -> GrpcListener:
+def open_listener(
+    config: RunConfig, run_dir: Path, mode: str, epoch: int, stop: threading.Event, shards: Sequence[str] = ()
+) -> GrpcListener:
     """Listen; after a failover where the process before it did, since that is where learners look for it.
 
     Args:
@@ -66,6 +68,7 @@ def open_listener(config: RunConfig, run_dir: Path, mode: str, epoch: int, stop:
         mode: how this process begins.
         epoch: which life of the syncer it is.
         stop: set from outside to give up.
+        shards: where merge shards listen.
 
     Raises:
         ValueError: the address is in use, or not allowed.
@@ -77,7 +80,7 @@ def open_listener(config: RunConfig, run_dir: Path, mode: str, epoch: int, stop:
     until_s = time.monotonic() + (LISTEN_PATIENCE_S if mode == FAILOVER else 0.0)
     while True:
         try:
-            listener = listen(transport, run_id=config.name, epoch=epoch)
+            listener = listen(transport, run_id=config.name, epoch=epoch, shards=shards)
             break
         except ValueError as error:
             if time.monotonic() >= until_s or stop.wait(LISTEN_RETRY_S):

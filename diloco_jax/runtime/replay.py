@@ -22,12 +22,12 @@ import numpy as np
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import FragmentPlan, plan_fragments
-from diloco_jax.core.outer import make_outer
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.runtime import checkpoint
+from diloco_jax.runtime.arithmetic import LocalShares
 from diloco_jax.runtime.evaluation import Evaluator
 from diloco_jax.runtime.files import CHECKPOINTS, SUMMARY_FILE, TAPE_FILE
-from diloco_jax.runtime.global_model import FragmentState, GlobalModel
+from diloco_jax.runtime.global_model import Capture, make_model, make_setup
 from diloco_jax.runtime.replay_learner import Replica, Trainer, Values, same_loss
 from diloco_jax.runtime.replay_lives import Needs, Step, TookState
 from diloco_jax.runtime.replay_script import (
@@ -74,11 +74,12 @@ class Replay:
             self._check_fingerprint()
         self.trainer = Trainer(config, 1 if compare else config.island_batch_size)
         self.trainer.fragments = self._plan.fragments
-        self.model = _model(config, self._plan, self.evaluator)
+        arithmetic = LocalShares(make_setup(config, self._plan))
+        self.model = make_model(config, self._plan, self.evaluator.initial_parameters, arithmetic)
         self.merged_rounds = 0
         self.difference = ""  # the first one between the run and its repetition
         self.step_difference = ""
-        self.captures: Moments[tuple[FragmentState, ...]] = Moments()
+        self.captures: Moments[Capture] = Moments()
         self._initial = self.model.capture()
         self._uses: Counter[Name] = self.needs.names
         self._values: dict[Name, Values] = {}
@@ -140,15 +141,12 @@ class Replay:
                 self._replica(life).advance(need.outline.steps[min(local_step, len(need.outline.steps)) - 1])
 
     def _go_back(self, global_step: int) -> None:
-        states = self._initial if global_step == BEGINNING else self.captures.at(global_step)
-        # what comes from a disk is the newest version alone
-        self.model.load([state._replace(values={state.version: state.value}) for state in states])
+        self.model.load(self._initial if global_step == BEGINNING else self.captures.at(global_step))
 
     def _keep(self, name: Name) -> None:
         """Remember the newest value of a fragment under this name, if anybody will use it."""
         if self._uses[name] > 0:
-            state = self.model.capture()[name.fragment_id]
-            self._values.setdefault(name, self.model.slices(state, name.fragment_id))
+            self._values.setdefault(name, self.model.slices(self.model.capture(), name.fragment_id))
 
     def _differ(self, where: str) -> None:
         self.difference = self.difference or where
@@ -206,13 +204,13 @@ def replay_run(config: RunConfig, run_dir: Path, until: int | None = None) -> di
     began_s = time.monotonic()
     this = Replay(config, run_dir, until=until)
     this.run()
-    states, expected = _expected(this, run_dir)
+    capture, expected = _expected(this, run_dir)
     if expected is None and until is None:
         raise ValueError(
             f"{run_dir / CHECKPOINTS} holds no readable checkpoint of a moment that the tape reaches; is the run over? "
             "With --until the rounds alone are compared"
         )
-    sha256 = digest_of(this.model.parameters(states))
+    sha256 = digest_of(this.model.parameters(capture))
     expected_sha256 = digest_of(expected) if expected is not None else None
     same = expected_sha256 in (None, sha256)
     return {
@@ -227,7 +225,7 @@ def replay_run(config: RunConfig, run_dir: Path, until: int | None = None) -> di
     }
 
 
-def _expected(this: Replay, run_dir: Path) -> tuple[tuple[FragmentState, ...], Mapping[str, np.ndarray] | None]:
+def _expected(this: Replay, run_dir: Path) -> tuple[Capture, Mapping[str, np.ndarray] | None]:
     """The moment that is compared, and the newest checkpoint of it."""
     moments = [this.model.capture(), *this.captures]
     for path in checkpoint.complete(run_dir / CHECKPOINTS):
@@ -235,9 +233,9 @@ def _expected(this: Replay, run_dir: Path) -> tuple[tuple[FragmentState, ...], M
             parameters, meta = checkpoint.load_parameters(path)
         except ValueError:
             continue
-        for states in moments:
-            if list(meta.get("versions", ())) == [state.version for state in states]:
-                return states, parameters
+        for capture in moments:
+            if list(meta.get("versions", ())) == [mark.version for mark in capture.marks]:
+                return capture, parameters
     return moments[0], None
 
 
@@ -310,19 +308,6 @@ def _script(config: RunConfig, tape: Path, until: int | None) -> Script:
 def _plan(config: RunConfig, evaluator: Evaluator) -> FragmentPlan:
     axes = config.fragments.axes(evaluator.shapes)
     return plan_fragments(evaluator.shapes, config.protocol.num_fragments, split_axis=axes)
-
-
-def _model(config: RunConfig, plan: FragmentPlan, evaluator: Evaluator) -> GlobalModel:
-    return GlobalModel(
-        plan,
-        evaluator.initial_parameters,
-        make_outer(config.outer),
-        merge=config.merge,
-        weights=config.weights,
-        wire_up=config.wire.up,
-        wire_down=config.wire.down,
-        anchor_history=config.protocol.anchor_history,
-    )
 
 
 def describe(result: Mapping[str, Any]) -> str:

@@ -35,6 +35,7 @@ from diloco_jax.protocol.messages import (
     StatePull,
     SyncerMessage,
 )
+from diloco_jax.runtime.global_model import make_setup
 from diloco_jax.runtime.learner_effects import Arrived, Effects, Values
 from diloco_jax.runtime.learner_payloads import PayloadSender
 from diloco_jax.runtime.learner_state import SavedStates
@@ -43,9 +44,8 @@ from diloco_jax.runtime.settings import RunConfig, fingerprint
 from diloco_jax.training.data import SampleOrder, load_source
 from diloco_jax.training.island import Island
 from diloco_jax.training.optimizers import learning_rate
-from diloco_jax.transport.grpc_link import connect
 from diloco_jax.transport.link import Rejected, TransportError, check_name
-from diloco_jax.transport.partials import Partials
+from diloco_jax.transport.sharded import Dialler
 
 RECONNECT_DELAYS_S = (0.2, 0.5, 1.0, 1.0, 2.0)
 IDLE_S = 0.2  # longest sleep of a thread that waits for messages, so that it notices the end
@@ -111,7 +111,15 @@ class LearnerRun:
         self._effects = Effects(
             self._machine, self._island, plan.fragments, config.adopt, self._tape, self._payloads, saves
         )
-        self._partials = Partials(config.transport.payload_bytes_max, config.transport.resume_s)
+        self._dialler = Dialler(
+            replace(config.transport, address=address),
+            run_id=config.name,
+            learner_id=learner_id,
+            incarnation=incarnation,
+            shares=make_setup(config, plan).shares,
+            up=config.wire.up,
+            down=config.wire.down,
+        )
         self._lock = threading.Lock()  # guards machine, tape, effects, and what waits in the inbox
         self._inbox: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()  # None only wakes
         self._heads: dict[int, Values] = {}  # fragment -> newest value that arrived; the link thread's
@@ -263,14 +271,7 @@ class LearnerRun:
     # ---- the link thread ------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        link = connect(
-            replace(self._config.transport, address=self._address),
-            run_id=self._config.name,
-            epoch=self._machine.epoch,
-            learner_id=self._machine.learner_id,
-            incarnation=self._machine.incarnation,
-            partials=self._partials,
-        )
+        link = self._dialler.connect(self._machine.epoch)
         with self._lock:
             self._effects.link = link
             self._effects.execute(self._machine.on_connected(time.monotonic()))

@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.core.outer import make_outer
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note, Restore, SaveSnapshot, Send
 from diloco_jax.protocol.messages import (
     AnchorValue,
@@ -40,10 +39,12 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.protocol.tape import TapedSyncer
 from diloco_jax.runtime.evaluation import Evaluations, Evaluator
-from diloco_jax.runtime.files import CHECKPOINTS, STATUS_FILE, SUMMARY_FILE, TAPE_FILE
-from diloco_jax.runtime.global_model import GlobalModel, Merged
-from diloco_jax.runtime.recover_syncer import FAILOVER, FRESH, Parts, RunClock, begin, mode_of, open_listener
+from diloco_jax.runtime.files import CHECKPOINTS, CONFIG_FILE, STATUS_FILE, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.global_model import Merged, make_model, make_setup
+from diloco_jax.runtime.recover_syncer import FAILOVER, FRESH, Parts, RunClock, begin, mode_of
+from diloco_jax.runtime.remote_shares import make_arithmetic
 from diloco_jax.runtime.settings import RunConfig, fingerprint
+from diloco_jax.runtime.sharded_listener import Life, ShardedListener, open_listeners
 from diloco_jax.runtime.snapshots import Snapshot, SnapshotWriter
 from diloco_jax.runtime.stats import RunStats
 from diloco_jax.runtime.status import compose_status, read_earlier
@@ -81,27 +82,23 @@ class SyncerRun:
             config.protocol.num_fragments,
             split_axis=config.fragments.axes(self._evaluator.shapes),
         )
-        self._model = GlobalModel(
-            plan,
-            self._evaluator.initial_parameters,
-            make_outer(config.outer),
-            merge=config.merge,
-            weights=config.weights,
-            wire_up=config.wire.up,
-            wire_down=config.wire.down,
-            anchor_history=config.protocol.anchor_history,
-            threads=config.syncer.merge_threads or os.cpu_count() or 1,
-        )
-        self._machine = Syncer(config.protocol, config.train.steps, fingerprint(config, plan.fingerprint))
+        self._results: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._listener: GrpcListener | ShardedListener | None = None
+        threads = config.syncer.merge_threads or os.cpu_count() or 1
+        config_path, setup = run_dir / CONFIG_FILE, make_setup(config, plan)
+        self._arithmetic = make_arithmetic(setup, plan, config_path, threads, lambda e: self._report("shard", e))
+        self._model = make_model(config, plan, self._evaluator.initial_parameters, self._arithmetic)
+        self._fingerprint = fingerprint(config, plan.fingerprint)
+        self._machine = Syncer(config.protocol, config.train.steps, self._fingerprint)
         for number in range(config.protocol.num_fragments):
             self._machine.payload_bytes[number] = self._model.value_bytes(number)
             if step_bytes := self._model.step_bytes(number):
                 self._machine.step_bytes[number] = step_bytes
         num_parameters = sum(fragment.num_elements for fragment in plan.fragments)
         self._stats = RunStats(config.islands.names, num_parameters, self._machine)
-        self._values: dict[int, dict[str, bytes | memoryview]] = {}  # round -> learner -> encoded outer gradient
-        self._results: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._listener: GrpcListener | None = None
+        self._values: dict[
+            int, dict[str, Any]
+        ] = {}  # round -> learner -> encoded outer gradient, or shards' names of it
         self._merges = ThreadPoolExecutor(1, "merge")
         self._evaluations = Evaluations(config, self._evaluator, lambda result: self._report("evaluated", result))
         self._snapshots = SnapshotWriter(run_dir / CHECKPOINTS, config.name, self._model, config.checkpoints.keep)
@@ -126,7 +123,8 @@ class SyncerRun:
         try:
             effects = self._begin(mode)
             lingers = mode == FAILOVER and bool(self._finished)
-            self._listener = open_listener(self._config, self._run_dir, mode, self._machine.epoch, self._stop)
+            life = Life(mode, self._machine.epoch, self._stop)
+            self._listener = open_listeners(self._config, self._run_dir, life, self._arithmetic, self._fingerprint)
             self._listener.on_drain = self._drain
             self._execute(effects)
             self._serve()
@@ -301,7 +299,7 @@ class SyncerRun:
         if self._listener is not None:
             self._listener.send(effect.peer, message, payload)
 
-    def _merge(self, order: Merge, payloads: Mapping[str, bytes | memoryview]) -> None:
+    def _merge(self, order: Merge, payloads: Mapping[str, Any]) -> None:
         """On the merge thread."""
         self._report("merged", (order, self._model.merge(order, payloads)))
 
@@ -396,4 +394,5 @@ class SyncerRun:
         self._tell()
         self._telemetry.close()
         self._tape.close()
+        self._arithmetic.close()
         return summary

@@ -22,6 +22,7 @@ from diloco_jax.training.sharding import MeshConfig
 from diloco_jax.transport.link import TransportConfig
 
 ISLANDS_MAX = 1024
+SHARDS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +67,19 @@ class SyncerConfig:
     restart_delay_s: float = 0.2
     """Seconds between its death and its next start."""
     merge_threads: int = 0
-    """Threads that a merge uses; 0 for as many as there are cores."""
+    """Threads that a merge uses; 0 for as many as there are cores. Merge shards share them."""
+    shards: int = 0
+    """Processes on the syncer's host among which the model is dealt out, at most 64; 0 or 1: the syncer merges itself.
+    Learners send each its part directly, and get parts back. Values and decisions are the same with any number. If
+    transport.address has a port, shards listen on those that follow it."""
 
     def __post_init__(self) -> None:
         if self.restarts_max < 0 or self.restart_delay_s < 0:
             raise ValueError(f"syncer.restarts_max {self.restarts_max} and restart_delay_s must be at least 0")
         if not 0 <= self.merge_threads <= 256:
             raise ValueError(f"syncer.merge_threads is {self.merge_threads}; use 1 to 256, or 0 for one per core")
+        if not 0 <= self.shards <= SHARDS_MAX:
+            raise ValueError(f"syncer.shards is {self.shards}; use 0 (the syncer merges itself) to {SHARDS_MAX}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,9 +281,18 @@ def fingerprint(config: RunConfig, plan_fingerprint: str) -> tuple[tuple[str, st
         "sequence length": str(config.train.seq_len),
         "global steps": str(config.train.steps),
         "protocol": f"H={protocol.sync_every} P={protocol.num_fragments} tau={protocol.overlap_steps}",
-        "wire": f"up {config.wire.up} down {config.wire.down}",
+        "wire": f"{config.wire.up} up, {config.wire.down} down",
+        "shards": _shares(config),
         "adoption": f"{config.adopt.mode} {config.adopt.alpha}",
         "inner optimizer": json.dumps(asdict(config.optimizer), sort_keys=True),
         "data": json.dumps(data, sort_keys=True),
     }
     return tuple(sorted(pairs.items()))
+
+
+def _shares(config: RunConfig) -> str:
+    """From what learners and shards compute who gets which part of a payload."""
+    if config.syncer.shards < 2:
+        return "none"
+    merge, outer = config.merge, config.outer
+    return f"{config.syncer.shards}, {merge.method} but for {', '.join(merge.average_paths)}, {outer.optimizer}"

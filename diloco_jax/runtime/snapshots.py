@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco_jax.runtime import checkpoint
-from diloco_jax.runtime.global_model import FragmentState, GlobalModel
+from diloco_jax.runtime.global_model import Capture, GlobalModel, Saved
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Snapshot(NamedTuple):
     """The run at one moment."""
 
     global_step: int
-    model: tuple[FragmentState, ...]
+    model: Capture | Saved
     machine: str  # JSON of the machine's state
     tape_bytes: int
     tokens: int
@@ -46,6 +46,7 @@ def write_snapshot(folder: Path, run: str, model: GlobalModel, snapshot: Snapsho
         snapshot: what to write.
         keep: snapshots that stay.
     """
+    assert isinstance(snapshot.model, Capture), "what is on the disk already was to be written"
     groups, plain = model.packed(snapshot.model)
     state = json.loads(snapshot.machine)
     meta = {
@@ -76,10 +77,9 @@ def read_snapshot(path: Path, model: GlobalModel) -> Snapshot:
     """
     groups, meta = checkpoint.load(path, "parameters", "outer")
     try:
-        states = tuple(model.unpacked(groups, meta))
         return Snapshot(
             int(meta["global_step"]),
-            states,
+            model.unpacked(groups, meta),
             json.dumps(meta["machine"]),
             int(meta["tape_bytes"]),
             int(meta["tokens"]),

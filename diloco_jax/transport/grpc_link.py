@@ -72,6 +72,7 @@ class GrpcLink:
         self._session = session
         self._channels: list[grpc.Channel] = []
         self._ended: list[threading.Event] = []
+        self.number = session.number
         self.shards: tuple[str, ...] = ()
         """Addresses of the syncer's further listeners, as host:port."""
 
@@ -105,6 +106,7 @@ def connect(
     partials: Partials | None = None,
     inbox: Inbox | None = None,
     peer: str = SYNCER,
+    number: int = 0,
 ) -> GrpcLink:
     """Open a session with the syncer at `config.address`, waiting for it at most `config.connect_timeout_s`.
 
@@ -118,6 +120,7 @@ def connect(
             one leaves is added. None: payloads that are cut are sent anew.
         inbox: Where deliveries go, if several links share one; whoever shares it receives those of all.
         peer: What deliveries call the other side.
+        number: Of the session; 0 for a new one, which is larger than all before it.
 
     Raises:
         TransportError: Nobody answered in time, or the syncer refused, or one side does not trust the other; why.
@@ -126,7 +129,7 @@ def connect(
     """
     own = credentials(config, check_name(learner_id))
     keep_freed_memory()
-    number = time.monotonic_ns()  # grows within a process; across processes the incarnation does
+    number = number or time.monotonic_ns()  # grows within a process; across processes the incarnation does
     header = pb.Header(run_id=run_id, epoch=epoch, incarnation=incarnation, session=number, stripes=config.stripes)
     if partials is None:
         partials = Partials(0, config.resume_s)

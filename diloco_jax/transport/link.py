@@ -61,6 +61,7 @@ class Delivery(NamedTuple):
     message: Message | None = None
     payload: bytes | memoryview = b""
     reason: str = ""
+    session: int = 0  # its number, which a learner's sessions with a syncer and its shards share
 
 
 class Traffic(NamedTuple):

@@ -99,6 +99,7 @@ class Session(ABC):
         self.open = True
         self.announced = False  # until it is set the driver knows nothing of the session, and is not told of its end
         self.reason = ""
+        self.number = 0
 
     @abstractmethod
     def send(self, message: Message, parts: tuple[memoryview, ...]) -> None:
@@ -122,7 +123,7 @@ class Session(ABC):
                 return False
             self.room[bulk] -= 1
             self.waiting_bytes += size
-            self.inbox.waiting.append((self, Delivery("message", self.peer, message, payload)))
+            self.inbox.waiting.append((self, Delivery("message", self.peer, message, payload, session=self.number)))
             self.inbox.changed.notify_all()
             return True
 
@@ -137,7 +138,9 @@ class Session(ABC):
             self.open = False
             self.reason = reason
             if tell and self.announced:
-                self.inbox.waiting.append((self, Delivery("disconnected", self.peer, reason=reason)))
+                self.inbox.waiting.append(
+                    (self, Delivery("disconnected", self.peer, reason=reason, session=self.number))
+                )
             self.inbox.changed.notify_all()
             return True
 

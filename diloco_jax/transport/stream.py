@@ -79,6 +79,7 @@ class StreamSession(Session):
         name: str = "",
     ) -> None:
         super().__init__(inbox, name or peer, config)
+        self.number = header.session
         self._dialled = peer == SYNCER
         self.partials = partials
         control, bulk = Outbox(config.queue_messages_max), Outbox(config.queue_payloads_max)

@@ -10,29 +10,28 @@ import numpy as np
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.merge import MergeConfig
-from diloco_jax.core.outer import OuterConfig, make_outer
+from diloco_jax.core.outer import Nesterov, OuterConfig, make_outer
+from diloco_jax.core.shards import share
 from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.runtime.arithmetic import LocalShares, Setup
 from diloco_jax.runtime.global_model import GlobalModel, Merged
 
 SHAPES = {"layer/kernel": (4, 6), "layer/bias": (6,), "embed": (8, 4)}
 FRAGMENTS = 2
 
 
-def make_model(outer: OuterConfig | None = None, wire_down: codec.Format = "float32", **merge: float) -> GlobalModel:
+def make_model(
+    outer: OuterConfig | None = None, wire_down: codec.Format = "float32", shards: int = 1, **merge: float
+) -> GlobalModel:
     """The model with its initial values."""
     rng = np.random.default_rng(7)
     parameters = {path: rng.normal(size=shape).astype(np.float32) for path, shape in SHAPES.items()}
-    outer = outer or OuterConfig(learning_rate=0.7, momentum=0.9)
-    return GlobalModel(
-        plan_fragments(SHAPES, FRAGMENTS),
-        parameters,
-        make_outer(outer),
-        merge=MergeConfig(**merge),  # type: ignore[arg-type]
-        weights="tokens2_per_step",
-        wire_up="float32",
-        wire_down=wire_down,
-        anchor_history=2,
-    )
+    plan, settings = plan_fragments(SHAPES, FRAGMENTS), MergeConfig(**merge)  # type: ignore[arg-type]
+    how = make_outer(outer or OuterConfig(learning_rate=0.7, momentum=0.9))
+    shares = share(plan, settings, shards, cut=isinstance(how, Nesterov))
+    arithmetic = LocalShares(Setup(shares, how, "float32", wire_down, 2))
+    factor = settings.outlier_factor
+    return GlobalModel(plan, parameters, arithmetic, weights="tokens2_per_step", outlier_factor=factor)
 
 
 def gradient(model: GlobalModel, fragment_id: int, seed: int, norm: float = 1.0) -> bytes:

@@ -31,7 +31,7 @@ def test_a_merge_changes_nothing_until_it_is_published() -> None:
     model.publish(merged)
     assert merged.state is not None and merged.left_out == {}
     assert model.versions == [1, 0] and model.payload(0) != payload
-    assert model.digests[0] == value_digest(model.slices(model.capture()[0], 0)) == merged.state.digest
+    assert model.digests[0] == value_digest(model.slices(model.capture(), 0)) == merged.state.digest
     assert model.digests[1] == digests[1]
 
 
@@ -82,8 +82,8 @@ def test_a_restored_value_replaces_the_newest_and_keeps_the_outer_state() -> Non
     assert model.fits(0, ahead.digests[0], ahead.payload(0))
     model.restore(0, 4, ahead.payload(0))
     assert model.versions == [4, 0] and model.digests == ahead.digests and model.payload(0) == ahead.payload(0)
-    kept, was = model.capture()[0], before.capture()[0]
-    assert kept.rates == was.rates
+    assert model.capture().marks[0].rates == before.capture().marks[0].rates
+    kept, was = model.capture().moment.states()[0], before.capture().moment.states()[0]
     pairs = zip(jax.tree.leaves(kept.outer), jax.tree.leaves(was.outer), strict=True)
     assert all(np.array_equal(ours, theirs) for ours, theirs in pairs)
 
@@ -167,15 +167,14 @@ def test_values_that_do_not_move_set_no_standard() -> None:
     """A learning rate of 0 in the first steps: norm 0 is not what is usual."""
     model = make_model()
     step = settle(model, norm=0.0)
-    assert model.capture()[0].rates == ()
+    assert model.capture().marks[0].rates == ()
     assert merge(model, step, {name: gradient(model, 0, n) for n, name in enumerate("abc")}).left_out == {}
 
 
 def test_the_past_is_bounded() -> None:
     model = make_model()
     settle(model, RATES_KEPT + 5)
-    assert len(model.capture()[0].rates) == RATES_KEPT
-    assert len(model.capture()[0].values) == 2
+    assert len(model.capture().marks[0].rates) == RATES_KEPT
 
 
 def test_finite_values_that_overflow_together_never_reach_the_model() -> None:

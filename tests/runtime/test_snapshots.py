@@ -48,10 +48,10 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
     path = write_snapshot(tmp_path, "run", model, snapshot, keep=3)
     assert path == tmp_path / "step_00000004"
     back = read_snapshot(path, make_model())
-    assert back._replace(model=()) == snapshot._replace(model=(), machine=back.machine)
+    assert back._replace(model=snapshot.model) == snapshot._replace(machine=back.machine)
     assert json.loads(back.machine) == json.loads(snapshot.machine)
-    assert [state.digest for state in back.model] == model.digests
-    assert [state.rates for state in back.model] == [state.rates for state in snapshot.model]
+    assert [mark.digest for mark in back.model.marks] == model.digests
+    assert [mark.rates for mark in back.model.marks] == [mark.rates for mark in snapshot.model.marks]
     parameters, meta = checkpoint.load_parameters(path)
     assert all(np.array_equal(value, parameters[name]) for name, value in model.parameters().items())
     assert (meta["global_step"], meta["tokens"], meta["run"], meta["epoch"]) == (4, 77, "run", 1)

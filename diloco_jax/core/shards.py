@@ -1,0 +1,187 @@
+"""Which merge shard works on which elements, and where its part of a payload lies.
+
+Tensors that are merged by radial-directional averaging stay whole, since their coefficients need the norm of the whole
+tensor. Averaged slices may be cut, at multiples of a leaf. So every leaf, and each tensor's norm, is computed by one
+shard exactly as it would be by one process: any number of shards gives the same bits.
+
+Both sides compute this from the plan and the settings; nothing of it travels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float32
+
+from diloco_jax.core.codec import BLOCK, Format
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.layout import LEAF, SCALED, Layout, Piece, combined, make_layout, whole
+from diloco_jax.core.merge import MergeConfig, Method, merge_method
+
+Flat = Float32[np.ndarray, "_"]
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A model's elements as they are dealt out.
+
+    Attributes:
+      wholes: layout of each fragment.
+      parts: layout of each fragment's part, by shard; without pieces where the shard has nothing of it.
+      methods: how each slice of a fragment is merged, by key.
+    """
+
+    wholes: tuple[Layout, ...]
+    parts: tuple[tuple[Layout, ...], ...]
+    methods: tuple[Mapping[str, Method], ...]
+
+    @property
+    def count(self) -> int:
+        """Number of shards."""
+        return len(self.parts)
+
+    def holders(self, fragment_id: int) -> tuple[int, ...]:
+        """The shards that have a part of this fragment."""
+        return tuple(shard for shard, parts in enumerate(self.parts) if parts[fragment_id].pieces)
+
+    def ranges(self, fragment_id: int, shard: int, format: Format) -> list[tuple[int, int]]:
+        """Bytes start..stop-1 of the whole payload that are the shard's, in the order of its own payload."""
+        layout = self.wholes[fragment_id]
+        places = {piece.key: place for piece, place in zip(layout.pieces, layout.places(format), strict=True)}
+        part = self.parts[shard][fragment_id]
+        found: list[tuple[int, int]] = []
+        for piece, own in zip(part.pieces, part.places(format), strict=True):
+            place, first = places[piece.key], piece.start // BLOCK
+            if format in SCALED:
+                scales, codes = place.scales + 4 * first, place.codes + first * _block_bytes(format)
+            else:
+                scales = codes = place.codes + piece.start * (4 if format == "float32" else 2)
+            for start, size in ((scales, own.codes - own.scales), (codes, own.end - own.codes)):
+                if found and found[-1][1] == start:
+                    found[-1] = (found[-1][0], start + size)
+                elif size:
+                    found.append((start, start + size))
+        return found
+
+    def cut(self, fragment_id: int, shard: int, flat: Flat) -> Flat:
+        """The shard's part of a whole flat array, as a new array."""
+        ranges = self.ranges(fragment_id, shard, "float32")
+        return np.concatenate([flat[start // 4 : stop // 4] for start, stop in ranges] or [flat[:0]])
+
+    def join(self, fragment_id: int, parts: Mapping[int, Flat]) -> Flat:
+        """The whole flat array of the parts by shard; with one shard its own array."""
+        if self.count == 1:
+            return parts[0]
+        flat = np.empty(self.wholes[fragment_id].size, np.float32)
+        for shard in self.holders(fragment_id):
+            fill(flat.view(np.uint8).data, self.ranges(fragment_id, shard, "float32"), parts[shard].view(np.uint8).data)
+        return flat
+
+    def digest(self, fragment_id: int, leaves: Mapping[int, Sequence[int]]) -> int:
+        """The digest of a value from those of the shards' leaves."""
+        found = []
+        for shard in self.holders(fragment_id):
+            part = self.parts[shard][fragment_id]
+            for leaf, digest in zip(part.leaves, leaves[shard], strict=True):
+                piece = part.pieces[leaf.piece]
+                found.append((piece.key, piece.start + leaf.start, digest))
+        return combined([digest for _, _, digest in sorted(found)])
+
+
+def share(plan: FragmentPlan, merge: MergeConfig, count: int, *, cut: bool = True) -> Shares:
+    """Deal out a model, so that every shard has about as much of every fragment.
+
+    Whole tensors first, the largest first, each to the shard with the least of the fragment; then averaged slices fill
+    the shards up to equal shares.
+
+    Args:
+      plan: the fragments.
+      merge: which tensors are merged how.
+      count: number of shards, at least 1.
+      cut: whether averaged slices may be cut: not if the outer optimizer must see whole tensors.
+
+    Raises:
+      ValueError: count is below 1.
+    """
+    if count < 1:
+        raise ValueError(f"the model was to be shared by {count} shards; use at least 1")
+    totals = [0] * count
+    wholes, methods = [], []
+    parts: list[list[Layout]] = [[] for _ in range(count)]
+    for fragment in plan.fragments:
+        layout, paths = whole(fragment), {piece.key: piece.path for piece in fragment.slices}
+        how = {piece.key: merge_method(paths[piece.key], piece.shape, merge) for piece in layout.pieces}
+        for shard, pieces in enumerate(_deal(layout, how, totals, cut)):
+            parts[shard].append(make_layout(pieces))
+            totals[shard] += parts[shard][-1].size
+        wholes.append(layout)
+        methods.append(how)
+    return Shares(tuple(wholes), tuple(tuple(each) for each in parts), tuple(methods))
+
+
+def split(payload: Buffer | Sequence[Buffer], ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+    """Views of these ranges of a payload.
+
+    Args:
+      payload: bytes, or pieces of them in their order.
+      ranges: bytes start..stop-1, each within the payload.
+    """
+    pieces, ends = [], [0]
+    for piece in [payload] if isinstance(payload, Buffer) else payload:
+        pieces.append(memoryview(piece).cast("B"))
+        ends.append(ends[-1] + pieces[-1].nbytes)
+    views = []
+    for start, stop in ranges:
+        for piece, first, end in zip(pieces, ends, ends[1:], strict=False):
+            if start < end and stop > first:
+                views.append(piece[max(start, first) - first : min(stop, end) - first])
+    return views
+
+
+def fill(whole: memoryview, ranges: Sequence[tuple[int, int]], part: Buffer) -> None:
+    """Write a part's bytes to their ranges of a whole payload; the sizes must agree."""
+    source, offset = memoryview(part), 0
+    for start, stop in ranges:
+        whole[start:stop] = source[offset : offset + stop - start]
+        offset += stop - start
+
+
+def _deal(layout: Layout, methods: Mapping[str, Method], totals: Sequence[int], cut: bool) -> list[list[Piece]]:
+    """The pieces of each shard; of equally loaded ones that with the least in all gets the next."""
+    count = len(totals)
+    if count == 1:
+        return [list(layout.pieces)]
+    loads, target = [0] * count, math.ceil(layout.size / count)
+    ranges: dict[tuple[str, int], list[tuple[int, int]]] = {}
+
+    def cuttable(piece: Piece) -> bool:
+        return cut and methods[piece.key] == "average"
+
+    for piece in sorted(layout.pieces, key=lambda piece: (cuttable(piece), -piece.stop, piece.key)):
+        start = 0
+        while start < piece.stop:
+            shard = min(range(count), key=lambda each: (loads[each], totals[each], each))
+            room = max(1, (target - loads[shard]) // LEAF) * LEAF if cuttable(piece) else piece.stop
+            stop = min(piece.stop, start + room)
+            own = ranges.setdefault((piece.key, shard), [])
+            if own and own[-1][1] == start:
+                own[-1] = (own[-1][0], stop)
+            else:
+                own.append((start, stop))
+            loads[shard] += stop - start
+            start = stop
+    shapes = {piece.key: piece.shape for piece in layout.pieces}
+    dealt: list[list[Piece]] = [[] for _ in range(count)]
+    for (key, shard), own in ranges.items():
+        for start, stop in own:
+            is_whole = stop - start == math.prod(shapes[key])
+            dealt[shard].append(Piece(key, start, stop, shapes[key] if is_whole else (stop - start,)))
+    return dealt
+
+
+def _block_bytes(format: Format) -> int:
+    return BLOCK if format == "int8" else BLOCK // 2

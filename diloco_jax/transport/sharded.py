@@ -1,0 +1,206 @@
+"""A learner's sessions with a syncer that has merge shards, as one link.
+
+The learner dials the syncer, which names its shards, and then each shard. All deliveries go to one inbox. The value of
+a fragment goes in parts to the shards that work on it, and new versions come back in parts; what the driver sees is one
+whole payload each way. A hello goes to everybody, so that the shards know whom to answer. All else is the syncer's.
+
+The link ends as a whole: when one of its sessions does. Parts of a version that never becomes whole are bounded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import NamedTuple
+
+from diloco_jax.core.codec import Format
+from diloco_jax.core.shards import Shares, fill, split
+from diloco_jax.protocol.messages import (
+    NO_VERSION,
+    SYNCER,
+    FragmentValue,
+    GlobalFragment,
+    Hello,
+    LearnerMessage,
+)
+from diloco_jax.transport.grpc_link import GrpcLink, connect
+from diloco_jax.transport.link import Delivery, Link, Payload, TransportConfig
+from diloco_jax.transport.partials import Partials
+from diloco_jax.transport.sessions import Inbox
+
+INCOMPLETE_MAX = 2  # versions of one fragment of which some parts are here
+
+
+class _Incomplete(NamedTuple):
+    payload: bytearray
+    missing: set[int]
+
+
+class Dialler:
+    """Connects a learner to its syncer again and again, and keeps what cut sessions have left.
+
+    Args:
+        config: of the transport, with the syncer's address.
+        run_id: name of the run.
+        learner_id: our name.
+        incarnation: grows with every start of this learner.
+        shares: how the model is dealt out.
+        up: format of the values that learners send.
+        down: format of the steps that come back.
+    """
+
+    def __init__(
+        self,
+        config: TransportConfig,
+        *,
+        run_id: str,
+        learner_id: str,
+        incarnation: int,
+        shares: Shares,
+        up: Format,
+        down: Format,
+    ) -> None:
+        self._config = config
+        self._run_id = run_id
+        self._learner_id = learner_id
+        self._incarnation = incarnation
+        self._shares = shares
+        self._formats: tuple[Format, Format] = up, down
+        shards = shares.count if shares.count > 1 else 0
+        self._partials = [Partials(config.payload_bytes_max, config.resume_s) for _ in range(shards + 1)]
+
+    def connect(self, epoch: int) -> Link:
+        """A new link; see grpc_link.connect.
+
+        Args:
+            epoch: newest life of the syncer that we have heard of.
+
+        Raises:
+            TransportError: the syncer or one of its shards did not answer in time, or refused.
+            ValueError: our name, certificate, key, token or address cannot be used.
+        """
+        inbox = Inbox()
+        control = self._dial(self._config, epoch, inbox, self._partials[0], SYNCER, 0)
+        if not control.shards or len(control.shards) + 1 != len(self._partials):
+            return control  # one process; or of another config than ours, which its answer to our hello will say
+
+        def dial(shard: int) -> GrpcLink:
+            config = replace(self._config, address=control.shards[shard])
+            return self._dial(config, epoch, inbox, self._partials[shard + 1], f"shard-{shard}", control.number)
+
+        with ThreadPoolExecutor(len(control.shards), "diloco-dial") as pool:
+            dialled = [pool.submit(dial, shard) for shard in range(len(control.shards))]
+        links = [each.result() for each in dialled if each.exception() is None]
+        if len(links) < len(dialled):
+            for link in [*links, control]:
+                link.close(0.0)
+            raise next(error for each in dialled if (error := each.exception()) is not None)
+        return ShardedLink(control, links, inbox, self._shares, *self._formats)
+
+    def _dial(
+        self, config: TransportConfig, epoch: int, inbox: Inbox, partials: Partials, peer: str, number: int
+    ) -> GrpcLink:
+        return connect(
+            config,
+            run_id=self._run_id,
+            epoch=epoch,
+            learner_id=self._learner_id,
+            incarnation=self._incarnation,
+            partials=partials,
+            inbox=inbox,
+            peer=peer,
+            number=number,
+        )
+
+
+class ShardedLink:
+    """One link over several sessions; a Dialler makes it.
+
+    Args:
+        control: the session with the syncer.
+        shards: those with its shards, in their order.
+        inbox: of all of them.
+        shares: how the model is dealt out.
+        up: format of the values that learners send.
+        down: format of the steps that come back.
+    """
+
+    def __init__(
+        self, control: GrpcLink, shards: Sequence[GrpcLink], inbox: Inbox, shares: Shares, up: Format, down: Format
+    ) -> None:
+        self._control = control
+        self._links = tuple(shards)
+        self._numbers = {f"shard-{shard}": shard for shard in range(len(shards))}
+        self._inbox = inbox
+        self._shares = shares
+        self._up: Format = up
+        self._down: Format = down
+        self._incomplete: dict[int, dict[GlobalFragment, _Incomplete]] = {}
+
+    def send(self, message: LearnerMessage, payload: Payload = b"") -> None:
+        """Queue a message, or its parts; never blocks. See Link.send."""
+        if isinstance(message, FragmentValue):
+            buffers = [payload] if isinstance(payload, bytes | bytearray | memoryview) else payload
+            size = sum(memoryview(piece).nbytes for piece in buffers)
+            # An answer without a value is one too: the syncer waits for it, and leaves it out.
+            has_value = size == self._shares.wholes[message.fragment_id].payload_bytes(self._up)
+            for shard in self._shares.holders(message.fragment_id):
+                ranges = self._shares.ranges(message.fragment_id, shard, self._up) if has_value else ()
+                self._links[shard].send(message, split(buffers, ranges))
+            return
+        if isinstance(message, Hello):
+            for link in self._links:
+                link.send(message)
+        self._control.send(message, payload)
+
+    def receive(self, timeout_s: float) -> Delivery | None:
+        """Return the next delivery, or None after `timeout_s` seconds; 0 only looks."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            item = self._inbox.get(max(0.0, until_s - time.monotonic()))
+            if item is None:
+                return None
+            delivery = item[1]
+            shard = self._numbers.get(delivery.peer)
+            if shard is None:
+                return delivery
+            if delivery.kind == "disconnected":
+                return delivery._replace(peer=SYNCER, reason=f"merge shard {shard}: {delivery.reason}")
+            if isinstance(delivery.message, GlobalFragment):
+                payload = self._join(shard, delivery.message, delivery.payload)
+                if payload is not None:
+                    return delivery._replace(peer=SYNCER, payload=payload)
+
+    def _join(self, shard: int, message: GlobalFragment, part: bytes | memoryview) -> bytes | memoryview | None:
+        """The whole payload when all parts are here. One that cannot be made is empty, which nobody can decode."""
+        shares, fragment_id = self._shares, message.fragment_id
+        format = "float32" if message.base == NO_VERSION else self._down
+        if not 0 <= fragment_id < len(shares.wholes):
+            return b""
+        of_fragment = self._incomplete.setdefault(fragment_id, {})
+        if message not in of_fragment:
+            size = shares.wholes[fragment_id].payload_bytes(format)
+            of_fragment[message] = _Incomplete(bytearray(size), set(shares.holders(fragment_id)))
+            if len(of_fragment) > INCOMPLETE_MAX:
+                del of_fragment[next(iter(of_fragment))]
+        whole = of_fragment[message]
+        ranges = shares.ranges(fragment_id, shard, format)
+        if shard not in whole.missing:
+            return None
+        if len(part) != sum(stop - start for start, stop in ranges):
+            del of_fragment[message]
+            return b""
+        fill(memoryview(whole.payload), ranges, part)
+        whole.missing.remove(shard)
+        if whole.missing:
+            return None
+        del of_fragment[message]
+        return memoryview(whole.payload).toreadonly()
+
+    def close(self, grace_s: float = 5.0) -> None:
+        """Send what is queued for at most `grace_s` seconds, then end all sessions; safe to call again."""
+        until_s = time.monotonic() + grace_s
+        for link in (*self._links, self._control):
+            link.close(max(0.0, until_s - time.monotonic()))
