@@ -310,3 +310,29 @@ def test_small_numbers_ties_and_zeros_are_encoded_as_by_the_codec(down: Format) 
     expected, step = reference(layout, [payload], np.ones(1), state, "float32", down)
     update = merger.update(values_of([payload]), merger.inspect(values_of([payload])), np.ones(1), state)
     assert bits(update.state) == bits(expected) and update.step.tobytes() == step
+
+
+def test_an_outer_state_that_is_not_finite_says_so() -> None:
+    layout = layout_of({"x": (300,)})
+    merger = make_merger(layout, "float32", "int4", Optax(optax.adam(0.1)))
+    state = merger.first(np.zeros(300, np.float32))
+    gradient = np.full(300, 1e25, np.float32)  # its square is beyond float32
+    update = merger.apply(values_of([gradient.view(np.uint8)]), [np.ones(1, np.float32)], state)
+    assert np.isfinite(update.state.value).all() and not update.finite
+
+
+@pytest.mark.parametrize(("down", "most"), [("int4", 7), ("int8", 127)])
+def test_halves_between_two_codes_are_rounded_as_by_the_codec(down: Format, most: int) -> None:
+    rng = np.random.default_rng(0)
+    rows = []
+    for absmax in rng.uniform(0.1, 10, 64).astype(np.float32):
+        scale = absmax * np.float32(1 / most)
+        row = (rng.integers(-most, most, 256) + np.float32(0.5)).astype(np.float32) * scale
+        row[0] = absmax
+        rows.append(row)
+    gradient = {"x": np.stack(rows)}
+    layout = layout_of({"x": (64, 256)})
+    merger = make_merger(layout, "float32", down, Nesterov(1.0, 0.0))
+    values, state = values_of([payload_of(gradient, "float32")]), merger.first(np.zeros(layout.size, np.float32))
+    step = merger.update(values, merger.inspect(values), np.ones(1), state).step
+    assert step.tobytes() == payload_of({"x": -gradient["x"]}, down).tobytes()
