@@ -49,7 +49,7 @@ def test_summary_has_every_key_and_adds_up(finished: Path) -> None:
 
 
 def test_wire_bytes_are_those_of_the_fragments(finished: Path) -> None:
-    """Up: four bits per value, scales and reports. Down: as many in steps to both learners, and whole values to join."""
+    """Up: four bits per value, scales and reports. Down: as many in steps to each learner, whole values to join."""
     summary = json.loads((finished / "summary.json").read_text())
     records = list(read_metrics(finished / "metrics.jsonl"))
     parts = sum(len(r["members"]) for r in records if r["kind"] == "merged")
