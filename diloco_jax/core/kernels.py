@@ -16,6 +16,7 @@ from typing import Any, no_type_check
 
 import numpy as np
 from numba import carray, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 BLOCK = 256
@@ -27,6 +28,7 @@ _ZERO_ABSMAX = np.float32(1e-30)
 _ROUND = np.float32(1.5 * 2**23)  # x + this - this rounds |x| < 2^22 to the nearest even integer
 _SHARE_INT8, _SHARE_INT4 = np.float32(1 / 127), np.float32(1 / 7)
 _MAGNITUDE, _INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
+_BATCH = 64  # blocks that are moved at once: 64 KiB of each array fit the level-2 cache
 _LANES = 16  # partial sums, so that a sum in a fixed order can use vector units
 
 
@@ -70,6 +72,20 @@ def _float_of(typingctx, bits):
     return types.float32(types.uint32), code
 
 
+@intrinsic
+@no_type_check
+def _memcpy(typingctx, to_at, from_at, num_bytes):
+    """The C library's: for tens of KiB it writes without reading first what it will overwrite, as no loop here can."""
+
+    def code(context, builder, signature, arguments):
+        pointer = context.get_value_type(types.CPointer(types.uint8))
+        to_at, from_at = (builder.inttoptr(address, pointer) for address in arguments[:2])
+        cgutils.raw_memcpy(builder, to_at, from_at, arguments[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.uint64, types.uint64), code
+
+
 @njit(forceinline=True)
 @no_type_check
 def _scratch(rows):
@@ -90,14 +106,6 @@ def _fill(to_at, begin):
     to = _floats(to_at)
     for j in range(begin, BLOCK):
         to[j] = np.float32(0)
-
-
-@_compiled
-@no_type_check
-def _copy(from_at, to_at, size):
-    source, to = _floats(from_at), _floats(to_at)
-    for j in range(size):
-        to[j] = source[j]
 
 
 # ---- from payloads ---------------------------------------------------------------------------------------------------
@@ -159,7 +167,7 @@ def mean(payloads, moved, weights, fmt, at, start, out):
     for first in range(0, out.size, BLOCK):
         size = min(BLOCK, out.size - first)
         _mean(payloads, moved, weights, fmt, at, first, (start + first) // BLOCK, size, acc_at)
-        _copy(acc_at, out_at + np.uint64(4 * first), size)
+        _memcpy(out_at + np.uint64(4 * first), acc_at, np.uint64(4 * size))
     scratch[0] = np.float32(0)  # the memory is alive until here
 
 
@@ -326,7 +334,7 @@ def _encode(wanted_at, most, fmt, step_at, at, block, size, rounded_at):
         halves = _halves(step_at + np.uint64(at[1] + 2 * block * BLOCK))
         _encode_bfloat16(_words(wanted_at), halves, _words(rounded_at), size)
     else:
-        _copy(wanted_at, rounded_at, BLOCK)
+        _memcpy(rounded_at, wanted_at, _ROW)
 
 
 @_compiled
@@ -339,16 +347,6 @@ def _apply(value_at, wanted_at, rounded_at, new_value_at, new_residual_at):
         new_value[j] = value[j] + rounded[j]
         new_residual[j] = wanted[j] - rounded[j]
     return _largest(_words(new_value_at))
-
-
-@_compiled
-@no_type_check
-def _padded(at, size, pad_at):
-    """Where a whole block is: here, or with `size` elements copied to where it is filled up with zeros."""
-    if size == BLOCK:
-        return at
-    _copy(at, pad_at, size)
-    return pad_at
 
 
 @_compiled
@@ -368,27 +366,35 @@ def update(
 
     Returns whether the new value is finite; then the trace and the residual are, too.
     """
-    scratch = _scratch(9)
+    scratch = _scratch(3 + 6 * _BATCH)
     acc_at, wanted_at, rounded_at = _row(scratch, 0), _row(scratch, 1), _row(scratch, 2)
-    x_pad, t_pad, r_pad = _row(scratch, 3), _row(scratch, 4), _row(scratch, 5)
-    x_new, t_new, r_new = _row(scratch, 6), _row(scratch, 7), _row(scratch, 8)
+    x_at, t_at, r_at = _row(scratch, 3), _row(scratch, 3 + _BATCH), _row(scratch, 3 + 2 * _BATCH)
+    x_new, t_new, r_new = _row(scratch, 3 + 3 * _BATCH), _row(scratch, 3 + 4 * _BATCH), _row(scratch, 3 + 5 * _BATCH)
     most = np.uint32(0)
-    for first in range(0, value.size, BLOCK):
-        here, block, size = np.uint64(4 * first), (start + first) // BLOCK, min(BLOCK, value.size - first)
-        t_size, r_size = size if trace.size else 0, size if residual.size else 0
-        x_at, x2_at = value.ctypes.data + here, new_value.ctypes.data + here
-        t_at, t2_at = trace.ctypes.data + here, new_trace.ctypes.data + here
-        r_at, r2_at = residual.ctypes.data + here, new_residual.ctypes.data + here
-        _mean(payloads, moved, weights, fmt_in, at_in, first, block, size, acc_at)
-        t_from, t_to = _padded(t_at, t_size, t_pad), t2_at if t_size == BLOCK else t_new
-        largest = _move(acc_at, t_from, _padded(r_at, r_size, r_pad), rate, momentum, t_to, wanted_at)
-        _encode(wanted_at, largest, fmt_out, step.ctypes.data, at_out, block, size, rounded_at)
-        x_to, r_to = x2_at if size == BLOCK else x_new, r2_at if r_size == BLOCK else r_new
-        largest = _apply(_padded(x_at, size, x_pad), wanted_at, rounded_at, x_to, r_to)
-        most = largest if largest > most else most
-        if size < BLOCK:
-            _copy(x_new, x2_at, size)
-            _copy(t_new, t2_at, t_size)
-            _copy(r_new, r2_at, r_size)
+    for begin in range(0, value.size, _BATCH * BLOCK):
+        end = min(begin + _BATCH * BLOCK, value.size)
+        here, num_bytes = np.uint64(4 * begin), np.uint64(4 * (end - begin))
+        _memcpy(x_at, value.ctypes.data + here, num_bytes)
+        if trace.size:
+            _memcpy(t_at, trace.ctypes.data + here, num_bytes)
+        if residual.size:
+            _memcpy(r_at, residual.ctypes.data + here, num_bytes)
+        for first in range(begin, end, BLOCK):
+            there = np.uint64(4 * (first - begin))
+            block, size = (start + first) // BLOCK, min(BLOCK, value.size - first)
+            if size < BLOCK:  # of an earlier batch
+                _fill(x_at + there, size)
+                _fill(t_at + there, size)
+                _fill(r_at + there, size)
+            _mean(payloads, moved, weights, fmt_in, at_in, first, block, size, acc_at)
+            largest = _move(acc_at, t_at + there, r_at + there, rate, momentum, t_new + there, wanted_at)
+            _encode(wanted_at, largest, fmt_out, step.ctypes.data, at_out, block, size, rounded_at)
+            largest = _apply(x_at + there, wanted_at, rounded_at, x_new + there, r_new + there)
+            most = largest if largest > most else most
+        _memcpy(new_value.ctypes.data + here, x_new, num_bytes)
+        if trace.size:
+            _memcpy(new_trace.ctypes.data + here, t_new, num_bytes)
+        if residual.size:
+            _memcpy(new_residual.ctypes.data + here, r_new, num_bytes)
     scratch[0] = np.float32(0)  # the memory is alive until here
     return most < _INFINITE
