@@ -115,8 +115,7 @@ def results(
         found.append(row(f"merged_rate_{label}", "B/s", [merged / each.wall_s for each in rows], common))
         cpu = [each.cpu_s / merged * 1e6 for each in rows]
         found.append(row(f"syncer_cpu_per_merged_mb_{label}", "s/MB", cpu, common))
-        memory = [each.rss_bytes / case.learners for each in rows]
-        found.append(row(f"syncer_rss_per_learner_{label}", "B", memory, common))
+        found.append(row(f"syncer_rss_{label}", "B", [float(each.rss_bytes) for each in rows], common))
         other = first[1] if case.shards == 1 else first[2]
         if case != other and other in measured:
             base = payload_bytes * other.learners * arguments.rounds
@@ -124,6 +123,11 @@ def results(
             ratios = [(mine.cpu_s / merged) / (theirs.cpu_s / base) for mine, theirs in pairs]
             against = f"{other.shards}_shards_{other.learners}_learners"
             found.append(row(f"syncer_cpu_per_merged_mb_{label}_vs_{against}", "ratio", ratios, common))
+        if case.shards == 1 and case != other:
+            more = case.learners - other.learners
+            pairs = zip(rows, measured[other], strict=True)
+            growth = [(mine.rss_bytes - theirs.rss_bytes) / more for mine, theirs in pairs]
+            found.append(row(f"syncer_rss_per_learner_above_{other.learners}_{label}", "B", growth, common))
     return found
 
 
