@@ -131,10 +131,11 @@ class ShardedListener:
             for heard in self._heard:
                 if heard.get(peer) == delivery.session:
                     del heard[peer]
-        elif isinstance(delivery.message, Hello) and delivery.message.fingerprint == self._fingerprint:
-            self._hellos[peer] = delivery
-            self._greet(peer)
-            return
+        elif isinstance(delivery.message, Hello):
+            if delivery.message.fingerprint == self._fingerprint:
+                self._hellos[peer] = delivery
+                self._greet(peer)
+                return
         elif peer in self._hellos or isinstance(delivery.message, FragmentValue):
             return
         self._ready.append(delivery)

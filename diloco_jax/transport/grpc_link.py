@@ -131,10 +131,8 @@ def connect(
     keep_freed_memory()
     number = number or time.monotonic_ns()  # grows within a process; across processes the incarnation does
     header = pb.Header(run_id=run_id, epoch=epoch, incarnation=incarnation, session=number, stripes=config.stripes)
-    if partials is None:
-        partials = Partials(0, config.resume_s)
-    if inbox is None:
-        inbox = Inbox()
+    partials = Partials(0, config.resume_s) if partials is None else partials
+    inbox = Inbox() if inbox is None else inbox
     session = StreamSession(inbox, header, learner_id, SYNCER, config, partials, name=peer)
     link = GrpcLink(session)
     lanes = list(session.lanes.values())

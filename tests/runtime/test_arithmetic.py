@@ -82,8 +82,8 @@ def test_what_two_shares_saved_three_go_on_with(outer: OuterConfig) -> None:
         assert again[group].keys() == arrays.keys()
         assert all(np.array_equal(again[group][name], array) for name, array in arrays.items())
     payloads = {"a": payload(1, 1, "int4"), "b": payload(1, 2, "int4")}
+    parts = tuple(Part(name, 9, 1, 64, model.versions[1], 4) for name in "ab")
     for one in (model, other):
-        parts = tuple(Part(name, 9, 1, 64, model.versions[1], 4) for name in "ab")
         one.publish(one.merge(Merge(9, 1, parts), payloads))
     if outer.optimizer == "nesterov":  # XLA may fuse the same operations of a smaller program in another way
         assert other.digests == model.digests

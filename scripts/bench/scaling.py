@@ -1,0 +1,273 @@
+"""What do more learners, and more merge shards, cost the syncer?
+
+Each case is a syncer without its machine (listener, merge, outer step, encoded step, with 1, 2 or 4 shards) and a
+process of stub learners, which send the same int4 values as fast as they are asked for them, over loopback. All cases
+are alive at once and are measured in turn, so that each run compares them under the same conditions; ratios are taken
+within a run. CPU time is that of the syncer's processes, learners excluded.
+
+With fewer cores than processes more shards cannot be faster: then what counts is how little CPU time they add.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from diloco_jax.config import dump
+from diloco_jax.core import codec
+from diloco_jax.core.fragments import FragmentPlan, plan_fragments
+from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Hello, PullRequest
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.runtime.global_model import GlobalModel, make_model, make_setup
+from diloco_jax.runtime.remote_shares import RemoteShares, make_arithmetic
+from diloco_jax.runtime.settings import RunConfig, SyncerConfig
+from diloco_jax.runtime.sharded_listener import Life, ShardedListener, open_listeners
+from diloco_jax.transport.grpc_link import GrpcListener
+from diloco_jax.transport.sharded import Dialler
+
+FRAGMENTS = 2
+WAIT_S = 30.0
+FINGERPRINT = (("run", "scaling"),)
+
+
+class Case(NamedTuple):
+    """A syncer with so many shards and learners."""
+
+    shards: int
+    learners: int
+
+
+class Measured(NamedTuple):
+    """What some rounds took."""
+
+    wall_s: float
+    cpu_s: float
+    rss_bytes: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--learners", type=int, nargs="+", default=[2, 4, 8, 16], help="with one shard")
+    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4], help="with four learners")
+    parser.add_argument("--elements", type=int, default=4 << 20, help="of one fragment")
+    parser.add_argument("--rounds", type=int, default=10, help="in each measurement of a run")
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--json", action="store_true", help="print one JSON object per result and line")
+    arguments = parser.parse_args()
+    cases = sorted({*(Case(1, learners) for learners in arguments.learners), *(Case(s, 4) for s in arguments.shards)})
+    with tempfile.TemporaryDirectory() as folder:
+        measured = measure(cases, Path(folder), arguments)
+    for result in results(cases, measured, arguments):
+        if arguments.json:
+            sys.stdout.write(json.dumps(result) + "\n")
+        else:
+            sys.stdout.write("{name}: {value:.4g} {unit} ({low:.4g} to {high:.4g}, {runs} runs)\n".format(**result))
+
+
+def measure(cases: list[Case], folder: Path, arguments: argparse.Namespace) -> dict[Case, list[Measured]]:
+    """All cases in turn, as often as there are runs."""
+    spawn = multiprocessing.get_context("spawn")
+    pipes: dict[Case, Connection] = {}
+    for case in cases:
+        ours, theirs = spawn.Pipe()
+        spawn.Process(target=serve, args=(case, folder, arguments.elements, theirs)).start()
+        address = ours.recv()
+        spawn.Process(target=learn, args=(case, address, arguments.elements), daemon=True).start()
+        pipes[case] = ours
+    measured: dict[Case, list[Measured]] = {case: [] for case in cases}
+    for run in range(-1, arguments.runs):  # the first run warms up
+        for case in cases if run % 2 else cases[::-1]:
+            pipes[case].send(arguments.rounds)
+            found = Measured(*pipes[case].recv())
+            measured[case] += [found] * (run >= 0)
+    for pipe in pipes.values():
+        pipe.send(0)
+    return measured
+
+
+def results(
+    cases: list[Case], measured: Mapping[Case, list[Measured]], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """One object per case and quantity."""
+    payload_bytes = payload_of(arguments.elements).nbytes
+    first = {1: Case(1, min(arguments.learners)), 2: Case(1, 4)}
+    found = []
+    for case in cases:
+        merged = payload_bytes * case.learners * arguments.rounds
+        common = {"shards": case.shards, "learners": case.learners, "payload_bytes": payload_bytes}
+        label = f"{case.shards}_shards_{case.learners}_learners"
+        rows = measured[case]
+        found.append(row(f"merged_rate_{label}", "B/s", [merged / each.wall_s for each in rows], common))
+        cpu = [each.cpu_s / merged * 1e6 for each in rows]
+        found.append(row(f"syncer_cpu_per_merged_mb_{label}", "s/MB", cpu, common))
+        found.append(row(f"syncer_rss_{label}", "B", [float(each.rss_bytes) for each in rows], common))
+        other = first[1] if case.shards == 1 else first[2]
+        if case != other and other in measured:
+            base = payload_bytes * other.learners * arguments.rounds
+            pairs = zip(rows, measured[other], strict=True)
+            ratios = [(mine.cpu_s / merged) / (theirs.cpu_s / base) for mine, theirs in pairs]
+            against = f"{other.shards}_shards_{other.learners}_learners"
+            found.append(row(f"syncer_cpu_per_merged_mb_{label}_vs_{against}", "ratio", ratios, common))
+        if case.shards == 1 and case != other:
+            more = case.learners - other.learners
+            pairs = zip(rows, measured[other], strict=True)
+            growth = [(mine.rss_bytes - theirs.rss_bytes) / more for mine, theirs in pairs]
+            found.append(row(f"syncer_rss_per_learner_above_{other.learners}_{label}", "B", growth, common))
+    return found
+
+
+def row(name: str, unit: str, values: list[float], common: Mapping[str, Any]) -> dict[str, Any]:
+    result = {"name": name, "value": statistics.median(values), "unit": unit, "low": min(values), "high": max(values)}
+    return {**result, "runs": len(values), "cores": os.cpu_count(), **common}
+
+
+# ---- the model ----------------------------------------------------------------------------------------------------
+
+
+def plan_of(elements: int) -> FragmentPlan:
+    """Embeddings and matrices: half of each fragment may be cut, half of it must stay in whole tensors."""
+    width = 1 << 9
+    shapes = {f"embed_{n}": (elements // width // 2, width) for n in range(2)}
+    shapes |= {f"layer_{n}/kernel": (elements // width // 8, width) for n in range(8)}
+    return plan_fragments(shapes, FRAGMENTS)
+
+
+def payload_of(elements: int, fragment_id: int = 0) -> np.ndarray:
+    """A value of a fragment; all have the same size."""
+    rng = np.random.default_rng(fragment_id)
+    shapes = plan_of(elements).fragments[fragment_id].keys_shapes
+    values = {key: rng.normal(0, 1e-3, shape).astype(np.float32) for key, shape in shapes}
+    return np.frombuffer(codec.encode(values, "int4"), np.uint8)
+
+
+def config_of(case: Case) -> RunConfig:
+    base = RunConfig(protocol=ProtocolConfig(sync_every=FRAGMENTS, num_fragments=FRAGMENTS), name="scaling")
+    transport = replace(base.transport, stripes=1)
+    return replace(base, syncer=SyncerConfig(shards=case.shards, merge_threads=1), transport=transport)
+
+
+# ---- the syncer ---------------------------------------------------------------------------------------------------
+
+
+def serve(case: Case, folder: Path, elements: int, pipe: Connection) -> None:
+    """A process: rounds as often as the pipe says, until it says 0."""
+    config, plan = config_of(case), plan_of(elements)
+    path = folder / f"{case.shards}-{case.learners}" / "config.yaml"
+    path.parent.mkdir()
+    path.write_text(dump(config), encoding="utf-8")
+    arithmetic = make_arithmetic(make_setup(config, plan), plan, path, 1, lambda error: os._exit(1))
+    model = make_model(config, plan, {name: np.zeros(s, np.float32) for name, s in plan.shapes.items()}, arithmetic)
+    listener = open_listeners(config, path.parent, Life("fresh", 1, threading.Event()), arithmetic, FINGERPRINT)
+    pids = [os.getpid()]
+    if isinstance(arithmetic, RemoteShares):
+        pids += [proxy.process.pid for proxy in arithmetic.proxies]
+    pipe.send(listener.address)
+    names = [f"stub-{number}" for number in range(case.learners)]
+    hear(listener, Hello, len(names))
+    step = 0
+    while rounds := pipe.recv():
+        began_s, cpu_s = time.perf_counter(), sum(map(cpu_of, pids))
+        for _ in range(rounds):
+            step += 1
+            play(step, names, model, listener)
+        wall_s = time.perf_counter() - began_s
+        pipe.send((wall_s, sum(map(cpu_of, pids)) - cpu_s, sum(map(rss_of, pids))))
+    listener.close(0.0)
+    arithmetic.close()
+
+
+def play(step: int, names: list[str], model: GlobalModel, listener: GrpcListener | ShardedListener) -> None:
+    """One round."""
+    fragment_id = step % FRAGMENTS
+    base = model.versions[fragment_id]
+    for name in names:
+        listener.send(name, PullRequest(step, fragment_id, step))
+    values = hear(listener, FragmentValue, len(names))
+    parts = tuple(Part(name, step, 1, 1, base, 1) for name in sorted(names))
+    merged = model.merge(Merge(step, fragment_id, parts), values)
+    assert merged.state is not None, merged.left_out
+    model.publish(merged)
+    message = GlobalFragment(step, fragment_id, step, 1, merged.state.digest, 0, base)
+    for name in names:
+        listener.send(name, message, model.payload(fragment_id, base))
+
+
+def hear(listener: GrpcListener | ShardedListener, kind: type, count: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    until_s = time.monotonic() + WAIT_S
+    while len(found) < count:
+        delivery = listener.receive(1.0)
+        if delivery is not None and isinstance(delivery.message, kind):
+            found[delivery.peer] = delivery.payload
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"{len(found)} of {count} learners answered within {WAIT_S:g} s")
+    return found
+
+
+def cpu_of(pid: int) -> float:
+    """CPU seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def rss_of(pid: int) -> int:
+    """Bytes of memory that a process has in use."""
+    return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# ---- the learners -------------------------------------------------------------------------------------------------
+
+
+def learn(case: Case, address: str, elements: int) -> None:
+    """A process: stub learners, a thread each, that answer every pull at once with the same bytes."""
+    payloads = [payload_of(elements, fragment_id).data for fragment_id in range(FRAGMENTS)]
+    threads = [
+        threading.Thread(target=answer, args=(case, f"stub-{number}", address, elements, payloads))
+        for number in range(case.learners)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def answer(case: Case, name: str, address: str, elements: int, payloads: list[memoryview]) -> None:
+    config = config_of(case)
+    shares = make_setup(config, plan_of(elements)).shares
+    transport = replace(config.transport, address=address)
+    wire = config.wire
+    dialler = Dialler(
+        transport, run_id="scaling", learner_id=name, incarnation=1, shares=shares, up=wire.up, down=wire.down
+    )
+    link = dialler.connect(0)
+    link.send(Hello(name, 1, FINGERPRINT, (-1,) * FRAGMENTS, (0,) * FRAGMENTS, 0, 1, 0))
+    while True:
+        delivery = link.receive(1.0)
+        if delivery is None:
+            continue
+        if delivery.kind == "disconnected":
+            link.close(0.0)
+            return
+        if isinstance(delivery.message, PullRequest):
+            step, fragment_id, _ = delivery.message
+            payload = payloads[fragment_id]
+            link.send(FragmentValue(name, 1, step, fragment_id, step, 1, 1, 0, 1, payload.nbytes), payload)
+
+
+if __name__ == "__main__":
+    main()
