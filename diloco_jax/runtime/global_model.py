@@ -12,6 +12,7 @@ the other has the same bits as this model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -90,10 +91,13 @@ class GlobalModel:
         self._outlier_factor = outlier_factor
         self._parameters = {path: np.array(value, np.float32) for path, value in parameters.items()}
         self._marks = []
+        self._norms = []  # of the initial values, so that every process and every replay has the same
         for number in range(len(plan.fragments)):
             flat = self.layout(number).flat(self._cut(self._parameters, number))
             arithmetic.load(number, 0, self.setup.first(number, flat))
             self._marks.append(Mark(0, self._digest(number, flat), ()))
+            leaves = [flat[self.layout(number).where(leaf)] for leaf in self.layout(number).leaves]
+            self._norms.append(math.sqrt(math.fsum(float(np.add.reduce(leaf.astype(float) ** 2)) for leaf in leaves)))
 
     def _cut(self, parameters: Mapping[str, np.ndarray], fragment_id: int) -> Arrays:
         return take(parameters, self.plan.fragments[fragment_id])
@@ -213,7 +217,7 @@ class GlobalModel:
         values, bases = [payloads[part.learner_id] for part in parts], [part.base_version for part in parts]
         squares = arithmetic.inspect(fragment_id, values, bases)
         candidates = [Candidate(part, norm) for part, norm in zip(parts, _norms(squares), strict=True)]
-        chosen = choose(candidates, mark.rates, self._outlier_factor, left_out)
+        chosen = choose(candidates, mark.rates, self._outlier_factor, self._norms[fragment_id], left_out)
         while chosen:
             tokens, steps = [parts[i].tokens for i in chosen], [parts[i].steps for i in chosen]
             weights = token_weights(tokens, steps, self._weights)

@@ -2,8 +2,9 @@
 
 Large is judged by norm per inner step, against the median of the last accepted values of the fragment, or against the
 median of this round if that is larger and there are enough parts: a change that concerns everybody, such as the end of
-a long warm-up, must not expel everybody. Medians are part of a fragment's state, so a replay leaves out whom the run
-left out.
+a long warm-up, must not expel everybody. Nor is what cannot do harm wildly large: rows of an embedding may rest for
+hundreds of steps until their token comes by. Medians are part of a fragment's state, so a replay leaves out whom the
+run left out.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from diloco_jax.protocol.effects import Part
 
 RATES_KEPT = 32  # accepted values whose norm per step is remembered, by fragment
 RATES_MIN = 8  # with fewer, the fragment's past says nothing yet
+HARMLESS = 1e-3  # a change of this share of a fragment's own norm, per inner step, is left out by no comparison
 PARTS_MIN = 3  # with fewer in a round, one bad part could be the median
 
 
@@ -32,7 +34,11 @@ class Candidate(NamedTuple):
 
 
 def choose(
-    candidates: Sequence[Candidate], rates: Sequence[float], outlier_factor: float, left_out: dict[str, str]
+    candidates: Sequence[Candidate],
+    rates: Sequence[float],
+    outlier_factor: float,
+    fragment_norm: float,
+    left_out: dict[str, str],
 ) -> list[int]:
     """Indices of those who may be merged; who may not is added to `left_out` with the reason.
 
@@ -40,6 +46,7 @@ def choose(
         candidates: in the order of the learners' names.
         rates: norm per inner step of the fragment's last accepted values.
         outlier_factor: how many times what is usual a value may be; 0 for no limit.
+        fragment_norm: of the fragment itself.
         left_out: learner -> why.
     """
     finite = [i for i, candidate in enumerate(candidates) if math.isfinite(candidate.norm)]
@@ -49,7 +56,7 @@ def choose(
     limit, usual = _limit(rates, [candidates[i].rate for i in finite], outlier_factor)
     chosen = []
     for i in finite:
-        if candidates[i].rate > limit:
+        if candidates[i].rate > max(limit, HARMLESS * fragment_norm):
             left_out[candidates[i].part.learner_id] = (
                 f"its value has norm {candidates[i].rate:.3g} per inner step, where {usual:.3g} is usual "
                 f"(merge.outlier_factor {outlier_factor:g})"

@@ -171,6 +171,15 @@ def test_values_that_do_not_move_set_no_standard() -> None:
     assert merge(model, step, {name: gradient(model, 0, n) for n, name in enumerate("abc")}).left_out == {}
 
 
+def test_what_is_small_against_the_fragment_is_never_wildly_large() -> None:
+    """Rows of an embedding rest until their token comes by; that is no damage, however unusual."""
+    model = make_model()
+    step = settle(model, norm=1e-9)
+    norm = math.sqrt(sum(float((value**2).sum()) for value in model.slices(model.capture(), 0).values()))
+    assert merge(model, step, {"a": gradient(model, 0, 1, norm=0.9e-3 * norm)}).left_out == {}
+    assert merge(model, step + 1, {"a": gradient(model, 0, 2, norm=0.2 * norm)}).left_out.keys() == {"a"}
+
+
 def test_the_past_is_bounded() -> None:
     model = make_model()
     settle(model, RATES_KEPT + 5)
