@@ -115,6 +115,7 @@ def test_shards_give_the_bits_of_one_process(bench: Bench) -> None:
     for name, link in bench.links.items():
         link.send(hello(name))
     bench.hear(Hello, len(NAMES))
+    capture, initial = bench.model.capture(), alone.parameters()
     for step in range(1, 6):
         fragment_id = step % 2
         newest = alone.versions[fragment_id]
@@ -138,7 +139,10 @@ def test_shards_give_the_bits_of_one_process(bench: Bench) -> None:
                 assert delivery.message == message and delivery.payload == alone.payload(fragment_id, base)
     parameters = alone.parameters()
     assert all(np.array_equal(parameters[path], value) for path, value in bench.model.parameters().items())
-    groups, plain = bench.model.packed(bench.model.capture())
+    newer = bench.model.capture()
+    captured = bench.model.parameters(capture)
+    assert all(np.array_equal(initial[path], value) for path, value in captured.items()), "it stays as it was"
+    groups, plain = bench.model.packed(newer)
     expected_groups, expected_plain = alone.packed(alone.capture())
     assert plain == expected_plain and groups["outer"].keys() == expected_groups["outer"].keys()
     assert all(np.array_equal(array, expected_groups["outer"][name]) for name, array in groups["outer"].items())
