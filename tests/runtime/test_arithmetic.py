@@ -97,3 +97,19 @@ def test_a_restored_value_reaches_every_share() -> None:
     model.restore(0, ahead.versions[0], whole)
     assert model.digests[0] == ahead.digests[0] and bytes(model.payload(0)) == bytes(whole)
     assert all(math.isfinite(float(value.sum())) for value in model.parameters().values())
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_value_against_an_older_version_counts_from_the_newest(shards: int) -> None:
+    models = [make_model(shards, OuterConfig(learning_rate=1.0, momentum=0.0), "float32") for _ in range(2)]
+    initial = models[0].capture()
+    for model in models:
+        first = Merge(1, 0, (Part("a", 1, 1, 64, 0, 4),))
+        model.publish(model.merge(first, {"a": payload(0, 1, "float32", 1.0)}))
+    value = np.frombuffer(payload(0, 2, "float32", 1.0), np.float32)
+    moved = models[0].capture().moment.values()[0] - initial.moment.values()[0]
+    for model, base, sent in zip(models, (0, 1), (value, value + moved), strict=True):
+        model.publish(model.merge(Merge(2, 0, (Part("a", 2, 1, 64, base, 4),)), {"a": sent.tobytes()}))
+    ours, theirs = (model.capture().moment.values()[0] for model in models)
+    assert np.abs(moved).max() > 0.1
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)

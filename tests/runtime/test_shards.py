@@ -115,6 +115,7 @@ def test_shards_give_the_bits_of_one_process(bench: Bench) -> None:
     for name, link in bench.links.items():
         link.send(hello(name))
     bench.hear(Hello, len(NAMES))
+    capture, initial = bench.model.capture(), alone.parameters()
     for step in range(1, 6):
         fragment_id = step % 2
         newest = alone.versions[fragment_id]
@@ -138,7 +139,10 @@ def test_shards_give_the_bits_of_one_process(bench: Bench) -> None:
                 assert delivery.message == message and delivery.payload == alone.payload(fragment_id, base)
     parameters = alone.parameters()
     assert all(np.array_equal(parameters[path], value) for path, value in bench.model.parameters().items())
-    groups, plain = bench.model.packed(bench.model.capture())
+    newer = bench.model.capture()
+    captured = bench.model.parameters(capture)
+    assert all(np.array_equal(initial[path], value) for path, value in captured.items()), "it stays as it was"
+    groups, plain = bench.model.packed(newer)
     expected_groups, expected_plain = alone.packed(alone.capture())
     assert plain == expected_plain and groups["outer"].keys() == expected_groups["outer"].keys()
     assert all(np.array_equal(array, expected_groups["outer"][name]) for name, array in groups["outer"].items())
@@ -161,18 +165,23 @@ def test_a_hello_waits_for_the_shards_and_one_of_another_config_does_not(bench: 
     assert bench.hear(Hello, 1)[0].message == hello("a")
 
 
-def test_a_value_of_which_a_part_is_missing_is_freed_with_its_session(bench: Bench) -> None:
-    link = bench.links["a"]
+def test_values_of_which_parts_are_missing_are_bounded_and_freed_with_their_session(bench: Bench) -> None:
+    link, freed = bench.links["a"], []
     link.send(hello("a"))
     bench.hear(Hello, 1)
     assert isinstance(link, ShardedLink)
-    message = FragmentValue("a", 1, 1, 0, 1, 1, 64, 0, 1, 10)
-    link._links[bench.model.setup.shares.holders(0)[0]].send(message, b"0123456789")
-    assert bench.listener.receive(0.5) is None
-    assert [len(each) for each in bench.listener._values.values()] == [1]
+    holder = bench.model.setup.shares.holders(0)[0]
+    proxy, tell = bench.arithmetic.proxies[holder], bench.arithmetic.proxies[holder].tell
+    proxy.tell = lambda op, *arrays, **said: (freed.append(said["number"]), tell(op, **said))  # type: ignore[assignment]
+    for step in range(10):
+        link._links[holder].send(FragmentValue("a", 1, step, 0, 1, 1, 64, 0, 1, 10), b"0123456789")
+    wait_for(lambda: bench.listener.receive(0.1) or len(freed) == 6, "the oldest to be freed")
+    assert [len(each) for each in bench.listener._values.values()] == [4], "twice the rounds in flight"
     link.close(0.1)
     delivery = wait_for(lambda: bench.listener.receive(0.2), "the end of the session")
     assert delivery.kind == "disconnected" and not bench.listener._values
+    assert sorted(freed) == list(range(10))
+    proxy.tell = tell  # type: ignore[method-assign]
 
 
 def test_an_unusable_value_is_left_out(bench: Bench) -> None:
@@ -216,7 +225,9 @@ def test_a_run_with_shards_outlives_a_shard_and_its_syncer_and_can_be_replayed(t
     try:
         for epoch, victim in ((1, "--shard 1"), (2, " syncer ")):
             wait_for(lambda e=epoch: _reached(run_dir, 80 * e, e), f"step {80 * epoch} of life {epoch}", 200)
+            shards = [pid for pid, words in processes_of(run_dir).items() if "--shard" in words]
             os.kill(next(pid for pid, words in processes_of(run_dir).items() if victim in words), signal.SIGKILL)
+            wait_for(lambda old=shards: not set(old) & set(processes_of(run_dir)), "the end of all shards")
         output, _ = process.communicate(timeout=300)
         assert process.returncode == 0, output
         assert "merge shard 1" in output and "syncer killed by SIGKILL" in output
