@@ -8,9 +8,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,7 +173,12 @@ def test_values_of_which_parts_are_missing_are_bounded_and_freed_with_their_sess
     assert isinstance(link, ShardedLink)
     holder = bench.model.setup.shares.holders(0)[0]
     proxy, tell = bench.arithmetic.proxies[holder], bench.arithmetic.proxies[holder].tell
-    proxy.tell = lambda op, *arrays, **said: (freed.append(said["number"]), tell(op, **said))  # type: ignore[assignment]
+
+    def watched(op: str, arrays: Sequence[np.ndarray] = (), **said: Any) -> None:
+        freed.append(said["number"])
+        tell(op, arrays, **said)
+
+    proxy.tell = watched  # type: ignore[method-assign]
     for step in range(10):
         link._links[holder].send(FragmentValue("a", 1, step, 0, 1, 1, 64, 0, 1, 10), b"0123456789")
     wait_for(lambda: bench.listener.receive(0.1) or len(freed) == 6, "the oldest to be freed")
