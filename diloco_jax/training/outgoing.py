@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32, Shaped
 
 from diloco_jax.core import codec
@@ -159,14 +159,13 @@ class OutgoingProgram:
         }
 
     def stage(self, params: Params, held: Held) -> StagedFragment:
-        """Dispatch the program, and copies of what it makes to pinned host memory; returns at once."""
+        """Dispatch the program, and copies of what it makes to the host; returns at once."""
         assert self.compiled is not None, "the program was not compiled"
         tensors = [params[path] for path in self._paths]
         out: _Outputs = self.compiled(tensors, held.anchor, held.residual.on_devices, self._starts)
-        sources = [out.streams[stream].addressable_data(number) for stream, number in self._items]
-        hosts = [SingleDeviceSharding(next(iter(x.devices())), memory_kind="pinned_host") for x in sources]
-        copies = jax.device_put(sources, hosts, may_alias=False)
-        named = [(stream, number, copy) for (stream, number), copy in zip(self._items, copies, strict=True)]
+        named = [(stream, number, out.streams[stream].addressable_data(number)) for stream, number in self._items]
+        for _, _, part in named:  # nobody donates these: no copies of them on another kind of memory are needed
+            part.copy_to_host_async()
         return StagedFragment(self, named, held.residual, out)
 
     def no_residual(self) -> Residual:
