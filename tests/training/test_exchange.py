@@ -154,7 +154,6 @@ def test_little_goes_to_the_host_and_each_part_once(make_island: MakeIsland) -> 
         whole = island._whole()
         island.adopt(whole, island.parameters())
         staged = island.stage(whole)
-        assert {copy.sharding.memory_kind for _, _, copy in staged._copies} == {"pinned_host"}
         assert all(len(copy.sharding.device_set) == 1 for _, _, copy in staged._copies)
         cut = [w for w in windows_of(whole, island.exchange._tensors) if w.block_dim is None]
         sent = sum(copy.nbytes for _, _, copy in staged._copies)
