@@ -155,6 +155,11 @@ def block_bytes(format: Format) -> int:
     return {"int8": BLOCK, "int4": BLOCK // 2}[format]
 
 
+def element_bytes(format: Format) -> int:
+    """Bytes of an element in a format without blocks."""
+    return {"float32": 4, "bfloat16": 2}[format]
+
+
 # One definition for jax.numpy and numpy (`xp`): the same IEEE operations in the same order give the same bytes.
 
 
@@ -212,7 +217,7 @@ def dequantize_blocks(xp: ModuleType, codes: Any, scales: Any, format: Format) -
 def _tensor_bytes(size: int, format: Format) -> int:
     if is_integer(format):
         return math.ceil(size / BLOCK) * (4 + block_bytes(format))
-    return (4 if format == "float32" else 2) * size
+    return element_bytes(format) * size
 
 
 def quantize_on_host(

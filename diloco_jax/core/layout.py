@@ -17,12 +17,10 @@ import numpy as np
 import xxhash
 from jaxtyping import Float32, Shaped
 
-from diloco_jax.core.codec import BLOCK, Format
+from diloco_jax.core.codec import BLOCK, Format, block_bytes, element_bytes, is_integer
 from diloco_jax.core.fragments import Fragment
 
 LEAF = 1 << 18  # elements: 1 MiB of float32
-SCALED = ("int8", "int4")  # formats with a scale per block
-_CODE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
 
 
 class Piece(NamedTuple):
@@ -69,11 +67,9 @@ class Layout:
         found, offset = [], 0
         for piece in self.pieces:
             count = piece.stop - piece.start
-            scales, codes, end = offset, offset, offset + int(count * _CODE_BYTES[format])
-            if format in SCALED:
-                blocks = math.ceil(count / BLOCK)
-                codes = scales + 4 * blocks
-                end = codes + int(blocks * BLOCK * _CODE_BYTES[format])
+            scales, blocks = offset, math.ceil(count / BLOCK) if is_integer(format) else 0
+            codes = scales + 4 * blocks
+            end = codes + (blocks * block_bytes(format) if blocks else count * element_bytes(format))
             found.append(Place(scales, codes, end))
             offset = end
         return tuple(found)

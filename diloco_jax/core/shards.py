@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float32
 
-from diloco_jax.core.codec import BLOCK, Format
+from diloco_jax.core.codec import BLOCK, Format, block_bytes, element_bytes, is_integer
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.core.layout import LEAF, SCALED, Layout, Piece, combined, make_layout, whole
+from diloco_jax.core.layout import LEAF, Layout, Piece, combined, make_layout, whole
 from diloco_jax.core.merge import MergeConfig, Method, merge_method
 
 Flat = Float32[np.ndarray, "_"]
@@ -56,10 +56,10 @@ class Shares:
         found: list[tuple[int, int]] = []
         for piece, own in zip(part.pieces, part.places(format), strict=True):
             place, first = places[piece.key], piece.start // BLOCK
-            if format in SCALED:
-                scales, codes = place.scales + 4 * first, place.codes + first * _block_bytes(format)
+            if is_integer(format):
+                scales, codes = place.scales + 4 * first, place.codes + first * block_bytes(format)
             else:
-                scales = codes = place.codes + piece.start * (4 if format == "float32" else 2)
+                scales = codes = place.codes + piece.start * element_bytes(format)
             for start, size in ((scales, own.codes - own.scales), (codes, own.end - own.codes)):
                 if found and found[-1][1] == start:
                     found[-1] = (found[-1][0], start + size)
@@ -181,7 +181,3 @@ def _deal(layout: Layout, methods: Mapping[str, Method], totals: Sequence[int], 
             is_whole = stop - start == math.prod(shapes[key])
             dealt[shard].append(Piece(key, start, stop, shapes[key] if is_whole else (stop - start,)))
     return dealt
-
-
-def _block_bytes(format: Format) -> int:
-    return BLOCK if format == "int8" else BLOCK // 2

@@ -8,27 +8,22 @@ leaf in its own dtype. Fragments have a way of their own (exchange.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Shaped
 
-from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.state_bytes import HostState, StateLayout
 
-AdoptMode = Literal["overwrite", "blend", "rebase"]
-HostValues = dict[str, Float[np.ndarray, "..."]]  # Slice.key -> float32
-AdoptProgram = Callable[[Params, Mapping[str, Array], Mapping[str, Array], Float[Array, ""]], Params]
 Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Part of a slice or leaf that one shard held: where it goes in the assembled array, and its copy on the host."""
+    """Part of a leaf that one shard held: where it goes in the assembled array, and its copy on the host."""
 
     key: str
     where: Index

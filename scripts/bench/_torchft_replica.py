@@ -13,24 +13,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from _torch_model import make_model
 from torch import nn
 from torchft.local_sgd import DiLoCo
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
 TIMEOUT = timedelta(seconds=60)
-
-
-def make_model(vocab_size: int, dim: int, mlp_dim: int) -> nn.Sequential:
-    """The same matrices as _paced_model.PacedModel has."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Embedding(vocab_size, dim),
-        nn.Linear(dim, mlp_dim, bias=False),
-        nn.ReLU(),
-        nn.Linear(mlp_dim, dim, bias=False),
-        nn.Linear(dim, vocab_size, bias=False),
-    )
 
 
 class Replica:

@@ -19,8 +19,9 @@ from _wan_lab import SYNCER, Lab, Wan
 from _wan_results import result, rounded
 from _wan_run import SETTINGS_FILE, WanRun, job
 from _wan_traffic import FRAGMENTS, PACED, add_wire_words, formats, island_names, paced_model, wire_section
+from environments import python_with
 from recovery_jobs import Tail
-from vs_torchft import torchft_python
+from vs_torchft import PINS
 
 from diloco_jax.config import load
 
@@ -75,7 +76,7 @@ def _delay(arguments: argparse.Namespace) -> int:
 def _torchft(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
     """A lighthouse at the syncer's site, a replica at each island; from the second synchronisation on."""
     folder.mkdir(parents=True)
-    python = torchft_python()
+    python = python_with("torchft", PINS)
     steps = FRAGMENTS // arguments.fragments
     with Lab(island_names(arguments), Wan(rate_bit_s=1e6 * arguments.rate_mbit)) as lab:
         lighthouse = [python.with_name("torchft_lighthouse"), "--bind", f"0.0.0.0:{LIGHTHOUSE_PORT}"]

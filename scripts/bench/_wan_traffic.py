@@ -40,8 +40,8 @@ def wire_section(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def formats(config: RunConfig) -> dict[str, str]:
-    """The formats "up" and "down"; what goes down is float32 where nothing says otherwise."""
-    return {"up": "float32", "down": "float32", **asdict(config.wire)}
+    """The formats "up" and "down"."""
+    return asdict(config.wire)
 
 
 def island_names(arguments: argparse.Namespace) -> list[str]:

@@ -24,13 +24,13 @@ import statistics
 import subprocess
 import sys
 import time
-import venv
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from environments import python_with
 
 from diloco_jax.core.layout import Layout, Piece, make_layout
 from diloco_jax.core.merger import Merger, State, Values
@@ -143,7 +143,7 @@ class Mend:
 
     def __init__(self, size: int, threads: int) -> None:
         code = str(ROOT / "scripts" / "bench" / "_mend_merge.py")
-        command = [str(mend_python()), code, str(size), str(TENSORS), str(LEARNERS), str(threads)]
+        command = [str(python_with("mend", PINS)), code, str(size), str(TENSORS), str(LEARNERS), str(threads)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._ask, self._answers = self._process.stdin, self._process.stdout
@@ -154,21 +154,6 @@ class Mend:
         self._ask.flush()
         whole, merge = self._answers.readline().split()
         return float(whole), float(merge)
-
-
-def mend_python() -> Path:
-    """The interpreter of tsugi-mend's environment, made when missing or made for other versions."""
-    folder = ROOT / ".bench" / "mend"
-    stamp, python = folder / ".stamp", folder / "bin" / "python"
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == " ".join(PINS):
-        return python
-    sys.stderr.write(f"installing {' '.join(PINS)} into {folder.relative_to(ROOT)}, once\n")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder.parent / ".gitignore").write_text("*\n", encoding="utf-8")
-    venv.create(folder, clear=True, with_pip=True)
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *PINS], check=True, stdout=sys.stderr)
-    stamp.write_text(" ".join(PINS), encoding="utf-8")
-    return python
 
 
 def summary(job: Job, samples: list[tuple[float, tuple[float, float], tuple[float, float]]], threads: int) -> dict:

@@ -16,15 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
-import venv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recovery_jobs import ROOT, WORKERS, DilocoJob, Job, JobFailed, Setting, TorchftJob
+from environments import python_with
+from recovery_jobs import WORKERS, DilocoJob, Job, JobFailed, Setting, TorchftJob
 from rich.console import Console
 from rich.table import Table
 
@@ -34,21 +33,6 @@ SIDES = ("torchft", "diloco_jax")
 CONTEXT = ("round_interval", "contributors")
 REST_ROUNDS = 3
 Sample = dict[str, float]
-
-
-def torchft_python() -> Path:
-    """The interpreter of torchft's environment, made when missing or made for other versions."""
-    folder = ROOT / ".bench" / "torchft"
-    stamp, python = folder / ".stamp", folder / "bin" / "python"
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == " ".join(PINS):
-        return python
-    sys.stderr.write(f"installing {' '.join(PINS)} into {folder.relative_to(ROOT)}, once\n")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder.parent / ".gitignore").write_text("*\n", encoding="utf-8")
-    venv.create(folder, clear=True, with_pip=True)
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *PINS], check=True, stdout=sys.stderr)
-    stamp.write_text(" ".join(PINS), encoding="utf-8")
-    return python
 
 
 def measure(job: Job, phase: float) -> Sample:
@@ -118,7 +102,7 @@ def show(lines: list[dict[str, Any]], console: Console) -> None:
 
 def run_all(setting: Setting, repeats: int, base: Path, console: Console) -> dict[str, list[Sample]]:
     """Both sides in turn, `repeats` times; the kills spread evenly over the time between two rounds."""
-    python = torchft_python()
+    python = python_with("torchft", PINS)
     samples: dict[str, list[Sample]] = {side: [] for side in SIDES}
     for repeat in range(repeats):
         folder = base / f"repeat-{repeat}"

@@ -1,0 +1,31 @@
+"""Environments of neighbours that a bench compares with: each in a folder of its own, with versions of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def python_with(name: str, pins: Sequence[str]) -> Path:
+    """The interpreter of the environment `.bench/name`, made when missing or made for other versions.
+
+    Args:
+        name: of the folder.
+        pins: what it holds, as pip takes it.
+    """
+    folder = ROOT / ".bench" / name
+    stamp, python = folder / ".stamp", folder / "bin" / "python"
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == " ".join(pins):
+        return python
+    sys.stderr.write(f"installing {' '.join(pins)} into {folder.relative_to(ROOT)}, once\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder.parent / ".gitignore").write_text("*\n", encoding="utf-8")
+    venv.create(folder, clear=True, with_pip=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *pins], check=True, stdout=sys.stderr)
+    stamp.write_text(" ".join(pins), encoding="utf-8")
+    return python
