@@ -14,7 +14,6 @@ gone. Their names hold the owner's process id and start time, so labs of several
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import json
 import os
@@ -40,7 +39,7 @@ BURST_BYTES_MIN = 16 << 10
 TUN_QUEUE_PACKETS = 10_000
 STOP_S = 10.0
 POLL_S = 0.05
-PR_SET_PDEATHSIG = 1
+DIES_WITH_US = ("setpriv", "--pdeathsig", "TERM", "--")  # not preexec_fn: it forks, which JAX warns of
 _serial = itertools.count()
 
 
@@ -108,11 +107,6 @@ def _start_ticks(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[19]
     except OSError:
         return ""
-
-
-def _die_with_parent() -> None:
-    """In a child before its program starts: SIGTERM when the lab's process dies, however it dies."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _remove_namespace(name: str) -> None:
@@ -213,10 +207,15 @@ class Lab:
     def _delay(self, here: str, router: str, site: str) -> None:
         """Two devices, and a process that carries packets from one to the other after a while."""
         program = Path(__file__).with_name("_wan_delay.py")
-        words = [sys.executable, str(program), f"{here}:wan", f"{router}:{site}", str(self.wan.one_way_s)]
-        process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, preexec_fn=_die_with_parent, start_new_session=True
-        )
+        words = [
+            *DIES_WITH_US,
+            sys.executable,
+            str(program),
+            f"{here}:wan",
+            f"{router}:{site}",
+            str(self.wan.one_way_s),
+        ]
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
         self._delays.append(process)
         assert process.stdout is not None
         if process.stdout.readline() != b"ready\n":
@@ -299,13 +298,12 @@ class Lab:
         """
         assert name not in self.children, f"there is a child {name} already"
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace(site), *map(str, command)],
+            [*DIES_WITH_US, "ip", "netns", "exec", self.namespace(site), *map(str, command)],
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=None if stdout in (None, subprocess.PIPE) else subprocess.STDOUT,
             env=None if environment is None else dict(environment),
             cwd=ROOT,
-            preexec_fn=_die_with_parent,
             start_new_session=True,  # a terminal's Ctrl-C must reach the lab alone
         )
         self.children[name] = process
