@@ -38,7 +38,13 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, prog: str = "diloco
     config = parse(_read(Path(path)), str(path))
     if not overrides:
         return config
-    return tyro.cli(RunConfig, default=config, args=list(overrides), prog=prog, config=(tyro.conf.FlagConversionOff,))
+    return tyro.cli(
+        RunConfig,
+        default=config,
+        args=list(overrides),
+        prog=prog,
+        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+    )
 
 
 def parse(values: Mapping[str, Any], source: str) -> RunConfig:
@@ -92,10 +98,27 @@ def _first_unknown_key(cls: type, values: Mapping[str, Any], prefix: str) -> str
             near = difflib.get_close_matches(str(key), hints, n=1)
             advice = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(hints)}"
             return f"unknown setting {prefix}{key} (value {value!r}); {advice}"
-        if dataclasses.is_dataclass(hints[key]):
-            if not isinstance(value, Mapping):
-                return f"{prefix}{key} is {value!r}, but it is a section; write its settings below it"
-            found = _first_unknown_key(typing.cast(type, hints[key]), value, f"{prefix}{key}.")
+        section, named = _section(hints[key])
+        if section is None or (value is None and named is None):
+            continue
+        if not isinstance(value, Mapping):
+            return f"{prefix}{key} is {value!r}, but it is a section; write its settings below it"
+        for where, part in [(key, value)] if not named else [(f"{key}.{name}", each) for name, each in value.items()]:
+            if not isinstance(part, Mapping):
+                return f"{prefix}{where} is {part!r}, but it is a section; write its settings below it"
+            found = _first_unknown_key(section, part, f"{prefix}{where}.")
             if found:
                 return found
     return ""
+
+
+def _section(hint: Any) -> tuple[type | None, bool | None]:
+    """A setting's dataclass, None if it has none; and True: it maps names to such, None: it may be left empty."""
+    arguments = typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return typing.cast(type, hint), False
+    if typing.get_origin(hint) is dict and dataclasses.is_dataclass(arguments[1]):
+        return typing.cast(type, arguments[1]), True
+    if type(None) in arguments and dataclasses.is_dataclass(arguments[0]):
+        return typing.cast(type, arguments[0]), None
+    return None, False

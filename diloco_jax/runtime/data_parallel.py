@@ -39,6 +39,7 @@ class DataParallelRun:
         self._stop = stop
         self._evaluator = Evaluator(config)
         self._island = Island(config.model, config.optimizer, config.islands.mesh, seed=config.seed)
+        self._step_tokens = config.train.batch_size * config.train.seq_len
         self._telemetry = Telemetry(run_dir, tensorboard=config.tensorboard)
         self._began_s = time.monotonic()
         self._busy_s = 0.0
@@ -78,7 +79,7 @@ class DataParallelRun:
 
     def _count(self, step: int, loss: float, step_s: float) -> None:
         self._busy_s += step_s
-        self._tokens += self._config.island_step_tokens
+        self._tokens += self._step_tokens
         self._last = {"loss": loss, "step_s": step_s}
         record = {"kind": "step", "t": self._now_s(), "learner": NAME, "incarnation": 1, "local_step": step}
         self._telemetry.write(record | {"tokens": self._tokens, "global_step": step, "loss": loss, "step_s": step_s})
@@ -91,7 +92,7 @@ class DataParallelRun:
         return result
 
     def _tell(self, step: int, state: str) -> None:
-        rate = self._config.island_step_tokens / max(self._last.get("step_s", 0.0), 1e-9)
+        rate = self._step_tokens / max(self._last.get("step_s", 0.0), 1e-9)
         row = {"learner": NAME, "state": "active", "condition": "training", "reason": "", "since_s": self._now_s()}
         row |= {"local_step": step, "tokens": self._tokens}
         row |= {"tokens_per_s": rate, "last_merged_round": step, "participation": 1.0, "restarts": 0, **self._last}

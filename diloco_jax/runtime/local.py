@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_jax.runtime.files import ADDRESS_FILE, CONFIG_FILE, LOGS, TAPES
+from diloco_jax.runtime.islands import IslandsConfig
 from diloco_jax.runtime.processes import PARENT_ENV, USER_ERROR
-from diloco_jax.runtime.settings import IslandsConfig, RunConfig
+from diloco_jax.runtime.settings import RunConfig
 from diloco_jax.runtime.status import complete
 
 START_TIMEOUT_S = 300.0  # for the syncer to build the model and listen
@@ -257,8 +258,8 @@ def child_environment(config: RunConfig, name: str) -> Mapping[str, str]:
     environment = dict(os.environ)
     environment[PARENT_ENV] = str(os.getpid())
     environment["PYTHONUNBUFFERED"] = "1"
-    if config.islands.devices or name == "syncer":
-        devices = config.islands.devices if name != "syncer" else 1
+    devices = config.island(name).devices if name != "syncer" else 1
+    if devices:
         environment["JAX_PLATFORMS"] = "cpu"
         environment["JAX_NUM_CPU_DEVICES"] = str(devices)
         # The CPU client's thread pool must hold every device of two programs, or their rendezvous deadlocks.

@@ -72,7 +72,7 @@ class Replay:
         self._plan = _plan(config, self.evaluator)
         if compare:
             self._check_fingerprint()
-        self.trainer = Trainer(config, 1 if compare else config.island_batch_size)
+        self.trainer = Trainer(config, 1 if compare else config.island("").batch_size)
         self.trainer.fragments = self._plan.fragments
         arithmetic = LocalShares(make_setup(config, self._plan))
         self.model = make_model(config, self._plan, self.evaluator.initial_parameters, arithmetic)
@@ -259,7 +259,7 @@ def replay_synthetic(config: RunConfig, folder: Path, out: Path, until: int | No
     this = Replay(config, folder, until=until, compare=False)
     this.run()
     parameters = this.model.parameters()
-    tokens, learners = _work(this, config.island_step_tokens)
+    tokens, learners = _work(this, config.island("").batch_size * config.train.seq_len)
     result = this.evaluator.evaluate(parameters, config.train.final_eval_batches)
     meta = {"global_step": this.script.global_step, "tokens": tokens, "run": config.name}
     checkpoint.save_parameters(out / CHECKPOINTS, parameters, meta)

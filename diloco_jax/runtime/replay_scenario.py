@@ -53,7 +53,7 @@ def as_simulated(config: RunConfig, folder: Path) -> RunConfig:
     scenario = read_scenario(folder)
     if scenario is None:
         return config
-    islands = replace(config.islands, count=scenario.learners, batch_size=config.island_batch_size)
+    islands = replace(config.islands, count=scenario.learners, batch_size=config.island("").batch_size)
     return replace(
         config,
         islands=islands,

@@ -81,10 +81,11 @@ class LearnerRun:
         finding = saves.find()  # while the island is built
         source = load_source(config.data, config.train.seq_len)
         self._order = SampleOrder(source, config.data.shuffle_seed + config.seed)
+        own = config.island(learner_id)
         self._island = Island(
             config.model,
             config.optimizer,
-            config.islands.mesh,
+            own.mesh,
             seed=config.seed,
             wire=config.wire.up,
             rebase=config.adopt.mode == "rebase",
@@ -94,7 +95,8 @@ class LearnerRun:
         self._fragments = plan.fragments
         self._saved = finding.result()
         self._saves = saves
-        samples = config.island_batch_size
+        samples = own.batch_size
+        self._batch_shape = (samples, config.train.seq_len + 1)
         self._machine = Learner(
             learner_id,
             incarnation,
@@ -169,7 +171,7 @@ class LearnerRun:
         """The body of the thread "compile"."""
         began_s = time.monotonic()
         try:
-            self._island.warm_up((self._config.island_batch_size, self._config.train.seq_len + 1), self._fragments)
+            self._island.warm_up(self._batch_shape, self._fragments)
             log.info(f"compiled the inner step, staging and adoption in {time.monotonic() - began_s:.1f} s")
         except Exception as error:
             self._fail(error)
@@ -187,7 +189,7 @@ class LearnerRun:
         log.info(f"the first step begins at global step {self._machine.global_step}")
         taken = self._machine.take_batch()
         batch = self._island.put_batch(self._order.batch(taken.ranges))
-        tokens = self._config.island_step_tokens
+        tokens = self._batch_shape[0] * self._config.train.seq_len
         while True:
             began_s, clock, read = time.monotonic(), self._machine.global_step, taken
             handle = self._island.step(batch, self._rate(clock))

@@ -15,47 +15,14 @@ from diloco_jax.core.fragments import FragmentConfig
 from diloco_jax.core.merge import MergeConfig, WeightScheme
 from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.runtime.islands import IslandConfig, IslandsConfig
 from diloco_jax.training.data import DataConfig
 from diloco_jax.training.models.protocol import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
-from diloco_jax.training.sharding import MeshConfig
+from diloco_jax.training.topology import Topology
 from diloco_jax.transport.link import TransportConfig
 
-ISLANDS_MAX = 1024
 SHARDS_MAX = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IslandsConfig:
-    """The islands of the run, all alike."""
-
-    count: int = 4
-    """M: number of islands, each a process of its own."""
-    devices: int = 2
-    """Emulated CPU devices per island; 0 takes the accelerators that the island's process sees."""
-    mesh: MeshConfig = field(default_factory=lambda: MeshConfig(data=-1))
-    """How an island's devices are laid out."""
-    batch_size: int = 0
-    """Sequences in one inner step of an island; islands may differ in it. 0: an equal share of train.batch_size."""
-    restarts_max: int = 10
-    """How often a local run starts a dead island again before it gives it up."""
-    restart_delay_s: float = 1.0
-    """Seconds between an island's death and its next start in a local run."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.count <= ISLANDS_MAX:
-            raise ValueError(f"islands.count is {self.count}; use 1 to {ISLANDS_MAX}")
-        if not 0 <= self.devices <= 64:
-            raise ValueError(f"islands.devices is {self.devices}; use 1 to 64 emulated devices, or 0 for real ones")
-        if self.batch_size < 0:
-            raise ValueError(f"islands.batch_size is {self.batch_size}; use at least 1, or 0 for an equal share")
-        if self.restarts_max < 0 or self.restart_delay_s < 0:
-            raise ValueError(f"islands.restarts_max {self.restarts_max} and restart_delay_s must be at least 0")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The learners' names: island-0, island-1, ..."""
-        return tuple(f"island-{index}" for index in range(self.count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +182,8 @@ class RunConfig:
             )
         if self.protocol.learners_max < count:
             raise ValueError(f"protocol.learners_max is {self.protocol.learners_max}, islands.count {count}; raise it")
-        if self.algorithm == "decoupled" and not self.islands.batch_size and self.train.batch_size % count:
+        shared = any(not self.islands.resolve(name, 0).batch_size for name in self.islands.names)
+        if self.algorithm == "decoupled" and shared and self.train.batch_size % count:
             raise ValueError(
                 f"train.batch_size is {self.train.batch_size}, which {count} islands cannot share equally; use a "
                 "multiple of islands.count, or set islands.batch_size"
@@ -225,17 +193,19 @@ class RunConfig:
                 f"transport.queue_payloads_max is {self.transport.queue_payloads_max}, but a joining learner gets all "
                 f"{self.protocol.num_fragments} fragments at once; raise it"
             )
-        if self.islands.devices:
-            self._check_mesh()
+        for name in ("", *self.islands.each):
+            self._check_mesh(self.island(name))
         self._check_vocabulary()
 
-    def _check_mesh(self) -> None:
-        data, fsdp, _ = self.islands.mesh.sizes(self.islands.devices)
-        batch = self.island_batch_size
-        if batch % (data * fsdp):
+    def _check_mesh(self, island: IslandConfig) -> None:
+        devices = Topology.parse(island.topology).chips if island.topology else island.devices
+        if not devices:  # nobody knows yet
+            return
+        data, fsdp, *_ = island.mesh.sizes(devices)
+        if island.batch_size % (data * fsdp):
             raise ValueError(
-                f"an island's batch of {batch} sequences cannot be shared by {data} x {fsdp} devices (data x fsdp); "
-                "change train.batch_size, islands.batch_size or islands.mesh"
+                f"{island.name or 'an island'}'s batch of {island.batch_size} sequences cannot be shared by {data} x "
+                f"{fsdp} devices (data x fsdp); change train.batch_size, islands.batch_size or islands.mesh"
             )
 
     def _check_vocabulary(self) -> None:
@@ -250,17 +220,11 @@ class RunConfig:
                 "data.vocab_size"
             )
 
-    @property
-    def island_batch_size(self) -> int:
-        """Sequences in one inner step of one process."""
+    def island(self, name: str) -> IslandConfig:
+        """What this island has; a learner that is none of `islands.names` has what all have."""
         if self.algorithm == "data_parallel":
-            return self.train.batch_size
-        return self.islands.batch_size or self.train.batch_size // self.islands.count
-
-    @property
-    def island_step_tokens(self) -> int:
-        """Tokens in one inner step of one process."""
-        return self.island_batch_size * self.train.seq_len
+            return self.islands.resolve(name, 0)._replace(batch_size=self.train.batch_size)
+        return self.islands.resolve(name, self.train.batch_size // self.islands.count)
 
 
 def fingerprint(config: RunConfig, plan_fingerprint: str) -> tuple[tuple[str, str], ...]:

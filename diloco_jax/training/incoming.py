@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.outgoing import DeviceArrays
-from diloco_jax.training.windows import Shape, Window, starts_of, tensors_of
+from diloco_jax.training.windows import Shape, Starts, Window, tensors_of
 
 
 class IncomingProgram:
@@ -33,7 +33,7 @@ class IncomingProgram:
         self._windows = windows
         self._rebase = rebase
         self._paths, self._tensor_of = tensors_of(windows)
-        self._starts = starts_of(windows)
+        self._starts = Starts(windows)
         self._everywhere = NamedSharding(windows[0].sharding.mesh, PartitionSpec())
         self.key = (rebase, self._tensor_of, *(window.geometry for window in windows))
 
@@ -49,21 +49,21 @@ class IncomingProgram:
         assert self.compiled is not None, "the program was not compiled"
         share = jax.device_put(np.float32(alpha), self._everywhere)
         with jax.transfer_guard("disallow"):
-            updated = self.compiled([params[path] for path in self._paths], new, sent, share, self._starts)
+            updated = self.compiled([params[path] for path in self._paths], new, sent, share, self._starts.on_devices)
         return dict(zip(self._paths, updated, strict=True))
 
     def compile(self, tensors: Mapping[str, jax.ShapeDtypeStruct]) -> jax.stages.Compiled:
         """Compile for parameters of these shapes, dtypes and layouts, by path, which may not change afterwards."""
 
-        def described(shape: Shape, sharding: NamedSharding, dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        def described(shape: Shape, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
 
         inputs: tuple[Any, ...] = (
             [tensors[path] for path in self._paths],
             [described(window.shape, window.value_sharding) for window in self._windows],
             [described(window.global_shape, window.sharding) for window in self._windows] if self._rebase else (),
             described((), self._everywhere),
-            described(self._starts.shape, self._everywhere, np.int32),
+            self._starts.described,
         )
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, inputs)
         mesh = self._everywhere.mesh

@@ -15,37 +15,22 @@ transfer guard: nothing crosses between host and device but by the functions abo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Float, Int32, Shaped
 
 from diloco_jax.core.codec import Bytes, Format
 from diloco_jax.core.fragments import Fragment, Slice, take
-from diloco_jax.training.exchange import AdoptMode, Exchange, HostValues
-from diloco_jax.training.models.protocol import (
-    Batch,
-    GraphDef,
-    Metrics,
-    ModelConfig,
-    load_model,
-    logical_axes,
-    split_model,
-)
-from diloco_jax.training.optimizers import OptimizerConfig, make_inner
+from diloco_jax.training.blueprint import OPTIMIZER, PARAMS, Blueprint, by_name
+from diloco_jax.training.exchange import AdoptMode, HostValues
+from diloco_jax.training.models.protocol import Batch, Metrics, ModelConfig
+from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.outgoing import StagedFragment
-from diloco_jax.training.sharding import Layout, LogicalAxes, MeshConfig, make_mesh, use_layout
+from diloco_jax.training.sharding import MeshConfig
 from diloco_jax.training.staging import StagedState, put_leaves, stage_leaves
-from diloco_jax.training.state_bytes import StateLayout
-from diloco_jax.training.train_step import TrainState, make_train_step, model_loss
-
-T = TypeVar("T")
-PARAMS, OPTIMIZER = "params/", "optimizer/"  # what the names of a state's leaves begin with
 
 
 class StepHandle(NamedTuple):
@@ -83,61 +68,15 @@ class Island:
           ValueError: the model cannot be loaded, or the mesh does not fit the devices.
         """
         chosen = list(jax.devices() if devices is None else devices)
-        self.mesh = make_mesh(mesh, chosen)
         self.num_devices = len(chosen)
-        self._layout = Layout(self.mesh)
-        self._model = _describe_model(model, seed)
-        self.shapes = {path: tuple(value.shape) for path, value in self._model.params.items()}
-        self._shardings = {
-            path: self._layout.sharding(self.shapes[path], names) for path, names in self._model.axes.items()
-        }
-        tx = make_inner(optimizer, self._model.params, stacked=self._model.stacked)
-        opt_state = jax.eval_shape(tx.init, self._model.params)
-        self._state_shapes = TrainState(self._model.params, opt_state)  # type: ignore[arg-type]
-        self._state_shardings = state_shardings = self._place(self._state_shapes)
-        self.state_layout = StateLayout(_by_name(self._state_shapes))
-
-        def create() -> TrainState:
-            params = split_model(load_model(model.module, model.args, seed))[1]
-            return TrainState(params, tx.init(params))
-
-        self.state = jax.jit(create, out_shardings=state_shardings)()
-        scalar = self._layout.replicated
-        # Explicit layouts of the outputs: those that the compiler would choose differ, and step 2 compiles again.
-        self._step_program = jax.jit(
-            self._traced(make_train_step(self._model.graphdef, tx)),
-            donate_argnums=0,
-            out_shardings=(state_shardings, scalar),
-        )
-        self._loss_program = jax.jit(
-            self._traced(lambda params, batch: model_loss(self._model.graphdef, params, batch)[0]),
-            out_shardings=scalar,
-        )
+        self._blueprint = blueprint = Blueprint(model, optimizer, mesh, chosen, seed=seed)
+        self.mesh = blueprint.mesh
+        self.shapes = blueprint.shapes
+        self.state_layout = blueprint.state_layout
+        self.state = blueprint.create()
+        self.exchange = blueprint.exchange(wire, rebase)
         self._compiled_steps: dict[tuple[int, ...], jax.stages.Compiled] = {}  # by shape of the batch
         self._unfinished: StepHandle | None = None
-        tensors = jax.tree.map(_described, self._model.params, self._shardings)
-        self.exchange = Exchange(tensors, wire, rebase)
-
-    def _traced(self, function: Callable[..., T]) -> Callable[..., T]:
-        """Let `constrain` know the mesh while the function is traced."""
-
-        @wraps(function)
-        def wrapped(*args: Any) -> T:
-            with use_layout(self._layout):
-                return function(*args)
-
-        return wrapped
-
-    def _place(self, state: TrainState) -> Any:
-        """Layouts of a TrainState: what the optimizer keeps per parameter lies like it, the rest is replicated."""
-
-        def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-            names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in self.shapes]
-            same = bool(names) and self.shapes[names[-1]] == tuple(leaf.shape)
-            return self._shardings[names[-1]] if same else self._layout.replicated
-
-        opt_state = jax.tree_util.tree_map_with_path(place, state.opt_state)
-        return TrainState(self._shardings, opt_state)  # type: ignore[arg-type]
 
     # ---- training ---------------------------------------------------------------------------------------------
 
@@ -157,10 +96,7 @@ class Island:
                 f"make the island's batch size a multiple of {parts}"
             )
         # A copy of our own: on CPU device_put goes on reading NumPy's memory, may_alias=False or not.
-        return {"tokens": jax.device_put(np.array(tokens), self._batch_sharding(tokens.shape))}
-
-    def _batch_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        return self._layout.sharding(shape, ("batch", None))
+        return {"tokens": jax.device_put(np.array(tokens), self._blueprint.batch_sharding(tokens.shape))}
 
     def warm_up(self, shape: tuple[int, int], fragments: Iterable[Fragment] = ()) -> None:
         """Compile the inner step for batches of this shape, and what `stage` and `adopt` need; without running them.
@@ -171,10 +107,7 @@ class Island:
           shape: (sequences, length + 1), as `put_batch` gets them.
           fragments: that will be staged and adopted.
         """
-        state = jax.tree.map(_described, self._state_shapes, self._state_shardings)
-        batch = {"tokens": jax.ShapeDtypeStruct(shape, np.int32, sharding=self._batch_sharding(shape))}
-        rate = jax.ShapeDtypeStruct((), np.float32, sharding=self._layout.replicated)
-        self._compiled_steps[shape] = self._step_program.lower(state, batch, rate).compile()
+        self._compiled_steps[shape] = self._blueprint.lower_step(shape).compile()
         self.exchange.warm_up(fragments)
 
     def step(self, batch: Batch, learning_rate: float) -> StepHandle:
@@ -185,8 +118,8 @@ class Island:
         """
         if self._unfinished is not None:
             jax.block_until_ready(self._unfinished)
-        rate = jax.device_put(np.float32(learning_rate), self._layout.replicated)
-        program = self._compiled_steps.get(batch["tokens"].shape, self._step_program)
+        rate = jax.device_put(np.float32(learning_rate), self._blueprint.layout.replicated)
+        program = self._compiled_steps.get(batch["tokens"].shape, self._blueprint.step)
         with jax.transfer_guard("disallow"):
             self.state, metrics = program(self.state, batch, rate)
         self._unfinished = StepHandle(metrics)
@@ -209,7 +142,7 @@ class Island:
         for batch in batches:
             placed = self.put_batch(batch)
             with jax.transfer_guard("disallow"):
-                loss = self._loss_program(self.state.params, placed)
+                loss = self._blueprint.loss(self.state.params, placed)
             predicted = batch.shape[0] * (batch.shape[1] - 1)
             total += float(jax.device_get(loss)) * predicted
             tokens += predicted
@@ -264,7 +197,7 @@ class Island:
     def stage_state(self) -> StagedState:
         """Queue a copy of all parameters and of the optimizer's state to host memory; returns at once."""
         with jax.transfer_guard("disallow"):
-            return stage_leaves(_by_name(self.state), self.state_layout)
+            return stage_leaves(by_name(self.state), self.state_layout)
 
     def load_state(
         self, state: Bytes | Mapping[str, Shaped[np.ndarray, "..."]], fragments: Iterable[Fragment] | None = None
@@ -283,10 +216,10 @@ class Island:
         self.state_layout.check(state)
         # The old state goes first: a device need not have room for two. Nothing can be refused from here on.
         self.state = self.state._replace(opt_state=None)
-        shapes, treedef = jax.tree.flatten(self._state_shapes.opt_state)
-        names = [name for name in _by_name(self._state_shapes) if name.startswith(OPTIMIZER)]
+        shapes, treedef = jax.tree.flatten(self._blueprint.state_shapes.opt_state)
+        names = [name for name in by_name(self._blueprint.state_shapes) if name.startswith(OPTIMIZER)]
         assert len(names) == len(shapes)
-        placed = put_leaves([state[n] for n in names], jax.tree.leaves(self._state_shardings.opt_state))
+        placed = put_leaves([state[n] for n in names], jax.tree.leaves(self._blueprint.state_shardings.opt_state))
         self.state = self.state._replace(opt_state=jax.tree.unflatten(treedef, placed))
         params = {path: state[PARAMS + path] for path in self.shapes}
         for fragment in [self._whole()] if fragments is None else fragments:
@@ -310,41 +243,3 @@ class Island:
         slices = tuple(Slice(path, -1, 0, shape[0] if shape else 0) for path, shape in self.shapes.items())
         count = sum(math.prod(shape) for shape in self.shapes.values())
         return Fragment(-1, slices, tuple(self.shapes.values()), count)
-
-
-def _described(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _by_name(state: TrainState) -> dict[str, Any]:
-    """The leaves of a state by the names under which they leave the island, in the order of the tree."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state.opt_state)
-    named = {OPTIMIZER + jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-    assert len(named) == len(leaves), "two leaves of the optimizer's state have one name"
-    return {**{PARAMS + path: value for path, value in state.params.items()}, **named}
-
-
-class _Description(NamedTuple):
-    graphdef: GraphDef
-    params: dict[str, jax.ShapeDtypeStruct]  # sorted by path, as JAX sorts dicts
-    axes: dict[str, LogicalAxes]
-    stacked: frozenset[str]  # parameters with a leading axis of layers
-
-
-def _describe_model(config: ModelConfig, seed: int) -> _Description:
-    """Structure, shapes and axis names of a model, without allocating a parameter."""
-    found: list[tuple[GraphDef, dict[str, LogicalAxes]]] = []
-
-    def build() -> dict[str, Array]:
-        model = load_model(config.module, config.args, seed)
-        graphdef, params = split_model(model)
-        found.append((graphdef, logical_axes(model)))
-        return params
-
-    params = jax.eval_shape(build)
-    for path, value in params.items():
-        if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise ValueError(f"parameter '{path}' of '{config.module}' is {value.dtype}; only floats can be merged")
-    graphdef, axes = found[0]
-    stacked = frozenset(path for path, names in axes.items() if names[:1] == ("layers",))
-    return _Description(graphdef, dict(sorted(params.items())), dict(sorted(axes.items())), stacked)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float32, Shaped
 
 from diloco_jax.core import codec
 from diloco_jax.training.models.protocol import Params
-from diloco_jax.training.windows import Axes, Index, Shape, Window, starts_of, tensors_of
+from diloco_jax.training.windows import Axes, Index, Shape, Starts, Window, tensors_of
 
 HostArrays = Mapping[str, Shaped[np.ndarray, "..."]]
 DeviceArrays = Sequence[Shaped[Array, "..."]]
@@ -146,7 +146,7 @@ class OutgoingProgram:
         self._keep_local = keep_local
         self._mesh = windows[0].sharding.mesh
         self._paths, self._tensor_of = tensors_of(windows)
-        self._starts = starts_of(windows)
+        self._starts = Starts(windows)
         self.key = (self._tensor_of, *(window.geometry for window in windows))
         self._integer = codec.is_integer(format)
         self._on_host = {key for key, window in self._windows.items() if self._integer and window.block_dim is None}
@@ -162,7 +162,7 @@ class OutgoingProgram:
         """Dispatch the program, and copies of what it makes to the host; returns at once."""
         assert self.compiled is not None, "the program was not compiled"
         tensors = [params[path] for path in self._paths]
-        out: _Outputs = self.compiled(tensors, held.anchor, held.residual.on_devices, self._starts)
+        out: _Outputs = self.compiled(tensors, held.anchor, held.residual.on_devices, self._starts.on_devices)
         named = [(stream, number, out.streams[stream].addressable_data(number)) for stream, number in self._items]
         for _, _, part in named:  # nobody donates these: no copies of them on another kind of memory are needed
             part.copy_to_host_async()
@@ -264,9 +264,13 @@ class OutgoingProgram:
             return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
 
         windows = self._windows.values()
-        starts = jax.ShapeDtypeStruct(self._starts.shape, np.int32, sharding=self._starts.sharding)
         anchors = [described(window.shape, window.value_sharding) for window in windows]
-        inputs: tuple[Any, ...] = ([tensors[path] for path in self._paths], anchors, self._residuals(), starts)
+        inputs: tuple[Any, ...] = (
+            [tensors[path] for path in self._paths],
+            anchors,
+            self._residuals(),
+            self._starts.described,
+        )
         outputs = _Outputs(
             {stream: _flat(stream[1]) for stream in self._streams()},
             {axes: _flat(axes) for axes in self._residuals()},

@@ -214,10 +214,18 @@ def windows_of(fragment: Fragment, tensors: Mapping[str, jax.ShapeDtypeStruct]) 
     )
 
 
-def starts_of(windows: Sequence[Window]) -> Int32[Array, "slices"]:
-    """Where the slices begin in their tensors, on every device."""
-    everywhere = NamedSharding(windows[0].sharding.mesh, PartitionSpec())
-    return jax.device_put(np.array([window.part.start for window in windows], np.int32), everywhere)
+class Starts:
+    """Where the slices begin in their tensors, int32 [slices] on every device; put there when first needed."""
+
+    def __init__(self, windows: Sequence[Window]) -> None:
+        self._host = np.array([window.part.start for window in windows], np.int32)
+        everywhere = NamedSharding(windows[0].sharding.mesh, PartitionSpec())
+        self.described = jax.ShapeDtypeStruct(self._host.shape, np.int32, sharding=everywhere)
+
+    @cached_property
+    def on_devices(self) -> Int32[Array, "slices"]:
+        """The array."""
+        return jax.device_put(self._host, self.described.sharding)
 
 
 def tensors_of(windows: Sequence[Window]) -> tuple[tuple[str, ...], tuple[int, ...]]:

@@ -31,7 +31,7 @@ def test_protocol_steps_and_learners_are_the_simulations(tmp_path: Path) -> None
     write_scenario(tmp_path)
     simulated = as_simulated(config, tmp_path)
     assert simulated.protocol == PROTOCOL and simulated.train.steps == 60 and simulated.islands.count == 5
-    assert simulated.island_batch_size == config.island_batch_size == 6
+    assert simulated.island("").batch_size == config.island("").batch_size == 6
     assert simulated.model == config.model and simulated.optimizer == config.optimizer
 
 

@@ -202,7 +202,7 @@ def test_adoption_works_in_place_and_heals_what_is_not_finite(
         after = island.state.params[path]
         assert before.is_deleted() and after.sharding == before.sharding
         assert [s.data.unsafe_buffer_pointer() for s in after.addressable_shards] == where
-    assert island._step_program._cache_size() == 1
+    assert island._blueprint.step._cache_size() == 1
     load(island, fragment, {k: np.full(v, np.nan, np.float32) for k, v in fragment.keys_shapes})
     island.adopt(fragment, random_values(fragment))
     for key, value in take(island.parameters(), fragment).items():

@@ -1,0 +1,136 @@
+"""The islands of a run: alike by default, each with what it has differently."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+from diloco_jax.training.sharding import MeshConfig
+from diloco_jax.training.topology import Topology
+
+ISLANDS_MAX = 1024
+HOSTS_MAX = 2048  # a slice of 6144 v5p chips has 1536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandOverride:
+    """What one island has differently; what is not given is as for all islands."""
+
+    devices: int | None = None
+    """See islands.devices."""
+    hosts: int | None = None
+    """See islands.hosts."""
+    topology: str | None = None
+    """See islands.topology."""
+    mesh: MeshConfig | None = None
+    """See islands.mesh."""
+    batch_size: int | None = None
+    """See islands.batch_size."""
+    zone: str | None = None
+    """See islands.zone."""
+
+
+class IslandConfig(NamedTuple):
+    """One island, resolved.
+
+    Attributes:
+      name: of the learner.
+      devices: emulated CPU devices, over all its hosts; 0: accelerators.
+      hosts: processes.
+      topology: TPU slice, "" if none was named.
+      mesh: how its devices are used.
+      batch_size: sequences in an inner step.
+      zone: where it runs, "" if that was not said.
+    """
+
+    name: str
+    devices: int
+    hosts: int
+    topology: str
+    mesh: MeshConfig
+    batch_size: int
+    zone: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandsConfig:
+    """The islands of the run; `each` says what one has differently."""
+
+    count: int = 4
+    """M: number of islands."""
+    devices: int = 2
+    """Emulated CPU devices per island, over all its hosts; 0 takes the accelerators that its processes see."""
+    hosts: int = 1
+    """Processes of an island, one SPMD program over all of them. With a topology, and no emulated devices, as many as
+    that has hosts. If one dies, the island is started again as a whole."""
+    topology: str = ""
+    """TPU slice of an island, such as v5p:4x4x8 or v6e:16x16; for preflight and launch. Needs islands.devices 0."""
+    mesh: MeshConfig = field(default_factory=lambda: MeshConfig(data=-1))
+    """How an island's devices are laid out."""
+    batch_size: int = 0
+    """Sequences in one inner step of an island; islands may differ in it. 0: an equal share of train.batch_size."""
+    zone: str = ""
+    """Cloud zone of an island, such as us-east5-a; for launch."""
+    each: dict[str, IslandOverride] = field(default_factory=dict)
+    """What single islands have differently, by name: {island-3: {topology: v6e:16x16, batch_size: 512}}."""
+    restarts_max: int = 10
+    """How often a local run starts a dead island again before it gives it up."""
+    restart_delay_s: float = 1.0
+    """Seconds between an island's death and its next start in a local run."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= ISLANDS_MAX:
+            raise ValueError(f"islands.count is {self.count}; use 1 to {ISLANDS_MAX}")
+        if unknown := sorted(set(self.each) - set(self.names)):
+            raise ValueError(
+                f"islands.each has '{unknown[0]}', but the {self.count} islands are {self.names[0]} to "
+                f"{self.names[-1]}; correct the name or islands.count"
+            )
+        if self.restarts_max < 0 or self.restart_delay_s < 0:
+            raise ValueError(f"islands.restarts_max {self.restarts_max} and restart_delay_s must be at least 0")
+        for name in ("", *self.each):
+            _check(self._own(name), f"islands.each.{name}" if name else "islands")
+
+    def _own(self, name: str) -> IslandConfig:
+        """As the settings say, before anything is derived."""
+        other = self.each.get(name, IslandOverride())
+        own = {each.name: getattr(other, each.name) for each in fields(IslandOverride)}
+        return IslandConfig(
+            name=name, **{key: getattr(self, key) if value is None else value for key, value in own.items()}
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The learners' names: island-0, island-1, ..."""
+        return tuple(f"island-{index}" for index in range(self.count))
+
+    def resolve(self, name: str, batch_size: int) -> IslandConfig:
+        """What this island has.
+
+        Args:
+          name: of the learner; one that is none of `names` has what all have.
+          batch_size: its equal share, if no other is set.
+        """
+        island = self._own(name)
+        if island.topology:
+            island = island._replace(hosts=Topology.parse(island.topology).hosts)
+        return island._replace(batch_size=island.batch_size or batch_size)
+
+
+def _check(own: IslandConfig, where: str) -> None:
+    if not 0 <= own.devices <= 64:
+        raise ValueError(f"{where}.devices is {own.devices}; use 1 to 64 emulated own.devices, or 0 for real ones")
+    if not 1 <= own.hosts <= HOSTS_MAX:
+        raise ValueError(f"{where}.hosts is {own.hosts}; use 1 to {HOSTS_MAX}")
+    if own.devices % own.hosts:
+        raise ValueError(f"{where}: {own.hosts} hosts cannot share {own.devices} devices equally; change one of them")
+    if own.batch_size < 0:
+        raise ValueError(f"{where}.batch_size is {own.batch_size}; use at least 1, or 0 for an equal share")
+    if own.topology:
+        chips = Topology.parse(own.topology).chips
+        if own.devices:
+            raise ValueError(
+                f"{where}.topology is {own.topology}, but {where}.devices is {own.devices}: set devices to 0 for real "
+                "chips, or leave the topology out"
+            )
+        own.mesh.sizes(chips)
