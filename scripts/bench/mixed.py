@@ -1,0 +1,125 @@
+"""Do islands of different size and speed cost goodput or quality? Against equal islands, on the same tokens.
+
+For every seed: configs/mixed.yaml, two islands of 2 and of 4 emulated devices, of which the second is halted half of the
+time, so that its steps take twice as long; then the same with two equal islands of 2 devices, for as many tokens as the
+first run really trained on. `value` is the mean of the seeds' relative differences of evaluation loss; above 0 the mixed
+islands are worse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+
+from jobs import train
+from rich.console import Console
+
+SLOW = "island-1"
+HALT_S = 0.05  # and as long a time in which it runs
+ALIKE = ("--islands.each.island-1.devices", 2, "--islands.each.island-1.mesh.fsdp", 1)
+ALIKE += ("--islands.each.island-1.mesh.tensor", 1, "--islands.each.island-1.mesh.data", -1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=600, help="global steps of the mixed run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments, overrides = parser.parse_known_args()
+    rows = []
+    for seed in arguments.seeds:
+        common = ["--seed", seed, *overrides]
+        with Halting(SLOW):
+            mixed = train("mixed", *common, "--train.steps", arguments.steps)
+        shared = mixed["tokens"] / sum(each["local_steps"] for each in mixed["learners"].values())  # tokens of a step
+        equal = train("mixed", *common, *ALIKE, "--train.steps", round(mixed["tokens"] / (2 * shared)))
+        steps = [each["local_steps"] for _, each in sorted(mixed["learners"].items())]
+        rows.append((mixed, equal, steps))
+        Console(stderr=True).print(
+            f"seed {seed}: mixed {mixed['eval_loss']:.4f} ({mixed['tokens']:,} tokens, steps {steps}, goodput "
+            f"{mixed['goodput']:.4f}), equal {equal['eval_loss']:.4f} ({equal['tokens']:,} tokens, goodput "
+            f"{equal['goodput']:.4f})"
+        )
+    differences = [mixed["eval_loss"] / equal["eval_loss"] - 1 for mixed, equal, _ in rows]
+    result = {
+        "name": "mixed",
+        "value": statistics.mean(differences),
+        "unit": "relative difference of evaluation loss, mixed islands against equal ones",
+        "low": min(differences),
+        "high": max(differences),
+        "runs": len(rows),
+        "goodput": [mixed["goodput"] for mixed, _, _ in rows],
+        "goodput_equal": [equal["goodput"] for _, equal, _ in rows],
+        "mixed": [mixed["eval_loss"] for mixed, _, _ in rows],
+        "equal": [equal["eval_loss"] for _, equal, _ in rows],
+        "tokens": [[mixed["tokens"], equal["tokens"]] for mixed, equal, _ in rows],
+        "steps": [steps for _, _, steps in rows],
+        "contributors_per_round": [mixed["contributors_per_round"] for mixed, _, _ in rows],
+    }
+    if arguments.json:
+        sys.stdout.write(json.dumps(result) + "\n")
+        return
+    Console().print(
+        f"evaluation loss {100 * result['value']:+.2f} % ({100 * result['low']:+.2f} to {100 * result['high']:+.2f}), "
+        f"goodput of mixed islands {min(result['goodput']):.4f} at least"
+    )
+
+
+class Halting:
+    """Halt every process of an island half of the time, in short turns, from its first appearance on."""
+
+    def __init__(self, island: str) -> None:
+        self._island = island
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        found: list[int] = []
+        looked_s = 0.0
+        while not self._over.is_set():
+            if time.monotonic() - looked_s > 1.0:
+                looked_s, found = time.monotonic(), processes_of(self._island)
+            _send(found, signal.SIGSTOP)
+            time.sleep(HALT_S)
+            _send(found, signal.SIGCONT)
+            time.sleep(HALT_S)
+
+
+def _send(processes: list[int], number: signal.Signals) -> None:
+    for process in processes:
+        try:
+            os.kill(process, number)
+        except ProcessLookupError:
+            continue
+
+
+def processes_of(island: str) -> list[int]:
+    """Processes of this user whose command line is that of a learner of this name."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            mine = folder.stat().st_uid == os.getuid()
+        except OSError:
+            continue
+        if mine and b"learner" in words and island.encode() in words:
+            found.append(int(folder.name))
+    return found
+
+
+if __name__ == "__main__":
+    main()
