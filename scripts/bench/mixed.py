@@ -1,9 +1,9 @@
 """Do islands of different size and speed cost goodput or quality? Against equal islands, on the same tokens.
 
-For every seed: configs/mixed.yaml, two islands of 2 and of 4 emulated devices, of which the second is halted half of the
-time, so that its steps take twice as long; then the same with two equal islands of 2 devices, for as many tokens as the
-first run really trained on. `value` is the mean of the seeds' relative differences of evaluation loss; above 0 the mixed
-islands are worse.
+For every seed: configs/mixed.yaml, two islands of 2 and of 4 emulated devices, of which the second is halted half of
+the time, so that its steps take twice as long; then the same with two equal islands of 2 devices, for as many tokens as
+the first run really trained on. `value` is the mean of the seeds' relative differences of evaluation loss; above 0 the
+mixed islands are worse.
 """
 
 from __future__ import annotations
