@@ -70,6 +70,7 @@ def _commands() -> dict[str, Command]:
         "status": _status,
         "drain": _drain,
         "certs": _certs,
+        "doctor": _doctor,
         "eval": _eval,
         "report": _report,
         "replay": _replay,
@@ -141,7 +142,6 @@ def _learner(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
     run_dir = _learner_dir(arguments, config)
     stop = _begin_process(run_dir)
-    from diloco_jax.runtime.files import ADDRESS_FILE
     from diloco_jax.runtime.preemption import check_source, watch
     from diloco_jax.runtime.run_learner import LearnerRun
 
@@ -151,8 +151,7 @@ def _learner(arguments: argparse.Namespace) -> int:
 
         kind = ChaosLearnerRun
     incarnation = arguments.incarnation if arguments.incarnation is not None else int(time.time() * 1000)
-    told = run_dir / ADDRESS_FILE
-    address = arguments.syncer or (told.read_text(encoding="utf-8") if told.exists() else config.transport.address)
+    address = arguments.syncer or _told_address(run_dir) or config.transport.address
     if arguments.preemption:
         watch(check_source(arguments.preemption), stop)
     reason = kind(config, arguments.island, incarnation, address, run_dir, stop).run()
@@ -170,6 +169,14 @@ def _learner_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
     if path.name == CONFIG_FILE and (path.parent / ADDRESS_FILE).exists():
         return path.parent
     return Path(config.runs_dir) / config.name
+
+
+def _told_address(run_dir: Path) -> str:
+    """Where the syncer of a run on this machine listens; empty if it never did."""
+    from diloco_jax.runtime.files import ADDRESS_FILE
+
+    told = run_dir / ADDRESS_FILE
+    return told.read_text(encoding="utf-8").strip() if told.exists() else ""
 
 
 def _chaos(arguments: argparse.Namespace) -> int:
@@ -285,6 +292,24 @@ def _certs(arguments: argparse.Namespace) -> int:
     else:
         print(describe(folder, made))
     return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # shapes need no accelerator, and to look at one would take it from a run
+    from diloco_jax.runtime.doctor import as_dict, describe, examine, serve
+    from diloco_jax.runtime.processes import stop_on_signals
+
+    config = _load(arguments)
+    if arguments.listen:
+        for line in serve(config, stop_on_signals()):
+            print(line, flush=True)
+        return 0
+    run_dir = _learner_dir(arguments, config)
+    address = arguments.syncer or _told_address(run_dir) or config.transport.address
+    checks = examine(config, run_dir, island=arguments.island or "", address=address, seconds=arguments.seconds)
+    result = as_dict(checks)
+    print(json.dumps(result) if arguments.json else describe(checks))
+    return 0 if result["ok"] else FAILED
 
 
 def _eval(arguments: argparse.Namespace) -> int:

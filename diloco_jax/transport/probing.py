@@ -75,11 +75,10 @@ def greet(config: TransportConfig, name: str, *, pings: int = PINGS) -> Greeting
         method = _method(channel)
         try:
             for number in range(pings + 1):
-                until_s = config.connect_timeout_s
-                call = method(iter([ping]), timeout=until_s, wait_for_ready=True, metadata=own.metadata)
+                timeout_s = config.connect_timeout_s
                 before_s = time.time()
                 began_s = time.monotonic()
-                reply = next(call)
+                reply = next(method(iter([ping]), timeout=timeout_s, wait_for_ready=True, metadata=own.metadata))
                 rtt_s = time.monotonic() - began_s
                 if number:  # the first one also opened the connection
                     best = min(best, (rtt_s, reply.unix_s - before_s - rtt_s / 2))
