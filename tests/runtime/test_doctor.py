@@ -64,7 +64,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def config(tmp_path: Path, ours: Path) -> RunConfig:
     base = load(write_config(tmp_path))
-    transport = dataclasses.replace(base.transport, **certificates.settings(ours), connect_timeout_s=WAIT_S)  # type: ignore[arg-type]
+    changes: dict[str, Any] = {**certificates.settings(ours), "connect_timeout_s": WAIT_S}
+    transport = dataclasses.replace(base.transport, **changes)
     return dataclasses.replace(base, transport=transport)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 
@@ -28,8 +29,8 @@ def listener() -> Iterator[GrpcListener]:
     made.close(0.0)
 
 
-def config_of(listener: GrpcListener, **changes: object) -> TransportConfig:
-    return replace(TransportConfig(address=listener.address, connect_timeout_s=WAIT_S, stripes=2), **changes)  # type: ignore[arg-type]
+def config_of(listener: GrpcListener, **changes: Any) -> TransportConfig:
+    return replace(TransportConfig(address=listener.address, connect_timeout_s=WAIT_S, stripes=2), **changes)
 
 
 def test_greeting_says_run_versions_shards_and_time(listener: GrpcListener) -> None:
@@ -51,10 +52,10 @@ def test_skew_of_a_clock_is_seen_through_a_slow_link(listener: GrpcListener, mon
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
-def test_rate_is_that_of_the_link(listener: GrpcListener, direction: str) -> None:
+def test_rate_is_that_of_the_link(listener: GrpcListener, direction: Literal["up", "down"]) -> None:
     with Relay(listener.address) as relay:
         relay.change(bytes_per_s=250_000.0)  # of each connection
-        found = measure(config_of(listener, address=relay.address), "island-0", direction, 2.0)  # type: ignore[arg-type]
+        found = measure(config_of(listener, address=relay.address), "island-0", direction, 2.0)
     assert 100_000 < found.bytes_per_s < 2_000_000  # 500,000, and a loaded machine
 
 
