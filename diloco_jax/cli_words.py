@@ -46,6 +46,8 @@ def make_parser(run: Mapping[str, Command]) -> argparse.ArgumentParser:
         help="leave politely when Google Cloud's metadata server, "
         "or the existence of FILE, says that this machine will be taken away; SIGTERM always says so",
     )
+    islands = add("islands", "All islands in this process, for one controller of several slices.", config=True)
+    islands.add_argument("--syncer", help="host:port of the syncer; default: that of the run's folder, or the config's")
     unlisted = commands.add_parser(CHAOS_LEARNER, parents=[learner], add_help=False)  # what `chaos` starts
     unlisted.set_defaults(command=run[CHAOS_LEARNER], name=CHAOS_LEARNER, takes_overrides=True)
     shard = commands.add_parser(MERGE_SHARD)  # what a syncer with syncer.shards starts

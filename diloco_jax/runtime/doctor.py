@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -126,8 +126,8 @@ def listening(config: RunConfig) -> Iterator[list[str]]:
         yield found
 
 
-def serve(config: RunConfig, stop: threading.Event) -> Iterator[str]:
-    """Listen until stopped; yields one line for people once everything is open."""
+def serve(config: RunConfig, stop: threading.Event, say: Callable[[str], None]) -> None:
+    """Listen until stopped; `say` gets one line for people once everything is open. Raises as `listening` does."""
     with listening(config) as addresses:
-        yield f"answering `diloco doctor` at {', '.join(addresses)} until Ctrl-C; no learner is admitted"
+        say(f"answering `diloco doctor` at {', '.join(addresses)} until Ctrl-C; no learner is admitted")
         stop.wait()
