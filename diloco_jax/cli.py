@@ -63,6 +63,7 @@ def _commands() -> dict[str, Command]:
         "train": _train,
         "syncer": _syncer,
         "learner": _learner,
+        "islands": _islands,
         CHAOS_LEARNER: _learner,
         MERGE_SHARD: _merge_shard,
         "chaos": _chaos,
@@ -70,6 +71,7 @@ def _commands() -> dict[str, Command]:
         "status": _status,
         "drain": _drain,
         "certs": _certs,
+        "doctor": _doctor,
         "eval": _eval,
         "report": _report,
         "replay": _replay,
@@ -141,23 +143,36 @@ def _learner(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
     run_dir = _learner_dir(arguments, config)
     stop = _begin_process(run_dir)
-    from diloco_jax.runtime.files import ADDRESS_FILE
     from diloco_jax.runtime.preemption import check_source, watch
     from diloco_jax.runtime.run_learner import LearnerRun
+    from diloco_jax.runtime.status import known_address
 
-    kind = LearnerRun
+    kind: type[LearnerRun] = LearnerRun
     if arguments.name == CHAOS_LEARNER:
         from diloco_jax.runtime.chaos_learner import ChaosLearnerRun
 
         kind = ChaosLearnerRun
     incarnation = arguments.incarnation if arguments.incarnation is not None else int(time.time() * 1000)
-    told = run_dir / ADDRESS_FILE
-    address = arguments.syncer or (told.read_text(encoding="utf-8") if told.exists() else config.transport.address)
+    address = arguments.syncer or known_address(run_dir, config)
     if arguments.preemption:
         watch(check_source(arguments.preemption), stop)
     reason = kind(config, arguments.island, incarnation, address, run_dir, stop).run()
     print(f"{arguments.island}: {reason}", flush=True)
     return INTERRUPTED if stop.is_set() else 0  # 0 only when the syncer ended the run
+
+
+def _islands(arguments: argparse.Namespace) -> int:
+    config = _load(arguments)
+    run_dir = _learner_dir(arguments, config)
+    stop = _begin_process(run_dir)
+    from diloco_jax.runtime.controller import IslandsRun, use_pathways
+    from diloco_jax.runtime.status import known_address
+
+    if config.islands.pathways:
+        use_pathways()
+    address = arguments.syncer or known_address(run_dir, config)
+    IslandsRun(config, run_dir, address, stop).run()
+    return INTERRUPTED if stop.is_set() else 0
 
 
 def _learner_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
@@ -285,6 +300,24 @@ def _certs(arguments: argparse.Namespace) -> int:
     else:
         print(describe(folder, made))
     return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # shapes need no accelerator, and to look at one would take it from a run
+    from diloco_jax.runtime.doctor import as_dict, describe, examine, serve
+    from diloco_jax.runtime.processes import stop_on_signals
+    from diloco_jax.runtime.status import known_address
+
+    config = _load(arguments)
+    if arguments.listen:
+        serve(config, stop_on_signals(), lambda line: print(line, flush=True))
+        return 0
+    run_dir = _learner_dir(arguments, config)
+    address = arguments.syncer or known_address(run_dir, config)
+    checks = examine(config, run_dir, island=arguments.island or "", address=address, seconds=arguments.seconds)
+    result = as_dict(checks)
+    print(json.dumps(result) if arguments.json else describe(checks))
+    return 0 if result["ok"] else FAILED
 
 
 def _eval(arguments: argparse.Namespace) -> int:

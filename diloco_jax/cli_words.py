@@ -46,6 +46,8 @@ def make_parser(run: Mapping[str, Command]) -> argparse.ArgumentParser:
         help="leave politely when Google Cloud's metadata server, "
         "or the existence of FILE, says that this machine will be taken away; SIGTERM always says so",
     )
+    islands = add("islands", "All islands in this process, for one controller of several slices.", config=True)
+    islands.add_argument("--syncer", help="host:port of the syncer; default: that of the run's folder, or the config's")
     unlisted = commands.add_parser(CHAOS_LEARNER, parents=[learner], add_help=False)  # what `chaos` starts
     unlisted.set_defaults(command=run[CHAOS_LEARNER], name=CHAOS_LEARNER, takes_overrides=True)
     shard = commands.add_parser(MERGE_SHARD)  # what a syncer with syncer.shards starts
@@ -54,6 +56,7 @@ def make_parser(run: Mapping[str, Command]) -> argparse.ArgumentParser:
     shard.add_argument("--shard", type=int, required=True)
     shard.add_argument("--connection", type=int, required=True)
     _chaos_words(add("chaos", "A local run under a schedule of faults: what came back, when.", config=True))
+    _doctor_words(add("doctor", "Check this machine and its way to the syncer, before or during a run.", config=True))
     add("baseline", "The data-parallel baseline in this process, for `train`.", config=True)
     _looking_words(add)
     return parser
@@ -104,3 +107,13 @@ def _chaos_words(chaos: argparse.ArgumentParser) -> None:
     chaos.add_argument("--kinds", help="kinds of faults, separated by commas; default: all")
     chaos.add_argument("--dry-run", action="store_true", help="print the schedule, and exit")
     chaos.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _doctor_words(doctor: argparse.ArgumentParser) -> None:
+    doctor.add_argument("--island", help="the learner that runs on this machine; default: this is the syncer's")
+    doctor.add_argument("--syncer", help="host:port of the syncer; default: that of the run's folder, or the config's")
+    doctor.add_argument("--seconds", type=float, default=3.0, help="to measure throughput each way; default: 3")
+    doctor.add_argument(
+        "--listen", action="store_true", help="on the syncer's machine before a run: answer the islands' doctors"
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")

@@ -73,7 +73,13 @@ class ChaosRun(LocalRun):
 
 
 def for_chaos(config: RunConfig, faults: int) -> RunConfig:
-    """The config with as many restarts as so many faults may take."""
+    """The config with as many restarts as so many faults may take.
+
+    Raises:
+        ValueError: the islands are threads of one process, which cannot be killed one by one.
+    """
+    if config.islands.controller == "single":
+        raise ValueError("`diloco chaos` kills the processes of single islands; set islands.controller to processes")
     islands = replace(config.islands, restarts_max=max(config.islands.restarts_max, 2 * faults))
     syncer = replace(config.syncer, restarts_max=max(config.syncer.restarts_max, 2 * faults))
     return replace(config, islands=islands, syncer=syncer)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from diloco_jax.training.sharding import MeshConfig
 from diloco_jax.training.topology import Topology
+
+Controller = Literal["processes", "single"]
 
 ISLANDS_MAX = 1024
 HOSTS_MAX = 2048  # a slice of 6144 v5p chips has 1536
@@ -71,6 +73,11 @@ class IslandsConfig:
     """Sequences in one inner step of an island; islands may differ in it. 0: an equal share of train.batch_size."""
     zone: str = ""
     """Cloud zone of an island, such as us-east5-a; for launch."""
+    controller: Controller = "processes"
+    """processes: each island has its own. single: one process drives them all, a thread for each, on devices of its
+    own; for a controller that sees several slices, such as Pathways. If it dies, all islands start again."""
+    pathways: bool = False
+    """Let that one process see its devices through Pathways; needs the package pathwaysutils there."""
     each: dict[str, IslandOverride] = field(default_factory=dict)
     """What single islands have differently, by name: {island-3: {topology: v6e:16x16, batch_size: 512}}."""
     restarts_max: int = 10
@@ -88,8 +95,25 @@ class IslandsConfig:
             )
         if self.restarts_max < 0 or self.restart_delay_s < 0:
             raise ValueError(f"islands.restarts_max {self.restarts_max} and restart_delay_s must be at least 0")
+        self._check_controller()
         for name in ("", *self.each):
             _check(self._own(name), f"islands.each.{name}" if name else "islands")
+
+    def _check_controller(self) -> None:
+        if self.controller not in get_args(Controller):
+            raise ValueError(f"islands.controller is {self.controller!r}; choose {' or '.join(get_args(Controller))}")
+        if self.pathways and self.controller != "single":
+            raise ValueError("islands.pathways is set, but islands.controller is 'processes'; set it to single")
+        if self.controller != "single":
+            return
+        own = [self._own(name) for name in self.names]
+        if len({bool(each.devices) for each in own}) > 1:
+            raise ValueError("islands.controller is single, but only some islands have emulated devices; give all some")
+        if not self.pathways and any(each.hosts > 1 for each in own):
+            raise ValueError(
+                f"islands.controller is single, but islands.hosts is {max(each.hosts for each in own)}; one process "
+                "drives other hosts' devices through islands.pathways only: set it, or hosts to 1"
+            )
 
     def _own(self, name: str) -> IslandConfig:
         """As the settings say, before anything is derived."""

@@ -28,6 +28,7 @@ START_TIMEOUT_S = 300.0  # for the syncer to build the model and listen
 STOP_TIMEOUT_S = 120.0  # for checkpoint and last evaluation after a stop
 LEARNER_STOP_TIMEOUT_S = 15.0
 POLL_S = 0.1
+CONTROLLER = "islands"  # name and command of the one process that drives all islands
 
 
 class RunFailed(Exception):
@@ -91,7 +92,8 @@ class LocalRun:
             else:
                 self._syncer = self._start_syncer(["--rewind"] if self._resume else [])
                 address = self._await_address()
-                for name in self._config.islands.names if address else ():
+                single = self._config.islands.controller == "single"
+                for name in ((CONTROLLER,) if single else self._config.islands.names) if address else ():
                     self._islands[name] = self._start_island(name, address)
             self._watch()
         finally:
@@ -103,6 +105,8 @@ class LocalRun:
         return self._start("syncer", ["syncer", str(self._run_dir / CONFIG_FILE), *options])
 
     def _start_island(self, name: str, address: str) -> Child:
+        if name == CONTROLLER:
+            return self._start(name, [CONTROLLER, str(self._run_dir / CONFIG_FILE), "--syncer", address])
         words = ["learner", str(self._run_dir / CONFIG_FILE), "--island", name, "--syncer", address]
         return self._start(name, [*words, "--incarnation", str(next_incarnation(self._run_dir, name))])
 
@@ -259,6 +263,8 @@ def child_environment(config: RunConfig, name: str) -> Mapping[str, str]:
     environment[PARENT_ENV] = str(os.getpid())
     environment["PYTHONUNBUFFERED"] = "1"
     devices = config.island(name).devices if name != "syncer" else 1
+    if name == CONTROLLER:
+        devices = sum(config.island(each).devices for each in config.islands.names)
     if devices:
         environment["JAX_PLATFORMS"] = "cpu"
         environment["JAX_NUM_CPU_DEVICES"] = str(devices)

@@ -17,9 +17,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import jax
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import plan_fragments
@@ -63,6 +65,7 @@ class LearnerRun:
         address: where the syncer listens.
         run_dir: folder for the tape and for the learner's own saved states.
         stop: set from outside to leave politely.
+        devices: of the island; all that JAX sees if not given.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class LearnerRun:
         address: str,
         run_dir: Path,
         stop: threading.Event,
+        *,
+        devices: Sequence[jax.Device] | None = None,
     ) -> None:
         self._config = config
         self._address = address
@@ -87,6 +92,7 @@ class LearnerRun:
             config.optimizer,
             own.mesh,
             seed=config.seed,
+            devices=devices,
             wire=config.wire.up,
             rebase=config.adopt.mode == "rebase",
         )

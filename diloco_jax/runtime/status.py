@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.runtime.files import ADDRESS_FILE, STATUS_FILE
+from diloco_jax.runtime.settings import RunConfig
 from diloco_jax.runtime.stats import RunStats
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.questions import ask_status
@@ -84,6 +85,12 @@ def complete(run_dir: Path) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return bool(state == "complete")
+
+
+def known_address(run_dir: Path, config: RunConfig) -> str:
+    """Where the syncer of a run listens: as its folder says, if it is on this machine, else as the config does."""
+    told = run_dir / ADDRESS_FILE
+    return told.read_text(encoding="utf-8").strip() if told.exists() else config.transport.address
 
 
 def is_address(run: str) -> bool:

@@ -48,6 +48,7 @@ from diloco_jax.transport.link import (
     split_address,
 )
 from diloco_jax.transport.partials import Partials
+from diloco_jax.transport.probe import PROBE, ProbeDesk
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.security import (
     Denied,
@@ -241,14 +242,16 @@ class GrpcListener(SessionListener[StreamSession]):
             ("grpc.http2.min_ping_interval_without_data_ms", 500),  # learners choose how often they ping
             ("grpc.http2.max_ping_strikes", 0),
         ]
+        server_credentials, self._gate = syncer_credentials(config)
+        desk = ProbeDesk(run_id, self._gate, self._connected, self._shards)
         self._server = grpc.server(_DaemonThreads(), options=options, maximum_concurrent_rpcs=config.connections_max)
         handlers = {
             CONNECT: grpc.stream_stream_rpc_method_handler(self._serve),
             STATUS: grpc.unary_unary_rpc_method_handler(self._tell, response_serializer=_serialised),
             DRAIN: grpc.unary_unary_rpc_method_handler(self._drain, response_serializer=_serialised),
+            PROBE: grpc.stream_stream_rpc_method_handler(desk.serve, response_serializer=_serialised),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        server_credentials, self._gate = syncer_credentials(config)
         try:
             _probe(config.address)
             port = self._server.add_secure_port(config.address, server_credentials)
@@ -259,6 +262,9 @@ class GrpcListener(SessionListener[StreamSession]):
             ) from None
         self._address = f"{config.address.rpartition(':')[0]}:{port}"
         self._server.start()
+
+    def _connected(self) -> int:
+        return sum(session.open for _, session in list(self._newest.values()))
 
     def _tell(self, request: bytes, context: Any) -> pb.StatusReply:
         """Answer `diloco status`."""
@@ -357,7 +363,7 @@ class GrpcListener(SessionListener[StreamSession]):
         return known[1]
 
 
-def _serialised(reply: pb.StatusReply | pb.DrainReply) -> bytes:
+def _serialised(reply: pb.StatusReply | pb.DrainReply | pb.ProbeReply) -> bytes:
     return reply.SerializeToString()
 
 

@@ -46,9 +46,22 @@ def _ask(config: TransportConfig, method: str, request: bytes, read: Callable[[b
         try:
             return ask(request, timeout=config.connect_timeout_s, wait_for_ready=True, metadata=own.metadata)
         except grpc.RpcError as error:
-            if error.code() in DENIALS:
-                raise TransportError(f"the syncer at {config.address} refused: {error.details()}") from None
-            if error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
-                answer = f"{error.code().name}: {error.details()}"
-                raise TransportError(f"the syncer at {config.address} did not answer but with {answer}") from None
-            raise unanswered(config, diagnose(config, SYNCER)) from None
+            raise failure(config, error, SYNCER) from None
+
+
+def failure(config: TransportConfig, error: Exception, name: str) -> TransportError:
+    """What a question that got no answer means for people.
+
+    Args:
+        config: how the syncer was asked.
+        error: that gRPC raised.
+        name: who asked.
+    """
+    if not isinstance(error, grpc.Call):
+        return TransportError(f"the syncer at {config.address} ended the call without an answer")
+    if error.code() in DENIALS:
+        return TransportError(f"the syncer at {config.address} refused: {error.details()}")
+    if error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+        answer = f"{error.code().name}: {error.details()}"
+        return TransportError(f"the syncer at {config.address} did not answer but with {answer}")
+    return unanswered(config, diagnose(config, name))

@@ -175,6 +175,20 @@ def _check_files(config: TransportConfig, name: str, owner: bool, ca: bytes, cer
         log.warning(f"transport.tls_key {files['tls_key']} can be read by others on this machine: chmod 600 it")
 
 
+def valid_until(config: TransportConfig, name: str) -> dict[str, datetime.datetime]:
+    """When the certificates of an encrypted transport expire, by setting: the earliest in each file.
+
+    Raises:
+        ValueError: A file is missing, too large or damaged.
+    """
+    ends = {}
+    for setting, path in _files(config, name).items():
+        if setting != "tls_key":
+            found = certificates.parse_certificates(_read(setting, path))
+            ends[setting] = min(certificate.not_valid_after_utc for certificate in found)
+    return ends
+
+
 # ---- the syncer's gate --------------------------------------------------------------------------------------------
 
 

@@ -7,11 +7,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ProbeKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PROBE_PING: _ClassVar[ProbeKind]
+    PROBE_UP: _ClassVar[ProbeKind]
+    PROBE_DOWN: _ClassVar[ProbeKind]
+
 class Lane(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     LANE_UNSPECIFIED: _ClassVar[Lane]
     LANE_CONTROL: _ClassVar[Lane]
     LANE_BULK: _ClassVar[Lane]
+PROBE_PING: ProbeKind
+PROBE_UP: ProbeKind
+PROBE_DOWN: ProbeKind
 LANE_UNSPECIFIED: Lane
 LANE_CONTROL: Lane
 LANE_BULK: Lane
@@ -39,6 +48,45 @@ class DrainReply(_message.Message):
     ok: bool
     message: str
     def __init__(self, ok: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
+
+class ProbeRequest(_message.Message):
+    __slots__ = ("kind", "probe", "seconds", "noise")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NOISE_FIELD_NUMBER: _ClassVar[int]
+    kind: ProbeKind
+    probe: int
+    seconds: float
+    noise: bytes
+    def __init__(self, kind: _Optional[_Union[ProbeKind, str]] = ..., probe: _Optional[int] = ..., seconds: _Optional[float] = ..., noise: _Optional[bytes] = ...) -> None: ...
+
+class ProbeReply(_message.Message):
+    __slots__ = ("unix_s", "run_id", "versions", "sessions", "shards", "received_bytes", "received_s", "noise")
+    class VersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_S_FIELD_NUMBER: _ClassVar[int]
+    NOISE_FIELD_NUMBER: _ClassVar[int]
+    unix_s: float
+    run_id: str
+    versions: _containers.ScalarMap[str, str]
+    sessions: int
+    shards: str
+    received_bytes: int
+    received_s: float
+    noise: bytes
+    def __init__(self, unix_s: _Optional[float] = ..., run_id: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ..., sessions: _Optional[int] = ..., shards: _Optional[str] = ..., received_bytes: _Optional[int] = ..., received_s: _Optional[float] = ..., noise: _Optional[bytes] = ...) -> None: ...
 
 class Header(_message.Message):
     __slots__ = ("run_id", "epoch", "sender", "incarnation", "session", "lane", "stripe", "stripes")

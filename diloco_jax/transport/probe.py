@@ -1,0 +1,164 @@
+"""The syncer's answers to `diloco doctor`: who it is, what time it is, and how fast the link to it is.
+
+A measurement must not disturb a run. So there is one at a time, it ends after SECONDS_MAX, and it moves at most
+IDLE_BYTES_MAX in each direction, or RUN_BYTES_MAX while learners are connected. Learners feel it all the same for those
+seconds: their payloads share the line with it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from diloco_jax.transport.calls import call_metadata
+from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.security import Denied, Gate
+
+PROBE = "Probe"
+SECONDS_MAX = 10.0
+IDLE_BYTES_MAX = 1 << 30
+RUN_BYTES_MAX = 64 << 20
+HANG_S = 5.0  # beyond SECONDS_MAX: then a caller that stalls is cut off
+NOISE_BYTES_MIN, NOISE_BYTES_MAX = 16 << 10, 512 << 10
+PACKAGES = ("diloco-jax", "jax", "jaxlib", "numpy", "grpcio")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages on which both sides of a link should agree, by name."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def noise() -> Iterator[bytes]:
+    """Random bytes without end. The pieces grow with what was sent: a slow link counts small ones, a fast one is not
+    held up by their number."""
+    block = memoryview(os.urandom(NOISE_BYTES_MAX))
+    sent = 0
+    while True:
+        size = min(NOISE_BYTES_MAX, max(NOISE_BYTES_MIN, sent // 32))
+        sent += size
+        yield bytes(block[:size])
+
+
+class _Measurement:
+    """What one caller may still move, over all of its connections."""
+
+    def __init__(self, number: int, left_bytes: int) -> None:
+        self.number = number
+        self.calls = 1
+        self.left_bytes = left_bytes
+
+
+class ProbeDesk:
+    """Serves the method PROBE of one listener.
+
+    Args:
+        run_id: name of the run.
+        gate: decides who may ask.
+        sessions: tells how many learners are connected.
+        shards: addresses of further listeners, as `calls.pack_shards` writes them.
+    """
+
+    def __init__(self, run_id: str, gate: Gate, sessions: Callable[[], int], shards: str) -> None:
+        self._run_id = run_id
+        self._gate = gate
+        self._sessions = sessions
+        self._shards = shards
+        self._lock = threading.Lock()
+        self._measurement: _Measurement | None = None
+
+    def serve(self, requests: Iterator[bytes], context: Any) -> Iterator[pb.ProbeReply]:
+        """One call: a ping, or one connection of a measurement."""
+        try:
+            self._gate.check(call_metadata(context))
+        except Denied as error:
+            context.abort(error.code, str(error))
+        watchdog = threading.Timer(SECONDS_MAX + HANG_S, context.cancel)
+        watchdog.daemon = True
+        context.add_callback(watchdog.cancel)
+        watchdog.start()
+        try:
+            asked = pb.ProbeRequest.FromString(next(requests, b""))
+        except DecodeError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"malformed request: {error}")
+        if asked.kind == pb.PROBE_PING:
+            yield self._facts()
+            return
+        try:
+            measurement = self._join(asked.probe)
+        except Denied as error:
+            context.abort(error.code, str(error))
+        if not context.add_callback(lambda: self._leave(measurement)):
+            self._leave(measurement)
+            return
+        seconds = min(SECONDS_MAX, max(0.0, asked.seconds))  # NaN: the maximum
+        if asked.kind == pb.PROBE_UP:
+            yield self._count(requests, measurement, seconds)
+        else:
+            yield from self._flood(measurement, seconds)
+
+    def _facts(self) -> pb.ProbeReply:
+        return pb.ProbeReply(
+            unix_s=time.time(),
+            run_id=self._run_id,
+            versions=versions(),
+            sessions=self._sessions(),
+            shards=self._shards,
+        )
+
+    def _join(self, number: int) -> _Measurement:
+        """The caller's measurement, begun with its first connection."""
+        with self._lock:
+            running = self._measurement
+            if running is None:
+                left = RUN_BYTES_MAX if self._sessions() else IDLE_BYTES_MAX
+                running = self._measurement = _Measurement(number, left)
+            elif running.number == number:
+                running.calls += 1
+            else:
+                raise Denied(grpc.StatusCode.ABORTED, "somebody else measures at this moment: try again later")
+            return running
+
+    def _leave(self, measurement: _Measurement) -> None:
+        with self._lock:
+            measurement.calls -= 1
+            if not measurement.calls and self._measurement is measurement:
+                self._measurement = None
+
+    def _spend(self, measurement: _Measurement, size: int) -> bool:
+        with self._lock:
+            measurement.left_bytes -= size
+            return measurement.left_bytes > 0
+
+    def _count(self, requests: Iterator[bytes], measurement: _Measurement, seconds: float) -> pb.ProbeReply:
+        began_s = ended_s = 0.0
+        received = 0
+        for message in requests:
+            ended_s = time.monotonic()
+            if not began_s:
+                began_s = ended_s  # its bytes may have taken any time to come
+                continue
+            received += len(message)
+            if not self._spend(measurement, len(message)) or ended_s - began_s >= seconds:
+                break
+        return pb.ProbeReply(received_bytes=received, received_s=ended_s - began_s)
+
+    def _flood(self, measurement: _Measurement, seconds: float) -> Iterator[pb.ProbeReply]:
+        until_s = time.monotonic() + seconds
+        for piece in noise():
+            if time.monotonic() >= until_s or not self._spend(measurement, len(piece)):
+                return
+            yield pb.ProbeReply(noise=piece)
