@@ -68,6 +68,7 @@ def _commands() -> dict[str, Command]:
         MERGE_SHARD: _merge_shard,
         "chaos": _chaos,
         "baseline": _baseline,
+        "launch": _launch,
         "status": _status,
         "drain": _drain,
         "certs": _certs,
@@ -222,6 +223,29 @@ def _baseline(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.data_parallel import DataParallelRun
 
     DataParallelRun(config, run_dir, stop).run()
+    return 0
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    from functools import partial
+
+    from diloco_jax.config import dump
+    from diloco_jax.launch.launch import WAYS, describe, run, write
+
+    config = _load(arguments)
+    plan = WAYS[arguments.way](config, dump)
+    target = arguments.out or (arguments.run and str(Path(config.runs_dir) / f"{config.name}-{arguments.way}"))
+    paths = write(plan, Path(target), force=arguments.force) if target else []
+    if arguments.run:
+        run(plan, Path(target), partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True))
+    if arguments.json:
+        texts = {} if target else plan.files
+        written = {"out": target or None, "files": [str(path) for path in paths] or list(plan.files), "texts": texts}
+        print(json.dumps({"way": arguments.way, **written, "commands": plan.create, "ran": arguments.run}))
+    elif not target:
+        print(describe(plan))
+    elif not arguments.run:
+        print(f"{len(paths)} files in {target}; read {target}/README.md, then run {target}/create.sh")
     return 0
 
 

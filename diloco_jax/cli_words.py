@@ -57,6 +57,7 @@ def make_parser(run: Mapping[str, Command]) -> argparse.ArgumentParser:
     shard.add_argument("--connection", type=int, required=True)
     _chaos_words(add("chaos", "A local run under a schedule of faults: what came back, when.", config=True))
     _doctor_words(add("doctor", "Check this machine and its way to the syncer, before or during a run.", config=True))
+    _launch_words(add("launch", "Manifests and commands that start a run on Google Cloud."))
     add("baseline", "The data-parallel baseline in this process, for `train`.", config=True)
     _looking_words(add)
     return parser
@@ -117,3 +118,13 @@ def _doctor_words(doctor: argparse.ArgumentParser) -> None:
         "--listen", action="store_true", help="on the syncer's machine before a run: answer the islands' doctors"
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
+def _launch_words(launch: argparse.ArgumentParser) -> None:
+    launch.set_defaults(takes_overrides=True)
+    launch.epilog = OVERRIDES
+    launch.add_argument("way", choices=("gke", "gce", "tpu-vm"), help="Kubernetes, Compute Engine, or Cloud TPU API")
+    launch.add_argument("config", help="YAML file, see configs/; its cloud section says where")
+    launch.add_argument("--settings", action="store_true", help="list all settings with their meaning, and exit")
+    launch.add_argument("--out", metavar="DIR", help="write the files there; without it they are only printed")
+    launch.add_argument("--force", action="store_true", help="overwrite files in --out")
+    launch.add_argument("--run", action="store_true", help="run the commands too; default for --out: RUNS_DIR/NAME-WAY")
+    launch.add_argument("--json", action="store_true", help="print one JSON object")

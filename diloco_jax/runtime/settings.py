@@ -15,6 +15,7 @@ from diloco_jax.core.fragments import FragmentConfig
 from diloco_jax.core.merge import MergeConfig, WeightScheme
 from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.runtime.cloud import CloudConfig
 from diloco_jax.runtime.islands import IslandConfig, IslandsConfig
 from diloco_jax.training.data import DataConfig
 from diloco_jax.training.models.protocol import ModelConfig
@@ -160,6 +161,8 @@ class RunConfig:
     """Connections."""
     checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
     """Snapshots on disk."""
+    cloud: CloudConfig = field(default_factory=CloudConfig)
+    """Machines on Google Cloud, for `diloco launch`."""
     tensorboard: bool = True
     """Whether to write TensorBoard files beside metrics.jsonl."""
 

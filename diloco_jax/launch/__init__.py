@@ -1,0 +1,1 @@
+"""From a run's config to the manifests and commands that start it on Google Cloud."""

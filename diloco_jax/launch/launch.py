@@ -1,0 +1,84 @@
+"""Write a plan's files into a folder, and run its commands if somebody asked for that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from diloco_jax.launch import gce, gke, tpu_vm
+from diloco_jax.launch.common import Dump
+from diloco_jax.launch.plan import HEADER, Plan
+from diloco_jax.runtime.settings import RunConfig
+
+WAYS: dict[str, Callable[[RunConfig, Dump], Plan]] = {way.WAY: way.plan for way in (gke, gce, tpu_vm)}
+OUTPUT_MAX = 4000  # characters of a failed command's output in the message
+
+
+def write(plan: Plan, folder: Path, *, force: bool) -> list[Path]:
+    """Write the files; returns their paths.
+
+    Args:
+        plan: what `WAYS` made.
+        folder: made if it is not there.
+        force: overwrite files in a folder that holds some; others in it stay.
+
+    Raises:
+        ValueError: the folder is not empty.
+    """
+    if not force and folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty; --force overwrites what is there, or choose another --out")
+    for name, text in plan.files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        if text.startswith(HEADER):
+            path.chmod(0o755)
+    return [folder / name for name in plan.files]
+
+
+def run(plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
+    """Run the commands one by one in the folder of the files.
+
+    Args:
+        plan: what was written there.
+        folder: where it was written.
+        say: gets every command before it runs, and what it prints.
+
+    Raises:
+        ConnectionError: one failed; says with what output, and how to undo the others.
+    """
+    own = str(Path(sys.executable).parent)  # `diloco` is there, whether or not the environment is active
+    environment = {**os.environ, "PATH": own + os.pathsep + os.environ.get("PATH", "")}
+    for number, line in enumerate(plan.create, 1):
+        say(f"[{number}/{len(plan.create)}] {line}")
+        process = subprocess.Popen(
+            ["bash", "-c", line],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        assert process.stdout is not None
+        heard = ""
+        for text in process.stdout:
+            say(text.rstrip("\n"))
+            heard = (heard + text)[-OUTPUT_MAX:]
+        if code := process.wait():
+            raise ConnectionError(
+                f"command {number} of {len(plan.create)}, `{line}`, ended with status {code}:\n{heard.rstrip()}\n"
+                f"Correct the cause and run {folder}/create.sh, which makes only what is missing; or undo what the "
+                f"commands before it made: {folder}/delete.sh"
+            )
+
+
+def describe(plan: Plan) -> str:
+    """The files as text, for people who only want to look."""
+    parts = [f"==> {name} <==\n{text}" for name, text in plan.files.items()]
+    commands = "\n".join(f"  {line}" for line in plan.create)
+    return "\n".join(parts) + f"\nNothing was written or run. --out DIR writes these files; --run also runs\n{commands}"
