@@ -118,6 +118,8 @@ def _doctor_words(doctor: argparse.ArgumentParser) -> None:
         "--listen", action="store_true", help="on the syncer's machine before a run: answer the islands' doctors"
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
+
+
 def _launch_words(launch: argparse.ArgumentParser) -> None:
     launch.set_defaults(takes_overrides=True)
     launch.epilog = OVERRIDES
