@@ -39,10 +39,9 @@ if [ -n "${FAIL:-}" ] && [[ "$*" == *"$FAIL"* ]]; then echo "no capacity" >&2; e
 """
 
 
-def plan(way: str, config: str = "small", *overrides: str) -> Plan:
-    """The plan of a config of testdata, or of configs/."""
-    path = TESTDATA / f"{config}.yaml"
-    return WAYS[way](load(path if path.exists() else CONFIGS / f"{config}.yaml", overrides), dump)
+def plan(way: str, *overrides: str) -> Plan:
+    """The plan of testdata/small.yaml."""
+    return WAYS[way](load(TESTDATA / "small.yaml", overrides), dump)
 
 
 def stand_ins(folder: Path) -> Path:

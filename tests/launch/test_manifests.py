@@ -76,7 +76,7 @@ def problems(value: Any, shape: Any, where: str) -> Iterator[str]:
 
 
 def manifests(*overrides: str) -> list[dict[str, Any]]:
-    files = plan("gke", "small", *overrides).files
+    files = plan("gke", *overrides).files
     texts = [text for name, text in files.items() if name.startswith("clusters/") and name.endswith(".yaml")]
     return [each for text in texts for each in yaml.safe_load_all(text)]
 

@@ -119,7 +119,7 @@ def test_wrong_verb_says_which_there_are(stage: Stage) -> None:
 
 
 def test_merge_shards_get_their_ports(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, plan("gce", "small", "--syncer.shards", "4"))
+    stage = Stage(tmp_path, plan("gce", "--syncer.shards", "4"))
     stage.run("./create.sh")
     rule = next(words for words in stage.calls if words[2:4] == ["firewall-rules", "create"])
     assert "tcp:50051-50055" in rule
