@@ -50,11 +50,11 @@ def run(plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
     Raises:
         ConnectionError: one failed; says with what output, and how to undo the others.
     """
-    own = str(Path(sys.executable).parent)  # `diloco` is there, whether or not the environment is active
-    environment = {**os.environ, "PATH": own + os.pathsep + os.environ.get("PATH", "")}
+    own = str(Path(sys.executable).parent)  # `diloco` is there, if the environment is not active
+    environment = {**os.environ, "PATH": os.environ.get("PATH", os.defpath) + os.pathsep + own}
     for number, line in enumerate(plan.create, 1):
         say(f"[{number}/{len(plan.create)}] {line}")
-        process = subprocess.Popen(
+        with subprocess.Popen(
             ["bash", "-c", line],
             cwd=folder,
             env=environment,
@@ -63,15 +63,16 @@ def run(plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-        )
-        assert process.stdout is not None
-        heard = ""
-        for text in process.stdout:
-            say(text.rstrip("\n"))
-            heard = (heard + text)[-OUTPUT_MAX:]
-        if code := process.wait():
+        ) as process:
+            assert process.stdout is not None
+            heard = ""
+            for text in process.stdout:
+                say(text.rstrip("\n"))
+                heard = (heard + text)[-OUTPUT_MAX:]
+        if process.returncode:
             raise ConnectionError(
-                f"command {number} of {len(plan.create)}, `{line}`, ended with status {code}:\n{heard.rstrip()}\n"
+                f"command {number} of {len(plan.create)}, `{line}`, ended with status {process.returncode}:\n"
+                f"{heard.rstrip()}\n"
                 f"Correct the cause and run {folder}/create.sh, which makes only what is missing; or undo what the "
                 f"commands before it made: {folder}/delete.sh"
             )

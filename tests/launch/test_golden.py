@@ -1,0 +1,39 @@
+"""What launch writes for a few configs, word for word. ./scripts/bless_launch takes a difference.
+
+Without the settings themselves, in which every new setting would be a difference here.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from diloco_jax.config import load
+from diloco_jax.launch.launch import WAYS
+from diloco_jax.runtime.settings import RunConfig
+from tests.launch.helpers import CONFIGS, TESTDATA
+
+BLESS = "DILOCO_BLESS"
+PLACE = ("--cloud.project", "my-project", "--cloud.image", "us-docker.pkg.dev/my-project/diloco/diloco:1")
+CASES = {
+    "small.gke": (TESTDATA / "small.yaml", "gke", ()),
+    "small.gce": (TESTDATA / "small.yaml", "gce", ()),
+    "small.tpu-vm": (TESTDATA / "small.yaml", "tpu-vm", ()),
+    "two_regions.gke": (CONFIGS / "tpu" / "two_regions.yaml", "gke", PLACE),
+}
+
+
+def say_where(config: RunConfig) -> str:
+    return f"# {config.name} at {config.transport.address}\ncertificate: {config.transport.tls_certificate}\n"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden(name: str) -> None:
+    path, way, overrides = CASES[name]
+    files = WAYS[way](load(path, overrides), say_where).files
+    text = "\n".join(f"==> {each} <==\n{files[each]}" for each in files)
+    golden = TESTDATA / f"{name}.txt"
+    if os.environ.get(BLESS):
+        golden.write_text(text, encoding="utf-8")
+    assert text == golden.read_text(encoding="utf-8"), f"{golden.name}: see ./scripts/bless_launch"
