@@ -59,7 +59,7 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
     checks += check_link(config, side, need.traffic, seconds)
     checks += [check_data(config), check_memory(need.memory_bytes), check_disk(need.disk_bytes, run_dir)]
     own = config.island(island)
-    if island and not own.devices:
+    if island and not own.devices and not config.islands.pathways:
         checks.append(check_chips(own.topology))
     checks.append(check_environment(os.environ, emulated=bool(own.devices) or not island))
     learners = 1 if island else config.islands.count

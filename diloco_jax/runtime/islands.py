@@ -109,10 +109,16 @@ class IslandsConfig:
         own = [self._own(name) for name in self.names]
         if len({bool(each.devices) for each in own}) > 1:
             raise ValueError("islands.controller is single, but only some islands have emulated devices; give all some")
-        if not self.pathways and any(each.hosts > 1 for each in own):
+        if hosts := next((each.hosts for each in own if each.hosts > 1), 0):
             raise ValueError(
-                f"islands.controller is single, but islands.hosts is {max(each.hosts for each in own)}; one process "
-                "drives other hosts' devices through islands.pathways only: set it, or hosts to 1"
+                f"islands.controller is single, so an island is part of one process, not of {hosts}; set "
+                "islands.hosts to 1"
+            )
+        far = next((each.topology for each in own if each.topology and Topology.parse(each.topology).hosts > 1), "")
+        if far and not self.pathways:
+            raise ValueError(
+                f"islands.controller is single, but {far} has several hosts, whose chips one process sees "
+                "through islands.pathways only; set it, or the controller to processes"
             )
 
     def _own(self, name: str) -> IslandConfig:
@@ -136,7 +142,7 @@ class IslandsConfig:
           batch_size: its equal share, if no other is set.
         """
         island = self._own(name)
-        if island.topology:
+        if island.topology and self.controller == "processes":
             island = island._replace(hosts=Topology.parse(island.topology).hosts)
         return island._replace(batch_size=island.batch_size or batch_size)
 

@@ -97,6 +97,8 @@ class ProbeDesk:
         if asked.kind == pb.PROBE_PING:
             yield self._facts()
             return
+        if asked.kind not in (pb.PROBE_UP, pb.PROBE_DOWN):
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"no probe of kind {asked.kind}: update this side")
         try:
             measurement = self._join(asked.probe)
         except Denied as error:
@@ -104,7 +106,7 @@ class ProbeDesk:
         if not context.add_callback(lambda: self._leave(measurement)):
             self._leave(measurement)
             return
-        seconds = min(SECONDS_MAX, max(0.0, asked.seconds))  # NaN: the maximum
+        seconds = min(SECONDS_MAX, max(0.0, asked.seconds))  # NaN counts as 0
         if asked.kind == pb.PROBE_UP:
             yield self._count(requests, measurement, seconds)
         else:
