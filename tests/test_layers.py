@@ -26,7 +26,7 @@ LAYERS: dict[str, set[str]] = {
     "training": BOTTOM,
     "sim": {"protocol"},
     "runtime": MIDDLE | BOTTOM,
-    "launch": MIDDLE | BOTTOM,
+    "launch": {"runtime"} | MIDDLE | BOTTOM,
     "config": {"runtime", "sim", "launch"} | MIDDLE | BOTTOM,
     "cli_words": set(),
     "cli": {"cli_words", "config", "runtime", "sim", "launch"} | MIDDLE | BOTTOM,
