@@ -147,7 +147,7 @@ def _judge(kind: Kind, compiled: Compiled, result: dict[str, Any]) -> None:
             "wire": wire(kind.config, compiled, (step_s[0], step_s[1])),
         }
     )
-    problems = [*_memory_problems(rows, result["islands"][-1]), *_program_problems(topology, compiled)]
+    problems = [*_memory_problems(rows, result["islands"][-1]), *program_problems(topology, compiled.programs)]
     if not all(row["fits"] for row in rows):
         case = Situation(topology, island, sizes, kind.config.model, kind.config.train.seq_len, hbm)
         result["advice"] += [f"{topology}: {line}" for line in advise_hbm(case)]
@@ -194,10 +194,15 @@ def _memory_problems(rows: Sequence[dict[str, Any]], island: dict[str, Any]) -> 
     return problems
 
 
-def _program_problems(topology: Topology, compiled: Compiled) -> list[str]:
-    """Collectives and transfers where none may be."""
+def program_problems(topology: Topology, programs: Sequence[Built]) -> list[str]:
+    """Collectives and transfers where none may be.
+
+    Args:
+      topology: of the island.
+      programs: that were compiled for it.
+    """
     problems = []
-    for built in compiled.programs:
+    for built in programs:
         if built.program is None:
             continue
         if built.fragments and built.program.collectives:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from diloco_jax.launch.preflight_budget import Hbm
 from diloco_jax.runtime.islands import IslandConfig
 from diloco_jax.training.models.decoder import DecoderConfig
-from diloco_jax.training.models.protocol import ModelConfig
+from diloco_jax.training.models.protocol import ModelConfig, config_from_args
 from diloco_jax.training.topology import Topology
 
 GB = 1e9
 ROOM = 0.9  # of a chip's memory, at most, that is planned to be taken
+BATCH_AXES = ("data", "fsdp")
+SAVES = {
+    "dtype": ("float32", "bfloat16"),
+    "scan_layers": (False, "true"),
+}  # of the decoder: as it is, what saves memory
 
 
 class Situation(NamedTuple):
@@ -78,22 +84,18 @@ def _larger(case: Situation, limit: float, needed: float) -> str:
 
 def _less_activations(case: Situation) -> list[str]:
     """Activations grow with the sequences per chip, and with what is kept of each layer."""
-    advice, args = [], case.model.args
-    if case.model.module == ModelConfig().module:
-        for name, want in (("dtype", "bfloat16"), ("scan_layers", True), *_KEPT_BACK.items()):
-            if name in _defaults() and args.get(name, _defaults()[name]) in (False, "float32", "none", "", 0):
-                advice.append(f"model.args.{name} {str(want).lower()}")
-    shards = case.mesh["data"] * case.mesh["fsdp"]
-    each = case.island.batch_size / shards
+    advice = _kept_less(case.model)
+    each = case.island.batch_size / math.prod(case.mesh.get(axis, 1) for axis in BATCH_AXES)
     if each > 1:
-        advice.append(f"a smaller islands.batch_size (now {each:g} sequences of {case.seq_len} on each chip)")
+        advice.append(f"a smaller islands.batch_size (now {each:g} sequences of {case.seq_len} tokens per chip)")
     else:
         advice.append(f"islands.mesh.tensor {2 * case.mesh['tensor']}, so that chips share one sequence")
-    return [f"activations take {case.hbm.temporaries / GB:.1f} GB per chip: {', or '.join(advice)}"]
+    return [f"activations take {case.hbm.temporaries / GB:.1f} GB per chip: set {', or '.join(advice)}"]
 
 
-_KEPT_BACK: dict[str, Any] = {"remat": "full"}  # settings of models that trade memory for computation
-
-
-def _defaults() -> dict[str, Any]:
-    return {name: getattr(DecoderConfig(), name) for name in DecoderConfig.__dataclass_fields__}
+def _kept_less(model: ModelConfig) -> list[str]:
+    """Settings of the built-in decoder that trade memory for something else, and are not yet set."""
+    if model.module != ModelConfig().module:
+        return []
+    config = config_from_args(DecoderConfig, model.args)
+    return [f"model.args.{name} {better}" for name, (now, better) in SAVES.items() if getattr(config, name) == now]

@@ -76,7 +76,7 @@ class Blueprint:
         self.layout = Layout(self.mesh)
         described = _describe_model(model, seed)
         self.shapes = {path: tuple(value.shape) for path, value in described.params.items()}
-        self.stacked = described.stacked
+        self.stacked = frozenset(path for path, names in described.axes.items() if names[:1] == ("layers",))
         self._shardings = {
             path: self.layout.sharding(self.shapes[path], names) for path, names in described.axes.items()
         }
