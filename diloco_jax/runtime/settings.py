@@ -201,11 +201,13 @@ class RunConfig:
         devices = Topology.parse(island.topology).chips if island.topology else island.devices
         if not devices:  # nobody knows yet
             return
-        data, fsdp, *_ = island.mesh.sizes(devices)
-        if island.batch_size % (data * fsdp):
+        steps = self.optimizer.accumulate_steps
+        parts = island.mesh.batch_parts(devices) * steps
+        if island.batch_size % parts:
             raise ValueError(
-                f"{island.name or 'an island'}'s batch of {island.batch_size} sequences cannot be shared by {data} x "
-                f"{fsdp} devices (data x fsdp); change train.batch_size, islands.batch_size or islands.mesh"
+                f"{island.name or 'an island'}'s batch of {island.batch_size} sequences cannot be shared equally by "
+                f"{parts // steps} devices (mesh axes data x fsdp x expert) in {steps} optimizer.accumulate_steps; "
+                "change train.batch_size, islands.batch_size or islands.mesh"
             )
 
     def _check_vocabulary(self) -> None:

@@ -73,8 +73,9 @@ class Blueprint:
           ValueError: the model cannot be loaded, or the mesh does not fit the devices.
         """
         self.mesh = make_mesh(mesh, devices)
-        self.layout = Layout(self.mesh)
+        self.layout = Layout(self.mesh, mesh.all_rules())
         described = _describe_model(model, seed)
+        self._accumulate_steps = optimizer.accumulate_steps
         self.shapes = {path: tuple(value.shape) for path, value in described.params.items()}
         self.stacked = frozenset(path for path, names in described.axes.items() if names[:1] == ("layers",))
         self._shardings = {
@@ -95,7 +96,7 @@ class Blueprint:
         self.create = jax.jit(create, out_shardings=self.state_shardings)
         # Explicit layouts of the outputs: those that the compiler would choose differ, and step 2 compiles again.
         self.step = jax.jit(
-            self._traced(make_train_step(described.graphdef, tx)),
+            self._traced(make_train_step(described.graphdef, tx, optimizer.accumulate_steps, self._shardings)),
             donate_argnums=0,
             out_shardings=(self.state_shardings, scalar),
         )
@@ -104,7 +105,17 @@ class Blueprint:
         )
 
     def batch_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Layout of a batch of tokens of this shape."""
+        """Layout of a batch of tokens of this shape.
+
+        Raises:
+          ValueError: the devices cannot share it equally.
+        """
+        parts = self.layout.batch_parts * self._accumulate_steps
+        if shape[0] % parts:
+            raise ValueError(
+                f"a batch of {shape[0]} sequences cannot be split into {parts} parts ({self.layout.batch_parts} of the "
+                f"mesh, optimizer.accumulate_steps {self._accumulate_steps}); make the batch size a multiple of {parts}"
+            )
         return self.layout.sharding(shape, ("batch", None))
 
     def lower_step(self, shape: tuple[int, int]) -> jax.stages.Lowered:
@@ -157,7 +168,7 @@ class _Description(NamedTuple):
     graphdef: GraphDef
     params: dict[str, jax.ShapeDtypeStruct]  # sorted by path, as JAX sorts dicts
     axes: dict[str, LogicalAxes]
-    stacked: frozenset[str]  # parameters with a leading axis of layers
+    stacked: dict[str, int]  # by path, how many leading axes count layers or experts
 
 
 def _describe_model(config: ModelConfig, seed: int) -> _Description:
@@ -175,5 +186,5 @@ def _describe_model(config: ModelConfig, seed: int) -> _Description:
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise ValueError(f"parameter '{path}' of '{config.module}' is {value.dtype}; only floats can be merged")
     graphdef, axes = found[0]
-    stacked = frozenset(path for path, names in axes.items() if names[:1] == ("layers",))
+    stacked = {path: sum(name in ("layers", "expert") for name in names) for path, names in axes.items()}
     return _Description(graphdef, dict(sorted(params.items())), dict(sorted(axes.items())), stacked)

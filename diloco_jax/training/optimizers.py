@@ -9,7 +9,7 @@ transformation made with learning rate 1 can take its place.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Literal, get_args
@@ -54,6 +54,9 @@ class OptimizerConfig:
     adam_paths: tuple[str, ...] = ("*embed*",)
     """Parameters, by path pattern, that muon leaves to adam although they are matrices, and that do not decay."""
 
+    accumulate_steps: int = 1
+    """Micro-batches of an inner step, one after the other, whose mean gradient makes one update; saves memory."""
+
     schedule: ScheduleName = "wsd"
     """wsd (warm up, stay, decay), cosine (warm up, then half a cosine), or constant (warm up, stay)."""
 
@@ -76,6 +79,8 @@ class OptimizerConfig:
         for field in ("learning_rate", "adam_learning_rate"):
             if not (math.isfinite(getattr(self, field)) and getattr(self, field) > 0):
                 raise ValueError(f"optimizer.{field} is {getattr(self, field)}; it must be positive and finite")
+        if self.accumulate_steps < 1:
+            raise ValueError(f"optimizer.accumulate_steps is {self.accumulate_steps}; it must be at least 1")
         for field in ("b1", "b2", "muon_beta"):
             if not 0 <= getattr(self, field) < 1:
                 raise ValueError(f"optimizer.{field} is {getattr(self, field)}; it must be in [0, 1)")
@@ -122,13 +127,16 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> Schedule:
     return rate
 
 
-def _is_matrix(path: str, ndim: int, config: OptimizerConfig, stacked: Collection[str]) -> bool:
+def _is_matrix(path: str, ndim: int, config: OptimizerConfig, stacked: Mapping[str, int]) -> bool:
     """Whether a parameter is a matrix (or a stack of them) that decays and that muon may orthogonalise."""
-    return ndim - (path in stacked) == 2 and not any(fnmatch(path, pattern) for pattern in config.adam_paths)
+    return ndim - stacked.get(path, 0) == 2 and not any(fnmatch(path, pattern) for pattern in config.adam_paths)
 
 
 def make_inner(
-    config: OptimizerConfig, params: Mapping[str, Array | jax.ShapeDtypeStruct], *, stacked: Collection[str] = ()
+    config: OptimizerConfig,
+    params: Mapping[str, Array | jax.ShapeDtypeStruct],
+    *,
+    stacked: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformation:
     """Build the inner optimizer for learning rate 1; the train step multiplies its update by the rate.
 
@@ -138,15 +146,17 @@ def make_inner(
     Args:
       config: which optimizer, and its constants.
       params: {path: array}; only paths and ranks are read.
-      stacked: paths whose leading axis counts layers (`scan_layers`), so that each layer is a matrix of its own.
+      stacked: by path, how many leading axes count layers (`scan_layers`) or experts, each of which is a matrix of its
+        own; 0 where not named.
     """
+    stacked = stacked or {}
     matrix = {path: _is_matrix(path, len(value.shape), config, stacked) for path, value in params.items()}
     if config.name == "adamw":
         update = optax.adamw(1.0, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=matrix)
     else:
         dims = {
             path: optax.contrib.MuonDimensionNumbers(
-                reduction_axis=int(path in stacked), output_axis=1 + int(path in stacked)
+                reduction_axis=stacked.get(path, 0), output_axis=1 + stacked.get(path, 0)
             )
             if is_matrix
             else None

@@ -1,31 +1,40 @@
 """Where arrays live on an island's mesh: a model names logical axes, one table maps them to mesh axes.
 
-Mesh axes: `data` replicates parameters, `fsdp` shards both the batch and the parameters, `tensor` shards heads, the
-MLP's width and the vocabulary. The model never names hardware, so any mesh runs any model.
+Mesh axes: `data` replicates parameters, `fsdp` shards both the batch and the parameters, `expert` shards the batch and
+the experts of a mixture, `tensor` shards heads, the MLP's width and the vocabulary. The model never names hardware, so
+any mesh runs any model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "expert", "tensor")
 
 LogicalAxes = tuple[str | None, ...]  # one name, or None for "not sharded", per dimension of an array
+Rules = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that share it
 
-AXIS_RULES: dict[str, tuple[str, ...]] = {
-    "batch": ("data", "fsdp"),
+# Dimensions get mesh axes from left to right, and a mesh axis is used once per array. So fsdp shards the first
+# dimension of every matrix: D of [D, F], F of [F, D], V of [V, D]. Wire blocks are 256 consecutive elements of a
+# flattened tensor: a shard of whole rows holds whole blocks; one of a few columns does not, and could not be encoded on
+# a device.
+AXIS_RULES: Rules = {
+    "batch": ("data", "fsdp", "expert"),
+    "expert_batch": ("data", "fsdp"),  # of tokens on their way through the experts
+    "expert": ("expert",),
     "embed": ("fsdp",),
-    "mlp": ("tensor",),
-    "heads": ("tensor",),
-    "vocab": ("tensor",),
+    "mlp": ("tensor", "fsdp"),
+    "heads": ("tensor", "fsdp"),
+    "vocab": ("tensor", "fsdp"),
 }
 
 
@@ -39,36 +48,65 @@ class MeshConfig:
     fsdp: int = 1
     """Devices that share one copy of the parameters and split the batch; -1 = all devices that remain."""
 
+    expert: int = 1
+    """Devices that share the experts of a mixture and split the batch; -1 = all devices that remain."""
+
     tensor: int = 1
     """Devices that split heads, MLP width and vocabulary of one example; -1 = all devices that remain."""
 
+    rules: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Mesh axes by logical axis, such as {embed: [data, fsdp]}; what is not named is as in AXIS_RULES."""
+
     def __post_init__(self) -> None:
-        sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
+        sizes = self._axes()
         for axis, size in sizes.items():
             if size != -1 and size < 1:
                 raise ValueError(f"mesh.{axis} is {size}; it must be at least 1, or -1 for the devices that remain")
         if list(sizes.values()).count(-1) > 1:
             raise ValueError(f"mesh {sizes} has more than one -1; only one axis can take the devices that remain")
+        for name, axes in self.rules.items():
+            if unknown := sorted(set(axes) - set(MESH_AXES)):
+                raise ValueError(
+                    f"mesh.rules.{name} names the mesh axis '{unknown[0]}'; choose from {', '.join(MESH_AXES)}"
+                )
+            if len(set(axes)) < len(axes):
+                raise ValueError(f"mesh.rules.{name} is {list(axes)}; name each mesh axis once")
 
-    def sizes(self, num_devices: int) -> tuple[int, int, int]:
-        """Sizes of (data, fsdp, tensor) on `num_devices` devices.
+    def _axes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in MESH_AXES}
+
+    def sizes(self, num_devices: int) -> tuple[int, int, int, int]:
+        """Sizes of (data, fsdp, expert, tensor) on `num_devices` devices.
 
         Raises:
           ValueError: the fixed sizes do not fit the number of devices.
         """
-        known = math.prod(size for size in (self.data, self.fsdp, self.tensor) if size != -1)
-        fill = num_devices // known
-        data, fsdp, tensor = (fill if size == -1 else size for size in (self.data, self.fsdp, self.tensor))
-        if fill == 0 or data * fsdp * tensor != num_devices:
+        given = self._axes()
+        fill = num_devices // math.prod(size for size in given.values() if size != -1)
+        data, fsdp, expert, tensor = (fill if size == -1 else size for size in given.values())
+        if fill == 0 or data * fsdp * expert * tensor != num_devices:
             raise ValueError(
-                f"mesh data={self.data} fsdp={self.fsdp} tensor={self.tensor} does not fit {num_devices} devices; "
-                "make the product equal to the number of devices, or give one axis -1"
+                f"mesh {' '.join(f'{axis}={size}' for axis, size in given.items())} does not fit {num_devices} "
+                "devices; make the product equal to the number of devices, or give one axis -1"
             )
-        return data, fsdp, tensor
+        return data, fsdp, expert, tensor
+
+    def all_rules(self) -> Rules:
+        """The default rules with those of this mesh in their place."""
+        return {**AXIS_RULES, **self.rules}
+
+    def batch_parts(self, num_devices: int) -> int:
+        """Into how many parts the devices split a batch.
+
+        Raises:
+          ValueError: as `sizes`.
+        """
+        sizes = dict(zip(MESH_AXES, self.sizes(num_devices), strict=True))
+        return math.prod(sizes[axis] for axis in self.all_rules()["batch"])
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
-    """Build the island's mesh over `devices`, axes `data`, `fsdp`, `tensor`."""
+    """Build the island's mesh over `devices`, with the axes MESH_AXES."""
     # Auto, because the default of jax.make_mesh (Explicit) would demand sharding-aware code from every model.
     return jax.make_mesh(
         config.sizes(len(devices)), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices
@@ -80,24 +118,45 @@ class Layout:
     """A mesh together with the table from logical axes to mesh axes."""
 
     mesh: Mesh
-    rules: dict[str, tuple[str, ...]] = field(default_factory=lambda: dict(AXIS_RULES))
+    rules: Rules = field(default_factory=lambda: dict(AXIS_RULES))
 
     def sharding(self, shape: Sequence[int], names: LogicalAxes) -> NamedSharding:
-        """Sharding of an array: a dimension that its mesh axes do not divide, or with no rule, is replicated.
+        """Sharding of an array. A dimension without a rule is replicated, and so is one that its mesh axes do not
+        divide, unless the first ones of them do.
 
         Args:
           shape: the array's shape.
           names: one logical axis name or None per dimension.
         """
+        return self._deal_out(shape, names, set())
+
+    def gathered(self, shape: Sequence[int], names: LogicalAxes) -> NamedSharding:
+        """Sharding of a weight while a layer computes with it: whole along the axes that split the batch.
+
+        The experts of a mixture stay where they are: tokens go to them.
+
+        Args:
+          shape: the weight's shape.
+          names: one logical axis name or None per dimension.
+        """
+        batch = set(self.rules["batch"]) - (set(self.rules["expert"]) if "expert" in names else set())
+        return self._deal_out(shape, names, batch)
+
+    def _deal_out(self, shape: Sequence[int], names: LogicalAxes, without: set[str]) -> NamedSharding:
         if len(names) != len(shape):
             raise ValueError(f"logical axes {names} do not match shape {tuple(shape)}; give one name per dimension")
         used: set[str] = set()
         spec: list[tuple[str, ...] | None] = []
         for size, name in zip(shape, names, strict=True):
-            axes = tuple(a for a in self.rules.get(name or "", ()) if self.mesh.shape[a] > 1 and a not in used)
-            fits = bool(axes) and size % math.prod(self.mesh.shape[a] for a in axes) == 0
-            spec.append(axes if fits else None)
-            used.update(axes if fits else ())
+            axes: tuple[str, ...] = ()
+            for axis in self.rules.get(name or "", ()):
+                if self.mesh.shape[axis] == 1 or axis in used:
+                    continue
+                if size % (self.mesh.shape[axis] * math.prod(self.mesh.shape[a] for a in axes)):
+                    break
+                axes = (*axes, axis)
+            used.update(axes)
+            spec.append(tuple(axis for axis in axes if axis not in without) or None)
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     @property
@@ -105,13 +164,35 @@ class Layout:
         """Every device holds the whole array."""
         return NamedSharding(self.mesh, PartitionSpec())
 
+    @property
+    def batch_parts(self) -> int:
+        """Into how many parts the devices split a batch."""
+        return math.prod(self.mesh.shape[axis] for axis in self.rules["batch"])
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights may be spread over axes that split the batch, so that layers must gather them."""
+        batch = {axis for axis in self.rules["batch"] if self.mesh.shape[axis] > 1}
+        others = (axes for name, axes in self.rules.items() if name not in ("batch", "expert_batch", "expert"))
+        return any(batch & set(axes) for axes in others)
+
+    @property
+    def platform(self) -> str:
+        """Of the mesh's devices: "cpu", "tpu", ..."""
+        return str(self.mesh.devices.flat[0].platform)
+
 
 _layout: ContextVar[Layout | None] = ContextVar("layout", default=None)
 
 
+def current_layout() -> Layout | None:
+    """The layout of the island whose program is being traced, None outside of one."""
+    return _layout.get()
+
+
 @contextmanager
 def use_layout(layout: Layout) -> Iterator[None]:
-    """While a program is traced, let `constrain` pin activations to this layout."""
+    """While a program is traced, let `constrain` and `gather` know this layout."""
     token = _layout.set(layout)
     try:
         yield
@@ -129,3 +210,41 @@ def constrain(x: Shaped[Array, "..."], *names: str | None) -> Shaped[Array, "...
         return x
     pinned: Shaped[Array, "..."] = jax.lax.with_sharding_constraint(x, layout.sharding(x.shape, names))
     return pinned
+
+
+def gather(weight: Shaped[Array, "..."], *names: str | None) -> Shaped[Array, "..."]:
+    """The weight as a layer computes with it (`Layout.gathered`); its gradient goes back to where the weight is stored.
+
+    Cast a weight before it is gathered: then bfloat16 travels, not float32. Outside of an island nothing happens.
+
+    Args:
+      weight: as it is stored.
+      names: its logical axes.
+    """
+    layout = _layout.get()
+    if layout is None:
+        return weight
+    stored, whole = layout.sharding(weight.shape, names), layout.gathered(weight.shape, names)
+    return weight if stored == whole else _move(weight, stored, whole)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _move(x: Shaped[Array, "..."], stored: NamedSharding, wanted: NamedSharding) -> Shaped[Array, "..."]:
+    moved: Shaped[Array, "..."] = jax.lax.with_sharding_constraint(x, wanted)
+    return moved
+
+
+def _move_forward(
+    x: Shaped[Array, "..."], stored: NamedSharding, wanted: NamedSharding
+) -> tuple[Shaped[Array, "..."], None]:
+    return _move(x, stored, wanted), None
+
+
+def _move_backward(
+    stored: NamedSharding, wanted: NamedSharding, _: None, gradient: Shaped[Array, "..."]
+) -> tuple[Shaped[Array, "..."]]:
+    # The gradient of a constraint is the same constraint: it would make every device sum up the whole gradient.
+    return (jax.lax.with_sharding_constraint(gradient, stored),)
+
+
+_move.defvjp(_move_forward, _move_backward)

@@ -46,7 +46,7 @@ def make_island() -> MakeIsland:
             island.state = own(jax.device_put(host, shardings))
             island.exchange.held = {}
             return island
-        count = config.data * config.fsdp * config.tensor
+        count = config.data * config.fsdp * config.expert * config.tensor
         island = Island(
             ModelConfig(args={**TINY, **(args or {})}),
             optimizer or OptimizerConfig(warmup_steps=0),

@@ -12,12 +12,12 @@ from diloco_jax.training.sharding import Layout, MeshConfig, constrain, make_mes
 
 def layout(**sizes: int) -> Layout:
     config = MeshConfig(**sizes)
-    return Layout(make_mesh(config, jax.devices()[: config.data * config.fsdp * config.tensor]))
+    return Layout(make_mesh(config, jax.devices()[: config.data * config.fsdp * config.expert * config.tensor]))
 
 
 def test_the_remaining_devices_go_where_the_minus_one_is() -> None:
-    assert MeshConfig(data=-1, fsdp=2).sizes(8) == (4, 2, 1)
-    assert MeshConfig(tensor=-1).sizes(1) == (1, 1, 1)
+    assert MeshConfig(data=-1, fsdp=2).sizes(8) == (4, 2, 1, 1)
+    assert MeshConfig(tensor=-1).sizes(1) == (1, 1, 1, 1)
 
 
 @pytest.mark.parametrize("config", [{"data": 3}, {"data": -1, "fsdp": 3}, {"data": 16, "tensor": -1}])
@@ -37,7 +37,8 @@ def test_names_become_mesh_axes_where_they_divide() -> None:
     assert two.sharding((8, 6), ("embed", "mlp")).spec == P(("fsdp",), ("tensor",))
     assert two.sharding((8, 7), ("embed", "mlp")).spec == P(("fsdp",), None)
     assert two.sharding((8, 8), ("batch", None)).spec == P(("data", "fsdp"), None)
-    assert two.sharding((3, 8, 8), ("layers", "heads", "mlp")).spec == P(None, ("tensor",), None)
+    assert two.sharding((3, 8, 8), ("layers", "heads", "embed")).spec == P(None, ("tensor", "fsdp"), None)
+    assert two.sharding((6, 8), ("vocab", "embed")).spec == P(("tensor",), ("fsdp",))
     with pytest.raises(ValueError, match="one name per dimension"):
         two.sharding((8, 8), ("embed",))
 

@@ -17,11 +17,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from diloco_jax.training.models.attention import Attention, apply_rope, attend
+from diloco_jax.training.models.layers import Linear, Remat, checkpoint
+from diloco_jax.training.models.losses import TABLE_AXES, chunked_cross_entropy, cross_entropy, logits_of
 from diloco_jax.training.models.protocol import Batch, Metrics, config_from_args
-from diloco_jax.training.sharding import constrain
+from diloco_jax.training.sharding import constrain, gather
 
 Activation = Literal["gelu", "silu", "relu2"]
-Attention = Literal["einsum", "dot_product"]
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": jax.nn.gelu,
@@ -65,10 +67,18 @@ class DecoderConfig:
     """Gate of the MLP: gelu (Gemma), silu, or relu2 (squared relu, cheapest on CPU)."""
 
     attention: str = "einsum"
-    """einsum (fastest on CPU) or dot_product (jax.nn.dot_product_attention)."""
+    """einsum (fastest on CPU), dot_product (jax.nn.dot_product_attention), or splash (Pallas kernel for TPUs, which
+    keeps no length x length matrix; einsum where the devices are none)."""
 
     scan_layers: bool = False
     """Stack the blocks' parameters and scan over them: compiles in constant time, one tensor per kind of weight."""
+
+    remat: str = "none"
+    """What the backward pass computes again: none, full (whole blocks), or all but what the policies dots_saveable or
+    dots_with_no_batch_dims_saveable of jax.checkpoint_policies keep."""
+
+    loss_chunk: int = 0
+    """Token ids whose logits exist at a time, a divisor of vocab_size; 0 = all. Saves memory if there are many."""
 
     dtype: str = "float32"
     """Type of activations and matrix products, float32 or bfloat16; parameters and the loss are always float32."""
@@ -85,49 +95,18 @@ class DecoderConfig:
             raise ValueError(f"model.args.head_dim is {self.head_dim}; it must be even")
         if self.seq_len_max < 1 or self.rope_theta <= 0:
             raise ValueError(f"model.args: seq_len_max {self.seq_len_max} and rope_theta {self.rope_theta} must be > 0")
+        if self.loss_chunk < 0 or (self.loss_chunk and self.vocab_size % self.loss_chunk):
+            raise ValueError(
+                f"model.args.loss_chunk is {self.loss_chunk}; it must divide vocab_size ({self.vocab_size}), or be 0"
+            )
         for name, choices in (
             ("activation", get_args(Activation)),
             ("attention", get_args(Attention)),
+            ("remat", get_args(Remat)),
             ("dtype", ("float32", "bfloat16")),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"model.args.{name} is '{getattr(self, name)}'; choose from {', '.join(choices)}")
-
-
-def apply_rope(x: Float[Array, "b t n h"], theta: float) -> Float[Array, "b t n h"]:
-    """Rotate the pairs (x[i], x[i + H/2]) by the angle position * theta^(-2i/H)."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency[None, :]
-    cos, sin = (f(angle)[None, :, None, :].astype(x.dtype) for f in (jnp.cos, jnp.sin))
-    first, second = x[..., :half], x[..., half:]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def attend(
-    q: Float[Array, "b t n h"], k: Float[Array, "b t k h"], v: Float[Array, "b t k h"], method: str
-) -> Float[Array, "b t n h"]:
-    """Causal grouped-query attention, softmax(q k^T / sqrt(H)) v; query head i reads key head i // (N / K)."""
-    if method == "dot_product":
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    b, t, n, h = q.shape
-    groups = n // k.shape[2]
-    # One matrix product per (example, key head): the G query heads of a group are stacked along time. The softmax is
-    # normalised after the product with v, on T x H instead of T x T numbers. Together 10 % of a training step on CPU.
-    q = (q * h**-0.5).reshape(b, t, -1, groups, h).transpose(0, 2, 3, 1, 4).reshape(b, -1, groups * t, h)
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    scores = jnp.einsum("bkqh,bksh->bkqs", q, k, preferred_element_type=jnp.float32)
-    causal = jnp.tile(jnp.arange(t), groups)[:, None] >= jnp.arange(t)[None, :]
-    scores = jnp.where(causal[None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-    mixed = jnp.einsum("bkqs,bksh->bkqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    mixed = (mixed / jnp.sum(weights, axis=-1, keepdims=True)).astype(v.dtype)
-    return mixed.reshape(b, -1, groups, t, h).transpose(0, 3, 1, 2, 4).reshape(b, t, n, h)
-
-
-def _linear(n_in: int, n_out: int, names: tuple[str, str], dtype: str, rngs: nnx.Rngs) -> nnx.Linear:
-    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
-    return nnx.Linear(n_in, n_out, use_bias=False, kernel_init=init, dtype=dtype, rngs=rngs)
 
 
 def _norm(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -140,17 +119,26 @@ class Block(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         c = self.config = config
         self.norm_attention = _norm(c, rngs)
-        self.q = _linear(c.dim, c.num_heads * c.head_dim, ("embed", "heads"), c.dtype, rngs)
-        self.k = _linear(c.dim, c.num_kv_heads * c.head_dim, ("embed", "heads"), c.dtype, rngs)
-        self.v = _linear(c.dim, c.num_kv_heads * c.head_dim, ("embed", "heads"), c.dtype, rngs)
-        self.out = _linear(c.num_heads * c.head_dim, c.dim, ("heads", "embed"), c.dtype, rngs)
+        self.q = Linear(c.dim, c.num_heads * c.head_dim, ("embed", "heads"), c.dtype, rngs=rngs)
+        self.k = Linear(c.dim, c.num_kv_heads * c.head_dim, ("embed", "heads"), c.dtype, rngs=rngs)
+        self.v = Linear(c.dim, c.num_kv_heads * c.head_dim, ("embed", "heads"), c.dtype, rngs=rngs)
+        self.out = Linear(c.num_heads * c.head_dim, c.dim, ("heads", "embed"), c.dtype, rngs=rngs)
         self.norm_mlp = _norm(c, rngs)
-        self.gate = _linear(c.dim, c.mlp_dim, ("embed", "mlp"), c.dtype, rngs)
-        self.up = _linear(c.dim, c.mlp_dim, ("embed", "mlp"), c.dtype, rngs)
-        self.down = _linear(c.mlp_dim, c.dim, ("mlp", "embed"), c.dtype, rngs)
+        self.init_mlp(rngs)
 
-    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        """Apply the layer to the residual stream."""
+    def init_mlp(self, rngs: nnx.Rngs) -> None:
+        """Draw the parameters of the MLP."""
+        c = self.config
+        self.gate = Linear(c.dim, c.mlp_dim, ("embed", "mlp"), c.dtype, rngs=rngs)
+        self.up = Linear(c.dim, c.mlp_dim, ("embed", "mlp"), c.dtype, rngs=rngs)
+        self.down = Linear(c.mlp_dim, c.dim, ("mlp", "embed"), c.dtype, rngs=rngs)
+
+    def mlp(self, x: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Metrics]:
+        """The MLP of the normalised stream, and scalars of this layer."""
+        return self.down(ACTIVATIONS[self.config.activation](self.gate(x)) * self.up(x)), {}
+
+    def __call__(self, x: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Metrics]:
+        """Apply the layer to the residual stream; also the scalars of its MLP."""
         c = self.config
         b, t, _ = x.shape
         y = self.norm_attention(x)
@@ -158,42 +146,43 @@ class Block(nnx.Module):
         k = apply_rope(self.k(y).reshape(b, t, c.num_kv_heads, c.head_dim), c.rope_theta)
         v = self.v(y).reshape(b, t, c.num_kv_heads, c.head_dim)
         x = constrain(x + self.out(attend(q, k, v, c.attention).reshape(b, t, -1)), "batch", None, None)
-        y = self.norm_mlp(x)
-        y = ACTIVATIONS[c.activation](self.gate(y)) * self.up(y)
-        return constrain(x + self.down(y), "batch", None, None)
-
-
-def _stacked_blocks(config: DecoderConfig, rngs: nnx.Rngs) -> Block:
-    """Blocks as one module whose parameters have a leading `layers` axis."""
-
-    @nnx.split_rngs(splits=config.num_layers)
-    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
-    def create(layer_rngs: nnx.Rngs) -> Block:
-        return Block(config, rngs=layer_rngs)
-
-    return create(rngs)
+        y, metrics = self.mlp(self.norm_mlp(x))
+        return constrain(x + y, "batch", None, None), metrics
 
 
 class Decoder(nnx.Module):
     """The built-in language model; implements `TrainableModel`."""
 
+    config_class: type[DecoderConfig] = DecoderConfig
+    block_class: type[Block] = Block
+
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         # Axis names must not ask for a mesh here: the island, or nobody, places the parameters.
         with nnx.use_eager_sharding(False):
-            init = nnx.with_partitioning(nnx.initializers.normal(0.02), ("vocab", "embed"))
+            init = nnx.with_partitioning(nnx.initializers.normal(0.02), TABLE_AXES)
             self.embed = nnx.Embed(config.vocab_size, config.dim, dtype=config.dtype, embedding_init=init, rngs=rngs)
             self.blocks: Block | nnx.List[Block] = (
-                _stacked_blocks(config, rngs)
+                self._stacked_blocks(rngs)
                 if config.scan_layers
-                else nnx.List(Block(config, rngs=rngs) for _ in range(config.num_layers))
+                else nnx.List(self.block_class(config, rngs=rngs) for _ in range(config.num_layers))
             )
             self.norm_final = _norm(config, rngs)
 
+    def _stacked_blocks(self, rngs: nnx.Rngs) -> Block:
+        """Blocks as one module whose parameters have a leading `layers` axis."""
+
+        @nnx.split_rngs(splits=self.config.num_layers)
+        @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def create(layer_rngs: nnx.Rngs) -> Block:
+            return self.block_class(self.config, rngs=layer_rngs)
+
+        return create(rngs)
+
     @classmethod
     def from_config(cls, args: Mapping[str, Any], *, rngs: nnx.Rngs) -> Decoder:
-        """Build from the fields of `DecoderConfig`; an unknown or ill-typed one is a ValueError."""
-        return cls(config_from_args(DecoderConfig, args), rngs=rngs)
+        """Build from the fields of the model's configuration; an unknown or ill-typed one is a ValueError."""
+        return cls(config_from_args(cls.config_class, args), rngs=rngs)
 
     def __call__(self, tokens: Int32[Array, "b t"]) -> Float[Array, "b t v"]:
         """Logits of the next token at every position, float32.
@@ -201,26 +190,38 @@ class Decoder(nnx.Module):
         Raises:
           ValueError: the sequence is longer than `seq_len_max`.
         """
+        table = self._table()
+        return logits_of(self._hidden(tokens, table)[0], table)
+
+    def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
+        """Mean cross-entropy in nats per token of predicting tokens[:, 1:] from tokens[:, :-1]; scalars of layers."""
+        inputs, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        table = self._table()
+        x, metrics = self._hidden(inputs, table)
+        if self.config.loss_chunk:
+            return chunked_cross_entropy(x, self.embed.embedding[...], labels, self.config.loss_chunk), metrics
+        return cross_entropy(logits_of(x, table), labels), metrics
+
+    def _table(self) -> Float[Array, "v d"]:
+        # Whole rows on every device; looking up split rows would move activations.
+        return gather(self.embed.embedding[...].astype(self.config.dtype), *TABLE_AXES)
+
+    def _hidden(self, tokens: Int32[Array, "b t"], table: Float[Array, "v d"]) -> tuple[Float[Array, "b t d"], Metrics]:
+        """What the logits are made of, and the mean over the layers of their scalars."""
         c = self.config
         if tokens.shape[1] > c.seq_len_max:
             raise ValueError(f"a sequence of {tokens.shape[1]} tokens exceeds model.args.seq_len_max {c.seq_len_max}")
-        # Whole rows on every device, gathered once for both uses; looking up split rows would move activations.
-        table = constrain(self.embed.embedding[...].astype(c.dtype), "vocab", None)
         x = constrain(jnp.take(table, tokens, axis=0) * c.dim**0.5, "batch", None, None)
         if isinstance(self.blocks, Block):
             graphdef, stacked = nnx.split(self.blocks)
-            x, _ = jax.lax.scan(lambda carry, layer: (nnx.merge(graphdef, layer)(carry), None), x, stacked)
+            apply = checkpoint(lambda x, layer: nnx.merge(graphdef, layer)(x), c.remat, scanned=True)
+            x, metrics = jax.lax.scan(apply, x, stacked)
         else:
+            parts = []
             for block in self.blocks:
-                x = block(x)
-        logits = jnp.einsum("btd,vd->btv", self.norm_final(x), table, preferred_element_type=jnp.float32)
-        return constrain(logits, "batch", None, "vocab")
-
-    def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
-        """Mean cross-entropy in nats per token of predicting tokens[:, 1:] from tokens[:, :-1]."""
-        tokens = batch["tokens"]
-        logits = self(tokens[:, :-1])
-        # A comparison with an iota instead of a gather: it fuses, shards over `vocab`, and has a cheap gradient.
-        hit = jnp.arange(logits.shape[-1])[None, None, :] == tokens[:, 1:, None]
-        label_logits = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
-        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - label_logits), {}
+                graphdef, layer = nnx.split(block)
+                apply = checkpoint(lambda x, layer, of=graphdef: nnx.merge(of, layer)(x), c.remat, scanned=False)
+                x, part = apply(x, layer)
+                parts.append(part)
+            metrics = jax.tree.map(lambda *values: jnp.stack(values), *parts)
+        return self.norm_final(x), jax.tree.map(jnp.mean, metrics)

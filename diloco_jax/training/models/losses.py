@@ -1,0 +1,150 @@
+"""Cross-entropy of the next token, without all logits at once.
+
+With V = 262,144 words the logits of 8 sequences of 2048 tokens are 17 GB in float32. So they are made for a chunk of
+the vocabulary at a time, and again on the way back; the table too is gathered by chunks, each of them spread over all
+devices that hold a part of the table:
+
+    loss = mean_i log sum_v exp(E_v x_i) - E_label(i) x_i            the sum grows from chunk to chunk
+    d loss / d logit_iv = (exp(logit_iv - lse_i) - [v = label(i)]) / n
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from diloco_jax.training.sharding import constrain, current_layout, gather
+
+TABLE_AXES = ("vocab", "embed")
+
+
+def logits_of(x: Float[Array, "b t d"], table: Float[Array, "v d"]) -> Float[Array, "b t v"]:
+    """Logits in float32, split over the batch and the vocabulary.
+
+    Args:
+      x: what the table is multiplied with.
+      table: one row per token id, gathered.
+    """
+    logits = jnp.einsum("btd,vd->btv", x, table, preferred_element_type=jnp.float32)
+    return constrain(logits, "batch", None, "vocab")
+
+
+def cross_entropy(logits: Float[Array, "b t v"], labels: Int32[Array, "b t"]) -> Float[Array, ""]:
+    """Mean cross-entropy in nats per token."""
+    # A comparison with an iota instead of a gather: it fuses, shards over `vocab`, and has a cheap gradient.
+    hit = jnp.arange(logits.shape[-1])[None, None, :] == labels[:, :, None]
+    label_logits = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - label_logits)
+
+
+def chunked_cross_entropy(
+    x: Float[Array, "b t d"], table: Float[Array, "v d"], labels: Int32[Array, "b t"], chunk: int
+) -> Float[Array, ""]:
+    """Mean cross-entropy in nats per token of logits x table^T.
+
+    Args:
+      x: in the type of the computation.
+      table: one row per token id, as it is stored (logical axes TABLE_AXES).
+      labels: the tokens to predict.
+      chunk: how many rows of the table have their logits at a time.
+
+    Raises:
+      ValueError: the chunks do not divide the vocabulary, or the devices a chunk.
+    """
+    layout = current_layout()
+    vocab = table.shape[0]
+    parts = 1 if layout is None else vocab // layout.sharding(table.shape, TABLE_AXES).shard_shape(table.shape)[0]
+    if vocab % chunk or chunk % parts:
+        raise ValueError(
+            f"model.args.loss_chunk is {chunk}; it must divide vocab_size ({vocab}) and be a multiple of the {parts} "
+            "parts in which the devices hold the embedding"
+        )
+    return _chunked(x, table, labels, _Chunks(vocab // chunk, parts, chunk // parts)) / labels.size
+
+
+class _Chunks(NamedTuple):
+    """How the table is cut: each part, the rows of one device, into all chunks: a chunk is spread like the table.
+
+    Attributes:
+      number: of chunks.
+      parts: of the table.
+      rows: of one part in one chunk.
+    """
+
+    number: int
+    parts: int
+    rows: int
+
+    def cut(self, table: Float[Array, "v d"]) -> Float[Array, "c p r d"]:
+        """[vocabulary, width] as [chunk, part, row, width]."""
+        parts = table.reshape(self.parts, self.number, self.rows, -1).swapaxes(0, 1)
+        return constrain(parts, None, TABLE_AXES[0], None, TABLE_AXES[1])
+
+    def join(self, cut: Float[Array, "c p r d"]) -> Float[Array, "v d"]:
+        """The inverse."""
+        return cut.swapaxes(0, 1).reshape(-1, cut.shape[-1])
+
+    def hits(self, index: Int32[Array, ""], labels: Int32[Array, "b t"]) -> Array:
+        """Which logit [b, t, part, row] of a chunk is that of the label."""
+        part, row = jnp.arange(self.parts)[:, None], jnp.arange(self.rows)[None, :]
+        ids = (part * self.number + index) * self.rows + row
+        return labels[:, :, None, None] == ids[None, None]
+
+
+def _logits(x: Float[Array, "b t d"], rows: Float[Array, "p r d"]) -> Float[Array, "b t p r"]:
+    logits = jnp.einsum("btd,prd->btpr", x, rows, preferred_element_type=jnp.float32)
+    return constrain(logits, "batch", None, "vocab", None)
+
+
+def _gathered(rows: Float[Array, "p r d"]) -> Float[Array, "p r d"]:
+    return gather(rows, TABLE_AXES[0], None, TABLE_AXES[1])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _chunked(
+    x: Float[Array, "b t d"], table: Float[Array, "v d"], labels: Int32[Array, "b t"], chunks: _Chunks
+) -> Float[Array, ""]:
+    return _forward(x, table, labels, chunks)[0]
+
+
+def _forward(
+    x: Float[Array, "b t d"], table: Float[Array, "v d"], labels: Int32[Array, "b t"], chunks: _Chunks
+) -> tuple[Float[Array, ""], tuple[Array, Array, Array, Array]]:
+    def add(carry: tuple[Array, Array, Array], part: tuple[Array, Array]) -> tuple[tuple[Array, Array, Array], None]:
+        top, total, label_logits = carry
+        logits = _logits(x, _gathered(part[1]))
+        new_top = jnp.maximum(top, jnp.max(logits, axis=(2, 3)))
+        total = total * jnp.exp(top - new_top) + jnp.sum(jnp.exp(logits - new_top[:, :, None, None]), axis=(2, 3))
+        label_logits += jnp.sum(jnp.where(chunks.hits(part[0], labels), logits, 0.0), axis=(2, 3))
+        return (new_top, total, label_logits), None
+
+    zeros = jnp.zeros(labels.shape, jnp.float32)
+    xs = (jnp.arange(chunks.number), chunks.cut(table.astype(x.dtype)))
+    (top, total, label_logits), _ = jax.lax.scan(add, (jnp.full_like(zeros, -jnp.inf), zeros, zeros), xs)
+    lse = top + jnp.log(total)
+    return jnp.sum(lse - label_logits), (x, table, labels, lse)
+
+
+def _backward(
+    chunks: _Chunks, kept: tuple[Array, Array, Array, Array], gradient: Float[Array, ""]
+) -> tuple[Array, Array, None]:
+    x, table, labels, lse = kept
+
+    def back(x_gradient: Array, part: tuple[Array, Array]) -> tuple[Array, Array]:
+        rows = _gathered(part[1])
+        error = jnp.exp(_logits(x, rows) - lse[:, :, None, None]) - chunks.hits(part[0], labels)
+        error = (gradient * error).astype(x.dtype)
+        x_gradient += jnp.einsum("btpr,prd->btd", error, rows, preferred_element_type=jnp.float32)
+        rows_gradient = constrain(jnp.einsum("btpr,btd->prd", error, x), TABLE_AXES[0], None, TABLE_AXES[1])
+        return constrain(x_gradient, "batch", None, None), rows_gradient
+
+    xs = (jnp.arange(chunks.number), chunks.cut(table.astype(x.dtype)))
+    x_gradient, rows_gradient = jax.lax.scan(back, jnp.zeros(x.shape, jnp.float32), xs)
+    return x_gradient.astype(x.dtype), chunks.join(rows_gradient).astype(table.dtype), None
+
+
+_chunked.defvjp(_forward, _backward)
