@@ -77,7 +77,7 @@ def kinds_of(config: RunConfig, slices: Sequence[str]) -> list[Kind]:
     Raises:
       ValueError: no slice is named, or one does not suit the islands.
     """
-    found: dict[IslandConfig, Kind] = {}
+    found: dict[str, Kind] = {}
     for config_there in [_moved(config, name) for name in slices] or [config]:
         for name in config_there.islands.names:
             island = config_there.island(name)
@@ -86,7 +86,7 @@ def kinds_of(config: RunConfig, slices: Sequence[str]) -> list[Kind]:
                     f"{name} names no TPU slice; add --topology v5p:2x2x1, or set islands.topology and "
                     "islands.devices 0"
                 )
-            alike = island._replace(name="", zone="")
+            alike = repr(island._replace(name="", zone=""))
             names = found[alike].names if alike in found else ()
             found[alike] = Kind(config_there, island, (*names, name))
     return list(found.values())
@@ -149,7 +149,8 @@ def _judge(kind: Kind, compiled: Compiled, result: dict[str, Any]) -> None:
     )
     problems = [*_memory_problems(rows, result["islands"][-1]), *program_problems(topology, compiled.programs)]
     if not all(row["fits"] for row in rows):
-        case = Situation(topology, island, sizes, kind.config.model, kind.config.train.seq_len, hbm)
+        at_once = compiled.blueprint.layout.batch_parts * kind.config.optimizer.accumulate_steps
+        case = Situation(topology, sizes, island.batch_size / at_once, kind.config.model, hbm)
         result["advice"] += [f"{topology}: {line}" for line in advise_hbm(case)]
     if largest is not None and largest.elements >= WHOLE_MODEL * parameters and len(compiled.blueprint.shapes) > 1:
         problems.append("the inner step gathers the whole model at once, which undoes its sharding")

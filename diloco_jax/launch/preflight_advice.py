@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from diloco_jax.launch.preflight_budget import Hbm
-from diloco_jax.runtime.islands import IslandConfig
 from diloco_jax.training.models.decoder import DecoderConfig
 from diloco_jax.training.models.protocol import ModelConfig, config_from_args
 from diloco_jax.training.topology import Topology
 
 GB = 1e9
 ROOM = 0.9  # of a chip's memory, at most, that is planned to be taken
-BATCH_AXES = ("data", "fsdp")
-SAVES = {
-    "dtype": ("float32", "bfloat16"),
-    "scan_layers": (False, "true"),
-}  # of the decoder: as it is, what saves memory
+# Settings of the decoder that trade computation or precision for memory: as they are by default, what saves memory.
+SAVES = {"dtype": ("float32", "bfloat16"), "scan_layers": (False, "true"), "remat": ("none", "full")}
+CHUNK_FROM = 32_768  # token ids from which logits deserve to be computed in chunks
 
 
 class Situation(NamedTuple):
@@ -26,18 +22,16 @@ class Situation(NamedTuple):
 
     Attributes:
       topology: the slice.
-      island: its mesh and batch.
       mesh: sizes of the mesh's axes.
+      sequences: on each chip at a time, those of one micro-batch.
       model: which model.
-      seq_len: tokens per sequence.
       hbm: what takes a chip's memory in the inner step, bytes.
     """
 
     topology: Topology
-    island: IslandConfig
     mesh: Mapping[str, int]
+    sequences: float
     model: ModelConfig
-    seq_len: int
     hbm: Hbm
 
 
@@ -85,9 +79,11 @@ def _larger(case: Situation, limit: float, needed: float) -> str:
 def _less_activations(case: Situation) -> list[str]:
     """Activations grow with the sequences per chip, and with what is kept of each layer."""
     advice = _kept_less(case.model)
-    each = case.island.batch_size / math.prod(case.mesh.get(axis, 1) for axis in BATCH_AXES)
-    if each > 1:
-        advice.append(f"a smaller islands.batch_size (now {each:g} sequences of {case.seq_len} tokens per chip)")
+    if case.sequences > 1:
+        advice.append(
+            f"a larger optimizer.accumulate_steps, or a smaller islands.batch_size (now {case.sequences:g} sequences "
+            "per chip at a time)"
+        )
     else:
         advice.append(f"islands.mesh.tensor {2 * case.mesh['tensor']}, so that chips share one sequence")
     return [f"activations take {case.hbm.temporaries / GB:.1f} GB per chip: set {', or '.join(advice)}"]
@@ -98,4 +94,7 @@ def _kept_less(model: ModelConfig) -> list[str]:
     if model.module != ModelConfig().module:
         return []
     config = config_from_args(DecoderConfig, model.args)
-    return [f"model.args.{name} {better}" for name, (now, better) in SAVES.items() if getattr(config, name) == now]
+    advice = [f"model.args.{name} {better}" for name, (now, better) in SAVES.items() if getattr(config, name) == now]
+    if config.vocab_size >= CHUNK_FROM and not config.loss_chunk:
+        advice.append("model.args.loss_chunk, a divisor of vocab_size")
+    return advice

@@ -177,32 +177,39 @@ def test_what_does_not_fit_names_settings(
     assert cli.main(["preflight", str(path)]) == 1
     said = capsys.readouterr().out
     assert f"'step' needs {gigabytes:.1f} GB of a chip's memory, which has 32 GB; the compiler refuses it" in said
-    assert "model.args.dtype bfloat16" in said and "islands.batch_size (now 12 sequences" in said
+    assert (
+        "model.args.remat full" in said
+        and "model.args.dtype bfloat16" in said
+        and "islands.batch_size (now 12 sequences" in said
+    )
     assert "does not fit as it is" in said
 
 
-def situation(mesh: dict[str, int], batch_size: int, fixed: float, temporaries: float, **args: Any) -> Situation:
-    topology = Topology.parse("v6e:4x4")
-    island = parse(SETTINGS, "test").island("island-0")._replace(batch_size=batch_size)
+def situation(mesh: dict[str, int], sequences: float, fixed: float, temporaries: float, **args: Any) -> Situation:
     hbm = Hbm(fixed / 3, fixed * 2 / 3, 0, 0, 0, temporaries)
-    return Situation(topology, island, mesh, ModelConfig(args={**DECODER, **args}), 128, hbm)
+    model = ModelConfig(args={**DECODER, "remat": "full", **args})
+    return Situation(Topology.parse("v6e:4x4"), mesh, sequences, model, hbm)
+
+
+SHARDED, COPIED = {"data": 1, "fsdp": 16, "tensor": 1}, {"data": 16, "fsdp": 1, "tensor": 1}
 
 
 @pytest.mark.parametrize(
-    ("mesh", "batch_size", "fixed", "temporaries", "args", "words"),
+    ("mesh", "sequences", "fixed", "temporaries", "args", "words"),
     [
-        ({"data": 16, "fsdp": 1, "tensor": 1}, 16, 40e9, 1e9, {}, ["islands.mesh.fsdp to 16", "2.5 GB"]),
-        ({"data": 1, "fsdp": 16, "tensor": 1}, 16, 40e9, 1e9, {}, ["larger islands", "islands.topology v6e:8x8"]),
-        ({"data": 1, "fsdp": 16, "tensor": 1}, 64, 2e9, 40e9, {}, ["islands.batch_size (now 4 sequences"]),
-        ({"data": 1, "fsdp": 16, "tensor": 1}, 16, 2e9, 40e9, {}, ["islands.mesh.tensor 2"]),
-        ({"data": 1, "fsdp": 16, "tensor": 1}, 64, 2e9, 40e9, {"dtype": "float32"}, ["model.args.dtype bfloat16"]),
-        ({"data": 1, "fsdp": 16, "tensor": 1}, 16, 4e12, 0, {}, ["no v6e slice is large enough"]),
+        (COPIED, 1, 40e9, 1e9, {}, ["islands.mesh.fsdp to 16", "2.5 GB"]),
+        (SHARDED, 1, 40e9, 1e9, {}, ["larger islands", "islands.topology v6e:8x8"]),
+        (SHARDED, 4, 2e9, 40e9, {}, ["optimizer.accumulate_steps", "islands.batch_size (now 4 sequences"]),
+        (SHARDED, 1, 2e9, 40e9, {}, ["islands.mesh.tensor 2"]),
+        (SHARDED, 4, 2e9, 40e9, {"dtype": "float32", "remat": "none"}, ["dtype bfloat16", "remat full"]),
+        (SHARDED, 1, 2e9, 40e9, {"vocab_size": 65536}, ["model.args.loss_chunk"]),
+        (SHARDED, 1, 4e12, 0, {}, ["no v6e slice is large enough"]),
     ],
 )
 def test_advice(
-    mesh: dict[str, int], batch_size: int, fixed: float, temporaries: float, args: dict[str, Any], words: list[str]
+    mesh: dict[str, int], sequences: float, fixed: float, temporaries: float, args: dict[str, Any], words: list[str]
 ) -> None:
-    said = " ".join(advise_hbm(situation(mesh, batch_size, fixed, temporaries, **args)))
+    said = " ".join(advise_hbm(situation(mesh, sequences, fixed, temporaries, **args)))
     for word in words:
         assert word in said
 
@@ -220,13 +227,13 @@ def test_a_collective_in_staging_is_a_problem() -> None:
 
 
 def test_slices_in_place_of_the_islands_own() -> None:
-    kinds = judging.kinds_of(parse(SETTINGS, "test"), ["v5p:2x2x1", "v5p:2x2x2"])
+    kinds = judging.kinds_of(parse(SETTINGS, "test"), ["v5p:2x2x1", "v6e:2x2"])
     found = [(kind.island.topology, kind.island.batch_size, kind.names) for kind in kinds]
     assert found == [
         ("v5p:2x2x1", 16, ("island-0", "island-2")),
         ("v5p:2x2x1", 4, ("island-1",)),
-        ("v5p:2x2x2", 16, ("island-0", "island-2")),
-        ("v5p:2x2x2", 4, ("island-1",)),
+        ("v6e:2x2", 16, ("island-0", "island-2")),
+        ("v6e:2x2", 4, ("island-1",)),
     ]
 
 
