@@ -1,0 +1,165 @@
+"""The decoder with a mixture of experts in place of every MLP: each token is computed by a few of many gated MLPs.
+
+Shapes as in decoder.py, and E experts, A experts per token, C slots that an expert has for one sequence.
+
+    p = softmax(x R)              router, float32;  a token takes its A most probable experts, weights that add to 1
+    y = sum_a w_a MLP_e(a)(x)     without the choices that found no free slot
+
+Slots are given to the tokens of a sequence in their order, so no token's result depends on a later one. The experts lie
+on the mesh axis `expert`: tokens travel to them and back (two all-to-alls), weights stay.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from diloco_jax.training.models.decoder import ACTIVATIONS, Block, Decoder, DecoderConfig
+from diloco_jax.training.models.protocol import Batch, Metrics
+from diloco_jax.training.sharding import constrain, gather
+
+ROUTER_AXES = ("embed", None)
+IN_AXES, OUT_AXES = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig(DecoderConfig):
+    """Sizes and choices of the mixture; mlp_dim is the width of one expert."""
+
+    num_experts: int = 8
+    """E: experts of a layer; a multiple of the mesh axis `expert`."""
+
+    experts_per_token: int = 2
+    """A: experts that compute each token."""
+
+    capacity_factor: float = 1.25
+    """Slots of an expert as a multiple of its fair share of a sequence's choices; num_experts / experts_per_token = no
+    choice is ever dropped."""
+
+    balance_coefficient: float = 0.01
+    """Weight of the load-balancing term in the gradient; the loss that is reported is the cross-entropy alone."""
+
+    def __post_init__(self) -> None:
+        DecoderConfig.__post_init__(self)
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"model.args.experts_per_token is {self.experts_per_token}; use 1 to num_experts ({self.num_experts})"
+            )
+        if self.capacity_factor <= 0 or self.balance_coefficient < 0:
+            raise ValueError(
+                f"model.args.capacity_factor {self.capacity_factor} must be > 0, and balance_coefficient "
+                f"{self.balance_coefficient} at least 0"
+            )
+
+    def capacity(self, length: int) -> int:
+        """Slots of an expert for a sequence of this many tokens."""
+        return min(length, math.ceil(self.capacity_factor * self.experts_per_token * length / self.num_experts))
+
+
+class Route(NamedTuple):
+    """Where the tokens of one sequence go.
+
+    Attributes:
+      experts: of every choice.
+      slots: of every choice, `capacity` or more if there was none left.
+      weights: of every choice, 0 without a slot.
+      tokens: in every slot, `length` if it is empty.
+      balance: E sum_e (share of choices for e) (mean probability of e), 1 if all is even.
+      dropped: share of the choices that found no slot.
+    """
+
+    experts: Int32[Array, "t a"]
+    slots: Int32[Array, "t a"]
+    weights: Float[Array, "t a"]
+    tokens: Int32[Array, "e c"]
+    balance: Float[Array, ""]
+    dropped: Float[Array, ""]
+
+
+def route(logits: Float[Array, "t e"], experts_per_token: int, capacity: int) -> Route:
+    """Choose the experts of one sequence's tokens.
+
+    Args:
+      logits: of the router, float32.
+      experts_per_token: choices of a token.
+      capacity: slots of an expert.
+    """
+    length, num_experts = logits.shape
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    top, experts = jax.lax.top_k(probabilities, experts_per_token)
+    chosen = jax.nn.one_hot(experts.reshape(-1), num_experts, dtype=jnp.int32)  # [choices, experts]
+    earlier = jnp.cumsum(chosen, axis=0) - chosen
+    slots = jnp.sum(earlier * chosen, axis=-1).reshape(experts.shape)
+    kept = slots < capacity
+    token = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[:, None], experts.shape)
+    tokens = jnp.full((num_experts, capacity), length, jnp.int32).at[experts, slots].set(token, mode="drop")
+    share = jnp.mean(chosen.astype(jnp.float32), axis=0)
+    return Route(
+        experts=experts,
+        slots=slots,
+        weights=jnp.where(kept, top / jnp.sum(top, axis=-1, keepdims=True), 0.0),
+        tokens=tokens,
+        balance=num_experts * jnp.sum(share * jnp.mean(probabilities, axis=0)),
+        dropped=1 - jnp.mean(kept.astype(jnp.float32)),
+    )
+
+
+class MoeBlock(Block):
+    """One layer: attention and a mixture of experts."""
+
+    config: MoeConfig
+
+    def init_mlp(self, rngs: nnx.Rngs) -> None:
+        """Draw the parameters of the router and of the experts."""
+        c = self.config
+        init = nnx.initializers.lecun_normal()
+        each = nnx.initializers.lecun_normal(batch_axis=0)
+        into, out = nnx.with_partitioning(each, IN_AXES), nnx.with_partitioning(each, OUT_AXES)
+        self.router = nnx.Param(nnx.with_partitioning(init, ROUTER_AXES)(rngs.params(), (c.dim, c.num_experts)))
+        self.experts_gate = nnx.Param(into(rngs.params(), (c.num_experts, c.dim, c.mlp_dim)))
+        self.experts_up = nnx.Param(into(rngs.params(), (c.num_experts, c.dim, c.mlp_dim)))
+        self.experts_down = nnx.Param(out(rngs.params(), (c.num_experts, c.mlp_dim, c.dim)))
+
+    def mlp(self, x: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Metrics]:
+        """The mixture of the normalised stream; `balance` and `dropped` of this layer."""
+        c = self.config
+        logits = x.astype(jnp.float32) @ gather(self.router[...], *ROUTER_AXES)
+        routes = jax.vmap(lambda one: route(one, c.experts_per_token, c.capacity(x.shape[1])))(logits)
+        # An empty slot has an index behind the sequence, which reads as zeros.
+        slots = jax.vmap(lambda one, tokens: one.at[tokens].get(mode="fill", fill_value=0))(x, routes.tokens)
+        slots = constrain(constrain(slots, "batch", None, None, None), "expert_batch", "expert", None, None)
+        results = constrain(self._experts(slots), "expert_batch", "expert", None, None)
+        results = constrain(results, "batch", None, None, None)
+        back = jax.vmap(lambda one, e, s: one.at[e, s].get(mode="fill", fill_value=0))
+        choices = back(results, routes.experts, routes.slots)
+        y = jnp.einsum("btad,bta->btd", choices, routes.weights.astype(x.dtype))
+        return y, {"balance": jnp.mean(routes.balance), "dropped": jnp.mean(routes.dropped)}
+
+    def _experts(self, slots: Float[Array, "b e c d"]) -> Float[Array, "b e c d"]:
+        gate, up = (gather(w[...].astype(slots.dtype), *IN_AXES) for w in (self.experts_gate, self.experts_up))
+        down = gather(self.experts_down[...].astype(slots.dtype), *OUT_AXES)
+        hidden = ACTIVATIONS[self.config.activation](jnp.einsum("becd,edf->becf", slots, gate))
+        return jnp.einsum("becf,efd->becd", hidden * jnp.einsum("becd,edf->becf", slots, up), down)
+
+
+class MoeDecoder(Decoder):
+    """The decoder with experts; implements `TrainableModel`."""
+
+    config: MoeConfig
+    config_class = MoeConfig
+    block_class = MoeBlock
+
+    def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
+        """Mean cross-entropy in nats per token; `balance` and `dropped`, means over the layers.
+
+        The balance is in the gradient only, so that losses of different models can be compared.
+        """
+        loss, metrics = super().loss(batch)
+        balance = metrics["balance"]
+        return loss + self.config.balance_coefficient * (balance - jax.lax.stop_gradient(balance)), metrics
