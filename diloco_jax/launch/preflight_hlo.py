@@ -180,7 +180,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
     computations: dict[str, Computation] = {}
     entry, current = "", None
     for line in text.splitlines():
-        if line.startswith("}"):
+        if line == "}":  # alone: notes on kernels go over several lines, which may begin with braces
             current = None
         elif current is None:
             header = _HEADER.match(line)

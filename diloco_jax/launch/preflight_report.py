@@ -97,15 +97,13 @@ def _flops(island: Row) -> list[str]:
     model, compiled, masked = island["model_flops"], island["compiled_flops"], island["masked_flops"]
     lines = [
         f"  FLOPs         model {model:.3g} per step ({island['model_flops_are']}), compiled {compiled:.3g}: "
-        f"{model / compiled:.0%} of what is computed is needed"
+        f"{island['flops_ratio']:.0%} of what is computed is needed"
     ]
-    if masked:
-        rest = (compiled - model - masked) / compiled
-        lines.append(
-            f"{_INDENT}the rest: {masked / compiled:.1%} masked half of attention, {rest:.1%} recomputation and other"
-        )
     if island["kernels"]:
-        lines.append(f"{_INDENT}{island['kernels']} kernels run that nobody can count: compiled FLOPs lack theirs")
+        lines.append(f"{_INDENT}without attention, whose {island['kernels']} runs of kernels nobody can count")
+    elif masked:
+        rest = max(0.0, 1 - (model + masked) / compiled)
+        lines.append(f"{_INDENT}the rest: {masked / compiled:.1%} masked attention, {rest:.1%} recomputation and other")
     if island["unread_loops"]:
         lines.append(f"{_INDENT}{len(island['unread_loops'])} loops counted once, as their number of runs is not known")
     return lines

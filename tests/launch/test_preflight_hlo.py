@@ -123,6 +123,17 @@ def test_host_transfers_and_kernels_are_seen() -> None:
     assert program.kernels == 1
 
 
+def test_notes_on_kernels_go_over_several_lines() -> None:
+    program = read_program(
+        entry(
+            '%k = f32[8]{0} custom-call(), custom_call_target="tpu_custom_call", frontend_attributes={kernel={',
+            '"xprof_metadata":"{}"\n}}, metadata={op_name="jit(f)/k"}',
+            "%g = f32[16]{0} all-gather(%k), dimensions={0}",
+        )
+    )
+    assert program.kernels == 1 and program.collective_counts == {"all-gather": 1}
+
+
 def test_text_without_a_program() -> None:
     with pytest.raises(ValueError, match="no HLO text"):
         read_program("HloModule m\n")
