@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from diloco_jax.runtime.settings import RunConfig
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
-COMPILER = "compile"  # the thread of a learner that compiles its inner step
+COMPILER = "compile"  # the thread that compiles: of a learner its inner step
 DISK_TROUBLE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)  # may be over at the next attempt
 
 
@@ -77,6 +77,7 @@ def _commands() -> dict[str, Command]:
         "report": _report,
         "replay": _replay,
         "audit": _audit,
+        "preflight": _preflight,
     }
 
 
@@ -417,3 +418,30 @@ def _audit(arguments: argparse.Namespace) -> int:
         result = audit(run_dir, config.protocol, config.train.steps)
     print(json.dumps(result) if arguments.json else describe(result))
     return FAILED if result["violations"] else 0
+
+
+# ---- before runs ----------------------------------------------------------------------------------------------------
+
+
+def _preflight(arguments: argparse.Namespace) -> int:
+    from concurrent.futures import Future
+
+    from diloco_jax.launch.preflight import preflight
+    from diloco_jax.launch.preflight_report import describe
+    from diloco_jax.runtime.telemetry import finite
+
+    config = _load(arguments)
+    done: Future[dict[str, Any]] = Future()
+
+    def compile_all() -> None:
+        try:
+            done.set_result(
+                preflight(config, arguments.topology, lambda line: print(line, file=sys.stderr, flush=True))
+            )
+        except Exception as error:
+            done.set_exception(error)
+
+    threading.Thread(target=compile_all, name=COMPILER, daemon=True).start()  # Ctrl-C need not wait for a compiler
+    result = done.result()
+    print(json.dumps(finite(result)) if arguments.json else describe(result))
+    return 0 if result["ok"] else FAILED

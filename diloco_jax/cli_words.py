@@ -19,13 +19,14 @@ def make_parser(run: Mapping[str, Command]) -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def add(name: str, text: str, *, config: bool = False) -> argparse.ArgumentParser:
+    def add(name: str, text: str, *, config: bool = False, folder: bool = True) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text, epilog=OVERRIDES if config else None)
         sub.set_defaults(command=run[name], name=name, takes_overrides=config)
         if config:
             sub.add_argument("config", help="YAML file, see configs/")
             sub.add_argument("--settings", action="store_true", help="list all settings with their meaning, and exit")
-            sub.add_argument("--run-dir", help="folder of the run; default: a new one below runs_dir")
+            if folder:
+                sub.add_argument("--run-dir", help="folder of the run; default: a new one below runs_dir")
         return sub
 
     train = add("train", "A whole run on this machine: syncer and islands, live view, report.", config=True)
@@ -60,6 +61,17 @@ def make_parser(run: Mapping[str, Command]) -> argparse.ArgumentParser:
     _launch_words(add("launch", "Manifests and commands that start a run on Google Cloud."))
     add("baseline", "The data-parallel baseline in this process, for `train`.", config=True)
     _looking_words(add)
+    preflight = add(
+        "preflight", "Compile for TPU slices, without a TPU: what fits, what it takes.", config=True, folder=False
+    )
+    preflight.add_argument(
+        "--topology",
+        action="append",
+        default=[],
+        metavar="SLICE",
+        help="such as v5p:4x4x8 or v6e:16x16, also several times; default: the slices of the config's islands",
+    )
+    preflight.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 

@@ -41,6 +41,7 @@ class Blueprint:
       mesh: of the island.
       layout: where arrays with logical axes lie.
       shapes: of every parameter, by path.
+      stacked: paths of the parameters whose leading axis is that of layers.
       tensors: shape, dtype and layout of every parameter, by path.
       state_shapes: a TrainState of shapes and dtypes.
       state_shardings: a TrainState of layouts.
@@ -76,6 +77,7 @@ class Blueprint:
         described = _describe_model(model, seed)
         self._accumulate_steps = optimizer.accumulate_steps
         self.shapes = {path: tuple(value.shape) for path, value in described.params.items()}
+        self.stacked = frozenset(path for path, names in described.axes.items() if names[:1] == ("layers",))
         self._shardings = {
             path: self.layout.sharding(self.shapes[path], names) for path, names in described.axes.items()
         }

@@ -11,7 +11,7 @@ differ only in which tensors of one shape they hold, or where they begin in them
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 import jax
@@ -54,11 +54,23 @@ class Exchange:
 
     def warm_up(self, fragments: Iterable[Fragment]) -> None:
         """Compile what these fragments need; from any thread, at any time."""
+        for _ in self.programs(fragments):
+            pass
+
+    def programs(self, fragments: Iterable[Fragment]) -> Iterator[tuple[str, Fragment, jax.stages.Compiled]]:
+        """Compile what these fragments need, one after the other.
+
+        Args:
+          fragments: of a plan made for this model.
+
+        Returns:
+          (`adopt`, `stage` or `rebase`, fragment, program); fragments that share a program give the same one.
+        """
         for fragment in fragments:
-            self._incoming_program(fragment, rebase=False)  # the first one that arrives
-            self._outgoing_program(fragment)
+            yield "adopt", fragment, _made(self._incoming_program(fragment, rebase=False))  # the first that arrives
+            yield "stage", fragment, _made(self._outgoing_program(fragment))
             if self._rebase:
-                self._incoming_program(fragment, rebase=True)
+                yield "rebase", fragment, _made(self._incoming_program(fragment, rebase=True))
 
     def stage(self, params: Params, fragment: Fragment) -> StagedFragment:
         """Queue a fragment's update, as the parameters are now, to host memory; returns at once."""
@@ -139,3 +151,8 @@ class Exchange:
             if key not in self._compiled:
                 self._compiled[key] = compile(self._tensors)
             return self._compiled[key]
+
+
+def _made(program: IncomingProgram | OutgoingProgram) -> jax.stages.Compiled:
+    assert program.compiled is not None, "made when the program was"
+    return program.compiled

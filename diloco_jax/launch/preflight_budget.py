@@ -1,0 +1,174 @@
+"""What an island needs of its chips, its hosts and its share of the WAN, against what there is."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any, NamedTuple
+
+from diloco_jax.core.codec import encoded_size
+from diloco_jax.launch.preflight_compile import Built, Compiled
+from diloco_jax.launch.preflight_hlo import Collective, Tensor
+from diloco_jax.runtime.settings import RunConfig
+from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.topology import Topology
+
+MFU = (0.3, 0.5)  # a plan's pessimist and optimist
+HOST_COPIES = 2  # of a fragment that arrives: its payload decoded, and the sum with what was there
+
+
+class Hbm(NamedTuple):
+    """What takes a chip's memory while the inner step runs, bytes.
+
+    Attributes:
+      parameters: this chip's shards.
+      optimizer: state of the inner optimizer.
+      anchors: of all fragments, float32.
+      residuals: of all fragments, float32.
+      staged: copies of fragments on their way out.
+      temporaries: activations and what else the step needs while it runs, the batch and the program's code.
+    """
+
+    parameters: float
+    optimizer: float
+    anchors: float
+    residuals: float
+    staged: float
+    temporaries: float
+
+    @property
+    def fixed(self) -> float:
+        """Held all the time, whatever the batch."""
+        return self.parameters + self.optimizer + self.anchors + self.residuals + self.staged
+
+
+def step_hbm(config: RunConfig, compiled: Compiled) -> Hbm:
+    """Memory per chip while the inner step runs."""
+    memory = next(built for built in compiled.programs if built.kind == "step").memory
+    state = compiled.parameters + compiled.optimizer
+    temporaries = memory.arguments - state + memory.outputs - memory.aliased + memory.temporaries + memory.code
+    return Hbm(
+        compiled.parameters,
+        compiled.optimizer,
+        sum(compiled.anchors),
+        sum(compiled.residuals),
+        _staged(config, compiled),
+        max(0.0, temporaries),
+    )
+
+
+def program_hbm(built: Built, compiled: Compiled, hbm: Hbm) -> float:
+    """Bytes of each chip's memory while a program runs, with what the island holds beside it."""
+    memory = built.memory
+    own = memory.temporaries + memory.code
+    if built.kind == "create":
+        return own + memory.outputs
+    if built.kind == "step":
+        return hbm.fixed + hbm.temporaries
+    if built.kind == "stage":  # its arguments are held already, and its outputs are the staged copies
+        return hbm.fixed + own
+    new = compiled.anchors[built.fragments[0]]  # the value that arrived, beside the anchor that it replaces
+    return hbm.fixed + own + new + memory.outputs - memory.aliased
+
+
+def _staged(config: RunConfig, compiled: Compiled) -> float:
+    """Copies that are on their way at once: what becomes due within the overlap, and one more."""
+    if not compiled.staged:
+        return 0.0
+    protocol = config.protocol
+    at_once = protocol.overlap_steps * protocol.num_fragments // protocol.sync_every + 1
+    return sum(sorted(compiled.staged, reverse=True)[:at_once])
+
+
+def num_parameters(blueprint: Blueprint) -> int:
+    """Of the model."""
+    return sum(map(math.prod, blueprint.shapes.values()))
+
+
+def host_bytes(compiled: Compiled) -> float:
+    """What each host of an island keeps in its memory: the newest global model in float32, and what arrives.
+
+    Every host has the whole model, however many hosts share the chips' copy.
+    """
+    largest = max(fragment.num_elements for fragment in compiled.plan.fragments)
+    return 4.0 * (num_parameters(compiled.blueprint) + HOST_COPIES * largest)
+
+
+def host_limit(topology: Topology) -> float:
+    """Memory of each host; those with fewer or more than four chips have it in proportion."""
+    return topology.generation.host_bytes * topology.chips_per_host / 4
+
+
+def wire(config: RunConfig, compiled: Compiled, step_s: tuple[float, float]) -> dict[str, Any]:
+    """What an island sends and gets.
+
+    Args:
+      config: of the run.
+      compiled: the island.
+      step_s: slowest and fastest inner step that are planned for.
+
+    Returns:
+      bytes per global step up and down, of the largest fragment up, and the rates that these steps need, Gbit/s.
+    """
+    shapes = [fragment.shapes for fragment in compiled.plan.fragments]
+    up, down = ([encoded_size(each, way) for each in shapes] for way in (config.wire.up, config.wire.down))
+    per_step = [sum(sizes) / config.protocol.sync_every for sizes in (up, down)]
+    return {
+        "up_bytes_per_step": per_step[0],
+        "down_bytes_per_step": per_step[1],
+        "fragment_bytes_max": max(up),
+        "gbit_per_s": [8e-9 * max(per_step) / seconds for seconds in step_s],
+    }
+
+
+# ---- gathers --------------------------------------------------------------------------------------------------------
+
+
+class Gathers(NamedTuple):
+    """All-gathers of weights in a program.
+
+    Attributes:
+      largest: the largest one, None if there is none.
+      stacked_elements: elements of gathers that join a weight of all layers at once, summed.
+    """
+
+    largest: Collective | None
+    stacked_elements: int
+
+
+def weight_gathers(built: Built, blueprint: Blueprint) -> Gathers:
+    """The all-gathers whose results have the shape of a weight, or of one layer of it; others join activations."""
+    if built.program is None:
+        return Gathers(None, 0)
+    tensor = blueprint.mesh.shape.get("tensor", 1)
+    whole = {_sorted(shape): path for path, shape in blueprint.shapes.items()}
+    stacked = {_sorted(blueprint.shapes[path]) for path in blueprint.stacked if blueprint.shapes[path][0] > 1}
+    layers = {_sorted(blueprint.shapes[path][1:]) for path in blueprint.stacked}
+    known = _split(set(whole) | layers, tensor)
+    largest, at_once = None, 0
+    for each in built.program.collectives:
+        weights = tuple(t for t in each.results if _sorted(t.dims) in known and len(_sorted(t.dims)) > 1)
+        if each.kind != "all-gather" or not weights:
+            continue
+        gather = Collective(each.kind, weights, each.times)
+        if largest is None or gather.elements > largest.elements:
+            largest = gather
+        at_once += sum(t.elements for t in weights if _is_stacked(t, _split(stacked, tensor) - _split(layers, tensor)))
+    return Gathers(largest, at_once)
+
+
+def _is_stacked(tensor: Tensor, stacked: set[tuple[int, ...]]) -> bool:
+    return _sorted(tensor.dims) in stacked
+
+
+def _sorted(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(size for size in shape if size > 1))
+
+
+def _split(shapes: set[tuple[int, ...]], parts: int) -> set[tuple[int, ...]]:
+    """With each dimension whole, or as one of the parts over which the tensor axis may share it out."""
+    return {
+        _sorted(choice)
+        for shape in shapes
+        for choice in product(*({size, size // parts} if size % parts == 0 else {size} for size in shape))
+    }
