@@ -49,6 +49,9 @@ class Dialler:
         shares: how the model is dealt out.
         up: format of the values that learners send.
         down: format of the steps that come back.
+        host: which of the island's hosts we are; 0 leads.
+        hosts: number of the island's hosts. With more than one, the payload of every FragmentValue that is sent is a
+            part (core/parts.py), an empty one if the host has no value to send.
     """
 
     def __init__(
@@ -61,18 +64,24 @@ class Dialler:
         shares: Shares,
         up: Format,
         down: Format,
+        host: int = 0,
+        hosts: int = 1,
     ) -> None:
         self._config = config
         self._run_id = run_id
         self._learner_id = learner_id
         self._incarnation = incarnation
         self._shares = shares
+        self._host = host
+        self._hosts = hosts
         self._formats: tuple[Format, Format] = up, down
         shards = shares.count if shares.count > 1 else 0
         self._partials = [Partials(config.payload_bytes_max, config.resume_s) for _ in range(shards + 1)]
 
-    def connect(self, epoch: int) -> Link:
-        """A new link; see grpc_link.connect.
+    def connect(self, epoch: int) -> ShardedLink | GrpcLink:
+        """A new link of a learner, or of the leader of an island of several hosts; see grpc_link.connect.
+
+        Its `number` is what the island's other hosts need for `connect_host`.
 
         Args:
             epoch: newest life of the syncer that we have heard of.
@@ -81,8 +90,27 @@ class Dialler:
             TransportError: the syncer or one of its shards did not answer in time, or refused.
             ValueError: our name, certificate, key, token or address cannot be used.
         """
+        return self._connect(epoch, 0)
+
+    def connect_host(self, epoch: int, number: int) -> ShardedLink | GrpcLink:
+        """A new link of a host that is not the leader: part of the leader's session, with which it ends, and vice versa.
+
+        It sends FragmentValues, with parts as payloads, and receives nothing but the end of the session. Close it after
+        the leader's: its end ends the leader's session, and what that has not sent yet is lost.
+
+        Args:
+            epoch: the same as the leader's.
+            number: of the leader's link.
+
+        Raises:
+            TransportError: as for `connect`, or the leader's session did not come in time, or is over.
+            ValueError: as for `connect`.
+        """
+        return self._connect(epoch, number)
+
+    def _connect(self, epoch: int, number: int) -> ShardedLink | GrpcLink:
         inbox = Inbox()
-        control = self._dial(self._config, epoch, inbox, self._partials[0], SYNCER, 0)
+        control = self._dial(self._config, epoch, inbox, self._partials[0], SYNCER, number)
         if not control.shards or len(control.shards) + 1 != len(self._partials):
             return control  # one process; or of another config than ours, which its answer to our hello will say
 
@@ -132,6 +160,7 @@ class ShardedLink:
     ) -> None:
         self._control = control
         self._links = tuple(shards)
+        self.number = control.number
         self._numbers = {f"shard-{shard}": shard for shard in range(len(shards))}
         self._inbox = inbox
         self._shares = shares
