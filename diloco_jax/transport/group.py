@@ -11,21 +11,13 @@ left does not come back: the island is what fails, and starts again.
 
 from __future__ import annotations
 
-import hmac
-import json
 import math
-import queue
-import secrets
-import socket
 import struct
-import threading
-import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from diloco_jax.transport.link import Buffer, Payload
+from diloco_jax.transport.link import Payload
 
 LEADER = 0
 SECRET_BYTES = 32
