@@ -258,7 +258,8 @@ def test_what_breaks_the_rules_is_a_loss_with_the_reason(name: str) -> None:
     with leading(payload_bytes_max=1000) as leader:
         peer = introduce(leader)
         peer.sendall(raw)
-        peer.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # the leader may have ended it by now
+            peer.shutdown(socket.SHUT_WR)
         assert hear(leader).kind == "joined"
         item = hear(leader)
         assert item.kind == "lost" and words in item.reason

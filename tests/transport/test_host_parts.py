@@ -99,6 +99,15 @@ def test_session_that_ended_before_it_was_added_ends_the_others() -> None:
     assert not leader.open and leader.reason == "host 1: it broke early"
 
 
+def test_session_that_is_added_after_the_end_ends_at_once() -> None:
+    inbox = Inbox()
+    leader, late = (Quiet(inbox, host, 2, 100) for host in range(2))
+    joined = HostSessions(leader)
+    leader.fail("it broke")
+    joined.add(late)
+    assert not late.open and late.reason == "it broke"
+
+
 def test_parts_that_do_not_fit_end_the_sessions_with_the_reason() -> None:
     leader, follower = learner(2)
     leader.offer(value(1), part(0, b"ab"), wait=True)
