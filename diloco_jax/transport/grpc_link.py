@@ -10,8 +10,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -25,6 +24,7 @@ from diloco_jax.transport.calls import (
     STATUS,
     call_metadata,
     channel_options,
+    check_connections,
     header_metadata,
     holdings_metadata,
     keep_freed_memory,
@@ -36,7 +36,9 @@ from diloco_jax.transport.calls import (
     read_shards,
     unanswered,
 )
+from diloco_jax.transport.inbox import Inbox
 from diloco_jax.transport.link import (
+    HOST_TYPES,
     LEARNER_TYPES,
     Delivery,
     Payload,
@@ -51,14 +53,16 @@ from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.probe import PROBE, ProbeDesk
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.security import (
+    Credentials,
     Denied,
     auth_context,
     credentials,
     diagnose,
     syncer_credentials,
 )
-from diloco_jax.transport.sessions import Inbox, Refused, SessionListener
+from diloco_jax.transport.sessions import Refused, SessionListener
 from diloco_jax.transport.stream import REFUSAL, Lane, StreamSession
+from diloco_jax.transport.threads import DaemonThreads
 
 PATIENCE_S = 1.0  # how long a connection may take before we look for what is wrong
 
@@ -79,7 +83,8 @@ class GrpcLink:
 
     def send(self, message: LearnerMessage, payload: Payload = b"") -> None:
         """Queue a message; never blocks. See Link.send."""
-        parts = payload_parts(message, payload, LEARNER_TYPES, self._session.config.payload_bytes_max)
+        allowed = HOST_TYPES if self._session.host else LEARNER_TYPES
+        parts = payload_parts(message, payload, allowed, self._session.config.payload_bytes_max)
         self._session.send(message, parts)
 
     def receive(self, timeout_s: float) -> Delivery | None:
@@ -108,6 +113,8 @@ def connect(
     inbox: Inbox | None = None,
     peer: str = SYNCER,
     number: int = 0,
+    host: int = 0,
+    hosts: int = 1,
 ) -> GrpcLink:
     """Open a session with the syncer at `config.address`, waiting for it at most `config.connect_timeout_s`.
 
@@ -122,6 +129,8 @@ def connect(
         inbox: Where deliveries go, if several links share one; whoever shares it receives those of all.
         peer: What deliveries call the other side.
         number: Of the session; 0 for a new one, which is larger than all before it.
+        host: Which of the learner's hosts this is; others than 0 need the number of its session.
+        hosts: How many the learner has.
 
     Raises:
         TransportError: Nobody answered in time, or the syncer refused, or one side does not trust the other; why.
@@ -132,29 +141,16 @@ def connect(
     keep_freed_memory()
     number = number or time.monotonic_ns()  # grows within a process; across processes the incarnation does
     header = pb.Header(run_id=run_id, epoch=epoch, incarnation=incarnation, session=number, stripes=config.stripes)
+    header.host, header.hosts = host, hosts if hosts > 1 else 0
     partials = Partials(0, config.resume_s) if partials is None else partials
     inbox = Inbox() if inbox is None else inbox
     session = StreamSession(inbox, header, learner_id, SYNCER, config, partials, name=peer)
     link = GrpcLink(session)
-    lanes = list(session.lanes.values())
-    headers = [header_metadata(lane.ours) for lane in lanes]
-    holdings = holdings_metadata(partials.announce())
-    calls = []
-    for lane, named in zip(lanes, headers, strict=True):
-        channel = open_channel(config, own)
-        link._channels.append(channel)
-        metadata = (named, *own.metadata, *(() if lane.bulk else holdings))
-        call = channel.stream_stream(f"/{SERVICE}/{CONNECT}")(
-            session.write(lane), metadata=metadata, wait_for_ready=True
-        )
-        calls.append(call)
-        session.bind(lane, call.cancel)
-        link._ended.append(_watch(session, lane, call))
-        session.start_reader(lane, call)
+    control = _open_streams(link, session, own)
     trouble = _await_ready(session, config, learner_id)
     if trouble is None:
         try:
-            link.shards = read_shards(dict(calls[0].initial_metadata()).get(SHARDS_KEY, ""), config.address)
+            link.shards = read_shards(dict(control.initial_metadata()).get(SHARDS_KEY, ""), config.address)
             return link
         except ValueError as error:
             session.fail(f"the syncer names unusable shards: {error}")
@@ -167,6 +163,26 @@ def connect(
         kind = Rejected if session.refused else TransportError
         raise kind(f"the syncer at {config.address} refused {learner_id!r}: {reason}")
     raise unanswered(config, trouble)
+
+
+def _open_streams(link: GrpcLink, session: StreamSession, own: Credentials) -> Any:
+    """Dial once for each stream; returns the call of the control lane, which is the first."""
+    lanes = list(session.lanes.values())
+    headers = [header_metadata(lane.ours) for lane in lanes]
+    holdings = holdings_metadata(session.partials.announce())
+    calls = []
+    for lane, named in zip(lanes, headers, strict=True):
+        channel = open_channel(session.config, own)
+        link._channels.append(channel)
+        metadata = (named, *own.metadata, *(() if lane.bulk else holdings))
+        call = channel.stream_stream(f"/{SERVICE}/{CONNECT}")(
+            session.write(lane), metadata=metadata, wait_for_ready=True
+        )
+        calls.append(call)
+        session.bind(lane, call.cancel)
+        link._ended.append(_watch(session, lane, call))
+        session.start_reader(lane, call)
+    return calls[0]
 
 
 def _await_ready(session: StreamSession, config: TransportConfig, learner_id: str) -> str | None:
@@ -211,22 +227,6 @@ def _watch(session: StreamSession, lane: Lane, call: Any) -> threading.Event:
 # ---- syncer -----------------------------------------------------------------------------------------------------
 
 
-class _DaemonThreads(futures.Executor):
-    """A thread per call. A pool would make the process wait at exit for calls that last as long as the run."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        future: futures.Future[Any] = futures.Future()
-
-        def body() -> None:
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # as every executor does: the future carries it
-                future.set_exception(error)
-
-        threading.Thread(target=body, name="diloco-call", daemon=True).start()
-        return future
-
-
 class GrpcListener(SessionListener[StreamSession]):
     """The syncer's side; `listen` makes it."""
 
@@ -234,7 +234,9 @@ class GrpcListener(SessionListener[StreamSession]):
         super().__init__(config, run_id, epoch)
         keep_freed_memory()
         self._shards = pack_shards(shards)
-        self._partials: dict[str, tuple[int, Partials]] = {}  # learner -> its incarnation, what its sessions left
+        self._partials: dict[
+            tuple[str, int], tuple[int, Partials]
+        ] = {}  # learner and host -> its incarnation, what its sessions left
         self.status_json = "{}"  # the driver replaces it whenever it likes
         options = [
             *channel_options(config),
@@ -244,7 +246,7 @@ class GrpcListener(SessionListener[StreamSession]):
         ]
         server_credentials, self._gate = syncer_credentials(config)
         desk = ProbeDesk(run_id, self._gate, self._connected, self._shards)
-        self._server = grpc.server(_DaemonThreads(), options=options, maximum_concurrent_rpcs=config.connections_max)
+        self._server = grpc.server(DaemonThreads(), options=options, maximum_concurrent_rpcs=config.connections_max)
         handlers = {
             CONNECT: grpc.stream_stream_rpc_method_handler(self._serve),
             STATUS: grpc.unary_unary_rpc_method_handler(self._tell, response_serializer=_serialised),
@@ -336,12 +338,14 @@ class GrpcListener(SessionListener[StreamSession]):
         header = read_header(metadata)
         self._gate.check_speaks_for(header.sender, auth_context(context))
         held = read_holdings(metadata)
+        check_connections(header, self.config)
 
         def make() -> StreamSession:
-            partials = self._partials_of(header.sender, header.incarnation)
+            partials = self._partials_of(header)
             return StreamSession(self.inbox, header, SYNCER, header.sender, self.config, partials)
 
-        session = self.admit(header.run_id, header.epoch, header.sender, header.incarnation, header.session, make)
+        stamp = header.incarnation, header.session
+        session = self.admit(header.run_id, header.epoch, header.sender, *stamp, make, header.host)
         lane = session.lanes.get((header.lane, header.stripe))
         if lane is None or lane.ours.stripes != header.stripes:
             raise Refused(f"this session has {len(session.lanes) - 1} bulk connections, not {header.stripes}")
@@ -351,15 +355,17 @@ class GrpcListener(SessionListener[StreamSession]):
             session.pieces.held = held
         return session, lane
 
-    def _partials_of(self, learner_id: str, incarnation: int) -> Partials:
-        """What the sessions of this incarnation left; called with the lock of `admit` held."""
-        known = self._partials.get(learner_id)
+    def _partials_of(self, header: pb.Header) -> Partials:
+        """What this host's sessions of this incarnation left; called with the lock of `admit` held."""
+        name, incarnation = (header.sender, header.host), header.incarnation
+        known = self._partials.get(name)
         if known is None or known[0] != incarnation:
             if known is not None:
                 known[1].forget()
             self._partials = {name: each for name, each in self._partials.items() if each[1].held_bytes}
-            known = (incarnation, Partials(self.config.payload_bytes_max, self.config.resume_s))
-            self._partials[learner_id] = known
+            bytes_max = self.config.payload_bytes_max // max(1, header.hosts)  # of all hosts together: one payload
+            known = (incarnation, Partials(bytes_max, self.config.resume_s))
+            self._partials[name] = known
         return known[1]
 
 

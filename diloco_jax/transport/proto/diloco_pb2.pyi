@@ -89,7 +89,7 @@ class ProbeReply(_message.Message):
     def __init__(self, unix_s: _Optional[float] = ..., run_id: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ..., sessions: _Optional[int] = ..., shards: _Optional[str] = ..., received_bytes: _Optional[int] = ..., received_s: _Optional[float] = ..., noise: _Optional[bytes] = ...) -> None: ...
 
 class Header(_message.Message):
-    __slots__ = ("run_id", "epoch", "sender", "incarnation", "session", "lane", "stripe", "stripes")
+    __slots__ = ("run_id", "epoch", "sender", "incarnation", "session", "lane", "stripe", "stripes", "host", "hosts")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,8 @@ class Header(_message.Message):
     LANE_FIELD_NUMBER: _ClassVar[int]
     STRIPE_FIELD_NUMBER: _ClassVar[int]
     STRIPES_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     sender: str
@@ -106,7 +108,9 @@ class Header(_message.Message):
     lane: Lane
     stripe: int
     stripes: int
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., session: _Optional[int] = ..., lane: _Optional[_Union[Lane, str]] = ..., stripe: _Optional[int] = ..., stripes: _Optional[int] = ...) -> None: ...
+    host: int
+    hosts: int
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., session: _Optional[int] = ..., lane: _Optional[_Union[Lane, str]] = ..., stripe: _Optional[int] = ..., stripes: _Optional[int] = ..., host: _Optional[int] = ..., hosts: _Optional[int] = ...) -> None: ...
 
 class Frame(_message.Message):
     __slots__ = ("header", "hello", "step_report", "fragment_value", "heartbeat", "leave", "welcome", "refuse", "pull_request", "global_fragment", "advance", "stop", "goodbye", "anchor_value", "state_request", "state_part", "state_refused", "state_done", "expel", "lease", "anchor_request", "state_pull", "state_end", "state_unavailable", "chunk", "data", "holdings")
