@@ -10,6 +10,7 @@ Both sides compute this from the plan and the settings; nothing of it travels.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -136,9 +137,10 @@ def split(payload: Buffer | Sequence[Buffer], ranges: Sequence[tuple[int, int]])
         ends.append(ends[-1] + pieces[-1].nbytes)
     views = []
     for start, stop in ranges:
-        for piece, first, end in zip(pieces, ends, ends[1:], strict=False):
-            if start < end and stop > first:
-                views.append(piece[max(start, first) - first : min(stop, end) - first])
+        at = bisect_right(ends, start) - 1
+        while start < stop:
+            views.append(pieces[at][start - ends[at] : stop - ends[at]])
+            start, at = ends[at + 1], at + 1
     return views
 
 

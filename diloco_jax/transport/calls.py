@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from diloco_jax.transport import wire
-from diloco_jax.transport.link import STRIPES_MAX, TransportConfig, TransportError, check_name, split_address
+from diloco_jax.transport.link import HOSTS_MAX, STRIPES_MAX, TransportConfig, TransportError, check_name, split_address
 from diloco_jax.transport.partials import HOLDINGS_BYTES_MAX, Held
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.security import Credentials, is_loopback
@@ -113,7 +113,23 @@ def read_header(metadata: Mapping[str, str | bytes]) -> pb.Header:
         raise Refused(f"{header.sender!r} wants {header.stripes} bulk connections: set transport.stripes to 1 to 16")
     if header.stripe >= (header.stripes if header.lane == pb.LANE_BULK else 1):
         raise Refused(f"{header.sender!r} opens connection {header.stripe} of {header.stripes} of a lane")
+    if header.hosts > HOSTS_MAX or header.host >= max(1, header.hosts):
+        raise Refused(f"{header.sender!r} has host {header.host} of {header.hosts}: use at most {HOSTS_MAX}, from 0 on")
     return header
+
+
+def check_connections(header: pb.Header, config: TransportConfig) -> None:
+    """Check that the connections of all hosts of a learner may be open at a time.
+
+    Raises:
+        Refused: They may not.
+    """
+    wanted = header.hosts * (header.stripes + 1)
+    if wanted > config.connections_max:
+        raise Refused(
+            f"{header.sender!r} has {header.hosts} hosts with {header.stripes + 1} connections each, but the syncer's "
+            f"transport.connections_max is {config.connections_max}: raise it above {wanted}"
+        )
 
 
 def holdings_metadata(holdings: pb.Holdings) -> tuple[tuple[str, bytes], ...]:

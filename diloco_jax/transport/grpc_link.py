@@ -25,6 +25,7 @@ from diloco_jax.transport.calls import (
     STATUS,
     call_metadata,
     channel_options,
+    check_connections,
     header_metadata,
     holdings_metadata,
     keep_freed_memory,
@@ -36,7 +37,9 @@ from diloco_jax.transport.calls import (
     read_shards,
     unanswered,
 )
+from diloco_jax.transport.inbox import Inbox
 from diloco_jax.transport.link import (
+    HOST_TYPES,
     LEARNER_TYPES,
     Delivery,
     Payload,
@@ -56,7 +59,7 @@ from diloco_jax.transport.security import (
     diagnose,
     syncer_credentials,
 )
-from diloco_jax.transport.sessions import Inbox, Refused, SessionListener
+from diloco_jax.transport.sessions import Refused, SessionListener
 from diloco_jax.transport.stream import REFUSAL, Lane, StreamSession
 
 PATIENCE_S = 1.0  # how long a connection may take before we look for what is wrong
@@ -78,7 +81,8 @@ class GrpcLink:
 
     def send(self, message: LearnerMessage, payload: Payload = b"") -> None:
         """Queue a message; never blocks. See Link.send."""
-        parts = payload_parts(message, payload, LEARNER_TYPES, self._session.config.payload_bytes_max)
+        allowed = HOST_TYPES if self._session.host else LEARNER_TYPES
+        parts = payload_parts(message, payload, allowed, self._session.config.payload_bytes_max)
         self._session.send(message, parts)
 
     def receive(self, timeout_s: float) -> Delivery | None:
@@ -107,6 +111,8 @@ def connect(
     inbox: Inbox | None = None,
     peer: str = SYNCER,
     number: int = 0,
+    host: int = 0,
+    hosts: int = 1,
 ) -> GrpcLink:
     """Open a session with the syncer at `config.address`, waiting for it at most `config.connect_timeout_s`.
 
@@ -121,6 +127,8 @@ def connect(
         inbox: Where deliveries go, if several links share one; whoever shares it receives those of all.
         peer: What deliveries call the other side.
         number: Of the session; 0 for a new one, which is larger than all before it.
+        host: Which of the learner's hosts this is; others than 0 need the number of its session.
+        hosts: How many the learner has.
 
     Raises:
         TransportError: Nobody answered in time, or the syncer refused, or one side does not trust the other; why.
@@ -131,6 +139,7 @@ def connect(
     keep_freed_memory()
     number = number or time.monotonic_ns()  # grows within a process; across processes the incarnation does
     header = pb.Header(run_id=run_id, epoch=epoch, incarnation=incarnation, session=number, stripes=config.stripes)
+    header.host, header.hosts = host, hosts if hosts > 1 else 0
     partials = Partials(0, config.resume_s) if partials is None else partials
     inbox = Inbox() if inbox is None else inbox
     session = StreamSession(inbox, header, learner_id, SYNCER, config, partials, name=peer)
@@ -233,7 +242,9 @@ class GrpcListener(SessionListener[StreamSession]):
         super().__init__(config, run_id, epoch)
         keep_freed_memory()
         self._shards = pack_shards(shards)
-        self._partials: dict[str, tuple[int, Partials]] = {}  # learner -> its incarnation, what its sessions left
+        self._partials: dict[
+            tuple[str, int], tuple[int, Partials]
+        ] = {}  # learner and host -> its incarnation, what its sessions left
         self.status_json = "{}"  # the driver replaces it whenever it likes
         options = [
             *channel_options(config),
@@ -330,12 +341,14 @@ class GrpcListener(SessionListener[StreamSession]):
         header = read_header(metadata)
         self._gate.check_speaks_for(header.sender, auth_context(context))
         held = read_holdings(metadata)
+        check_connections(header, self.config)
 
         def make() -> StreamSession:
-            partials = self._partials_of(header.sender, header.incarnation)
+            partials = self._partials_of(header)
             return StreamSession(self.inbox, header, SYNCER, header.sender, self.config, partials)
 
-        session = self.admit(header.run_id, header.epoch, header.sender, header.incarnation, header.session, make)
+        stamp = header.incarnation, header.session
+        session = self.admit(header.run_id, header.epoch, header.sender, *stamp, make, header.host)
         lane = session.lanes.get((header.lane, header.stripe))
         if lane is None or lane.ours.stripes != header.stripes:
             raise Refused(f"this session has {len(session.lanes) - 1} bulk connections, not {header.stripes}")
@@ -345,15 +358,17 @@ class GrpcListener(SessionListener[StreamSession]):
             session.pieces.held = held
         return session, lane
 
-    def _partials_of(self, learner_id: str, incarnation: int) -> Partials:
-        """What the sessions of this incarnation left; called with the lock of `admit` held."""
-        known = self._partials.get(learner_id)
+    def _partials_of(self, header: pb.Header) -> Partials:
+        """What this host's sessions of this incarnation left; called with the lock of `admit` held."""
+        name, incarnation = (header.sender, header.host), header.incarnation
+        known = self._partials.get(name)
         if known is None or known[0] != incarnation:
             if known is not None:
                 known[1].forget()
             self._partials = {name: each for name, each in self._partials.items() if each[1].held_bytes}
-            known = (incarnation, Partials(self.config.payload_bytes_max, self.config.resume_s))
-            self._partials[learner_id] = known
+            bytes_max = self.config.payload_bytes_max // max(1, header.hosts)  # of all hosts together: one payload
+            known = (incarnation, Partials(bytes_max, self.config.resume_s))
+            self._partials[name] = known
         return known[1]
 
 

@@ -32,12 +32,14 @@ Payload: TypeAlias = Buffer | Sequence[Buffer]
 
 BULK_TYPES: tuple[type, ...] = (FragmentValue, GlobalFragment, AnchorValue, StatePart)  # those with a payload
 LEARNER_TYPES: tuple[type, ...] = get_args(LearnerMessage)
+HOST_TYPES: tuple[type, ...] = (FragmentValue,)  # from a learner's hosts that are not its leader
 SYNCER_TYPES: tuple[type, ...] = get_args(SyncerMessage)
 NAME_LENGTH_MAX = 100
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}", re.ASCII)
 SYNCER_HOST = "syncer.diloco"  # what the syncer's certificate names, at whatever address it listens
 RESERVED_NAMES = (SYNCER, SYNCER_HOST, "ca", "token")  # the last two are files beside the certificates
 STRIPES_MAX = 16
+HOSTS_MAX = 4096  # of one learner
 CHUNK_BYTES_MAX = 4 << 20  # a receiver takes chunks up to this size, whatever its own `chunk_bytes`
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 
 from diloco_jax.protocol.messages import SYNCER, LearnerMessage, Message
+from diloco_jax.transport.inbox import Inbox, Session
 from diloco_jax.transport.link import (
     LEARNER_TYPES,
     Delivery,
@@ -19,7 +20,7 @@ from diloco_jax.transport.link import (
     is_bulk,
     payload_parts,
 )
-from diloco_jax.transport.sessions import Inbox, Refused, Session, SessionListener
+from diloco_jax.transport.sessions import Refused, SessionListener
 
 _numbers = itertools.count(1)
 

@@ -1,18 +1,15 @@
-"""Book-keeping that every transport shares: inboxes with room per session, who may connect, whom an answer reaches.
-
-An Inbox belongs to one driver and holds the deliveries of all its sessions. Room is counted per session and lane,
-so that neither a talkative learner nor bulk data can keep the control messages of others out.
-"""
+"""Book-keeping that every listener shares: who may connect, whom an answer reaches, requests to the driver."""
 
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from diloco_jax.protocol.messages import Message, SyncerMessage
+from diloco_jax.protocol.messages import SyncerMessage
+from diloco_jax.transport.host_parts import HostSessions
+from diloco_jax.transport.inbox import Inbox, Session
 from diloco_jax.transport.link import (
     SYNCER_TYPES,
     Delivery,
@@ -22,7 +19,6 @@ from diloco_jax.transport.link import (
     TransportConfig,
     TransportError,
     check_name,
-    is_bulk,
     payload_parts,
 )
 
@@ -44,107 +40,6 @@ class Refused(TransportError):
         self.final = final
 
 
-class Inbox:
-    """Deliveries that wait for one driver, in order of arrival."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.waiting: deque[tuple[Session, Delivery]] = deque()
-        self._woken = False
-        self._counting = threading.Lock()
-        self._traffic = Traffic(0, 0)
-
-    def get(self, timeout_s: float) -> tuple[Session, Delivery] | None:
-        """Take the oldest delivery, or None after `timeout_s` seconds or a `wake`."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.waiting or self._woken, timeout=max(0.0, timeout_s))
-            self._woken = False
-            if not self.waiting:
-                return None
-            session, delivery = self.waiting.popleft()
-            if delivery.message is not None:
-                session.room[is_bulk(delivery.message)] += 1
-                session.waiting_bytes -= len(delivery.payload)
-                self.changed.notify_all()
-            return session, delivery
-
-    def wake(self) -> None:
-        """Let a waiting `get` return at once."""
-        with self.changed:
-            self._woken = True
-            self.changed.notify_all()
-
-    def count(self, received_bytes: int = 0, sent_bytes: int = 0) -> None:
-        """Add to the traffic of all sessions of this inbox; any thread."""
-        with self._counting:
-            self._traffic = Traffic(
-                self._traffic.received_bytes + received_bytes, self._traffic.sent_bytes + sent_bytes
-            )
-
-    @property
-    def traffic(self) -> Traffic:
-        """What all sessions moved so far."""
-        return self._traffic
-
-
-class Session(ABC):
-    """One end of a session: puts what its peer sends into an inbox, until it is over."""
-
-    def __init__(self, inbox: Inbox, peer: str, config: TransportConfig) -> None:
-        self.inbox = inbox
-        self.peer = peer
-        self.config = config
-        self.room = {False: config.queue_messages_max, True: config.queue_payloads_max}  # by is_bulk
-        self.waiting_bytes = 0  # of payloads in the inbox
-        self.open = True
-        self.announced = False  # until it is set the driver knows nothing of the session, and is not told of its end
-        self.reason = ""
-        self.number = 0
-
-    @abstractmethod
-    def send(self, message: Message, parts: tuple[memoryview, ...]) -> None:
-        """Queue a message to the peer; LinkClosed if the session is over or its queue full, which ends it."""
-
-    @abstractmethod
-    def fail(self, reason: str) -> None:
-        """End the session on both sides, at once, telling the peer if that is still possible."""
-
-    def offer(self, message: Message, payload: bytes | memoryview, *, wait: bool) -> bool:
-        """Put a message into the inbox; False if there is no room (`wait` waits for it) or the session is over.
-
-        Who waits also waits until all payloads in the inbox together stay below the limit of one, so that a peer that
-        sends faster than the driver reads cannot fill the memory.
-        """
-        bulk, size = is_bulk(message), len(payload)
-        with self.inbox.changed:
-            if wait:
-                self.inbox.changed.wait_for(lambda: not self.open or (self.room[bulk] > 0 and self._fits(size)))
-            if not self.open or self.room[bulk] == 0:
-                return False
-            self.room[bulk] -= 1
-            self.waiting_bytes += size
-            self.inbox.waiting.append((self, Delivery("message", self.peer, message, payload, session=self.number)))
-            self.inbox.changed.notify_all()
-            return True
-
-    def _fits(self, size: int) -> bool:
-        return not self.waiting_bytes or self.waiting_bytes + size <= self.config.payload_bytes_max
-
-    def finish(self, reason: str, *, tell: bool = True) -> bool:
-        """End this side and put "disconnected" into the inbox; False, and nothing happens, if it was over already."""
-        with self.inbox.changed:
-            if not self.open:
-                return False
-            self.open = False
-            self.reason = reason
-            if tell and self.announced:
-                self.inbox.waiting.append(
-                    (self, Delivery("disconnected", self.peer, reason=reason, session=self.number))
-                )
-            self.inbox.changed.notify_all()
-            return True
-
-
 S = TypeVar("S", bound=Session)
 
 
@@ -157,15 +52,24 @@ class SessionListener(Generic[S]):
         self.epoch = epoch
         self.inbox = Inbox()
         self._lock = threading.Lock()
+        self._leader_came = threading.Condition(self._lock)
         self.on_drain: Callable[[str], str] | None = None
         self._drains: deque[_Drain] = deque()
-        self._opening: dict[tuple[str, tuple[int, int]], S] = {}  # not all of their connections are there yet
-        self._newest: dict[str, tuple[tuple[int, int], S]] = {}
+        self._opening: dict[tuple[str, tuple[int, int], int], S] = {}  # not all of their connections are there yet
+        self._newest: dict[str, tuple[tuple[int, int], S]] = {}  # of leaders
+        self._hosts: dict[str, HostSessions[S]] = {}  # of learners in `_newest` that have several hosts
         self._heard: dict[str, Session] = {}  # only the driver's thread touches it
         self._closed = False
 
     def admit(
-        self, run_id: str, epoch: int, learner_id: str, incarnation: int, number: int, make: Callable[[], S]
+        self,
+        run_id: str,
+        epoch: int,
+        learner_id: str,
+        incarnation: int,
+        number: int,
+        make: Callable[[], S],
+        host: int = 0,
     ) -> S:
         """Return the session with this name, made now if the name is new.
 
@@ -180,45 +84,93 @@ class SessionListener(Generic[S]):
         with self._lock:
             if self._closed:
                 raise Refused(CLOSING, final=False)
-            known = self._newest.get(learner_id)
-            if known is not None and known[0] == stamp and known[1].open:
-                return known[1]
-            self._check_not_stale(learner_id, stamp)
-            session = self._opening.get((learner_id, stamp))
+            known = self._established(learner_id, stamp, host)
+            if known is not None:
+                return known
+            self._check_not_stale(learner_id, stamp, host)
+            session = self._opening.get((learner_id, stamp, host))
             if session is None or not session.open:
                 self._opening = {key: each for key, each in self._opening.items() if each.open}
-                session = self._opening[learner_id, stamp] = make()
+                session = self._opening[learner_id, stamp, host] = make()
             return session
 
     def establish(self, session: S) -> None:
-        """Make a session whose connections are all there the only one of its learner: the one before it ends.
+        """Take up a session whose connections are all there.
+
+        That of a leader becomes the only one of its learner: the one before it ends. That of another host waits for its
+        leader's, and then belongs to it.
 
         Raises:
-            Refused: A newer one was quicker, or the syncer is closing.
+            Refused: A newer one was quicker, the leader's did not come, or the syncer is closing.
         """
         with self._lock:
-            key = next((key for key, each in self._opening.items() if each is session), None)
+            key = self._key_of(session)
             if key is None:  # it is established already, by its other connection
                 return
+            learner_id, stamp, host = key
+            if host:
+                self._wait_for_leader(session, learner_id, stamp)
+                if self._key_of(session) is None:
+                    return
             del self._opening[key]
-            learner_id, stamp = key
             try:
                 if self._closed:
                     raise Refused(CLOSING, final=False)
                 if not session.open:
                     raise Refused(session.reason, final=False)
-                self._check_not_stale(learner_id, stamp)
-                known = self._newest.get(learner_id)
-                if known is None and len(self._newest) >= KNOWN_MAX:
+                self._check_not_stale(learner_id, stamp, host)
+                if host:
+                    self._add_host(session, learner_id, stamp)
+                    return
+                if learner_id not in self._newest and len(self._newest) >= KNOWN_MAX:
                     self._forget_one()
             except Refused as error:
                 session.fail(str(error))
                 raise
-            if known is not None:  # under the lock: its end must be in the inbox before the new session speaks
-                known[1].fail(f"replaced by a newer connection of {learner_id!r}, incarnation {stamp[0]}")
-            self._newest.pop(learner_id, None)  # so that the newest comes last
-            self._newest[learner_id] = (stamp, session)
-            session.announced = True
+            self._replace(session, learner_id, stamp)
+
+    def _key_of(self, session: S) -> tuple[str, tuple[int, int], int] | None:
+        return next((key for key, each in self._opening.items() if each is session), None)
+
+    def _established(self, learner_id: str, stamp: tuple[int, int], host: int) -> S | None:
+        """The session with this name if it is open, and so are all its connections."""
+        known = self._newest.get(learner_id)
+        if known is None or known[0] != stamp or not known[1].open:
+            return None
+        if not host:
+            return known[1]
+        return self._hosts[learner_id].get(host) if learner_id in self._hosts else None
+
+    def _replace(self, session: S, learner_id: str, stamp: tuple[int, int]) -> None:
+        known = self._newest.pop(learner_id, None)  # so that the newest comes last
+        if known is not None:  # under the lock: its end must be in the inbox before the new session speaks
+            known[1].fail(f"replaced by a newer connection of {learner_id!r}, incarnation {stamp[0]}")
+        self._newest[learner_id] = (stamp, session)
+        self._hosts.pop(learner_id, None)
+        session.announced = True
+        if session.hosts > 1:
+            self._hosts[learner_id] = HostSessions(session)
+        self._leader_came.notify_all()
+
+    def _wait_for_leader(self, session: S, learner_id: str, stamp: tuple[int, int]) -> None:
+        """Wait, without the lock, until the learner has a session at least as new; half as long as who dials waits."""
+
+        def came() -> bool:
+            known = self._newest.get(learner_id)
+            return self._closed or not session.open or (known is not None and known[0] >= stamp)
+
+        self._leader_came.wait_for(came, timeout=self.config.connect_timeout_s / 2)
+
+    def _add_host(self, session: S, learner_id: str, stamp: tuple[int, int]) -> None:
+        who = f"host {session.host} of {learner_id!r}"
+        if self._established(learner_id, stamp, 0) is None:
+            raise Refused(f"{who} came, but no session of its leader within half of connect_timeout_s", final=False)
+        leader = self._newest[learner_id][1]
+        if session.hosts != leader.hosts:
+            raise Refused(
+                f"{who} says {session.hosts} hosts, its leader {leader.hosts}: start all with the same number"
+            )
+        self._hosts[learner_id].add(session)
 
     def _check_names(self, run_id: str, epoch: int, learner_id: str, incarnation: int) -> None:
         if run_id != self.run_id:
@@ -239,9 +191,14 @@ class SessionListener(Generic[S]):
         if incarnation < 0:
             raise Refused(f"incarnation {incarnation} of {learner_id!r} is not allowed: use 0 or more")
 
-    def _check_not_stale(self, learner_id: str, stamp: tuple[int, int]) -> None:
+    def _check_not_stale(self, learner_id: str, stamp: tuple[int, int], host: int) -> None:
         known = self._newest.get(learner_id)
-        if known is not None and known[0] >= stamp:
+        if known is None:
+            return
+        if host and known[0][0] == stamp[0]:  # it will hear of the leader's next session
+            if known[0] > stamp or (known[0] == stamp and not known[1].open):
+                raise Refused(f"the session of the leader of {learner_id!r} is over", final=False)
+        elif known[0] >= stamp:
             raise Refused(
                 f"{learner_id!r} incarnation {stamp[0]} is stale, a later connection with incarnation {known[0][0]} is "
                 "known: stop this process, or start it with a larger incarnation"
@@ -253,6 +210,7 @@ class SessionListener(Generic[S]):
         if gone is None:
             raise Refused(f"{KNOWN_MAX} learners are connected, this syncer takes no more", final=False)
         del self._newest[gone]
+        self._hosts.pop(gone, None)
 
     def receive(self, timeout_s: float) -> Delivery | None:
         """Return the next delivery of any learner, or None after `timeout_s` seconds; 0 only looks."""
@@ -292,6 +250,7 @@ class SessionListener(Generic[S]):
         """Refuse everyone from now on, and return the sessions that are open."""
         with self._lock:
             self._closed = True
+            self._leader_came.notify_all()
             sessions = [*(session for _, session in self._newest.values()), *self._opening.values()]
             return [session for session in sessions if session.open]
 

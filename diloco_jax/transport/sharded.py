@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from diloco_jax.core.codec import Format
+from diloco_jax.core.parts import cut_part
 from diloco_jax.core.shards import Shares, fill, split
 from diloco_jax.protocol.messages import (
     NO_VERSION,
@@ -26,9 +27,9 @@ from diloco_jax.protocol.messages import (
     LearnerMessage,
 )
 from diloco_jax.transport.grpc_link import GrpcLink, connect
-from diloco_jax.transport.link import Delivery, Link, Payload, TransportConfig
+from diloco_jax.transport.inbox import Inbox
+from diloco_jax.transport.link import Delivery, Payload, TransportConfig
 from diloco_jax.transport.partials import Partials
-from diloco_jax.transport.sessions import Inbox
 
 INCOMPLETE_MAX = 2  # versions of one fragment of which some parts are here
 
@@ -49,6 +50,9 @@ class Dialler:
         shares: how the model is dealt out.
         up: format of the values that learners send.
         down: format of the steps that come back.
+        host: which of the island's hosts we are; 0 leads.
+        hosts: number of the island's hosts. With more than one, the payload of every FragmentValue that is sent is a
+            part (core/parts.py), an empty one if the host has no value to send.
     """
 
     def __init__(
@@ -61,18 +65,24 @@ class Dialler:
         shares: Shares,
         up: Format,
         down: Format,
+        host: int = 0,
+        hosts: int = 1,
     ) -> None:
         self._config = config
         self._run_id = run_id
         self._learner_id = learner_id
         self._incarnation = incarnation
         self._shares = shares
+        self._host = host
+        self._hosts = hosts
         self._formats: tuple[Format, Format] = up, down
         shards = shares.count if shares.count > 1 else 0
         self._partials = [Partials(config.payload_bytes_max, config.resume_s) for _ in range(shards + 1)]
 
-    def connect(self, epoch: int) -> Link:
-        """A new link; see grpc_link.connect.
+    def connect(self, epoch: int) -> ShardedLink | GrpcLink:
+        """A new link of a learner, or of the leader of an island of several hosts; see grpc_link.connect.
+
+        Its `number` is what the island's other hosts need for `connect_host`.
 
         Args:
             epoch: newest life of the syncer that we have heard of.
@@ -81,8 +91,27 @@ class Dialler:
             TransportError: the syncer or one of its shards did not answer in time, or refused.
             ValueError: our name, certificate, key, token or address cannot be used.
         """
+        return self._connect(epoch, 0)
+
+    def connect_host(self, epoch: int, number: int) -> ShardedLink | GrpcLink:
+        """A new link of a host that is not the leader: it belongs to the leader's session, and both end together.
+
+        It sends FragmentValues, with parts as payloads, and receives nothing but the end of the session. Close it after
+        the leader's: its end ends the leader's session, and what that has not sent yet is lost.
+
+        Args:
+            epoch: the same as the leader's.
+            number: of the leader's link.
+
+        Raises:
+            TransportError: as for `connect`, or the leader's session did not come in time, or is over.
+            ValueError: as for `connect`.
+        """
+        return self._connect(epoch, number)
+
+    def _connect(self, epoch: int, number: int) -> ShardedLink | GrpcLink:
         inbox = Inbox()
-        control = self._dial(self._config, epoch, inbox, self._partials[0], SYNCER, 0)
+        control = self._dial(self._config, epoch, inbox, self._partials[0], SYNCER, number)
         if not control.shards or len(control.shards) + 1 != len(self._partials):
             return control  # one process; or of another config than ours, which its answer to our hello will say
 
@@ -97,7 +126,7 @@ class Dialler:
             for link in [*links, control]:
                 link.close(0.0)
             raise next(error for each in dialled if (error := each.exception()) is not None)
-        return ShardedLink(control, links, inbox, self._shares, *self._formats)
+        return ShardedLink(control, links, inbox, self._shares, *self._formats, in_parts=self._hosts > 1)
 
     def _dial(
         self, config: TransportConfig, epoch: int, inbox: Inbox, partials: Partials, peer: str, number: int
@@ -112,6 +141,8 @@ class Dialler:
             inbox=inbox,
             peer=peer,
             number=number,
+            host=self._host,
+            hosts=self._hosts,
         )
 
 
@@ -125,35 +156,55 @@ class ShardedLink:
         shares: how the model is dealt out.
         up: format of the values that learners send.
         down: format of the steps that come back.
+        in_parts: whether the values that are sent are parts, those of one of several hosts.
     """
 
     def __init__(
-        self, control: GrpcLink, shards: Sequence[GrpcLink], inbox: Inbox, shares: Shares, up: Format, down: Format
+        self,
+        control: GrpcLink,
+        shards: Sequence[GrpcLink],
+        inbox: Inbox,
+        shares: Shares,
+        up: Format,
+        down: Format,
+        *,
+        in_parts: bool = False,
     ) -> None:
         self._control = control
         self._links = tuple(shards)
         self._numbers = {f"shard-{shard}": shard for shard in range(len(shards))}
         self._inbox = inbox
         self._shares = shares
+        self._in_parts = in_parts
         self._up: Format = up
         self._down: Format = down
         self._incomplete: dict[int, dict[GlobalFragment, _Incomplete]] = {}
 
+    @property
+    def number(self) -> int:
+        """Of the session, the same at the syncer and its shards."""
+        return self._control.number
+
     def send(self, message: LearnerMessage, payload: Payload = b"") -> None:
         """Queue a message, or its parts; never blocks. See Link.send."""
         if isinstance(message, FragmentValue):
-            buffers = [payload] if isinstance(payload, bytes | bytearray | memoryview) else payload
-            size = sum(memoryview(piece).nbytes for piece in buffers)
-            # An answer without a value is one too: the syncer waits for it, and leaves it out.
-            has_value = size == self._shares.wholes[message.fragment_id].payload_bytes(self._up)
             for shard in self._shares.holders(message.fragment_id):
-                ranges = self._shares.ranges(message.fragment_id, shard, self._up) if has_value else ()
-                self._links[shard].send(message, split(buffers, ranges))
+                self._links[shard].send(message, self._cut(message.fragment_id, shard, payload))
             return
         if isinstance(message, Hello):
             for link in self._links:
                 link.send(message)
         self._control.send(message, payload)
+
+    def _cut(self, fragment_id: int, shard: int, payload: Payload) -> Payload:
+        """What a shard gets of a value. An answer without a value is one too: the syncer waits for it."""
+        ranges = self._shares.ranges(fragment_id, shard, self._up)
+        if self._in_parts:
+            return cut_part(payload, ranges)
+        buffers = [payload] if isinstance(payload, bytes | bytearray | memoryview) else payload
+        size = sum(memoryview(piece).nbytes for piece in buffers)
+        has_value = size == self._shares.wholes[fragment_id].payload_bytes(self._up)
+        return split(buffers, ranges if has_value else ())
 
     def receive(self, timeout_s: float) -> Delivery | None:
         """Return the next delivery, or None after `timeout_s` seconds; 0 only looks."""

@@ -17,11 +17,19 @@ import grpc
 from diloco_jax.protocol.messages import SYNCER, Message
 from diloco_jax.transport import wire
 from diloco_jax.transport.assembly import Assembly
-from diloco_jax.transport.link import BULK_TYPES, LEARNER_TYPES, SYNCER_TYPES, LinkClosed, TransportConfig, is_bulk
+from diloco_jax.transport.inbox import Inbox, Session
+from diloco_jax.transport.link import (
+    BULK_TYPES,
+    HOST_TYPES,
+    LEARNER_TYPES,
+    SYNCER_TYPES,
+    LinkClosed,
+    TransportConfig,
+    is_bulk,
+)
 from diloco_jax.transport.outbox import Outbox, Outgoing, Pieces
 from diloco_jax.transport.partials import Held, Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.sessions import Inbox, Session
 
 REFUSAL = grpc.StatusCode.FAILED_PRECONDITION  # the answer to a learner that need not try again
 DENIALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.ABORTED)
@@ -32,8 +40,10 @@ class Lane:
     """One stream in both directions: the control lane, or a stripe of the bulk lane."""
 
     def __init__(self, ours: pb.Header, theirs: pb.Header, outbox: Outbox) -> None:
-        sendable = SYNCER_TYPES if theirs.sender != SYNCER else LEARNER_TYPES
-        readable = LEARNER_TYPES if sendable is SYNCER_TYPES else SYNCER_TYPES
+        if ours.host:
+            readable = HOST_TYPES if ours.sender == SYNCER else ()
+        else:
+            readable = LEARNER_TYPES if ours.sender == SYNCER else SYNCER_TYPES
         self.bulk = ours.lane == pb.LANE_BULK
         self.name = "bulk" if self.bulk else "control"
         self.title = f"{self.name}-{ours.stripe}" if self.bulk else self.name  # of its threads
@@ -60,8 +70,8 @@ class StreamSession(Session):
     """One end of a session over several streams.
 
     Args:
-        header: Names the run, the epoch, the learner's incarnation, the session and the number of stripes; sender, lane
-            and stripe are set here.
+        header: Names the run, the epoch, the learner's incarnation, the session, the host and the number of stripes;
+            sender, lane and stripe are set here.
         sender: Our name in the frames that we send: a learner_id or "syncer".
         peer: The other side's name in the frames that it sends.
         partials: What earlier sessions with this peer left.
@@ -80,6 +90,7 @@ class StreamSession(Session):
     ) -> None:
         super().__init__(inbox, name or peer, config)
         self.number = header.session
+        self.host, self.hosts = header.host, max(1, header.hosts)
         self._dialled = peer == SYNCER
         self.partials = partials
         control, bulk = Outbox(config.queue_messages_max), Outbox(config.queue_payloads_max)

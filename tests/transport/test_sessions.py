@@ -9,8 +9,9 @@ import pytest
 
 from diloco_jax.protocol.messages import FragmentValue, Heartbeat, Message
 from diloco_jax.transport import loopback, sessions
+from diloco_jax.transport.inbox import Inbox, Session
 from diloco_jax.transport.link import Delivery, TransportConfig, check_name
-from diloco_jax.transport.sessions import Inbox, Refused, Session, SessionListener
+from diloco_jax.transport.sessions import Refused, SessionListener
 
 WAIT_S = 20.0
 

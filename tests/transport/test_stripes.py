@@ -13,12 +13,12 @@ import pytest
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Heartbeat
 from diloco_jax.transport import calls, grpc_link, wire
 from diloco_jax.transport.grpc_link import GrpcLink, GrpcListener
+from diloco_jax.transport.inbox import Inbox
 from diloco_jax.transport.link import Delivery, LinkClosed, Rejected, TransportConfig, TransportError
 from diloco_jax.transport.outbox import Outbox, Outgoing, Pieces
 from diloco_jax.transport.partials import Partials, payload_key
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.relay import Relay
-from diloco_jax.transport.sessions import Inbox
 from diloco_jax.transport.stream import StreamSession
 
 pytestmark = pytest.mark.net

@@ -1,0 +1,282 @@
+"""A part of a payload: the bytes of the whole that one host of an island has, and where in the whole they belong.
+
+A part is a head and data. The head is a little-endian int64 `n` and n entries of four: start, size, stride, count. An
+entry says that the next `count * size` bytes of data are rows of `size` bytes, of which row k lies at
+`start + k * stride` of the whole. So the rows that a device holds of a tensor are one entry, however many there are.
+
+A part without any byte, not even a head, says that the value cannot be sent; then the whole is empty too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int64
+
+from diloco_jax.core.shards import Buffer, split
+
+RUNS_MAX = 65_536  # entries of one part
+JOINED_RUNS_MAX = 1 << 20  # entries of all parts of one payload
+_COUNT_BYTES = 8
+_ENTRY_BYTES = 32
+_ADDRESS_MAX = 1 << 46  # so that sums over all entries stay within int64
+
+Part = Buffer | Sequence[Buffer]
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Which bytes of a payload, in the order in which they lie in the data of a part.
+
+    Attributes:
+      table: start, size, stride and count of each entry, in bytes; rows are not empty and do not overlap in an entry.
+    """
+
+    table: Int64[np.ndarray, "n 4"]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the data."""
+        return int((self.table[:, 1] * self.table[:, 3]).sum())
+
+
+def runs_of_box(offset: int, grid_shape: Sequence[int], box: Sequence[slice], item_bytes: int) -> Runs:
+    """The bytes of a box of a C-contiguous array in a payload; their order is that of the box as an array of its own.
+
+    Args:
+      offset: first byte of the array in the payload.
+      grid_shape: of the array, in items.
+      box: for each dimension the items start..stop-1, within the array.
+      item_bytes: size of an item.
+
+    Raises:
+      ValueError: the box is not within the array, or takes more than RUNS_MAX entries.
+    """
+    pairs = list(zip(box, grid_shape, strict=False))
+    sizes = [(each.start or 0, extent if each.stop is None else each.stop) for each, extent in pairs]
+    fits = all(0 <= start <= stop <= extent for (start, stop), (_, extent) in zip(sizes, pairs, strict=True))
+    if len(box) != len(grid_shape) or not fits or any(each.step not in (None, 1) for each in box):
+        raise ValueError(f"box {tuple(box)} is not within an array of shape {tuple(grid_shape)}; use its own indices")
+    if any(start == stop for start, stop in sizes):
+        return _runs(np.empty((0, 4), np.int64))
+    size = pitch = item_bytes  # of a row, and of all that lies within one index of the dimension
+    levels: list[tuple[int, int]] = []  # (count, stride) of repeated rows, innermost first
+    for (start, stop), extent in zip(reversed(sizes), reversed(grid_shape), strict=True):
+        offset += start * pitch
+        length = stop - start
+        if not levels and size == pitch:
+            size = length * pitch
+        elif levels and math.prod(levels[-1]) == pitch:  # the dimension within is complete
+            levels[-1] = (levels[-1][0] * length, levels[-1][1])
+        elif length > 1:
+            levels.append((length, pitch))
+        pitch *= extent
+    count, stride = levels[0] if levels else (1, size)
+    outer = levels[:0:-1]
+    _check_count(math.prod(length for length, _ in outer))
+    starts = np.full((), offset, np.int64)
+    for length, step in outer:
+        starts = starts[..., None] + np.arange(length, dtype=np.int64) * step
+    table = np.empty((starts.size, 4), np.int64)
+    table[:, 0] = starts.reshape(-1)
+    table[:, 1:] = size, stride, count
+    return _runs(table)
+
+
+def concat(*runs: Runs) -> Runs:
+    """One after the other.
+
+    Raises:
+      ValueError: together they have more than RUNS_MAX entries.
+    """
+    _check_count(sum(len(each.table) for each in runs))
+    return Runs(np.concatenate([np.empty((0, 4), np.int64), *(each.table for each in runs)]))
+
+
+def pack_part(runs: Runs, buffers: Sequence[Buffer]) -> list[Buffer]:
+    """A part as pieces: its head, then the data as they are, not copied.
+
+    Args:
+      runs: which bytes they are.
+      buffers: the data in the order of the runs, C-contiguous.
+
+    Raises:
+      ValueError: the data have another size than the runs.
+    """
+    size = sum(memoryview(buffer).nbytes for buffer in buffers)
+    if size != runs.num_bytes:
+        raise ValueError(f"the data of a part have {size} bytes, its runs {runs.num_bytes}: they must agree")
+    head = np.int64(len(runs.table)).astype("<i8").tobytes() + runs.table.astype("<i8").tobytes()
+    return [head, *buffers]
+
+
+def cut_part(part: Part, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
+    """The part of a payload that consists of these ranges of the whole, in their order; an empty part stays empty.
+
+    Args:
+      part: of the whole payload, from `pack_part`.
+      ranges: bytes start..stop-1 of the whole, apart from each other.
+
+    Raises:
+      ValueError: the part cannot be read, or has more than RUNS_MAX entries after cutting.
+    """
+    pieces = _pieces(part)
+    if not pieces:
+        return []
+    runs, head_bytes = _read(pieces, _ADDRESS_MAX)
+    start, size, stride, count = runs.table.T
+    data = head_bytes + np.cumsum(size * count) - size * count
+    tables, spans, offset = [], list[tuple[int, int]](), 0
+    for low, high in ranges:
+        first = np.maximum((low - start - size) // stride + 1, 0)  # row that reaches into the range
+        last = np.minimum(-((start - high) // stride), count)  # the row behind the last one that does
+        hit = last > first
+        rows, row, step = (last - first)[hit], start[hit] + first[hit] * stride[hit], stride[hit]
+        each = size[hit]
+        lead = np.maximum(low - row, 0)  # bytes that the first row has before the range, and the last behind it
+        tail = np.maximum(row + (rows - 1) * step + each - high, 0)
+        single, begun, ended = rows == 1, (lead > 0) & (rows > 1), (tail > 0) & (rows > 1)
+        table = np.empty((len(rows), 3, 4), np.int64)
+        table[:, 0] = np.stack([row + lead, each - lead, each, begun], 1)
+        whole = np.where(single, each - lead - tail, each)
+        table[:, 1] = np.stack([row + begun * step + single * lead, whole, step, rows - begun - ended], 1)
+        table[:, 2] = np.stack([row + (rows - 1) * step, each - tail, each, ended], 1)
+        table[:, :, 0] += offset - low
+        tables.append(table.reshape(-1, 4)[table.reshape(-1, 4)[:, 3] > 0])
+        begins = data[hit] + first[hit] * each + lead
+        ends = data[hit] + last[hit] * each - tail
+        spans += zip(begins.tolist(), ends.tolist(), strict=True)
+        offset += high - low
+    cut = concat(*(_runs(table) for table in tables))
+    return pack_part(cut, split(pieces, _joined(spans)))
+
+
+def join_parts(parts: Sequence[Part], size_max: int) -> memoryview:
+    """The whole payload of all its parts, in any order; empty if one of them is empty.
+
+    Args:
+      parts: as they arrived; nothing of them is believed.
+      size_max: largest payload in bytes.
+
+    Raises:
+      ValueError: a part cannot be read, or they do not have every byte of a payload once.
+    """
+    all_pieces = [_pieces(part) for part in parts]
+    if not all(all_pieces):
+        return memoryview(b"")
+    tables, sources = [], []
+    for number, pieces in enumerate(all_pieces):
+        try:
+            runs, head_bytes = _read(pieces, min(size_max, _ADDRESS_MAX))
+        except ValueError as error:
+            raise ValueError(f"part {number}: {error}") from None
+        joined = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+        tables.append(runs.table)
+        sources.append(np.frombuffer(joined, np.uint8, offset=head_bytes))
+    entries, size = sum(len(table) for table in tables), sum(source.size for source in sources)
+    if entries > JOINED_RUNS_MAX or size > size_max:
+        raise ValueError(
+            f"{len(parts)} parts have {size} bytes in {entries} entries, the limits are {size_max} and "
+            f"{JOINED_RUNS_MAX}: use more fragments"
+        )
+    if not size:
+        return memoryview(b"")
+    _check_cover(np.concatenate(tables), size)
+    whole = np.empty(size, np.uint8)
+    for table, source in zip(tables, sources, strict=True):
+        at = 0
+        for start, row, stride, count in table.tolist():
+            _rows(whole, start, row, stride, count)[...] = source[at : at + row * count].reshape(count, row)
+            at += row * count
+    return whole.data.toreadonly()
+
+
+# ---- entries --------------------------------------------------------------------------------------------------------
+
+
+def _runs(table: Int64[np.ndarray, "n 4"]) -> Runs:
+    """Write every entry the same way: rows without a gap are one row, and one row has its size as stride."""
+    dense = table[:, 1] == table[:, 2]
+    table[dense, 1] *= table[dense, 3]
+    table[dense, 3] = 1
+    single = table[:, 3] == 1
+    table[single, 2] = table[single, 1]
+    return Runs(table)
+
+
+def _check_count(entries: int) -> None:
+    if entries > RUNS_MAX:
+        raise ValueError(
+            f"a host's part of a fragment takes {entries} entries, the limit is {RUNS_MAX}: shard its tensors over "
+            "fewer dimensions, or use more fragments"
+        )
+
+
+def _pieces(part: Part) -> list[memoryview]:
+    """Flat views of what is not empty."""
+    buffers = [part] if isinstance(part, Buffer) else part
+    views = [memoryview(buffer) for buffer in buffers]
+    return [view.cast("B") for view in views if view.nbytes]
+
+
+def _read(pieces: Sequence[memoryview], size_max: int) -> tuple[Runs, int]:
+    """What a part has of a payload of at most `size_max` bytes, and where its data begin.
+
+    Raises:
+      ValueError: it is not what `pack_part` makes.
+    """
+    size = sum(piece.nbytes for piece in pieces)
+    entries = int(np.frombuffer(_bytes(pieces, 0, _COUNT_BYTES), "<i8")[0]) if size >= _COUNT_BYTES else -1
+    head_bytes = _COUNT_BYTES + _ENTRY_BYTES * entries
+    if not 0 <= entries <= RUNS_MAX or head_bytes > size:
+        raise ValueError(f"its {size} bytes begin with no head of at most {RUNS_MAX} entries")
+    table = np.frombuffer(_bytes(pieces, _COUNT_BYTES, head_bytes), "<i8").astype(np.int64).reshape(entries, 4)
+    start, row, stride, count = table.T
+    small = ((table >= 0) & (table <= size_max)).all(axis=1)  # first: sums of larger numbers could wrap around
+    sound = small & (row > 0) & (count > 0) & ((stride >= row) | (count == 1))
+    sound[sound] &= (count[sound] - 1) <= (size_max - start[sound] - row[sound]) // np.maximum(stride[sound], 1)
+    if not sound.all():
+        wrong = table[int(np.argmin(sound))].tolist()
+        raise ValueError(f"start, size, stride, count {wrong} is no entry of a payload of at most {size_max} bytes")
+    runs = _runs(table)
+    if head_bytes + runs.num_bytes != size:
+        raise ValueError(f"its entries have {runs.num_bytes} bytes, its data {size - head_bytes}")
+    return runs, head_bytes
+
+
+def _bytes(pieces: Sequence[memoryview], start: int, stop: int) -> bytes:
+    return b"".join(split(pieces, [(start, stop)]))
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same bytes in the same order, with neighbours joined."""
+    found: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _check_cover(table: Int64[np.ndarray, "n 4"], size: int) -> None:
+    """Check that entries which together have `size` bytes have each of 0..size-1; then they have each once."""
+    last = table[:, 0] + (table[:, 3] - 1) * table[:, 2] + table[:, 1]
+    if (last > size).any():
+        raise ValueError(f"the parts have {size} bytes, but one has byte {int(last.max()) - 1}: some are missing")
+    # One mark for as many bytes as all entries have in common, so that this costs little beside the copy.
+    unit = int(np.gcd.reduce(table[:, :3], axis=None))
+    marks = np.zeros(size // unit, bool)
+    for start, row, stride, count in table.tolist():
+        _rows(marks, start // unit, row // unit, stride // unit, count)[...] = True
+    if not marks.all():
+        missing = int(np.argmin(marks)) * unit
+        raise ValueError(f"the parts have {size} bytes, but not byte {missing}, and some bytes twice")
+
+
+def _rows(whole: np.ndarray, start: int, row: int, stride: int, count: int) -> np.ndarray:
+    """Rows of a flat array, as a view [count, row] of it; the caller has checked that they are within."""
+    return np.lib.stride_tricks.as_strided(whole[start:], (count, row), (stride * whole.itemsize, whole.itemsize))
