@@ -21,7 +21,7 @@ from diloco_jax.protocol.messages import AnchorValue, FragmentValue, StatePart
 from diloco_jax.runtime.learner_state import STATE_PART_BYTES
 from diloco_jax.runtime.spare_time import SpareTime
 from diloco_jax.training.staging import StagedState
-from diloco_jax.transport.link import Link, LinkClosed
+from diloco_jax.transport.link import Link, LinkClosed, Payload
 
 Values = Mapping[str, np.ndarray]
 URGENT, BULK = 0, 1
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class Update(Protocol):
     """A staged fragment, as this thread sees it."""
 
-    def encode(self) -> bytes:
+    def encode(self) -> Payload:
         """Wait for it and return its payload; ValueError if it is not finite, and the format cannot say so."""
 
 
@@ -88,7 +88,7 @@ class PayloadSender:
             self._jobs.clear()
             self._changed.notify()
 
-    def _gradient(self, message: FragmentValue, staged: Update) -> bytes:
+    def _gradient(self, message: FragmentValue, staged: Update) -> Payload:
         try:
             return staged.encode()
         except ValueError as error:  # NaN does not fit an integer format
