@@ -10,8 +10,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -53,6 +52,7 @@ from diloco_jax.transport.link import (
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.security import (
+    Credentials,
     Denied,
     auth_context,
     credentials,
@@ -61,6 +61,7 @@ from diloco_jax.transport.security import (
 )
 from diloco_jax.transport.sessions import Refused, SessionListener
 from diloco_jax.transport.stream import REFUSAL, Lane, StreamSession
+from diloco_jax.transport.threads import DaemonThreads
 
 PATIENCE_S = 1.0  # how long a connection may take before we look for what is wrong
 
@@ -144,25 +145,11 @@ def connect(
     inbox = Inbox() if inbox is None else inbox
     session = StreamSession(inbox, header, learner_id, SYNCER, config, partials, name=peer)
     link = GrpcLink(session)
-    lanes = list(session.lanes.values())
-    headers = [header_metadata(lane.ours) for lane in lanes]
-    holdings = holdings_metadata(partials.announce())
-    calls = []
-    for lane, named in zip(lanes, headers, strict=True):
-        channel = open_channel(config, own)
-        link._channels.append(channel)
-        metadata = (named, *own.metadata, *(() if lane.bulk else holdings))
-        call = channel.stream_stream(f"/{SERVICE}/{CONNECT}")(
-            session.write(lane), metadata=metadata, wait_for_ready=True
-        )
-        calls.append(call)
-        session.bind(lane, call.cancel)
-        link._ended.append(_watch(session, lane, call))
-        session.start_reader(lane, call)
+    control = _open_streams(link, session, own)
     trouble = _await_ready(session, config, learner_id)
     if trouble is None:
         try:
-            link.shards = read_shards(dict(calls[0].initial_metadata()).get(SHARDS_KEY, ""), config.address)
+            link.shards = read_shards(dict(control.initial_metadata()).get(SHARDS_KEY, ""), config.address)
             return link
         except ValueError as error:
             session.fail(f"the syncer names unusable shards: {error}")
@@ -175,6 +162,26 @@ def connect(
         kind = Rejected if session.refused else TransportError
         raise kind(f"the syncer at {config.address} refused {learner_id!r}: {reason}")
     raise unanswered(config, trouble)
+
+
+def _open_streams(link: GrpcLink, session: StreamSession, own: Credentials) -> Any:
+    """Dial once for each stream; returns the call of the control lane, which is the first."""
+    lanes = list(session.lanes.values())
+    headers = [header_metadata(lane.ours) for lane in lanes]
+    holdings = holdings_metadata(session.partials.announce())
+    calls = []
+    for lane, named in zip(lanes, headers, strict=True):
+        channel = open_channel(session.config, own)
+        link._channels.append(channel)
+        metadata = (named, *own.metadata, *(() if lane.bulk else holdings))
+        call = channel.stream_stream(f"/{SERVICE}/{CONNECT}")(
+            session.write(lane), metadata=metadata, wait_for_ready=True
+        )
+        calls.append(call)
+        session.bind(lane, call.cancel)
+        link._ended.append(_watch(session, lane, call))
+        session.start_reader(lane, call)
+    return calls[0]
 
 
 def _await_ready(session: StreamSession, config: TransportConfig, learner_id: str) -> str | None:
@@ -219,22 +226,6 @@ def _watch(session: StreamSession, lane: Lane, call: Any) -> threading.Event:
 # ---- syncer -----------------------------------------------------------------------------------------------------
 
 
-class _DaemonThreads(futures.Executor):
-    """A thread per call. A pool would make the process wait at exit for calls that last as long as the run."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        future: futures.Future[Any] = futures.Future()
-
-        def body() -> None:
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # as every executor does: the future carries it
-                future.set_exception(error)
-
-        threading.Thread(target=body, name="diloco-call", daemon=True).start()
-        return future
-
-
 class GrpcListener(SessionListener[StreamSession]):
     """The syncer's side; `listen` makes it."""
 
@@ -252,7 +243,7 @@ class GrpcListener(SessionListener[StreamSession]):
             ("grpc.http2.min_ping_interval_without_data_ms", 500),  # learners choose how often they ping
             ("grpc.http2.max_ping_strikes", 0),
         ]
-        self._server = grpc.server(_DaemonThreads(), options=options, maximum_concurrent_rpcs=config.connections_max)
+        self._server = grpc.server(DaemonThreads(), options=options, maximum_concurrent_rpcs=config.connections_max)
         handlers = {
             CONNECT: grpc.stream_stream_rpc_method_handler(self._serve),
             STATUS: grpc.unary_unary_rpc_method_handler(self._tell, response_serializer=_serialised),

@@ -177,7 +177,7 @@ def test_next_session_moves_only_the_rest(listener: GrpcListener, direction: str
         assert hear(link).kind == "disconnected"
         link.close(0.0)
         link = meet()
-        theirs = listener._partials["a"][1] if direction == "up" else ours
+        theirs = listener._partials["a", 0][1] if direction == "up" else ours
         held = held_bytes(theirs)
         assert held >= SIZE // 4
         before = getattr(relay.counts, f"{direction}_bytes")
@@ -205,7 +205,7 @@ def leave_a_part(listener: GrpcListener, payload: bytes, incarnation: int = 1) -
         cut_in_the_middle(relay, listener._newest["a"][1])
         assert hear(listener).kind == "disconnected"
         link.close(0.0)
-    assert listener._partials["a"][1].held_bytes == len(payload)
+    assert listener._partials["a", 0][1].held_bytes == len(payload)
 
 
 def test_another_payload_and_a_newer_process_begin_anew(listener: GrpcListener) -> None:
@@ -216,9 +216,12 @@ def test_another_payload_and_a_newer_process_begin_anew(listener: GrpcListener) 
     assert hear(listener).payload == other
     link.close(1.0)
     assert hear(listener).kind == "disconnected"
-    assert listener._partials["a"][1].held_bytes == SIZE, "it may still come"
+    assert listener._partials["a", 0][1].held_bytes == SIZE, "it may still come"
     link = connect(listener.address, 2)
-    assert listener._partials["a"] == (2, listener._partials["a"][1]) and not listener._partials["a"][1].held_bytes
+    assert (
+        listener._partials["a", 0] == (2, listener._partials["a", 0][1])
+        and not listener._partials["a", 0][1].held_bytes
+    )
     link.send(value(1, payload, 2), payload)
     assert hear(listener).payload == payload
     link.close(1.0)
@@ -237,7 +240,7 @@ def test_a_lie_about_a_payload_ends_the_session_and_the_next_one_sends_it_whole(
     delivery = hear(listener)
     assert delivery.kind == "disconnected" and "is not the one whose first part was kept" in delivery.reason
     link.close(0.0)
-    assert listener._partials["a"][1].held_bytes == 0
+    assert listener._partials["a", 0][1].held_bytes == 0
     link = connect(listener.address, 1)
     link.send(value(1, payload, 1), payload)
     assert hear(listener).payload == payload

@@ -18,6 +18,7 @@ from diloco_jax.transport.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import SYNCER_HOST, Delivery, TransportConfig, TransportError
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.questions import ask_drain, ask_status
+from diloco_jax.transport.threads import DaemonThreads
 
 pytestmark = pytest.mark.net
 WAIT_S = 20.0
@@ -177,7 +178,7 @@ def test_learner_cannot_pose_as_the_syncer(ours: Path, poser: str) -> None:
         made = certificates._new_certificate(SYNCER_HOST, authority, now, now + datetime.timedelta(days=1))
         certificates._write_pair(ours, poser.removesuffix(".pem"), *made, certificates.Made([], []))
     key, chain = (ours / poser.replace(".pem", ".key")).read_bytes(), (ours / poser).read_bytes()
-    server = grpc.server(grpc_link._DaemonThreads())
+    server = grpc.server(DaemonThreads())
     port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, chain)]))
     server.start()
     with pytest.raises(TransportError, match=r"has no syncer's certificate .*: correct transport\.address"):
