@@ -32,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and not known.takes_overrides:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     known.overrides = rest
+    known.leave = None
     status = _status_of(known)
+    if known.leave is not None:  # one of several processes of an island, which end in their own way
+        known.leave(status)
     if any(thread.name == COMPILER for thread in threading.enumerate()):
         sys.stdout.flush()
         os._exit(status)  # a compiler cannot be interrupted, and the interpreter aborts when it ends below one
@@ -142,10 +145,12 @@ def _learner(arguments: argparse.Namespace) -> int:
     run_dir = _learner_dir(arguments, config)
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.files import ADDRESS_FILE
+    from diloco_jax.runtime.follower import Follower
+    from diloco_jax.runtime.hosts import join, leave
     from diloco_jax.runtime.preemption import check_source, watch
     from diloco_jax.runtime.run_learner import LearnerRun
 
-    kind = LearnerRun
+    kind: type[LearnerRun] = LearnerRun
     if arguments.name == CHAOS_LEARNER:
         from diloco_jax.runtime.chaos_learner import ChaosLearnerRun
 
@@ -155,7 +160,13 @@ def _learner(arguments: argparse.Namespace) -> int:
     address = arguments.syncer or (told.read_text(encoding="utf-8") if told.exists() else config.transport.address)
     if arguments.preemption:
         watch(check_source(arguments.preemption), stop)
-    reason = kind(config, arguments.island, incarnation, address, run_dir, stop).run()
+    own = config.island(arguments.island)
+    if own.hosts > 1:
+        arguments.leave = leave
+    hosts = join(own, arguments.host, arguments.coordinator)
+    if hosts is not None and hosts.host:
+        return Follower(config, arguments.island, incarnation, address, stop, hosts).run()
+    reason = kind(config, arguments.island, incarnation, address, run_dir, stop, hosts).run()
     print(f"{arguments.island}: {reason}", flush=True)
     return INTERRUPTED if stop.is_set() else 0  # 0 only when the syncer ended the run
 

@@ -20,7 +20,7 @@ from diloco_jax.core import codec
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, StatePart
 from diloco_jax.runtime.learner_state import STATE_PART_BYTES
 from diloco_jax.runtime.spare_time import SpareTime
-from diloco_jax.training.staging import StagedState
+from diloco_jax.training.staging import CopyGone, StagedState
 from diloco_jax.transport.link import Link, LinkClosed, Payload
 
 Values = Mapping[str, np.ndarray]
@@ -75,7 +75,11 @@ class PayloadSender:
             return
 
         def send() -> None:
-            pieces = staged.part(message.part, STATE_PART_BYTES)
+            try:
+                pieces = staged.part(message.part, STATE_PART_BYTES)
+            except CopyGone as error:
+                log.info(f"part {message.part} of a state was not sent to {message.receiver}: {error}")
+                return
             size, checksum = sum(piece.nbytes for piece in pieces), codec.digest(pieces)
             link.send(message._replace(parts=parts, digest=checksum, payload_bytes=size), pieces)
 

@@ -86,6 +86,7 @@ class StagedFragment:
         self._before = before
         self._on_devices = out.residual
         self._lock = threading.Lock()
+        self._loose: list[Buffer] | None = None
         self._encoded: tuple[bytes | list[Buffer], Residual] | ValueError | None = None
 
     @property
@@ -94,8 +95,11 @@ class StagedFragment:
         return self._bytes.in_parts and bool(self._bytes.on_host)
 
     def loose(self) -> list[Buffer]:
-        """Wait for the copies; what the first process encodes of what this one has, as pieces. Before `encode`."""
-        return self._bytes.loose(self._copies)
+        """Wait for the copies; what the first process encodes of what this one has, as pieces."""
+        with self._lock:
+            if self._loose is None:
+                self._loose = self._bytes.loose(self._copies)
+            return self._loose
 
     def encode(self) -> bytes | list[Buffer]:
         """Wait for the copies and return the payload: `codec.encode` of anchor - local + residual.
@@ -117,6 +121,8 @@ class StagedFragment:
     def _result(self) -> tuple[bytes | list[Buffer], Residual]:
         with self._lock:
             if self._encoded is None:
+                if self.has_loose and self._loose is None:
+                    self._loose = self._bytes.loose(self._copies)
                 try:
                     self._encoded = self._encode()
                 except ValueError as error:

@@ -34,6 +34,10 @@ class _Piece:
     copy: Shaped[Array, "..."]
 
 
+class CopyGone(Exception):
+    """Another process has no copy of this state any more."""
+
+
 class StagedState:
     """An island's whole state on its way to, or in, host memory, as it was after the step before `stage_state`.
 
@@ -42,7 +46,7 @@ class StagedState:
     Attributes:
       layout: of the whole state.
       of_others: given a leaf's name, waits for what `loose` gives on the other processes, by process; the owner sets it
-        on the one that wants whole leaves.
+        on the one that wants whole leaves. It may raise CopyGone.
 
     Args:
       layout: of the whole state.
