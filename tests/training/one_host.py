@@ -7,10 +7,9 @@ It writes what `exercise` gives to FOLDER/PROCESS.npz. The test runs `exercise` 
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +35,39 @@ CASES: Sequence[tuple[dict[str, int], codec.Format]] = (
 FRAGMENTS = 3
 PATIENCE_S = 120.0
 
-OfOthers = Callable[[str, bytes], Mapping[int, bytes]]
+
+class Alone:
+    """What a process has for the others, and they for it; nothing where there are no others."""
+
+    def give(self, name: str, mine: bytes) -> None:
+        """Let the others have this, under a name."""
+
+    def take(self, name: str) -> Mapping[int, bytes]:
+        """What the others gave under a name, by process."""
+        return {}
+
+
+class ThroughFiles(Alone):
+    """One of two processes that write files in a folder for each other."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def give(self, name: str, mine: bytes) -> None:
+        """See Alone."""
+        written = self._folder / f"{name}.{jax.process_index()}"
+        unfinished = written.with_name(f"{written.name}-unfinished")
+        unfinished.write_bytes(mine)
+        unfinished.replace(written)
+
+    def take(self, name: str) -> Mapping[int, bytes]:
+        """See Alone."""
+        other = 1 - jax.process_index()
+        theirs, ends_s = self._folder / f"{name}.{other}", time.monotonic() + PATIENCE_S
+        while not theirs.exists():
+            assert time.monotonic() < ends_s, f"the other host did not write {theirs}"
+            time.sleep(0.01)
+        return {other: theirs.read_bytes()}
 
 
 def make_island(mesh: Mapping[str, int], wire: codec.Format) -> Island:
@@ -51,12 +82,12 @@ def values_of(fragment: Fragment, seed: int) -> dict[str, np.ndarray]:
     return {key: rng.standard_normal(shape).astype(np.float32) for key, shape in fragment.keys_shapes}
 
 
-def exercise(case: int, of_others: OfOthers) -> dict[str, np.ndarray]:
+def exercise(case: int, others: Alone) -> dict[str, np.ndarray]:
     """Adopt, stage and encode every fragment twice, then load, step, and stage a whole state.
 
     Args:
       case: which of CASES.
-      of_others: exchanges what a process has, under a name, for what the others have; None without others.
+      others: what other processes of the island have.
     """
     mesh, wire = CASES[case]
     island = make_island(mesh, wire)
@@ -71,12 +102,16 @@ def exercise(case: int, of_others: OfOthers) -> dict[str, np.ndarray]:
             sent = island.stage(fragment)
             name = f"{case}-{fragment.fragment_id}-{turn}"
             if sent.has_loose:
-                sent.of_others = partial(of_others, name, b"".join(sent.loose()))
+                others.give(name, b"".join(sent.loose()))
+                sent.of_others = partial(others.take, name)
             found[name] = np.frombuffer(_flat(sent.encode()), np.uint8)
     texts = [program.as_text() or "" for program in island.exchange._compiled.values()]
     found[f"{case}-collectives"] = np.array([name in text for text in texts for name in COLLECTIVES])
     state = island.stage_state()
-    state.of_others = lambda name: of_others(f"{case}-state-{name}".replace("/", "."), b"".join(state.loose(name)))
+    names = {leaf.name: f"{case}-state-{number}" for number, leaf in enumerate(state.layout.leaves)}
+    for leaf, name in names.items():
+        others.give(name, b"".join(state.loose(leaf)))
+    state.of_others = lambda leaf: others.take(names[leaf])
     whole = state.value()
     island.load_state({name: value / 2 if value.dtype == np.float32 else value for name, value in whole.items()})
     tokens = np.arange(8 * 9, dtype=np.int32).reshape(8, 9) % 16
@@ -88,18 +123,6 @@ def _flat(payload: bytes | list[codec.Bytes]) -> bytes:
     return payload if isinstance(payload, bytes) else b"".join(payload)
 
 
-def _through_files(folder: Path, name: str, mine: bytes) -> Mapping[int, bytes]:
-    host, other = jax.process_index(), 1 - jax.process_index()
-    written = folder / f"{name}.{host}"
-    written.with_suffix(".part").write_bytes(mine)
-    os.replace(written.with_suffix(".part"), written)
-    ends_s = time.monotonic() + PATIENCE_S
-    while not (theirs := folder / f"{name}.{other}").exists():
-        assert time.monotonic() < ends_s, f"the other host did not write {theirs}"
-        time.sleep(0.01)
-    return {other: theirs.read_bytes()}
-
-
 def main() -> None:
     """Run all cases as one of the two processes."""
     folder, host, port = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -107,7 +130,7 @@ def main() -> None:
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, host, coordinator_bind_address=f"127.0.0.1:{port}")
     found: dict[str, np.ndarray] = {}
     for case in range(len(CASES)):
-        found |= exercise(case, partial(_through_files, folder))
+        found |= exercise(case, ThroughFiles(folder))
     np.savez(folder / f"{host}.npz", **{name.replace("/", "|"): value for name, value in found.items()})
 
 

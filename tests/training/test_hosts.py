@@ -12,7 +12,7 @@ import pytest
 
 from diloco_jax.core.parts import join_parts
 from tests.sockets import free_port
-from tests.training.one_host import CASES, exercise
+from tests.training.one_host import CASES, Alone, exercise
 
 PATIENCE_S = 280
 
@@ -44,9 +44,10 @@ def of_hosts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, np.ndar
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_two_processes_give_the_parts_of_what_one_gives(of_hosts: list[dict[str, np.ndarray]], case: int) -> None:
-    alone = exercise(case, lambda name, mine: {})
+    alone = exercise(case, Alone())
     payloads = [name for name in alone if name.startswith(f"{case}-") and name.count("-") == 2]
     assert len(payloads) == 6
     for name in payloads:
