@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco_jax.cli_before import certs, doctor, launch, preflight
+from diloco_jax.cli_config import COMPILER, FAILED, INTERRUPTED, WRONG_INPUT, learner_dir, load_config
 from diloco_jax.cli_words import CHAOS_LEARNER, MERGE_SHARD, Command, make_parser
 
 if TYPE_CHECKING:
     from diloco_jax.runtime.settings import RunConfig
 
-FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
-COMPILER = "compile"  # the thread that compiles: of a learner its inner step
 DISK_TROUBLE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)  # may be over at the next attempt
 
 
@@ -32,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and not known.takes_overrides:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     known.overrides = rest
+    known.leave = None
     status = _status_of(known)
+    if known.leave is not None:  # one of several processes of an island, which end in their own way
+        known.leave(status)
     if any(thread.name == COMPILER for thread in threading.enumerate()):
         sys.stdout.flush()
         os._exit(status)  # a compiler cannot be interrupted, and the interpreter aborts when it ends below one
@@ -68,27 +71,20 @@ def _commands() -> dict[str, Command]:
         MERGE_SHARD: _merge_shard,
         "chaos": _chaos,
         "baseline": _baseline,
-        "launch": _launch,
+        "launch": launch,
         "status": _status,
         "drain": _drain,
-        "certs": _certs,
-        "doctor": _doctor,
+        "certs": certs,
+        "doctor": doctor,
         "eval": _eval,
         "report": _report,
         "replay": _replay,
         "audit": _audit,
-        "preflight": _preflight,
+        "preflight": preflight,
     }
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
-
-
-def _load(arguments: argparse.Namespace) -> RunConfig:
-    from diloco_jax.config import load
-
-    overrides = ["--help"] if arguments.settings else arguments.overrides
-    return load(arguments.config, overrides, prog=f"diloco {arguments.name} {arguments.config}")
 
 
 def _run_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
@@ -118,7 +114,7 @@ def _run_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
 def _train(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.train import train_locally
 
-    config = _load(arguments)
+    config = load_config(arguments)
     run_dir = _run_dir(arguments, config)
     live = not (arguments.json or arguments.quiet)
     summary = train_locally(config, run_dir, live=live, quiet=arguments.json, resume=arguments.resume)
@@ -130,7 +126,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _syncer(arguments: argparse.Namespace) -> int:
-    config = _load(arguments)
+    config = load_config(arguments)
     run_dir = _run_dir(arguments, config)
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.run_syncer import SyncerRun
@@ -142,9 +138,11 @@ def _syncer(arguments: argparse.Namespace) -> int:
 def _learner(arguments: argparse.Namespace) -> int:
     import time
 
-    config = _load(arguments)
-    run_dir = _learner_dir(arguments, config)
+    config = load_config(arguments)
+    run_dir = learner_dir(arguments, config)
     stop = _begin_process(run_dir)
+    from diloco_jax.runtime.follower import Follower
+    from diloco_jax.runtime.hosts import join, leave
     from diloco_jax.runtime.preemption import check_source, watch
     from diloco_jax.runtime.run_learner import LearnerRun
     from diloco_jax.runtime.status import known_address
@@ -158,14 +156,20 @@ def _learner(arguments: argparse.Namespace) -> int:
     address = arguments.syncer or known_address(run_dir, config)
     if arguments.preemption:
         watch(check_source(arguments.preemption), stop)
-    reason = kind(config, arguments.island, incarnation, address, run_dir, stop).run()
+    own = config.island(arguments.island)
+    if own.hosts > 1:
+        arguments.leave = leave
+    hosts = join(own, arguments.host, arguments.coordinator)
+    if hosts is not None and hosts.host:
+        return Follower(config, arguments.island, incarnation, address, stop, hosts).run()
+    reason = kind(config, arguments.island, incarnation, address, run_dir, stop, hosts).run()
     print(f"{arguments.island}: {reason}", flush=True)
     return INTERRUPTED if stop.is_set() else 0  # 0 only when the syncer ended the run
 
 
 def _islands(arguments: argparse.Namespace) -> int:
-    config = _load(arguments)
-    run_dir = _learner_dir(arguments, config)
+    config = load_config(arguments)
+    run_dir = learner_dir(arguments, config)
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.controller import IslandsRun, use_pathways
     from diloco_jax.runtime.status import known_address
@@ -177,22 +181,10 @@ def _islands(arguments: argparse.Namespace) -> int:
     return INTERRUPTED if stop.is_set() else 0
 
 
-def _learner_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
-    """The run's folder, the same at every start of a learner: it finds its own saved state there."""
-    from diloco_jax.runtime.files import ADDRESS_FILE, CONFIG_FILE
-
-    path = Path(arguments.config)
-    if arguments.run_dir:
-        return Path(arguments.run_dir)
-    if path.name == CONFIG_FILE and (path.parent / ADDRESS_FILE).exists():
-        return path.parent
-    return Path(config.runs_dir) / config.name
-
-
 def _chaos(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.chaos_schedule import KINDS, draw_schedule
 
-    config = _load(arguments)
+    config = load_config(arguments)
     schedule = draw_schedule(
         arguments.seed,
         config.islands.names,
@@ -218,35 +210,12 @@ def _chaos(arguments: argparse.Namespace) -> int:
 
 
 def _baseline(arguments: argparse.Namespace) -> int:
-    config = _load(arguments)
+    config = load_config(arguments)
     run_dir = _run_dir(arguments, config)
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.data_parallel import DataParallelRun
 
     DataParallelRun(config, run_dir, stop).run()
-    return 0
-
-
-def _launch(arguments: argparse.Namespace) -> int:
-    from functools import partial
-
-    from diloco_jax.config import dump
-    from diloco_jax.launch.launch import WAYS, describe, run, write
-
-    config = _load(arguments)
-    plan = WAYS[arguments.way](config, dump)
-    target = arguments.out or (arguments.run and str(Path(config.runs_dir) / f"{config.name}-{arguments.way}"))
-    paths = write(plan, Path(target), force=arguments.force) if target else []
-    if arguments.run:
-        run(plan, Path(target), partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True))
-    if arguments.json:
-        texts = {} if target else plan.files
-        written = {"out": target or None, "files": [str(path) for path in paths] or list(plan.files), "texts": texts}
-        print(json.dumps({"way": arguments.way, **written, "commands": plan.create, "ran": arguments.run}))
-    elif not target:
-        print(describe(plan))
-    elif not arguments.run:
-        print(f"{len(paths)} files in {target}; read {target}/README.md, then run {target}/create.sh")
     return 0
 
 
@@ -312,37 +281,6 @@ def _drain(arguments: argparse.Namespace) -> int:
     else:
         print(message if ok else f"diloco drain: {message}", file=sys.stdout if ok else sys.stderr)
     return 0 if ok else FAILED
-
-
-def _certs(arguments: argparse.Namespace) -> int:
-    from diloco_jax.transport.certificates import describe, make, settings
-
-    folder = Path(arguments.folder)
-    made = make(folder, [name for name in arguments.learners.split(",") if name], days=arguments.days)
-    if arguments.json:
-        written, kept = [str(path) for path in made.written], [str(path) for path in made.kept]
-        print(json.dumps({"written": written, "kept": kept, "settings": settings(folder)}))
-    else:
-        print(describe(folder, made))
-    return 0
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    os.environ["JAX_PLATFORMS"] = "cpu"  # shapes need no accelerator, and to look at one would take it from a run
-    from diloco_jax.runtime.doctor import as_dict, describe, examine, serve
-    from diloco_jax.runtime.processes import stop_on_signals
-    from diloco_jax.runtime.status import known_address
-
-    config = _load(arguments)
-    if arguments.listen:
-        serve(config, stop_on_signals(), lambda line: print(line, flush=True))
-        return 0
-    run_dir = _learner_dir(arguments, config)
-    address = arguments.syncer or known_address(run_dir, config)
-    checks = examine(config, run_dir, island=arguments.island or "", address=address, seconds=arguments.seconds)
-    result = as_dict(checks)
-    print(json.dumps(result) if arguments.json else describe(checks))
-    return 0 if result["ok"] else FAILED
 
 
 def _eval(arguments: argparse.Namespace) -> int:
@@ -421,27 +359,3 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 
 # ---- before runs ----------------------------------------------------------------------------------------------------
-
-
-def _preflight(arguments: argparse.Namespace) -> int:
-    from concurrent.futures import Future
-
-    from diloco_jax.launch.preflight import preflight
-    from diloco_jax.launch.preflight_report import describe
-    from diloco_jax.runtime.telemetry import finite
-
-    config = _load(arguments)
-    done: Future[dict[str, Any]] = Future()
-
-    def compile_all() -> None:
-        try:
-            done.set_result(
-                preflight(config, arguments.topology, lambda line: print(line, file=sys.stderr, flush=True))
-            )
-        except Exception as error:
-            done.set_exception(error)
-
-    threading.Thread(target=compile_all, name=COMPILER, daemon=True).start()  # Ctrl-C need not wait for a compiler
-    result = done.result()
-    print(json.dumps(finite(result)) if arguments.json else describe(result))
-    return 0 if result["ok"] else FAILED

@@ -41,6 +41,8 @@ def make_parser(run: Mapping[str, Command]) -> argparse.ArgumentParser:
     learner.add_argument("--island", required=True, help="name of the learner, unique in the run")
     learner.add_argument("--syncer", help="host:port of the syncer; default: that of the run's folder, or the config's")
     learner.add_argument("--incarnation", type=int, help="number that grows with every start; default: the time")
+    learner.add_argument("--host", type=int, help="which of the island's islands.hosts processes this is; 0 leads")
+    learner.add_argument("--coordinator", metavar="HOST:PORT", default="", help="where host 0 of the island listens")
     learner.add_argument(
         "--preemption",
         metavar="gce|FILE",

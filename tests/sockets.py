@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from pathlib import Path
 
 _LISTENS = "0A"  # a socket's state in /proc/PID/net/tcp
@@ -23,3 +24,9 @@ def listening(pid: int) -> list[str]:
         rows = [line.split() for line in path.read_text().splitlines()[1:]] if path.exists() else []
         found += [row[1] for row in rows if row[3] == _LISTENS and row[9] in own]
     return found
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 at which nobody listens now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -17,7 +17,8 @@ from diloco_jax.runtime.chaos_driver import Driver
 from diloco_jax.runtime.chaos_schedule import Fault
 from diloco_jax.runtime.chaos_verdict import judge
 from diloco_jax.runtime.files import ADDRESS_FILE, LOGS, SUMMARY_FILE
-from diloco_jax.runtime.local import Child, LocalRun, RunFailed
+from diloco_jax.runtime.island_processes import Child, Process
+from diloco_jax.runtime.local import LocalRun, RunFailed
 from diloco_jax.runtime.processes import stop_on_signals
 from diloco_jax.runtime.report import write_report
 from diloco_jax.runtime.settings import RunConfig
@@ -37,6 +38,8 @@ class ChaosRun(LocalRun):
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, say: Callable[[str], None], stop: threading.Event) -> None:
+        if several := next((name for name in config.islands.names if config.island(name).hosts > 1), ""):
+            raise ValueError(f"{several} has several hosts, which chaos does not know yet; set islands.hosts to 1")
         super().__init__(config, run_dir, say, stop)
         address = run_dir / ADDRESS_FILE
         self.relays = {name: Relay(lambda: address.read_text(encoding="utf-8")) for name in config.islands.names}
@@ -66,10 +69,10 @@ class ChaosRun(LocalRun):
         del address  # the relay looks it up at every connection
         return super()._start_island(name, self.relays[name].address)
 
-    def _start(self, name: str, arguments: list[str]) -> Child:
+    def _start(self, name: str, arguments: list[str], host: int = 0) -> Process:
         if arguments[0] == "learner":
             arguments = ["chaos-learner", *arguments[1:]]
-        return super()._start(name, arguments)
+        return super()._start(name, arguments, host)
 
 
 def for_chaos(config: RunConfig, faults: int) -> RunConfig:

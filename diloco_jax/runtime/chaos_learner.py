@@ -23,6 +23,7 @@ from diloco_jax.protocol.messages import FragmentValue
 from diloco_jax.runtime.chaos_actions import CHAOS, order_file
 from diloco_jax.runtime.chaos_verdict import WAITS_FILE
 from diloco_jax.runtime.files import CLOCK_FILE
+from diloco_jax.runtime.hosts import Hosts
 from diloco_jax.runtime.learner_payloads import Update
 from diloco_jax.runtime.line_file import LineFile
 from diloco_jax.runtime.run_learner import LearnerRun
@@ -47,8 +48,9 @@ class ChaosLearnerRun(LearnerRun):
         address: str,
         run_dir: Path,
         stop: threading.Event,
+        hosts: Hosts | None = None,
     ) -> None:
-        super().__init__(config, learner_id, incarnation, address, run_dir, stop)
+        super().__init__(config, learner_id, incarnation, address, run_dir, stop, hosts)
         self._order_path = order_file(run_dir, learner_id)
         self._bad_values, self._bad = 0, 0.0
         self._send_value = self._payloads.value

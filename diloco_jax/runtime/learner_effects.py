@@ -9,9 +9,6 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from diloco_jax.core.fragments import Fragment
 from diloco_jax.protocol.effects import (
     Adopt,
     AdoptState,
@@ -29,16 +26,12 @@ from diloco_jax.protocol.effects import (
 )
 from diloco_jax.protocol.learner import Learner
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, StatePart, SyncerMessage
+from diloco_jax.runtime.global_values import Values
+from diloco_jax.runtime.host import SAVING, Host
 from diloco_jax.runtime.learner_payloads import PayloadSender
 from diloco_jax.runtime.learner_state import ReceivedState, SavedStates
 from diloco_jax.runtime.learner_tape import LearnerTape
-from diloco_jax.runtime.settings import AdoptConfig
-from diloco_jax.training.island import Island
-from diloco_jax.training.outgoing import StagedFragment
-from diloco_jax.training.staging import StagedState
 from diloco_jax.transport.link import Link, LinkClosed
-
-Values = dict[str, np.ndarray]
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +49,7 @@ class Effects:
 
     Args:
         machine: read for what a saved state is called.
-        island: trains, stages, adopts.
-        fragments: the plan.
-        adopt: how a global fragment meets the local one.
+        host: trains, stages, adopts.
         tape: what was done.
         payloads: sends what is heavy.
         saves: states on disk.
@@ -67,28 +58,20 @@ class Effects:
     def __init__(
         self,
         machine: Learner,
-        island: Island,
-        fragments: Sequence[Fragment],
-        adopt: AdoptConfig,
+        host: Host,
         tape: LearnerTape,
         payloads: PayloadSender,
         saves: SavedStates,
     ) -> None:
         self.link: Link | None = None
         self.finished = ""
-        self.received = ReceivedState(island.state_layout.num_bytes)
+        self.received = ReceivedState(host.island.state_layout.num_bytes)
         self.state_to_adopt: AdoptState | None = None  # the driver's step thread does it, outside of the lock
         self._machine = machine
-        self._island = island
-        self._fragments = fragments
-        self._how = adopt
+        self._host = host
         self._tape = tape
         self._payloads = payloads
         self._saves = saves
-        self._staged: dict[tuple[int, int], StagedFragment] = {}
-        self._staged_states: dict[int, StagedState] = {}
-        self._anchors: dict[int, Values] = {}
-        self._sent: dict[int, tuple[int, StagedFragment]] = {}  # fragment -> (round, what was sent)
 
     def execute(self, effects: Sequence[Effect], arrived: Arrived | None = None) -> None:
         """Execute effects in their order.
@@ -102,17 +85,17 @@ class Effects:
                 case Send(_, message):
                     self._send(message)
                 case Stage(fragment_id, local_step):
-                    self._staged[fragment_id, local_step] = self._island.stage(self._fragments[fragment_id])
+                    self._host.stage(fragment_id, local_step)
                 case Unstage(fragment_id, local_step):
-                    del self._staged[fragment_id, local_step]
+                    self._host.unstage(fragment_id, local_step)
                 case Adopt(fragment_id, version):
                     assert arrived is not None, "a fragment was adopted that did not come"
                     self._adopt(fragment_id, version, arrived)
                 case StageState(local_step):
                     self._tape.staged_state(local_step)
-                    self._staged_states[local_step] = self._island.stage_state()
+                    self._host.stage_state(local_step)
                 case UnstageState(local_step):
-                    del self._staged_states[local_step]
+                    self._host.unstage_state(local_step)
                 case KeepPart(part, parts):
                     assert arrived is not None and isinstance(arrived.message, StatePart), "a kept part did not come"
                     self.received.keep(part, parts, arrived.payload, arrived.message.incarnation)
@@ -134,14 +117,13 @@ class Effects:
         if link is None:
             return
         if isinstance(message, FragmentValue):
-            staged = self._staged[message.fragment_id, message.local_step]
-            self._sent[message.fragment_id] = (message.global_step, staged)
+            staged = self._host.send(message)
             self._tape.sent(message.fragment_id, message.global_step, message.local_step)
             self._payloads.value(link, message, staged)
         elif isinstance(message, AnchorValue):
-            self._payloads.anchor(link, message, self._anchors[message.fragment_id])
+            self._payloads.anchor(link, message, self._host.anchors[message.fragment_id])
         elif isinstance(message, StatePart):
-            self._payloads.part(link, message, self._staged_states[message.local_step])
+            self._payloads.part(link, message, self._host.staged_state(message.local_step))
         else:
             try:
                 link.send(message)  # type: ignore[arg-type]
@@ -149,16 +131,10 @@ class Effects:
                 return  # the link thread learns of it too, and reconnects
 
     def _adopt(self, fragment_id: int, version: int, arrived: Arrived) -> None:
-        values, message, adopt = arrived.values, arrived.message, self._how
+        values, message = arrived.values, arrived.message
         assert values is not None and isinstance(message, GlobalFragment), "a fragment was adopted without its values"
         self._tape.adopt(message)
-        sent_round, sent = self._sent.pop(fragment_id, (0, None))
-        if sent_round != version:
-            sent = None  # made without a value of ours: it has nothing of what is in flight, and of what was kept back
-        first = fragment_id not in self._anchors
-        self._anchors[fragment_id] = values
-        mode = "overwrite" if first or (adopt.mode == "rebase" and sent is None) else adopt.mode
-        self._island.adopt(self._fragments[fragment_id], values, mode=mode, alpha=adopt.alpha, sent=sent)
+        self._host.adopt(fragment_id, version, values)
 
     def _save_state(self, global_step: int) -> None:
         if self._saves.busy:
@@ -167,7 +143,8 @@ class Effects:
         machine = self._machine
         self._tape.saved(machine.local_step, global_step)
         self._saves.save(
-            self._island.stage_state(),
+            self._host.stage_state(SAVING),
+            lambda: self._host.unstage_state(SAVING),
             incarnation=machine.incarnation,
             local_step=machine.local_step,
             global_step=global_step,

@@ -20,8 +20,8 @@ from diloco_jax.core import codec
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, StatePart
 from diloco_jax.runtime.learner_state import STATE_PART_BYTES
 from diloco_jax.runtime.spare_time import SpareTime
-from diloco_jax.training.staging import StagedState
-from diloco_jax.transport.link import Link, LinkClosed
+from diloco_jax.training.staging import CopyGone, StagedState
+from diloco_jax.transport.link import Link, LinkClosed, Payload
 
 Values = Mapping[str, np.ndarray]
 URGENT, BULK = 0, 1
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class Update(Protocol):
     """A staged fragment, as this thread sees it."""
 
-    def encode(self) -> bytes:
+    def encode(self) -> Payload:
         """Wait for it and return its payload; ValueError if it is not finite, and the format cannot say so."""
 
 
@@ -75,7 +75,11 @@ class PayloadSender:
             return
 
         def send() -> None:
-            pieces = staged.part(message.part, STATE_PART_BYTES)
+            try:
+                pieces = staged.part(message.part, STATE_PART_BYTES)
+            except CopyGone as error:
+                log.info(f"part {message.part} of a state was not sent to {message.receiver}: {error}")
+                return
             size, checksum = sum(piece.nbytes for piece in pieces), codec.digest(pieces)
             link.send(message._replace(parts=parts, digest=checksum, payload_bytes=size), pieces)
 
@@ -88,7 +92,7 @@ class PayloadSender:
             self._jobs.clear()
             self._changed.notify()
 
-    def _gradient(self, message: FragmentValue, staged: Update) -> bytes:
+    def _gradient(self, message: FragmentValue, staged: Update) -> Payload:
         try:
             return staged.encode()
         except ValueError as error:  # NaN does not fit an integer format

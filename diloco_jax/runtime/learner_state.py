@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -112,16 +112,33 @@ class SavedStates:
         return self._saving is not None and not self._saving.done()
 
     def save(
-        self, staged: StagedState, *, incarnation: int, local_step: int, global_step: int, digests: Sequence[int]
+        self,
+        staged: StagedState,
+        done: Callable[[], None],
+        *,
+        incarnation: int,
+        local_step: int,
+        global_step: int,
+        digests: Sequence[int],
     ) -> None:
-        """Begin to write a staged state; a disk that refuses it costs this state, not the run."""
+        """Begin to write a staged state; a disk that refuses it costs this state, not the run.
+
+        Args:
+            staged: the state.
+            done: called when it was read, or could not be.
+            incarnation, local_step, global_step, digests: what it is called.
+        """
         assert not self.busy, "a second state is saved before the first is written"
         meta = {"incarnation": incarnation, "local_step": local_step, "global_step": global_step}
-        self._saving = self._worker.submit(self._save, staged, meta | {"digests": list(digests)})
+        self._saving = self._worker.submit(self._save, staged, done, meta | {"digests": list(digests)})
 
-    def _save(self, staged: StagedState, meta: dict[str, object]) -> None:
+    def _save(self, staged: StagedState, done: Callable[[], None], meta: dict[str, object]) -> None:
         try:
-            written = checkpoint.save(self._folder, {STATE: staged.value()}, meta)
+            try:
+                values = staged.value()
+            finally:
+                done()
+            written = checkpoint.save(self._folder, {STATE: values}, meta)
             for path in checkpoint.complete(self._folder):
                 if path.name > written.name:  # of a history that the run went back behind
                     shutil.rmtree(path)

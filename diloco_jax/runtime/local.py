@@ -15,10 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_jax.runtime.files import ADDRESS_FILE, CONFIG_FILE, LOGS, TAPES
+from diloco_jax.runtime.island_processes import Child, Process, free_address
 from diloco_jax.runtime.islands import IslandsConfig
 from diloco_jax.runtime.processes import PARENT_ENV, USER_ERROR
 from diloco_jax.runtime.settings import RunConfig
@@ -33,19 +33,6 @@ CONTROLLER = "islands"  # name and command of the one process that drives all is
 
 class RunFailed(Exception):
     """The run cannot go on; the message says why and where to look."""
-
-
-@dataclass(slots=True)
-class Child:
-    """A process of the run and what is known of it."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path
-    starts: int = 1
-    again_at_s: float | None = None  # when to start it again
-    left: bool = False  # it ended politely, and is not started again
-    failed: bool = False  # given up
 
 
 class LocalRun:
@@ -76,6 +63,7 @@ class LocalRun:
         self._stop = stop
         self._islands: dict[str, Child] = {}
         self._syncer: Child | None = None
+        self._config_path = str(run_dir / CONFIG_FILE)
         (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
 
     def run(self) -> None:
@@ -88,7 +76,7 @@ class LocalRun:
             (self._run_dir / ADDRESS_FILE).unlink(missing_ok=True)
         try:
             if self._config.algorithm == "data_parallel":
-                self._syncer = self._start("trainer", ["baseline", str(self._run_dir / CONFIG_FILE)])
+                self._syncer = Child("trainer", [self._start("trainer", ["baseline", self._config_path])])
             else:
                 self._syncer = self._start_syncer(["--rewind"] if self._resume else [])
                 address = self._await_address()
@@ -102,16 +90,22 @@ class LocalRun:
     # ---- starting -------------------------------------------------------------------------------------------------
 
     def _start_syncer(self, options: Sequence[str] = ()) -> Child:
-        return self._start("syncer", ["syncer", str(self._run_dir / CONFIG_FILE), *options])
+        return Child("syncer", [self._start("syncer", ["syncer", self._config_path, *options])])
 
     def _start_island(self, name: str, address: str) -> Child:
         if name == CONTROLLER:
-            return self._start(name, [CONTROLLER, str(self._run_dir / CONFIG_FILE), "--syncer", address])
-        words = ["learner", str(self._run_dir / CONFIG_FILE), "--island", name, "--syncer", address]
-        return self._start(name, [*words, "--incarnation", str(next_incarnation(self._run_dir, name))])
+            return Child(name, [self._start(name, [CONTROLLER, self._config_path, "--syncer", address])])
+        words = ["learner", self._config_path, "--island", name, "--syncer", address]
+        words += ["--incarnation", str(next_incarnation(self._run_dir, name))]
+        hosts = self._config.island(name).hosts
+        if hosts == 1:
+            return Child(name, [self._start(name, words)])
+        words += ["--coordinator", free_address()]  # another one at each start: the last one may not be free yet
+        return Child(name, [self._start(name, [*words, "--host", str(host)], host) for host in range(hosts)])
 
-    def _start(self, name: str, arguments: list[str]) -> Child:
-        log = self._run_dir / LOGS / f"{name}.log"
+    def _start(self, name: str, arguments: list[str], host: int = 0) -> Process:
+        title = f"{name}.host-{host}" if host else name
+        log = self._run_dir / LOGS / f"{title}.log"
         pins = hasattr(os, "sched_setaffinity")
         cores = core_share(self._config.islands, name, sorted(os.sched_getaffinity(0))) if pins else set()
         with log.open("ab") as stream:
@@ -126,18 +120,18 @@ class LocalRun:
         if cores:
             with contextlib.suppress(OSError):  # it has ended already, or the machine does not let us
                 os.sched_setaffinity(process.pid, cores)
-        return Child(name, process, log)
+        return Process(title, process, log)
 
     def _await_address(self) -> str:
         assert self._syncer is not None
         path = self._run_dir / ADDRESS_FILE
         ends_s = time.monotonic() + START_TIMEOUT_S
         while not self._stop.is_set():
-            ended = self._syncer.process.poll() is not None  # before we look: it may listen, then die
+            ended = self._syncer.poll() is not None  # before we look: it may listen, then die
             if path.exists() and (text := path.read_text(encoding="utf-8")):
                 return text
             if ended:
-                raise RunFailed(self._obituary(self._syncer))
+                raise RunFailed(self._syncer.obituary())
             if time.monotonic() > ends_s:
                 raise RunFailed(f"the syncer did not listen within {START_TIMEOUT_S:.0f} s; see {self._syncer.log}")
             time.sleep(POLL_S)
@@ -153,7 +147,7 @@ class LocalRun:
             if self._stop.is_set() and stopping_until_s is None:
                 stopping_until_s = time.monotonic() + STOP_TIMEOUT_S
                 for child in [*self._islands.values(), self._syncer]:
-                    _signal(child, signal.SIGTERM)
+                    child.signal(signal.SIGTERM)
             if stopping_until_s is None:
                 for child in self._islands.values():
                     self._tend_island(child)
@@ -170,11 +164,9 @@ class LocalRun:
             if asked_to_stop or self._stop.is_set():
                 raise RunFailed("stopped while the syncer was away; --resume goes on from the newest snapshot")
             if time.monotonic() >= syncer.again_at_s:
-                syncer.process = self._start_syncer().process
-                syncer.starts += 1
-                syncer.again_at_s = None
+                syncer.start_again(self._start_syncer().hosts)
             return False
-        code = syncer.process.poll()
+        code = syncer.poll()
         if code is None:
             return False
         if code == 0 or (asked_to_stop and code == -signal.SIGTERM):  # it may not have had a handler yet
@@ -182,11 +174,11 @@ class LocalRun:
         limit = self._config.syncer.restarts_max
         alone = not self._islands  # the data-parallel trainer, or a syncer that never listened
         if asked_to_stop or alone or code == USER_ERROR:
-            raise RunFailed(self._obituary(syncer))
+            raise RunFailed(syncer.obituary())
         if syncer.starts > limit:
-            raise RunFailed(f"{self._obituary(syncer)}; given up after {syncer.starts} starts (syncer.restarts_max)")
+            raise RunFailed(f"{syncer.obituary()}; given up after {syncer.starts} starts (syncer.restarts_max)")
         syncer.again_at_s = time.monotonic() + self._config.syncer.restart_delay_s
-        self._say(f"{self._obituary(syncer)}; starting it again, training goes on")
+        self._say(f"{syncer.obituary()}; starting it again, training goes on")
         return False
 
     def _tend_island(self, child: Child) -> None:
@@ -196,28 +188,26 @@ class LocalRun:
         if child.again_at_s is not None:
             if time.monotonic() >= child.again_at_s:
                 address = (self._run_dir / ADDRESS_FILE).read_text(encoding="utf-8")
-                child.process = self._start_island(child.name, address).process
-                child.starts += 1
-                child.again_at_s = None
+                child.start_again(self._start_island(child.name, address).hosts)
             return
-        code = child.process.poll()
+        code = child.poll()
         if code is None:
             return
         if code == 0:  # the syncer ended the run, or somebody drained this island
             child.left = True
             if not complete(self._run_dir):
-                self._say(f"{child.name} left: {_last_line(child.log)}")
+                self._say(f"{child.name} left: {child.hosts[0].last_line()}")
         elif complete(self._run_dir):  # nothing is left to do for it
             child.left = True
         elif code == USER_ERROR:  # a wrong setting stays wrong
             child.failed = True
-            self._say(f"{self._obituary(child)}; not started again")
+            self._say(f"{child.obituary()}; not started again")
         elif child.starts > self._config.islands.restarts_max:
             child.failed = True
-            self._say(f"{self._obituary(child)}; given up after {child.starts} starts")
+            self._say(f"{child.obituary()}; given up after {child.starts} starts")
         else:
             child.again_at_s = time.monotonic() + self._config.islands.restart_delay_s
-            self._say(f"{self._obituary(child)}; starting it again")
+            self._say(f"{child.obituary()}; starting it again")
 
     def _give_up_without_quorum(self) -> None:
         """End a run that can never merge again. An island that was drained may come back: that is somebody's wish."""
@@ -225,29 +215,18 @@ class LocalRun:
         left = sum(not (child.failed or child.left) for child in self._islands.values())
         quorum = self._config.protocol.quorum
         if failed and left < quorum and not complete(self._run_dir):
-            words = "; ".join(self._obituary(child) for child in failed)
+            words = "; ".join(child.obituary() for child in failed)
             raise RunFailed(f"{left} islands are left, fewer than protocol.quorum = {quorum}: {words}")
-
-    def _obituary(self, child: Child) -> str:
-        code = child.process.returncode
-        how = (
-            f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with status {code}"
-        )
-        return f"{child.name} {how}: {_last_line(child.log)} (log: {child.log})"
 
     def _end_all(self) -> None:
         """Leave nobody behind: ask the rest, wait a little, then kill."""
         children = [*self._islands.values(), *([self._syncer] if self._syncer is not None else [])]
         for child in children:
-            _signal(child, signal.SIGTERM)
+            child.signal(signal.SIGTERM)
         ends_s = time.monotonic() + LEARNER_STOP_TIMEOUT_S
         for child in children:
             patience_s = STOP_TIMEOUT_S if child is self._syncer else 0.1  # it saves the model
-            try:
-                child.process.wait(timeout=max(patience_s, ends_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                _signal(child, signal.SIGKILL)
-                child.process.wait()
+            child.wait(max(patience_s, ends_s - time.monotonic()))
 
 
 def next_incarnation(run_dir: Path, name: str) -> int:
@@ -262,7 +241,8 @@ def child_environment(config: RunConfig, name: str) -> Mapping[str, str]:
     environment = dict(os.environ)
     environment[PARENT_ENV] = str(os.getpid())
     environment["PYTHONUNBUFFERED"] = "1"
-    devices = config.island(name).devices if name != "syncer" else 1
+    own = config.island(name)
+    devices = own.devices // own.hosts if name != "syncer" else 1
     if name == CONTROLLER:
         devices = sum(config.island(each).devices for each in config.islands.names)
     if devices:
@@ -291,13 +271,3 @@ def core_share(islands: IslandsConfig, name: str, cores: Sequence[int]) -> set[i
         share = available // count
         return set(cores[index * share : (index + 1) * share])
     return set()
-
-
-def _signal(child: Child, number: signal.Signals) -> None:
-    if child.process.poll() is None:
-        child.process.send_signal(number)
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1][:400] if lines else "it said nothing"

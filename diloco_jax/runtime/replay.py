@@ -202,6 +202,7 @@ def replay_run(config: RunConfig, run_dir: Path, until: int | None = None) -> di
         ValueError: tapes or checkpoints are missing or broken, or are not of this config; names them.
     """
     began_s = time.monotonic()
+    _check_alike(config)
     this = Replay(config, run_dir, until=until)
     this.run()
     capture, expected = _expected(this, run_dir)
@@ -223,6 +224,22 @@ def replay_run(config: RunConfig, run_dir: Path, until: int | None = None) -> di
         "difference": this.difference or ("" if same else "the final parameters, though every digest was equal"),
         "step_difference": this.step_difference,
     }
+
+
+def _check_alike(config: RunConfig) -> None:
+    """A replay has one mesh in one process. Others add up in another order, so it could not be bit for bit."""
+    for name in config.islands.names:
+        own, usual = config.island(name), config.island("")
+        if own.hosts > 1:
+            raise ValueError(
+                f"{name} has {own.hosts} hosts, which add up gradients in another order than the one process of a "
+                "replay: runs with islands.hosts above 1 cannot be replayed bit for bit"
+            )
+        if (own.devices, own.mesh) != (usual.devices, usual.mesh):
+            raise ValueError(
+                f"{name} has other devices or another mesh than the rest: a replay has one mesh for all; runs with "
+                "islands.each.*.devices or mesh cannot be replayed"
+            )
 
 
 def _expected(this: Replay, run_dir: Path) -> tuple[Capture, Mapping[str, np.ndarray] | None]:

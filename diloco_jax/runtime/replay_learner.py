@@ -195,6 +195,7 @@ class Replica:
             payload = staged.encode()
         except ValueError:  # NaN does not fit an integer format; the learner sent nothing either
             payload = b""
+        assert isinstance(payload, bytes), "a replay has all devices in one process"
         self._payloads[fragment_id, local_step] = payload
 
     def _adopt(self, name: Name) -> None:

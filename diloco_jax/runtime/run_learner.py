@@ -18,18 +18,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import jax
 
 from diloco_jax.core import codec
-from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.core.layout import value_digest
 from diloco_jax.protocol.effects import AdoptState, Effect
 from diloco_jax.protocol.learner import Learner
 from diloco_jax.protocol.messages import (
-    NO_VERSION,
     AnchorRequest,
     GlobalFragment,
     PullRequest,
@@ -37,17 +33,17 @@ from diloco_jax.protocol.messages import (
     StatePull,
     SyncerMessage,
 )
-from diloco_jax.runtime.global_model import make_setup
-from diloco_jax.runtime.learner_effects import Arrived, Effects, Values
+from diloco_jax.runtime.global_values import GlobalValues
+from diloco_jax.runtime.host import Host
+from diloco_jax.runtime.host_leader import LeadingHost
+from diloco_jax.runtime.hosts import FAILED, STOPPED, Hosts, make_dialler
+from diloco_jax.runtime.learner_effects import Arrived, Effects
 from diloco_jax.runtime.learner_payloads import PayloadSender
 from diloco_jax.runtime.learner_state import SavedStates
 from diloco_jax.runtime.learner_tape import LearnerTape
 from diloco_jax.runtime.settings import RunConfig, fingerprint
-from diloco_jax.training.data import SampleOrder, load_source
-from diloco_jax.training.island import Island
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.transport.link import Rejected, TransportError, check_name
-from diloco_jax.transport.sharded import Dialler
 
 RECONNECT_DELAYS_S = (0.2, 0.5, 1.0, 1.0, 2.0)
 IDLE_S = 0.2  # longest sleep of a thread that waits for messages, so that it notices the end
@@ -65,6 +61,7 @@ class LearnerRun:
         address: where the syncer listens.
         run_dir: folder for the tape and for the learner's own saved states.
         stop: set from outside to leave politely.
+        hosts: the island's other processes, if there are any; this one leads.
         devices: of the island; all that JAX sees if not given.
     """
 
@@ -76,6 +73,7 @@ class LearnerRun:
         address: str,
         run_dir: Path,
         stop: threading.Event,
+        hosts: Hosts | None = None,
         *,
         devices: Sequence[jax.Device] | None = None,
     ) -> None:
@@ -84,25 +82,14 @@ class LearnerRun:
         self._stop = stop
         saves = SavedStates(run_dir, check_name(learner_id))
         finding = saves.find()  # while the island is built
-        source = load_source(config.data, config.train.seq_len)
-        self._order = SampleOrder(source, config.data.shuffle_seed + config.seed)
-        own = config.island(learner_id)
-        self._island = Island(
-            config.model,
-            config.optimizer,
-            own.mesh,
-            seed=config.seed,
-            devices=devices,
-            wire=config.wire.up,
-            rebase=config.adopt.mode == "rebase",
-        )
-        shapes = self._island.shapes
-        plan = plan_fragments(shapes, config.protocol.num_fragments, split_axis=config.fragments.axes(shapes))
+        host = Host(config, learner_id, devices) if hosts is None else LeadingHost(config, learner_id, hosts, stop)
+        self._host = host
+        self._island = host.island
+        plan = host.plan
         self._fragments = plan.fragments
         self._saved = finding.result()
         self._saves = saves
-        samples = own.batch_size
-        self._batch_shape = (samples, config.train.seq_len + 1)
+        samples = host.batch_shape[0]
         self._machine = Learner(
             learner_id,
             incarnation,
@@ -116,21 +103,11 @@ class LearnerRun:
             self._machine.payload_bytes[fragment.fragment_id] = size
         self._tape = LearnerTape(run_dir, learner_id, incarnation, samples)
         self._payloads = PayloadSender(self._fail)
-        self._effects = Effects(
-            self._machine, self._island, plan.fragments, config.adopt, self._tape, self._payloads, saves
-        )
-        self._dialler = Dialler(
-            replace(config.transport, address=address),
-            run_id=config.name,
-            learner_id=learner_id,
-            incarnation=incarnation,
-            shares=make_setup(config, plan).shares,
-            up=config.wire.up,
-            down=config.wire.down,
-        )
+        self._effects = Effects(self._machine, host, self._tape, self._payloads, saves)
+        self._dialler = make_dialler(config, plan, learner_id, incarnation, address, hosts)
         self._lock = threading.Lock()  # guards machine, tape, effects, and what waits in the inbox
         self._inbox: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()  # None only wakes
-        self._heads: dict[int, Values] = {}  # fragment -> newest value that arrived; the link thread's
+        self._heads = GlobalValues(plan.fragments, config.wire.down)  # the link thread's
         self._newest: dict[int, GlobalFragment] = {}  # fragment -> newest of its values that waits in the inbox
         self._compiled = threading.Event()
         self._rate = learning_rate(config.optimizer, config.train.steps)
@@ -168,6 +145,8 @@ class LearnerRun:
         self._saves.close(wait=True)
         with self._lock:
             self._tape.end(self._effects.finished or "failed", self._machine.digests)
+        failed = self._effects.finished.partition(":")[0] in ("", "refused", "expelled")
+        self._host.end(STOPPED if self._stop.is_set() else FAILED if failed else 0)
 
     def _fail(self, error: Exception) -> None:
         self._failure = error
@@ -177,7 +156,7 @@ class LearnerRun:
         """The body of the thread "compile"."""
         began_s = time.monotonic()
         try:
-            self._island.warm_up(self._batch_shape, self._fragments)
+            self._host.warm_up()
             log.info(f"compiled the inner step, staging and adoption in {time.monotonic() - began_s:.1f} s")
         except Exception as error:
             self._fail(error)
@@ -194,14 +173,14 @@ class LearnerRun:
         self._saved = None  # if nobody took it
         log.info(f"the first step begins at global step {self._machine.global_step}")
         taken = self._machine.take_batch()
-        batch = self._island.put_batch(self._order.batch(taken.ranges))
-        tokens = self._batch_shape[0] * self._config.train.seq_len
+        self._host.put_batch(taken.ranges)
+        tokens = self._host.batch_shape[0] * self._config.train.seq_len
         while True:
             began_s, clock, read = time.monotonic(), self._machine.global_step, taken
-            handle = self._island.step(batch, self._rate(clock))
+            handle = self._host.step(self._rate(clock))
             with self._lock:
                 taken = self._machine.take_batch()
-            batch = self._island.put_batch(self._order.batch(taken.ranges))  # while the step runs
+            self._host.put_batch(taken.ranges)  # while the step runs
             loss = self._island.wait(handle)["loss"]
             ended_s = time.monotonic()
             with self._lock:
@@ -251,15 +230,14 @@ class LearnerRun:
     def _adopt_state(self, effect: AdoptState) -> None:
         """Outside of the lock: heartbeats go on while a large state is copied to the devices."""
         self._effects.state_to_adopt = None
-        fragments = [self._fragments[p] for p in effect.fragments]
         try:
             if effect.donor:
                 told = (self._effects.received.donor_incarnation, effect.donor_step)
-                self._island.load_state(self._effects.received.take(), fragments)
+                self._host.load_state(self._effects.received.take(), effect.fragments)
             else:
                 assert self._saved is not None, "an own state was adopted without one"
                 told = (self._saved.incarnation, self._saved.local_step)
-                self._island.load_state(self._saved.values, fragments)
+                self._host.load_state(self._saved.values, effect.fragments)
         except ValueError as error:
             log.warning(f"the state of {effect.donor or 'an earlier life'} cannot be used: {error}")
             self._apply(lambda: self._machine.on_state_adopted(False, time.monotonic()))
@@ -279,7 +257,13 @@ class LearnerRun:
     # ---- the link thread ------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        link = self._dialler.connect(self._machine.epoch)
+        epoch = self._machine.epoch
+        link = self._dialler.connect(epoch)
+        try:
+            self._host.connect(epoch, link.number)
+        except TransportError:
+            link.close(0.0)
+            raise
         with self._lock:
             self._effects.link = link
             self._effects.execute(self._machine.on_connected(time.monotonic()))
@@ -328,7 +312,9 @@ class LearnerRun:
             if not self._machine.wants(message, now_s):
                 return
         try:
-            values = self._decoded(message, payload)
+            others = self._host.arrived(message, payload)
+            values = self._heads.read(message, payload)
+            others()
         except ValueError as error:
             log.warning(f"version {message.version} of fragment {message.fragment_id} {error}; asking again")
             with self._lock:
@@ -336,22 +322,10 @@ class LearnerRun:
             return
         with self._lock:
             self._machine.on_read(message)
-            self._heads[message.fragment_id] = values
+            self._heads.keep(message, values)
+            self._host.supersede(message)
             self._newest[message.fragment_id] = message  # only the newest: a long step must not pile up whole models
         self._inbox.put(Arrived(message, values))
-
-    def _decoded(self, message: GlobalFragment, payload: bytes | memoryview) -> Values:
-        if not 0 <= message.fragment_id < len(self._fragments):
-            raise ValueError(f"is none of the {len(self._fragments)} of this model")
-        layout = self._fragments[message.fragment_id].keys_shapes
-        if message.base == NO_VERSION:
-            values = codec.decode(payload, layout, "float32")
-        else:
-            step = codec.decode(payload, layout, self._config.wire.down)
-            values = {key: value + step[key] for key, value in self._heads[message.fragment_id].items()}
-        if value_digest(values) != message.digest:
-            raise ValueError("arrived damaged")
-        return values
 
     def _on_part(self, message: StatePart, payload: bytes | memoryview) -> None:
         if codec.digest(payload) != message.digest:

@@ -23,6 +23,7 @@ from diloco_jax.core.fragments import Fragment
 from diloco_jax.training.incoming import IncomingProgram
 from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.outgoing import DeviceArrays, Held, OutgoingProgram, StagedFragment
+from diloco_jax.training.placement import put_array
 from diloco_jax.training.windows import Window, windows_of
 
 AdoptMode = Literal["overwrite", "blend", "rebase"]
@@ -118,10 +119,8 @@ class Exchange:
                     f"fragment {fragment.fragment_id}: '{part.key}' has shape {got}, expected {tuple(shape)}; "
                     "do both sides use the same model and fragment plan?"
                 )
-        # Copies of our own: on CPU device_put goes on reading NumPy's memory, may_alias=False or not.
-        host = [np.array(values[part.key], np.float32) for part in fragment.slices]
-        put: DeviceArrays = jax.device_put(host, [window.value_sharding for window in self._windows_of(fragment)])
-        return put
+        windows = self._windows_of(fragment)
+        return [put_array(values[w.part.key].astype(np.float32, copy=False), w.value_sharding) for w in windows]
 
     # ---- programs -------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.outgoing import DeviceArrays
+from diloco_jax.training.placement import put_array
 from diloco_jax.training.windows import Shape, Starts, Window, tensors_of
 
 
@@ -47,7 +48,7 @@ class IncomingProgram:
           alpha: share of the local values, in [0, 1]; without meaning for `rebase`.
         """
         assert self.compiled is not None, "the program was not compiled"
-        share = jax.device_put(np.float32(alpha), self._everywhere)
+        share = put_array(np.asarray(alpha, np.float32), self._everywhere)
         with jax.transfer_guard("disallow"):
             updated = self.compiled([params[path] for path in self._paths], new, sent, share, self._starts.on_devices)
         return dict(zip(self._paths, updated, strict=True))

@@ -29,8 +29,9 @@ from diloco_jax.training.exchange import AdoptMode, HostValues
 from diloco_jax.training.models.protocol import Batch, Metrics, ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.outgoing import StagedFragment
+from diloco_jax.training.placement import put_array
 from diloco_jax.training.sharding import MeshConfig
-from diloco_jax.training.staging import StagedState, put_leaves, stage_leaves
+from diloco_jax.training.staging import StagedState, stage_leaves
 
 
 class StepHandle(NamedTuple):
@@ -95,8 +96,7 @@ class Island:
                 f"a batch of {tokens.shape[0]} cannot be split over {parts} devices (mesh data x fsdp); "
                 f"make the island's batch size a multiple of {parts}"
             )
-        # A copy of our own: on CPU device_put goes on reading NumPy's memory, may_alias=False or not.
-        return {"tokens": jax.device_put(np.array(tokens), self._blueprint.batch_sharding(tokens.shape))}
+        return {"tokens": put_array(tokens, self._blueprint.batch_sharding(tokens.shape))}
 
     def warm_up(self, shape: tuple[int, int], fragments: Iterable[Fragment] = ()) -> None:
         """Compile the inner step for batches of this shape, and what `stage` and `adopt` need; without running them.
@@ -118,7 +118,7 @@ class Island:
         """
         if self._unfinished is not None:
             jax.block_until_ready(self._unfinished)
-        rate = jax.device_put(np.float32(learning_rate), self._blueprint.layout.replicated)
+        rate = put_array(np.asarray(learning_rate, np.float32), self._blueprint.layout.replicated)
         program = self._compiled_steps.get(batch["tokens"].shape, self._blueprint.step)
         with jax.transfer_guard("disallow"):
             self.state, metrics = program(self.state, batch, rate)
@@ -200,29 +200,36 @@ class Island:
             return stage_leaves(by_name(self.state), self.state_layout)
 
     def load_state(
-        self, state: Bytes | Mapping[str, Shaped[np.ndarray, "..."]], fragments: Iterable[Fragment] | None = None
+        self,
+        state: Bytes | Mapping[str, Shaped[np.ndarray, "..."]],
+        fragments: Iterable[Fragment] | None = None,
+        *,
+        checked: bool = False,
     ) -> None:
         """Take over the optimizer's state, and parameters, of an island of the same model on any mesh.
 
         Args:
           state: what a `StagedState` gave, as bytes or as {leaf name: array}.
           fragments: which parameters to take; all if not given.
+          checked: whether the caller knows that names, dtypes and shapes are right; then it looks up a leaf at a time.
 
         Raises:
           ValueError: names, dtypes, shapes or sizes are not those of this island, which is unchanged then.
         """
         if isinstance(state, bytes | bytearray | memoryview):
             state = self.state_layout.decode(state)
-        self.state_layout.check(state)
+        if not checked:
+            self.state_layout.check(state)
         # The old state goes first: a device need not have room for two. Nothing can be refused from here on.
         self.state = self.state._replace(opt_state=None)
         shapes, treedef = jax.tree.flatten(self._blueprint.state_shapes.opt_state)
         names = [name for name in by_name(self._blueprint.state_shapes) if name.startswith(OPTIMIZER)]
         assert len(names) == len(shapes)
-        placed = put_leaves([state[n] for n in names], jax.tree.leaves(self._blueprint.state_shardings.opt_state))
+        shardings = jax.tree.leaves(self._blueprint.state_shardings.opt_state)
+        placed = [put_array(state[name], sharding) for name, sharding in zip(names, shardings, strict=True)]
         self.state = self.state._replace(opt_state=jax.tree.unflatten(treedef, placed))
-        params = {path: state[PARAMS + path] for path in self.shapes}
         for fragment in [self._whole()] if fragments is None else fragments:
+            params = {path: state[PARAMS + path] for path in {part.path: None for part in fragment.slices}}
             self._overwrite(fragment, take(params, fragment))
 
     def parameters(self) -> HostValues:

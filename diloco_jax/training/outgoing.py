@@ -12,22 +12,24 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float32, Shaped
 
 from diloco_jax.core import codec
+from diloco_jax.core.codec import Bytes
+from diloco_jax.core.parts import Buffer
 from diloco_jax.training.models.protocol import Params
-from diloco_jax.training.windows import Axes, Index, Shape, Starts, Window, tensors_of
+from diloco_jax.training.outgoing_bytes import Copies, HostArrays, OutgoingBytes, Stream, flat_spec
+from diloco_jax.training.placement import put_array
+from diloco_jax.training.windows import Axes, Shape, Starts, Window, tensors_of
 
-HostArrays = Mapping[str, Shaped[np.ndarray, "..."]]
 DeviceArrays = Sequence[Shaped[Array, "..."]]
-Stream = tuple[Literal["codes", "floats"], Axes]  # what travels in one array: its kind, and over what it is shared out
 
 
 class Residual(NamedTuple):
@@ -68,40 +70,44 @@ class _Outputs(NamedTuple):
     local: Sequence[Any]
 
 
-class _Item(NamedTuple):
-    """Where a part of a stream belongs: `stream[start:stop].reshape(grid)[take]` to `result[where]`."""
-
-    key: str
-    start: int
-    stop: int
-    grid: Shape
-    take: Index
-    where: Index
-
-
 class StagedFragment:
     """A fragment's update as it was after the step before `stage`. Any thread may call the methods.
 
     Attributes:
       local: windows of the parameters at that step, on the devices; empty if the island does not want them.
+      of_others: waits for what `loose` gave on the other processes, by process; the owner sets it on the first one.
     """
 
-    def __init__(
-        self, program: OutgoingProgram, copies: Sequence[tuple[Stream, int, Array]], before: Residual, out: _Outputs
-    ) -> None:
+    def __init__(self, bytes_of: OutgoingBytes, copies: Copies, before: Residual, out: _Outputs) -> None:
         self.local = out.local
-        self._program = program
+        self.of_others: Callable[[], Mapping[int, Bytes]] = dict
+        self._bytes = bytes_of
         self._copies = copies
         self._before = before
         self._on_devices = out.residual
         self._lock = threading.Lock()
-        self._encoded: tuple[bytes, Residual] | ValueError | None = None
+        self._loose: list[Buffer] | None = None
+        self._encoded: tuple[bytes | list[Buffer], Residual] | ValueError | None = None
 
-    def encode(self) -> bytes:
+    @property
+    def has_loose(self) -> bool:
+        """Whether the first of several processes needs what `loose` gives on the others, as `of_others`."""
+        return self._bytes.in_parts and bool(self._bytes.on_host)
+
+    def loose(self) -> list[Buffer]:
+        """Wait for the copies; what the first process encodes of what this one has, as pieces."""
+        with self._lock:
+            if self._loose is None:
+                self._loose = self._bytes.loose(self._copies)
+            return self._loose
+
+    def encode(self) -> bytes | list[Buffer]:
         """Wait for the copies and return the payload: `codec.encode` of anchor - local + residual.
 
+        With devices on several processes: this process's part of it (core/parts.py).
+
         Raises:
-          ValueError: the update is not finite, and the format cannot say so.
+          ValueError: the update, or this part of it, is not finite, and the format cannot say so.
         """
         return self._result()[0]
 
@@ -112,18 +118,27 @@ class StagedFragment:
         except ValueError:
             return None
 
-    def _result(self) -> tuple[bytes, Residual]:
+    def _result(self) -> tuple[bytes | list[Buffer], Residual]:
         with self._lock:
             if self._encoded is None:
+                if self.has_loose and self._loose is None:
+                    self._loose = self._bytes.loose(self._copies)
                 try:
-                    payload, on_host = self._program.assemble(self._copies, self._before.on_host)
-                    self._encoded = payload, Residual(self._on_devices, on_host)
+                    self._encoded = self._encode()
                 except ValueError as error:
                     self._encoded = error
                 self._copies = ()
             if isinstance(self._encoded, ValueError):
                 raise self._encoded
             return self._encoded
+
+    def _encode(self) -> tuple[bytes | list[Buffer], Residual]:
+        payload: bytes | list[Buffer]
+        if self._bytes.in_parts:
+            payload, on_host = self._bytes.part(self._copies, self._before.on_host, self.of_others())
+        else:
+            payload, on_host = self._bytes.whole(self._copies, self._before.on_host)
+        return payload, Residual(self._on_devices, on_host)
 
 
 class OutgoingProgram:
@@ -141,7 +156,7 @@ class OutgoingProgram:
 
     def __init__(self, windows: Sequence[Window], format: codec.Format, keep_local: bool) -> None:
         self.compiled: jax.stages.Compiled | None = None
-        self._windows = {window.part.key: window for window in windows}
+        self._bytes = OutgoingBytes(windows, format)
         self._format = format
         self._keep_local = keep_local
         self._mesh = windows[0].sharding.mesh
@@ -149,111 +164,24 @@ class OutgoingProgram:
         self._starts = Starts(windows)
         self.key = (self._tensor_of, *(window.geometry for window in windows))
         self._integer = codec.is_integer(format)
-        self._on_host = {key for key, window in self._windows.items() if self._integer and window.block_dim is None}
-        self._rounded = {key: w for key, w in self._windows.items() if format != "float32" and key not in self._on_host}
-        self._devices = {window.axes: self._representatives(window.axes) for window in windows}
-        self._items = {
-            (stream, number): list(self._items_of(stream, device))
-            for stream in self._streams()
-            for number, device in self._devices[stream[1]]
-        }
 
     def stage(self, params: Params, held: Held) -> StagedFragment:
         """Dispatch the program, and copies of what it makes to the host; returns at once."""
         assert self.compiled is not None, "the program was not compiled"
         tensors = [params[path] for path in self._paths]
         out: _Outputs = self.compiled(tensors, held.anchor, held.residual.on_devices, self._starts.on_devices)
-        named = [(stream, number, out.streams[stream].addressable_data(number)) for stream, number in self._items]
+        named = [(stream, number, out.streams[stream].addressable_data(i)) for stream, number, i in self._bytes.local]
         for _, _, part in named:  # nobody donates these: no copies of them on another kind of memory are needed
             part.copy_to_host_async()
-        return StagedFragment(self, named, held.residual, out)
+        return StagedFragment(self._bytes, named, held.residual, out)
 
     def no_residual(self) -> Residual:
         """Of a fragment of which nothing was sent."""
         on_devices = {
-            axes: jax.device_put(np.zeros(leaf.shape, np.float32), leaf.sharding)
-            for axes, leaf in self._residuals().items()
+            axes: put_array(np.zeros(leaf.shape, np.float32), leaf.sharding) for axes, leaf in self._residuals().items()
         }
-        return Residual(on_devices, {key: np.zeros(self._windows[key].shape, np.float32) for key in self._on_host})
-
-    def assemble(
-        self, copies: Sequence[tuple[Stream, int, Array]], before: HostArrays
-    ) -> tuple[bytes, dict[str, Float32[np.ndarray, "..."]]]:
-        """Wait for what the devices sent, join it, and encode what they left to the host.
-
-        Args:
-          copies: (stream, device's position in the mesh, flat array) of one staged fragment.
-          before: residuals of the tensors that the host encodes.
-
-        Returns:
-          (payload, residuals of these tensors afterwards)
-
-        Raises:
-          ValueError: the update is not finite, and the format cannot say so.
-        """
-        results: dict[str, dict[str, np.ndarray]] = {"codes": {}, "floats": {}}
-        for stream, number, copy in copies:
-            flat, joined = np.asarray(copy), results[stream[0]]
-            for key, start, stop, grid, take, where in self._items[stream, number]:
-                if key not in joined:
-                    joined[key] = np.empty(self._grid(stream[0], key, self._windows[key].shape), flat.dtype)
-                joined[key][where] = flat[start:stop].reshape(grid)[take]
-        nothing, after = np.zeros(0, np.float32), {}
-        parts = {}
-        for key, window in self._windows.items():
-            codes, floats = results["codes"].get(key, nothing), results["floats"].get(key, nothing)
-            if key in self._on_host:
-                update = (floats + before[key]).reshape(-1)
-                codes, floats = codec.quantize_on_host(update, self._format)
-                after[key] = update - codec.dequantize_on_host(codes, floats, update.size, self._format)
-                after[key] = after[key].reshape(window.shape)
-            elif self._format == "float32":
-                codes, floats = floats, nothing
-            parts[key] = codes, floats
-        return codec.pack(parts), after
-
-    # ---- what travels ---------------------------------------------------------------------------------------------
-
-    def _kinds(self, key: str) -> tuple[Literal["codes", "floats"], ...]:
-        """Integer formats have codes, and their scales among the floats; what the host encodes are floats only."""
-        if key not in self._rounded:
-            return ("floats",)
-        return ("codes", "floats") if self._integer else ("codes",)
-
-    def _streams(self) -> list[Stream]:
-        return sorted({(kind, window.axes) for key, window in self._windows.items() for kind in self._kinds(key)})
-
-    def _grid(self, kind: str, key: str, shape: Shape) -> Shape:
-        """Shape of what a stream holds of a slice or window of this shape."""
-        if key not in self._rounded or not self._integer:
-            return shape
-        grid = self._windows[key].block_grid(shape)
-        return (*grid, codec.block_bytes(self._format)) if kind == "codes" else grid
-
-    def _items_of(self, stream: Stream, device: jax.Device) -> Iterator[_Item]:
-        kind, axes = stream
-        start = 0
-        # As the program joins them: the scales of what it rounded come first, then what it did not round.
-        for key, window in sorted(self._windows.items(), key=lambda item: item[0] not in self._rounded):
-            if window.axes != axes or kind not in self._kinds(key):
-                continue
-            grid = self._grid(kind, key, window.local_shape)
-            stop = start + math.prod(grid)
-            shard = window.sharding.devices_indices_map(window.tensor)[device]
-            place = window.place(shard, blocks=key in self._rounded and self._integer)
-            if place is not None:
-                where, take = place
-                yield _Item(key, start, stop, grid, take, where)
-            start = stop
-
-    def _representatives(self, axes: Axes) -> list[tuple[int, jax.Device]]:
-        """One of the devices that hold the same part of what is shared out over `axes`, for each part, by position."""
-        parts = math.prod(self._mesh.shape[axis] for axis in axes)
-        held = NamedSharding(self._mesh, _flat(axes)).devices_indices_map((parts,))
-        first: dict[str, tuple[int, jax.Device]] = {}
-        for number, device in enumerate(self._mesh.devices.flat):
-            first.setdefault(repr(held[device]), (number, device))
-        return list(first.values())
+        on_host = {key: np.zeros(self._bytes.windows[key].shape, np.float32) for key in self._bytes.on_host}
+        return Residual(on_devices, on_host)
 
     # ---- the program ----------------------------------------------------------------------------------------------
 
@@ -263,7 +191,7 @@ class OutgoingProgram:
         def described(shape: Shape, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
 
-        windows = self._windows.values()
+        windows = self._bytes.windows.values()
         anchors = [described(window.shape, window.value_sharding) for window in windows]
         inputs: tuple[Any, ...] = (
             [tensors[path] for path in self._paths],
@@ -272,8 +200,8 @@ class OutgoingProgram:
             self._starts.described,
         )
         outputs = _Outputs(
-            {stream: _flat(stream[1]) for stream in self._streams()},
-            {axes: _flat(axes) for axes in self._residuals()},
+            {stream: flat_spec(stream[1]) for stream in self._bytes.streams},
+            {axes: flat_spec(axes) for axes in self._residuals()},
             [window.spec for window in windows] if self._keep_local else [],
         )
         program = jax.shard_map(
@@ -287,12 +215,14 @@ class OutgoingProgram:
 
     def _residuals(self) -> dict[Axes, jax.ShapeDtypeStruct]:
         sizes: dict[Axes, int] = {}
-        for window in self._rounded.values():
+        for window in self._bytes.rounded.values():
             size = window.num_blocks * codec.BLOCK if self._integer else math.prod(window.local_shape)
             sizes[window.axes] = sizes.get(window.axes, 0) + size
         return {
             axes: jax.ShapeDtypeStruct(
-                (size * len(self._devices[axes]),), np.float32, sharding=NamedSharding(self._mesh, _flat(axes))
+                (size * len(self._bytes.devices[axes]),),
+                np.float32,
+                sharding=NamedSharding(self._mesh, flat_spec(axes)),
             )
             for axes, size in sizes.items()
         }
@@ -304,13 +234,13 @@ class OutgoingProgram:
         plain: dict[Axes, list[Array]] = {}
         rounded: dict[Axes, list[Array]] = {}
         for (key, window), anchor, tensor, start in zip(
-            self._windows.items(), anchors, [tensors[i] for i in self._tensor_of], starts, strict=True
+            self._bytes.windows.items(), anchors, [tensors[i] for i in self._tensor_of], starts, strict=True
         ):
             local = window.cut(tensor, start).astype(jnp.float32)
             if self._keep_local:
                 kept.append(jnp.copy(local))
             update = (window.of_value(anchor, start) - local).reshape(-1)
-            if key not in self._rounded:
+            if key not in self._bytes.rounded:
                 plain.setdefault(window.axes, []).append(update)
             elif self._integer:
                 rounded.setdefault(window.axes, []).append(codec.to_blocks(jnp, update).reshape(-1))
@@ -326,10 +256,6 @@ class OutgoingProgram:
         for axes, parts in plain.items():
             streams["floats", axes] = jnp.concatenate(parts)
         return _Outputs(streams, after, kept)
-
-
-def _flat(axes: Axes) -> PartitionSpec:
-    return PartitionSpec(axes) if axes else PartitionSpec()
 
 
 def _round(update: Float32[Array, "n"], format: codec.Format) -> tuple[Array, Array | None, Float32[Array, "n"]]:

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Int32, Shaped
 
 from diloco_jax.core.codec import BLOCK
 from diloco_jax.core.fragments import Fragment, Slice
+from diloco_jax.training.placement import put_array
 
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
@@ -225,7 +226,7 @@ class Starts:
     @cached_property
     def on_devices(self) -> Int32[Array, "slices"]:
         """The array."""
-        return jax.device_put(self._host, self.described.sharding)
+        return put_array(self._host, self.described.sharding)
 
 
 def tensors_of(windows: Sequence[Window]) -> tuple[tuple[str, ...], tuple[int, ...]]:

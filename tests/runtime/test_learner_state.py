@@ -70,7 +70,9 @@ def staged_state(seed: float = 0.0) -> StagedState:
 
 
 def save(saves: SavedStates, global_step: int, seed: float = 0.0) -> None:
-    saves.save(staged_state(seed), incarnation=5, local_step=40, global_step=global_step, digests=[1 << 63, 0, 3])
+    saves.save(
+        staged_state(seed), lambda: None, incarnation=5, local_step=40, global_step=global_step, digests=[1 << 63, 0, 3]
+    )
     assert saves._saving is not None
     saves._saving.result()
 

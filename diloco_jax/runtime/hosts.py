@@ -1,0 +1,178 @@
+"""How the processes of one island find each other: JAX's distributed runtime, and the island's own network.
+
+Each island has a coordination service of its own, so that the death of one island is nothing to the others. If one of
+an island's processes dies, all of them end, at once; whoever started them starts them all again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import sys
+import urllib.request
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.runtime.global_model import make_setup
+from diloco_jax.runtime.islands import IslandConfig
+from diloco_jax.runtime.settings import RunConfig
+from diloco_jax.transport.group import LEADER, SECRET_BYTES, GroupConfig, GroupLeader, GroupMember
+from diloco_jax.transport.link import split_address
+from diloco_jax.transport.sharded import Dialler
+
+FAILED, STOPPED = 1, 130  # exit status, as the command line has them
+HEARTBEAT_S = 20  # of the coordination service: silence for so long is death; a compiler does not silence it
+START_S = 300  # for all processes of an island to begin
+SHUTDOWN_S = 20  # for all to end, once one of them does
+ADDRESS_BYTES = 256
+PAYLOAD_BYTES_MAX = 1 << 36  # between hosts of an island: the largest leaf of a state, in practice
+METADATA_S = 2.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The processes of this island, as one of them sees them.
+
+    Attributes:
+      host: which one this is; LEADER leads.
+      count: how many there are.
+      group: the connection to the leader, or the leader's to all.
+    """
+
+    host: int
+    count: int
+    group: GroupLeader | GroupMember
+
+
+def join(island: IslandConfig, host: int | None, coordinator: str) -> Hosts | None:
+    """Begin as one process of an island; call before anything else touches a device. None if it has only this one.
+
+    Args:
+      island: ours.
+      host: which one this is; None lets JAX find out, on Cloud TPU.
+      coordinator: host:port of host 0, where it can listen; "" lets JAX find out.
+
+    Raises:
+      ValueError: the island has another number of processes, or is a part of a multislice job.
+      ConnectionError: the others did not come in time.
+    """
+    _forget_multislice()
+    if island.hosts == 1:
+        return None
+    if (host is None) != (not coordinator):
+        raise ValueError("--host and --coordinator belong together; give both, or none on Cloud TPU")
+    if host is not None and not 0 <= host < island.hosts:
+        raise ValueError(f"--host is {host}, but {island.name} has hosts 0 to {island.hosts - 1}; see islands.hosts")
+    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
+    if host is None:
+        _refuse_multislice()
+    else:
+        split_address(coordinator)
+    try:
+        jax.distributed.initialize(
+            coordinator or None,
+            None if host is None else island.hosts,
+            host,
+            initialization_timeout=START_S,
+            heartbeat_timeout_seconds=HEARTBEAT_S,
+            shutdown_timeout_seconds=SHUTDOWN_S,
+            coordinator_bind_address=coordinator or None,  # not on all interfaces, which is the default
+        )
+    except RuntimeError as error:
+        raise ConnectionError(f"the processes of {island.name} did not meet: {error}") from None
+    if jax.process_count() != island.hosts:
+        raise ValueError(
+            f"{island.name} has {jax.process_count()} processes, but its islands.hosts, or its topology, says "
+            f"{island.hosts}; correct one of them"
+        )
+    return _meet(jax.process_index(), island.hosts, coordinator)
+
+
+def _meet(host: int, count: int, coordinator: str) -> Hosts:
+    """The leader makes a secret and listens; where, and the secret, go to the others through JAX."""
+    config = GroupConfig(payload_bytes_max=PAYLOAD_BYTES_MAX, queue_bytes_max=2 * PAYLOAD_BYTES_MAX)
+    told = np.zeros(SECRET_BYTES + ADDRESS_BYTES, np.uint8)
+    leader = None
+    if host == LEADER:
+        own = split_address(coordinator)[0] if coordinator else socket.gethostbyname(socket.gethostname())
+        secret = secrets.token_bytes(SECRET_BYTES)
+        leader = GroupLeader(count, f"{own}:0", secret, config)
+        told[:] = np.frombuffer((secret + leader.address.encode()).ljust(told.size, b"\0"), np.uint8)
+    heard = bytes(np.asarray(multihost_utils.broadcast_one_to_all(told)))
+    if leader is not None:
+        return Hosts(host, count, leader)
+    address = heard[SECRET_BYTES:].rstrip(b"\0").decode()
+    return Hosts(host, count, GroupMember(address, host, count, heard[:SECRET_BYTES], config))
+
+
+def leave(status: int) -> NoReturn:
+    """End this process of an island of several, with this exit status."""
+    if status in (0, STOPPED):
+        try:
+            jax.distributed.shutdown()  # waits for the others: without their coordinator they would abort
+        except RuntimeError as error:
+            log.info(f"the other processes of the island were gone before: {error}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def die(reason: str) -> NoReturn:
+    """End this process at once: without one of its hosts an island cannot go on, and a collective waits for ever."""
+    log.error(f"this island ends: {reason}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(FAILED)
+
+
+def make_dialler(
+    config: RunConfig, plan: FragmentPlan, learner_id: str, incarnation: int, address: str, hosts: Hosts | None
+) -> Dialler:
+    """What connects one process of an island to the syncer at this address."""
+    return Dialler(
+        replace(config.transport, address=address),
+        run_id=config.name,
+        learner_id=learner_id,
+        incarnation=incarnation,
+        shares=make_setup(config, plan).shares,
+        up=config.wire.up,
+        down=config.wire.down,
+        host=LEADER if hosts is None else hosts.host,
+        hosts=1 if hosts is None else hosts.count,
+    )
+
+
+def _forget_multislice() -> None:
+    """An island is one slice: what would join it with others to one job is none of its business."""
+    for name in sorted(name for name in os.environ if name.startswith("MEGASCALE_")):
+        log.info(f"{name}={os.environ.pop(name)} was set; an island is a job of its own, so it is not used")
+
+
+def _refuse_multislice() -> None:
+    """JAX asks Google Cloud's metadata server what the environment does not say."""
+    if not os.path.exists("/dev/accel0") and not os.path.exists("/dev/vfio"):
+        return
+    name = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
+    url = f"http://{name}/computeMetadata/v1/instance/attributes/tpu-env"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know this machine
+    try:
+        with direct.open(request, timeout=METADATA_S) as answer:
+            told = answer.read(1 << 20).decode(errors="replace")
+    except OSError as error:
+        log.info(f"no metadata of this slice: {error}")
+        return
+    if named := [line for line in told.splitlines() if line.strip().startswith("MEGASCALE_")]:
+        raise ValueError(
+            f"this slice was created as a part of a multislice job ({named[0].strip()}); create one slice for each "
+            "island, without --node-count and MEGASCALE_ settings"
+        )

@@ -1,0 +1,117 @@
+"""Islands of two processes with two devices each, as real runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diloco_jax.config import load
+from diloco_jax.runtime import checkpoint
+from diloco_jax.runtime.replay import Replay
+from diloco_jax.runtime.telemetry import read_metrics
+from tests.runtime.helpers import processes_of, run, start, status, wait_for, write_config
+
+pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.timeout(900)]
+
+PATIENCE_S = 400.0
+ISLANDS = {"devices": 4, "hosts": 2, "mesh": {"fsdp": 4}}
+
+
+def pid_of(run_dir: Path, words: str) -> int:
+    return next(pid for pid, command in processes_of(run_dir).items() if re.search(words, command))
+
+
+def shares(run_dir: Path, name: str) -> int:
+    """Rounds that merged a value of this island."""
+    path = run_dir / "metrics.jsonl"
+    rows = read_metrics(path) if path.exists() else []
+    return sum(row["kind"] == "merged" and name in row["members"] for row in rows)
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Any]:
+    """`running(**changes)` starts a run in the background: (process, run_dir)."""
+    started = []
+
+    def begin(**changes: Any) -> Any:
+        config = write_config(tmp_path, islands=ISLANDS, **changes)
+        process = start("train", config, "--run-dir", tmp_path / "run", "--quiet")
+        started.append(process)
+        return process, tmp_path / "run"
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+    for child in processes_of(tmp_path):
+        os.kill(child, signal.SIGKILL)
+
+
+def test_hosts_train_what_one_process_trains_from_the_same_tape(tmp_path: Path) -> None:
+    """Every sum over devices is made in another order, by gloo between processes: equal up to that, and no more.
+
+    float32 on the wire, because rounding to 4 bits would turn a last bit into a whole step of the format. The distance
+    that remains is compared with the way that training went.
+    """
+    config = write_config(
+        tmp_path, islands=ISLANDS, train={"steps": 30, "eval_every": 0}, wire={"up": "float32", "down": "float32"}
+    )
+    done = run("train", config, "--run-dir", tmp_path / "run", "--quiet", timeout_s=PATIENCE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = tmp_path / "run"
+    assert min(shares(run_dir, name) for name in ("island-0", "island-1")) > 3
+    [path] = checkpoint.complete(run_dir / "checkpoints")[:1]
+    trained, _ = checkpoint.load_parameters(path)
+    replay = Replay(load(run_dir / "config.yaml"), run_dir)
+    first = {key: np.array(value) for key, value in replay.model.parameters(replay.model.capture()).items()}
+    replay.run()
+    again = replay.model.parameters(replay.model.capture())
+    way = sum(float(np.sum((again[key] - first[key]) ** 2)) for key in first) ** 0.5
+    apart = sum(float(np.sum((again[key] - trained[key]) ** 2)) for key in first) ** 0.5
+    assert replay.trainer.steps > 60 and way > 0.1
+    assert apart < 1e-3 * way, f"{apart} apart after a way of {way}"
+    refused = run("replay", run_dir)
+    assert refused.returncode == 2 and "hosts" in refused.stderr
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_an_island_that_loses_a_host_is_started_again_as_a_whole_and_alone(running: Any, host: int) -> None:
+    process, run_dir = running(train={"steps": 100_000, "eval_every": 0})
+    wait_for(lambda: shares(run_dir, "island-1") > 2 and shares(run_dir, "island-0") > 2, "training", PATIENCE_S)
+    before, other = shares(run_dir, "island-1"), pid_of(run_dir, "--island island-0")
+    own = {pid for pid, command in processes_of(run_dir).items() if "--island island-1" in command}
+    assert len(own) == 2
+    os.kill(pid_of(run_dir, f"--island island-1 .*--host {host}"), signal.SIGKILL)
+    wait_for(lambda: shares(run_dir, "island-1") > before + 2, "the return of island-1", PATIENCE_S)
+    now = processes_of(run_dir)
+    assert not own & set(now) and other in now
+    assert sum("--island island-1" in command for command in now.values()) == 2
+    assert "took over the state of" in (run_dir / "logs" / "island-1.log").read_text()
+    assert status(run_dir)["global_step"] > 0
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, output
+    assert f"island-1{'.host-1' if host else ''} killed by SIGKILL" in output
+    assert not processes_of(run_dir)
+
+
+def test_a_host_that_is_asked_to_end_ends_its_island_politely(running: Any) -> None:
+    process, run_dir = running(train={"steps": 100_000, "eval_every": 0}, protocol={"quorum": 1})
+    wait_for(lambda: shares(run_dir, "island-1") > 1, "training", PATIENCE_S)
+    follower = pid_of(run_dir, "--island island-1 .*--host 1")
+    os.kill(follower, signal.SIGTERM)
+    words = run_dir / "logs" / "syncer.log"
+    wait_for(lambda: "island-1 left: stopped from outside" in words.read_text(), "a polite leave", PATIENCE_S)
+    wait_for(lambda: follower not in processes_of(run_dir), "its end", PATIENCE_S)
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, output
+    assert "ended with status 130" in output

@@ -1,0 +1,138 @@
+"""One of two processes with two devices each that are an island together; test_hosts.py starts both.
+
+    python -m tests.training.one_host FOLDER PROCESS PORT
+
+It writes what `exercise` gives to FOLDER/PROCESS.npz. The test runs `exercise` too, on an island of one process.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from diloco_jax.core import codec
+from diloco_jax.core.fragments import Fragment, plan_fragments
+from diloco_jax.training.island import Island
+from diloco_jax.training.models.protocol import ModelConfig
+from diloco_jax.training.optimizers import OptimizerConfig
+from diloco_jax.training.sharding import MeshConfig
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+# Rows of 512 elements among others: whole blocks, so that shards of them are rounded on the devices.
+MODEL = {"vocab_size": 16, "dim": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "mlp_dim": 512}
+CASES: Sequence[tuple[dict[str, int], codec.Format]] = (
+    ({"fsdp": 4}, "int4"),
+    ({"data": 2, "fsdp": 2}, "int8"),  # every shard is on both hosts
+    ({"fsdp": 2, "tensor": 2}, "bfloat16"),
+    ({"fsdp": 4}, "float32"),
+)
+FRAGMENTS = 3
+PATIENCE_S = 120.0
+
+
+class Alone:
+    """What a process has for the others, and they for it; nothing where there are no others."""
+
+    def give(self, name: str, mine: bytes) -> None:
+        """Let the others have this, under a name."""
+
+    def take(self, name: str) -> Mapping[int, bytes]:
+        """What the others gave under a name, by process."""
+        return {}
+
+
+class ThroughFiles(Alone):
+    """One of two processes that write files in a folder for each other."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def give(self, name: str, mine: bytes) -> None:
+        """See Alone."""
+        written = self._folder / f"{name}.{jax.process_index()}"
+        unfinished = written.with_name(f"{written.name}-unfinished")
+        unfinished.write_bytes(mine)
+        unfinished.replace(written)
+
+    def take(self, name: str) -> Mapping[int, bytes]:
+        """See Alone."""
+        other = 1 - jax.process_index()
+        theirs, ends_s = self._folder / f"{name}.{other}", time.monotonic() + PATIENCE_S
+        while not theirs.exists():
+            assert time.monotonic() < ends_s, f"the other host did not write {theirs}"
+            time.sleep(0.01)
+        return {other: theirs.read_bytes()}
+
+
+def make_island(mesh: Mapping[str, int], wire: codec.Format) -> Island:
+    """The island of a case, on four devices of however many processes."""
+    config = OptimizerConfig(warmup_steps=0)
+    return Island(ModelConfig(args=MODEL), config, MeshConfig(**mesh), seed=0, devices=jax.devices()[:4], wire=wire)
+
+
+def values_of(fragment: Fragment, seed: int) -> dict[str, np.ndarray]:
+    """Random values of a fragment, the same everywhere."""
+    rng = np.random.default_rng((seed, fragment.fragment_id))
+    return {key: rng.standard_normal(shape).astype(np.float32) for key, shape in fragment.keys_shapes}
+
+
+def exercise(case: int, others: Alone) -> dict[str, np.ndarray]:
+    """Adopt, stage and encode every fragment twice, then load, step, and stage a whole state.
+
+    Args:
+      case: which of CASES.
+      others: what other processes of the island have.
+    """
+    mesh, wire = CASES[case]
+    island = make_island(mesh, wire)
+    axes = {path: min(1, len(shape) - 1) for path, shape in island.shapes.items()}
+    plan = plan_fragments(island.shapes, FRAGMENTS, split_axis=axes)
+    found: dict[str, np.ndarray] = {}
+    for fragment in plan.fragments:
+        sent = None
+        for turn in range(2):
+            island.adopt(fragment, values_of(fragment, turn), sent=sent)
+            island._overwrite(fragment, values_of(fragment, 10 + turn))
+            sent = island.stage(fragment)
+            name = f"{case}-{fragment.fragment_id}-{turn}"
+            if sent.has_loose:
+                others.give(name, b"".join(sent.loose()))
+                sent.of_others = partial(others.take, name)
+            found[name] = np.frombuffer(_flat(sent.encode()), np.uint8)
+    texts = [program.as_text() or "" for program in island.exchange._compiled.values()]
+    found[f"{case}-collectives"] = np.array([name in text for text in texts for name in COLLECTIVES])
+    state = island.stage_state()
+    names = {leaf.name: f"{case}-state-{number}" for number, leaf in enumerate(state.layout.leaves)}
+    for leaf, name in names.items():
+        others.give(name, b"".join(state.loose(leaf)))
+    state.of_others = lambda leaf: others.take(names[leaf])
+    whole = state.value()
+    island.load_state({name: value / 2 if value.dtype == np.float32 else value for name, value in whole.items()})
+    tokens = np.arange(8 * 9, dtype=np.int32).reshape(8, 9) % 16
+    losses = [island.wait(island.step(island.put_batch(tokens), 1e-3))["loss"] for _ in range(3)]
+    return found | {f"{case}-losses": np.array(losses)} | {f"{case}/{name}": value for name, value in whole.items()}
+
+
+def _flat(payload: bytes | list[codec.Bytes]) -> bytes:
+    return payload if isinstance(payload, bytes) else b"".join(payload)
+
+
+def main() -> None:
+    """Run all cases as one of the two processes."""
+    folder, host, port = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, host, coordinator_bind_address=f"127.0.0.1:{port}")
+    found: dict[str, np.ndarray] = {}
+    for case in range(len(CASES)):
+        found |= exercise(case, ThroughFiles(folder))
+    np.savez(folder / f"{host}.npz", **{name.replace("/", "|"): value for name, value in found.items()})
+
+
+if __name__ == "__main__":
+    main()
