@@ -214,8 +214,8 @@ class RunConfig:
             )
 
     def _check_vocabulary(self) -> None:
-        """An embedding clamps ids that it does not have, silently; only the built-in decoder says how many it has."""
-        if self.model.module != ModelConfig().module:
+        """An embedding clamps ids that it does not have, silently; only the built-in models say how many they have."""
+        if not self.model.module.startswith("diloco_jax.training.models."):
             return
         have = self.model.args.get("vocab_size", 256)
         need = 256 if self.data.format == "bytes" else self.data.vocab_size

@@ -75,7 +75,6 @@ class Blueprint:
         self.mesh = make_mesh(mesh, devices)
         self.layout = Layout(self.mesh, mesh.all_rules())
         described = _describe_model(model, seed)
-        self._accumulate_steps = optimizer.accumulate_steps
         self.shapes = {path: tuple(value.shape) for path, value in described.params.items()}
         self.stacked = frozenset(path for path, names in described.axes.items() if names[:1] == ("layers",))
         self._shardings = {
@@ -110,11 +109,10 @@ class Blueprint:
         Raises:
           ValueError: the devices cannot share it equally.
         """
-        parts = self.layout.batch_parts * self._accumulate_steps
-        if shape[0] % parts:
+        if shape[0] % self.layout.batch_parts:
             raise ValueError(
-                f"a batch of {shape[0]} sequences cannot be split into {parts} parts ({self.layout.batch_parts} of the "
-                f"mesh, optimizer.accumulate_steps {self._accumulate_steps}); make the batch size a multiple of {parts}"
+                f"a batch of {shape[0]} sequences cannot be split over the mesh {dict(self.mesh.shape)}; make the "
+                f"batch size a multiple of {self.layout.batch_parts}"
             )
         return self.layout.sharding(shape, ("batch", None))
 

@@ -26,15 +26,15 @@ Rules = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that shar
 # Dimensions get mesh axes from left to right, and a mesh axis is used once per array. So fsdp shards the first
 # dimension of every matrix: D of [D, F], F of [F, D], V of [V, D]. Wire blocks are 256 consecutive elements of a
 # flattened tensor: a shard of whole rows holds whole blocks; one of a few columns does not, and could not be encoded on
-# a device.
+# a device. What is no expert's own lies over fsdp and `expert` alike.
 AXIS_RULES: Rules = {
     "batch": ("data", "fsdp", "expert"),
     "expert_batch": ("data", "fsdp"),  # of tokens on their way through the experts
     "expert": ("expert",),
-    "embed": ("fsdp",),
-    "mlp": ("tensor", "fsdp"),
-    "heads": ("tensor", "fsdp"),
-    "vocab": ("tensor", "fsdp"),
+    "embed": ("fsdp", "expert"),
+    "mlp": ("tensor", "fsdp", "expert"),
+    "heads": ("tensor", "fsdp", "expert"),
+    "vocab": ("tensor", "fsdp", "expert"),
 }
 
 
@@ -49,7 +49,7 @@ class MeshConfig:
     """Devices that share one copy of the parameters and split the batch; -1 = all devices that remain."""
 
     expert: int = 1
-    """Devices that share the experts of a mixture and split the batch; -1 = all devices that remain."""
+    """Devices that share the experts of a mixture, and work like fsdp on all else; -1 = all devices that remain."""
 
     tensor: int = 1
     """Devices that split heads, MLP width and vocabulary of one example; -1 = all devices that remain."""

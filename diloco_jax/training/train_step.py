@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Shaped
 
 from diloco_jax.training.models.protocol import Batch, GraphDef, Metrics, Params, TrainableModel, join_model
-from diloco_jax.training.sharding import constrain
+from diloco_jax.training.sharding import constrain, current_layout
 
 T = TypeVar("T")
 
@@ -75,9 +75,18 @@ def make_train_step(
 def _micro_batches(batch: Batch, count: int) -> Batch:
     """[b, ...] as [count, b / count, ...]; every device deals out the sequences that it has."""
 
+    layout = current_layout()
+    parts = 1 if layout is None else layout.batch_parts
+    size = len(next(iter(batch.values())))
+    if size % (parts * count):
+        raise ValueError(
+            f"a batch of {size} sequences cannot be split over {parts} devices in optimizer.accumulate_steps {count}; "
+            f"make the batch size a multiple of {parts * count}"
+        )
+
     def deal_out(x: Shaped[Array, "b ..."]) -> Shaped[Array, "n m ..."]:
-        parts = x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1)
-        return constrain(parts, None, "batch", *(None,) * (x.ndim - 1))
+        micro = x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1)
+        return constrain(micro, None, "batch", *(None,) * (x.ndim - 1))
 
     return {name: deal_out(x) for name, x in batch.items()}
 

@@ -23,7 +23,7 @@ MakeIsland = Callable[..., Island]
 
 @pytest.fixture(scope="session")
 def make_island() -> MakeIsland:
-    """`make_island(data=2, fsdp=2)` on as many devices as the mesh has; `optimizer=` and `args=` replace the usual.
+    """`make_island(data=2, fsdp=2)` on as many devices as the mesh has; other arguments replace the usual.
 
     Asked again for the same it returns the same island, back in its first state: a compiled step is seconds of work.
     """
@@ -33,12 +33,13 @@ def make_island() -> MakeIsland:
         *,
         optimizer: OptimizerConfig | None = None,
         args: dict[str, object] | None = None,
+        module: str = ModelConfig().module,
         wire: codec.Format = "float32",
         rebase: bool = False,
         **mesh: int,
     ) -> Island:
         config = MeshConfig(**mesh)
-        key = repr((config, optimizer, args, wire, rebase))
+        key = repr((config, optimizer, module, args, wire, rebase))
         if key in made:
             island, (host, shardings) = made[key]
             # Through a program: device_put alone may leave the island on NumPy's memory, which cannot be donated.
@@ -48,7 +49,7 @@ def make_island() -> MakeIsland:
             return island
         count = config.data * config.fsdp * config.expert * config.tensor
         island = Island(
-            ModelConfig(args={**TINY, **(args or {})}),
+            ModelConfig(module=module, args={**TINY, **(args or {})}),
             optimizer or OptimizerConfig(warmup_steps=0),
             config,
             seed=0,

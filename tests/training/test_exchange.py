@@ -17,7 +17,7 @@ from diloco_jax.training.windows import windows_of
 
 MakeIsland = Callable[..., Island]
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
-MESHES = [{}, {"data": 2}, {"fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2}]
+MESHES = [{}, {"data": 2}, {"fsdp": 4}, {"fsdp": 2, "expert": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2}]
 IDS = ["one", "data2", "fsdp4", "all8", "four"]
 # Rows of 512 elements among others: whole blocks, so that shards of them are rounded on the devices.
 WIDE = {"dim": 32, "mlp_dim": 512, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}

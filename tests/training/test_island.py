@@ -31,7 +31,7 @@ def one_device_losses(make_island: MakeIsland, batches: list[np.ndarray]) -> lis
 
 @pytest.mark.parametrize(
     "mesh",
-    [{"data": 4}, {"fsdp": 4}, {"tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}],
+    [{"data": 4}, {"fsdp": 4}, {"tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "expert": 2}],
     ids=lambda m: "-".join(f"{k}{v}" for k, v in m.items()),
 )
 def test_the_mesh_does_not_change_the_trajectory(
@@ -46,6 +46,17 @@ def test_the_mesh_does_not_change_the_trajectory(
     assert kernel.addressable_shards[0].data.size * share == kernel.size
     moments = [v for v in jax.tree.leaves(island.state.opt_state) if v.shape == kernel.shape]
     assert moments and all(m.sharding.shard_shape(m.shape) == kernel.sharding.shard_shape(m.shape) for m in moments)
+
+
+def test_neither_remat_nor_chunks_nor_micro_batches_change_the_trajectory(
+    make_island: MakeIsland, batches: list[np.ndarray], one_device_losses: list[float]
+) -> None:
+    for remat, count in (("full", 2), ("dots_with_no_batch_dims_saveable", 1)):
+        optimizer = OptimizerConfig(warmup_steps=0, accumulate_steps=count)
+        island = make_island(fsdp=4, optimizer=optimizer, args={"remat": remat, "loss_chunk": 8})
+        np.testing.assert_allclose(train(island, batches), one_device_losses, rtol=2e-4)
+    with pytest.raises(ValueError, match="make the batch size a multiple of 2"):
+        make_island(expert=2).put_batch(batches[0][:3])
 
 
 def test_training_learns(one_device_losses: list[float]) -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from diloco_jax.training.sharding import Layout, MeshConfig, constrain, make_mesh, use_layout
+from diloco_jax.core import codec
+from diloco_jax.core.fragments import FragmentConfig, plan_fragments
+from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.models.protocol import ModelConfig
+from diloco_jax.training.optimizers import OptimizerConfig
+from diloco_jax.training.sharding import Layout, MeshConfig, constrain, gather, make_mesh, use_layout
+from diloco_jax.training.windows import windows_of
 
 
 def layout(**sizes: int) -> Layout:
@@ -41,6 +50,72 @@ def test_names_become_mesh_axes_where_they_divide() -> None:
     assert two.sharding((6, 8), ("vocab", "embed")).spec == P(("tensor",), ("fsdp",))
     with pytest.raises(ValueError, match="one name per dimension"):
         two.sharding((8, 8), ("embed",))
+
+
+def test_rules_of_a_mesh_take_the_place_of_the_defaults() -> None:
+    config = MeshConfig(data=2, fsdp=2, rules={"embed": ("data", "fsdp"), "mlp": ()})
+    mine = Layout(make_mesh(config, jax.devices()[:4]), config.all_rules())
+    assert mine.sharding((8, 8), ("embed", "mlp")).spec == P(("data", "fsdp"), None)
+    assert mine.sharding((8, 8), ("vocab", None)).spec == P(("fsdp",), None)
+    assert mine.gathers and not layout(data=2, tensor=2).gathers
+    with pytest.raises(ValueError, match=r"mesh\.rules\.embed names the mesh axis 'fdsp'; choose from data, fsdp"):
+        MeshConfig(rules={"embed": ("fdsp",)})
+    with pytest.raises(ValueError, match="each mesh axis once"):
+        MeshConfig(rules={"embed": ("fsdp", "fsdp")})
+
+
+def test_what_splits_the_batch_is_counted() -> None:
+    assert MeshConfig(data=-1, expert=2, tensor=2).batch_parts(8) == 4
+    assert MeshConfig(fsdp=4, rules={"batch": ("data",)}).batch_parts(4) == 1
+    assert layout(fsdp=2, expert=2, tensor=2).batch_parts == 4
+
+
+def test_a_weight_is_gathered_along_what_splits_the_batch_but_experts_stay() -> None:
+    two = layout(fsdp=2, expert=2, tensor=2)
+    assert two.sharding((8, 8), ("embed", "mlp")).spec == P(("fsdp", "expert"), ("tensor",))
+    assert two.gathered((8, 8), ("embed", "mlp")).spec == P(None, ("tensor",))
+    assert two.gathered((8, 8), ("mlp", "embed")).spec == P(("tensor",), None)
+    assert two.sharding((4, 8, 8), ("expert", "embed", "mlp")).spec == P(("expert",), ("fsdp",), ("tensor",))
+    assert two.gathered((4, 8, 8), ("expert", "embed", "mlp")).spec == P(("expert",), None, ("tensor",))
+
+
+def test_a_gathered_weight_has_the_same_value_and_its_gradient_lies_like_the_weight() -> None:
+    two = layout(fsdp=2, tensor=2)
+    stored = two.sharding((4, 6), ("embed", "mlp"))
+    weight = jax.device_put(jnp.arange(24.0).reshape(4, 6), stored)
+
+    @jax.jit
+    def step(weight):
+        with use_layout(two):
+            used = gather(weight, "embed", "mlp")
+            return used, jax.grad(lambda w: jnp.sum(gather(w, "embed", "mlp") ** 2))(weight)
+
+    used, gradient = step(weight)
+    assert used.sharding.is_equivalent_to(two.gathered((4, 6), ("embed", "mlp")), 2)
+    assert gradient.sharding.is_equivalent_to(stored, 2)
+    np.testing.assert_array_equal(used, weight)
+    np.testing.assert_array_equal(gradient, 2 * np.asarray(weight))
+
+
+# Rows are shorter than a block of 256 elements: a shard of an eighth of each row would cut blocks.
+WIDTHS = {"dim": 64, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "mlp_dim": 128, "num_layers": 2}
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("module", ["decoder:Decoder", "moe:MoeDecoder"])
+def test_every_shard_holds_whole_wire_blocks(module: str, scan_layers: bool) -> None:
+    model = ModelConfig(module=f"diloco_jax.training.models.{module}", args={**WIDTHS, "scan_layers": scan_layers})
+    blueprint = Blueprint(model, OptimizerConfig(), MeshConfig(fsdp=8), jax.devices(), seed=0)
+    axes = FragmentConfig().axes(blueprint.shapes)
+    plan = plan_fragments(blueprint.shapes, 6, split_axis=axes)
+    for window in (w for fragment in plan.fragments for w in windows_of(fragment, blueprint.tensors)):
+        assert window.block_dim is not None, window.part.key
+        large = math.prod(window.tensor) >= 8 * codec.BLOCK
+        assert not large or math.prod(window.sharding.shard_shape(window.tensor)) == math.prod(window.tensor) // 8
+    old = MeshConfig(fsdp=8, rules={"mlp": ("tensor",), "heads": ("tensor",), "vocab": ("tensor",)})
+    cut = Blueprint(model, OptimizerConfig(), old, jax.devices(), seed=0)
+    windows = [w for fragment in plan.fragments for w in windows_of(fragment, cut.tensors)]
+    assert any(window.block_dim is None for window in windows)
 
 
 def test_constrain_pins_inside_an_island_and_does_nothing_outside() -> None:

@@ -29,3 +29,28 @@ def test_a_step_follows_the_negative_gradient_and_reports_its_norm() -> None:
     for index in ((0, 0), (3, 2)):
         losses = [float(loss_of({**params, path: params[path].at[index].add(sign * nudge)})) for sign in (1, -1)]
         assert gradient[path][index] == pytest.approx((losses[0] - losses[1]) / (2 * nudge), abs=2e-3)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_micro_batches_make_the_step_of_the_whole_batch(count: int) -> None:
+    graphdef, params = split_model(load_model("diloco_jax.training.models.decoder:Decoder", ARGS, 0))
+    tx = optax.adam(1.0)
+    rng = np.random.default_rng(0)
+    batch = {"tokens": jnp.asarray(rng.integers(0, 8, (8, 6)), jnp.int32)}
+    found = []
+    for accumulate_steps in (1, count):
+        step = jax.jit(make_train_step(graphdef, tx, accumulate_steps))
+        found.append(step(TrainState(params, tx.init(params)), batch, jnp.float32(0.1)))
+    (whole, whole_metrics), (parts, parts_metrics) = found
+    for path in params:  # moments, not parameters: adam's first step is the gradient's sign
+        np.testing.assert_allclose(parts.opt_state[0].mu[path], whole.opt_state[0].mu[path], atol=1e-7)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(parts_metrics[name], whole_metrics[name], rtol=1e-5)
+
+
+def test_a_batch_that_cannot_be_split_is_refused() -> None:
+    graphdef, params = split_model(load_model("diloco_jax.training.models.decoder:Decoder", ARGS, 0))
+    tx = optax.sgd(1.0)
+    with pytest.raises(ValueError, match="make the batch size a multiple of 3"):
+        batch = {"tokens": jnp.zeros((4, 6), jnp.int32)}
+        make_train_step(graphdef, tx, 3)(TrainState(params, tx.init(params)), batch, jnp.float32(0.1))

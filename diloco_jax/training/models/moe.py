@@ -24,7 +24,6 @@ from diloco_jax.training.models.decoder import ACTIVATIONS, Block, Decoder, Deco
 from diloco_jax.training.models.protocol import Batch, Metrics
 from diloco_jax.training.sharding import constrain, gather
 
-ROUTER_AXES = ("embed", None)
 IN_AXES, OUT_AXES = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
 
 
@@ -121,7 +120,7 @@ class MoeBlock(Block):
         init = nnx.initializers.lecun_normal()
         each = nnx.initializers.lecun_normal(batch_axis=0)
         into, out = nnx.with_partitioning(each, IN_AXES), nnx.with_partitioning(each, OUT_AXES)
-        self.router = nnx.Param(nnx.with_partitioning(init, ROUTER_AXES)(rngs.params(), (c.dim, c.num_experts)))
+        self.router = nnx.Param(init(rngs.params(), (c.dim, c.num_experts)))
         self.experts_gate = nnx.Param(into(rngs.params(), (c.num_experts, c.dim, c.mlp_dim)))
         self.experts_up = nnx.Param(into(rngs.params(), (c.num_experts, c.dim, c.mlp_dim)))
         self.experts_down = nnx.Param(out(rngs.params(), (c.num_experts, c.mlp_dim, c.dim)))
@@ -129,7 +128,7 @@ class MoeBlock(Block):
     def mlp(self, x: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Metrics]:
         """The mixture of the normalised stream; `balance` and `dropped` of this layer."""
         c = self.config
-        logits = x.astype(jnp.float32) @ gather(self.router[...], *ROUTER_AXES)
+        logits = x.astype(jnp.float32) @ self.router[...]
         routes = jax.vmap(lambda one: route(one, c.experts_per_token, c.capacity(x.shape[1])))(logits)
         # An empty slot has an index behind the sequence, which reads as zeros.
         slots = jax.vmap(lambda one, tokens: one.at[tokens].get(mode="fill", fill_value=0))(x, routes.tokens)

@@ -1,0 +1,53 @@
+"""The chunked loss against the plain one, values and gradients, on one device and on a mesh."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco_jax.training.models.losses import TABLE_AXES, chunked_cross_entropy, cross_entropy, logits_of
+from diloco_jax.training.sharding import Layout, MeshConfig, gather, make_mesh, use_layout
+
+rng = np.random.default_rng(3)
+X = jnp.asarray(rng.normal(size=(4, 6, 8)), jnp.float32)
+TABLE = jnp.asarray(rng.normal(size=(32, 8)), jnp.float32)
+LABELS = jnp.asarray(rng.integers(0, 32, (4, 6)), jnp.int32)
+
+
+def plain(x: jax.Array, table: jax.Array) -> jax.Array:
+    return cross_entropy(logits_of(x, gather(table, *TABLE_AXES)), LABELS)
+
+
+@pytest.mark.parametrize("chunk", [4, 8, 32])
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 2, "tensor": 2}], ids=["one", "four"])
+def test_chunks_change_neither_the_loss_nor_its_gradient(mesh: dict[str, int], chunk: int) -> None:
+    config = MeshConfig(**mesh)
+    layout = Layout(make_mesh(config, jax.devices()[: config.fsdp * config.tensor]))
+
+    @jax.jit
+    def chunked(x, table):
+        with use_layout(layout):
+            return jax.value_and_grad(
+                lambda x, table: 3 * chunked_cross_entropy(x, table, LABELS, chunk), argnums=(0, 1)
+            )(x, table)
+
+    loss, gradients = chunked(X, jax.device_put(TABLE, layout.sharding(TABLE.shape, TABLE_AXES)))
+    want, wanted = jax.value_and_grad(lambda x, table: 3 * plain(x, table), argnums=(0, 1))(X, TABLE)
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    for got, expected in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    loss = chunked_cross_entropy(100 * X, 100 * TABLE, LABELS, 8)
+    np.testing.assert_allclose(loss, plain(100 * X, 100 * TABLE), rtol=1e-5)
+
+
+def test_chunks_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"loss_chunk is 5; it must divide vocab_size \(32\)"):
+        chunked_cross_entropy(X, TABLE, LABELS, 5)
+    layout = Layout(make_mesh(MeshConfig(fsdp=8), jax.devices()))
+    with use_layout(layout), pytest.raises(ValueError, match="multiple of the 8 parts"):
+        chunked_cross_entropy(X, TABLE, LABELS, 4)

@@ -1,0 +1,121 @@
+"""The mixture of experts against a few lines of NumPy, and what must hold for any routing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from diloco_jax.training.island import Island
+from diloco_jax.training.models.moe import MoeBlock, MoeConfig, MoeDecoder, route
+from diloco_jax.training.models.protocol import join_model, split_model
+
+MODULE = "diloco_jax.training.models.moe:MoeDecoder"
+TINY = {"vocab_size": 11, "dim": 8, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "mlp_dim": 12}
+rng = np.random.default_rng(7)
+
+
+def block(**changes: object) -> MoeBlock:
+    with nnx.use_eager_sharding(False):
+        return MoeBlock(MoeConfig(**{**TINY, "num_experts": 4, **changes}), rngs=nnx.Rngs(0))
+
+
+def reference(p: dict[str, np.ndarray], x: np.ndarray, c: MoeConfig) -> tuple[np.ndarray, float]:
+    """One token after the other, [t, d]; and the share of dropped choices."""
+
+    def gelu(a):
+        return 0.5 * a * (1 + np.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3)))
+
+    used, dropped, y = np.zeros(c.num_experts, int), 0, np.zeros_like(x)
+    for t, token in enumerate(x):
+        e = np.exp(token @ p["router"])
+        best = np.argsort(-e)[: c.experts_per_token]
+        for i in best:
+            if used[i] < c.capacity(len(x)):
+                hidden = gelu(token @ p["experts_gate"][i]) * (token @ p["experts_up"][i])
+                y[t] += e[i] / e[best].sum() * (hidden @ p["experts_down"][i])
+            else:
+                dropped += 1
+            used[i] += 1
+    return y, dropped / (len(x) * c.experts_per_token)
+
+
+@pytest.mark.parametrize(("chosen", "factor"), [(1, 0.5), (2, 1.0), (2, 2.0), (4, 1.0)])
+def test_the_layer_is_the_numpy_reference(chosen: int, factor: float) -> None:
+    layer = block(experts_per_token=chosen, capacity_factor=factor)
+    x = rng.normal(size=(3, 10, 8)).astype(np.float32)
+    y, metrics = jax.jit(lambda x: layer.mlp(x))(jnp.asarray(x))
+    p = {path: np.asarray(v, np.float64) for path, v in split_model(layer)[1].items()}
+    wanted = [reference(p, one.astype(np.float64), layer.config) for one in x]
+    np.testing.assert_allclose(y, np.stack([w[0] for w in wanted]), atol=2e-5)
+    assert float(metrics["dropped"]) == pytest.approx(np.mean([w[1] for w in wanted]), abs=1e-6)
+    assert (float(metrics["dropped"]) > 0) == (factor < 4 / chosen)
+
+
+def test_slots_hold_the_tokens_that_chose_them() -> None:
+    logits = jnp.asarray(rng.normal(size=(12, 4)), jnp.float32)
+    found = route(logits, 2, 3)
+    for t in range(12):
+        for expert, slot, weight in zip(found.experts[t], found.slots[t], found.weights[t], strict=True):
+            assert (weight > 0) == (slot < 3)
+            assert slot >= 3 or found.tokens[expert, slot] == t
+    assert int((found.tokens < 12).sum()) == int((found.weights > 0).sum())
+
+
+def test_balance_is_one_if_even_and_the_number_of_experts_if_one_takes_all() -> None:
+    even = jnp.asarray(30 * np.tile(np.eye(4), (2, 1)), jnp.float32)
+    assert float(route(even, 1, 8).balance) == pytest.approx(1)
+    one = jnp.asarray(30 * np.eye(4)[[0] * 8], jnp.float32)
+    assert float(route(one, 1, 8).balance) == pytest.approx(4)
+
+
+def test_the_future_does_not_reach_the_past() -> None:
+    model = MoeDecoder(MoeConfig(**TINY, num_experts=4, capacity_factor=0.5), rngs=nnx.Rngs(0))
+    tokens = np.array([[3, 1, 4, 1, 5, 9, 2, 6]], np.int32)
+    changed = tokens.copy()
+    changed[:, 5:] = 0
+    before, after = (np.asarray(model(jnp.asarray(t))) for t in (tokens, changed))
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+
+
+def test_the_loss_is_the_cross_entropy_and_the_gradient_balances_too() -> None:
+    tokens = {"tokens": jnp.asarray(rng.integers(0, 11, (2, 9)), jnp.int32)}
+    found = []
+    for coefficient in (0.0, 1.0):
+        model = MoeDecoder(MoeConfig(**TINY, num_experts=4, balance_coefficient=coefficient), rngs=nnx.Rngs(0))
+        graphdef, params = split_model(model)
+        found.append(jax.value_and_grad(lambda p, g=graphdef: join_model(g, p).loss(tokens)[0])(params))
+    assert float(found[0][0]) == pytest.approx(float(found[1][0]), rel=1e-6)
+    path = "blocks/0/router"
+    assert np.abs(found[0][1][path] - found[1][1][path]).max() > 1e-4
+
+
+def test_experts_on_a_mesh_follow_the_trajectory_of_one_device(
+    make_island: Callable[..., Island], batches: list[np.ndarray]
+) -> None:
+    losses = []
+    for mesh in ({}, {"fsdp": 2, "expert": 2}):
+        island = make_island(module=MODULE, args={"num_layers": 1, "num_experts": 4, "scan_layers": True}, **mesh)
+        steps = [island.wait(island.step(island.put_batch(b), 1e-2)) for b in batches]
+        losses.append([metrics["loss"] for metrics in steps])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-4)
+    assert set(steps[0]) == {"loss", "grad_norm", "balance", "dropped"} and losses[0][-1] < 0.95 * losses[0][0]
+    gate = island.state.params["blocks/experts_gate"]
+    assert gate.shape == (1, 4, 16, 32) and gate.sharding.shard_shape(gate.shape) == (1, 2, 8, 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts_per_token": 5}, r"use 1 to num_experts \(4\)"),
+        ({"capacity_factor": 0.0}, "must be > 0"),
+        ({"num_heads": 0}, "at least 1"),
+    ],
+)
+def test_impossible_settings_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MoeConfig(**{**TINY, "num_experts": 4, **changes})
