@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     known.overrides = rest
     known.leave = None
-    status = _status_of(known)
-    if known.leave is not None:  # one of several processes of an island, which end in their own way
+    try:
+        status = _status_of(known)
+    except Exception:
+        if known.leave is None:
+            raise
+        traceback.print_exc()
+        status = FAILED
+    if (
+        known.leave is not None
+    ):  # one of several processes of an island: the interpreter's end would wait for the others
         known.leave(status)
     if any(thread.name == COMPILER for thread in threading.enumerate()):
         sys.stdout.flush()

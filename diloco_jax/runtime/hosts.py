@@ -103,7 +103,7 @@ def _meet(host: int, count: int, coordinator: str) -> Hosts:
     told = np.zeros(SECRET_BYTES + ADDRESS_BYTES, np.uint8)
     leader = None
     if host == LEADER:
-        own = split_address(coordinator)[0] if coordinator else socket.gethostbyname(socket.gethostname())
+        own = split_address(coordinator)[0] if coordinator else _own_address()
         secret = secrets.token_bytes(SECRET_BYTES)
         leader = GroupLeader(count, f"{own}:0", secret, config)
         told[:] = np.frombuffer((secret + leader.address.encode()).ljust(told.size, b"\0"), np.uint8)
@@ -112,6 +112,13 @@ def _meet(host: int, count: int, coordinator: str) -> Hosts:
         return Hosts(host, count, leader)
     address = heard[SECRET_BYTES:].rstrip(b"\0").decode()
     return Hosts(host, count, GroupMember(address, host, count, heard[:SECRET_BYTES], config))
+
+
+def _own_address() -> str:
+    """Of the interface that leads to other machines; the name of a machine often leads to itself."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nowhere:
+        nowhere.connect(("10.255.255.255", 9))  # chooses a route, and sends nothing
+        return str(nowhere.getsockname()[0])
 
 
 def leave(status: int) -> NoReturn:

@@ -242,7 +242,8 @@ def child_environment(config: RunConfig, name: str) -> Mapping[str, str]:
     environment[PARENT_ENV] = str(os.getpid())
     environment["PYTHONUNBUFFERED"] = "1"
     own = config.island(name)
-    devices = own.devices // own.hosts if name != "syncer" else 1
+    hosts = own.hosts if config.algorithm == "decoupled" else 1  # the data-parallel trainer is one process
+    devices = own.devices // hosts if name != "syncer" else 1
     if name == CONTROLLER:
         devices = sum(config.island(each).devices for each in config.islands.names)
     if devices:

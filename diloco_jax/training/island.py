@@ -233,7 +233,10 @@ class Island:
             self._overwrite(fragment, take(params, fragment))
 
     def parameters(self) -> HostValues:
-        """Host copies of all parameters {path: float32 array}; blocks until the running step is done."""
+        """Host copies of all parameters {path: float32 array}; blocks until the running step is done.
+
+        Only on an island of one process.
+        """
         return {path: np.array(value, np.float32) for path, value in jax.device_get(self.state.params).items()}
 
     def load(self, params: Mapping[str, Float[np.ndarray, "..."]]) -> None:

@@ -114,14 +114,19 @@ def _bounds(index: Index, shape: tuple[int, ...]) -> Index:
 
 
 def _elsewhere(array: Shaped[Array, "..."]) -> dict[int, list[Index]]:
-    """Where what other processes have of an array belongs, in the order of their devices."""
+    """Where what other processes have of an array belongs, in the order of `StagedState.loose`."""
     found: dict[int, list[Index]] = {}
     if not array.is_fully_addressable:
-        for shard in array.global_shards:
+        for shard in _in_order(array.global_shards):
             process = shard.device.process_index
             if shard.replica_id == 0 and process != jax.process_index():
                 found.setdefault(process, []).append(_bounds(shard.index, array.shape))
     return found
+
+
+def _in_order(shards: Sequence[jax.Shard]) -> list[jax.Shard]:
+    """The same on every process; JAX lists its own and all shards in different orders."""
+    return sorted(shards, key=lambda shard: [index.start or 0 for index in shard.index])
 
 
 def _fill(array: Shaped[np.ndarray, "..."], places: Sequence[Index], received: Bytes) -> None:
@@ -148,7 +153,7 @@ def stage_leaves(arrays: Mapping[str, Shaped[Array, "..."]], layout: StateLayout
     plan: list[tuple[str, Index]] = []
     sources: list[Shaped[Array, "..."]] = []
     for name, array in arrays.items():
-        for shard in array.addressable_shards:
+        for shard in _in_order(array.addressable_shards):
             if shard.replica_id == 0:  # once, however many devices hold it
                 plan.append((name, _bounds(shard.index, array.shape)))
                 sources.append(shard.data)
