@@ -56,7 +56,7 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
     side = dialled(config.transport, name, address)
     need = needs(config, island)
     checks = [_check_config(config, island, need.parameters)]
-    checks += check_link(config, side, need.traffic, seconds)
+    checks += check_link(config, side, need, seconds)
     checks += [check_data(config), check_memory(need.memory_bytes), check_disk(need.disk_bytes, run_dir)]
     own = config.island(island)
     if island and not own.devices and not config.islands.pathways:
@@ -114,6 +114,7 @@ def listening(config: RunConfig) -> Iterator[list[str]]:
     if not port:
         raise ValueError(f"transport.address is {config.transport.address}; --listen needs a port, such as :50051")
     shards = range(1, config.syncer.shards + 1) if config.syncer.shards > 1 else range(0)
+    settings = needs(config).settings
     with ExitStack() as stack:
         found = []
         for offset in (0, *shards):
@@ -122,6 +123,7 @@ def listening(config: RunConfig) -> Iterator[list[str]]:
             listener = listen(transport, run_id=config.name, shards=told)
             stack.callback(listener.close, 0.0)
             listener.stop_admitting()
+            listener.desk.settings = settings
             found.append(listener.address)
         yield found
 

@@ -29,8 +29,9 @@ def check_data(config: RunConfig) -> Check:
     except (ValueError, OSError) as error:
         return of_error("data", error, "correct data.path on this machine")
     windows = len(source.train)
-    epochs = config.train.steps * config.train.batch_size / windows
-    return Check("data", "ok", f"{config.data.path}: {windows} training windows; the run reads {epochs:.2g} times that")
+    share = config.train.steps * config.train.batch_size / windows
+    read = f"reads them {share:.1f} times" if share > 1 else f"reads {share:.2%} of them"
+    return Check("data", "ok", f"{config.data.path}: {windows:,} training windows, the run {read}")
 
 
 def check_memory(need_bytes: int, path: Path = MEMORY) -> Check:
@@ -65,7 +66,8 @@ def check_disk(need_bytes: int, run_dir: Path) -> Check:
     """
     there = next(folder for folder in [run_dir.absolute(), *run_dir.absolute().parents] if folder.exists())
     free = shutil.disk_usage(there).free
-    found = f"{size(free)} free at {there}, snapshots take up to {size(need_bytes)}"
+    found = f"{size(free)} free at {there}, "
+    found += f"snapshots take up to {size(need_bytes)}" if need_bytes else "and no snapshots (protocol.snapshot_every)"
     if free < need_bytes:
         return Check(
             "disk", "fail", found, "free space, choose another --run-dir or runs_dir, or lower checkpoints.keep"

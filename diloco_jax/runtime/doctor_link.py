@@ -14,7 +14,7 @@ from typing import NamedTuple
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.doctor_check import Check, mbit, of_error, size
 from diloco_jax.runtime.doctor_host import check_windows
-from diloco_jax.runtime.doctor_need import Traffic
+from diloco_jax.runtime.doctor_need import Needs, Traffic
 from diloco_jax.runtime.settings import RunConfig
 from diloco_jax.transport.link import TransportConfig, TransportError, split_address
 from diloco_jax.transport.probe import RUN_BYTES_MAX, versions
@@ -26,6 +26,7 @@ ANSWER_TIMEOUT_S = 10.0
 EXPIRES_SOON = datetime.timedelta(days=14)
 SKEW_WARN_S, SKEW_MAX_S = 5.0, 3600.0  # certificates of `diloco certs` are valid an hour before they are made
 MUST_AGREE = "diloco-jax"
+SHOWN_MAX = 100  # characters of a setting
 LISTEN_HINT = "start the syncer there, or `diloco doctor CONFIG --listen` to try the way to it"
 
 
@@ -48,13 +49,13 @@ class Side(NamedTuple):
         return self.name == SYNCER
 
 
-def check_link(config: RunConfig, side: Side, traffic: Traffic, seconds: float) -> list[Check]:
+def check_link(config: RunConfig, side: Side, need: Needs, seconds: float) -> list[Check]:
     """Everything between this machine and the syncer, as far as one gets.
 
     Args:
         config: the run.
         side: who asks.
-        traffic: what a learner moves.
+        need: what this side needs of the other.
         seconds: how long throughput is measured in each direction.
     """
     own = check_credentials(side)
@@ -68,9 +69,10 @@ def check_link(config: RunConfig, side: Side, traffic: Traffic, seconds: float) 
         greeting = greet(side.transport, side.name)
     except (TransportError, ValueError) as error:
         return [*checks, _unanswered(error)]
-    checks += [check_run(config, side, greeting), check_clock(greeting), check_versions(versions(), greeting.versions)]
+    checks += [check_run(config, side, greeting), *check_settings(need.settings, greeting.settings)]
+    checks += [check_clock(greeting), check_versions(versions(), greeting.versions)]
     checks += [_check_shard(address) for address in greeting.shards]
-    return checks + check_throughput(config, side, greeting, traffic, seconds)
+    return checks + check_throughput(config, side, greeting, need.traffic, seconds)
 
 
 # ---- credentials --------------------------------------------------------------------------------------------------
@@ -213,6 +215,26 @@ def check_run(config: RunConfig, side: Side, greeting: Greeting) -> Check:
         fix = "correct --syncer or transport.address, or use the config of that run"
         return Check("syncer", "fail", f"{where} serves run {greeting.run_id!r}, not {config.name!r}", fix)
     return Check("syncer", "ok", f"{where} accepts us; run {greeting.run_id!r}, {greeting.sessions} learners connected")
+
+
+def check_settings(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[Check]:
+    """The settings on which learners and syncer must agree; nothing of a syncer that has not begun yet."""
+    differ = [name for name in ours if theirs.get(name) != ours[name]]
+    if not theirs:
+        return []
+    if not differ:
+        return [Check("settings", "ok", f"all {len(ours)} that must agree do")]
+    first = differ[0]
+    found = (
+        f"{', '.join(differ)} differ; {first} is {_short(ours[first])} here, {_short(theirs.get(first, 'none'))} there"
+    )
+    return [
+        Check("settings", "fail", found, "start both sides from one config file: the syncer would refuse this learner")
+    ]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]} [...]"
 
 
 def check_clock(greeting: Greeting) -> Check:

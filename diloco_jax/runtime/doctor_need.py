@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ import jax
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.runtime.learner_state import SAVED_KEPT
-from diloco_jax.runtime.settings import RunConfig
+from diloco_jax.runtime.settings import RunConfig, fingerprint
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.sharding import MeshConfig
 
@@ -54,12 +54,14 @@ class Needs(NamedTuple):
 
     Attributes:
       parameters: of the model.
+      settings: what both sides must agree on, by name.
       traffic: of one learner.
       memory_bytes: of this process on its host, estimated.
       disk_bytes: of the run's folder on this host; 0 without snapshots.
     """
 
     parameters: int
+    settings: Mapping[str, str]
     traffic: Traffic
     memory_bytes: int
     disk_bytes: int
@@ -91,7 +93,8 @@ def needs(config: RunConfig, island: str = "") -> Needs:
         memory, disk = _learner_bytes(config, island, 4 * parameters, state_bytes)
     else:
         memory, disk = _syncer_bytes(config, 4 * parameters, traffic.up_bytes)
-    return Needs(parameters, traffic, PROCESS_BYTES + memory, disk if config.protocol.snapshot_every else 0)
+    settings = dict(fingerprint(config, plan.fingerprint))
+    return Needs(parameters, settings, traffic, PROCESS_BYTES + memory, disk if config.protocol.snapshot_every else 0)
 
 
 def _learner_bytes(config: RunConfig, island: str, model_bytes: int, state_bytes: int) -> tuple[int, int]:

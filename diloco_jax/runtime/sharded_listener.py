@@ -207,8 +207,11 @@ def open_listeners(
     Raises:
         ValueError: an address is in use, or not allowed.
     """
-    if isinstance(arithmetic, LocalShares):
-        return open_listener(config, run_dir, life.mode, life.epoch, life.stop)
-    shards = arithmetic.listen(config.transport.address, life.epoch, life.stop)
+    shards: tuple[str, ...] = ()
+    if isinstance(arithmetic, RemoteShares):
+        shards = arithmetic.listen(config.transport.address, life.epoch, life.stop)
     listener = open_listener(config, run_dir, life.mode, life.epoch, life.stop, shards)
+    listener.desk.settings = dict(fingerprint)
+    if isinstance(arithmetic, LocalShares):
+        return listener
     return ShardedListener(listener, arithmetic, fingerprint, max(1, config.protocol.overlap_steps))

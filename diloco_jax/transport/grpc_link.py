@@ -245,13 +245,13 @@ class GrpcListener(SessionListener[StreamSession]):
             ("grpc.http2.max_ping_strikes", 0),
         ]
         server_credentials, self._gate = syncer_credentials(config)
-        desk = ProbeDesk(run_id, self._gate, self._connected, self._shards)
+        self.desk = ProbeDesk(run_id, self._gate, self._connected, self._shards)
         self._server = grpc.server(DaemonThreads(), options=options, maximum_concurrent_rpcs=config.connections_max)
         handlers = {
             CONNECT: grpc.stream_stream_rpc_method_handler(self._serve),
             STATUS: grpc.unary_unary_rpc_method_handler(self._tell, response_serializer=_serialised),
             DRAIN: grpc.unary_unary_rpc_method_handler(self._drain, response_serializer=_serialised),
-            PROBE: grpc.stream_stream_rpc_method_handler(desk.serve, response_serializer=_serialised),
+            PROBE: grpc.stream_stream_rpc_method_handler(self.desk.serve, response_serializer=_serialised),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         try:

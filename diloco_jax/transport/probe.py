@@ -11,7 +11,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -70,9 +70,13 @@ class ProbeDesk:
         gate: decides who may ask.
         sessions: tells how many learners are connected.
         shards: addresses of further listeners, as `calls.pack_shards` writes them.
+
+    Attributes:
+        settings: what learners must agree on; whoever drives the listener may set it.
     """
 
     def __init__(self, run_id: str, gate: Gate, sessions: Callable[[], int], shards: str) -> None:
+        self.settings: Mapping[str, str] = {}
         self._run_id = run_id
         self._gate = gate
         self._sessions = sessions
@@ -119,6 +123,7 @@ class ProbeDesk:
             versions=versions(),
             sessions=self._sessions(),
             shards=self._shards,
+            settings=self.settings,
         )
 
     def _join(self, number: int) -> _Measurement:

@@ -27,6 +27,7 @@ class Greeting(NamedTuple):
     Attributes:
       run_id: name of its run.
       versions: of its packages, by name.
+      settings: what learners must agree on, by name; empty if it has not begun yet.
       sessions: learners that are connected to it.
       shards: host:port of its merge shards.
       rtt_s: shortest round trip of several, in seconds.
@@ -36,6 +37,7 @@ class Greeting(NamedTuple):
 
     run_id: str
     versions: Mapping[str, str]
+    settings: Mapping[str, str]
     sessions: int
     shards: tuple[str, ...]
     rtt_s: float
@@ -88,7 +90,16 @@ def greet(config: TransportConfig, name: str, *, pings: int = PINGS) -> Greeting
         shards = read_shards(reply.shards, config.address)
     except ValueError as error:
         raise TransportError(f"the syncer at {config.address} names unusable shards: {error}") from None
-    return Greeting(reply.run_id, dict(reply.versions), reply.sessions, shards, best[0], best[1], best[0] / 2)
+    return Greeting(
+        run_id=reply.run_id,
+        versions=dict(reply.versions),
+        settings=dict(reply.settings),
+        sessions=reply.sessions,
+        shards=shards,
+        rtt_s=best[0],
+        skew_s=best[1],
+        skew_error_s=best[0] / 2,
+    )
 
 
 def measure(config: TransportConfig, name: str, direction: Literal["up", "down"], seconds: float) -> Rate:

@@ -67,7 +67,7 @@ def test_emulated_islands_may_differ(tmp_path: Path) -> None:
         ({"controller": "many"}, "controller"),
         ({"pathways": True}, "islands.controller is 'processes'; set it to single"),
         ({**ONE, "devices": 2, "hosts": 2}, "part of one process, not of 2; set islands.hosts to 1"),
-        ({**ONE, "devices": 0, "topology": "v6e:2x4"}, "v6e:2x4 has several hosts, whose chips"),
+        ({**ONE, "devices": 0, "topology": "v6e:4x4"}, "v6e:4x4 has several hosts, whose chips"),
         ({**ONE, "each": {"island-1": {"devices": 0}}}, "only some islands have emulated devices"),
     ],
 )
@@ -77,12 +77,12 @@ def test_settings_that_contradict_one_another(tmp_path: Path, islands: dict[str,
 
 
 def test_pathways_brings_slices_of_many_hosts_into_one_process(tmp_path: Path) -> None:
-    islands = {"devices": 0, "topology": "v6e:2x4"}
-    train = {"batch_size": 16}
-    assert load(write_config(tmp_path, islands=islands, train=train)).island("island-0").hosts == 2
+    islands = {"devices": 0, "topology": "v6e:4x4"}
+    train = {"batch_size": 32}
+    assert load(write_config(tmp_path, islands=islands, train=train)).island("island-0").hosts == 4
     one = load(write_config(tmp_path, islands={**ONE, **islands, "pathways": True}, train=train))
     assert one.island("island-0").hosts == 1
-    assert [len(group) for group in split_devices(one, chips(*[0] * 8, *[1] * 8)).values()] == [8, 8]
+    assert [len(group) for group in split_devices(one, chips(*[0] * 16, *[1] * 16)).values()] == [16, 16]
 
 
 def test_pathways_is_asked_before_devices_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +27,9 @@ from diloco_jax.runtime.settings import RunConfig
 from diloco_jax.transport import certificates, grpc_link, probe, security
 from diloco_jax.transport.grpc_link import GrpcListener
 from diloco_jax.transport.link import TransportError
+from diloco_jax.transport.probing import greet
 from diloco_jax.transport.relay import Relay
-from tests.runtime.helpers import write_config
+from tests.runtime.helpers import start, write_config
 
 pytestmark = pytest.mark.net
 WAIT_S = 20.0
@@ -91,7 +93,7 @@ def look(config: RunConfig, need: Needs, listener: GrpcListener) -> Look:
     def run(name: str = "island-0", address: str = "", **changes: Any) -> dict[str, Check]:
         transport = dataclasses.replace(config.transport, **changes)
         side = doctor_link.dialled(transport, name, address or listener.address)
-        return {check.name: check for check in doctor_link.check_link(config, side, need.traffic, 0.3)}
+        return {check.name: check for check in doctor_link.check_link(config, side, need, 0.3)}
 
     return run
 
@@ -185,8 +187,16 @@ def test_wrong_token(look: Look, ours: Path) -> None:
 def test_another_run(look: Look, config: RunConfig, listener: GrpcListener, need: Needs) -> None:
     other = dataclasses.replace(config, name="other")
     side = doctor_link.dialled(config.transport, "island-0", listener.address)
-    found = {check.name: check for check in doctor_link.check_link(other, side, need.traffic, 0.1)}
+    found = {check.name: check for check in doctor_link.check_link(other, side, need, 0.1)}
     assert found["syncer"].status == "fail" and "serves run 'small', not 'other'" in found["syncer"].found
+
+
+def test_settings_that_differ_are_named(look: Look, listener: GrpcListener, need: Needs) -> None:
+    listener.desk.settings = need.settings
+    assert look()["settings"].status == "ok"
+    listener.desk.settings = {**need.settings, "seed": "7", "wire": "float32 up, float32 down"}
+    found = look()["settings"]
+    assert found.status == "fail" and "seed, wire differ; seed is 0 here, 7 there" in found.found
 
 
 @pytest.mark.parametrize(("ahead_s", "status"), [(1.0, "ok"), (-90.0, "warn"), (7200.0, "fail")])
@@ -213,7 +223,7 @@ def test_a_syncer_that_knows_no_doctor(config: RunConfig, need: Needs) -> None:
     port = server.add_secure_port("127.0.0.1:0", credentials)
     server.start()
     side = doctor_link.dialled(config.transport, "island-0", f"127.0.0.1:{port}")
-    found = doctor_link.check_link(config, side, need.traffic, 0.1)[-1]
+    found = doctor_link.check_link(config, side, need, 0.1)[-1]
     server.stop(0)
     assert found.name == "syncer" and "does not know" in found.found and "same version" in found.fix
 
@@ -232,7 +242,7 @@ def test_throughput_of_a_slow_link(look: Look, listener: GrpcListener) -> None:
 def test_a_shard_behind_a_firewall(config: RunConfig, need: Needs) -> None:
     listener = grpc_link.listen(config.transport, run_id=config.name, shards=[f":{free_port()}"])
     side = doctor_link.dialled(config.transport, "island-0", listener.address)
-    found = {check.name: check for check in doctor_link.check_link(config, side, need.traffic, 0.1)}
+    found = {check.name: check for check in doctor_link.check_link(config, side, need, 0.1)}
     listener.close(0.0)
     assert found["merge shard"].status == "fail" and "nothing listens" in found["merge shard"].found
 
@@ -248,6 +258,24 @@ def test_listen_answers_doctors_and_no_learner(config: RunConfig, look: Look) ->
     assert look(address=transport.address)["reach"].status == "fail"
     with pytest.raises(ValueError, match="--listen needs a port"), listening(config):
         pass
+
+
+def test_the_command_listens_until_it_is_interrupted(tmp_path: Path, config: RunConfig) -> None:
+    transport = dataclasses.replace(config.transport, address=f"127.0.0.1:{free_port()}")
+    path = tmp_path / "listen.yaml"
+    path.write_text(dump(dataclasses.replace(config, transport=transport)), encoding="utf-8")
+    process = start("doctor", path, "--listen")
+    try:
+        assert process.stdout is not None
+        assert "answering `diloco doctor` at 127.0.0.1:" in process.stdout.readline()
+        greeting = greet(transport, "island-0", pings=1)
+        assert greeting.run_id == "small" and greeting.settings["sequence length"] == "32"
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0
 
 
 def test_the_command_prints_every_check_and_fails_with_one(

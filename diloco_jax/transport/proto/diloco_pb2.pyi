@@ -62,8 +62,15 @@ class ProbeRequest(_message.Message):
     def __init__(self, kind: _Optional[_Union[ProbeKind, str]] = ..., probe: _Optional[int] = ..., seconds: _Optional[float] = ..., noise: _Optional[bytes] = ...) -> None: ...
 
 class ProbeReply(_message.Message):
-    __slots__ = ("unix_s", "run_id", "versions", "sessions", "shards", "received_bytes", "received_s", "noise")
+    __slots__ = ("unix_s", "run_id", "versions", "sessions", "shards", "received_bytes", "received_s", "noise", "settings")
     class VersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +85,7 @@ class ProbeReply(_message.Message):
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_S_FIELD_NUMBER: _ClassVar[int]
     NOISE_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     unix_s: float
     run_id: str
     versions: _containers.ScalarMap[str, str]
@@ -86,7 +94,8 @@ class ProbeReply(_message.Message):
     received_bytes: int
     received_s: float
     noise: bytes
-    def __init__(self, unix_s: _Optional[float] = ..., run_id: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ..., sessions: _Optional[int] = ..., shards: _Optional[str] = ..., received_bytes: _Optional[int] = ..., received_s: _Optional[float] = ..., noise: _Optional[bytes] = ...) -> None: ...
+    settings: _containers.ScalarMap[str, str]
+    def __init__(self, unix_s: _Optional[float] = ..., run_id: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ..., sessions: _Optional[int] = ..., shards: _Optional[str] = ..., received_bytes: _Optional[int] = ..., received_s: _Optional[float] = ..., noise: _Optional[bytes] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Header(_message.Message):
     __slots__ = ("run_id", "epoch", "sender", "incarnation", "session", "lane", "stripe", "stripes", "host", "hosts")
