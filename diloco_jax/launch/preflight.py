@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from diloco_jax.launch.preflight_advice import GB, Situation, advise_hbm
+from diloco_jax.launch.preflight_advice import GB, Situation, advise_anchors, advise_hbm
 from diloco_jax.launch.preflight_budget import (
     MFU,
     host_bytes,
@@ -139,8 +139,10 @@ def _judge(kind: Kind, compiled: Compiled, result: dict[str, Any]) -> None:
             else {
                 "elements": largest.elements,
                 "bytes": largest.num_bytes,
+                "kind": largest.kind,
                 "share_of_parameters": largest.elements / parameters,
             },
+            "weight_all_reduces": gathers.all_reduces,
             "collective_bytes": step.program.collective_bytes if step.program else None,
             "host_bytes": host_bytes(compiled),
             "host_limit_bytes": host_limit(topology),
@@ -152,6 +154,7 @@ def _judge(kind: Kind, compiled: Compiled, result: dict[str, Any]) -> None:
         at_once = compiled.blueprint.layout.batch_parts * kind.config.optimizer.accumulate_steps
         case = Situation(topology, sizes, island.batch_size / at_once, kind.config.model, hbm)
         result["advice"] += [f"{topology}: {line}" for line in advise_hbm(case)]
+    result["advice"] += [f"{topology}: {line}" for line in advise_anchors(hbm, sizes)]
     if largest is not None and largest.elements >= WHOLE_MODEL * parameters and len(compiled.blueprint.shapes) > 1:
         problems.append("the inner step gathers the whole model at once, which undoes its sharding")
     if gathers.stacked_elements >= ALL_LAYERS * parameters:

@@ -14,6 +14,7 @@ GB = 1e9
 ROOM = 0.9  # of a chip's memory, at most, that is planned to be taken
 # Settings of the decoder that trade computation or precision for memory: as they are by default, what saves memory.
 SAVES = {"dtype": ("float32", "bfloat16"), "scan_layers": (False, "true"), "remat": ("none", "full")}
+WASTE = 1.5  # anchors over parameters, both float32, from which cutting elsewhere is worth a try
 CHUNK_FROM = 32_768  # token ids from which logits deserve to be computed in chunks
 
 
@@ -44,6 +45,17 @@ def advise_hbm(case: Situation) -> list[str]:
     if case.hbm.temporaries > ROOM * limit - min(case.hbm.fixed, ROOM * limit / 2):
         advice += _less_activations(case)
     return advice or [_larger(case, limit, case.hbm.fixed + case.hbm.temporaries)]
+
+
+def advise_anchors(hbm: Hbm, mesh: Mapping[str, int]) -> list[str]:
+    """What to change when anchors are larger than parameters that are sharded in the same way."""
+    if hbm.anchors < WASTE * hbm.parameters or hbm.anchors < GB / 10:
+        return []
+    return [
+        f"anchors take {hbm.anchors / GB:.1f} GB per chip, parameters {hbm.parameters / GB:.1f} GB: fragments cut "
+        f"tensors along an axis that the mesh shards ({', '.join(f'{a} {n}' for a, n in mesh.items() if n > 1)}), "
+        "and lie whole along it on every chip; try another fragments.split_axis, such as -1"
+    ]
 
 
 def _share_state(case: Situation, limit: float) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from diloco_jax.core.codec import encoded_size
 from diloco_jax.launch.preflight_compile import Built, Compiled
-from diloco_jax.launch.preflight_hlo import Collective, Tensor
+from diloco_jax.launch.preflight_hlo import Collective
 from diloco_jax.runtime.settings import RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.topology import Topology
@@ -125,40 +125,43 @@ def wire(config: RunConfig, compiled: Compiled, step_s: tuple[float, float]) -> 
 
 
 class Gathers(NamedTuple):
-    """All-gathers of weights in a program.
+    """Collectives that give each chip whole weights, or gradients of whole weights.
 
     Attributes:
       largest: the largest one, None if there is none.
       stacked_elements: elements of gathers that join a weight of all layers at once, summed.
+      all_reduces: how many of them are all-reduces, by which the compiler replaces gathers on some slices.
     """
 
     largest: Collective | None
     stacked_elements: int
+    all_reduces: int
 
 
 def weight_gathers(built: Built, blueprint: Blueprint) -> Gathers:
-    """The all-gathers whose results have the shape of a weight, or of one layer of it; others join activations."""
+    """The gatherings of sharded weights: results with the shape of a weight, or of one layer of it.
+
+    Others join activations. Where weights are not sharded, all-reduces of whole gradients are as they should be.
+    """
     if built.program is None:
-        return Gathers(None, 0)
-    tensor = blueprint.mesh.shape.get("tensor", 1)
-    whole = {_sorted(shape): path for path, shape in blueprint.shapes.items()}
+        return Gathers(None, 0, 0)
+    mesh = blueprint.mesh.shape
+    kinds = ("all-gather", "all-reduce") if mesh["fsdp"] * mesh["expert"] > 1 else ("all-gather",)
     stacked = {_sorted(blueprint.shapes[path]) for path in blueprint.stacked if blueprint.shapes[path][0] > 1}
     layers = {_sorted(blueprint.shapes[path][1:]) for path in blueprint.stacked}
-    known = _split(set(whole) | layers, tensor)
-    largest, at_once = None, 0
+    known = _split({_sorted(shape) for shape in blueprint.shapes.values()} | layers, mesh["tensor"])
+    all_layers = _split(stacked, mesh["tensor"]) - _split(layers, mesh["tensor"])
+    largest, at_once, all_reduces = None, 0, 0
     for each in built.program.collectives:
         weights = tuple(t for t in each.results if _sorted(t.dims) in known and len(_sorted(t.dims)) > 1)
-        if each.kind != "all-gather" or not weights:
+        if each.kind not in kinds or not weights:
             continue
         gather = Collective(each.kind, weights, each.times)
         if largest is None or gather.elements > largest.elements:
             largest = gather
-        at_once += sum(t.elements for t in weights if _is_stacked(t, _split(stacked, tensor) - _split(layers, tensor)))
-    return Gathers(largest, at_once)
-
-
-def _is_stacked(tensor: Tensor, stacked: set[tuple[int, ...]]) -> bool:
-    return _sorted(tensor.dims) in stacked
+        at_once += sum(t.elements for t in weights if _sorted(t.dims) in all_layers)
+        all_reduces += each.times if each.kind == "all-reduce" else 0
+    return Gathers(largest, at_once, all_reduces)
 
 
 def _sorted(shape: tuple[int, ...]) -> tuple[int, ...]:

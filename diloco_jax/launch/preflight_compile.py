@@ -164,14 +164,14 @@ def compile_island(config: RunConfig, island: IslandConfig, say: Say) -> Compile
     )
     parameters, whole = _state_bytes(blueprint)
     say(f"{topology}: creating the state")
-    create = _build("create", lambda: blueprint.create.lower().compile(), 0)
+    create = build("create", lambda: blueprint.create.lower().compile(), 0)
     say(f"{topology}: the inner step of {island.batch_size} sequences, which takes longest")
     shape = (island.batch_size, config.train.seq_len + 1)
-    step = _build("step", lambda: blueprint.lower_step(shape).compile(), whole)
+    step = build("step", lambda: blueprint.lower_step(shape).compile(), whole)
     programs, held = [create, step], _Held({}, {}, {})
     if config.algorithm == "decoupled":
         say(f"{topology}: staging and adoption of {len(plan.fragments)} fragments")
-        programs += _exchange(config, blueprint, plan.fragments, held)
+        programs += exchange_programs(config, blueprint, plan.fragments, held)
     return Compiled(
         blueprint,
         plan,
@@ -190,7 +190,9 @@ class _Held(NamedTuple):
     staged: dict[int, float]
 
 
-def _exchange(config: RunConfig, blueprint: Blueprint, fragments: Sequence[Fragment], held: _Held) -> list[Built]:
+def exchange_programs(
+    config: RunConfig, blueprint: Blueprint, fragments: Sequence[Fragment], held: _Held
+) -> list[Built]:
     """The programs of the fragments, each once; notes in `held` what their arguments and outputs take."""
     exchange = blueprint.exchange(config.wire.up, config.adopt.mode == "rebase")
     made: dict[int, Built] = {}
@@ -214,7 +216,17 @@ def _exchange(config: RunConfig, blueprint: Blueprint, fragments: Sequence[Fragm
     return list(made.values())
 
 
-def _build(kind: str, compile: Callable[[], jax.stages.Compiled], arguments: float) -> Built:
+def build(kind: str, compile: Callable[[], jax.stages.Compiled], arguments: float) -> Built:
+    """Compile one program; one that the compiler refuses for its memory is described by what it said.
+
+    Args:
+      kind: of the program.
+      compile: makes it.
+      arguments: bytes per chip of what it is given.
+
+    Raises:
+      ValueError: the compiler refuses it for another reason.
+    """
     before, cpu = time.perf_counter(), _cpu_s()
     try:
         compiled = compile()

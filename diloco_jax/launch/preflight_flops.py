@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from diloco_jax.training.models.decoder import DecoderConfig
+from diloco_jax.training.models.moe import MoeConfig
 from diloco_jax.training.models.protocol import ModelConfig, config_from_args
+
+MOE = "diloco_jax.training.models.moe:MoeDecoder"
 
 
 class ModelFlops(NamedTuple):
@@ -38,8 +41,8 @@ def model_flops(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch
       seq_len: tokens that are predicted per sequence.
     """
     tokens = batch * seq_len
-    if model.module == ModelConfig().module:
-        config = config_from_args(DecoderConfig, model.args)
+    config = _decoder_of(model)
+    if config is not None:
         attention = tokens * config.num_layers * _attention(config, seq_len)
         forward = 2.0 * tokens * _decoder_weights(config) + attention
         return ModelFlops(3 * forward, 3 * attention, "matrix products and half of the attention scores")
@@ -47,10 +50,21 @@ def model_flops(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch
     return ModelFlops(6.0 * tokens * parameters, 0.0, "6 per parameter and token; attention is not counted")
 
 
+def _decoder_of(model: ModelConfig) -> DecoderConfig | None:
+    """The sizes of a built-in model, None for others."""
+    if model.module == ModelConfig().module:
+        return config_from_args(DecoderConfig, model.args)
+    return config_from_args(MoeConfig, model.args) if model.module == MOE else None
+
+
 def _decoder_weights(config: DecoderConfig) -> int:
     """Weights that a token is multiplied with; the embedding counts once, as the output layer."""
-    projections = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
-    layer = projections + 3 * config.dim * config.mlp_dim
+    layer = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
+    mlp = 3 * config.dim * config.mlp_dim
+    if isinstance(config, MoeConfig):  # the experts of a token, and the router; free slots are not needed
+        layer += config.experts_per_token * mlp + config.dim * config.num_experts
+    else:
+        layer += mlp
     return config.num_layers * layer + config.vocab_size * config.dim
 
 

@@ -74,9 +74,12 @@ def _island(island: Row) -> list[str]:
     lines.append(f"  step time     {slow:.3g} to {fast:.3g} s at {MFU[0]:.0%} to {MFU[1]:.0%} of the chips' peak (MFU)")
     gather = island["largest_all_gather"]
     if gather:
+        share = f"{gather['share_of_parameters']:.1%} of the parameters"
+        lines.append(f"  gathering     most weights at once: {_size(gather['bytes'])}, {share}, by {gather['kind']}")
+    if island["weight_all_reduces"]:
         lines.append(
-            f"  all-gather    largest of weights: {_size(gather['bytes'])}, {gather['share_of_parameters']:.1%} of "
-            "the parameters"
+            f"{_INDENT}{island['weight_all_reduces']} all-reduces give chips whole weights or their gradients, with "
+            "about twice the traffic of gathers"
         )
     if island["collective_bytes"]:
         moved = ", ".join(f"{kind} {_size(size)}" for kind, size in island["collective_bytes"].items())

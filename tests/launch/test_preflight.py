@@ -20,14 +20,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from diloco_jax import cli
 from diloco_jax.config import parse
 from diloco_jax.launch import preflight as judging
-from diloco_jax.launch.preflight_advice import Situation, advise_hbm
-from diloco_jax.launch.preflight_budget import Hbm, host_limit
+from diloco_jax.launch import preflight_compile as compiling
+from diloco_jax.launch.preflight_advice import Situation, advise_anchors, advise_hbm
+from diloco_jax.launch.preflight_budget import Gathers, Hbm, host_limit, weight_gathers
 from diloco_jax.launch.preflight_compile import Built, Memory, slice_devices
 from diloco_jax.launch.preflight_flops import model_flops
-from diloco_jax.launch.preflight_hlo import read_program
+from diloco_jax.launch.preflight_hlo import Program, read_program
 from diloco_jax.launch.preflight_report import describe
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.models.protocol import ModelConfig
+from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig, make_mesh
 from diloco_jax.training.topology import Topology
 
@@ -147,6 +149,10 @@ def test_model_flops_by_hand() -> None:
     scores = 2 * 2 * 7 * 2 * 4  # per token and layer: q k^T and the mixing of v, 2 heads of 4, unmasked
     assert found.flops == 3 * 5 * 7 * (2 * (3 * layer + 80) + 3 * scores / 2)
     assert found.masked == 3 * 5 * 7 * 3 * scores / 2
+    mixture = {**args, "num_experts": 4, "experts_per_token": 2}
+    found = model_flops(ModelConfig(module="diloco_jax.training.models.moe:MoeDecoder", args=mixture), {}, 5, 7)
+    sparse = layer + 3 * 8 * 16 + 8 * 4  # a second expert, and the router
+    assert found.flops == 3 * 5 * 7 * (2 * (3 * sparse + 80) + 3 * scores / 2)
     other = model_flops(ModelConfig(module="my.models:Net"), {"a": (3, 4), "b": (5,)}, batch=5, seq_len=7)
     assert other.flops == 6 * 35 * 17
 
@@ -171,7 +177,15 @@ def test_what_does_not_fit_names_settings(
     def refuse(*_: Any) -> Any:
         raise jax.errors.JaxRuntimeError(REFUSED + message)
 
+    def compiled_at_once(kind: str, *_: Any) -> Built:
+        return Built(kind, (), 0.0, 0.0, Memory(0, 0, 0, 0, 0), Program(0.0, (), (), 4, 0, ()), 0.0)
+
+    build = compiling.build
     monkeypatch.setattr(Blueprint, "lower_step", refuse)
+    monkeypatch.setattr(compiling, "exchange_programs", lambda *_: [])
+    monkeypatch.setattr(
+        compiling, "build", lambda kind, *rest: (build if kind == "step" else compiled_at_once)(kind, *rest)
+    )
     model = {"args": {**DECODER, "dtype": "float32"}}
     path = write(tmp_path, model=model, islands={"count": 1, "each": {}, "topology": "v6e:2x2"})
     assert cli.main(["preflight", str(path)]) == 1
@@ -212,6 +226,35 @@ def test_advice(
     said = " ".join(advise_hbm(situation(mesh, sequences, fixed, temporaries, **args)))
     for word in words:
         assert word in said
+
+
+def test_anchors_that_are_not_shared_out() -> None:
+    assert advise_anchors(Hbm(1e9, 2e9, 1.2e9, 0, 0, 0), SHARDED) == []
+    assert "fragments.split_axis" in advise_anchors(Hbm(1e9, 2e9, 5e9, 0, 0, 0), SHARDED)[0]
+
+
+def gathering(kind: str, blueprint: Blueprint, shape: str, times: int = 1) -> Gathers:
+    text = (
+        "HloModule m, num_partitions=4\n\nENTRY %main (a: f32[8]) -> f32[8] {\n"
+        f"  %a = f32[8]{{0}} parameter(0)\n  ROOT %g = bf16[{shape}]{{0}} {kind}(%a)\n}}\n"
+    )
+    built = Built("step", (), 1.0, 1.0, Memory(0, 0, 0, 0, 0), read_program(text), 0.0)
+    return weight_gathers(built, blueprint)
+
+
+def test_gathers_of_weights_are_told_from_others() -> None:
+    def blueprint(mesh: MeshConfig) -> Blueprint:
+        return Blueprint(ModelConfig(args=DECODER), OptimizerConfig(), mesh, jax.devices()[:4], seed=0)
+
+    sharded = blueprint(MeshConfig(fsdp=4))
+    for kind, reduces in (("all-gather", 0), ("all-reduce", 1)):
+        layer, all_layers = gathering(kind, sharded, "1,128,256"), gathering(kind, sharded, "2,128,256")
+        assert layer.largest is not None and layer.largest.elements == 128 * 256
+        assert (layer.stacked_elements, all_layers.stacked_elements) == (0, 2 * 128 * 256)
+        assert layer.all_reduces == reduces
+        assert gathering(kind, sharded, "48,128,128,7").largest is None, "activations"
+    copied = blueprint(MeshConfig(data=4))
+    assert gathering("all-reduce", copied, "2,128,256").largest is None, "gradients of whole weights"
 
 
 def test_a_collective_in_staging_is_a_problem() -> None:
