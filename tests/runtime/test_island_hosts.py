@@ -76,7 +76,7 @@ def test_hosts_train_what_one_process_trains_from_the_same_tape(tmp_path: Path) 
     again = replay.model.parameters(replay.model.capture())
     way = sum(float(np.sum((again[key] - first[key]) ** 2)) for key in first) ** 0.5
     apart = sum(float(np.sum((again[key] - trained[key]) ** 2)) for key in first) ** 0.5
-    assert replay.trainer.steps > 60 and way > 0.1
+    assert replay.trainer.steps > 30 and way > 0.1
     assert apart < 1e-3 * way, f"{apart} apart after a way of {way}"
     refused = run("replay", run_dir)
     assert refused.returncode == 2 and "hosts" in refused.stderr
