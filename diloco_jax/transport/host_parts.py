@@ -101,6 +101,8 @@ class HostSessions(Generic[S]):
         for each in (self.leader, session):  # it may have ended before it had its `on_end`
             if not each.open:
                 self._end(each.host, each.reason)
+        if self._over:
+            session.fail(self.leader.reason)
 
     def _end(self, host: int, reason: str) -> None:
         with self._lock:

@@ -69,7 +69,8 @@ def main() -> int:
 
 def mutated(name: str, inputs: int, seed: int) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """Try seeds and changed seeds in this process."""
-    from tests.transport.fuzz_targets import TARGETS, mutate
+    from tests.transport.fuzz_inputs import mutate
+    from tests.transport.fuzz_targets import TARGETS
 
     target, number, findings = TARGETS[name], random.Random(f"{name} {seed}"), []
     signal.signal(signal.SIGALRM, _give_up)

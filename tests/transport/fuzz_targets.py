@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,15 +23,15 @@ from diloco_jax.training.state_bytes import StateLayout
 from diloco_jax.transport import calls, wire
 from diloco_jax.transport.assembly import Assembly
 from diloco_jax.transport.certificates import learner_names
-from diloco_jax.transport.link import STRIPES_MAX, SYNCER_HOST, check_name, split_address
+from diloco_jax.transport.link import HOSTS_MAX, STRIPES_MAX, SYNCER_HOST, check_name, split_address
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.security import TOKEN_KEY, Denied, Gate
 from diloco_jax.transport.sessions import Refused
-from tests.transport import fuzz_machines
+from tests.transport import fuzz_hosts, fuzz_machines
+from tests.transport.fuzz_inputs import PAYLOAD_BYTES_MAX, framed, unframed
 from tests.transport.fuzz_machines import EXAMPLES
 
-PAYLOAD_BYTES_MAX = 1000
 HEADER = pb.Header(run_id="run", epoch=1, sender="a", incarnation=1, session=7, lane=pb.LANE_BULK, stripes=1)
 HOLDINGS = pb.Holdings(
     partials=[
@@ -39,6 +39,7 @@ HOLDINGS = pb.Holdings(
         pb.PartialPayload(key=1 << 60, payload_bytes=1 << 30, start=[1], stop=[1 << 30], valid_s=60.0),
     ],
 )
+HOST_HEADER = pb.Header(run_id="run", sender="a", session=7, lane=pb.LANE_BULK, stripes=1, host=2, hosts=4)
 PACKED_HEADER = wire.pack_header(HEADER)
 TOKEN = b"correct horse battery staple"
 
@@ -57,19 +58,6 @@ class Target(NamedTuple):
 
 
 # ---- frames -------------------------------------------------------------------------------------------------------
-
-
-def framed(*frames: bytes) -> bytes:
-    """Several frames as one input."""
-    return b"".join(len(frame).to_bytes(2, "little") + frame for frame in frames)
-
-
-def unframed(data: bytes) -> Iterator[bytes]:
-    """The frames of an input; a length that is too large takes what is left."""
-    while len(data) >= 2:
-        size = int.from_bytes(data[:2], "little")
-        yield data[2 : 2 + size]
-        data = data[2 + size :]
 
 
 def value_frames(payload: bytes, chunk_bytes: int, number: int = 1) -> list[bytes]:
@@ -192,6 +180,7 @@ def run_metadata(data: bytes) -> None:
     with contextlib.suppress(Refused):
         header = calls.read_header({calls.HEADER_KEY: data})
         assert header.stripe < header.stripes <= STRIPES_MAX and len(data) <= calls.HEADER_BYTES_MAX
+        assert header.host < max(1, header.hosts) <= HOSTS_MAX
         with contextlib.suppress(ValueError):
             assert check_name(header.sender).isascii() and "/" not in header.sender
 
@@ -326,7 +315,7 @@ TARGETS = {
         Target("forged_chunk", (b"0",), run_forged_chunk),
         Target("forged_header", (b"0", b"run", b"\xff"), run_forged_header),
         Target("message", with_bodies(), run_message),
-        Target("metadata", (HEADER.SerializeToString(), b""), run_metadata),
+        Target("metadata", (HEADER.SerializeToString(), HOST_HEADER.SerializeToString(), b""), run_metadata),
         Target("holdings", (HOLDINGS.SerializeToString(), b""), run_holdings),
         Target("shards", (b"a:1,:2,[::1]:3", b""), run_shards),
         Target("token", (TOKEN, TOKEN[:-1], TOKEN + b"x", b""), run_token),
@@ -342,51 +331,11 @@ TARGETS = {
             run_codec,
         ),
         Target("state", (state_bytes(STATE), state_bytes({**STATE, "x": np.zeros((2, 3), np.float64)})), run_state),
+        Target("parts", fuzz_hosts.PARTS_SEEDS, fuzz_hosts.run_parts),
+        Target("group", fuzz_hosts.GROUP_SEEDS, fuzz_hosts.run_group),
         Target("syncer_machine", fuzz_machines.SYNCER_SEEDS, fuzz_machines.run_syncer),
         Target("learner_machine", fuzz_machines.LEARNER_SEEDS, fuzz_machines.run_learner),
         Target("tape", fuzz_machines.TAPE_SEEDS, run_tape),
         Target("snapshot", fuzz_machines.SNAPSHOT_SEEDS, run_snapshot),
     )
 }
-
-
-def mutate(number: random.Random, seeds: tuple[bytes, ...], length_max: int = 4096) -> bytes:
-    """One input: a seed changed in a few places, two seeds crossed, or noise."""
-    kind = number.random()
-    if kind < 0.05:
-        return number.randbytes(number.randint(0, 200))
-    data = bytearray(number.choice(seeds))
-    if kind < 0.2:
-        other = number.choice(seeds)
-        data[number.randint(0, len(data)) :] = other[number.randint(0, len(other)) :]
-    for _ in range(number.choice((1, 1, 2, 3, 8))):
-        position = number.randint(0, len(data))
-        change = number.randrange(7)
-        if change == 0 and data:
-            data[position % len(data)] = number.randrange(256)
-        elif change == 1 and data:
-            data[position % len(data)] ^= 1 << number.randrange(8)
-        elif change == 2:
-            del data[position : position + number.randint(1, 8)]
-        elif change == 3:
-            data[position:position] = number.randbytes(number.randint(1, 8))
-        elif change == 4:
-            data[position:position] = data[position : position + number.randint(1, 32)]
-        elif change == 5:
-            del data[position:]
-        else:
-            data[position : position + 4] = number.choice(EXTREMES)
-    return bytes(data[:length_max])
-
-
-EXTREMES = (
-    b"\xff\xff\xff\xff",
-    bytes(4),
-    b"\x80\x80\x80\x80",
-    b"\xff\xff\xff\x7f",
-    b"99999",
-    b"-1",
-    b"NaN",
-    b"[]",
-    b"{}",
-)

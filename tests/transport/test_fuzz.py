@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from diloco_jax.transport import assembly, security, wire
 from tests.transport import fuzz_targets
-from tests.transport.fuzz_targets import FRAMES, TARGETS, framed, mutate, value_frames
+from tests.transport.fuzz_inputs import framed, mutate
+from tests.transport.fuzz_targets import FRAMES, TARGETS, value_frames
 
 INPUTS = {"syncer_machine": 60, "learner_machine": 100, "tape": 100}  # the others are fast
 

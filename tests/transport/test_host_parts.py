@@ -12,6 +12,7 @@ from diloco_jax.transport import host_parts
 from diloco_jax.transport.host_parts import HostParts, HostSessions
 from diloco_jax.transport.inbox import Inbox, Session
 from diloco_jax.transport.link import Delivery, TransportConfig
+from tests.transport.waiting import comes_true
 
 WAIT_S = 20.0
 HEAD_BYTES = 40
@@ -99,6 +100,15 @@ def test_session_that_ended_before_it_was_added_ends_the_others() -> None:
     assert not leader.open and leader.reason == "host 1: it broke early"
 
 
+def test_session_that_is_added_after_the_end_ends_at_once() -> None:
+    inbox = Inbox()
+    leader, late = (Quiet(inbox, host, 2, 100) for host in range(2))
+    joined = HostSessions(leader)
+    leader.fail("it broke")
+    joined.add(late)
+    assert not late.open and late.reason == "it broke"
+
+
 def test_parts_that_do_not_fit_end_the_sessions_with_the_reason() -> None:
     leader, follower = learner(2)
     leader.offer(value(1), part(0, b"ab"), wait=True)
@@ -145,3 +155,23 @@ def test_driver_that_does_not_read_holds_up_the_host_that_brings_the_last_part()
     assert leader.inbox.get(0) is not None
     assert through.wait(WAIT_S) and leader.inbox.get(0) is not None
     thread.join(WAIT_S)
+
+
+def test_only_one_value_at_a_time_is_whole_while_the_driver_does_not_read() -> None:
+    leader, *others = learner(3, payload_bytes_max=300)
+    parts = leader.on_value.func.__self__._parts  # type: ignore[union-attr]
+    for number, busy, held_bytes in ((1, 0, 0), (2, 1, 0), (3, 1, 210)):  # the inbox has room for the first
+        threads = [threading.Thread(target=bring, args=(each, number), daemon=True) for each in (leader, *others)]
+        for thread in threads:
+            thread.start()
+        state = busy, held_bytes
+        assert comes_true(lambda: (sum(each.is_alive() for each in threads), parts.held_bytes) == state)  # noqa: B023
+    assert leader.waiting_bytes == 180
+    found = [leader.inbox.get(WAIT_S) for _ in range(3)]
+    assert [item and len(item[1].payload) for item in found] == [180, 180, 90]
+    assert parts.held_bytes == 0
+
+
+def bring(session: Quiet, number: int) -> None:
+    size = 30 if number == 3 else 60
+    session.offer(value(number), part(size * session.host, bytes(size)), wait=True)

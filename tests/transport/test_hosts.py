@@ -24,6 +24,7 @@ from diloco_jax.transport.link import Delivery, Rejected, TransportConfig, Trans
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.sessions import Refused
 from diloco_jax.transport.sharded import Dialler
+from tests.transport.waiting import comes_true
 
 pytestmark = pytest.mark.net
 WAIT_S = 20.0
@@ -89,9 +90,7 @@ def test_host_may_come_before_its_leader(listener: GrpcListener) -> None:
     found: list[GrpcLink] = []
     early = threading.Thread(target=lambda: found.append(connect(listener, 1, number, hosts=2)))
     early.start()
-    while not listener._opening:
-        early.join(0.01)
-    assert not found
+    assert comes_true(lambda: bool(listener._opening)) and not found
     leader = connect(listener, number=number, hosts=2)
     early.join(WAIT_S)
     assert len(found) == 1 and found[0].number == leader.number
