@@ -56,7 +56,7 @@ class Follower:
         self._host = host = Host(config, learner_id)
         self._dialler = make_dialler(config, host.plan, learner_id, incarnation, address, hosts)
         self._values = GlobalValues(host.fragments, config.wire.down)  # the link thread's
-        self._arrived: dict[tuple[int, int], Values] = {}  # fragment, version -> value that may be adopted
+        self._arrived: dict[tuple[int, int], Values] = {}  # fragment, arrival -> value that may be adopted
         self._link: Link | None = None
         self._payloads = PayloadSender(lambda error: die(f"a value could not be sent: {error!r}"))
         self._leaves = ThreadPoolExecutor(1, "leaves")
@@ -114,12 +114,13 @@ class Follower:
         if self._link is not None:
             self._payloads.value(self._link, value, staged)
 
-    def _supersede(self, fragment_id: int, version: int) -> None:
-        for key in [key for key in list(self._arrived) if key[0] == fragment_id and key[1] < version]:
+    def _supersede(self, fragment_id: int, arrival: int) -> None:
+        for key in [key for key in list(self._arrived) if key[0] == fragment_id and key[1] < arrival]:
             del self._arrived[key]
 
-    def _adopt(self, fragment_id: int, version: int) -> None:
-        self._host.adopt(fragment_id, version, self._arrived.pop((fragment_id, version)))
+    def _adopt(self, message: dict[str, Any], arrival: int) -> None:
+        fragment = GlobalFragment(**message)
+        self._host.adopt(fragment, self._arrived[fragment.fragment_id, arrival])
 
     def _stage_state(self, name: int) -> None:
         self._host.stage_state(name)
@@ -176,7 +177,7 @@ class Follower:
             self._group.send({"id": id, "error": str(error)})
             return
         self._values.keep(message, values)
-        self._arrived[message.fragment_id, message.version] = values
+        self._arrived[message.fragment_id, id] = values
         self._answer(id)
 
     # ---- the thread "group" ---------------------------------------------------------------------------------------

@@ -124,8 +124,9 @@ class Host:
     def supersede(self, message: GlobalFragment) -> None:
         """Older versions of the fragment that came will not be adopted."""
 
-    def adopt(self, fragment_id: int, version: int, values: Values) -> None:
-        """Replace a fragment by a global value, between two steps."""
+    def adopt(self, message: GlobalFragment, values: Values) -> None:
+        """Replace a fragment by the global value that a message brought, between two steps."""
+        fragment_id, version = message.fragment_id, message.version
         sent_round, sent = self._sent.pop(fragment_id, (0, None))
         if sent_round != version:
             sent = None  # made without a value of ours: it has nothing of what is in flight, and of what was kept back

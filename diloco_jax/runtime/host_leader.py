@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 class Answers:
     """What the other hosts answer to one question. If one of them is lost the process ends, so `wait` has no limit."""
 
-    def __init__(self, hosts: int) -> None:
+    def __init__(self, number: int, hosts: int) -> None:
+        self.number = number
         self._missing = hosts - 1
         self._all = threading.Event()
         self._found: dict[int, GroupItem] = {}
@@ -85,6 +86,8 @@ class LeadingHost(Host):
         self._all_gone = threading.Event()
         self._numbers = itertools.count()
         self._open: dict[int, Answers] = {}
+        # Versions are counted anew by a syncer that went back, arrivals never.
+        self._arrivals: dict[GlobalFragment, int] = {}
         self._loading: State = {}
         threading.Thread(target=self._listen, name="hosts", daemon=True).start()
 
@@ -133,6 +136,7 @@ class LeadingHost(Host):
     def arrived(self, message: GlobalFragment, payload: Bytes) -> Callable[[], None]:
         """See Host.arrived."""
         others = self._ask("arrived", payload, message=message._asdict())
+        self._arrivals[message] = others.number
 
         def wait() -> None:
             if problem := others.problem():
@@ -142,12 +146,15 @@ class LeadingHost(Host):
 
     def supersede(self, message: GlobalFragment) -> None:
         """See Host.supersede."""
-        self._tell("supersede", fragment_id=message.fragment_id, version=message.version)
+        arrival, fragment_id = self._arrivals[message], message.fragment_id
+        known = self._arrivals.items()
+        self._arrivals = {other: n for other, n in known if other.fragment_id != fragment_id or n >= arrival}
+        self._tell("supersede", fragment_id=fragment_id, arrival=arrival)
 
-    def adopt(self, fragment_id: int, version: int, values: Values) -> None:
+    def adopt(self, message: GlobalFragment, values: Values) -> None:
         """See Host.adopt; every other host has the value already."""
-        self._tell("adopt", fragment_id=fragment_id, version=version)
-        super().adopt(fragment_id, version, values)
+        self._tell("adopt", message=message._asdict(), arrival=self._arrivals[message])
+        super().adopt(message, values)
 
     def stage_state(self, name: int) -> StagedState:
         """See Host.stage_state; its leaves are asked for when they are needed, one at a time."""
@@ -196,7 +203,7 @@ class LeadingHost(Host):
 
     def _ask(self, do: str, payload: Payload = b"", **what: Any) -> Answers:
         number = next(self._numbers)
-        self._open[number] = answers = Answers(self._count)
+        self._open[number] = answers = Answers(number, self._count)
         self._tell(do, payload, id=number, **what)
         return answers
 

@@ -88,9 +88,9 @@ class Effects:
                     self._host.stage(fragment_id, local_step)
                 case Unstage(fragment_id, local_step):
                     self._host.unstage(fragment_id, local_step)
-                case Adopt(fragment_id, version):
+                case Adopt():
                     assert arrived is not None, "a fragment was adopted that did not come"
-                    self._adopt(fragment_id, version, arrived)
+                    self._adopt(arrived)
                 case StageState(local_step):
                     self._tape.staged_state(local_step)
                     self._host.stage_state(local_step)
@@ -130,11 +130,11 @@ class Effects:
             except LinkClosed:
                 return  # the link thread learns of it too, and reconnects
 
-    def _adopt(self, fragment_id: int, version: int, arrived: Arrived) -> None:
+    def _adopt(self, arrived: Arrived) -> None:
         values, message = arrived.values, arrived.message
         assert values is not None and isinstance(message, GlobalFragment), "a fragment was adopted without its values"
         self._tape.adopt(message)
-        self._host.adopt(fragment_id, version, values)
+        self._host.adopt(message, values)
 
     def _save_state(self, global_step: int) -> None:
         if self._saves.busy:

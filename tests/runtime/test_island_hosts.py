@@ -76,8 +76,8 @@ def test_hosts_train_what_one_process_trains_from_the_same_tape(tmp_path: Path) 
     again = replay.model.parameters(replay.model.capture())
     way = sum(float(np.sum((again[key] - first[key]) ** 2)) for key in first) ** 0.5
     apart = sum(float(np.sum((again[key] - trained[key]) ** 2)) for key in first) ** 0.5
-    assert replay.trainer.steps > 60 and way > 0.1
-    assert apart < 1e-3 * way, f"{apart} apart after a way of {way}"
+    assert replay.trainer.steps > 30 and way > 0.1
+    assert apart < 1e-4 * way, f"{apart} apart after a way of {way}"
     refused = run("replay", run_dir)
     assert refused.returncode == 2 and "hosts" in refused.stderr
 
@@ -101,6 +101,22 @@ def test_an_island_that_loses_a_host_is_started_again_as_a_whole_and_alone(runni
     assert process.returncode == 130, output
     assert f"island-1{'.host-1' if host else ''} killed by SIGKILL" in output
     assert not processes_of(run_dir)
+
+
+def test_all_hosts_find_a_syncer_that_was_started_again(running: Any) -> None:
+    process, run_dir = running(train={"steps": 100_000, "eval_every": 0}, protocol={"snapshot_every": 6})
+    names = ("island-0", "island-1")
+    wait_for(lambda: min(shares(run_dir, name) for name in names) > 2, "training", PATIENCE_S)
+    hosts = {pid for pid, command in processes_of(run_dir).items() if " learner " in command}
+    os.kill(pid_of(run_dir, "diloco_jax syncer"), signal.SIGKILL)
+    wait_for(lambda: status(run_dir)["epoch"] == 2, "another syncer", PATIENCE_S)
+    before = [shares(run_dir, name) for name in names]
+    for name, count in zip(names, before, strict=True):
+        wait_for(lambda: shares(run_dir, name) > count + 2, f"shares of {name}", PATIENCE_S)  # noqa: B023
+    assert hosts == {pid for pid, command in processes_of(run_dir).items() if " learner " in command}
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, output
 
 
 def test_a_host_that_is_asked_to_end_ends_its_island_politely(running: Any) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.runtime.local import Child, LocalRun, RunFailed
+from diloco_jax.runtime.island_processes import Process
+from diloco_jax.runtime.local import LocalRun, RunFailed
 from diloco_jax.runtime.settings import IslandsConfig, RunConfig, SyncerConfig
 
 FOREVER = "exec sleep 1000"
@@ -26,16 +27,18 @@ class Scripted(LocalRun):
 
     scripts: dict[str, list[str]]
     started: list[str]
+    words: dict[str, list[list[str]]]  # of every start of a name
 
-    def _start(self, name: str, arguments: list[str]) -> Child:
-        del arguments
+    def _start(self, name: str, arguments: list[str], host: int = 0) -> Process:
+        name = f"{name}.host-{host}" if host else name
+        self.words.setdefault(name, []).append(arguments)
         number = sum(started == name for started in self.started)
         self.started.append(name)
         script = self.scripts[name][min(number, len(self.scripts[name]) - 1)]
         log = self._run_dir / "logs" / f"{name}.log"
         with log.open("ab") as stream:
             process = subprocess.Popen(["sh", "-c", script], stdout=stream, stderr=stream, cwd=self._run_dir)
-        return Child(name, process, log)
+        return Process(name, process, log)
 
 
 class Told:
@@ -50,17 +53,25 @@ class Told:
         quorum: int = 1,
         syncer_restarts: int = 3,
         island_restarts: int = 3,
+        hosts: int = 1,
     ) -> None:
         config = replace(
             RunConfig(),
-            islands=IslandsConfig(count=len(islands), batch_size=32, restart_delay_s=0.0, restarts_max=island_restarts),
+            islands=IslandsConfig(
+                count=len(islands),
+                devices=4,
+                hosts=hosts,
+                batch_size=32,
+                restart_delay_s=0.0,
+                restarts_max=island_restarts,
+            ),
             syncer=SyncerConfig(restart_delay_s=0.0, restarts_max=syncer_restarts),
             protocol=ProtocolConfig(quorum=quorum),
         )
         self.lines: list[str] = []
         self.stop = threading.Event()
         self.run = Scripted(config, folder, self.lines.append, self.stop)
-        self.run.started = []
+        self.run.started, self.run.words = [], {}
         listen = "echo 127.0.0.1:1 > syncer.address; "
         self.run.scripts = {f"island-{n}": list(scripts) for n, scripts in enumerate(islands)}
         self.run.scripts["syncer"] = [listen + script for script in syncer]
@@ -118,6 +129,27 @@ def test_an_expelled_island_comes_back_as_a_new_incarnation(tmp_path: Path) -> N
     told = Told(tmp_path, [until(lines_in("back", 1)) + "exit 0"], [["exit 1", f"echo x >> back; {FOREVER}"]])
     told.run.run()
     assert told.starts("island-0") == 2
+
+
+def test_the_hosts_of_an_island_are_started_again_together_and_alone(tmp_path: Path) -> None:
+    dies = until("[ -e began ]") + "kill -9 $$"
+    told = Told(tmp_path, [until(lines_in("back", 2)) + "exit 0"], [["touch began; " + FOREVER], [FOREVER]], hosts=2)
+    told.run.scripts["island-0"].append(f"echo x >> back; {FOREVER}")
+    told.run.scripts["island-0.host-1"] = [dies, f"echo x >> back; {FOREVER}"]
+    told.run.scripts["island-1.host-1"] = [FOREVER]
+    told.run.run()
+    assert [told.starts(f"island-0{host}") for host in ("", ".host-1")] == [2, 2]
+    assert [told.starts(f"island-1{host}") for host in ("", ".host-1")] == [1, 1]
+    assert "island-0.host-1 killed by SIGKILL" in told.said
+    leader, follower = (dict(zip(w[2::2], w[3::2], strict=True)) for w in _lives(told, "island-0", 0))
+    assert (leader.pop("--host"), follower.pop("--host")) == ("0", "1") and leader == follower
+    again = dict(zip(_lives(told, "island-0", 1)[0][2::2], _lives(told, "island-0", 1)[0][3::2], strict=True))
+    assert again["--coordinator"] != leader["--coordinator"] and again["--incarnation"] > leader["--incarnation"]
+
+
+def _lives(told: Told, name: str, life: int) -> list[list[str]]:
+    """The words with which the two hosts of an island were started."""
+    return [told.run.words[f"{name}{host}"][life] for host in ("", ".host-1")]
 
 
 def test_a_drained_island_stays_away_and_others_are_still_looked_after(tmp_path: Path) -> None:
