@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,7 +43,7 @@ def test_the_mesh_does_not_change_the_trajectory(
     # Everything lies where it was put, so nothing was compiled for a second layout; and parameters are really split.
     assert island._blueprint.step._cache_size() == 1
     kernel = island.state.params["blocks/0/up/kernel"]
-    share = island.mesh.shape["fsdp"] * island.mesh.shape["tensor"]
+    share = math.prod(island.mesh.shape[axis] for axis in ("fsdp", "expert", "tensor"))
     assert kernel.addressable_shards[0].data.size * share == kernel.size
     moments = [v for v in jax.tree.leaves(island.state.opt_state) if v.shape == kernel.shape]
     assert moments and all(m.sharding.shard_shape(m.shape) == kernel.sharding.shard_shape(m.shape) for m in moments)
