@@ -24,8 +24,12 @@ PATIENCE_S = 400.0
 ISLANDS = {"devices": 4, "hosts": 2, "mesh": {"fsdp": 4}}
 
 
+def pids_of(run_dir: Path, words: str) -> set[int]:
+    return {pid for pid, command in processes_of(run_dir).items() if re.search(words, command)}
+
+
 def pid_of(run_dir: Path, words: str) -> int:
-    return next(pid for pid, command in processes_of(run_dir).items() if re.search(words, command))
+    return pids_of(run_dir, words).pop()
 
 
 def shares(run_dir: Path, name: str) -> int:
@@ -87,13 +91,12 @@ def test_an_island_that_loses_a_host_is_started_again_as_a_whole_and_alone(runni
     process, run_dir = running(train={"steps": 100_000, "eval_every": 0})
     wait_for(lambda: shares(run_dir, "island-1") > 2 and shares(run_dir, "island-0") > 2, "training", PATIENCE_S)
     before, other = shares(run_dir, "island-1"), pid_of(run_dir, "--island island-0")
-    own = {pid for pid, command in processes_of(run_dir).items() if "--island island-1" in command}
+    own = pids_of(run_dir, "--island island-1")
     assert len(own) == 2
     os.kill(pid_of(run_dir, f"--island island-1 .*--host {host}"), signal.SIGKILL)
     wait_for(lambda: shares(run_dir, "island-1") > before + 2, "the return of island-1", PATIENCE_S)
-    now = processes_of(run_dir)
-    assert not own & set(now) and other in now
-    assert sum("--island island-1" in command for command in now.values()) == 2
+    now = pids_of(run_dir, "--island island-1")
+    assert len(now) == 2 and not own & now and other in processes_of(run_dir)
     assert "took over the state of" in (run_dir / "logs" / "island-1.log").read_text()
     assert status(run_dir)["global_step"] > 0
     os.kill(process.pid, signal.SIGINT)
@@ -107,13 +110,13 @@ def test_all_hosts_find_a_syncer_that_was_started_again(running: Any) -> None:
     process, run_dir = running(train={"steps": 100_000, "eval_every": 0}, protocol={"snapshot_every": 6})
     names = ("island-0", "island-1")
     wait_for(lambda: min(shares(run_dir, name) for name in names) > 2, "training", PATIENCE_S)
-    hosts = {pid for pid, command in processes_of(run_dir).items() if " learner " in command}
+    hosts = pids_of(run_dir, " learner ")
     os.kill(pid_of(run_dir, "diloco_jax syncer"), signal.SIGKILL)
     wait_for(lambda: status(run_dir)["epoch"] == 2, "another syncer", PATIENCE_S)
     before = [shares(run_dir, name) for name in names]
     for name, count in zip(names, before, strict=True):
         wait_for(lambda: shares(run_dir, name) > count + 2, f"shares of {name}", PATIENCE_S)  # noqa: B023
-    assert hosts == {pid for pid, command in processes_of(run_dir).items() if " learner " in command}
+    assert hosts == pids_of(run_dir, " learner ")
     os.kill(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, output
@@ -122,11 +125,12 @@ def test_all_hosts_find_a_syncer_that_was_started_again(running: Any) -> None:
 def test_a_host_that_is_asked_to_end_ends_its_island_politely(running: Any) -> None:
     process, run_dir = running(train={"steps": 100_000, "eval_every": 0}, protocol={"quorum": 1})
     wait_for(lambda: shares(run_dir, "island-1") > 1, "training", PATIENCE_S)
-    follower = pid_of(run_dir, "--island island-1 .*--host 1")
+    leader, follower = (pid_of(run_dir, f"--island island-1 .*--host {host}") for host in (0, 1))
     os.kill(follower, signal.SIGTERM)
     words = run_dir / "logs" / "syncer.log"
     wait_for(lambda: "island-1 left: stopped from outside" in words.read_text(), "a polite leave", PATIENCE_S)
-    wait_for(lambda: follower not in processes_of(run_dir), "its end", PATIENCE_S)
+    before = {leader, follower}
+    wait_for(lambda: len(now := pids_of(run_dir, "--island island-1")) == 2 and not now & before, "a life", PATIENCE_S)
     os.kill(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, output
