@@ -137,6 +137,8 @@ class Effects:
         self._host.adopt(message, values)
 
     def _save_state(self, global_step: int) -> None:
+        if not self._saves.kept:
+            return
         if self._saves.busy:
             log.info(f"the state of global step {global_step} is not saved: the one before is still being written")
             return

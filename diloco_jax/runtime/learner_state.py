@@ -91,9 +91,15 @@ class SavedStates:
     Args:
         run_dir: the run's folder.
         learner_id: name of the island.
+        hosts: processes of the island. With several nothing is saved or found: Orbax makes every process of a JAX job
+            take part in a save, by collectives that would meet those of training.
+
+    Attributes:
+        kept: whether states are saved.
     """
 
-    def __init__(self, run_dir: Path, learner_id: str) -> None:
+    def __init__(self, run_dir: Path, learner_id: str, hosts: int = 1) -> None:
+        self.kept = hosts == 1
         self._folder = run_dir / CHECKPOINTS / LEARNERS / learner_id
         self._worker = ThreadPoolExecutor(1, "save")
         self._saving: Future[None] | None = None
@@ -103,7 +109,7 @@ class SavedStates:
         return self._worker.submit(self._find)
 
     def _find(self) -> SavedState | None:
-        found = checkpoint.newest_readable(self._folder, _read)
+        found = checkpoint.newest_readable(self._folder, _read) if self.kept else None
         return None if found is None else found[1]
 
     @property

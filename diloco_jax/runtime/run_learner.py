@@ -80,7 +80,7 @@ class LearnerRun:
         self._config = config
         self._address = address
         self._stop = stop
-        saves = SavedStates(run_dir, check_name(learner_id))
+        saves = SavedStates(run_dir, check_name(learner_id), 1 if hosts is None else hosts.count)
         finding = saves.find()  # while the island is built
         host = Host(config, learner_id, devices) if hosts is None else LeadingHost(config, learner_id, hosts, stop)
         self._host = host

@@ -96,6 +96,8 @@ def test_a_saved_state_comes_back_exactly_and_two_are_kept(tmp_path: Path) -> No
         np.testing.assert_array_equal(found.values[name], value)
     assert found.values["params/a/b"].dtype == ml_dtypes.bfloat16
     assert SavedStates(tmp_path, "y").find().result() is None
+    several = SavedStates(tmp_path, "x", hosts=2)
+    assert not several.kept and several.find().result() is None
 
 
 def test_a_damaged_state_is_skipped_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
