@@ -159,7 +159,9 @@ class ShardedListener:
 
     def _on_part(self, shard: int, said: Mapping[str, Any]) -> None:
         part = HeldPart(self._shards.proxies[shard], said["number"], said["size"])
-        message, peer, session = FragmentValue(*said["message"]), said["learner"], said["session"]
+        # A learner of several hosts names the size of its value to nobody: each shard finds that of its own part.
+        message = FragmentValue(*said["message"])._replace(payload_bytes=0)
+        peer, session = said["learner"], said["session"]
         if self._heard[shard].get(peer) != session or not 0 <= message.fragment_id < len(
             self._shards.setup.shares.wholes
         ):
@@ -173,7 +175,8 @@ class ShardedListener:
         parts[shard].append(part)
         if all(parts.values()):
             value: Any = {holder: found.popleft() for holder, found in parts.items()}
-            self._ready.append(Delivery("message", peer, message, value, session=session))
+            whole = message._replace(payload_bytes=sum(each.size for each in value.values()))
+            self._ready.append(Delivery("message", peer, whole, value, session=session))
             if not any(parts.values()):
                 del waiting[message]
         elif len(waiting) > 2 * self._rounds_max:

@@ -86,6 +86,13 @@ def test_hosts_train_what_one_process_trains_from_the_same_tape(tmp_path: Path) 
     assert refused.returncode == 2 and "hosts" in refused.stderr
 
 
+def test_merge_shards_get_their_parts_from_every_host(tmp_path: Path) -> None:
+    config = write_config(tmp_path, islands=ISLANDS, train={"steps": 20, "eval_every": 0}, syncer={"shards": 2})
+    done = run("train", config, "--run-dir", tmp_path / "run", "--quiet", timeout_s=PATIENCE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert min(shares(tmp_path / "run", name) for name in ("island-0", "island-1")) > 3
+
+
 @pytest.mark.parametrize("host", [0, 1])
 def test_an_island_that_loses_a_host_is_started_again_as_a_whole_and_alone(running: Any, host: int) -> None:
     process, run_dir = running(train={"steps": 100_000, "eval_every": 0})
