@@ -247,6 +247,7 @@ def test_an_islands_thread_dies_and_the_run_completes(tmp_path: Path) -> None:
 
 
 @pytest.mark.net
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_one_process_or_several_give_the_same_model(tmp_path: Path) -> None:
     """In lockstep, where nothing depends on who is faster."""
