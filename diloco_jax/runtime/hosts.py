@@ -25,7 +25,7 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.runtime.global_model import make_setup
 from diloco_jax.runtime.settings import RunConfig, fingerprint
 from diloco_jax.transport.group import LEADER, SECRET_BYTES, GroupConfig, GroupLeader, GroupMember
-from diloco_jax.transport.link import split_address
+from diloco_jax.transport.link import check_free, split_address
 from diloco_jax.transport.sharded import Dialler
 
 FAILED, STOPPED = 1, 130  # exit status, as the command line has them
@@ -85,7 +85,7 @@ def join(config: RunConfig, learner_id: str, incarnation: int, host: int | None,
     if host is None:
         _refuse_multislice()
     else:
-        _check_coordinator(coordinator)
+        _check_coordinator(coordinator, listens=host == LEADER)
     try:
         jax.distributed.initialize(
             coordinator or None,
@@ -98,6 +98,10 @@ def join(config: RunConfig, learner_id: str, incarnation: int, host: int | None,
         )
     except RuntimeError as error:
         raise ConnectionError(f"the processes of {island.name} did not meet: {error}") from None
+    except ValueError as error:
+        raise ValueError(
+            f"JAX does not find the other hosts of {island.name} by itself ({error}); give --host and --coordinator"
+        ) from None
     if jax.process_count() != island.hosts:
         raise ValueError(
             f"{island.name} has {jax.process_count()} processes, but its islands.hosts, or its topology, says "
@@ -108,13 +112,22 @@ def join(config: RunConfig, learner_id: str, incarnation: int, host: int | None,
     return replace(hosts, incarnation=_agree(hosts, same))
 
 
-def _check_coordinator(address: str) -> None:
+def _check_coordinator(address: str, *, listens: bool) -> None:
+    """Raises ValueError for what is no address, ConnectionError if this host cannot listen there."""
     try:
         _, port = split_address(address)
     except ValueError:
         port = 0
     if not port:
         raise ValueError(f"--coordinator is {address!r}: write HOST:PORT, the same on all hosts; host 0 listens there")
+    if listens:
+        try:
+            check_free(address)
+        except OSError as error:
+            raise ConnectionError(
+                f"host 0 cannot listen at --coordinator {address} ({error}): use an address of its machine, and a port "
+                "that is free"
+            ) from None
 
 
 def _meet(host: int, count: int, coordinator: str, incarnation: int) -> Hosts:

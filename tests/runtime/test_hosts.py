@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -169,6 +170,14 @@ def test_who_loses_a_host_ends(pair: Pair) -> None:
 def test_wrong_places_are_refused_before_jax_begins(host: int, coordinator: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         join(TWO_HOSTS, "island-0", 1, host, coordinator)
+
+
+@pytest.mark.parametrize("where", ["127.0.0.1", "192.0.2.1", "nobody.invalid"])
+def test_a_coordinator_that_cannot_listen_is_one_error(where: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"{where}:{taken.getsockname()[1]}"
+        with pytest.raises(ConnectionError, match="cannot listen at --coordinator"):
+            join(TWO_HOSTS, "island-0", 1, 0, address)
 
 
 def test_a_host_of_an_island_that_has_only_one_is_refused() -> None:
