@@ -29,7 +29,8 @@ from diloco_jax.transport.link import check_free, split_address
 from diloco_jax.transport.sharded import Dialler
 
 FAILED, STOPPED = 1, 130  # exit status, as the command line has them
-HEARTBEAT_S = 20  # of the coordination service: silence for so long is death; a compiler does not silence it
+# Of the coordination service. It aborts with a stack trace; so the island's own network notices a silent host first.
+HEARTBEAT_S = int(3 * GroupConfig().silence_s)
 START_S = 300  # for all processes of an island to begin
 SHUTDOWN_S = 20  # for all to end, once one of them does
 ADDRESS_BYTES = 256
