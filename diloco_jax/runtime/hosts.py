@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from jax.experimental import multihost_utils
 
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.runtime.global_model import make_setup
+from diloco_jax.runtime.islands import IslandConfig
 from diloco_jax.runtime.settings import RunConfig, fingerprint
 from diloco_jax.transport.group import LEADER, SECRET_BYTES, GroupConfig, GroupLeader, GroupMember
 from diloco_jax.transport.link import check_free, split_address
@@ -87,12 +89,32 @@ def join(config: RunConfig, learner_id: str, incarnation: int, host: int | None,
         _refuse_multislice()
     else:
         _check_coordinator(coordinator, listens=host == LEADER)
+    _begin_jax(island, host, coordinator)
+    if jax.process_count() != island.hosts:
+        raise ValueError(
+            f"{island.name} has {jax.process_count()} processes, but its islands.hosts, or its topology, says "
+            f"{island.hosts}; correct one of them"
+        )
+    same = {**dict(fingerprint(config, "")), "island": str(island), "JAX": jax.__version__}
+    hosts = _meet(jax.process_index(), island.hosts, coordinator, incarnation)
+    return replace(hosts, incarnation=_agree(hosts, same))
+
+
+def _begin_jax(island: IslandConfig, host: int | None, coordinator: str) -> None:
+    """Meet the other processes, or die."""
+    words = f"the other processes of {island.name} did not come within {START_S} s: start all {island.hosts} of them"
+    # JAX itself would abort with a stack trace.
+    alone = threading.Timer(
+        START_S, die, [f"{words}, with the same --coordinator (here {coordinator or 'JAX finds it'})"]
+    )
+    alone.daemon = True
+    alone.start()
     try:
         jax.distributed.initialize(
             coordinator or None,
             None if host is None else island.hosts,
             host,
-            initialization_timeout=START_S,
+            initialization_timeout=2 * START_S,
             heartbeat_timeout_seconds=HEARTBEAT_S,
             shutdown_timeout_seconds=SHUTDOWN_S,
             coordinator_bind_address=coordinator or None,  # not on all interfaces, which is the default
@@ -103,14 +125,8 @@ def join(config: RunConfig, learner_id: str, incarnation: int, host: int | None,
         raise ValueError(
             f"JAX does not find the other hosts of {island.name} by itself ({error}); give --host and --coordinator"
         ) from None
-    if jax.process_count() != island.hosts:
-        raise ValueError(
-            f"{island.name} has {jax.process_count()} processes, but its islands.hosts, or its topology, says "
-            f"{island.hosts}; correct one of them"
-        )
-    same = {**dict(fingerprint(config, "")), "island": str(island), "JAX": jax.__version__}
-    hosts = _meet(jax.process_index(), island.hosts, coordinator, incarnation)
-    return replace(hosts, incarnation=_agree(hosts, same))
+    finally:
+        alone.cancel()
 
 
 def _check_coordinator(address: str, *, listens: bool) -> None:

@@ -185,6 +185,25 @@ def test_a_host_of_an_island_that_has_only_one_is_refused() -> None:
         join(CONFIG, "island-0", 1, 1, "127.0.0.1:1")
 
 
+def test_a_host_whose_others_do_not_come_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    died, words = threading.Event(), list[str]()
+
+    def die(reason: str) -> None:
+        words.append(reason)
+        died.set()
+
+    def initialize(*where: Any, **how: Any) -> None:
+        assert died.wait(30), "JAX would abort"
+        raise RuntimeError("the process would be gone")
+
+    monkeypatch.setattr(hosts, "START_S", 0.1)
+    monkeypatch.setattr(hosts, "die", die)
+    monkeypatch.setattr(hosts.jax.distributed, "initialize", initialize)
+    with pytest.raises(ConnectionError, match="would be gone"):
+        join(TWO_HOSTS, "island-0", 1, 1, "127.0.0.1:1")
+    assert "start all 2 of them, with the same --coordinator (here 127.0.0.1:1)" in words[0]
+
+
 def agreed(*same: dict[str, str]) -> list[Any]:
     """What hosts with these settings find, each with an incarnation of its own: that of the leader, or an error."""
     count = len(same)
