@@ -165,12 +165,11 @@ def _learner(arguments: argparse.Namespace) -> int:
     address = arguments.syncer or known_address(run_dir, config)
     if arguments.preemption:
         watch(check_source(arguments.preemption), stop)
-    own = config.island(arguments.island)
-    if own.hosts > 1:
+    if config.island(arguments.island).hosts > 1:
         arguments.leave = leave
-    hosts = join(own, arguments.host, arguments.coordinator)
+    hosts = join(config, arguments.island, incarnation, arguments.host, arguments.coordinator)
     if hosts is not None and hosts.host:
-        return Follower(config, arguments.island, incarnation, address, stop, hosts).run()
+        return Follower(config, arguments.island, address, stop, hosts).run()
     reason = kind(config, arguments.island, incarnation, address, run_dir, stop, hosts).run()
     print(f"{arguments.island}: {reason}", flush=True)
     return INTERRUPTED if stop.is_set() else 0  # 0 only when the syncer ended the run

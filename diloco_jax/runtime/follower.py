@@ -40,21 +40,18 @@ class Follower:
     Args:
         config: the run.
         learner_id: name of the island.
-        incarnation: of the learner.
         address: where the syncer listens.
         stop: set from outside to leave politely; the leader decides when.
         hosts: of the island.
     """
 
-    def __init__(
-        self, config: RunConfig, learner_id: str, incarnation: int, address: str, stop: threading.Event, hosts: Hosts
-    ) -> None:
+    def __init__(self, config: RunConfig, learner_id: str, address: str, stop: threading.Event, hosts: Hosts) -> None:
         assert isinstance(hosts.group, GroupMember), "host 0 leads"
         self._group = hosts.group
         self._stop = stop
         self._told_stop = False
         self._host = host = Host(config, learner_id)
-        self._dialler = make_dialler(config, host.plan, learner_id, incarnation, address, hosts)
+        self._dialler = make_dialler(config, host.plan, learner_id, hosts.incarnation, address, hosts)
         self._values = GlobalValues(host.fragments, config.wire.down)  # the link thread's
         self._arrived: dict[tuple[int, int], Values] = {}  # fragment, arrival -> value that may be adopted
         self._link: Link | None = None

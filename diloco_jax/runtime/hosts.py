@@ -11,9 +11,12 @@ import os
 import secrets
 import socket
 import sys
+import threading
+import time
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -22,13 +25,14 @@ from jax.experimental import multihost_utils
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.runtime.global_model import make_setup
 from diloco_jax.runtime.islands import IslandConfig
-from diloco_jax.runtime.settings import RunConfig
+from diloco_jax.runtime.settings import RunConfig, fingerprint
 from diloco_jax.transport.group import LEADER, SECRET_BYTES, GroupConfig, GroupLeader, GroupMember
-from diloco_jax.transport.link import split_address
+from diloco_jax.transport.link import check_free, split_address
 from diloco_jax.transport.sharded import Dialler
 
 FAILED, STOPPED = 1, 130  # exit status, as the command line has them
-HEARTBEAT_S = 20  # of the coordination service: silence for so long is death; a compiler does not silence it
+# Of the coordination service. It aborts with a stack trace; so the island's own network notices a silent host first.
+HEARTBEAT_S = int(3 * GroupConfig().silence_s)
 START_S = 300  # for all processes of an island to begin
 SHUTDOWN_S = 20  # for all to end, once one of them does
 ADDRESS_BYTES = 256
@@ -46,27 +50,35 @@ class Hosts:
       host: which one this is; LEADER leads.
       count: how many there are.
       group: the connection to the leader, or the leader's to all.
+      incarnation: of the learner, as the leader has it.
     """
 
     host: int
     count: int
     group: GroupLeader | GroupMember
+    incarnation: int
 
 
-def join(island: IslandConfig, host: int | None, coordinator: str) -> Hosts | None:
+def join(config: RunConfig, learner_id: str, incarnation: int, host: int | None, coordinator: str) -> Hosts | None:
     """Begin as one process of an island; call before anything else touches a device. None if it has only this one.
 
     Args:
-      island: ours.
+      config: the run.
+      learner_id: name of the island.
+      incarnation: of this process; that of the leader counts.
       host: which one this is; None lets JAX find out, on Cloud TPU.
       coordinator: host:port of host 0, where it can listen; "" lets JAX find out.
 
     Raises:
-      ValueError: the island has another number of processes, or is a part of a multislice job.
+      ValueError: the island has another number of processes, is a part of a multislice job, or its hosts have
+        settings that do not belong together.
       ConnectionError: the others did not come in time.
     """
+    island = config.island(learner_id)
     _forget_multislice()
     if island.hosts == 1:
+        if host is not None or coordinator:
+            raise ValueError(f"--host and --coordinator are of an island of several hosts; {learner_id} has 1")
         return None
     if (host is None) != (not coordinator):
         raise ValueError("--host and --coordinator belong together; give both, or none on Cloud TPU")
@@ -76,28 +88,66 @@ def join(island: IslandConfig, host: int | None, coordinator: str) -> Hosts | No
     if host is None:
         _refuse_multislice()
     else:
-        split_address(coordinator)
+        _check_coordinator(coordinator, listens=host == LEADER)
+    _begin_jax(island, host, coordinator)
+    if jax.process_count() != island.hosts:
+        raise ValueError(
+            f"{island.name} has {jax.process_count()} processes, but its islands.hosts, or its topology, says "
+            f"{island.hosts}; correct one of them"
+        )
+    same = {**dict(fingerprint(config, "")), "island": str(island), "JAX": jax.__version__}
+    hosts = _meet(jax.process_index(), island.hosts, coordinator, incarnation)
+    return replace(hosts, incarnation=_agree(hosts, same))
+
+
+def _begin_jax(island: IslandConfig, host: int | None, coordinator: str) -> None:
+    """Meet the other processes, or die."""
+    words = f"the other processes of {island.name} did not come within {START_S} s: start all {island.hosts} of them"
+    # JAX itself would abort with a stack trace.
+    alone = threading.Timer(
+        START_S, die, [f"{words}, with the same --coordinator (here {coordinator or 'JAX finds it'})"]
+    )
+    alone.daemon = True
+    alone.start()
     try:
         jax.distributed.initialize(
             coordinator or None,
             None if host is None else island.hosts,
             host,
-            initialization_timeout=START_S,
+            initialization_timeout=2 * START_S,
             heartbeat_timeout_seconds=HEARTBEAT_S,
             shutdown_timeout_seconds=SHUTDOWN_S,
             coordinator_bind_address=coordinator or None,  # not on all interfaces, which is the default
         )
     except RuntimeError as error:
         raise ConnectionError(f"the processes of {island.name} did not meet: {error}") from None
-    if jax.process_count() != island.hosts:
+    except ValueError as error:
         raise ValueError(
-            f"{island.name} has {jax.process_count()} processes, but its islands.hosts, or its topology, says "
-            f"{island.hosts}; correct one of them"
-        )
-    return _meet(jax.process_index(), island.hosts, coordinator)
+            f"JAX does not find the other hosts of {island.name} by itself ({error}); give --host and --coordinator"
+        ) from None
+    finally:
+        alone.cancel()
 
 
-def _meet(host: int, count: int, coordinator: str) -> Hosts:
+def _check_coordinator(address: str, *, listens: bool) -> None:
+    """Raises ValueError for what is no address, ConnectionError if this host cannot listen there."""
+    try:
+        _, port = split_address(address)
+    except ValueError:
+        port = 0
+    if not port:
+        raise ValueError(f"--coordinator is {address!r}: write HOST:PORT, the same on all hosts; host 0 listens there")
+    if listens:
+        try:
+            check_free(address)
+        except OSError as error:
+            raise ConnectionError(
+                f"host 0 cannot listen at --coordinator {address} ({error}): use an address of its machine, and a port "
+                "that is free"
+            ) from None
+
+
+def _meet(host: int, count: int, coordinator: str, incarnation: int) -> Hosts:
     """The leader makes a secret and listens; where, and the secret, go to the others through JAX."""
     config = GroupConfig(payload_bytes_max=PAYLOAD_BYTES_MAX, queue_bytes_max=2 * PAYLOAD_BYTES_MAX)
     told = np.zeros(SECRET_BYTES + ADDRESS_BYTES, np.uint8)
@@ -109,9 +159,50 @@ def _meet(host: int, count: int, coordinator: str) -> Hosts:
         told[:] = np.frombuffer((secret + leader.address.encode()).ljust(told.size, b"\0"), np.uint8)
     heard = bytes(np.asarray(multihost_utils.broadcast_one_to_all(told)))
     if leader is not None:
-        return Hosts(host, count, leader)
+        return Hosts(host, count, leader, incarnation)
     address = heard[SECRET_BYTES:].rstrip(b"\0").decode()
-    return Hosts(host, count, GroupMember(address, host, count, heard[:SECRET_BYTES], config))
+    return Hosts(host, count, GroupMember(address, host, count, heard[:SECRET_BYTES], config), incarnation)
+
+
+def _agree(hosts: Hosts, same: Mapping[str, str]) -> int:
+    """Return the leader's incarnation once all hosts have found that these settings are the same everywhere.
+
+    Else their programs would wait for each other for ever, or train something that nobody asked for.
+
+    Raises:
+      ValueError: a host has another setting; all hosts hear of it.
+      ConnectionError: a host is gone.
+    """
+    group, wrong = hosts.group, ""
+    if isinstance(group, GroupLeader):
+        group.send({"incarnation": hosts.incarnation, "same": same})
+        found = [_hear(group, ("wrong",)) for _ in range(hosts.count - 1)]
+        wrong = next((each["wrong"] for each in found if each["wrong"]), "")
+        group.send({"wrong": wrong})
+        incarnation = hosts.incarnation
+    else:
+        told = _hear(group, ("incarnation", "same"))
+        for what, theirs in told["same"].items():
+            if theirs != same.get(what):
+                wrong = f"host {hosts.host} has {what} {same.get(what)!r}, host {LEADER} has {theirs!r}"
+        group.send({"wrong": wrong})
+        wrong, incarnation = _hear(group, ("wrong",))["wrong"], told["incarnation"]
+    if wrong:
+        group.close()
+        raise ValueError(f"{wrong}: start all hosts of an island from the same config, with the same --island")
+    return int(incarnation)
+
+
+def _hear(group: GroupLeader | GroupMember, keys: tuple[str, ...]) -> Mapping[str, Any]:
+    """The next message of a host, which has these keys."""
+    ends_s = time.monotonic() + START_S
+    while (item := group.receive(ends_s - time.monotonic())) is not None:
+        if item.kind != "joined":
+            break
+    if item is None or item.kind != "message" or not all(key in item.head for key in keys):
+        said = f"nothing within {START_S} s" if item is None else item.reason or f"{item.head}"
+        raise ConnectionError(f"the hosts of this island did not agree on its settings: {said}")
+    return item.head
 
 
 def _own_address() -> str:

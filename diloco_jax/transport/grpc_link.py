@@ -7,7 +7,6 @@ The synchronous API is used on purpose: its client is the one that stays stable 
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -45,9 +44,9 @@ from diloco_jax.transport.link import (
     Rejected,
     TransportConfig,
     TransportError,
+    check_free,
     check_name,
     payload_parts,
-    split_address,
 )
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.probe import PROBE, ProbeDesk
@@ -255,7 +254,7 @@ class GrpcListener(SessionListener[StreamSession]):
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         try:
-            _probe(config.address)
+            check_free(config.address)
             port = self._server.add_secure_port(config.address, server_credentials)
         except (OSError, RuntimeError) as error:
             raise ValueError(
@@ -371,15 +370,6 @@ class GrpcListener(SessionListener[StreamSession]):
 
 def _serialised(reply: pb.StatusReply | pb.DrainReply | pb.ProbeReply) -> bytes:
     return reply.SerializeToString()
-
-
-def _probe(address: str) -> None:
-    """Bind and let go. gRPC would find out as well, but it prints its internal log before it raises."""
-    host, port = split_address(address)
-    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: TIME_WAIT is not "in use"
-        probe.bind(target)
 
 
 def listen(config: TransportConfig, *, run_id: str, epoch: int = 0, shards: Sequence[str] = ()) -> GrpcListener:

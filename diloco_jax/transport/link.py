@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias, get_args
@@ -228,6 +229,19 @@ def split_address(address: str) -> tuple[str, int]:
     if not (colon and host and port.isascii() and port.isdecimal() and int(port) <= 65535):
         raise ValueError(f"transport.address is {address!r}: write host:port, for example 127.0.0.1:50051")
     return host, int(port)
+
+
+def check_free(address: str) -> None:
+    """Bind and let go, before gRPC does: that prints its internal log when it cannot, and JAX's service crashes.
+
+    Raises:
+        OSError: This machine cannot listen there.
+    """
+    host, port = split_address(address)
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: TIME_WAIT is not "in use"
+        probe.bind(target)
 
 
 def is_bulk(message: Message) -> bool:

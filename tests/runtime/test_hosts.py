@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,9 +25,7 @@ from diloco_jax.runtime.follower import Follower
 from diloco_jax.runtime.host_leader import LeadingHost
 from diloco_jax.runtime.hosts import Hosts, join
 from diloco_jax.runtime.island_processes import Child, Process
-from diloco_jax.runtime.islands import IslandConfig
 from diloco_jax.runtime.processes import USER_ERROR
-from diloco_jax.training.sharding import MeshConfig
 from diloco_jax.training.staging import CopyGone
 from diloco_jax.transport.group import GroupLeader, GroupMember
 from diloco_jax.transport.link import TransportError
@@ -37,7 +36,7 @@ from tests.sockets import free_port
 pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
 
 SECRET = bytes(32)
-ISLAND = IslandConfig("island-0", devices=4, hosts=2, topology="", mesh=MeshConfig(), batch_size=8, zone="")
+TWO_HOSTS = replace(CONFIG, islands=replace(CONFIG.islands, devices=4, hosts=2))
 
 
 class Pair:
@@ -49,8 +48,8 @@ class Pair:
         self.stop, self.asked = threading.Event(), threading.Event()
         member = GroupMember(group.address, 1, 2, SECRET)
         nobody = f"127.0.0.1:{free_port()}"
-        self.leader = LeadingHost(config, "island-0", Hosts(0, 2, group), self.stop)
-        self.follower = Follower(config, "island-0", 1, nobody, self.asked, Hosts(1, 2, member))
+        self.leader = LeadingHost(config, "island-0", Hosts(0, 2, group, 1), self.stop)
+        self.follower = Follower(config, "island-0", nobody, self.asked, Hosts(1, 2, member, 1))
         self.follows = self.follower._host
         self.statuses: list[int] = []
         self.deaths = deaths
@@ -161,16 +160,85 @@ def test_who_loses_a_host_ends(pair: Pair) -> None:
 
 @pytest.mark.parametrize(
     ("host", "coordinator", "message"),
-    [(2, "127.0.0.1:1", "has hosts 0 to 1"), (0, "", "belong together"), (0, "nowhere", "nowhere")],
+    [
+        (2, "127.0.0.1:1", "has hosts 0 to 1"),
+        (0, "", "belong together"),
+        (0, "nowhere", "--coordinator is 'nowhere'"),
+        (0, "127.0.0.1:0", "--coordinator is '127.0.0.1:0'"),
+    ],
 )
 def test_wrong_places_are_refused_before_jax_begins(host: int, coordinator: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        join(ISLAND, host, coordinator)
+        join(TWO_HOSTS, "island-0", 1, host, coordinator)
+
+
+@pytest.mark.parametrize("where", ["127.0.0.1", "192.0.2.1", "nobody.invalid"])
+def test_a_coordinator_that_cannot_listen_is_one_error(where: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"{where}:{taken.getsockname()[1]}"
+        with pytest.raises(ConnectionError, match="cannot listen at --coordinator"):
+            join(TWO_HOSTS, "island-0", 1, 0, address)
+
+
+def test_a_host_of_an_island_that_has_only_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="island-0 has 1"):
+        join(CONFIG, "island-0", 1, 1, "127.0.0.1:1")
+
+
+def test_a_host_whose_others_do_not_come_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    died, words = threading.Event(), list[str]()
+
+    def die(reason: str) -> None:
+        words.append(reason)
+        died.set()
+
+    def initialize(*where: Any, **how: Any) -> None:
+        assert died.wait(30), "JAX would abort"
+        raise RuntimeError("the process would be gone")
+
+    monkeypatch.setattr(hosts, "START_S", 0.1)
+    monkeypatch.setattr(hosts, "die", die)
+    monkeypatch.setattr(hosts.jax.distributed, "initialize", initialize)
+    with pytest.raises(ConnectionError, match="would be gone"):
+        join(TWO_HOSTS, "island-0", 1, 1, "127.0.0.1:1")
+    assert "start all 2 of them, with the same --coordinator (here 127.0.0.1:1)" in words[0]
+
+
+def agreed(*same: dict[str, str]) -> list[Any]:
+    """What hosts with these settings find, each with an incarnation of its own: that of the leader, or an error."""
+    count = len(same)
+    leader = GroupLeader(count, "127.0.0.1:0", SECRET)
+    groups = [leader, *(GroupMember(leader.address, host, count, SECRET) for host in range(1, count))]
+    found: list[Any] = [None] * count
+
+    def agree(host: int) -> None:
+        try:
+            found[host] = hosts._agree(Hosts(host, count, groups[host], 100 + host), same[host])
+        except ValueError as error:
+            found[host] = str(error)
+
+    threads = [threading.Thread(target=agree, args=(host,)) for host in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for group in groups[::-1]:
+        group.close(0.1)
+    return found
+
+
+def test_all_hosts_take_the_leaders_incarnation() -> None:
+    assert agreed({"seed": "0"}, {"seed": "0"}, {"seed": "0"}) == [100, 100, 100]
+
+
+def test_hosts_with_other_settings_are_refused_on_all_hosts() -> None:
+    found = agreed({"seed": "0"}, {"seed": "0"}, {"seed": "1"})
+    assert all("host 2 has seed '1', host 0 has '0'" in each for each in found)
 
 
 def test_an_island_forgets_that_it_could_be_a_part_of_a_multislice_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
-    assert join(ISLAND._replace(hosts=1), None, "") is None
+    assert join(CONFIG, "island-0", 1, None, "") is None
     assert "MEGASCALE_NUM_SLICES" not in os.environ
 
 
