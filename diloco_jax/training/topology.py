@@ -89,7 +89,10 @@ class Topology:
                 f"topology '{text}' has {topology.chips} chips; a {name} slice has at most {generation.chips_max}"
             )
         if topology.chips % topology.chips_per_host:
-            raise ValueError(f"topology '{text}' has {topology.chips} chips, which no number of whole hosts has")
+            raise ValueError(
+                f"topology '{text}' has {topology.chips} chips, which is no number of whole hosts; use a "
+                f"multiple of {CHIPS_PER_HOST}"
+            )
         return topology
 
     def __str__(self) -> str:
