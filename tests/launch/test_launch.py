@@ -109,6 +109,7 @@ def test_run_stops_and_says_how_to_undo(
 
 WRONG = {
     "no project": ((), "launch gke needs cloud.project, cloud.image"),
+    "no network": (("--cloud.network", ""), "launch gke needs cloud.network"),
     "name": (("--name", "My_Run"), "name is 'My_Run'"),
     "long name": (("--name", "a" * 33), "at most 40 characters"),
     "namespace": (("--cloud.namespace", "Team"), "cloud.namespace is 'Team'"),
