@@ -48,10 +48,12 @@ def launch(arguments: argparse.Namespace) -> int:
     from functools import partial
 
     from diloco_jax.config import dump
-    from diloco_jax.launch.launch import WAYS, describe, run, write
+    from diloco_jax.launch.launch import WAYS, check_tools, describe, run, write
 
     config = load_config(arguments)
     plan = WAYS[arguments.way](config, dump)
+    if arguments.run:
+        check_tools(plan)
     target = arguments.out or (arguments.run and str(Path(config.runs_dir) / f"{config.name}-{arguments.way}"))
     paths = write(plan, Path(target), force=arguments.force) if target else []
     if arguments.run:

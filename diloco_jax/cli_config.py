@@ -17,7 +17,8 @@ def load_config(arguments: argparse.Namespace) -> RunConfig:
     from diloco_jax.config import load
 
     overrides = ["--help"] if arguments.settings else arguments.overrides
-    return load(arguments.config, overrides, prog=f"diloco {arguments.name} {arguments.config}")
+    command = f"{arguments.name} {arguments.way}" if arguments.name == "launch" else arguments.name
+    return load(arguments.config, overrides, prog=f"diloco {command} {arguments.config}")
 
 
 def learner_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:

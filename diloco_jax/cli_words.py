@@ -141,6 +141,6 @@ def _launch_words(launch: argparse.ArgumentParser) -> None:
     launch.add_argument("config", help="YAML file, see configs/; its cloud section says where")
     launch.add_argument("--settings", action="store_true", help="list all settings with their meaning, and exit")
     launch.add_argument("--out", metavar="DIR", help="write the files there; without it they are only printed")
-    launch.add_argument("--force", action="store_true", help="overwrite files in --out")
+    launch.add_argument("--force", action="store_true", help="overwrite the files of an earlier launch in --out")
     launch.add_argument("--run", action="store_true", help="run the commands too; default for --out: RUNS_DIR/NAME-WAY")
     launch.add_argument("--json", action="store_true", help="print one JSON object")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 from diloco_jax.launch.plan import command
+from diloco_jax.runtime.cloud import PORT_MAX
 from diloco_jax.runtime.settings import RunConfig
 from diloco_jax.training.topology import Topology
 
@@ -91,6 +92,11 @@ def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[Slice]
     check_label("name", config.name)
     check_label("cloud.namespace", config.cloud.namespace)
     check_label("cloud.cluster", config.cloud.cluster)
+    if ports(config)[-1] > PORT_MAX:
+        raise ValueError(
+            f"cloud.port is {config.cloud.port}, and {config.syncer.shards} merge shards take the ports after it, but "
+            f"{PORT_MAX} is the last port; lower cloud.port or syncer.shards"
+        )
     slices = []
     for name in config.islands.names:
         island = config.island(name)

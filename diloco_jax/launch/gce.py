@@ -13,7 +13,7 @@ from diloco_jax.launch.syncer_vm import IN_PROJECT, SCOPES
 from diloco_jax.runtime.settings import RunConfig
 
 WAY = "gce"
-NEEDED = ("project", "image", "service_account", "tpu_image_family")
+NEEDED = ("project", "image", "network", "service_account", "tpu_image_family")
 IMAGE_PROJECT = "ubuntu-os-accelerator-images"
 
 

@@ -17,7 +17,7 @@ from diloco_jax.launch.plan import Plan, sequence_files
 from diloco_jax.runtime.settings import RunConfig
 
 WAY = "gke"
-NEEDED = ("project", "image")
+NEEDED = ("project", "image", "network")
 Manifest: TypeAlias = dict[str, Any]
 
 EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"  # all pods of a Job in one node pool, that is on one slice

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,11 @@ from diloco_jax.launch.plan import HEADER, Plan
 from diloco_jax.runtime.settings import RunConfig
 
 WAYS: dict[str, Callable[[RunConfig, Dump], Plan]] = {way.WAY: way.plan for way in (gke, gce, tpu_vm)}
+MARK = "variables.sh"  # a folder with this file was written by us
+TOOLS = {  # what scripts call, and where it comes from
+    "gcloud": "install the Google Cloud CLI",
+    "kubectl": "gcloud components install kubectl gke-gcloud-auth-plugin",
+}
 OUTPUT_MAX = 4000  # characters of a failed command's output in the message
 
 
@@ -23,13 +29,18 @@ def write(plan: Plan, folder: Path, *, force: bool) -> list[Path]:
     Args:
         plan: what `WAYS` made.
         folder: made if it is not there.
-        force: overwrite files in a folder that holds some; others in it stay.
+        force: overwrite the files of an earlier launch; others in the folder stay.
 
     Raises:
-        ValueError: the folder is not empty.
+        ValueError: this is no folder, or one that is not empty.
     """
-    if not force and folder.is_dir() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty; --force overwrites what is there, or choose another --out")
+    if there := next((each for each in (folder, *folder.parents) if each.exists() and not each.is_dir()), None):
+        raise ValueError(f"--out is {folder}, but {there} is no folder; choose another --out")
+    if folder.is_dir() and any(folder.iterdir()):
+        if not (folder / MARK).exists():
+            raise ValueError(f"--out is {folder}, which holds files that are not of a launch; choose another --out")
+        if not force:
+            raise ValueError(f"{folder} is not empty; --force overwrites what is there, or choose another --out")
     for name, text in plan.files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,6 +48,21 @@ def write(plan: Plan, folder: Path, *, force: bool) -> list[Path]:
         if text.startswith(HEADER):
             path.chmod(0o755)
     return [folder / name for name in plan.files]
+
+
+def check_tools(plan: Plan) -> None:
+    """Look for what the scripts call, before anything is made.
+
+    Raises:
+        ValueError: it is not in PATH.
+    """
+    scripts = "".join(text for text in plan.files.values() if text.startswith(HEADER))
+    missing = [name for name in TOOLS if f"{name} " in scripts and shutil.which(name) is None]
+    if missing:
+        remedies = "; ".join(TOOLS[name] for name in missing)
+        raise ValueError(
+            f"--run calls {' and '.join(missing)}, not found in PATH; {remedies}, or write the files with --out only"
+        )
 
 
 def run(plan: Plan, folder: Path, say: Callable[[str], None]) -> None:

@@ -74,7 +74,7 @@ def _share_state(case: Situation, limit: float) -> list[str]:
 def _larger(case: Situation, limit: float, needed: float) -> str:
     """The smallest larger slice on which what is held takes less than half of a chip's memory, if there is one."""
     generation, shape, chips = case.topology.generation, list(case.topology.shape), case.topology.chips
-    while needed * case.topology.chips / chips > ROOM * limit / 2 or chips == case.topology.chips:
+    while needed * case.topology.chips / chips > ROOM * limit / 2 or chips in (2, case.topology.chips):  # none has 2
         shape[shape.index(min(shape))] *= 2
         chips *= 2
     if chips > generation.chips_max:

@@ -141,7 +141,10 @@ def slice_devices(topology: Topology) -> Sequence[jax.Device]:
     try:
         known = topologies.get_topology_desc(platform="tpu", topology_name=str(topology), **options)
     except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"libtpu does not know the slice '{topology}': {str(error).splitlines()[0]}") from error
+        raise ValueError(
+            f"libtpu does not know the slice '{topology}': {str(error).splitlines()[0]}; use one that Google Cloud "
+            "offers, such as v5p:2x2x1 or v5p:4x4x4"
+        ) from error
     devices: Sequence[jax.Device] = known.devices
     return devices
 

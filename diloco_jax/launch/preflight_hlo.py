@@ -81,7 +81,7 @@ class Instruction:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The array, or the arrays of the tuple, that it makes."""
-        return tuple(Tensor(dtype, _dims(dims)) for dtype, dims in _ARRAY.findall(self.shape))
+        return _tensors(self.shape)
 
 
 Computation = dict[str, Instruction]
@@ -219,6 +219,21 @@ def _closing(text: str, opened: int) -> int:
     return len(text)
 
 
+def _elements(shape: str) -> list[str]:
+    """The elements of a tuple's type, which may be tuples themselves."""
+    elements, begin, depth = [], 1, 0
+    for position, sign in enumerate(shape):
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(sign, 0)
+        if (sign == "," and depth == 1) or (sign == ")" and not depth):
+            elements.append(shape[begin:position])
+            begin = position + 1
+    return elements
+
+
+def _tensors(shape: str) -> tuple[Tensor, ...]:
+    return tuple(Tensor(dtype, _dims(dims)) for dtype, dims in _ARRAY.findall(shape))
+
+
 def _dims(text: str) -> tuple[int, ...]:
     return tuple(int(size.lstrip("<=")) for size in text.split(",") if size)
 
@@ -332,10 +347,9 @@ def _step(body: Computation, index: int) -> int | None:
 
 
 def _collective(instruction: Instruction, kind: str, where: str, times: int) -> Collective:
-    tensors = instruction.tensors
-    if instruction.opcode.endswith("-start") and len(tensors) > 1 and kind != "all-reduce":
-        tensors = tensors[len(tensors) // 2 :]  # (operands, results, ...)
-        tensors = tuple(tensor for tensor in tensors if tensor.dims)
+    tensors, elements = instruction.tensors, _elements(instruction.shape)
+    if instruction.opcode.endswith("-start") and len(elements) > 1 and kind != "all-reduce":
+        tensors = _tensors(elements[1])  # (operands, results, what the device counts with)
     if kind == "all-reduce" and "reduce-scatter" in where:  # how TPUs spell it: a fusion that keeps only one part
         kind = "reduce-scatter"
     return Collective(kind, tensors, times)

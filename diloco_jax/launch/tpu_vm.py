@@ -13,7 +13,7 @@ from diloco_jax.launch.syncer_vm import IN_PROJECT, SCOPES
 from diloco_jax.runtime.settings import RunConfig
 
 WAY = "tpu-vm"
-NEEDED = ("project", "image", "service_account")
+NEEDED = ("project", "image", "network", "service_account")
 RESOURCE = ("gcloud", "compute", "tpus", "queued-resources")
 VM = ("gcloud", "compute", "tpus", "tpu-vm")
 HOME = "diloco"  # folder on the TPU VM

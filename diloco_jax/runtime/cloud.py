@@ -7,6 +7,11 @@ import re
 from dataclasses import dataclass
 
 PORT_MAX = 65535
+DISK_MIN_GB, DISK_MAX_GB = 50, 65_536
+PLAIN = (  # become words of scripts
+    "project", "image", "network", "subnetwork", "service_account", "tpu_image_family", "syncer_zone",
+    "syncer_machine_type",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +57,8 @@ class CloudConfig:
         if not 1 <= self.port <= PORT_MAX:
             raise ValueError(f"cloud.port is {self.port}; use 1 to {PORT_MAX}")
         for name in ("syncer_disk_gb", "host_disk_gb"):
-            if getattr(self, name) < 50:
-                raise ValueError(f"cloud.{name} is {getattr(self, name)}; use at least 50")
+            if not DISK_MIN_GB <= getattr(self, name) <= DISK_MAX_GB:
+                raise ValueError(f"cloud.{name} is {getattr(self, name)}; use {DISK_MIN_GB} to {DISK_MAX_GB}")
         if self.restarts_max < 0:
             raise ValueError(f"cloud.restarts_max is {self.restarts_max}; use at least 0")
         if not self.source_ranges:
@@ -66,7 +71,7 @@ class CloudConfig:
                 f"cloud.external is true, but cloud.source_ranges {', '.join(self.source_ranges)} are private "
                 "addresses, which nobody on the internet has; write those that the islands come from"
             )
-        for name in ("project", "image", "network", "subnetwork", "service_account", "tpu_image_family", "syncer_zone"):
+        for name in PLAIN:
             value = getattr(self, name)
             if not re.fullmatch(r"[A-Za-z0-9._:/@-]*", value) or value.startswith("-"):
                 raise ValueError(f"cloud.{name} is {value!r}; use letters, digits and . _ : / @ - only")

@@ -112,7 +112,10 @@ def listening(config: RunConfig) -> Iterator[list[str]]:
     """
     written, port = config.transport.address.rpartition(":")[0], split_address(config.transport.address)[1]
     if not port:
-        raise ValueError(f"transport.address is {config.transport.address}; --listen needs a port, such as :50051")
+        raise ValueError(
+            f"transport.address is {config.transport.address}; --listen needs a port: add "
+            "--transport.address 0.0.0.0:50051"
+        )
     shards = range(1, config.syncer.shards + 1) if config.syncer.shards > 1 else range(0)
     settings = needs(config).settings
     with ExitStack() as stack:

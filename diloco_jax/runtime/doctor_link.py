@@ -69,7 +69,10 @@ def check_link(config: RunConfig, side: Side, need: Needs, seconds: float) -> li
         greeting = greet(side.transport, side.name)
     except (TransportError, ValueError) as error:
         return [*checks, _unanswered(error)]
-    checks += [check_run(config, side, greeting), *check_settings(need.settings, greeting.settings)]
+    checks.append(check_run(config, side, greeting))
+    if checks[-1].status == "fail":
+        return checks  # that run is not ours to measure beside
+    checks += check_settings(need.settings, greeting.settings)
     checks += [check_clock(greeting), check_versions(versions(), greeting.versions)]
     checks += [_check_shard(address) for address in greeting.shards]
     return checks + check_throughput(config, side, greeting, need.traffic, seconds)

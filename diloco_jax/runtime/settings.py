@@ -20,6 +20,7 @@ from diloco_jax.runtime.islands import IslandConfig, IslandsConfig
 from diloco_jax.training.data import DataConfig
 from diloco_jax.training.models.protocol import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
+from diloco_jax.training.sharding import AXIS_RULES
 from diloco_jax.training.topology import Topology
 from diloco_jax.transport.link import TransportConfig
 
@@ -198,7 +199,8 @@ class RunConfig:
             )
         for name in ("", *self.islands.each):
             self._check_mesh(self.island(name))
-        self._check_vocabulary()
+        if self.model.module.startswith("diloco_jax.training.models."):
+            self._check_built_in()
 
     def _check_mesh(self, island: IslandConfig) -> None:
         devices = Topology.parse(island.topology).chips if island.topology else island.devices
@@ -213,10 +215,21 @@ class RunConfig:
                 "change train.batch_size, islands.batch_size or islands.mesh"
             )
 
-    def _check_vocabulary(self) -> None:
-        """An embedding clamps ids that it does not have, silently; only the built-in models say how many they have."""
-        if not self.model.module.startswith("diloco_jax.training.models."):
-            return
+    def _check_built_in(self) -> None:
+        """What only the built-in models say of themselves: their ids, lengths and axes."""
+        for name in ("", *self.islands.each):
+            if unknown := sorted(set(self.island(name).mesh.rules) - set(AXIS_RULES)):
+                raise ValueError(
+                    f"mesh.rules has the logical axis '{unknown[0]}', which no array of the model has; choose from "
+                    f"{', '.join(AXIS_RULES)}"
+                )
+        longest = self.model.args.get("seq_len_max", 2048)
+        if isinstance(longest, int) and self.train.seq_len > longest:
+            raise ValueError(
+                f"train.seq_len is {self.train.seq_len}, but model.args.seq_len_max {longest}; raise it, or lower "
+                "train.seq_len"
+            )
+        # an embedding clamps ids that it does not have, silently
         have = self.model.args.get("vocab_size", 256)
         need = 256 if self.data.format == "bytes" else self.data.vocab_size
         if isinstance(have, int) and have < need:

@@ -29,6 +29,7 @@ class Generation:
       machine_family: machine types are FAMILY-Nt, N chips.
       runtime_version: software of the Cloud TPU API.
       host_bytes: memory of a host with 4 chips.
+      shapes: the slices that there are; empty: not listed.
     """
 
     name: str
@@ -42,14 +43,16 @@ class Generation:
     machine_family: str
     runtime_version: str
     host_bytes: float
+    shapes: tuple[str, ...] = ()
 
 
+V6E_SHAPES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 GENERATIONS = {
     "v5p": Generation(
         "v5p", 459e12, 95e9, 2765e9, 3, 6144, 2, "tpu-v5p-slice", "ct5p-hightpu", "v2-alpha-tpuv5", 448e9
     ),
     "v6e": Generation(
-        "v6e", 918e12, 32e9, 1638e9, 2, 256, 1, "tpu-v6e-slice", "ct6e-standard", "v2-alpha-tpuv6e", 720e9
+        "v6e", 918e12, 32e9, 1638e9, 2, 256, 1, "tpu-v6e-slice", "ct6e-standard", "v2-alpha-tpuv6e", 720e9, V6E_SHAPES
     ),
 }
 
@@ -89,7 +92,12 @@ class Topology:
                 f"topology '{text}' has {topology.chips} chips; a {name} slice has at most {generation.chips_max}"
             )
         if topology.chips % topology.chips_per_host:
-            raise ValueError(f"topology '{text}' has {topology.chips} chips, which no number of whole hosts has")
+            raise ValueError(
+                f"topology '{text}' has {topology.chips} chips, which is no number of whole hosts; use a "
+                f"multiple of {CHIPS_PER_HOST}"
+            )
+        if generation.shapes and topology.dims not in generation.shapes:
+            raise ValueError(f"topology '{text}' is no {name} slice; choose {name}: {', '.join(generation.shapes)}")
         return topology
 
     def __str__(self) -> str:

@@ -39,6 +39,40 @@ def test_out_is_not_overwritten(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert json.loads(capsys.readouterr().out)["texts"] == {}
 
 
+@pytest.mark.parametrize("out", ["file", "file/below"])
+def test_out_that_is_a_file(out: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    assert main(["launch", "gke", SMALL, "--out", str(tmp_path / out), "--force"]) == 2
+    assert f"{tmp_path / 'file'} is no folder; choose another --out" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
+
+
+def test_force_does_not_overwrite_what_no_launch_wrote(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    text = "# mine\n" + Path(SMALL).read_text(encoding="utf-8")
+    config.write_text(text, encoding="utf-8")
+    assert main(["launch", "gke", str(config), "--out", str(tmp_path), "--force"]) == 2
+    assert "files that are not of a launch; choose another --out" in capsys.readouterr().err
+    assert config.read_text(encoding="utf-8") == text and list(tmp_path.iterdir()) == [config]
+
+
+def test_run_without_its_tools_makes_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["launch", "gke", SMALL, "--run", "--out", str(tmp_path / "out")]) == 2
+    assert "--run calls gcloud and kubectl, not found in PATH; install" in capsys.readouterr().err
+    assert main(["launch", "gce", SMALL, "--run", "--out", str(tmp_path / "out")]) == 2
+    assert "--run calls gcloud, not" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_settings_point_to_the_command_that_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["launch", "gke", SMALL, "--cloud.port", "0"])
+    assert "see diloco launch gke" in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What stand-ins were called with, in the process that the command runs in."""
@@ -75,11 +109,13 @@ def test_run_stops_and_says_how_to_undo(
 
 WRONG = {
     "no project": ((), "launch gke needs cloud.project, cloud.image"),
+    "no network": (("--cloud.network", ""), "launch gke needs cloud.network"),
     "name": (("--name", "My_Run"), "name is 'My_Run'"),
     "long name": (("--name", "a" * 33), "at most 40 characters"),
     "namespace": (("--cloud.namespace", "Team"), "cloud.namespace is 'Team'"),
     "cluster": (("--cloud.cluster=-c",), "cloud.cluster is '-c'"),
     "zone": (("--cloud.syncer_zone", "us"), "cloud.syncer_zone is 'us'"),
+    "ports": (("--cloud.port", "65533", "--syncer.shards", "3"), "65535 is the last port"),
     "baseline": (("--algorithm", "data_parallel"), "algorithm is data_parallel"),
 }
 
@@ -118,6 +154,8 @@ BAD_CLOUD = {
     "--cloud.image=a b": "cloud.image is 'a b'",
     "--cloud.project=$(reboot)": "cloud.project is '$(reboot)'",
     "--cloud.service_account=--x": "cloud.service_account is '--x'",
+    "--cloud.syncer_machine_type=n$(reboot)": "cloud.syncer_machine_type is 'n$(reboot)'",
+    "--cloud.syncer_disk_gb=70000": "cloud.syncer_disk_gb is 70000; use 50 to 65536",
 }
 
 

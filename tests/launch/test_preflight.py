@@ -201,6 +201,11 @@ def test_what_does_not_fit_names_settings(
     assert "does not fit as it is" in said
 
 
+def test_the_next_slice_after_one_chip_has_four() -> None:
+    case = situation({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, 1, 20e9, 1e9)
+    assert "v6e:2x2 " in " ".join(advise_hbm(case._replace(topology=Topology.parse("v6e:1x1"))))
+
+
 def situation(mesh: dict[str, int], sequences: float, fixed: float, temporaries: float, **args: Any) -> Situation:
     hbm = Hbm(fixed / 3, fixed * 2 / 3, 0, 0, 0, temporaries)
     model = ModelConfig(args={**DECODER, "remat": "full", **args})

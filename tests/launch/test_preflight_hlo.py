@@ -109,6 +109,22 @@ def test_collectives_count_once_each_by_kind_and_bytes() -> None:
     assert program.collective_bytes["all-gather"] == 2 * 4 * 64 + 2 * 8 * 64
 
 
+def test_collectives_in_two_halves_count_their_results_only() -> None:
+    program = read_program(
+        entry(
+            "%a = bf16[8,256]{1,0} parameter(0)",
+            "%p = (bf16[8,256]{1,0:T(8,128)(2,1)}, bf16[8,256]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}, u32[]{:S(2)})"
+            " collective-permute-start(%a), source_target_pairs={{0,1}}",
+            "%d = bf16[8,256]{1,0} collective-permute-done(%p)",
+            "%g = ((f32[4]{0}, f32[2,2]{1,0}), (f32[8]{0}, f32[4,2]{1,0})) all-gather-start(%a, %a), dimensions={0}",
+            "%s = (f32[], f32[], u32[], u32[]) collective-permute-start(%a), source_target_pairs={{0,1}}",
+            "ROOT %r = f32[16]{0} all-reduce-start(%a), to_apply=%add",
+        )
+    )
+    assert program.collective_counts == {"all-gather": 1, "all-reduce": 1, "collective-permute": 2}
+    assert program.collective_bytes == {"all-gather": 64, "all-reduce": 64, "collective-permute": 2 * 8 * 256 + 4}
+
+
 def test_host_transfers_and_kernels_are_seen() -> None:
     program = read_program(
         entry(

@@ -26,6 +26,7 @@ def check_refused(result: subprocess.CompletedProcess[str], *words: str) -> None
 
 
 BUILT_IN = {"module": "diloco_jax.training.models.decoder:Decoder"}
+WRONG_AXIS = {"data": -1, "rules": {"embd": ["fsdp"]}}
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,11 @@ BUILT_IN = {"module": "diloco_jax.training.models.decoder:Decoder"}
         ({"protocol": {"num_fragments": 30}}, ["num_fragments is 30", "sync_every = 6"]),
         ({"protocol": {"overlap_steps": 0}}, ["overlap_steps is 0", "set the quorum to 2"]),
         ({"data": {"format": "tokens", "path": "x"}, "model": BUILT_IN}, ["model.args.vocab_size is 256", "65536"]),
+        (
+            {"train": {"seq_len": 9999}, "model": BUILT_IN},
+            ["train.seq_len is 9999", "raise it, or lower train.seq_len"],
+        ),
+        ({"islands": {"mesh": WRONG_AXIS}, "model": BUILT_IN}, ["logical axis 'embd'", "choose from batch"]),
         ({"train": {"batch_size": 7}}, ["batch_size is 7", "multiple of islands.count"]),
         ({"islands": {"devices": 3}}, ["batch of 4", "islands.mesh"]),
         ({"wire": {"up": "int3"}}, ["wire.up", "int3"]),

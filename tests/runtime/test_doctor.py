@@ -189,6 +189,7 @@ def test_another_run(look: Look, config: RunConfig, listener: GrpcListener, need
     side = doctor_link.dialled(config.transport, "island-0", listener.address)
     found = {check.name: check for check in doctor_link.check_link(other, side, need, 0.1)}
     assert found["syncer"].status == "fail" and "serves run 'small', not 'other'" in found["syncer"].found
+    assert "throughput" not in found, "nothing is measured beside a run that is not ours"
 
 
 def test_settings_that_differ_are_named(look: Look, listener: GrpcListener, need: Needs) -> None:

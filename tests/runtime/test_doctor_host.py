@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -55,6 +56,15 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: int, st
     monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=free_gib * GIB))
     assert doctor_host.check_disk(10 * GIB, tmp_path / "runs" / "new").status == status
     assert asked == [tmp_path]  # the folder is not there yet
+
+
+def test_a_folder_in_which_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    found = doctor_host.check_disk(0, tmp_path / "file" / "run")
+    assert found.status == "fail" and "file is no folder" in found.found and "--run-dir" in found.fix
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    found = doctor_host.check_disk(0, tmp_path / "run")
+    assert found.status == "fail" and f"{tmp_path} may not be written" in found.found
 
 
 def test_environment_of_a_multislice_job() -> None:

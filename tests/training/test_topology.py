@@ -39,7 +39,9 @@ def test_a_slice_is_what_the_cloud_says(
         ("v6e:0x4", "at least 1"),
         ("v6e:-4x4", "at least 1"),
         ("v6e:32x32", "at most 256"),
-        ("v5p:1x1x1", "whole hosts"),
+        ("v5p:1x1x1", "whole hosts; use a multiple of 4"),
+        ("v6e:3x4", "no v6e slice; choose v6e: 1x1, 2x2, 2x4"),
+        ("v6e:4x2", "no v6e slice"),
     ],
 )
 def test_a_slice_that_cannot_be_is_refused(name: str, words: str) -> None:

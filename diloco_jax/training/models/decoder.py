@@ -8,6 +8,7 @@ H head width, F width of the MLP, V vocabulary, L layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -93,8 +94,10 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"model.args.head_dim is {self.head_dim}; it must be even")
-        if self.seq_len_max < 1 or self.rope_theta <= 0:
-            raise ValueError(f"model.args: seq_len_max {self.seq_len_max} and rope_theta {self.rope_theta} must be > 0")
+        if self.seq_len_max < 1 or not 0 < self.rope_theta < math.inf:
+            raise ValueError(
+                f"model.args: seq_len_max {self.seq_len_max} and rope_theta {self.rope_theta} must be finite and > 0"
+            )
         if self.loss_chunk < 0 or (self.loss_chunk and self.vocab_size % self.loss_chunk):
             raise ValueError(
                 f"model.args.loss_chunk is {self.loss_chunk}; it must divide vocab_size ({self.vocab_size}), or be 0"

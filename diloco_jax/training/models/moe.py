@@ -50,10 +50,10 @@ class MoeConfig(DecoderConfig):
             raise ValueError(
                 f"model.args.experts_per_token is {self.experts_per_token}; use 1 to num_experts ({self.num_experts})"
             )
-        if self.capacity_factor <= 0 or self.balance_coefficient < 0:
+        if not (0 < self.capacity_factor < math.inf and 0 <= self.balance_coefficient < math.inf):
             raise ValueError(
                 f"model.args.capacity_factor {self.capacity_factor} must be > 0, and balance_coefficient "
-                f"{self.balance_coefficient} at least 0"
+                f"{self.balance_coefficient} at least 0, both finite"
             )
 
     def capacity(self, length: int) -> int:

@@ -113,6 +113,9 @@ def test_experts_on_a_mesh_follow_the_trajectory_of_one_device(
     [
         ({"experts_per_token": 5}, r"use 1 to num_experts \(4\)"),
         ({"capacity_factor": 0.0}, "must be > 0"),
+        ({"capacity_factor": float("inf")}, "capacity_factor inf must be > 0"),
+        ({"balance_coefficient": float("nan")}, "balance_coefficient nan at least 0"),
+        ({"rope_theta": float("nan")}, "rope_theta nan must be finite"),
         ({"num_heads": 0}, "at least 1"),
     ],
 )
