@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import jax
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
@@ -107,10 +108,10 @@ class MeshConfig:
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
     """Build the island's mesh over `devices`, with the axes MESH_AXES."""
-    # Auto, because the default of jax.make_mesh (Explicit) would demand sharding-aware code from every model.
-    return jax.make_mesh(
-        config.sizes(len(devices)), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices
-    )
+    # Unlike jax.make_mesh: an axis may take part of a dimension of the slice, such as 4 of v6e:8x8.
+    placed = create_device_mesh(config.sizes(len(devices)), devices, allow_split_physical_axes=True)
+    # Auto, because the default (Explicit) would demand sharding-aware code from every model.
+    return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 @dataclass(frozen=True, slots=True)
