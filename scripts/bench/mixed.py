@@ -1,9 +1,9 @@
 """Do islands of different size and speed cost goodput or quality? Against equal islands, on the same tokens.
 
 For every seed: configs/mixed.yaml, two islands of 2 and of 4 emulated devices, of which the second is halted half of
-the time, so that its steps take twice as long; then the same with two equal islands of 2 devices, for as many tokens as
-the first run really trained on. `value` is the mean of the seeds' relative differences of evaluation loss; above 0 the
-mixed islands are worse.
+the time from its first step on, so that its steps take twice as long; then the same with two equal islands of 2
+devices, for as many tokens as the first run really trained on. `value` is the mean of the seeds' relative differences
+of evaluation loss; above 0 the mixed islands are worse.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ import os
 import signal
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from jobs import train
 from rich.console import Console
 
 SLOW = "island-1"
 HALT_S = 0.05  # and as long a time in which it runs
+Summary = dict[str, Any]
 ALIKE = ("--islands.each.island-1.devices", 2, "--islands.each.island-1.mesh.fsdp", 1)
 ALIKE += ("--islands.each.island-1.mesh.tensor", 1, "--islands.each.island-1.mesh.data", -1)
 
@@ -34,19 +37,33 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments, overrides = parser.parse_known_args()
     rows = []
-    for seed in arguments.seeds:
-        common = ["--seed", seed, *overrides]
-        with Halting(SLOW):
-            mixed = train("mixed", *common, "--train.steps", arguments.steps)
-        shared = mixed["tokens"] / sum(each["local_steps"] for each in mixed["learners"].values())  # tokens of a step
-        equal = train("mixed", *common, *ALIKE, "--train.steps", round(mixed["tokens"] / (2 * shared)))
-        steps = [each["local_steps"] for _, each in sorted(mixed["learners"].items())]
-        rows.append((mixed, equal, steps))
-        Console(stderr=True).print(
-            f"seed {seed}: mixed {mixed['eval_loss']:.4f} ({mixed['tokens']:,} tokens, steps {steps}, goodput "
-            f"{mixed['goodput']:.4f}), equal {equal['eval_loss']:.4f} ({equal['tokens']:,} tokens, goodput "
-            f"{equal['goodput']:.4f})"
-        )
+    with tempfile.TemporaryDirectory(prefix="diloco-bench-programs-") as programs:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = programs  # what is compared is training, not compiling
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        for variant in ((), ALIKE):
+            train("mixed", *overrides, *variant, "--train.steps", 5, "--optimizer.warmup_steps", 1)
+        for seed in arguments.seeds:
+            rows.append(compare(seed, arguments.steps, overrides))
+    report(rows, as_json=arguments.json)
+
+
+def compare(seed: int, steps: int, overrides: list[str]) -> tuple[Summary, Summary, list[int]]:
+    """Both runs of one seed, and how many steps each of the mixed islands made."""
+    common = ["--seed", seed, *overrides]
+    with Halting(SLOW):
+        mixed = train("mixed", *common, "--train.steps", steps)
+    made = [each["local_steps"] for _, each in sorted(mixed["learners"].items())]
+    equal = train("mixed", *common, *ALIKE, "--train.steps", round(sum(made) / 2))
+    Console(stderr=True).print(
+        f"seed {seed}: mixed {mixed['eval_loss']:.4f} ({mixed['tokens']:,} tokens, steps {made}, goodput "
+        f"{mixed['goodput']:.4f}), equal {equal['eval_loss']:.4f} ({equal['tokens']:,} tokens, goodput "
+        f"{equal['goodput']:.4f})"
+    )
+    return mixed, equal, made
+
+
+def report(rows: list[tuple[Summary, Summary, list[int]]], *, as_json: bool) -> None:
+    """Print what all seeds showed."""
     differences = [mixed["eval_loss"] / equal["eval_loss"] - 1 for mixed, equal, _ in rows]
     result = {
         "name": "mixed",
@@ -63,7 +80,7 @@ def main() -> None:
         "steps": [steps for _, _, steps in rows],
         "contributors_per_round": [mixed["contributors_per_round"] for mixed, _, _ in rows],
     }
-    if arguments.json:
+    if as_json:
         sys.stdout.write(json.dumps(result) + "\n")
         return
     Console().print(
@@ -73,7 +90,7 @@ def main() -> None:
 
 
 class Halting:
-    """Halt every process of an island half of the time, in short turns, from its first appearance on."""
+    """Halt every process of an island half of the time, in short turns, from its first step on."""
 
     def __init__(self, island: str) -> None:
         self._island = island
@@ -92,7 +109,7 @@ class Halting:
         looked_s = 0.0
         while not self._over.is_set():
             if time.monotonic() - looked_s > 1.0:
-                looked_s, found = time.monotonic(), processes_of(self._island)
+                looked_s, found = time.monotonic(), training_processes(self._island)
             _send(found, signal.SIGSTOP)
             time.sleep(HALT_S)
             _send(found, signal.SIGCONT)
@@ -107,8 +124,8 @@ def _send(processes: list[int], number: signal.Signals) -> None:
             continue
 
 
-def processes_of(island: str) -> list[int]:
-    """Processes of this user whose command line is that of a learner of this name."""
+def training_processes(island: str) -> list[int]:
+    """Processes of this user that are a learner of this name and have begun to train."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -116,8 +133,11 @@ def processes_of(island: str) -> list[int]:
             mine = folder.stat().st_uid == os.getuid()
         except OSError:
             continue
-        if mine and b"learner" in words and island.encode() in words:
-            found.append(int(folder.name))
+        if mine and b"learner" in words and island.encode() in words and b"--run-dir" in words:
+            run_dir = Path(words[words.index(b"--run-dir") + 1].decode())
+            log = run_dir / "logs" / f"{island}.log"
+            if log.exists() and "the first step begins" in log.read_text(encoding="utf-8", errors="replace"):
+                found.append(int(folder.name))
     return found
 
 
