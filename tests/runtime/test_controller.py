@@ -222,6 +222,7 @@ class FailsOnce(LearnerRun):
         self._island.step = failing  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.net
 @pytest.mark.timeout(300)
 def test_an_islands_thread_dies_and_the_run_completes(tmp_path: Path) -> None:

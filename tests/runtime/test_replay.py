@@ -331,6 +331,7 @@ def test_life_is_repeated_step_by_step(
     assert other.value(0, 3) == payloads[0]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_synthetic_tapes_train_a_model(tmp_path: Path) -> None:
     """Twice the same; and the checkpoint is that of the model."""

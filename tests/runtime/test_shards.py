@@ -218,6 +218,7 @@ def test_the_death_of_a_shard_is_told_and_ends_what_waits_for_it(tmp_path: Path)
     bench.close()
 
 
+@pytest.mark.slow
 def test_a_run_with_shards_outlives_a_shard_and_its_syncer_and_can_be_replayed(tmp_path: Path) -> None:
     config = write_config(
         tmp_path,
