@@ -76,6 +76,14 @@ def wait_until_gone(pid: int) -> None:
     raise AssertionError(f"process {pid} is still there")
 
 
+def wait_until_named(name: str, pid: int) -> None:
+    for _ in range(1200):
+        if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} did not become {name}")
+
+
 def test_somebody_else_than_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(LabError, match="this is user 1000; start it with sudo"):
@@ -163,6 +171,7 @@ def test_the_next_lab_removes_what_a_killed_one_left_and_nothing_that_lives() ->
         with killed.stdout:
             namespace, pid = killed.stdout.readline().decode().split()
         assert (NAMESPACES / namespace).exists()
+        wait_until_named("sleep", int(pid))  # it has asked for its signal by then
         killed.send_signal(signal.SIGKILL)
         killed.wait()
         wait_until_gone(int(pid))
