@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from diloco_jax.core.codec import encoded_size
+from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.launch.preflight_compile import Built, Compiled
 from diloco_jax.launch.preflight_hlo import Collective
 from diloco_jax.runtime.settings import RunConfig
@@ -85,13 +86,13 @@ def num_parameters(blueprint: Blueprint) -> int:
     return sum(map(math.prod, blueprint.shapes.values()))
 
 
-def host_bytes(compiled: Compiled) -> float:
+def host_bytes(plan: FragmentPlan) -> float:
     """What each host of an island keeps in its memory: the newest global model in float32, and what arrives.
 
     Every host has the whole model, however many hosts share the chips' copy.
     """
-    largest = max(fragment.num_elements for fragment in compiled.plan.fragments)
-    return 4.0 * (num_parameters(compiled.blueprint) + HOST_COPIES * largest)
+    sizes = [fragment.num_elements for fragment in plan.fragments]
+    return 4.0 * (sum(sizes) + HOST_COPIES * max(sizes))
 
 
 def host_limit(topology: Topology) -> float:

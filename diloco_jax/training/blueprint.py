@@ -56,7 +56,7 @@ class Blueprint:
         model: ModelConfig,
         optimizer: OptimizerConfig,
         mesh: MeshConfig,
-        devices: Sequence[jax.Device],
+        devices: Sequence[jax.Device] | int,
         *,
         seed: int,
     ) -> None:
@@ -66,7 +66,7 @@ class Blueprint:
           model: which model.
           optimizer: which inner optimizer.
           mesh: how the devices are used.
-          devices: of the island.
+          devices: of the island; only how many, if nothing will be compiled.
           seed: of the initial parameters; equal seeds give equal parameters on any mesh.
 
         Raises:

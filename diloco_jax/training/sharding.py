@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 import jax
 from jax.experimental.mesh_utils import create_device_mesh
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
@@ -106,8 +107,16 @@ class MeshConfig:
         return math.prod(sizes[axis] for axis in self.all_rules()["batch"])
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
-    """Build the island's mesh over `devices`, with the axes MESH_AXES."""
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | int) -> Mesh:
+    """Build the island's mesh over `devices`, with the axes MESH_AXES.
+
+    Args:
+      config: shape of the mesh.
+      devices: of the island, or how many it will have: then the mesh has a shape, but nothing can run on it.
+    """
+    if isinstance(devices, int):
+        kinds = (AxisType.Auto,) * len(MESH_AXES)
+        return cast(Mesh, AbstractMesh(config.sizes(devices), MESH_AXES, axis_types=kinds))  # layouts need no more
     # Unlike jax.make_mesh: an axis may take part of a dimension of the slice, such as 4 of v6e:8x8.
     placed = create_device_mesh(config.sizes(len(devices)), devices, allow_split_physical_axes=True)
     # Auto, because the default (Explicit) would demand sharding-aware code from every model.
