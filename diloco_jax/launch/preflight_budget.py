@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ def step_hbm(config: RunConfig, compiled: Compiled) -> Hbm:
         compiled.optimizer,
         sum(compiled.anchors),
         sum(compiled.residuals),
-        _staged(config, compiled),
+        staged_at_once(config, compiled.staged),
         max(0.0, temporaries),
     )
 
@@ -72,13 +73,16 @@ def program_hbm(built: Built, compiled: Compiled, hbm: Hbm) -> float:
     return hbm.fixed + own + new + memory.outputs - memory.aliased
 
 
-def _staged(config: RunConfig, compiled: Compiled) -> float:
-    """Copies that are on their way at once: what becomes due within the overlap, and one more."""
-    if not compiled.staged:
-        return 0.0
+def staged_at_once(config: RunConfig, sizes: Sequence[float]) -> float:
+    """Of copies on their way out, those at one time: what becomes due within the overlap, and one more.
+
+    Args:
+      config: of the run.
+      sizes: of a copy of each fragment.
+    """
     protocol = config.protocol
     at_once = protocol.overlap_steps * protocol.num_fragments // protocol.sync_every + 1
-    return sum(sorted(compiled.staged, reverse=True)[:at_once])
+    return sum(sorted(sizes, reverse=True)[:at_once])
 
 
 def num_parameters(blueprint: Blueprint) -> int:
