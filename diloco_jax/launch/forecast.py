@@ -1,214 +1,45 @@
 """`diloco plan`: what a config asks of links, machines and money, and what comes of it, before anything is paid for.
 
-Nothing is compiled and no parameter allocated: the sizes are those of the codec and of the fragment plan, the rates
-those of sim/bandwidth.py, goodput that of sim/goodput.py.
+Sizes are those of the codec and the fragment plan, rates those of sim/bandwidth.py, goodput that of sim/goodput.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from diloco_jax.core.codec import Format, encoded_size
-from diloco_jax.core.fragments import FragmentPlan, plan_fragments
+from diloco_jax.launch.forecast_case import PAYLOAD_SHARE, Case
 from diloco_jax.launch.forecast_memory import island_memory, syncer_bytes
-from diloco_jax.launch.preflight_budget import num_parameters
-from diloco_jax.launch.preflight_flops import model_flops
-from diloco_jax.runtime.islands import IslandConfig
-from diloco_jax.runtime.settings import SHARDS_MAX, RunConfig
-from diloco_jax.sim.assumptions import Assumptions
+from diloco_jax.runtime.settings import SHARDS_MAX
 from diloco_jax.sim.bandwidth import (
     GBIT,
     UTILISATIONS,
-    Rounds,
     data_parallel_gbit_per_s,
     data_parallel_utilisation,
     ring_factor,
 )
-from diloco_jax.sim.goodput import expected
+from diloco_jax.sim.goodput import Wan, expected
 from diloco_jax.sim.hardware import YEAR_S, Hardware
-from diloco_jax.training.blueprint import Blueprint
-from diloco_jax.training.topology import Topology
 
 FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4")  # from wide to narrow
 DAY_S = 86400.0
 ROUND_TRIPS_MS = (1.0, 10.0, 50.0, 100.0, 200.0)
-PAYLOAD_SHARE = 0.92  # of a link's rate: 1 Gbit/s, 60 ms, 8 stripes; docs/log.md, 2026-11-21
-WINDOW_SHARE = 2 / 3  # of a window per round trip that one connection moves in practice; docs/benchmarks.md
-ASSUMED_STEP_S = 1.0  # where nothing is known of the chips; the paper's Table 13
 SEED = 0  # of the simulated failures
+FAILURES = 2000  # that are simulated, in the mean
+STEPS_PER_FAILURE = 50  # of one learner, at least: fewer would say where in a step it fails
+STEPS_MIN, STEPS_MAX = 1000, 200_000  # of a learner
 
 
-class Kind(NamedTuple):
-    """Islands that are alike.
-
-    Attributes:
-      island: what they have.
-      names: of them.
-      chips: of each.
-      blueprint: of each, without devices.
-      step_s: of an inner step.
-      step_from: where that time comes from.
-    """
-
-    island: IslandConfig
-    names: tuple[str, ...]
-    chips: int
-    blueprint: Blueprint
-    step_s: float
-    step_from: str
+def _formats(case: Case) -> tuple[Format, Format]:
+    return case.config.wire.up, case.config.wire.down
 
 
-@dataclass(frozen=True)
-class Case:
-    """A config under assumptions, with what follows from shapes alone.
-
-    Attributes:
-      config: of the run.
-      given: the assumptions.
-      kinds: of islands, in the order of their first ones.
-      plan: of the fragments.
-    """
-
-    config: RunConfig
-    given: Assumptions
-    kinds: tuple[Kind, ...]
-    plan: FragmentPlan
-
-    @property
-    def learners(self) -> int:
-        """M."""
-        return self.config.islands.count
-
-    @property
-    def sites(self) -> int:
-        """Data centres."""
-        return self.given.sites or self.learners
-
-    @property
-    def per_site(self) -> int:
-        """Learners of the fullest site."""
-        return math.ceil(self.learners / self.sites)
-
-    @property
-    def chips(self) -> int:
-        """Of all learners."""
-        return self.given.chips or sum(kind.chips * len(kind.names) for kind in self.kinds)
-
-    @property
-    def step_s(self) -> float:
-        """Of the fastest island: links must keep up with it."""
-        return min(kind.step_s for kind in self.kinds)
-
-    @property
-    def parameters(self) -> int:
-        """Of the model."""
-        return num_parameters(self.kinds[0].blueprint)
-
-    def usable_gbit_per_s(self, stripes: int) -> float:
-        """Payload that a learner gets over its share of the link with so many connections."""
-        window_s = self.given.round_trip_ms * 1e-3
-        windows = stripes * self.stripe_gbit_per_s if window_s else math.inf
-        return min(self.given.link_gbit_per_s / self.per_site * PAYLOAD_SHARE, windows)
-
-    @property
-    def stripe_gbit_per_s(self) -> float:
-        """What one connection moves: most of a window per round trip."""
-        return WINDOW_SHARE * self.given.tcp_window_mb * 8e-3 / (self.given.round_trip_ms * 1e-3)
-
-    def rounds(self, up: Format, down: Format, *, round_trip_ms: float | None = None) -> Rounds:
-        """What one learner's rounds ask of its link in these formats."""
-        protocol, given = self.config.protocol, self.given
-        sizes = {way: [encoded_size(each.shapes, way) for each in self.plan.fragments] for way in (up, down)}
-        largest = max(fragment.num_elements for fragment in self.plan.fragments)
-        threads = self.config.syncer.merge_threads or given.syncer_cores
-        return Rounds(
-            step_s=self.step_s,
-            sync_every=protocol.sync_every,
-            num_fragments=protocol.num_fragments,
-            overlap_steps=protocol.overlap_steps,
-            up_bytes=max(sizes[up]),
-            down_bytes=max(sizes[down]),
-            up_total_bytes=sum(sizes[up]),
-            down_total_bytes=sum(sizes[down]),
-            round_trip_s=1e-3 * (given.round_trip_ms if round_trip_ms is None else round_trip_ms),
-            merge_s=given.merge_ns * 1e-9 * largest * self.learners / min(threads, given.syncer_cores),
-        )
-
-
-def case_of(config: RunConfig, given: Assumptions) -> Case:
-    """Look at a config's islands.
-
-    Args:
-      config: of the run.
-      given: links, machines and prices.
-
-    Raises:
-      ValueError: the run has no islands, the model cannot be loaded, or sites or mesh do not fit.
-    """
-    if config.algorithm != "decoupled":
-        raise ValueError(
-            f"algorithm is {config.algorithm!r}, which sends nothing between islands; plan a decoupled run, with data "
-            "parallel beside it: --algorithm decoupled"
-        )
-    if given.sites > config.islands.count:
-        raise ValueError(
-            f"--sites is {given.sites}, but there are only {config.islands.count} islands; use 2 to "
-            f"{config.islands.count}, or raise islands.count"
-        )
-    found: dict[str, Kind] = {}
-    for name in config.islands.names:
-        island = config.island(name)
-        alike = repr(island._replace(name="", zone=""))
-        if alike in found:
-            found[alike] = found[alike]._replace(names=(*found[alike].names, name))
-        else:
-            found[alike] = _kind(config, island, given)
-    kinds = tuple(found.values())
-    return Case(config, given, kinds, plan_of(config, kinds[0].blueprint))
-
-
-def plan_of(config: RunConfig, blueprint: Blueprint) -> FragmentPlan:
-    """The fragments of a config.
-
-    Raises:
-      ValueError: the model cannot be cut into so many.
-    """
-    axes = config.fragments.axes(blueprint.shapes)
-    return plan_fragments(blueprint.shapes, config.protocol.num_fragments, split_axis=axes)
-
-
-def changed(case: Case, *, sync_every: int, num_fragments: int, overlap_steps: int) -> Case:
-    """The same with another schedule.
-
-    Raises:
-      ValueError: the model cannot be cut into so many fragments, or another setting forbids it.
-    """
-    protocol = replace(
-        case.config.protocol, sync_every=sync_every, num_fragments=num_fragments, overlap_steps=overlap_steps
-    )
-    config = replace(case.config, protocol=protocol)
-    cut = num_fragments != case.config.protocol.num_fragments
-    return replace(case, config=config, plan=plan_of(config, case.kinds[0].blueprint) if cut else case.plan)
-
-
-def _kind(config: RunConfig, island: IslandConfig, given: Assumptions) -> Kind:
-    topology = Topology.parse(island.topology) if island.topology else None
-    chips = topology.chips if topology else max(1, island.devices)
-    blueprint = Blueprint(config.model, config.optimizer, island.mesh, chips, seed=config.seed)
-    step_s, step_from = given.step_s, "given"
-    if not step_s and topology:
-        flops = model_flops(config.model, blueprint.shapes, island.batch_size, config.train.seq_len).flops
-        step_s = flops / (topology.peak_flops * given.mfu)
-        step_from = f"model FLOPs at {given.mfu:.0%} of the peak of {topology}"
-    elif not step_s:
-        step_s, step_from = ASSUMED_STEP_S, "assumed, as no chips are named; say --step-s"
-    return Kind(island, (island.name,), chips, blueprint, step_s, step_from)
-
-
-# ---- the parts of the answer ----------------------------------------------------------------------------------------
+def _rate(case: Case) -> float:
+    """Gbit/s of payload for each learner, with the config's connections."""
+    return case.usable_gbit_per_s(case.config.transport.stripes)
 
 
 def wire_bytes(case: Case) -> dict[str, Any]:
@@ -226,13 +57,13 @@ def wire_bytes(case: Case) -> dict[str, Any]:
 def rate_rows(case: Case) -> list[dict[str, Any]]:
     """Gbit/s per site, each way, by format and utilisation; None where no rate is enough."""
     rows = []
-    for wire in ("data_parallel", *FORMATS):
+    for way in (None, *FORMATS):
         for share in UTILISATIONS:
-            if wire == "data_parallel":
+            if way is None:
                 rate = data_parallel_gbit_per_s(2 * case.parameters, case.step_s, case.sites, share)
             else:
-                rate = case.per_site * case.rounds(wire, wire).gbit_per_s(share)
-            cell = {"wire": wire, "sites": case.sites, "step_s": case.step_s, "utilisation": share}
+                rate = case.per_site * case.rounds(way, way).gbit_per_s(share)
+            cell = {"wire": way or "data_parallel", "sites": case.sites, "step_s": case.step_s, "utilisation": share}
             rows.append({**cell, "gbit_per_s": rate if math.isfinite(rate) else None})
     return rows
 
@@ -240,19 +71,17 @@ def rate_rows(case: Case) -> list[dict[str, Any]]:
 def latency_rows(case: Case) -> list[dict[str, Any]]:
     """How many steps of overlap a round trip needs, over the given link and over one of any rate."""
     own = case.given.round_trip_ms
-    wire, rate = case.config.wire, case.usable_gbit_per_s(case.config.transport.stripes)
     rows = []
     for round_trip_ms in sorted({*ROUND_TRIPS_MS, own}):
         there = replace(case, given=replace(case.given, round_trip_ms=round_trip_ms))
-        rounds = there.rounds(wire.up, wire.down)
-        stripes = there.usable_gbit_per_s(case.config.transport.stripes) if round_trip_ms else rate
+        rounds, rate = there.rounds(*_formats(case)), _rate(there)
         rows.append(
             {
                 "round_trip_ms": round_trip_ms,
                 "given": round_trip_ms == own,
                 "overlap_steps": rounds.overlap_needed(math.inf),
-                "overlap_steps_over_link": rounds.overlap_needed(stripes),
-                "round_s_over_link": rounds.round_s(stripes),
+                "overlap_steps_over_link": rounds.overlap_needed(rate),
+                "round_s_over_link": rounds.round_s(rate),
             }
         )
     return rows
@@ -261,8 +90,7 @@ def latency_rows(case: Case) -> list[dict[str, Any]]:
 def link_state(case: Case) -> dict[str, Any]:
     """What the config does over the given link, and data parallel beside it."""
     config, given = case.config, case.given
-    rounds = case.rounds(config.wire.up, config.wire.down)
-    rate = case.usable_gbit_per_s(config.transport.stripes)
+    rounds, rate = case.rounds(*_formats(case)), _rate(case)
     return {
         "gbit_per_s": given.link_gbit_per_s,
         "learners_per_site": case.per_site,
@@ -281,8 +109,7 @@ def link_state(case: Case) -> dict[str, Any]:
 def syncer_load(case: Case) -> dict[str, Any]:
     """Processor time, traffic, and shards of the syncer."""
     protocol, given = case.config.protocol, case.given
-    wire = case.config.wire
-    rounds = case.rounds(wire.up, wire.down)
+    rounds = case.rounds(*_formats(case))
     rounds_per_s = protocol.num_fragments / protocol.sync_every / case.step_s
     in_mb_per_s = case.learners * rounds.planned_gbit_per_s * GBIT / 1e6
     up_mean = rounds.up_total_bytes / protocol.num_fragments
@@ -300,24 +127,30 @@ def syncer_load(case: Case) -> dict[str, Any]:
 
 
 def recovery(case: Case) -> dict[str, Any]:
-    """How long a learner that starts anew is away: its processes, the global model, and a neighbour's state."""
+    """How long a learner that starts anew is away: its processes, the global model, and a neighbour's state.
+
+    It has no rounds yet, so its own link is free for the global model; the donor's carries rounds beside the state.
+    """
     given = case.given
-    rate = GBIT * max(
-        case.usable_gbit_per_s(case.config.transport.stripes)
-        - case.rounds(case.config.wire.up, case.config.wire.down).planned_gbit_per_s,
-        0.0,
-    )
+    rate = GBIT * _rate(case)
+    donor = max(rate - GBIT * case.rounds(*_formats(case)).planned_gbit_per_s, rate / 2)
     model_bytes, state_bytes = 4 * case.parameters, case.kinds[0].blueprint.state_layout.num_bytes
-    moved_s = [size / rate if rate else math.inf for size in (model_bytes, state_bytes)]
-    from_peer = case.config.protocol.recover_from_peers
+    model_s, state_s = model_bytes / rate, state_bytes / donor
+    protocol = case.config.protocol
+    limit_s = protocol.sync_every * case.step_s
+    arrives = state_s <= limit_s
+    waits_s = state_s if arrives else protocol.recovery_attempts * limit_s
+    from_peer = protocol.recover_from_peers
     return {
         "restart_s": given.restart_s,
         "global_model_bytes": model_bytes,
-        "global_model_s": moved_s[0],
+        "global_model_s": model_s,
         "state_bytes": state_bytes if from_peer else 0,
-        "state_s": moved_s[1] if from_peer else 0.0,
-        "state_limit_s": case.config.protocol.sync_every * case.step_s,
-        "seconds": given.restart_s + moved_s[0] + (moved_s[1] if from_peer else 0.0),
+        "state_s": state_s if from_peer else 0.0,
+        "state_limit_s": limit_s,
+        "state_arrives": from_peer and arrives,
+        "attempts": protocol.recovery_attempts,
+        "seconds": given.restart_s + model_s + (waits_s if from_peer else 0.0),
     }
 
 
@@ -327,22 +160,46 @@ def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
     Args:
       case: config and assumptions.
       away_s: how long a returning learner takes to train again.
+
+    Raises:
+      ValueError: there are fewer chips than slices.
     """
-    given = case.given
-    slices = max(given.slices, case.learners)
-    hardware = Hardware(step_s=case.step_s, slices=slices, mtbi_chip_s=given.mtbi_years * YEAR_S)
-    if slices == case.learners:  # a learner that loses its only slice begins anew
-        hardware = replace(hardware, down_s=0.0, up_s=min(away_s, given.hours * 3600))
-    method = "sync" if case.config.protocol.lockstep else "decoupled"
-    own = expected(hardware, method, case.learners, case.chips, hours=given.hours, seed=SEED)
-    rigid = expected(replace(hardware, slices=slices), "rigid", 1, case.chips, hours=given.hours, seed=SEED)
+    given, learners = case.given, case.learners
+    slices = max(given.slices, learners)
+    if case.chips < slices:
+        raise ValueError(
+            f"{case.chips} chips cannot be cut into {slices} slices; raise --chips, or lower --slices or islands.count"
+        )
+    between_s = given.mtbi_years * YEAR_S / case.chips
+    observed_s = max(FAILURES * between_s, STEPS_MIN * case.step_s)
+    lockstep = case.config.protocol.lockstep
+    # Failures far apart need no step to be drawn one by one; a synchronous round has a number of them.
+    step_s = case.step_s if lockstep else max(case.step_s, learners * between_s / STEPS_PER_FAILURE)
+    hardware = Hardware(step_s=step_s, slices=slices, mtbi_chip_s=given.mtbi_years * YEAR_S)
+    if slices == learners:  # a learner that loses its only slice begins anew
+        hardware = replace(hardware, down_s=0.0, up_s=min(away_s, observed_s))
+    wan, hours = None, observed_s / 3600
+    if lockstep:
+        hours = min(hours, STEPS_MAX * step_s / 3600)
+        wan = Wan(delay_s=0.0, merge_s=case.rounds(*_formats(case)).round_s(_rate(case)))
+    own = expected(
+        hardware,
+        "sync" if lockstep else "decoupled",
+        learners,
+        case.chips,
+        hours=hours,
+        seed=SEED,
+        wan=wan,
+        sync_every=max(1, case.config.protocol.sync_every // case.config.protocol.num_fragments),
+    )
+    alone = replace(hardware, step_s=max(case.step_s, between_s / STEPS_PER_FAILURE), down_s=0.0, up_s=given.restart_s)
+    rigid = expected(alone, "rigid", 1, case.chips, hours=observed_s / 3600, seed=SEED)
     return {
-        "chips": case.chips,
         "slices": slices,
-        "hours_between_failures": given.mtbi_years * YEAR_S / case.chips / 3600,
+        "hours_between_failures": between_s / 3600,
+        "simulated_hours": hours,
         "goodput": own.goodput,
         "uptime": own.uptime,
-        "contributors_per_round": own.contributors_per_round,
         "rigid_goodput": rigid.goodput,
     }
 
@@ -354,8 +211,8 @@ def cost(case: Case, goodput: float) -> dict[str, Any]:
       case: config and assumptions.
       goodput: share of the chips' time in useful steps.
     """
-    given, wire, steps = case.given, case.config.wire, DAY_S / case.step_s
-    rounds = case.rounds(wire.up, wire.down)
+    given, steps = case.given, DAY_S / case.step_s
+    rounds = case.rounds(*_formats(case))
     moved = case.learners * (rounds.up_total_bytes + rounds.down_total_bytes) / case.config.protocol.sync_every * steps
     ring = 2 * case.parameters * ring_factor(case.sites) * case.sites * steps
     found: dict[str, Any] = {"egress_gb_per_day": moved / 1e9, "data_parallel_egress_gb_per_day": ring / 1e9}

@@ -12,7 +12,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from diloco_jax.core.codec import Format
-from diloco_jax.launch.forecast import FORMATS, Case, changed, recovery, syncer_load
+from diloco_jax.launch.forecast import FORMATS, recovery, syncer_load
+from diloco_jax.launch.forecast_case import Case, changed
+from diloco_jax.launch.preflight_report import size
 from diloco_jax.sim.bandwidth import GBIT
 from diloco_jax.transport.link import STRIPES_MAX
 
@@ -44,33 +46,42 @@ def advise(case: Case) -> list[Advice]:
       case: config and assumptions.
     """
     stripes = stripes_for(case)
-    choice = choose(case, max(stripes, case.config.transport.stripes))
-    return [*_schedule(case, choice), _stripes(case, stripes), *_others(case, choice)]
+    choice = choose(case, stripes)
+    return [*_schedule(case, choice), _stripes(case, stripes), *_others(case, choice, stripes)]
 
 
 def stripes_for(case: Case) -> int:
-    """Connections that fill a learner's share of the link, at most those that there may be."""
-    if not case.given.round_trip_ms:
-        return 1
-    share = case.given.link_gbit_per_s / case.per_site
-    return min(STRIPES_MAX, max(1, math.ceil(share / case.stripe_gbit_per_s)))
+    """Connections of each learner: the config's if they carry rounds and recoveries, else as many as fill the link."""
+    now, share = case.config.transport.stripes, case.given.link_gbit_per_s / case.per_site
+    fill = min(STRIPES_MAX, max(1, math.ceil(share / case.stripe_gbit_per_s)))
+    back = recovery(case)
+    carries = _choice(case, case.config.wire.up, case.config.wire.down, now).fits
+    enough = carries and back["global_model_s"] + back["state_s"] <= back["state_limit_s"]
+    return now if enough else max(now, fill)
+
+
+def _choice(case: Case, up: Format, down: Format, stripes: int) -> Choice:
+    rate, rounds = case.usable_gbit_per_s(stripes), case.rounds(up, down)
+    return Choice(case, up, down, rounds.overlap_needed(rate), rounds.planned_gbit_per_s / rate)
 
 
 def choose(case: Case, stripes: int) -> Choice:
-    """The first choice that fits, else the one that fills the link least.
+    """The first choice that fits, else the first with nearly the shortest overlap, or that fills the link least.
 
     Args:
       case: config and assumptions.
       stripes: connections of each learner.
     """
-    rate = case.usable_gbit_per_s(stripes)
     tried = []
     for there, up, down in _candidates(case):
-        rounds = there.rounds(up, down)
-        tried.append(Choice(there, up, down, rounds.overlap_needed(rate), rounds.planned_gbit_per_s / rate))
+        tried.append(_choice(there, up, down, stripes))
         if tried[-1].fits:
             return tried[-1]
-    return min(tried, key=lambda each: (each.overlap_needed > OVERLAP_MAX, each.busy))
+    carried = [each for each in tried if each.busy <= BUSY_MAX]
+    if not carried:
+        return min(tried, key=lambda each: each.busy)
+    least = min(each.overlap_needed for each in carried)
+    return next(each for each in carried if each.overlap_needed <= least + 1)  # latency alone calls for that much
 
 
 def _candidates(case: Case) -> Iterator[tuple[Case, Format, Format]]:
@@ -112,26 +123,32 @@ def _schedule(case: Case, choice: Choice) -> list[Advice]:
     period_s = there.sync_every * case.step_s
     carries = f"each learner moves {rounds.planned_gbit_per_s:.3g} of {rate:.3g} Gbit/s on average"
     if choice.busy <= BUSY_MAX:
-        why_h = f"{carries}, {choice.busy:.0%}, with every fragment once per {there.sync_every} steps ({period_s:.3g} s)"
+        why_h = (
+            f"{carries}, {choice.busy:.0%}, with every fragment once per {there.sync_every} steps ({period_s:.3g} s)"
+        )
         why_h += "; a smaller H means less drift, so it is not raised without need"
     else:
         why_h = f"{carries}: {choice.busy:.0%}, more than {BUSY_MAX:.0%} even with the largest H that is tried"
     if there.num_fragments == there.sync_every:
-        why_p = f"one fragment of at most {_mb(rounds.up_bytes)} goes up in every step, so the link is evenly filled"
+        why_p = f"one fragment of at most {size(rounds.up_bytes)} goes up in every step, so the link is evenly filled"
     else:
         why_p = (
-            f"the largest of {there.num_fragments} fragments is {_mb(rounds.up_bytes)} and moves up and down in "
+            f"the largest of {there.num_fragments} fragments is {size(rounds.up_bytes)} and moves up and down in "
             f"{(rounds.up_bytes + rounds.down_bytes) / (rate * GBIT):.3g} s; more fragments are not needed"
         )
-    waits = f"a round takes {rounds.round_s(rate):.3g} s over this link"
+    takes = f"a round takes {rounds.round_s(rate):.3g} s over this link"
     parts = (
         f"half a step for reports, {1.5 * case.given.round_trip_ms:.3g} ms for 1.5 round trips, {rounds.merge_s:.2g} s "
         f"to merge, {(rounds.up_bytes + rounds.down_bytes) / (rate * GBIT):.2g} s up and down"
     )
-    why_tau = f"{waits} ({parts}), which is {rounds.round_s(rate) / case.step_s:.2g} steps of {case.step_s:.3g} s"
+    why_tau = f"{takes} ({parts}), which is {rounds.round_s(rate) / case.step_s:.2g} steps of {case.step_s:.3g} s"
     why_tau += f"; at least {OVERLAP_MIN} leave room for the grace window"
     if choice.overlap_needed > OVERLAP_MAX:
-        why_tau += f"; more than {OVERLAP_MAX} costs quality (arXiv 2501.18512): use a faster link"
+        why_tau += f"; more than {OVERLAP_MAX} costs quality (arXiv 2501.18512): make steps longer by larger batches"
+        why_tau += ", or bring the syncer nearer"
+    if protocol.lockstep:
+        waits = 1 - case.rounds(wire.up, wire.down).utilisation(rate)
+        why_tau += f"; with 0 learners wait for {waits:.1%} of the time, which is right for synchronous DiLoCo only"
     own_busy = own.planned_gbit_per_s / rate
     if (choice.up, choice.down) == (wire.up, wire.down):
         why_wire = f"{carries} in these formats"
@@ -144,35 +161,34 @@ def _schedule(case: Case, choice: Choice) -> list[Advice]:
         _entry("protocol.num_fragments", there.num_fragments, protocol.num_fragments, why_p),
         _entry("protocol.overlap_steps", overlap, protocol.overlap_steps, why_tau),
         _entry("wire.up", choice.up, wire.up, why_wire),
-        _entry("wire.down", choice.down, wire.down, why_wire),
+        _entry("wire.down", choice.down, wire.down, why_wire.replace(" moves ", " gets ", 1)),
     ]
 
 
-def _mb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:.3g} MB"
-
-
 def _stripes(case: Case, stripes: int) -> Advice:
-    now, given = case.config.transport.stripes, case.given
+    now, given, each = case.config.transport.stripes, case.given, case.stripe_gbit_per_s
     share = given.link_gbit_per_s / case.per_site
     if not given.round_trip_ms:
-        return _entry("transport.stripes", max(now, 1), now, "without a round trip one connection fills the link")
-    each = case.stripe_gbit_per_s
+        return _entry("transport.stripes", stripes, now, "without a round trip one connection fills the link")
     why = (
         f"a window of {given.tcp_window_mb:.3g} MB per {given.round_trip_ms:.3g} ms lets one connection move about "
         f"{each:.3g} Gbit/s (two thirds of the window, measured), and each learner has {share:.3g} Gbit/s"
     )
-    if stripes * each < share:
+    if stripes == now and stripes * each < share:
+        why += f"; {now} carry rounds and recoveries" if stripes < STRIPES_MAX else ""
+    if stripes == STRIPES_MAX and stripes * each < share:
         why += f"; {STRIPES_MAX} is the most, so raise net.ipv4.tcp_rmem and tcp_wmem too, and say --tcp-window-mb"
-    return _entry("transport.stripes", max(now, stripes), now, why)
+    return _entry("transport.stripes", stripes, now, why)
 
 
-def _others(case: Case, choice: Choice) -> list[Advice]:
+def _others(case: Case, choice: Choice, stripes: int) -> list[Advice]:
     """What the sizes of payloads, the load of the syncer and recoveries call for; only where something must change."""
     config = choice.case.config
     wire = replace(config.wire, up=choice.up, down=choice.down)
-    there = replace(choice.case, config=replace(config, wire=wire))
-    rounds, found = there.rounds(choice.up, choice.down), []
+    transport = replace(config.transport, stripes=stripes)
+    there = replace(choice.case, config=replace(config, wire=wire, transport=transport))
+    rounds = there.rounds(choice.up, choice.down)
+    found: list[Advice] = []
     rate = rounds.planned_gbit_per_s / choice.busy
     load = syncer_load(there)
     if load["shards"] > max(1, config.syncer.shards):
@@ -182,14 +198,15 @@ def _others(case: Case, choice: Choice) -> list[Advice]:
         wait = math.ceil(2 * rounds.round_s(rate))
         why = f"a round takes {rounds.round_s(rate):.3g} s, and after this time it goes on without who is late"
         found.append(_entry("protocol.pull_timeout_s", float(wait), config.protocol.pull_timeout_s, why))
-    largest = int(max(rounds.up_bytes, 4 * max(each.num_elements for each in there.plan.fragments)))
-    if largest > config.transport.payload_bytes_max:
-        why = f"a joining learner gets fragments whole, in float32: {_mb(largest)}"
-        found.append(_entry("transport.payload_bytes_max", largest, config.transport.payload_bytes_max, why))
+    whole = 4 * max(each.num_elements for each in there.plan.fragments) / max(1, config.syncer.shards)
+    if whole > config.transport.payload_bytes_max:
+        why = f"a joining learner gets fragments whole, in float32, and the largest has {size(whole)}"
+        most = 1 << math.ceil(math.log2(whole))
+        found.append(_entry("transport.payload_bytes_max", most, config.transport.payload_bytes_max, why))
     back = recovery(there)
-    if back["state_bytes"] and back["state_s"] > back["state_limit_s"]:
+    if back["state_bytes"] and not back["state_arrives"]:
         why = (
-            f"a neighbour's state of {back['state_bytes'] / 1e9:.3g} GB takes {back['state_s']:.3g} s beside the rounds, "
+            f"a neighbour's state of {back['state_bytes'] / 1e9:.3g} GB takes {back['state_s']:.3g} s beside rounds, "
             f"but a transfer may take H steps, {back['state_limit_s']:.3g} s: it would be tried in vain. Without it a "
             "returning island begins with the global model and new moments of the inner optimizer; a larger H or a "
             "faster link would carry it"

@@ -24,7 +24,6 @@ class Assumptions:
     slices: int = setting(0, "slices of all learners together that fail one by one; 0: one per island", "")
     mtbi_years: float = setting(1.0, "mean time between two failures of one chip", "the paper: 1")
     restart_s: float = setting(60.0, "from the return of a slice until its processes ask to join", "assumed")
-    hours: float = setting(720.0, "of the simulated failures", "a month")
     syncer_cores: int = setting(16, "cores of the syncer's host", "assumed")
     syncer_ms_per_mb: float = setting(2.43, "processor time per megabyte that learners send, int4", MEASURED)
     merge_ns: float = setting(0.7, "processor time of a merge per parameter and learner, int4", MEASURED)
@@ -33,12 +32,14 @@ class Assumptions:
     price_per_egress_gb: float = setting(0.0, "of 1e9 bytes that leave a site", "yours")
 
     def __post_init__(self) -> None:
-        positive = ("link_gbit_per_s", "tcp_window_mb", "mtbi_years", "hours", "syncer_cores", "shard_mb_per_s")
+        positive = ("link_gbit_per_s", "tcp_window_mb", "mtbi_years", "syncer_cores", "shard_mb_per_s")
         for name in self.__slots__:
             value = getattr(self, name)
             option = f"--{name.replace('_', '-')}"
             if not math.isfinite(value) or value < 0 or (name in positive and value == 0):
-                raise ValueError(f"{option} is {value}; use a number {'above' if name in positive else 'of at least'} 0")
+                raise ValueError(
+                    f"{option} is {value}; use a number {'above' if name in positive else 'of at least'} 0"
+                )
         if not 0 < self.mfu <= 1:
             raise ValueError(f"--mfu is {self.mfu}; use a share above 0 and at most 1")
         if self.sites == 1:

@@ -1,8 +1,8 @@
-"""Table 13 of Decoupled DiLoCo (arXiv 2604.21428): the rates that the paper's simulator found, and formulas beside them.
+"""Table 13 of Decoupled DiLoCo (arXiv 2604.21428): the rates of the paper's simulator, and formulas beside them.
 
-Data parallel follows from the paper's own words (`bandwidth.data_parallel_gbit_per_s`). For the decoupled rows the paper
-does not say how transfers of different fragments share a link, nor what a late one delays, so `fitted_gbit_per_s` is a
-fit of ours with one constant. `needed_gbit_per_s` is what our system needs, from its own rules.
+Data parallel follows from the paper's own words (`bandwidth.data_parallel_gbit_per_s`). For the decoupled rows the
+paper does not say how transfers of different fragments share a link, nor what a late one delays, so `fitted_gbit_per_s`
+is a fit of ours with one constant. `needed_gbit_per_s` is what our system needs, from its own rules.
 """
 
 from __future__ import annotations
@@ -33,6 +33,16 @@ TABLE: dict[tuple[float, int, str], tuple[float, ...]] = {
     (5.0, 8, "int4"): (0.05, 0.10, 0.15, 0.17, 0.19),
 }
 BITS = {"bfloat16": 16.0, "int4": 4.0}
+NOTES = f"""\
+data parallel: forward 1/3 of a step, backward 2/3, which hides the ring all-reduce of bfloat16 gradients. It does not
+  explain the paper's 99 %.
+fit of ours: the paper does not say how transfers share a link, nor what a late fragment delays. Its rows lie on
+  1/CU = 2/3 + x/{SPREAD_STEPS}, with x the steps that one fragment takes alone on the link: one constant, fitted.
+our system needs: learners never wait, so their steps run at 100 % over any link. The columns are the share of due
+  rounds that are made in time: a fragment up and down within tau = 2 steps, half of one until reports are in; 4.125
+  bits for int4; no latency, no merge. Every learner exchanges with a syncer elsewhere, 8 / sites of them per site;
+  the paper's syncer shards all-reduce between sites. So more sites need less here, and more there.
+docs/plan.md has the derivations."""
 
 
 def fitted_gbit_per_s(wire: str, step_s: float, sites: int, utilisation: float) -> float:
@@ -128,15 +138,7 @@ def describe() -> str:
                 lines.append(_line(f"{'':<14} our system needs", [row["needed_gbit_per_s"] for row in here]))
     lines += [
         "",
-        "data parallel: forward 1/3 of a step, backward 2/3 hides the ring all-reduce of bfloat16 gradients. The paper's",
-        "  99 % is not explained by it.",
-        "fit of ours: the paper does not say how transfers share the link, nor what a late fragment delays. Its rows lie on",
-        f"  1/CU = 2/3 + x/{SPREAD_STEPS}, with x the steps that one fragment takes alone on the link: one constant, fitted.",
-        "our system needs: learners never wait, so their steps run at 100 % over any link. The columns are the share of due",
-        "  rounds that are made in time: a fragment up and down within tau = 2 steps, half of one until reports are in; int4",
-        "  has 4.125 bits; no latency, no merge. Every learner exchanges with a syncer elsewhere (8 / sites learners per",
-        "  site), where the paper's syncer shards all-reduce between sites, so more sites need less here, and more there.",
-        "docs/plan.md has the derivations.",
+        NOTES,
     ]
     return "\n".join(lines)
 
