@@ -31,8 +31,8 @@ LAYERS: dict[str, set[str]] = {
     "cli_words": {"sim"},
     "cli_config": {"config", "runtime"},
     "cli_before": {"cli_config", "config", "runtime", "launch"} | MIDDLE | BOTTOM,
-    "cli_ahead": {"cli_config", "runtime", "sim", "launch"},
-    "cli": {"cli_words", "cli_config", "cli_before", "cli_ahead", "config", "runtime", "sim", "launch"}
+    "cli_ahead": {"cli_config", "config", "sim", "launch", "runtime"} | MIDDLE | BOTTOM,
+    "cli": {"cli_words", "cli_config", "cli_ahead", "cli_before", "config", "runtime", "sim", "launch"}
     | MIDDLE
     | BOTTOM,
     "__main__": {"cli"},
@@ -56,6 +56,7 @@ THIRD_PARTY = {
 }
 PURE_LAYERS = {"protocol", "core"}
 LATE_IMPORTS_ALLOWED = {"cli", "cli_before", "cli_ahead", "cli_config"}  # so that `diloco simulate` starts without JAX
+LATE_IMPORTS_ALLOWED = {"cli", "cli_ahead", "cli_before", "cli_config"}  # so that `diloco simulate` starts without JAX
 
 
 class Import(NamedTuple):

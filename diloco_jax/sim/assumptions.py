@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from diloco_jax.sim.hardware import setting
+from diloco_jax.sim.settings import setting
 
 MEASURED = "measured, docs/log.md of 2026-11-21"
 
