@@ -165,7 +165,9 @@ def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
       ValueError: there are fewer chips than slices.
     """
     given, learners = case.given, case.learners
-    slices = max(given.slices, learners)
+    slices = given.slices or learners
+    if slices < learners:
+        raise ValueError(f"--slices is {slices}, but each of {learners} learners has at least one; raise it")
     if case.chips < slices:
         raise ValueError(
             f"{case.chips} chips cannot be cut into {slices} slices; raise --chips, or lower --slices or islands.count"

@@ -55,7 +55,9 @@ def stripes_for(case: Case) -> int:
     now, share = case.config.transport.stripes, case.given.link_gbit_per_s / case.per_site
     fill = min(STRIPES_MAX, max(1, math.ceil(share / case.stripe_gbit_per_s)))
     back = recovery(case)
-    carries = _choice(case, case.config.wire.up, case.config.wire.down, now).fits
+    wire = case.config.wire
+    own, most = (_choice(case, wire.up, wire.down, count) for count in (now, max(now, fill)))
+    carries = own.busy <= BUSY_MAX and own.overlap_needed <= max(OVERLAP_MAX, most.overlap_needed)
     enough = carries and back["global_model_s"] + back["state_s"] <= back["state_limit_s"]
     return now if enough else max(now, fill)
 

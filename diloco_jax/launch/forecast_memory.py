@@ -37,7 +37,8 @@ def chip_bytes(config: RunConfig, blueprint: Blueprint, plan: FragmentPlan) -> H
     windows = [windows_of(fragment, blueprint.tensors) for fragment in plan.fragments]
     anchors = sum(4.0 * math.prod(w.value_sharding.shard_shape(w.shape)) for each in windows for w in each)
     residuals = sum(_residual_bytes(window, config.wire.up) for each in windows for window in each)
-    staged = [sum(_staged_bytes(window, config.wire.up) for window in each) for each in windows]
+    rebase = config.adopt.mode == "rebase"
+    staged = [sum(_staged_bytes(window, config.wire.up, rebase) for window in each) for each in windows]
     return Hbm(parameters, optimizer, anchors, residuals, staged_at_once(config, staged), parameters)
 
 
@@ -96,9 +97,11 @@ def _residual_bytes(window: Window, format: Format) -> float:
     return 4.0 * elements
 
 
-def _staged_bytes(window: Window, format: Format) -> float:
-    """What a chip sends of a slice."""
-    if codec.is_integer(format) and not _on_host(window, format):
-        return window.num_blocks * (4.0 + codec.block_bytes(format))
+def _staged_bytes(window: Window, format: Format, rebase: bool) -> float:
+    """What a chip holds of a slice that is on its way: what it sends, the next residual, and for `rebase` the value."""
     elements = math.prod(window.local_shape)
-    return elements * (2.0 if format == "bfloat16" else 4.0)
+    if codec.is_integer(format) and not _on_host(window, format):
+        sent = window.num_blocks * (4.0 + codec.block_bytes(format))
+    else:
+        sent = elements * (2.0 if format == "bfloat16" else 4.0)
+    return sent + _residual_bytes(window, format) + (4.0 * elements if rebase else 0.0)

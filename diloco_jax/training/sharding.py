@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
 
 import jax
 from jax.experimental.mesh_utils import create_device_mesh
@@ -107,16 +106,13 @@ class MeshConfig:
         return math.prod(sizes[axis] for axis in self.all_rules()["batch"])
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | int) -> Mesh:
-    """Build the island's mesh over `devices`, with the axes MESH_AXES.
+def planned_mesh(config: MeshConfig, num_devices: int) -> AbstractMesh:
+    """The shape of an island's mesh without its devices: enough for layouts, but nothing can run on it."""
+    return AbstractMesh(config.sizes(num_devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
-    Args:
-      config: shape of the mesh.
-      devices: of the island, or how many it will have: then the mesh has a shape, but nothing can run on it.
-    """
-    if isinstance(devices, int):
-        kinds = (AxisType.Auto,) * len(MESH_AXES)
-        return cast(Mesh, AbstractMesh(config.sizes(devices), MESH_AXES, axis_types=kinds))  # layouts need no more
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
+    """Build the island's mesh over `devices`, with the axes MESH_AXES."""
     # Unlike jax.make_mesh: an axis may take part of a dimension of the slice, such as 4 of v6e:8x8.
     placed = create_device_mesh(config.sizes(len(devices)), devices, allow_split_physical_axes=True)
     # Auto, because the default (Explicit) would demand sharding-aware code from every model.
@@ -127,7 +123,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | int) -> Mesh:
 class Layout:
     """A mesh together with the table from logical axes to mesh axes."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     rules: Rules = field(default_factory=lambda: dict(AXIS_RULES))
 
     def sharding(self, shape: Sequence[int], names: LogicalAxes) -> NamedSharding:
@@ -189,6 +185,7 @@ class Layout:
     @property
     def platform(self) -> str:
         """Of the mesh's devices: "cpu", "tpu", ..."""
+        assert isinstance(self.mesh, Mesh), "asked of a mesh without devices"
         return str(self.mesh.devices.flat[0].platform)
 
 
