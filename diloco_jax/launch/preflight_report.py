@@ -68,7 +68,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 
 def _island(island: Row) -> list[str]:
-    parts = ", ".join(f"{name} {size(size)}" for name, size in island["hbm"].items())
+    parts = ", ".join(f"{name} {size(one)}" for name, one in island["hbm"].items())
     lines = [f"  chip memory   in the inner step: {parts}", *_flops(island)]
     slow, fast = island["step_s"]
     lines.append(f"  step time     {slow:.3g} to {fast:.3g} s at {MFU[0]:.0%} to {MFU[1]:.0%} of the chips' peak (MFU)")
@@ -82,7 +82,7 @@ def _island(island: Row) -> list[str]:
             "about twice the traffic of gathers"
         )
     if island["collective_bytes"]:
-        moved = ", ".join(f"{kind} {size(size)}" for kind, size in island["collective_bytes"].items())
+        moved = ", ".join(f"{kind} {size(one)}" for kind, one in island["collective_bytes"].items())
         lines.append(f"  collectives   results per chip and step: {moved}")
     lines.append(
         f"  host memory   {size(island['host_bytes'])} of {size(island['host_limit_bytes'])} on each host for "
