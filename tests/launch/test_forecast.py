@@ -110,6 +110,14 @@ def test_a_site_with_two_learners_needs_twice_as_much() -> None:
     assert two["data_parallel", 0.9] == pytest.approx(four["data_parallel", 0.9] * 1.0 / 1.5)
 
 
+def test_where_no_rate_is_enough_there_is_none() -> None:
+    rows = rate_rows(small(given=replace(QUIET, round_trip_ms=1500.0)))  # of 2 steps, 2.75 s are spent waiting
+    never = [row for row in rows if row["gbit_per_s"] is None]
+    assert {(row["wire"], row["utilisation"]) for row in never} == {
+        (wire, share) for wire in ("float32", "bfloat16", "int8", "int4") for share in (0.75, 0.9, 0.95, 0.99)
+    }
+
+
 def test_load_of_the_syncer_by_hand() -> None:
     case = small(given=replace(QUIET, step_s=2.0, syncer_ms_per_mb=1e6, shard_mb_per_s=1e-3, merge_ns=1e9))
     up = wire_bytes(case)["int4"]["round_mean"]
@@ -176,6 +184,8 @@ def test_a_good_link_changes_nothing() -> None:
 LINKS: list[tuple[Changes, Changes, set[str]]] = [
     # what is there, what is given, and what must be among the changes
     ({}, {"link_gbit_per_s": 6e-5}, {"protocol.sync_every"}),
+    ({"protocol": {"num_fragments": 1}}, {"link_gbit_per_s": 1.16e-4}, {"protocol.num_fragments"}),  # 8 steps a round
+    ({"protocol": {"overlap_steps": 1}}, {}, {"protocol.overlap_steps"}),  # no room for the grace window
     ({"wire": {"up": "float32", "down": "float32"}}, {"link_gbit_per_s": 4e-4}, {"wire.up", "wire.down"}),
     ({}, {"round_trip_ms": 1500.0, "tcp_window_mb": 64.0}, {"protocol.overlap_steps"}),
     ({"protocol": {"overlap_steps": 0, "quorum": 4}}, {}, {"protocol.overlap_steps"}),
