@@ -97,7 +97,11 @@ def test_chip_memory_is_that_of_the_programs(up: str, mesh: dict[str, int], adop
 
 def test_syncer_memory_is_what_the_doctor_asks_for() -> None:
     case = small()
-    assert PROCESS_BYTES + sum(syncer_bytes(case.config, case.plan, 0).values()) == needs(case.config).memory_bytes
+    found = syncer_bytes(case.config, case.plan, 0)
+    assert PROCESS_BYTES + sum(found.values()) == needs(case.config).memory_bytes
+    assert found["capture"] == found["values"] + found["outer"] + found["residuals"] == 3 * 4 * case.parameters
+    assert found["anchors"] == 2 * 4 * case.parameters, "protocol.anchor_history versions"
+    assert found["payloads"] == 2 * 4 * wire_bytes(case)["int4"]["round_max"], "tau rounds of all learners"
     assert syncer_bytes(case.config, case.plan, 2)["shard_processes"] == 700e6
 
 
