@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 
 NUM_COLOURS = 8
@@ -28,7 +28,7 @@ class Axis:
     high: float
     ticks: tuple[Tick, ...]
     label: str
-    kind: str  # how the page writes a value under the pointer: count, bytes, time or number
+    kind: str  # how the page writes a value under the pointer: count, bytes, time, share or number
     log: bool = False
 
     def place(self, value: float) -> float:
@@ -116,17 +116,41 @@ def bytes_axis(values: Sequence[float], label: str) -> Axis:
     return Axis(low=low, high=high, ticks=ticks, label=label, kind="bytes", log=True)
 
 
+def share_axis(label: str) -> Axis:
+    """From nothing to all, in per cent, with room for a dot at either end."""
+    ticks = tuple((part / 5, f"{part / 5:.0%}") for part in range(6))
+    return Axis(low=0.0, high=1.01, ticks=ticks, label=label, kind="share")
+
+
+def settings_axis(values: Sequence[float], label: str) -> Axis:
+    """A logarithmic axis of the counts that somebody chose to measure at; they are its ticks, as far as there is room.
+
+    Args:
+        values: above 0.
+        label: what a reader calls them.
+    """
+    axis = Axis(low=min(values) / 1.2, high=max(values) * 1.2, ticks=(), label=label, kind="count", log=True)
+    ticks: list[Tick] = []
+    for value in sorted(set(values)):
+        if not ticks or axis.place(value) - axis.place(ticks[-1][0]) >= 0.06:
+            ticks.append((value, format_count(value)))
+    return replace(axis, ticks=tuple(ticks))
+
+
 def num(value: float) -> str:
+    """A coordinate."""
     return f"{value:.1f}".rstrip("0").rstrip(".")
 
 
 def svg(width: float, height: float, label: str, body: Sequence[str], data: str = "") -> str:
+    """A drawing for a page; `label` is what a screen reader says of it."""
     width_min = 400 if width <= HALF else 720  # below it the page scrolls the chart: text stays readable on a phone
     box = f'viewBox="0 0 {num(width)} {num(height)}" style="min-width:{width_min}px"'
     return f'<svg {box} role="img" aria-label="{escape(label)}"{data}>{"".join(body)}</svg>'
 
 
 def draw_x_axis(axis: Axis, x: Callable[[float], float], top: float, bottom: float) -> list[str]:
+    """The line, the ticks and the name of an axis below the area between `top` and `bottom`."""
     out = [f'<path class="axis" d="M{num(x(axis.low))} {num(bottom)}H{num(x(axis.high))}"/>']
     for value, text in axis.ticks:
         at = num(x(value))
@@ -161,7 +185,7 @@ def line_chart(title: str, lines: Sequence[Line], x_axis: Axis, y_axis: Axis, *,
         if line.dots:
             out += [f'<circle class="dot {line.style}" cx="{a}" cy="{b}" r="3"/>' for a, b in places]
     out.append("</svg>")
-    ends = f"{x_axis.low:.6g},{x_axis.high:.6g},{x_axis.kind}", f"{y_axis.low:.6g},{y_axis.high:.6g},{y_axis.kind}"
+    ends = [f"{end.low:.6g},{end.high:.6g},{end.kind},{int(end.log)}" for end in (x_axis, y_axis)]
     area = f"{LEFT},{TOP},{right},{num(bottom)}"
-    data = f' class="chart" data-x="{ends[0]}" data-y="{ends[1]},{int(y_axis.log)}" data-area="{area}"'
+    data = f' class="chart" data-x="{ends[0]}" data-y="{ends[1]}" data-area="{area}"'
     return svg(width, height, title, out, data)

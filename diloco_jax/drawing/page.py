@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
-STYLE = """
-:root{color-scheme:light dark;--page:#fbfbfa;--ink:#1d2126;--soft:#5d6670;--line:#e3e5e8;--axis:#aab1b9;--track:#eef0f2;
---accent:#0072b2;--good:#00795a;--warn:#b26a00;--bad:#c0392b;
---k0:#0072b2;--k1:#d55e00;--k2:#009e73;--k3:#cc79a7;--k4:#e69f00;--k5:#56b4e9;--k6:#806000;--k7:#6a4fa3}
-@media(prefers-color-scheme:dark){:root{--page:#15181c;--ink:#e7eaed;--soft:#98a2ad;--line:#2a2f36;--axis:#59626d;
---track:#20252b;--accent:#4aa8e0;--good:#35c79c;--warn:#f0b24a;--bad:#ff7b6b;
---k0:#4aa8e0;--k1:#f5864a;--k2:#2fc79c;--k3:#e59cc5;--k4:#f2b84b;--k5:#a5dcfa;--k6:#c9b061;--k7:#b39ae8}}
+LIGHT = {
+    "page": "#fbfbfa",
+    "ink": "#1d2126",
+    "soft": "#5d6670",
+    "line": "#e3e5e8",
+    "axis": "#aab1b9",
+    "track": "#eef0f2",
+    "accent": "#0072b2",
+    "good": "#00795a",
+    "warn": "#b26a00",
+    "bad": "#c0392b",
+    "k0": "#0072b2",
+    "k1": "#d55e00",
+    "k2": "#009e73",
+    "k3": "#cc79a7",
+    "k4": "#e69f00",
+    "k5": "#56b4e9",
+    "k6": "#806000",
+    "k7": "#6a4fa3",
+}
+DARK = {
+    "page": "#15181c",
+    "ink": "#e7eaed",
+    "soft": "#98a2ad",
+    "line": "#2a2f36",
+    "axis": "#59626d",
+    "track": "#20252b",
+    "accent": "#4aa8e0",
+    "good": "#35c79c",
+    "warn": "#f0b24a",
+    "bad": "#ff7b6b",
+    "k0": "#4aa8e0",
+    "k1": "#f5864a",
+    "k2": "#2fc79c",
+    "k3": "#e59cc5",
+    "k4": "#f2b84b",
+    "k5": "#a5dcfa",
+    "k6": "#c9b061",
+    "k7": "#b39ae8",
+}
+IN_THE_DARK = "@media(prefers-color-scheme:dark)"
+
+PAGE_STYLE = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
 main{max-width:1088px;margin:0 auto;padding:40px 24px 72px;display:grid;grid-template-columns:1fr 1fr;gap:44px 32px}
@@ -53,16 +89,44 @@ padding:7px 10px;font-size:12.5px;line-height:1.45;box-shadow:0 2px 10px #0003;w
 @media print{main{max-width:none}figure{break-inside:avoid}}
 """
 
+
+def _variables(colours: Mapping[str, str]) -> str:
+    return "".join(f"--{name}:{colour};" for name, colour in colours.items())
+
+
+STYLE = f":root{{color-scheme:light dark;{_variables(LIGHT)}}}{IN_THE_DARK}{{:root{{{_variables(DARK)}}}}}{PAGE_STYLE}"
+
+
+def _svg_rules(colours: Mapping[str, str]) -> str:
+    rules = [
+        f".page{{fill:{colours['page']}}}text{{fill:{colours['soft']}}}.title,.key{{fill:{colours['ink']}}}",
+        f".grid{{stroke:{colours['line']}}}.axis{{stroke:{colours['axis']}}}",
+    ]
+    styles = {name: colour for name, colour in colours.items() if name[0] == "k"} | {"main": colours["ink"]}
+    rules += [f".line.{name}{{stroke:{colour}}}.dot.{name}{{fill:{colour}}}" for name, colour in styles.items()]
+    return "".join(rules)
+
+
+# Of a drawing in a file of its own: spelled out, since many viewers of SVG know neither variables nor the dark.
+SVG_STYLE = (
+    'text{font:12px system-ui,-apple-system,"Segoe UI",sans-serif}.title{font-size:16px;font-weight:620}'
+    ".grid,.axis,.line{fill:none}.line{stroke-width:1.6;stroke-linejoin:round}.line.main{stroke-width:2.4}"
+    f".line.dashed{{stroke-dasharray:7 5}}{_svg_rules(LIGHT)}{IN_THE_DARK}{{{_svg_rules(DARK)}}}"
+)
+
 # Reads a chart's values back from its curves, so that no number is stored twice.
 SCRIPT = """
 const tip=document.body.appendChild(document.createElement('div'));tip.className='tip';tip.hidden=true;
 const si=(v,units)=>{let n=0;while(Math.abs(v)>=999.5&&n<4){v/=1e3;n++}
 return (n?v.toPrecision(3):v.toFixed(0))+units[n]};
 const write={count:v=>si(v,['','k','M','G','T']),bytes:v=>si(v,[' B',' kB',' MB',' GB',' TB']),number:v=>v.toFixed(3),
+share:v=>(100*v).toFixed(1)+'%',
 time:v=>v<120?v.toFixed(1)+' s':v<7200?(v/60).toFixed(1)+' min':(v/3600).toFixed(2)+' h'};
 for(const svg of document.querySelectorAll('svg.chart')){
 const d=svg.dataset,[x0,x1]=d.x.split(',').map(Number),[y0,y1]=d.y.split(',').map(Number),kx=d.x.split(',')[2];
-const ky=d.y.split(',')[2],log=d.y.endsWith('1'),[left,top,right,bottom]=d.area.split(',').map(Number);
+const at_share=(low,high,log,share)=>log?low*(high/low)**share:low+share*(high-low);
+const ky=d.y.split(',')[2],log_x=d.x.endsWith('1'),log_y=d.y.endsWith('1');
+const [left,top,right,bottom]=d.area.split(',').map(Number);
 const curves=[...svg.querySelectorAll('.line')].map(
 e=>({e,p:e.getAttribute('points').split(' ').map(q=>q.split(',').map(Number))}));
 const cross=svg.appendChild(document.createElementNS(svg.namespaceURI,'path'));cross.setAttribute('class','cross');
@@ -72,12 +136,12 @@ svg.addEventListener('pointermove',ev=>{
 const at=new DOMPoint(ev.clientX,ev.clientY).matrixTransform(svg.getScreenCTM().inverse()).x;
 if(at<left||at>right)return hide();
 cross.setAttribute('d',`M${at} ${top}V${bottom}`);tip.replaceChildren();
-tip.append(write[kx](x0+(at-left)/(right-left)*(x1-x0)));
+tip.append(write[kx](at_share(x0,x1,log_x,(at-left)/(right-left))));
 for(const {e,p} of curves){
 const q=p.reduce((a,b)=>Math.abs(b[0]+left-at)<Math.abs(a[0]+left-at)?b:a),share=1-q[1]/(bottom-top);
 const row=tip.appendChild(document.createElement('div')),chip=row.appendChild(document.createElement('i'));
 chip.style.setProperty('--c',getComputedStyle(e).stroke);
-row.append(e.dataset.name.split(',')[0]+'  '+write[ky](log?y0*(y1/y0)**share:y0+share*(y1-y0)))}
+row.append(e.dataset.name.split(',')[0]+'  '+write[ky](at_share(y0,y1,log_y,share)))}
 tip.hidden=false;
 tip.style.left=Math.min(ev.clientX+16,innerWidth-tip.offsetWidth-8)+'px';tip.style.top=ev.clientY+16+'px'})}
 """
