@@ -72,7 +72,9 @@ def test_methods_are_told_apart() -> None:
 
 def test_more_learner_numbers_than_colours_are_drawn() -> None:
     rows = [row("decoupled", learners, 1e6, 1 - 1 / learners) for learners in range(2, NUM_COLOURS + 4)]
-    assert len(curves(drawing(rows))) == len(rows)
+    styles = [style for style, _ in curves(drawing(rows)).values()]
+    assert len(styles) == len(rows)
+    assert all(f".{style.replace(' ', '.')}{{" in SVG_STYLE for style in styles)
 
 
 def test_axes_are_labelled() -> None:
@@ -133,7 +135,7 @@ def test_what_cannot_be_written_is_refused_before_the_simulation(tmp_path: Path)
 
 def test_one_number_of_chips_is_a_plot_too() -> None:
     places = curves(drawing([row("decoupled", 8, 2400, 0.8)]))["decoupled, M = 8"][1]
-    assert places == [(pytest.approx((SVG_WIDTH - LEFT - RIGHT) / 2, abs=0.1), pytest.approx(81.1, abs=0.2))]
+    assert places == pytest.approx([((SVG_WIDTH - LEFT - RIGHT) / 2, 81.1)], abs=0.2)
 
 
 def test_ticks_that_would_touch_are_left_out() -> None:
