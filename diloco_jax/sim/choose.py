@@ -60,8 +60,7 @@ def choose(rows: Sequence[Row], penalty: str, *, parameters: float, slope: float
 
 
 def _option(row: Row, penalty: str, parameters: float, slope: float | None) -> Option:
-    learners = 1 if row.method in DATA_PARALLEL else row.learners
-    cost = cost_of(penalty, learners, parameters=parameters, slope=slope)
+    cost = cost_of(penalty, row.learners, parameters=parameters, slope=slope)
     progress = row.goodput / cost.compute
     return Option(row, cost, progress, progress * exp(-cost.noise), progress * exp(cost.noise))
 

@@ -82,6 +82,11 @@ def test_a_cost_is_never_a_gain(penalty: str, learners: int, parameters: float) 
     assert cost.extrapolated or learners <= 16
 
 
+def test_a_measured_gain_is_not_counted() -> None:
+    assert scaling_percent(2, 10e9) < 0
+    assert cost_of("scaling-laws", 2, parameters=10e9)[:2] == (0.0, 1.0)
+
+
 def test_what_was_not_measured_is_marked() -> None:
     assert cost_of("scaling-laws", 8, parameters=5e9).extrapolated
     assert not cost_of("scaling-laws", 4, parameters=5e9).extrapolated

@@ -134,8 +134,8 @@ def test_what_cannot_be_written_is_refused_before_the_simulation(tmp_path: Path)
 
 
 def test_one_number_of_chips_is_a_plot_too() -> None:
-    places = curves(drawing([row("decoupled", 8, 2400, 0.8)]))["decoupled, M = 8"][1]
-    assert places == pytest.approx([((SVG_WIDTH - LEFT - RIGHT) / 2, 81.1)], abs=0.2)
+    (place,) = curves(drawing([row("decoupled", 8, 2400, 0.8)]))["decoupled, M = 8"][1]
+    assert place == pytest.approx(((SVG_WIDTH - LEFT - RIGHT) / 2, 81.1), abs=0.2)
 
 
 def test_ticks_that_would_touch_are_left_out() -> None:
