@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
-from diloco_jax.drawing.charts import NUM_COLOURS, WIDE, Line, format_count, line_chart, settings_axis, share_axis
+from diloco_jax.drawing.charts import (
+    NUM_COLOURS,
+    WIDE,
+    Line,
+    Point,
+    format_count,
+    line_chart,
+    settings_axis,
+    share_axis,
+)
 from diloco_jax.drawing.page import SVG_STYLE, figure, legend, page
 from diloco_jax.sim.goodput import Row
 
@@ -14,12 +24,22 @@ SUFFIXES = (".svg", ".html")
 HEIGHT = 440  # of a chart, in its own pixels
 SVG_WIDTH, LEGEND_WIDTH, HEAD = 720, 190, 56  # of the drawing that stands alone: chart, legend, title
 ONE_LEARNER = {"rigid": "main dashed", "elastic": "main"}
-NAMES = {"rigid": "rigid data parallel", "elastic": "elastic data parallel"}
+STROKES = {"decoupled": "", "sync": " dashed", "waiting": " dotted"}
 TITLE = "Goodput against chips"
 NOTE = (
     "Goodput is the share of all chips' time that went into steps; a step without some of its slices counts for the "
     "rest. Simulated, with a calibration of our own: see docs/simulate.md."
 )
+
+
+class Published(NamedTuple):
+    """What somebody else found for one method on one cluster. Shares are of 1."""
+
+    method: str
+    learners: int
+    chips: float
+    goodput: float
+    uptime: float
 
 
 def check_plot(path: Path) -> None:
@@ -34,30 +54,43 @@ def check_plot(path: Path) -> None:
         raise ValueError(f"--plot {path}: the folder {path.parent} does not exist; make it, or choose another")
 
 
-def write_plot(rows: Sequence[Row], path: Path) -> None:
+def write_plot(rows: Sequence[Row], path: Path, published: Sequence[Published] = ()) -> None:
     """Write the drawing or the page that `path` ends in.
+
+    Args:
+        rows: what was simulated.
+        path: the file.
+        published: what others found, drawn as rings.
 
     Raises:
         ValueError: see `check_plot`.
         OSError: the file cannot be written.
     """
     check_plot(path)
-    path.write_text(_page(rows) if path.suffix == ".html" else drawing(rows), encoding="utf-8")
+    text = _page(rows, published) if path.suffix == ".html" else drawing(rows, published)
+    path.write_text(text, encoding="utf-8")
 
 
-def _curves(rows: Sequence[Row], value: Callable[[Row], float]) -> list[Line]:
+def _curves(rows: Sequence[Row], published: Sequence[Published], value: str) -> list[Line]:
     """One line per method and number of learners, the best at the most chips first: the legend's order is theirs."""
-    points: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for row in rows:
-        points.setdefault((row.method, row.learners), []).append((row.chips, value(row)))
+    points = _by_curve(rows, value)
+    rings = _by_curve(published, value)
     numbers = sorted({learners for method, learners in points if method not in ONE_LEARNER})
     colours = {learners: f"k{index % NUM_COLOURS}" for index, learners in enumerate(numbers)}
     lines = []
     for (method, learners), where in points.items():
-        style = ONE_LEARNER.get(method) or colours[learners] + (" dashed" if method == "sync" else "")
-        name = NAMES.get(method) or f"{'synchronous' if method == 'sync' else 'decoupled'}, M = {learners}"
-        lines.append(Line(name=name, points=sorted(where), style=style, dots=True))
+        style = ONE_LEARNER.get(method) or colours[learners] + STROKES.get(method, "")
+        name = f"{method} data parallel" if method in ONE_LEARNER else f"{method}, M = {learners}"
+        theirs = rings.get((method, learners), [])
+        lines.append(Line(name=name, points=sorted(where), style=style, dots=True, rings=theirs))
     return sorted(lines, key=lambda line: line.points[-1], reverse=True)
+
+
+def _by_curve(rows: Sequence[Row | Published], value: str) -> dict[tuple[str, int], list[Point]]:
+    points: dict[tuple[str, int], list[Point]] = {}
+    for row in rows:
+        points.setdefault((row.method, row.learners), []).append((row.chips, getattr(row, value)))
+    return points
 
 
 def _chart(rows: Sequence[Row], lines: Sequence[Line], title: str, label: str, width: int) -> str:
@@ -65,15 +98,19 @@ def _chart(rows: Sequence[Row], lines: Sequence[Line], title: str, label: str, w
     return line_chart(title, lines, x_axis, share_axis(label), width=width, height=HEIGHT)
 
 
-def drawing(rows: Sequence[Row]) -> str:
+def drawing(rows: Sequence[Row], published: Sequence[Published] = ()) -> str:
     """Goodput against chips as the text of an SVG file; it follows the viewer into the dark."""
-    lines = _curves(rows, lambda row: row.goodput)
+    lines = _curves(rows, published, "goodput")
     width, height = SVG_WIDTH + LEGEND_WIDTH, HEIGHT + HEAD
     keys = []
     for index, line in enumerate(lines):
         y, left = HEAD + 24 + 22 * index, SVG_WIDTH + 8
         keys.append(f'<path class="line {line.style}" d="M{left} {y}h24"/>')
         keys.append(f'<text class="key" x="{left + 32}" y="{y}" dy="0.32em">{escape(line.name)}</text>')
+    if published:
+        y = HEAD + 24 + 22 * len(lines)
+        keys.append(f'<circle class="theirs main" cx="{SVG_WIDTH + 20}" cy="{y}" r="5.5"/>')
+        keys.append(f'<text class="key" x="{SVG_WIDTH + 40}" y="{y}" dy="0.32em">published</text>')
     chart = _chart(rows, lines, TITLE, "goodput", SVG_WIDTH)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
@@ -84,14 +121,16 @@ def drawing(rows: Sequence[Row]) -> str:
     )
 
 
-def _page(rows: Sequence[Row]) -> str:
+def _page(rows: Sequence[Row], published: Sequence[Published]) -> str:
     parts = [f"<header><h1>{TITLE}</h1><p>{escape(NOTE)}</p></header>"]
-    for title, note, label, lines in (
-        ("Goodput", "Useful time of all chips together.", "goodput", _curves(rows, lambda row: row.goodput)),
-        ("Uptime", "Time in which any learner was in a step.", "uptime", _curves(rows, lambda row: row.uptime)),
+    rings = " Rings: what was published." if published else ""
+    for title, note, value in (
+        ("Goodput", "Useful time of all chips together.", "goodput"),
+        ("Uptime", "Time in which any learner was in a step.", "uptime"),
     ):
-        chart = _chart(rows, lines, title, label, WIDE)
-        parts.append(figure(title, note, chart, legend([(line.name, line.style) for line in lines])))
+        lines = _curves(rows, published, value)
+        chart = _chart(rows, lines, title, value, WIDE)
+        parts.append(figure(title, note + rings, chart, legend([(line.name, line.style) for line in lines])))
     return page(TITLE, [*parts, _table(rows)])
 
 
