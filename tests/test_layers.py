@@ -33,7 +33,10 @@ LAYERS: dict[str, set[str]] = {
     "cli_words": set(),
     "cli_config": {"config", "runtime"},
     "cli_before": {"cli_config", "config", "runtime", "launch"} | MIDDLE | BOTTOM,
-    "cli": {"cli_words", "cli_config", "cli_before", "config", "runtime", "sim", "launch"} | MIDDLE | BOTTOM,
+    "cli_ahead": {"cli_config", "config", "sim", "launch", "runtime"} | MIDDLE | BOTTOM,
+    "cli": {"cli_words", "cli_config", "cli_ahead", "cli_before", "config", "runtime", "sim", "launch"}
+    | MIDDLE
+    | BOTTOM,
     "__main__": {"cli"},
     "__init__": {"config", "runtime", "sim", "launch"} | MIDDLE | BOTTOM,
 }
@@ -55,7 +58,7 @@ THIRD_PARTY = {
     "drawing": set[str](),
 }
 PURE_LAYERS = {"protocol", "core"}
-LATE_IMPORTS_ALLOWED = {"cli", "cli_before", "cli_config"}  # so that `diloco simulate` starts without JAX
+LATE_IMPORTS_ALLOWED = {"cli", "cli_ahead", "cli_before", "cli_config"}  # so that `diloco simulate` starts without JAX
 
 
 class Import(NamedTuple):
