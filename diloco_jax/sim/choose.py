@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import exp
+from textwrap import fill
 from typing import Any, NamedTuple
 
 from diloco_jax.sim.goodput import Row
 from diloco_jax.sim.penalty import PENALTIES, Cost, cost_of
 
+WIDTH = 110  # of the text for people
 DATA_PARALLEL = ("rigid", "elastic")
 
 
@@ -24,7 +26,10 @@ class Option(NamedTuple):
     @property
     def name(self) -> str:
         """As people say it."""
-        return f"{self.row.method} data parallel" if self.row.method in DATA_PARALLEL else f"M = {self.row.learners}"
+        method, learners = self.row.method, self.row.learners
+        if method in DATA_PARALLEL:
+            return f"{method} data parallel"
+        return f"M = {learners}" if method == "decoupled" else f"{method} with M = {learners}"
 
 
 class Choice(NamedTuple):
@@ -110,8 +115,8 @@ def as_dict(choice: Choice) -> dict[str, Any]:
 def describe(choice: Choice) -> str:
     """The choice as a table for people."""
     lines = [
-        f"Choice of learners for {choice.chips:,.0f} chips. Penalty `{choice.penalty}`: "
-        f"{PENALTIES[choice.penalty].source}.",
+        f"Choice of learners for {choice.chips:,.0f} chips",
+        fill(f"Penalty {choice.penalty}: {PENALTIES[choice.penalty].source}.", WIDTH),
         "",
         f"{'method':<10} {'learners':>8} {'goodput':>8} {'loss':>8} {'compute':>8} {'progress':>9}   low to high",
     ]
@@ -123,4 +128,4 @@ def describe(choice: Choice) -> str:
             f"{row.method:<10} {row.learners:>8} {row.goodput:>8.1%} {loss:>8} {cost.compute:>7.2f}x "
             f"{option.progress:>9.1%}   {option.low:.1%} to {option.high:.1%}{marks}"
         )
-    return "\n".join([*lines, "", choice.why])
+    return "\n".join([*lines, "", fill(choice.why, WIDTH)])
