@@ -80,7 +80,7 @@ def _curves(rows: Sequence[Row], published: Sequence[Published], value: str) -> 
     lines = []
     for (method, learners), where in points.items():
         style = ONE_LEARNER.get(method) or colours[learners] + STROKES.get(method, "")
-        name = f"{method} data parallel" if method in ONE_LEARNER else f"{method}, M = {learners}"
+        name = f"{method} data parallel" if method in ONE_LEARNER else f"{method} M = {learners}"
         theirs = rings.get((method, learners), [])
         lines.append(Line(name=name, points=sorted(where), style=style, dots=True, rings=theirs))
     return sorted(lines, key=lambda line: line.points[-1], reverse=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco_jax.cli import main
+from diloco_jax.sim.penalty import PENALTIES
 from diloco_jax.sim.simulate import Options, plan_cells, run
 
 FAST = {"fast": True, "hours": 1.0, "workers": 1, "methods": ("elastic", "decoupled"), "learners": (2, 8)}
@@ -45,7 +46,13 @@ def test_the_command_line_reaches_both(tmp_path: Path, capsys: pytest.CaptureFix
     (choice,) = json.loads(capsys.readouterr().out)["choice"]
     costs = {row["learners"]: row["compute"] for row in choice["rows"]}
     assert costs[8] == pytest.approx((2.351 / 2.326) ** 10)
-    assert "decoupled, M = 16" in path.read_text(encoding="utf-8")
+    assert "decoupled M = 16" in path.read_text(encoding="utf-8")
+
+
+def test_the_help_names_every_penalty(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help"])
+    assert ", ".join(PENALTIES) in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
