@@ -64,12 +64,11 @@ border:solid var(--line);border-width:1px 0;padding:18px 0}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:4px 18px;margin:0 0 8px;padding:0;font-size:13px}
 .legend li{display:flex;align-items:center;gap:7px}.legend svg{width:15px;height:15px}
 .legend i{width:16px;border-top:3px solid var(--c);border-radius:2px}.legend .dashed{border-top-style:dashed}
-.legend .dotted{border-top-style:dotted}
 svg text{font:12px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--soft)}
 svg .row,svg .value{fill:var(--ink)}
 .grid{stroke:var(--line);fill:none}.axis{stroke:var(--axis);fill:none}.track{fill:var(--track)}
 .line{fill:none;stroke:var(--c);stroke-width:1.6;stroke-linejoin:round}.line.main{stroke-width:2.4}
-.line.dashed{stroke-dasharray:7 5;stroke-width:1.8}.line.dotted{stroke-dasharray:2 4}
+.line.dashed{stroke-dasharray:7 5;stroke-width:1.8}
 .theirs{stroke:var(--c);fill:none}.dot{fill:var(--c)}.fill{fill:var(--c)}
 .cell{fill:var(--accent);shape-rendering:crispEdges}
 .mark{paint-order:stroke;stroke:var(--page);stroke-width:2.5;stroke-linejoin:round}
@@ -114,7 +113,7 @@ def _svg_rules(colours: Mapping[str, str]) -> str:
 SVG_STYLE = (
     'text{font:12px system-ui,-apple-system,"Segoe UI",sans-serif}.title{font-size:16px;font-weight:620}'
     ".grid,.axis,.line,.theirs{fill:none}.line{stroke-width:1.6;stroke-linejoin:round}.line.main{stroke-width:2.4}"
-    f".line.dashed{{stroke-dasharray:7 5}}.line.dotted{{stroke-dasharray:2 4}}"
+    f".line.dashed{{stroke-dasharray:7 5}}"
     f"{_svg_rules(LIGHT)}{IN_THE_DARK}{{{_svg_rules(DARK)}}}"
 )
 

@@ -24,7 +24,6 @@ SUFFIXES = (".svg", ".html")
 HEIGHT = 440  # of a chart, in its own pixels
 SVG_WIDTH, LEGEND_WIDTH, HEAD = 720, 190, 56  # of the drawing that stands alone: chart, legend, title
 ONE_LEARNER = {"rigid": "main dashed", "elastic": "main"}
-STROKES = {"decoupled": "", "sync": " dashed", "waiting": " dotted"}
 TITLE = "Goodput against chips"
 NOTE = (
     "Goodput is the share of all chips' time that went into steps; a step without some of its slices counts for the "
@@ -79,7 +78,7 @@ def _curves(rows: Sequence[Row], published: Sequence[Published], value: str) -> 
     colours = {learners: f"k{index % NUM_COLOURS}" for index, learners in enumerate(numbers)}
     lines = []
     for (method, learners), where in points.items():
-        style = ONE_LEARNER.get(method) or colours[learners] + STROKES.get(method, "")
+        style = ONE_LEARNER.get(method) or colours[learners] + (" dashed" if method == "sync" else "")
         name = f"{method} data parallel" if method in ONE_LEARNER else f"{method} M = {learners}"
         theirs = rings.get((method, learners), [])
         lines.append(Line(name=name, points=sorted(where), style=style, dots=True, rings=theirs))
