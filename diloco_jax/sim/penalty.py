@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 # Evaluation losses of DiLoCo (Scaling laws for DiLoCo, arXiv 2503.09799): parameters -> data parallel, then M = 1, 2,
-# 4, 8 as far as they were trained. Synchronous, H = 30, plain averages, outer rate tuned for each M.
+# 4, 8 as far as it has them. Synchronous, H = 30, plain averages, outer rate tuned for each M.
 SCALING_LOSSES: dict[float, tuple[float, ...]] = {
     35e6: (3.485, 3.482, 3.508, 3.554, 3.621),
     90e6: (3.167, 3.162, 3.182, 3.213, 3.265),

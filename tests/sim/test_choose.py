@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from diloco_jax.sim.choose import as_dict, choose, describe
 from diloco_jax.sim.goodput import Row
 from diloco_jax.sim.penalty import PENALTIES, cost_of, scaling_percent
+from diloco_jax.sim.presets import CHIPS, GOODPUT_1A
 
 
 def row(method: str, learners: int, chips: float, goodput: float) -> Row:
@@ -116,6 +117,20 @@ def test_more_chips_want_more_learners() -> None:
     small, large = choose([*AT_600K, *AT_2400K], "scavenging", parameters=5e9)
     assert (small.chips, small.best.row.learners) == (600e3, 4)
     assert (large.chips, large.best.row.learners) == (2.4e6, 8)
+
+
+@pytest.mark.parametrize(
+    ("penalty", "best"),
+    [("scavenging", (4, 4, 8)), ("scaling-laws", (4, 4, 4)), ("scores", (8, 8, 8)), ("quickstart", (2, 4, 4))],
+)
+def test_what_the_documentation_says_of_the_paper_s_goodput(penalty: str, best: tuple[int, ...]) -> None:
+    rows = [
+        row(method, learners, chips, percent / 100)
+        for (method, learners), percents in GOODPUT_1A.items()
+        for chips, percent in zip(CHIPS, percents, strict=True)
+    ]
+    choices = choose(rows, penalty, parameters=5e9)
+    assert tuple(choice.best.row.learners for choice in choices[-3:]) == best
 
 
 def test_progress_is_goodput_over_compute() -> None:
