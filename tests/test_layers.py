@@ -2,7 +2,8 @@
 
     cli, config -> runtime, sim, launch -> transport, training -> protocol | core
 
-`protocol` decides and `core` computes; both are pure and they never meet but in a driver.
+`protocol` decides and `core` computes; both are pure and they never meet but in a driver. `drawing` makes charts as
+text and knows nothing of the others.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ MIDDLE = {"transport", "training"}
 LAYERS: dict[str, set[str]] = {
     "protocol": set(),
     "core": set(),
+    "drawing": set(),
     "transport": BOTTOM,
     "training": BOTTOM,
     "sim": {"protocol"},
     "runtime": MIDDLE | BOTTOM,
     "launch": {"runtime", "sim"} | MIDDLE | BOTTOM,
+    "sim": {"protocol", "drawing"},
+    "runtime": {"drawing"} | MIDDLE | BOTTOM,
+    "launch": {"runtime"} | MIDDLE | BOTTOM,
     "config": {"runtime", "sim", "launch"} | MIDDLE | BOTTOM,
     "cli_words": {"sim"},
     "cli_config": {"config", "runtime"},
@@ -53,6 +58,7 @@ THIRD_PARTY = {
     "protocol": set[str](),
     "core": {"jax", "jaxlib", "numpy", "optax", "ml_dtypes", "jaxtyping", "numba", "xxhash"},
     "sim": set[str](),
+    "drawing": set[str](),
 }
 PURE_LAYERS = {"protocol", "core"}
 LATE_IMPORTS_ALLOWED = {"cli", "cli_before", "cli_ahead", "cli_config"}  # so that `diloco simulate` starts without JAX
@@ -204,6 +210,7 @@ BAD = {
     "core uses another library": ("core.codec", "import flax"),
     "sim uses core": ("sim.cluster", "import diloco_jax.core.merge"),
     "sim uses numpy": ("sim.engine", "import numpy"),
+    "drawing uses a library": ("drawing.charts", "import rich"),
     "transport uses training": ("transport.grpc", "from diloco_jax.training import island"),
     "runtime uses sim": ("runtime.local", "from diloco_jax import sim"),
     "runtime uses the root": ("runtime.local", "from diloco_jax import RunConfig"),
