@@ -1,6 +1,6 @@
 """The rules of imports, read from the sources: which layer may use which, and nothing in a circle.
 
-    cli, config -> runtime, sim, launch -> transport, training -> protocol | core
+    cli, config -> launch -> runtime, sim -> transport, training -> protocol | core
 
 `protocol` decides and `core` computes; both are pure and they never meet but in a driver. `drawing` makes charts as
 text and knows nothing of the others.
@@ -26,12 +26,9 @@ LAYERS: dict[str, set[str]] = {
     "drawing": set(),
     "transport": BOTTOM,
     "training": BOTTOM,
-    "sim": {"protocol"},
-    "runtime": MIDDLE | BOTTOM,
-    "launch": {"runtime", "sim"} | MIDDLE | BOTTOM,
     "sim": {"protocol", "drawing"},
     "runtime": {"drawing"} | MIDDLE | BOTTOM,
-    "launch": {"runtime"} | MIDDLE | BOTTOM,
+    "launch": {"runtime", "sim"} | MIDDLE | BOTTOM,
     "config": {"runtime", "sim", "launch"} | MIDDLE | BOTTOM,
     "cli_words": {"sim"},
     "cli_config": {"config", "runtime"},
