@@ -17,7 +17,17 @@ import pytest
 from diloco_jax.config import load
 from diloco_jax.runtime.local import child_environment
 from diloco_jax.runtime.telemetry import read_metrics
-from tests.runtime.helpers import ROOT, processes_of, run, start, status, wait_for, write_config
+from tests.runtime.helpers import (
+    SLOW_STEP_S,
+    environment,
+    kill_processes,
+    processes_of,
+    run,
+    start,
+    status,
+    wait_for,
+    write_config,
+)
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(900)]
 
@@ -51,7 +61,8 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         adopt={"mode": "rebase"},
         wire={"up": "int4"},
     )
-    process = start("train", config, "--run-dir", run_dir, "--quiet")
+    # every step is trained again by the tests
+    process = start("train", config, "--run-dir", run_dir, "--quiet", step_s=SLOW_STEP_S)
     try:
         wait_for(lambda: has_share(run_dir, "island-1") and status(run_dir)["global_step"] > 12, "training", PATIENCE_S)
         joiner = _join(run_dir)
@@ -73,19 +84,19 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         joiner.wait(PATIENCE_S)
         yield run_dir
     finally:
-        for child in (process.pid, *processes_of(folder)):
-            if process.poll() is None or child != process.pid:
-                os.kill(child, signal.SIGKILL)
+        if process.poll() is None:
+            process.kill()
         process.communicate()
+        kill_processes(folder)
 
 
 def _join(run_dir: Path) -> subprocess.Popen[bytes]:
-    """A learner of a larger batch, started by hand."""
+    """A learner of a larger batch whose steps take half as long, started by hand."""
     words = ["learner", run_dir / "config.yaml", "--island", "late", "--islands.batch_size", "12"]
-    environment = {**child_environment(load(run_dir / "config.yaml"), "late"), "PYTHONPATH": str(ROOT)}
+    settings = {**child_environment(load(run_dir / "config.yaml"), "late"), **environment(SLOW_STEP_S / 2)}
     with (run_dir / "logs" / "late.log").open("wb") as log:
         command = [sys.executable, "-m", "diloco_jax", *map(str, words), "--run-dir", str(run_dir)]
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(command, env=settings, stdout=log, stderr=log, start_new_session=True)
 
 
 def test_parameters_are_the_same_bit_for_bit(eventful: Path) -> None:
