@@ -55,8 +55,7 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     run_dir = folder / "run"
     config = write_config(
         folder,
-        train={"steps": 100_000, "eval_every": 0, "seq_len": 64},
-        model={"args": {"dim": 64, "num_layers": 2, "num_heads": 2, "head_dim": 32, "mlp_dim": 256, "seq_len_max": 64}},
+        train={"steps": 100_000, "eval_every": 0},
         protocol={"sync_every": 6, "num_fragments": 6, "quorum": 2, "snapshot_every": 10},
         adopt={"mode": "rebase"},
         wire={"up": "int4"},
