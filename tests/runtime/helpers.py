@@ -81,13 +81,13 @@ def start(*arguments: object, step_s: float = STEP_S) -> subprocess.Popen[str]:
     )
 
 
-def run(*arguments: object, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, timeout_s: float = 100, step_s: float = STEP_S) -> subprocess.CompletedProcess[str]:
     """The command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "diloco_jax", *map(str, arguments)],
         capture_output=True,
         text=True,
-        env=environment(),
+        env=environment(step_s),
         timeout=timeout_s,
     )
 

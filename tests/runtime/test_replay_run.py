@@ -106,7 +106,7 @@ def test_parameters_are_the_same_bit_for_bit(eventful: Path) -> None:
     ]
     assert taken, "nobody took over a state"
     assert '["restart"' in (eventful / "tape.jsonl").read_text()
-    result = run("replay", eventful, "--json", timeout_s=600)
+    result = run("replay", eventful, "--json", timeout_s=600, step_s=0)
     found = json.loads(result.stdout)
     assert result.returncode == 0 and found["identical"], found
     assert found["sha256"] == found["expected_sha256"]
@@ -133,6 +133,6 @@ def test_one_wrong_number_is_noticed(eventful: Path, tmp_path: Path) -> None:
     fields[6] -= 1
     lines[at] = json.dumps(fields)
     tape.write_text("\n".join(lines) + "\n")
-    result = run("replay", copy, "--until", fields[4] + 1, timeout_s=300)
+    result = run("replay", copy, "--until", fields[4] + 1, timeout_s=300, step_s=0)
     assert result.returncode == 1, result.stderr
     assert f"DIFFERENT, first in fragment {fields[5]}, version {fields[4]} (digest" in result.stdout

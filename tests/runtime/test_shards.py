@@ -244,7 +244,7 @@ def test_a_run_with_shards_outlives_a_shard_and_its_syncer_and_can_be_replayed(t
         kill_processes(tmp_path)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["complete"] and summary["global_steps"] == 300
-    replayed = run("replay", run_dir, "--json", timeout_s=200)
+    replayed = run("replay", run_dir, "--json", timeout_s=200, step_s=0)
     assert json.loads(replayed.stdout)["identical"], replayed.stdout + replayed.stderr
 
 
