@@ -107,7 +107,7 @@ def check_end(run_dir: Path) -> None:
 def test_syncer_killed_twice(folder: Path) -> None:
     job = Job(folder)
     for epoch in (1, 2):
-        job.reached(100 * epoch, epoch)
+        job.reached(80 * epoch, epoch)
         os.kill(job.pid_of("syncer"), signal.SIGKILL)
     output, summary = job.finish()
     assert output.count("syncer killed by SIGKILL") == 2 and "training goes on" in output
