@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +16,9 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[2]
+STEP_S = 0.02
+# For runs that wait for events and not for steps: processes that start have the processors to themselves.
+SLOW_STEP_S = 0.1
 SMALL: dict[str, Any] = {
     "name": "small",
     "islands": {"count": 2, "devices": 2, "restart_delay_s": 0.1},
@@ -36,8 +41,8 @@ SMALL: dict[str, Any] = {
 }
 
 
-def environment() -> dict[str, str]:
-    """A user's environment: without what the test session sets for itself."""
+def environment(step_s: float = STEP_S) -> dict[str, str]:
+    """A user's environment: without what the test session sets for itself; inner steps take at least this long."""
     dropped = ("JAX_", "NPROC", "XLA_", "PYTEST_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
     programs = {
@@ -45,7 +50,7 @@ def environment() -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    return kept | programs | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "DILOCO_TEST_STEP_S": "0.02"}
+    return kept | programs | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "DILOCO_TEST_STEP_S": str(step_s)}
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -64,25 +69,25 @@ def write_config(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
+def start(*arguments: object, step_s: float = STEP_S) -> subprocess.Popen[str]:
     """The command in the background."""
     return subprocess.Popen(
         [sys.executable, "-m", "diloco_jax", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment(),
+        env=environment(step_s),
         start_new_session=True,
     )
 
 
-def run(*arguments: object, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, timeout_s: float = 100, step_s: float = STEP_S) -> subprocess.CompletedProcess[str]:
     """The command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "diloco_jax", *map(str, arguments)],
         capture_output=True,
         text=True,
-        env=environment(),
+        env=environment(step_s),
         timeout=timeout_s,
     )
 
@@ -117,3 +122,10 @@ def processes_of(run_dir: Path) -> dict[int, str]:
         if str(run_dir) in command and " train " not in command:
             found[int(entry.name)] = command
     return found
+
+
+def kill_processes(folder: Path) -> None:
+    """SIGKILL for every process that serves a run in this folder; some may end by themselves meanwhile."""
+    for pid in processes_of(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -11,9 +11,21 @@ from typing import Any
 
 import pytest
 
+from diloco_jax import cli
 from tests.runtime.helpers import environment, run, start, wait_for, write_config
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(200)]
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command in this process: what a config is refused with is the same, and nothing has to start."""
+    try:
+        status = cli.main([str(argument) for argument in arguments])
+    except SystemExit as ended:  # of the parsers of arguments
+        assert isinstance(ended.code, int)
+        status = ended.code
+    said = capsys.readouterr()
+    return subprocess.CompletedProcess(arguments, status, said.out, said.err)
 
 
 def check_refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -48,26 +60,39 @@ WRONG_AXIS = {"data": -1, "rules": {"embd": ["fsdp"]}}
         ({"train": {"batch_size": 7}}, ["batch_size is 7", "multiple of islands.count"]),
         ({"islands": {"devices": 3}}, ["batch of 4", "islands.mesh"]),
         ({"wire": {"up": "int3"}}, ["wire.up", "int3"]),
+    ],
+)
+def test_wrong_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], words: list[str]
+) -> None:
+    config = write_config(tmp_path, **changes)
+    check_refused(call(capsys, "train", config, "--run-dir", tmp_path / "run", "--quiet"), *words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train": {"stepz": 5}}, ["unknown setting train.stepz (value 5)", "did you mean train.steps"]),
         ({"data": {"path": "/does/not/exist"}}, ["data.path '/does/not/exist' does not exist", "give a file"]),
         ({"model": {"module": "nowhere:Thing"}}, ["nowhere", "model.module"]),
         ({"model": {"args": {"dimm": 4}}}, ["dimm", "model.args"]),
         ({"transport": {"address": "0.0.0.0:0"}}, ["'0.0.0.0:0' is not loopback", "allow_plaintext"]),
     ],
 )
-def test_wrong_settings(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+def test_wrong_settings_in_a_process_of_its_own(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
     check_refused(run("train", write_config(tmp_path, **changes), "--run-dir", tmp_path / "run", "--quiet"), *words)
 
 
-def test_wrong_override_and_missing_config(tmp_path: Path) -> None:
+def test_wrong_override_and_missing_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path)
-    check_refused(run("train", config, "--train.stepz", "5"), "--train.stepz", "--train.steps")
-    check_refused(run("train", config, "--outer.learning_rate", "-1"), "learning_rate is -1", "above 0")
-    check_refused(run("train", tmp_path / "none.yaml"), "none.yaml cannot be read", "configs/")
+    check_refused(call(capsys, "train", config, "--train.stepz", "5"), "--train.stepz", "--train.steps")
+    check_refused(call(capsys, "train", config, "--outer.learning_rate", "-1"), "learning_rate is -1", "above 0")
+    check_refused(call(capsys, "train", tmp_path / "none.yaml"), "none.yaml cannot be read", "configs/")
     (tmp_path / "broken.yaml").write_text("train: [1,")
-    check_refused(run("train", tmp_path / "broken.yaml"), "broken.yaml is not valid YAML")
-    check_refused(run("eval", tmp_path), "holds no checkpoint", "folder of a run")
-    check_refused(run("report", tmp_path), "metrics.jsonl")
-    check_refused(run("status", tmp_path), "no status.json", "host:port")
+    check_refused(call(capsys, "train", tmp_path / "broken.yaml"), "broken.yaml is not valid YAML")
+    check_refused(call(capsys, "eval", tmp_path), "holds no checkpoint", "folder of a run")
+    check_refused(call(capsys, "report", tmp_path), "metrics.jsonl")
+    check_refused(call(capsys, "status", tmp_path), "no status.json", "host:port")
 
 
 def test_existing_run_is_not_overwritten(tmp_path: Path) -> None:
@@ -87,14 +112,17 @@ def test_port_in_use(tmp_path: Path) -> None:
         check_refused(run("syncer", config, "--run-dir", tmp_path / "run"), address, "choose another")
 
 
-def test_unreachable_syncer(tmp_path: Path) -> None:
+def test_unreachable_syncer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = write_config(tmp_path, transport={"connect_timeout_s": 1.0})
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound and not listening: nobody answers there
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         result = run("learner", config, "--island", "island-0", "--syncer", address)
         check_refused(result, f"no syncer answered at {address} within 1 s", "start it")
-        check_refused(run("status", address), f"no syncer answered at {address}")
+        monkeypatch.setattr("diloco_jax.runtime.status.ANSWER_TIMEOUT_S", 1.0)
+        check_refused(call(capsys, "status", address), f"no syncer answered at {address}")
 
 
 def test_learner_with_another_model_is_told_what_differs(tmp_path: Path) -> None:

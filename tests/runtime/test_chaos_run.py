@@ -13,8 +13,6 @@ pytestmark = [pytest.mark.net, pytest.mark.timeout(1200)]
 
 CHANGES = {
     "islands": {"devices": 1, "batch_size": 4},
-    "train": {"seq_len": 64},
-    "model": {"args": {"dim": 64, "num_layers": 2, "num_heads": 2, "head_dim": 32, "mlp_dim": 256}},
     "protocol": {"lease_s": 2.0, "heartbeat_s": 0.5, "pull_timeout_s": 2.0, "resend_s": 0.5, "snapshot_every": 200},
     "transport": {"connect_timeout_s": 5.0, "keepalive_s": 2.0, "keepalive_timeout_s": 2.0},
 }

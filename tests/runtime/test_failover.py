@@ -17,11 +17,11 @@ import pytest
 from diloco_jax.runtime.checkpoint import latest, load_parameters
 from diloco_jax.runtime.status import read_status
 from diloco_jax.runtime.telemetry import read_metrics
-from tests.runtime.helpers import processes_of, start, status, wait_for, write_config
+from tests.runtime.helpers import kill_processes, processes_of, start, status, wait_for, write_config
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(500)]
 
-STEPS = 600
+STEPS = 400
 FRAGMENTS = 6
 
 
@@ -68,8 +68,7 @@ class Job:
     def kill_everybody(self) -> None:
         self.process.kill()
         self.process.communicate()
-        for pid in processes_of(self.run_dir):
-            os.kill(pid, signal.SIGKILL)
+        kill_processes(self.run_dir)
         wait_for(lambda: not processes_of(self.run_dir), "the end of all processes")
 
 
@@ -77,8 +76,7 @@ class Job:
 def folder(tmp_path: Path) -> Iterator[Path]:
     """A folder of which no process is left after the test."""
     yield tmp_path
-    for pid in processes_of(tmp_path):
-        os.kill(pid, signal.SIGKILL)
+    kill_processes(tmp_path)
 
 
 def tape_of(run_dir: Path) -> list[list[Any]]:
@@ -109,7 +107,7 @@ def check_end(run_dir: Path) -> None:
 def test_syncer_killed_twice(folder: Path) -> None:
     job = Job(folder)
     for epoch in (1, 2):
-        job.reached(100 * epoch, epoch)
+        job.reached(80 * epoch, epoch)
         os.kill(job.pid_of("syncer"), signal.SIGKILL)
     output, summary = job.finish()
     assert output.count("syncer killed by SIGKILL") == 2 and "training goes on" in output

@@ -16,7 +16,7 @@ from diloco_jax.config import load
 from diloco_jax.runtime import checkpoint
 from diloco_jax.runtime.replay import Replay
 from diloco_jax.runtime.telemetry import read_metrics
-from tests.runtime.helpers import processes_of, run, start, status, wait_for, write_config
+from tests.runtime.helpers import kill_processes, processes_of, run, start, status, wait_for, write_config
 
 pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -55,8 +55,7 @@ def running(tmp_path: Path) -> Iterator[Any]:
         if process.poll() is None:
             process.kill()
         process.communicate()
-    for child in processes_of(tmp_path):
-        os.kill(child, signal.SIGKILL)
+    kill_processes(tmp_path)
 
 
 def test_hosts_train_what_one_process_trains_from_the_same_tape(tmp_path: Path) -> None:

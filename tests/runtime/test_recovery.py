@@ -14,23 +14,32 @@ import pytest
 
 from diloco_jax.runtime.files import ADDRESS_FILE
 from diloco_jax.runtime.telemetry import read_metrics
-from tests.runtime.helpers import processes_of, start, status, wait_for, write_config
+from tests.runtime.helpers import (
+    SLOW_STEP_S,
+    STEP_S,
+    kill_processes,
+    processes_of,
+    start,
+    status,
+    wait_for,
+    write_config,
+)
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(600)]
 
 PATIENCE_S = 300  # a loaded machine compiles for a minute
-PROTOCOL = {"sync_every": 96, "num_fragments": 6, "recovery_attempts": 20, "snapshot_every": 0}
+PROTOCOL = {"sync_every": 24, "num_fragments": 6, "recovery_attempts": 20, "snapshot_every": 0}
 LARGE = {"dim": 256, "num_layers": 8, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "mlp_dim": 1024}
 
 
 class Job:
     """A run that would last for ever."""
 
-    def __init__(self, folder: Path, **changes: Any) -> None:
+    def __init__(self, folder: Path, *, step_s: float = SLOW_STEP_S, **changes: Any) -> None:
         self.run_dir = folder / "run"
         changes = {"train": {"steps": 1_000_000, "eval_every": 0}, "protocol": PROTOCOL, **changes}
         self.config = write_config(folder, **changes)
-        self.process = start("train", self.config, "--run-dir", self.run_dir, "--quiet")
+        self.process = start("train", self.config, "--run-dir", self.run_dir, "--quiet", step_s=step_s)
 
     def pid(self, name: str) -> int:
         return next(pid for pid, command in processes_of(self.run_dir).items() if f"--island {name}" in command)
@@ -80,15 +89,13 @@ def jobs() -> Iterator[list[Job]]:
         if job.process.poll() is None:
             job.process.kill()
             job.process.communicate()
-        for pid in processes_of(job.run_dir):
-            os.kill(pid, signal.SIGKILL)
+        kill_processes(job.run_dir)
 
 
-def test_a_killed_island_returns_with_a_healthy_ones_state_and_a_stranger_joins(
-    tmp_path: Path, jobs: list[Job]
-) -> None:
+def test_a_killed_island_returns_with_a_healthy_ones_state_and_nobody_waits(tmp_path: Path, jobs: list[Job]) -> None:
+    """Then a stranger joins, and leaves at a preemption notice; at last everybody is stopped."""
     job = Job(
-        tmp_path, islands={"count": 3, "devices": 1}, train={"steps": 1_000_000, "eval_every": 0, "batch_size": 24}
+        tmp_path, islands={"count": 3, "devices": 1}, train={"steps": 1_000_000, "eval_every": 0, "batch_size": 12}
     )
     jobs.append(job)
     job.await_everybody(["island-0", "island-1", "island-2"])
@@ -105,10 +112,10 @@ def test_a_killed_island_returns_with_a_healthy_ones_state_and_a_stranger_joins(
     config = job.run_dir / "config.yaml"
     notice = tmp_path / "notice"
     words = ["--island", "stranger", "--preemption", notice]
-    stranger = start("learner", config, *words, "--islands.batch_size", 4)
+    stranger = start("learner", config, *words, "--islands.batch_size", 8, step_s=SLOW_STEP_S)
     try:
         tape = job.await_life("stranger", 1)
-        assert tape[0][1:] == ["stranger", tape[0][2], 4] and len(lines(tape, "state")) == 1
+        assert tape[0][1:] == ["stranger", tape[0][2], 8] and len(lines(tape, "state")) == 1
         wait_for(lambda: job.merged_with("stranger"), "a merge with the stranger", PATIENCE_S)
         notice.touch()
         output, _ = stranger.communicate(timeout=100)
@@ -116,7 +123,24 @@ def test_a_killed_island_returns_with_a_healthy_ones_state_and_a_stranger_joins(
         assert "preemption notice" in output
     finally:
         stranger.kill()
-    job.end()
+    output = job.end()
+    assert "Traceback" not in output and processes_of(job.run_dir) == {}
+    summary = json.loads((job.run_dir / "summary.json").read_text())
+    assert not summary["complete"] and summary["global_steps"] > 10
+    assert [summary["learners"][f"island-{i}"]["restarts"] for i in range(3)] == [0, 1, 0]
+    assert any((job.run_dir / "checkpoints").iterdir())
+    check_nobody_waited(job, "island-1", ["island-0", "island-2"])
+
+
+def check_nobody_waited(job: Job, killed: str, others: list[str]) -> None:
+    """Steps and rounds went on from its death until it was merged again."""
+    died_s = next(r["t"] for r in job.records("left") if r["members"] == [killed])
+    back_s = next(t for t in job.merged_with(killed) if t > died_s)
+    rounds = [r for r in job.records("merged") if died_s < r["t"] < back_s]
+    assert len(rounds) >= 5, f"{len(rounds)} rounds while {killed} was away"
+    for name in others:
+        steps = [r for r in job.records("step") if r["learner"] == name and died_s < r["t"] < back_s]
+        assert len(steps) >= 5, f"{name} made {len(steps)} steps while {killed} was away"
 
 
 @pytest.mark.slow
@@ -127,6 +151,7 @@ def test_another_donor_takes_over_when_one_dies_in_the_middle(tmp_path: Path, jo
         train={"steps": 1_000_000, "eval_every": 0, "batch_size": 3, "seq_len": 16},
         model={"args": {**LARGE, "seq_len_max": 16}},  # 100 MB of state: the transfer lasts a while
         protocol={**PROTOCOL, "sync_every": 960},
+        step_s=STEP_S,
     )
     jobs.append(job)
     job.await_everybody(["island-0", "island-1", "island-2"])
@@ -177,11 +202,16 @@ def test_an_island_without_peers_finds_what_it_saved(tmp_path: Path, jobs: list[
     first = read(job.tapes("island-0")[0])
     assert (donor, incarnation) == ("", first[0][2])
     assert local_step in [line[1] for line in lines(first, "saved")]
-    job.end()
+
+    job.process.kill()
+    job.process.communicate()
+    wait_for(lambda: not processes_of(job.run_dir), "the end of all children of a killed supervisor", PATIENCE_S)
 
 
 def test_stopping_while_the_inner_step_compiles_is_quick_and_polite(tmp_path: Path, jobs: list[Job]) -> None:
-    job = Job(tmp_path, islands={"count": 1, "devices": 1}, model={"args": {**LARGE, "seq_len_max": 32}})
+    job = Job(
+        tmp_path, islands={"count": 1, "devices": 1}, model={"args": {**LARGE, "num_layers": 5, "seq_len_max": 32}}
+    )
     jobs.append(job)
     wait_for(lambda: (job.run_dir / ADDRESS_FILE).exists(), "the syncer", PATIENCE_S)
     wait_for(lambda: job.tapes("island-0"), "a tape", PATIENCE_S)

@@ -17,7 +17,17 @@ import pytest
 from diloco_jax.config import load
 from diloco_jax.runtime.local import child_environment
 from diloco_jax.runtime.telemetry import read_metrics
-from tests.runtime.helpers import ROOT, processes_of, run, start, status, wait_for, write_config
+from tests.runtime.helpers import (
+    SLOW_STEP_S,
+    environment,
+    kill_processes,
+    processes_of,
+    run,
+    start,
+    status,
+    wait_for,
+    write_config,
+)
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(900)]
 
@@ -45,13 +55,13 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     run_dir = folder / "run"
     config = write_config(
         folder,
-        train={"steps": 100_000, "eval_every": 0, "seq_len": 64},
-        model={"args": {"dim": 64, "num_layers": 2, "num_heads": 2, "head_dim": 32, "mlp_dim": 256, "seq_len_max": 64}},
+        train={"steps": 100_000, "eval_every": 0},
         protocol={"sync_every": 6, "num_fragments": 6, "quorum": 2, "snapshot_every": 10},
         adopt={"mode": "rebase"},
         wire={"up": "int4"},
     )
-    process = start("train", config, "--run-dir", run_dir, "--quiet")
+    # every step is trained again by the tests
+    process = start("train", config, "--run-dir", run_dir, "--quiet", step_s=SLOW_STEP_S)
     try:
         wait_for(lambda: has_share(run_dir, "island-1") and status(run_dir)["global_step"] > 12, "training", PATIENCE_S)
         joiner = _join(run_dir)
@@ -73,19 +83,19 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         joiner.wait(PATIENCE_S)
         yield run_dir
     finally:
-        for child in (process.pid, *processes_of(folder)):
-            if process.poll() is None or child != process.pid:
-                os.kill(child, signal.SIGKILL)
+        if process.poll() is None:
+            process.kill()
         process.communicate()
+        kill_processes(folder)
 
 
 def _join(run_dir: Path) -> subprocess.Popen[bytes]:
-    """A learner of a larger batch, started by hand."""
+    """A learner of a larger batch whose steps take half as long, started by hand."""
     words = ["learner", run_dir / "config.yaml", "--island", "late", "--islands.batch_size", "12"]
-    environment = {**child_environment(load(run_dir / "config.yaml"), "late"), "PYTHONPATH": str(ROOT)}
+    settings = {**child_environment(load(run_dir / "config.yaml"), "late"), **environment(SLOW_STEP_S / 2)}
     with (run_dir / "logs" / "late.log").open("wb") as log:
         command = [sys.executable, "-m", "diloco_jax", *map(str, words), "--run-dir", str(run_dir)]
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(command, env=settings, stdout=log, stderr=log, start_new_session=True)
 
 
 def test_parameters_are_the_same_bit_for_bit(eventful: Path) -> None:
@@ -96,7 +106,7 @@ def test_parameters_are_the_same_bit_for_bit(eventful: Path) -> None:
     ]
     assert taken, "nobody took over a state"
     assert '["restart"' in (eventful / "tape.jsonl").read_text()
-    result = run("replay", eventful, "--json", timeout_s=600)
+    result = run("replay", eventful, "--json", timeout_s=600, step_s=0)
     found = json.loads(result.stdout)
     assert result.returncode == 0 and found["identical"], found
     assert found["sha256"] == found["expected_sha256"]
@@ -123,6 +133,6 @@ def test_one_wrong_number_is_noticed(eventful: Path, tmp_path: Path) -> None:
     fields[6] -= 1
     lines[at] = json.dumps(fields)
     tape.write_text("\n".join(lines) + "\n")
-    result = run("replay", copy, "--until", fields[4] + 1, timeout_s=300)
+    result = run("replay", copy, "--until", fields[4] + 1, timeout_s=300, step_s=0)
     assert result.returncode == 1, result.stderr
     assert f"DIFFERENT, first in fragment {fields[5]}, version {fields[4]} (digest" in result.stdout

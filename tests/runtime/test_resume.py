@@ -17,7 +17,7 @@ from diloco_jax.runtime.local import next_incarnation
 from diloco_jax.runtime.recover_syncer import FAILOVER, FRESH, REWIND, RunClock, mode_of
 from diloco_jax.runtime.resume import check_resumable, check_same_run
 from diloco_jax.runtime.settings import RunConfig, SyncerConfig
-from tests.runtime.helpers import run, write_config
+from tests.runtime.helpers import run, wait_for, write_config
 from tests.runtime.test_failover import STEPS, Job, check_end, folder, tape_of
 from tests.runtime.test_snapshots import damage
 
@@ -28,10 +28,9 @@ __all__ = ["folder"]  # a fixture
 @pytest.mark.timeout(500)
 def test_everybody_killed_and_the_newest_snapshot_broken(folder: Path) -> None:
     job = Job(folder)
-    job.reached(160)
+    wait_for(lambda: len(complete(job.run_dir / "checkpoints")) >= 2, "two snapshots", 200)
     job.kill_everybody()
     snapshots = [path.name for path in complete(job.run_dir / "checkpoints")]
-    assert len(snapshots) >= 2, snapshots
     damage(job.run_dir / "checkpoints" / snapshots[0])
     before = tape_of_killed(job.run_dir)
     other = run("train", job.config, "--run-dir", job.run_dir, "--resume", "--outer.learning_rate", "0.5")

@@ -28,7 +28,7 @@ from diloco_jax.runtime.settings import RunConfig
 from diloco_jax.runtime.sharded_listener import Life, ShardedListener, open_listeners
 from diloco_jax.transport.link import Delivery, Link
 from diloco_jax.transport.sharded import Dialler, ShardedLink
-from tests.runtime.helpers import processes_of, run, start, status, wait_for, write_config
+from tests.runtime.helpers import kill_processes, processes_of, run, start, status, wait_for, write_config
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(500)]
 
@@ -101,14 +101,15 @@ def receive(link: Link) -> Delivery:
     return delivery
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    this = Bench(tmp_path, request.param)
+    this = Bench(tmp_path, getattr(request, "param", 2))
     yield this
     this.close()
     assert this.deaths == []
 
 
+@pytest.mark.parametrize("bench", [2, 3], indirect=True)
 def test_shards_give_the_bits_of_one_process(bench: Bench) -> None:
     one = replace(bench.config, syncer=replace(bench.config.syncer, shards=1))
     alone = model(one, LocalShares(make_setup(one, PLAN)))
@@ -239,12 +240,11 @@ def test_a_run_with_shards_outlives_a_shard_and_its_syncer_and_can_be_replayed(t
         assert process.returncode == 0, output
         assert "merge shard 1" in output and "syncer killed by SIGKILL" in output
     finally:
-        for pid in processes_of(tmp_path):
-            os.kill(pid, signal.SIGKILL)
         process.kill()
+        kill_processes(tmp_path)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["complete"] and summary["global_steps"] == 300
-    replayed = run("replay", run_dir, "--json", timeout_s=200)
+    replayed = run("replay", run_dir, "--json", timeout_s=200, step_s=0)
     assert json.loads(replayed.stdout)["identical"], replayed.stdout + replayed.stderr
 
 

@@ -70,6 +70,14 @@ def batches() -> list[np.ndarray]:
     return [((rng.integers(0, 16, (8, 1)) + np.arange(9)[None, :]) % 16).astype(np.int32) for _ in range(8)]
 
 
+@pytest.fixture(scope="module")
+def quick_compiler() -> Iterator[None]:
+    """LLVM optimizes nothing: programs take half the time to compile. For tests that depend on no last bit."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def compilations() -> Iterator[list[str]]:
     """Names of what XLA compiles."""

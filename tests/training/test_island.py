@@ -18,6 +18,8 @@ from diloco_jax.training.models.protocol import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 MakeIsland = Callable[..., Island]
 
 

@@ -18,6 +18,8 @@ from diloco_jax.training.island import Island
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.state_bytes import StateLayout
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 MakeIsland = Callable[..., Island]
 MUON = OptimizerConfig(name="muon", learning_rate=2e-2, warmup_steps=0)
 PART_BYTES = 1000  # no divisor of anything

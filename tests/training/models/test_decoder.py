@@ -11,6 +11,8 @@ from flax import nnx
 from diloco_jax.training.models.decoder import Decoder, DecoderConfig
 from diloco_jax.training.models.protocol import join_model, split_model
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 TINY = {"vocab_size": 11, "dim": 12, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "mlp_dim": 20}
 TOKENS = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], np.int32)
 
