@@ -270,10 +270,7 @@ def diagnose(config: TransportConfig, name: str) -> str:
             context.load_cert_chain(files["tls_certificate"], files["tls_key"])
         else:  # look only whether the other side speaks TLS at all
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        with (
-            socket.create_connection(split_address(config.address), PROBE_TIMEOUT_S) as connection,
-            context.wrap_socket(connection, server_hostname=SYNCER_HOST) as stream,
-        ):
+        with _dial(context, config.address) as stream:
             if not config.encrypted:
                 return "the syncer wants TLS: set transport.tls_ca, tls_certificate and tls_key here too"
             if stream.recv(1):
@@ -294,6 +291,32 @@ def diagnose(config: TransportConfig, name: str) -> str:
         )
     except OSError:
         return ""
+
+
+def _dial(context: ssl.SSLContext, address: str) -> ssl.SSLSocket:
+    """A TLS connection to the first address of a host that answers.
+
+    The socket is wrapped before it connects: wrapping a connection that was reset meanwhile raises and leaks it.
+
+    Raises:
+        OSError: nobody answers, or not in TLS.
+    """
+    host, port = split_address(address)
+    refused: OSError = ConnectionRefusedError(f"{address} has no address")
+    for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        stream = context.wrap_socket(socket.socket(family, kind, protocol), server_hostname=SYNCER_HOST)
+        stream.settimeout(PROBE_TIMEOUT_S)
+        try:
+            stream.connect(where)
+        except ssl.SSLError:
+            stream.close()
+            raise
+        except OSError as error:
+            stream.close()
+            refused = error
+        else:
+            return stream
+    raise refused
 
 
 _DISLIKED = (
