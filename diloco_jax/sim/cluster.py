@@ -39,13 +39,16 @@ class Cluster(Failover):
         for name in scenario.names:
             step_s = scenario.step_s * (1 + scenario.speed_spread * random.random())
             samples = random.randint(*scenario.step_samples)
-            self.nodes[name] = LearnerProcess(name, self, self.accept, self._on_end, make_learner, step_s, samples)
+            self.nodes[name] = self._new_node(name, make_learner, step_s, samples)
         late = {name for fault in scenario.faults if fault.kind == "join" for name in fault.learners}
         for node in self.nodes.values():
             if node.name not in late:
                 node.start()
         for fault in scenario.faults:
             self.engine.at(fault.at_s, self._fault, fault)
+
+    def _new_node(self, name: str, make: MakeLearner, step_s: float, step_samples: int) -> LearnerProcess:
+        return LearnerProcess(name, self, self.accept, self._on_end, make, step_s, step_samples)
 
     def watch(self, *observers: Observer) -> None:
         """Add observers, before the run."""
@@ -115,6 +118,10 @@ class Cluster(Failover):
             node.factor *= fault.factor
         elif kind == "partition":
             self.network.partition(node.name)
+        elif kind == "hold":
+            self.network.hold(node.name, fault.direction)
+        elif kind == "narrow":
+            self.network.narrow(node.name, fault.factor)
         elif kind == "corrupt":
             self.network.corrupt(node.name)
         else:
@@ -157,6 +164,10 @@ class Cluster(Failover):
             node.factor /= fault.factor
         elif fault.kind == "partition":
             self.network.heal(node.name)
+        elif fault.kind == "hold":
+            self.network.release(node.name, fault.direction)
+        elif fault.kind == "narrow":
+            self.network.widen(node.name)
         elif fault.kind == "corrupt":
             self.network.cure(node.name)
         elif fault.kind == "poison":

@@ -41,7 +41,6 @@ from diloco_jax.sim.reader import Reader
 from diloco_jax.sim.world import FINGERPRINT, MakeLearner, World, digest_of
 
 DIAL_S = 0.01  # from dialling to a link that stands
-REDIAL_S = 0.5  # until the next attempt, when nobody listens
 SUPERVISOR_S = 1.0  # until a process that was refused or expelled is started again
 SAVED_KEPT = 2
 FILLED = frozenset((StatePart, AnchorValue, FragmentValue))  # what the machine leaves for the driver to fill
@@ -115,7 +114,7 @@ class LearnerProcess(Node):
             return
         self.link = self._accept(self)
         if self.link is None:
-            self.dial(REDIAL_S)
+            self.dial(self.redial_s())
             return
         self.linked_s = now_s
         self._run(self.machine.on_connected(now_s))
@@ -142,7 +141,7 @@ class LearnerProcess(Node):
             self._engine.at(self.paused_s, self.on_syncer_gone, link)
             return
         self.disconnect(NEVER_S)
-        self.dial(REDIAL_S)
+        self.dial(self.redial_s())
 
     def leave(self, reason: str) -> None:
         """Somebody asks this learner to say goodbye."""

@@ -18,6 +18,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 MODEL = {"vocab_size": 256, "dim": 64, "mlp_dim": 256}
 LEASE_S = 3.0
+RESTART_S = 10.0  # so that a death costs more than the differences that are looked for
 CALIBRATION_SEED = 1000
 KILLS = ("kill", "kill-syncer")
 
@@ -87,7 +88,7 @@ def config_of(job: Job, corpus: Path) -> dict[str, Any]:
     """The config of a run."""
     return {
         "name": "reality",
-        "islands": {"count": job.islands, "devices": 1, "restart_delay_s": 1.0},
+        "islands": {"count": job.islands, "devices": 1, "restart_delay_s": RESTART_S},
         "train": {"steps": job.steps, "batch_size": 4 * job.islands, "seq_len": 8}
         | {"eval_batch_size": 4, "final_eval_batches": 1},
         "model": {"module": "_paced_model:PacedModel", "args": MODEL | {"step_s": job.step_s}},
