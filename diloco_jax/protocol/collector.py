@@ -231,9 +231,10 @@ class Collector:
         """
         if len(self._rounds) < 2:
             return set()
-        names = [member.learner_id for member in self.membership.members.values() if member.state == ACTIVE]
-        late = {name for name in names if any(r.waits_long_for(name, now_s) for r in self._rounds.values())}
-        return late if len(names) - len(late) >= self.config.quorum else set()
+        members = self.membership.members
+        awaited = {name for this in self._rounds.values() for name in this.waits_long_for(now_s)}
+        late = {name for name in awaited if members[name].state == ACTIVE}
+        return late if self.membership.live - len(late) >= self.config.quorum else set()
 
     def grace_s(self) -> float:
         """The grace window that a quorum met now would get, in seconds."""

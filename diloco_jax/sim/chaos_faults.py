@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 
 from diloco_jax.sim.calibration import Calibration
 from diloco_jax.sim.faults import Fault
+from diloco_jax.sim.local_cluster import restart_s
 from diloco_jax.sim.real_run import RealFault, RunSettings
 
 UNKNOWN = {"full-disk": "what the syncer does while its disk takes nothing is not simulated"}
@@ -55,8 +56,7 @@ def simulated(fault: RealFault, at_s: float, settings: RunSettings, calibration:
     who, lasts_s = (fault.target,), fault.duration_s
     reconnect_s = calibration.reconnects_s[0]
     if fault.kind in ("kill", "kill-donor"):
-        away_s = calibration.notice_s + settings.restart_delay_s + calibration.boot_s
-        yield Fault(at_s, "crash", who, away_s, notice_s=NOTICE_S)
+        yield Fault(at_s, "crash", who, restart_s(settings, calibration), notice_s=NOTICE_S)
     elif fault.kind == "kill-syncer":
         away_s = calibration.notice_s + settings.syncer_restart_delay_s + calibration.syncer_boot_s
         yield Fault(at_s, "syncer_crash", (), away_s)

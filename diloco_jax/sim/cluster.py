@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from diloco_jax.protocol.learner import Learner
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.sim.failover import Failover
 from diloco_jax.sim.faults import ARMED, ARMED_S, NEVER_S, Fault
 from diloco_jax.sim.learner_process import LearnerProcess
 from diloco_jax.sim.node import Observer
+from diloco_jax.sim.pace import Pace, Steady
 from diloco_jax.sim.scenario import Scenario
 from diloco_jax.sim.world import MakeLearner, MakeSyncer
 
@@ -22,6 +25,7 @@ class Cluster(Failover):
         make_learner: builds a learner; tests put broken ones here.
         make_syncer: builds the syncer, likewise.
         taped: record the event tape, a line of JSON per input of the syncer. Runs with faults need it.
+        paces: of each learner; if not given, as the scenario's step times say.
     """
 
     def __init__(
@@ -31,6 +35,7 @@ class Cluster(Failover):
         make_learner: MakeLearner = Learner,
         make_syncer: MakeSyncer = Syncer,
         taped: bool = True,
+        paces: Mapping[str, Pace] | None = None,
     ) -> None:
         super().__init__(scenario, make_syncer, taped)
         self.end_s = NEVER_S  # until when it was simulated
@@ -38,8 +43,9 @@ class Cluster(Failover):
         random = self.engine.random
         for name in scenario.names:
             step_s = scenario.step_s * (1 + scenario.speed_spread * random.random())
+            pace = paces[name] if paces is not None else Steady(step_s, scenario.step_noise, random)
             samples = random.randint(*scenario.step_samples)
-            self.nodes[name] = self._new_node(name, make_learner, step_s, samples)
+            self.nodes[name] = self._new_node(name, make_learner, pace, samples)
         late = {name for fault in scenario.faults if fault.kind == "join" for name in fault.learners}
         for node in self.nodes.values():
             if node.name not in late:
@@ -47,8 +53,8 @@ class Cluster(Failover):
         for fault in scenario.faults:
             self.engine.at(fault.at_s, self._fault, fault)
 
-    def _new_node(self, name: str, make: MakeLearner, step_s: float, step_samples: int) -> LearnerProcess:
-        return LearnerProcess(name, self, self.accept, self._on_end, make, step_s, step_samples)
+    def _new_node(self, name: str, make: MakeLearner, pace: Pace, step_samples: int) -> LearnerProcess:
+        return LearnerProcess(name, self, self.accept, self._on_end, make, pace, step_samples)
 
     def watch(self, *observers: Observer) -> None:
         """Add observers, before the run."""

@@ -11,18 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.protocol.effects import (
-    Adopt,
     AdoptState,
-    DropParts,
     Effect,
-    Finish,
-    KeepPart,
-    SaveState,
     Send,
-    StageState,
-    UnstageState,
 )
-from diloco_jax.protocol.learner import STOPPED, Saved
+from diloco_jax.protocol.learner import STOPPED
 from diloco_jax.protocol.messages import (
     AnchorRequest,
     AnchorValue,
@@ -35,20 +28,19 @@ from diloco_jax.protocol.messages import (
     SyncerMessage,
 )
 from diloco_jax.sim.faults import NEVER_S
+from diloco_jax.sim.holder import HANDLED, Holder
 from diloco_jax.sim.network import Garbled, Link
-from diloco_jax.sim.node import Node, SavedCopy
+from diloco_jax.sim.pace import Pace
 from diloco_jax.sim.reader import Reader
-from diloco_jax.sim.world import FINGERPRINT, MakeLearner, World, digest_of
+from diloco_jax.sim.world import FINGERPRINT, MakeLearner, World
 
 DIAL_S = 0.01  # from dialling to a link that stands
 SUPERVISOR_S = 1.0  # until a process that was refused or expelled is started again
-SAVED_KEPT = 2
 FILLED = frozenset((StatePart, AnchorValue, FragmentValue))  # what the machine leaves for the driver to fill
-HANDLED = frozenset((Adopt, StageState, UnstageState, KeepPart, DropParts, AdoptState, SaveState, Finish))
 URGENT = frozenset((AnchorRequest, StatePull, Garbled))
 
 
-class LearnerProcess(Node):
+class LearnerProcess(Holder):
     """See above.
 
     Args:
@@ -57,11 +49,11 @@ class LearnerProcess(Node):
         accept: dials the syncer; None when nobody listens.
         ended: called when the learner has left for good.
         make: builds the machine.
-        step_s: how long its steps take.
+        pace: of its steps.
         step_samples: samples in one of them.
     """
 
-    __slots__ = ("_accept", "_ended", "_engine", "_make", "_observers", "_reader", "_send", "_world")
+    __slots__ = ("_accept", "_ended", "_make", "_observers", "_reader", "_send")
 
     def __init__(
         self,
@@ -70,15 +62,13 @@ class LearnerProcess(Node):
         accept: Callable[[LearnerProcess], Link | None],
         ended: Callable[[], None],
         make: MakeLearner,
-        step_s: float,
+        pace: Pace,
         step_samples: int,
     ) -> None:
-        super().__init__(name, step_s, step_samples)
-        self._world = world
+        super().__init__(name, world, pace, step_samples)
         self._accept = accept
         self._ended = ended
         self._make = make
-        self._engine = world.engine
         self._observers = world.observers
         self._send = world.network.send
 
@@ -246,15 +236,26 @@ class LearnerProcess(Node):
     def _begin_step(self, now_s: float) -> None:
         machine, scenario, engine = self.machine, self._world.scenario, self._engine
         assert machine is not None
+        begins_s = self.pace.begins_s(now_s)
+        if begins_s > now_s:
+            self.loading = True
+            engine.at(begins_s, self._ready, self.life)
+            return
         self.stepping = True
         self.began_s = now_s
         self.clock = machine.global_step
         self.batch = self.next_batch or machine.take_batch()
         self.next_batch = machine.take_batch() if scenario.reads_ahead else None
-        step_s = self.step_s * self.factor * (1.0 + scenario.step_noise * engine.random.random())
-        engine.at(now_s + step_s, self._end_step, self.life)
+        engine.at(now_s + self.pace.takes_s() * self.factor, self._end_step, self.life)
         for observer in self._observers:
             observer.on_step(self, True, now_s)
+
+    def _ready(self, life: int) -> None:
+        """The hardware is: take what came meanwhile, and step."""
+        if self.life == life and self.machine is not None:
+            self.loading = False
+            self._take_inbox()
+            self._settle()
 
     def _end_step(self, life: int) -> None:
         machine = self.machine
@@ -265,6 +266,11 @@ class LearnerProcess(Node):
             self._engine.at(self.paused_s, self._end_step, life)
             return
         self.stepping = False
+        self.pace.ended(self.began_s, now_s)
+        if self.pace.lost:
+            self.kill(2 * self._world.scenario.network.delay_s)
+            self._engine.at(self.pace.begins_s(now_s), self.start_again, self.life)
+            return
         for observer in self._observers:
             observer.on_step(self, False, now_s)
         tokens = self._world.scenario.sample_tokens * self.step_samples
@@ -320,73 +326,21 @@ class LearnerProcess(Node):
                 if link is not None:
                     sent: Message | None = effect.message  # type: ignore[union-attr]
                     if type(sent) in FILLED:
-                        sent = self._filled(sent)
+                        sent = self.filled(sent)
                     if sent is not None:
                         self._send(link.up, sent)
             elif kind in HANDLED:
-                self._do(effect, message)
+                self.handle(effect, message)
         for observer in self._observers:
             observer.on_effects(self.name, self.incarnation, effects, self._engine.now_s)
 
-    def _filled(self, message: Any) -> Message | None:
-        """What a machine says of bytes that only the driver knows."""
-        scenario = self._world.scenario
-        if isinstance(message, FragmentValue):
-            if self.poisoned:
-                self._world.useless.add((self.name, message.global_step))
-            return message
-        if isinstance(message, AnchorValue):
-            held = self.anchors[message.fragment_id]
-            assert held == (message.version, message.digest), f"{self.name} holds {held}, but sends {message}"
-            return message._replace(payload_bytes=scenario.payload_bytes)
-        assert isinstance(message, StatePart)
-        assert message.local_step in self.copies, f"{self.name} sends {message}, but has copies {list(self.copies)}"
-        if message.part >= scenario.state_parts:
-            return None
-        digest = digest_of(self.name, self.incarnation, message.local_step, message.part)
-        return message._replace(parts=scenario.state_parts, digest=digest, payload_bytes=scenario.payload_bytes)
-
-    def _do(self, effect: Effect, message: SyncerMessage | None) -> None:
-        engine, scenario = self._engine, self._world.scenario
-        if isinstance(effect, Adopt):
-            assert isinstance(message, GlobalFragment), f"{effect} without a fragment that came"
-            self.anchors[effect.fragment_id] = (effect.version, message.digest)
-        elif isinstance(effect, StageState):
-            assert not self.stepping, f"{self.name} copies its state while a step runs"
-            assert effect.local_step not in self.copies, f"{self.name} copies its state twice: {effect}"
-            self.copies[effect.local_step] = dict(self.anchors)
-        elif isinstance(effect, UnstageState):
-            del self.copies[effect.local_step]
-        elif isinstance(effect, KeepPart):
-            assert isinstance(message, StatePart), f"{effect} without a part that came"
-            self.kept[effect.part] = message
-        elif isinstance(effect, DropParts):
-            self.kept = {}
-        elif isinstance(effect, AdoptState):
-            assert not (self.stepping or self.loading), f"{self.name} takes over a state while it is busy"
-            self.loading = True
-            engine.at(engine.now_s + scenario.load_s, self._loaded, (self.life, effect))
-        elif isinstance(effect, SaveState):
-            machine = self.machine
-            assert machine is not None
-            described = Saved(effect.global_step, tuple(machine.digests))
-            copy = SavedCopy(described, self.incarnation, machine.local_step, dict(self.anchors))
-            engine.at(engine.now_s + scenario.save_s * engine.random.random(), self._saved, (self.life, copy))
-        elif isinstance(effect, Finish):
-            self.finished = effect.reason
-
-    def _saved(self, item: tuple[int, SavedCopy]) -> None:
-        life, copy = item
-        if life == self.life:  # else it is half-written, and nobody takes it for one
-            self.saved = [*self.saved, copy][-SAVED_KEPT:]
-
-    def _loaded(self, item: tuple[int, AdoptState]) -> None:
+    def loaded(self, item: tuple[int, AdoptState]) -> None:
         life, effect = item
         machine, now_s = self.machine, self._engine.now_s
         if life != self.life or machine is None:
             return
         if self.paused_s > now_s:
-            self._engine.at(self.paused_s, self._loaded, item)
+            self._engine.at(self.paused_s, self.loaded, item)
             return
         self.loading = False
         ok = self._engine.random.random() >= self._world.scenario.bad_states

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 from diloco_jax.protocol.effects import Effect, Note
@@ -15,21 +16,40 @@ from diloco_jax.sim.faults import Fault
 from diloco_jax.sim.learner_process import LearnerProcess
 from diloco_jax.sim.network import Link, NetworkOptions
 from diloco_jax.sim.node import Node, Observer
+from diloco_jax.sim.pace import Pace, Steady
 from diloco_jax.sim.real_run import RunSettings
 from diloco_jax.sim.scenario import Scenario
 from diloco_jax.sim.world import MakeLearner, World
+
+
+def restart_s(settings: RunSettings, calibration: Calibration) -> float:
+    """From the end of an island's process to the greeting of the next one, in seconds."""
+    return calibration.notice_s + settings.restart_delay_s + calibration.boot_s
+
+
+class LocalPace(Steady):
+    """Steps of about equal length; before the first one of a process something is loaded."""
+
+    __slots__ = ("ready_s",)
+
+    def __init__(self, step_s: float, noise: float, random: Random) -> None:
+        super().__init__(step_s / (1 + noise / 2), noise, random)
+        self.ready_s = 0.0
+
+    def begins_s(self, now_s: float) -> float:
+        return max(now_s, self.ready_s)
 
 
 class LocalProcess(LearnerProcess):
     """A learner's process that needs time to start, and may be told to send so many bad values.
 
     Args:
+        pace: of its steps; it is told when a process is ready.
         calibration: how long things take.
-        again_s: from its end to its next greeting, when nobody killed it.
-        patience_s: how long it dials the syncer after its start, before it ends.
+        settings: of the run.
     """
 
-    __slots__ = ("_attempts", "_calibration", "_greeted", "again_s", "bad_values", "patience_s", "ready_s")
+    __slots__ = ("_attempts", "_calibration", "_greeted", "_settings", "_steps", "bad_values")
 
     def __init__(
         self,
@@ -38,44 +58,34 @@ class LocalProcess(LearnerProcess):
         accept: Callable[[LearnerProcess], Link | None],
         ended: Callable[[], None],
         make: MakeLearner,
+        pace: LocalPace,
         calibration: Calibration,
-        again_s: float,
-        patience_s: float,
+        settings: RunSettings,
     ) -> None:
+        super().__init__(name, world, accept, ended, make, pace, 1)
+        self._steps = pace
         self._calibration = calibration
+        self._settings = settings
         self._attempts = 0
-        self.again_s = again_s
-        self.patience_s = patience_s
         self._greeted = False  # since it started
-        self.ready_s = 0.0
         self.bad_values = 0
-        shortest_s = calibration.step_s[name] / (1 + world.scenario.step_noise / 2)
-        super().__init__(name, world, accept, ended, make, shortest_s, 1)
 
     def start(self) -> None:
-        """A new process; before its first step it has something to load, if it is not the first of all."""
-        self.ready_s = self._engine.now_s + (self._calibration.ready_s if self.incarnation else 0.0)
+        """A new process. It ends again if no syncer answers for a while."""
+        now_s, again = self._engine.now_s, self.incarnation > 0
+        self._steps.ready_s = now_s + (self._calibration.ready_s if again else 0.0)
         self.bad_values, self._attempts, self._greeted = 0, 0, False
         super().start()
-        self._engine.at(self.ready_s, self._on_ready, self.life)
-        self._engine.at(self._engine.now_s + self.patience_s, self._give_up, self.life)
+        self._engine.at(now_s + self._settings.connect_timeout_s, self._give_up, self.life)
 
     def _give_up(self, life: int) -> None:
         if self.life == life and self.machine is not None and not self._greeted:
             self.forget()
             self.start_again(self.life)
 
-    def _on_ready(self, life: int) -> None:
-        if self.life == life and self.machine is not None:
-            self._settle()
-
-    def _begin_step(self, now_s: float) -> None:
-        if now_s >= self.ready_s:
-            super()._begin_step(now_s)
-
     def start_again(self, life: int) -> None:
         """The supervisor's way: it waits, then Python starts."""
-        self._engine.at(self._engine.now_s + self.again_s, super().start_again, life)
+        self._engine.at(self._engine.now_s + restart_s(self._settings, self._calibration), super().start_again, life)
 
     def redial_s(self) -> float:
         """As runtime/run_learner.py waits between its attempts."""
@@ -88,11 +98,11 @@ class LocalProcess(LearnerProcess):
         if self.link is not None:
             self._attempts, self._greeted = 0, True
 
-    def _filled(self, message: Any) -> Message | None:
+    def filled(self, message: Any) -> Message | None:
         if self.bad_values and isinstance(message, FragmentValue):
             self.bad_values -= 1
             self._world.useless.add((self.name, message.global_step))
-        return super()._filled(message)
+        return super().filled(message)
 
 
 class LocalCluster(Cluster):
@@ -118,17 +128,19 @@ class LocalCluster(Cluster):
                 total_steps=settings.total_steps,
                 network=NetworkOptions(delay_s=calibration.delay_s),
                 faults=tuple(sorted([*joins, *faults])),
-                step_noise=calibration.step_noise,
                 merge_s=calibration.merge_s,
                 payload_bytes=calibration.value_bytes,
                 seed=seed,
-            )
+            ),
+            paces={
+                name: LocalPace(step_s, calibration.step_noise, Random(f"{seed} {name}"))
+                for name, step_s in calibration.step_s.items()
+            },
         )
 
-    def _new_node(self, name: str, make: MakeLearner, step_s: float, step_samples: int) -> LocalProcess:
-        again_s = self.calibration.notice_s + self.settings.restart_delay_s + self.calibration.boot_s
-        patience_s = self.settings.connect_timeout_s
-        return LocalProcess(name, self, self.accept, self._on_end, make, self.calibration, again_s, patience_s)
+    def _new_node(self, name: str, make: MakeLearner, pace: Pace, step_samples: int) -> LocalProcess:
+        assert isinstance(pace, LocalPace) and step_samples == 1, f"{name} is no island of a local run"
+        return LocalProcess(name, self, self.accept, self._on_end, make, pace, self.calibration, self.settings)
 
     def inflict(self, fault: Fault) -> None:
         """Begin a fault now, of which the scenario knows nothing."""

@@ -11,6 +11,7 @@ from diloco_jax.protocol.messages import GlobalFragment, LearnerMessage, StatePa
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.sim.faults import NEVER_S, Fault
 from diloco_jax.sim.network import Garbled, Link
+from diloco_jax.sim.pace import Pace
 
 REDIAL_S = 0.5
 Value = tuple[int, int]  # version of a fragment, and the digest of its bytes
@@ -48,18 +49,18 @@ class Node:
         "machine",
         "name",
         "next_batch",
+        "pace",
         "paused_s",
         "poisoned",
         "saved",
-        "step_s",
         "step_samples",
         "stepping",
         "tick_s",
     )
 
-    def __init__(self, name: str, step_s: float, step_samples: int) -> None:
+    def __init__(self, name: str, pace: Pace, step_samples: int) -> None:
         self.name = name
-        self.step_s = step_s
+        self.pace = pace
         self.step_samples = step_samples
         self.factor = 1.0  # of a slow phase
         self.incarnation = 0
@@ -84,7 +85,7 @@ class Node:
         self.machine: Learner | None = None
         self.finished = ""  # why its machine has nothing left to do
         self.stepping = False
-        self.loading = False  # its step thread takes a state over
+        self.loading = False  # its step thread takes a state over, or has no hardware to step on
         self.next_batch: Batch | None = None  # what the step after this one reads, if that is drawn already
         self.inbox: list[SyncerMessage] = []  # waits for the end of the step
         self.held: list[SyncerMessage | Garbled] = []  # waits for the end of a pause
