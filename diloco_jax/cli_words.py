@@ -58,6 +58,9 @@ def make_parser(run: Mapping[str, Command]) -> argparse.ArgumentParser:
     shard.add_argument("config")
     shard.add_argument("--shard", type=int, required=True)
     shard.add_argument("--connection", type=int, required=True)
+    simulate = add("simulate", "The protocol on virtual time, with faults.")
+    _like_words(simulate)
+    simulate.add_argument("--json", action="store_true", help="print one JSON object")
     _chaos_words(add("chaos", "A local run under a schedule of faults: what came back, when.", config=True))
     _doctor_words(add("doctor", "Check this machine and its way to the syncer, before or during a run.", config=True))
     _launch_words(add("launch", "Manifests and commands that start a run on Google Cloud."))
@@ -114,6 +117,18 @@ def _looking_words(add: Add) -> None:
     audit.add_argument("run", help="folder of the run, or of a simulation's tapes")
     audit.add_argument("--config", help="YAML file with the protocol's settings; default: config.yaml of the run")
     audit.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _like_words(simulate: argparse.ArgumentParser) -> None:
+    simulate.add_argument("--like", metavar="RUN", help="the faults of this run of `diloco chaos`, beside what it did")
+    simulate.add_argument(
+        "--calibrate",
+        metavar="RUN",
+        nargs="+",
+        default=[],
+        help="with --like: runs of the same config that tell how long things take, the first one without faults",
+    )
+    simulate.add_argument("--seeds", type=int, default=5, help="with --like: simulated runs of each kind; default: 5")
 
 
 def _chaos_words(chaos: argparse.ArgumentParser) -> None:

@@ -31,7 +31,11 @@ LAYERS: dict[str, set[str]] = {
     "cli_words": set(),
     "cli_config": {"config", "runtime"},
     "cli_before": {"cli_config", "config", "runtime", "launch"} | MIDDLE | BOTTOM,
-    "cli": {"cli_words", "cli_config", "cli_before", "config", "runtime", "sim", "launch"} | MIDDLE | BOTTOM,
+    "cli_like": {"config", "runtime", "sim"},
+    "cli_ahead": {"cli_like", "sim"},
+    "cli": {"cli_words", "cli_config", "cli_before", "cli_ahead", "config", "runtime", "sim", "launch"}
+    | MIDDLE
+    | BOTTOM,
     "__main__": {"cli"},
     "__init__": {"config", "runtime", "sim", "launch"} | MIDDLE | BOTTOM,
 }
@@ -52,7 +56,13 @@ THIRD_PARTY = {
     "sim": set[str](),
 }
 PURE_LAYERS = {"protocol", "core"}
-LATE_IMPORTS_ALLOWED = {"cli", "cli_before", "cli_config"}  # so that `diloco simulate` starts without JAX
+LATE_IMPORTS_ALLOWED = {
+    "cli",
+    "cli_ahead",
+    "cli_before",
+    "cli_config",
+    "cli_like",
+}  # so that `diloco simulate` starts without JAX
 
 
 class Import(NamedTuple):
