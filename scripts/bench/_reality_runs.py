@@ -19,8 +19,7 @@ ROOT = HERE.parents[1]
 MODEL = {"vocab_size": 256, "dim": 64, "mlp_dim": 256}
 LEASE_S = 3.0
 RESTART_S = 10.0  # so that a death costs more than the differences that are looked for
-CALIBRATION_SEED = 1000
-KILLS = ("kill", "kill-syncer")
+KILLS = 6  # in a run of the calibration
 
 
 class Job(NamedTuple):
@@ -36,17 +35,26 @@ class RunFailed(RuntimeError):
     """A run did not end as it should; the message says where to look."""
 
 
-def calibrate(folder: Path, job: Job) -> tuple[Path, Path]:
-    """A run without faults, for the time of steps and merges, and one with kills, for that of restarts.
+def calm(folder: Path, job: Job) -> Path:
+    """A shorter run without faults, for the time of steps and merges.
 
     Args:
-        folder: in which each gets a folder.
-        job: what to run; these are shorter.
+        folder: in which it gets a folder.
+        job: what to run.
     """
-    steps = max(100, job.steps // 4)
-    calm = _run(folder / "calm", job._replace(steps=steps), ["train"], ["--quiet"])
-    words = ["--faults", "6", "--seed", str(CALIBRATION_SEED), "--kinds", ",".join(KILLS)]
-    return calm, _run(folder / "kills", job._replace(steps=max(300, job.steps // 2)), ["chaos"], words)
+    return _run(folder / "calm", job._replace(steps=max(100, job.steps // 4)), ["train"], ["--quiet"])
+
+
+def kills(folder: Path, job: Job, seed: int) -> Path:
+    """A shorter run in which islands and the syncer are killed, for the time of restarts.
+
+    Args:
+        folder: in which it gets a folder.
+        job: what to run.
+        seed: of the run that it calibrates for; its schedule is another one.
+    """
+    words = ["--faults", str(KILLS), "--seed", str(1000 + seed), "--kinds", "kill,kill-syncer"]
+    return _run(folder / f"kills-{seed}", job._replace(steps=max(300, job.steps // 2)), ["chaos"], words)
 
 
 def chaos(folder: Path, job: Job, kinds: Sequence[str], seed: int) -> Path:
