@@ -80,6 +80,7 @@ def _commands() -> dict[str, Command]:
         CHAOS_LEARNER: _learner,
         MERGE_SHARD: _merge_shard,
         "chaos": _chaos,
+        "simulate": simulate,
         "baseline": _baseline,
         "launch": launch,
         "status": _status,
@@ -91,7 +92,6 @@ def _commands() -> dict[str, Command]:
         "replay": _replay,
         "audit": _audit,
         "preflight": preflight,
-        "simulate": simulate,
     }
 
 

@@ -58,12 +58,10 @@ def make_parser(run: Mapping[str, Command]) -> argparse.ArgumentParser:
     shard.add_argument("config")
     shard.add_argument("--shard", type=int, required=True)
     shard.add_argument("--connection", type=int, required=True)
-    simulate = add("simulate", "The protocol on virtual time, with faults.")
-    _like_words(simulate)
-    simulate.add_argument("--json", action="store_true", help="print one JSON object")
     _chaos_words(add("chaos", "A local run under a schedule of faults: what came back, when.", config=True))
     _doctor_words(add("doctor", "Check this machine and its way to the syncer, before or during a run.", config=True))
     _launch_words(add("launch", "Manifests and commands that start a run on Google Cloud."))
+    _simulate_words(add("simulate", "Goodput of a cluster whose chips fail, without one: chips, learners, methods."))
     add("baseline", "The data-parallel baseline in this process, for `train`.", config=True)
     _looking_words(add)
     preflight = add(
@@ -119,18 +117,6 @@ def _looking_words(add: Add) -> None:
     audit.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def _like_words(simulate: argparse.ArgumentParser) -> None:
-    simulate.add_argument("--like", metavar="RUN", help="the faults of this run of `diloco chaos`, beside what it did")
-    simulate.add_argument(
-        "--calibrate",
-        metavar="RUN",
-        nargs="+",
-        default=[],
-        help="with --like: runs of the same config that tell how long things take, the first one without faults",
-    )
-    simulate.add_argument("--seeds", type=int, default=5, help="with --like: simulated runs of each kind; default: 5")
-
-
 def _chaos_words(chaos: argparse.ArgumentParser) -> None:
     chaos.add_argument("--faults", type=int, default=20, help="how many; default: 20")
     chaos.add_argument("--seed", type=int, default=0, help="of the schedule; default: 0")
@@ -159,3 +145,42 @@ def _launch_words(launch: argparse.ArgumentParser) -> None:
     launch.add_argument("--force", action="store_true", help="overwrite the files of an earlier launch in --out")
     launch.add_argument("--run", action="store_true", help="run the commands too; default for --out: RUNS_DIR/NAME-WAY")
     launch.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _simulate_words(simulate: argparse.ArgumentParser) -> None:
+    simulate.set_defaults(takes_overrides=True)
+    simulate.epilog = "settings may follow as --hardware.name value, --wan.name value and --protocol.name value"
+    simulate.add_argument("--preset", choices=("table1", "table5", "day", "scale"), help="a known case, told beside it")
+    simulate.add_argument(
+        "--methods",
+        nargs="+",
+        default=("rigid", "elastic", "sync", "decoupled"),
+        help="rigid, elastic (both data parallel), sync (DiLoCo in lockstep), decoupled; default: all",
+    )
+    simulate.add_argument("--learners", nargs="+", type=int, default=(2, 4, 8, 16), help="default: 2 4 8 16")
+    simulate.add_argument(
+        "--chips",
+        nargs="+",
+        default=("150k", "300k", "600k", "1.2m", "2.4m"),
+        help="of all learners together; default: 150k 300k 600k 1.2m 2.4m",
+    )
+    simulate.add_argument("--hours", type=float, help="simulated time; default: a day, or what the preset says")
+    simulate.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: 0")
+    simulate.add_argument("--workers", type=int, help="processes; default: one on each core")
+    simulate.add_argument("--fast", action="store_true", help="without the protocol's machines: no rounds, much faster")
+    simulate.add_argument("--tapes", metavar="DIR", help="of one run: write its tapes there, for `diloco replay`")
+    simulate.add_argument("--settings", action="store_true", help="list all settings with their sources, and exit")
+    simulate.add_argument("--json", action="store_true", help="print one JSON object")
+    _like_words(simulate)
+
+
+def _like_words(simulate: argparse.ArgumentParser) -> None:
+    simulate.add_argument("--like", metavar="RUN", help="the faults of this run of `diloco chaos`, beside what it did")
+    simulate.add_argument(
+        "--calibrate",
+        metavar="RUN",
+        nargs="+",
+        default=[],
+        help="with --like: runs of the same config that tell how long things take, the first one without faults",
+    )
+    simulate.add_argument("--seeds", type=int, default=5, help="with --like: simulated runs of each kind; default: 5")

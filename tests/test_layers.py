@@ -32,8 +32,8 @@ LAYERS: dict[str, set[str]] = {
     "cli_config": {"config", "runtime"},
     "cli_before": {"cli_config", "config", "runtime", "launch"} | MIDDLE | BOTTOM,
     "cli_like": {"config", "runtime", "sim"},
-    "cli_ahead": {"cli_like", "sim"},
-    "cli": {"cli_words", "cli_config", "cli_before", "cli_ahead", "config", "runtime", "sim", "launch"}
+    "cli_ahead": {"cli_like", "cli_config", "config", "sim", "launch", "runtime"} | MIDDLE | BOTTOM,
+    "cli": {"cli_words", "cli_config", "cli_ahead", "cli_before", "config", "runtime", "sim", "launch"}
     | MIDDLE
     | BOTTOM,
     "__main__": {"cli"},
@@ -56,13 +56,8 @@ THIRD_PARTY = {
     "sim": set[str](),
 }
 PURE_LAYERS = {"protocol", "core"}
-LATE_IMPORTS_ALLOWED = {
-    "cli",
-    "cli_ahead",
-    "cli_before",
-    "cli_config",
-    "cli_like",
-}  # so that `diloco simulate` starts without JAX
+# so that `diloco simulate` starts without JAX
+LATE_IMPORTS_ALLOWED = {"cli", "cli_ahead", "cli_before", "cli_config", "cli_like"}
 
 
 class Import(NamedTuple):

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim.cluster import Cluster
-from diloco_jax.sim.hardware import Hardware, Slices, cluster, goodput, setting, uptime
+from diloco_jax.sim.hardware import Hardware, Slices, cluster, goodput, uptime
 from diloco_jax.sim.network import NetworkOptions
 from diloco_jax.sim.scenario import Scenario
+from diloco_jax.sim.settings import setting
 from diloco_jax.sim.tapes import LearnerTapes
 
 METHODS = ("rigid", "elastic", "sync", "decoupled")

@@ -10,22 +10,19 @@ The model (paper, section 3.3 and appendix E.1: five knobs; the rest is ours, se
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import exp, expm1, log, log1p, sqrt
 from random import Random
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from diloco_jax.sim.settings import setting
 
 YEAR_S = 31_536_000.0
 STEP_SHARE_MIN = 0.05  # noise never makes a step shorter than this share of its mean
 MEAN_MAX = 500.0  # of a Poisson number, until which exp(-mean) is a number to begin with
 NORMAL = NormalDist()
 TINY = 1e-300
-
-
-def setting(default: Any, text: str, source: str) -> Any:
-    """A field of a settings class, with what `--help` says of it."""
-    return field(default=default, metadata={"help": text, "source": source})
 
 
 OURS = "our calibration against the paper's Table 1"

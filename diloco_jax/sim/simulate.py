@@ -1,0 +1,129 @@
+"""`diloco simulate`: from the words of a command line to cells, and from their results to a table or JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.sim.cells import Cell, Result, Say, run_cells
+from diloco_jax.sim.goodput import METHODS, Wan
+from diloco_jax.sim.hardware import Hardware
+from diloco_jax.sim.presets import PRESETS, Settings, cell
+from diloco_jax.sim.settings import compact, describe, number, read
+
+SECTIONS = {"hardware": Hardware, "wan": Wan, "protocol": ProtocolConfig}
+HOURS = 24.0
+CELLS_MAX = 10_000
+HOURS_MAX = 24.0 * 366
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line says. None: the preset's, or a default."""
+
+    preset: str | None = None
+    methods: Sequence[str] = ("decoupled",)
+    learners: Sequence[int] = (1, 2, 4, 8, 16)
+    chips: Sequence[str] = ("150k", "300k", "600k", "1.2m", "2.4m")
+    hours: float | None = None
+    seed: int = 0
+    workers: int | None = None
+    fast: bool = False
+    tapes: Path | None = None
+    overrides: Sequence[str] = ()
+
+
+def settings_text() -> str:
+    """What `--settings` prints."""
+    return describe(SECTIONS)
+
+
+def plan_cells(options: Options) -> list[Cell]:
+    """The cells of a command line.
+
+    Raises:
+        ValueError: something that cannot be simulated.
+    """
+    settings = Settings(**read(options.overrides, SECTIONS), seed=options.seed, fast=options.fast, hours=options.hours)
+    if options.hours is not None and not 0 < options.hours <= HOURS_MAX:
+        raise ValueError(f"--hours is {options.hours:g}; simulate more than 0 and at most {HOURS_MAX:g}")
+    if options.preset is not None:
+        cells = PRESETS[options.preset].cells(settings)
+    else:
+        cells = _cross(options, settings)
+    if options.tapes is not None:
+        return [_taped(cells, options.tapes)]
+    return cells
+
+
+def _cross(options: Options, settings: Settings) -> list[Cell]:
+    """Every method on every number of chips; those with learners for every number of them."""
+    unknown = sorted(set(options.methods) - set(METHODS))
+    if unknown:
+        raise ValueError(f"there is no method {', '.join(unknown)}; choose from {', '.join(METHODS)}")
+    cells = []
+    for method in options.methods:
+        learners = (1,) if method in ("rigid", "elastic") else options.learners
+        for each, chips in product(learners, map(number, options.chips)):
+            cells.append(cell(settings, method, each, chips, HOURS))
+    if len(cells) > CELLS_MAX:
+        raise ValueError(f"{len(cells)} simulations, more than {CELLS_MAX}; ask for fewer methods, learners or chips")
+    return cells
+
+
+def _taped(cells: Sequence[Cell], folder: Path) -> Cell:
+    if len(cells) != 1 or cells[0].fast or cells[0].method in ("rigid", "elastic"):
+        raise ValueError(
+            f"--tapes writes the tapes of one run of the protocol, not of {len(cells)} simulations; name one method "
+            "(sync or decoupled), one number of learners and one of chips, and leave --fast out"
+        )
+    return replace(cells[0], tapes=folder)
+
+
+def run(options: Options, say: Say) -> tuple[dict[str, Any], str]:
+    """Simulate; returns what `--json` prints, and the same as a table.
+
+    Args:
+        options: of the command line.
+        say: told of progress.
+
+    Raises:
+        ValueError: something that cannot be simulated.
+        OSError: the tapes cannot be written.
+    """
+    cells = plan_cells(options)
+    preset = PRESETS[options.preset] if options.preset is not None else None
+    workers = options.workers
+    if workers is None:
+        workers = preset.workers if preset is not None else 0
+    began_s = time.monotonic()
+    results = run_cells(cells, workers, say)
+    wall_s = time.monotonic() - began_s
+    events = sum(result.row.events for result in results)
+    rows = [result.row._asdict() | {"hours": result.cell.hours} for result in results]
+    told = {"rows": rows, "seed": options.seed, "wall_s": round(wall_s, 3), "events": events}
+    facts: Callable[[Sequence[Result]], dict[str, Any]] = preset.facts if preset is not None else lambda _: {}
+    text = preset.describe(results) if preset is not None else table(results)
+    return told | facts(
+        results
+    ), f"{text}\n{len(results)} simulations, {events} events, seed {options.seed}, {wall_s:.1f} s"
+
+
+def table(results: Sequence[Result]) -> str:
+    """One line per simulation."""
+    lines = [
+        f"{'method':<10} {'learners':>8} {'chips':>8} {'hours':>6} {'goodput':>8} {'uptime':>8} {'contributors':>13} "
+        f"{'rounds':>8}"
+    ]
+    for which, row, _ in results:
+        contributors = "-" if row.contributors_per_round is None else f"{row.contributors_per_round:.2f}"
+        lines.append(
+            f"{row.method:<10} {row.learners:>8} {compact(row.chips):>8} {which.hours:>6g} {row.goodput:>8.1%} "
+            f"{row.uptime:>8.1%} {contributors:>13} {row.rounds:>8}"
+        )
+    return "\n".join(lines)
