@@ -26,8 +26,6 @@ DISRUPTIONS = {"left", "silent", "strike", "expelled"}
 class Hit:
     """An island, or the syncer, that was hit and has not recovered."""
 
-    fault: RealFault
-    incarnation: int
     ended_s: float  # when the fault itself is over
     settle_s: float
     stepped: bool = False
@@ -59,7 +57,7 @@ class ScheduleDriver(Observer):
     def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
         hit = self._hits.get(message.learner_id)
         if hit is not None and isinstance(message, StepReport) and now_s >= hit.ended_s:
-            hit.stepped = hit.stepped or not _kills(hit.fault) or message.incarnation > hit.incarnation
+            hit.stepped = True  # of a new life, if it was killed: what the old one sent went with its connection
 
     def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
         if source != SYNCER:
@@ -103,13 +101,8 @@ class ScheduleDriver(Observer):
         cluster = self._cluster
         lease_s = cluster.settings.protocol.lease_s
         settle_s = SETTLE_S + (lease_s if fault.kind in NOTICED_LATE else 0.0)
-        incarnation = cluster.nodes[fault.target].incarnation if fault.target != SYNCER else 0
-        lasts_s = 0.0 if _kills(fault) else fault.duration_s
-        self._hits[fault.target] = Hit(fault, incarnation, now_s + lasts_s, settle_s)
+        lasts_s = 0.0 if fault.kind.startswith("kill") else fault.duration_s
+        self._hits[fault.target] = Hit(now_s + lasts_s, settle_s)
         self.inflicted.append((now_s, fault))
         for each in simulated(fault, now_s, cluster.settings, cluster.calibration):
             cluster.engine.at(each.at_s, cluster.inflict, each)
-
-
-def _kills(fault: RealFault) -> bool:
-    return fault.kind.startswith("kill")

@@ -73,6 +73,12 @@ def test_calibration_splits_a_restart_into_its_parts(tmp_path: Path) -> None:
     assert measured.first_step_s == {"island-0": 0.0}
 
 
+def test_a_step_that_nobody_reported_makes_no_long_one(tmp_path: Path) -> None:
+    steps = [step(5.5 + 0.5 * n, n + 1) for n in range(30) if n not in (10, 11)]
+    run = read_run(write_run(tmp_path / "run", [*steps, {"kind": "finished", "t": 20.5, "members": []}], {}), ONE)
+    assert set(run.periods_s["island-0"]) == {0.5} and len(run.periods_s["island-0"]) == 26
+
+
 def test_a_life_that_never_greeted_is_not_measured(tmp_path: Path) -> None:
     run = read_run(killed(tmp_path / "run"), ONE)
     run.lives["island-0", SECOND].joined_s = run.lives["island-0", SECOND].stepped_s = None
