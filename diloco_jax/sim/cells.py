@@ -20,6 +20,7 @@ from diloco_jax.sim.settings import compact
 
 Say = Callable[[str], None]
 WORKERS_MAX = 256
+TELL_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class Result(NamedTuple):
     cpu_s: float
 
 
-def run_cell(cell: Cell) -> Result:
+def run_cell(cell: Cell, on_share: Callable[[float], None] | None = None) -> Result:
     """One simulation; `cpu_s` is this process's time for it."""
     began_s = time.process_time()
     which = (cell.hardware, cell.method, cell.learners, cell.chips)
@@ -55,7 +56,7 @@ def run_cell(cell: Cell) -> Result:
         every = cell.protocol.sync_every
         row = expected(*which, hours=cell.hours, seed=cell.seed, wan=cell.wan, sync_every=every)
     else:
-        settings = {"wan": cell.wan, "protocol": cell.protocol, "tapes": cell.tapes}
+        settings = {"wan": cell.wan, "protocol": cell.protocol, "tapes": cell.tapes, "on_share": on_share}
         row = simulate(*which, hours=cell.hours, seed=cell.seed, **settings)  # type: ignore[arg-type]
     return Result(cell, row, time.process_time() - began_s)
 
@@ -76,7 +77,9 @@ def run_cells(cells: Sequence[Cell], workers: int, say: Say) -> list[Result]:
     workers = min(workers or os.cpu_count() or 1, len(cells))
     results: dict[int, Result] = {}
     began_s = time.monotonic()
-    for number, result in _one_by_one(cells) if workers <= 1 else _side_by_side(cells, workers):
+    count = f"{len(cells)} simulation" + "s" * (len(cells) != 1)
+    say(f"{count} on {workers} processes" if workers > 1 else count)
+    for number, result in _one_by_one(cells, say) if workers <= 1 else _side_by_side(cells, workers):
         results[number] = result
         say(f"{len(results)} of {len(cells)} after {time.monotonic() - began_s:.0f} s: {_describe(result)}")
     return [results[number] for number in range(len(cells))]
@@ -88,9 +91,17 @@ def _describe(result: Result) -> str:
     return f"{row.method}, {who}, {compact(row.chips)} chips: goodput {row.goodput:.1%}"
 
 
-def _one_by_one(cells: Sequence[Cell]) -> Iterator[tuple[int, Result]]:
+def _one_by_one(cells: Sequence[Cell], say: Say) -> Iterator[tuple[int, Result]]:
+    told_s = time.monotonic()
+
+    def on_share(share: float) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s > TELL_EVERY_S:
+            told_s = time.monotonic()
+            say(f"  {share:.0%} of number {number + 1}")
+
     for number, cell in enumerate(cells):
-        yield number, run_cell(cell)
+        yield number, run_cell(cell, on_share)
 
 
 def _side_by_side(cells: Sequence[Cell], workers: int) -> Iterator[tuple[int, Result]]:

@@ -7,7 +7,7 @@ decoupled learner never waits and a synchronous one waits for the slowest, and i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +23,8 @@ from diloco_jax.sim.tapes import LearnerTapes
 METHODS = ("rigid", "elastic", "sync", "decoupled")
 HOUR_S = 3600.0
 ENDLESS = 1 << 60  # global steps: time ends the run
+PARTS = 100  # progress is told so many times
+TAPED_MAX = 100.0  # a taped run may take so many times its hours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +135,7 @@ def simulate(
     wan: Wan | None = None,
     protocol: ProtocolConfig | None = None,
     tapes: Path | None = None,
+    on_share: Callable[[float], None] | None = None,
 ) -> Row:
     """Goodput and uptime with the protocol's machines, where the method has a protocol.
 
@@ -145,7 +148,9 @@ def simulate(
         seed: of everything that is drawn.
         wan: between learners and syncer.
         protocol: the algorithm; of a synchronous run only H is taken from it.
-        tapes: folder for the run's tapes, which `diloco replay` trains from.
+        tapes: folder for the run's tapes, which `diloco replay` trains from. Such a run ends with the global step that
+            a cluster without failures would reach in these hours, however long that takes.
+        on_share: told now and then which share of the time is simulated.
 
     Raises:
         ValueError: an unknown method, a cluster that cannot be cut so, or a folder that holds tapes already.
@@ -155,21 +160,27 @@ def simulate(
     if method in ("rigid", "elastic"):
         return expected(hardware, method, learners, chips, hours=hours, seed=seed)
     parts, until_s = cluster(hardware, learners, chips, seed), hours * HOUR_S
-    scenario = _scenario(learners, method, wan or Wan(), protocol or ProtocolConfig(), seed)
+    total_steps = ENDLESS if tapes is None else max(1, int(until_s / hardware.step_s))  # a tape needs an end
+    scenario = _scenario(learners, method, wan or Wan(), protocol or ProtocolConfig(), seed, total_steps)
     paces = dict(zip(scenario.names, parts, strict=True))
     run = Cluster(scenario, taped=tapes is not None, paces=paces)
     recorder = LearnerTapes(run) if tapes is not None else None
     if recorder is not None:
         run.watch(recorder)
-    run.run(until_s)
+    if on_share is not None:
+        for part in range(1, PARTS):
+            run.engine.run(until_s * part / PARTS)
+            on_share(part / PARTS)
+    run.run(until_s if tapes is None else TAPED_MAX * until_s)
     if recorder is not None and tapes is not None:
         recorder.save(tapes)
+        until_s = run.end_s
     syncer = run.syncer
     contributors = syncer.merged_parts / syncer.merged_rounds if syncer.merged_rounds else None
     return _row(method, chips, parts, until_s, contributors, syncer.merged_rounds, run.engine.events)
 
 
-def _scenario(learners: int, method: str, wan: Wan, protocol: ProtocolConfig, seed: int) -> Scenario:
+def _scenario(learners: int, method: str, wan: Wan, protocol: ProtocolConfig, seed: int, total_steps: int) -> Scenario:
     config = replace(protocol, learners_max=max(protocol.learners_max, learners))
     if method == "sync":
         config = replace(config, quorum=learners, num_fragments=1, overlap_steps=0)
@@ -177,7 +188,7 @@ def _scenario(learners: int, method: str, wan: Wan, protocol: ProtocolConfig, se
     return Scenario(
         config=config,
         learners=learners,
-        total_steps=ENDLESS,
+        total_steps=total_steps,
         network=network,
         merge_s=wan.merge_s,
         payload_bytes=round(wan.fragment_bytes),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import exp, expm1, log, log1p, sqrt
+from math import exp, expm1, inf, log, log1p, sqrt
 from random import Random
 from statistics import NormalDist
 from typing import NamedTuple
@@ -54,10 +54,11 @@ class Hardware:
     )
 
     def __post_init__(self) -> None:
-        for name in ("step_s", "mtbi_chip_s", "return_a", "return_c", "return_scale_s"):
-            _check(getattr(self, name) > 0, name, getattr(self, name), "above 0")
+        _check(self.mtbi_chip_s > 0, "mtbi_chip_s", self.mtbi_chip_s, "above 0 (inf: nothing fails)")
+        for name in ("step_s", "return_a", "return_c", "return_scale_s"):
+            _check(0 < getattr(self, name) < inf, name, getattr(self, name), "above 0 and finite")
         for name in ("down_s", "up_s", "speed_gap", "step_noise", "chip_noise"):
-            _check(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+            _check(0 <= getattr(self, name) < inf, name, getattr(self, name), "at least 0 and finite")
         for name in ("slices", "generations"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _check(self.slices <= 1_000_000, "slices", self.slices, "at most 1000000")
@@ -208,20 +209,25 @@ class Slices:
             self.gaps.append(Gap(self._ended_s, now_s))
 
 
+def check_cluster(hardware: Hardware, learners: int, chips: float) -> None:
+    """Raises ValueError where there are fewer slices than learners, or fewer chips than slices."""
+    if not 1 <= learners <= hardware.slices:
+        raise ValueError(
+            f"{learners} learners, but there are {hardware.slices} slices; use 1 to so many, or raise --hardware.slices"
+        )
+    if not hardware.slices <= chips < inf:
+        raise ValueError(
+            f"{chips:g} chips, but there are {hardware.slices} slices; use more, or lower --hardware.slices"
+        )
+
+
 def cluster(hardware: Hardware, learners: int, chips: float, seed: int, *, elastic: bool = True) -> list[Slices]:
     """The slices of all learners, as equal as their number allows, each with a random source of its own.
 
     Raises:
         ValueError: there are fewer slices than learners, or no chip.
     """
-    if not 1 <= learners <= hardware.slices:
-        raise ValueError(
-            f"{learners} learners, but there are {hardware.slices} slices; use 1 to so many, or raise --hardware.slices"
-        )
-    if not chips >= hardware.slices:
-        raise ValueError(
-            f"{chips:g} chips, but there are {hardware.slices} slices; use more, or lower --hardware.slices"
-        )
+    check_cluster(hardware, learners, chips)
     parts = [
         (learner + 1) * hardware.slices // learners - learner * hardware.slices // learners
         for learner in range(learners)

@@ -11,8 +11,8 @@ from typing import Any
 
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim.cells import Cell, Result, Say, run_cells
-from diloco_jax.sim.goodput import METHODS, Wan
-from diloco_jax.sim.hardware import Hardware
+from diloco_jax.sim.goodput import HOUR_S, METHODS, Wan
+from diloco_jax.sim.hardware import Hardware, check_cluster
 from diloco_jax.sim.presets import PRESETS, Settings, cell
 from diloco_jax.sim.settings import compact, describe, number, read
 
@@ -20,6 +20,7 @@ SECTIONS = {"hardware": Hardware, "wan": Wan, "protocol": ProtocolConfig}
 HOURS = 24.0
 CELLS_MAX = 10_000
 HOURS_MAX = 24.0 * 366
+STEPS_MAX = 1e9  # of all learners together: hours of computing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +57,16 @@ def plan_cells(options: Options) -> list[Cell]:
         cells = PRESETS[options.preset].cells(settings)
     else:
         cells = _cross(options, settings)
-    if options.tapes is not None:
-        return [_taped(cells, options.tapes)]
-    return cells
+    for each in cells:
+        learners = each.learners if each.method in ("sync", "decoupled") else 1
+        check_cluster(each.hardware, learners, each.chips)
+        steps = learners * each.hours * HOUR_S / each.hardware.step_s
+        if steps > STEPS_MAX:
+            raise ValueError(
+                f"{each.hours:g} hours of {learners} learners are {steps:.3g} steps, more than {STEPS_MAX:.0e}; "
+                "simulate fewer --hours, or longer steps (--hardware.step-s)"
+            )
+    return cells if options.tapes is None else [_taped(cells, options.tapes)]
 
 
 def _cross(options: Options, settings: Settings) -> list[Cell]:
