@@ -2,7 +2,8 @@
 
 Two predictions. `given` has the faults at the times, and for as long, as they happened; `schedule` has what the seed of
 the chaos run drew, each due at its global step. Neither knows anything else of the run: steps, merges and restarts take
-as long as in the runs of the calibration.
+as long as in the runs of the calibration. `none` has no faults: what there was to predict is its distance from the real
+run.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from diloco_jax.sim.real_run import RealRun
 
 SLACK = 20.0  # a simulated run may take so many times as long as the real one
 QUANTITIES = ("goodput", "uptime", "contributors_per_round", "rounds", "rounds_per_s")
-TIMED, DRAWN = "given", "schedule"
+TIMED, DRAWN, CALM = "given", "schedule", "none"
 
 
 def compare(run: RealRun, calibration_runs: Sequence[RealRun], seeds: int) -> dict[str, Any]:
-    """Simulate a run as often as there are seeds, both ways.
+    """Simulate a run as often as there are seeds, each way.
 
     Args:
         run: the real one.
@@ -50,7 +51,7 @@ def compare(run: RealRun, calibration_runs: Sequence[RealRun], seeds: int) -> di
     calibration = calibrate(calibration_runs)
     _check_measured(run, calibration)
     check_kinds(run.faults, timed=True)
-    ways: dict[str, Callable[[RealRun, Calibration, int], dict[str, float]]] = {TIMED: timed, DRAWN: drawn}
+    ways: dict[str, Callable[[RealRun, Calibration, int], dict[str, float]]] = {TIMED: timed, DRAWN: drawn, CALM: calm}
     try:
         check_kinds(run.faults, timed=False)
         note = ""
@@ -95,6 +96,11 @@ def drawn(run: RealRun, calibration: Calibration, seed: int) -> dict[str, float]
     return _measure(cluster, run)
 
 
+def calm(run: RealRun, calibration: Calibration, seed: int) -> dict[str, float]:
+    """Simulate without faults."""
+    return _measure(LocalCluster(run.settings, calibration, (), seed), run)
+
+
 def _measure(cluster: LocalCluster, run: RealRun) -> dict[str, float]:
     meter = Meter(cluster)
     cluster.watch(meter)
@@ -122,7 +128,7 @@ def describe(result: dict[str, Any]) -> str:
         rounds = f"{row['rounds_per_s']:.4f} ({difference['rounds_per_s_percent']:+.1f} %)"
         shares = f"{row['uptime']:.4f}", f"{row['contributors_per_round']:.4f}"
         lines.append(_line(row["faults"], goodput, *shares, rounds))
-    words = f"{TIMED}: at their times, {DRAWN}: when they were due"
+    words = f"{TIMED}: at their times, {DRAWN}: when they were due, {CALM}: without them"
     lines.append(f"{result['faults']} faults ({words}), each way simulated {result['seeds']} times")
     return "\n".join([*lines, *([result["note"]] if result["note"] else [])])
 

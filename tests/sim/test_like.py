@@ -48,16 +48,21 @@ def test_calibration_finds_what_the_runs_were_made_with(tmp_path: Path) -> None:
 def test_a_simulated_run_is_predicted_both_ways(tmp_path: Path) -> None:
     run, others = folders(tmp_path)
     result = compare(run, others, 3)
-    assert [row["faults"] for row in result["rows"]] == ["given", "schedule"]
+    assert [row["faults"] for row in result["rows"]] == ["given", "schedule", "none"]
     assert result["real"]["goodput"] < 0.94 and result["faults"] == 4 and not result["note"]
     for way, points, percent in (("given", 0.7, 2.0), ("schedule", 1.5, 4.0)):
         difference = result["difference"][way]
         assert abs(difference["goodput_points"]) < points, way
         assert abs(difference["rounds_per_s_percent"]) < percent, way
+    assert result["difference"]["none"]["goodput_points"] > 5.0, (
+        "faults that cost nothing could not be told from others"
+    )
     for row in result["rows"]:
         assert row["goodput_low"] <= row["goodput"] <= row["goodput_high"]
     json.dumps(result, allow_nan=False)
-    assert [line.split()[0] for line in describe(result).splitlines()] == ["goodput", "real", "given", "schedule", "4"]
+    assert [line.split()[0] for line in describe(result).splitlines()] == [
+        *["goodput", "real", "given", "schedule", "none", "4"]
+    ]
 
 
 def test_other_restarts_would_be_seen(tmp_path: Path) -> None:
@@ -74,7 +79,7 @@ def test_kinds_that_only_have_times_are_predicted_one_way(tmp_path: Path) -> Non
     donor = [fault("kill-donor", "island-1", 20.0, at_step=20)]
     run = read_run(simulate_run(tmp_path / "donor", donor, seed=5), SETTINGS)
     result = compare(run, others, 1)
-    assert [row["faults"] for row in result["rows"]] == ["given"] and "kill-donor" in result["note"]
+    assert [row["faults"] for row in result["rows"]] == ["given", "none"] and "kill-donor" in result["note"]
     assert result["note"] in describe(result)
 
 
