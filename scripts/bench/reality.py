@@ -3,7 +3,7 @@
 Chaos runs of a job whose islands mostly sleep, so that they do not compete for the processor, each beside simulations
 of the same faults (docs/chaos.md). Steps, merges and restarts are measured in other runs: one without faults, and
 before each chaos run one with kills. `given` has the faults at the times at which they happened, `schedule` when they
-were due. Differences are simulated minus real. A seed takes about eight minutes, its calibration included.
+were due, `none` has none. Differences are simulated minus real. A seed takes about eight minutes, its calibration included.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def results(compared: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         row(f"real_{name}", unit, [each["real"][name] for each in compared])
         for name, unit in (("goodput", "share"), ("rounds_per_s", "1/s"), ("contributors_per_round", "learners"))
     ]
-    for way in ("given", "schedule"):
+    for way in ("given", "schedule", "none"):
         if all(way in each["difference"] for each in compared):
             for name, unit in DIFFERENCES.items():
                 found.append(row(f"{name}_off_{way}", unit, [each["difference"][way][name] for each in compared]))
