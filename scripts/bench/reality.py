@@ -3,7 +3,8 @@
 Chaos runs of a job whose islands mostly sleep, so that they do not compete for the processor, each beside simulations
 of the same faults (docs/chaos.md). Steps, merges and restarts are measured in other runs: one without faults, and
 before each chaos run one with kills. `given` has the faults at the times at which they happened, `schedule` when they
-were due, `none` has none. Differences are simulated minus real. A seed takes about eight minutes, its calibration included.
+were due, `none` has none. Differences are simulated minus real. A seed takes about eight minutes, its calibration
+included.
 """
 
 from __future__ import annotations
