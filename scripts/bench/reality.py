@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--islands", type=int, default=4)
     parser.add_argument("--step-s", type=float, default=0.4, help="seconds of an inner step")
     parser.add_argument("--steps", type=int, default=600, help="global steps of a chaos run")
-    parser.add_argument("--faults", type=int, default=14, help="in a chaos run")
+    parser.add_argument("--faults", type=int, default=24, help="in a chaos run")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of faults, separated by commas")
     parser.add_argument("--simulations", type=int, default=5, help="of each run, and each way")
     parser.add_argument("--json", action="store_true", help="print one JSON object per result and line")
