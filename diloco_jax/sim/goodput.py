@@ -22,6 +22,7 @@ from diloco_jax.sim.tapes import LearnerTapes
 
 METHODS = ("rigid", "elastic", "sync", "decoupled")
 HOUR_S = 3600.0
+WAN_MAX = 1e15
 ENDLESS = 1 << 60  # global steps: time ends the run
 PARTS = 100  # progress is told so many times
 TAPED_MAX = 100.0  # a taped run may take so many times its hours
@@ -40,8 +41,8 @@ class Wan:
     def __post_init__(self) -> None:
         for name in ("delay_s", "merge_s", "fragment_bytes", "bytes_per_s", "load_s"):
             value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"--wan.{name.replace('_', '-')} is {value}, but must be at least 0 and finite")
+            if not 0 <= value <= WAN_MAX:
+                raise ValueError(f"--wan.{name.replace('_', '-')} is {value}, but must be 0 to {WAN_MAX:g}")
 
     @property
     def round_s(self) -> float:

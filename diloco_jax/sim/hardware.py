@@ -23,6 +23,7 @@ STEP_SHARE_MIN = 0.05  # noise never makes a step shorter than this share of its
 MEAN_MAX = 500.0  # of a Poisson number, until which exp(-mean) is a number to begin with
 NORMAL = NormalDist()
 TINY = 1e-300
+CHIPS_MAX = 1e12
 
 
 OURS = "our calibration against the paper's Table 1"
@@ -54,9 +55,11 @@ class Hardware:
     )
 
     def __post_init__(self) -> None:
-        _check(self.mtbi_chip_s > 0, "mtbi_chip_s", self.mtbi_chip_s, "above 0 (inf: nothing fails)")
-        for name in ("step_s", "return_a", "return_c", "return_scale_s"):
+        _check(self.mtbi_chip_s >= 1, "mtbi_chip_s", self.mtbi_chip_s, "at least 1 (inf: nothing fails)")
+        for name in ("step_s", "return_scale_s"):
             _check(0 < getattr(self, name) < inf, name, getattr(self, name), "above 0 and finite")
+        for name in ("return_a", "return_c"):
+            _check(0.05 <= getattr(self, name) <= 100, name, getattr(self, name), "from 0.05 to 100")
         for name in ("down_s", "up_s", "speed_gap", "step_noise", "chip_noise"):
             _check(0 <= getattr(self, name) < inf, name, getattr(self, name), "at least 0 and finite")
         for name in ("slices", "generations"):
@@ -215,7 +218,9 @@ def check_cluster(hardware: Hardware, learners: int, chips: float) -> None:
         raise ValueError(
             f"{learners} learners, but there are {hardware.slices} slices; use 1 to so many, or raise --hardware.slices"
         )
-    if not hardware.slices <= chips < inf:
+    if not chips <= CHIPS_MAX:
+        raise ValueError(f"{chips:g} chips; simulate at most {CHIPS_MAX:g}")
+    if chips < hardware.slices:
         raise ValueError(
             f"{chips:g} chips, but there are {hardware.slices} slices; use more, or lower --hardware.slices"
         )

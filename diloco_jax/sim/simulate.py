@@ -60,11 +60,12 @@ def plan_cells(options: Options) -> list[Cell]:
     for each in cells:
         learners = each.learners if each.method in ("sync", "decoupled") else 1
         check_cluster(each.hardware, learners, each.chips)
-        steps = learners * each.hours * HOUR_S / each.hardware.step_s
+        every_s = min(each.hardware.step_s, each.protocol.heartbeat_s)
+        steps = learners * each.hours * HOUR_S / every_s
         if steps > STEPS_MAX:
             raise ValueError(
-                f"{each.hours:g} hours of {learners} learners are {steps:.3g} steps, more than {STEPS_MAX:.0e}; "
-                "simulate fewer --hours, or longer steps (--hardware.step-s)"
+                f"{each.hours:g} hours of {learners} learners are {steps:.3g} steps or heartbeats, more than "
+                f"{STEPS_MAX:.0e}; simulate fewer --hours, or longer steps (--hardware.step-s)"
             )
     return cells if options.tapes is None else [_taped(cells, options.tapes)]
 

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from diloco_jax.protocol.messages import SyncerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.goodput import METHODS, Row, Wan, expected, simulate
-from diloco_jax.sim.hardware import Hardware
+from diloco_jax.sim.hardware import Hardware, cluster
+from diloco_jax.sim.node import Node, Observer
+from diloco_jax.sim.scenario import Scenario
 
 HARDWARE = Hardware()
 NEVER = Hardware(mtbi_chip_s=math.inf)
@@ -67,6 +71,25 @@ def test_a_learner_that_loses_its_last_slice_comes_back_with_the_state_of_anothe
     fast = expected(fragile, "decoupled", 4, 1.2e6, hours=2, seed=2)
     assert row.goodput == pytest.approx(fast.goodput, abs=0.05)
     assert row.goodput < fast.goodput, "to bring a state back takes time"
+
+
+def test_what_came_during_a_stall_is_taken_before_the_next_step() -> None:
+    class Watch(Observer):
+        steps = came = 0
+
+        def on_step(self, node: Node, began: bool, now_s: float) -> None:
+            assert not (began and node.inbox), f"{node.name} begins a step at {now_s} s with {node.inbox}"
+            self.steps += began
+
+        def on_arrival(self, node: Node, message: SyncerMessage, now_s: float) -> None:
+            self.came += node.loading
+
+    scenario = Scenario(learners=3, total_steps=300, step_s=HARDWARE.step_s)
+    paces = dict(zip(scenario.names, cluster(HARDWARE, 3, 1.2e6, 0), strict=True))
+    run, watch = Cluster(scenario, taped=False, paces=paces), Watch()
+    run.watch(watch)
+    run.run(3600.0)
+    assert watch.steps > 600 and watch.came > 0
 
 
 def test_equal_seeds_give_equal_rows_and_others_do_not() -> None:

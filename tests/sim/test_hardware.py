@@ -33,7 +33,8 @@ def test_one_failure_takes_a_slice_a_stall_a_return_and_another_stall() -> None:
     hardware = Hardware(step_s=10.0, down_s=3.0, up_s=5.0, mtbi_chip_s=1000.0)
     mean = 100 * 10 / 1000.0  # of failures in a step of all 100 chips
     one = math.exp(-mean) * 1.5  # below P(0) + P(1) = 2 exp(-1), above P(0) = exp(-1)
-    part = Slices(hardware, 100, 4, Scripted(one, 0.5, 0.0))
+    none = 0.42  # below exp(-0.75), P(0) of the 75 chips that are left; above exp(-1)
+    part = Slices(hardware, 100, 4, Scripted(one, 0.5, none))
     assert part.begins_s(0.0) == 0.0
     part.ended(0.0, 10.0)
     assert part.useful_s == 10.0 and not part.lost
