@@ -27,6 +27,11 @@ def simulate(arguments: argparse.Namespace) -> int:
         workers=arguments.workers,
         fast=arguments.fast,
         tapes=Path(arguments.tapes) if arguments.tapes else None,
+        plot=Path(arguments.plot) if arguments.plot else None,
+        choose=arguments.choose,
+        penalty=arguments.penalty,
+        parameters=arguments.parameters,
+        loss_slope=arguments.loss_slope,
         overrides=arguments.overrides,
     )
     result, text = run(options, lambda line: print(line, file=sys.stderr, flush=True))

@@ -2,7 +2,8 @@
 
     cli, config -> runtime, sim, launch -> transport, training -> protocol | core
 
-`protocol` decides and `core` computes; both are pure and they never meet but in a driver.
+`protocol` decides and `core` computes; both are pure and they never meet but in a driver. `drawing` makes charts as
+text and knows nothing of the others.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ MIDDLE = {"transport", "training"}
 LAYERS: dict[str, set[str]] = {
     "protocol": set(),
     "core": set(),
+    "drawing": set(),
     "transport": BOTTOM,
     "training": BOTTOM,
-    "sim": {"protocol"},
-    "runtime": MIDDLE | BOTTOM,
+    "sim": {"protocol", "drawing"},
+    "runtime": {"drawing"} | MIDDLE | BOTTOM,
     "launch": {"runtime"} | MIDDLE | BOTTOM,
     "config": {"runtime", "sim", "launch"} | MIDDLE | BOTTOM,
     "cli_words": set(),
@@ -54,6 +56,7 @@ THIRD_PARTY = {
     "protocol": set[str](),
     "core": {"jax", "jaxlib", "numpy", "optax", "ml_dtypes", "jaxtyping", "numba", "xxhash"},
     "sim": set[str](),
+    "drawing": set[str](),
 }
 PURE_LAYERS = {"protocol", "core"}
 # so that `diloco simulate` starts without JAX
@@ -205,6 +208,7 @@ BAD = {
     "core uses another library": ("core.codec", "import flax"),
     "sim uses core": ("sim.cluster", "import diloco_jax.core.merge"),
     "sim uses numpy": ("sim.engine", "import numpy"),
+    "drawing uses a library": ("drawing.charts", "import rich"),
     "transport uses training": ("transport.grpc", "from diloco_jax.training import island"),
     "runtime uses sim": ("runtime.local", "from diloco_jax import sim"),
     "runtime uses the root": ("runtime.local", "from diloco_jax import RunConfig"),

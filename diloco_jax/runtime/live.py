@@ -27,6 +27,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from diloco_jax.drawing.charts import format_bytes, format_count
+
 REFRESHES_PER_S = 4
 LINE_EVERY_S = 10.0  # without a terminal: one line this often
 RATE_WINDOW_S = 60.0  # of run time, for the time left
@@ -43,23 +45,6 @@ CONDITION_STYLES = {
 }
 RUN_STYLES = {"starting": "cyan", "running": "green", "complete": "green", "stopped": "yellow"}
 NO_VALUE = "–"
-
-
-def format_count(value: float) -> str:
-    """A count in at most four characters and a unit: 950, 1.23k, 45.6M."""
-    units = ["", "k", "M", "G", "T"]
-    while abs(value) >= 999.5 and len(units) > 1:
-        value /= 1000
-        del units[0]
-    unit = units[0]
-    return f"{value:.0f}{unit}" if not unit or abs(value) >= 100 else f"{value:.3g}{unit}"
-
-
-def format_bytes(value: float) -> str:
-    """A size in decimal units: 950 B, 1.23 MB."""
-    text = format_count(value)
-    number, unit = (text[:-1], text[-1]) if text[-1].isalpha() else (text, "")
-    return f"{number} {unit}B"
 
 
 def format_duration(seconds: float) -> str:

@@ -15,10 +15,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from diloco_jax.drawing import charts
+from diloco_jax.drawing.charts import HALF, WIDE, Line, Point, format_bytes, format_count
+from diloco_jax.drawing.page import figure, legend, page
 from diloco_jax.runtime import report_plots as plots
 from diloco_jax.runtime.files import CONFIG_FILE, METRICS_FILE, REPORT_FILE, SUMMARY_FILE
-from diloco_jax.runtime.live import format_bytes, format_count, format_duration
-from diloco_jax.runtime.report_plots import HALF, MARKS, WIDE, Line, Mark, Point, Round
+from diloco_jax.runtime.live import format_duration
+from diloco_jax.runtime.report_plots import MARKS, Mark, Round
 from diloco_jax.runtime.telemetry import read_metrics
 
 POINTS_MAX = 320  # per curve: about one for every three pixels
@@ -165,21 +168,9 @@ def _thin(points: Sequence[Point]) -> list[Point]:
     return [*points[::every], *(points[-1:] if (len(points) - 1) % every else [])]
 
 
-def _figure(title: str, note: str, chart: str, legend: str = "", *, wide: bool = True) -> str:
-    return (
-        f'<figure class="{"wide" if wide else "half"}"><h2>{escape(title)}</h2><figcaption>{note}</figcaption>'
-        f'{legend}<div class="scroll">{chart}</div></figure>'
-    )
-
-
-def _legend(entries: Sequence[tuple[str, str]]) -> str:
-    items = (f'<li><i class="{style}"></i>{escape(name)}</li>' for name, style in entries)
-    return f'<ul class="legend">{"".join(items)}</ul>'
-
-
 def _style(index: int, count: int) -> str:
     """The colour class of one of `count` islands; too many to tell apart share one colour."""
-    return f"k{index}" if count <= plots.NUM_COLOURS else "many"
+    return f"k{index}" if count <= charts.NUM_COLOURS else "many"
 
 
 def _loss_charts(story: Story) -> str:
@@ -193,7 +184,7 @@ def _loss_charts(story: Story) -> str:
     values += [loss for t, _, loss in story.evals if t >= story.settled_s]
     if not values:
         return ""
-    y_axis = plots.number_axis(values, "loss")
+    y_axis = charts.number_axis(values, "loss")
     out = []
     for title, note, column, x_axis in (
         (
@@ -201,28 +192,28 @@ def _loss_charts(story: Story) -> str:
             "Training loss of every island (moving average) against the tokens that all islands had trained on by "
             "then, and the evaluation of the global model on held-out data, in nats per token.",
             1,
-            plots.count_axis(story.tokens, "tokens, all islands together"),
+            charts.count_axis(story.tokens, "tokens, all islands together"),
         ),
         (
             "Loss over time",
             "The same losses against time.",
             0,
-            plots.time_axis(story.end_s, "time since the run began"),
+            charts.time_axis(story.end_s, "time since the run began"),
         ),
     ):
         lines = []
         for index, (name, track) in enumerate(story.tracks.items()):
             points = smooth([(step[column], step[2]) for step in track.steps])
             lines += [Line(name=name, points=points, style=_style(index, count))] if points else []
-        legend = [(line.name, line.style) for line in lines]
-        if count > plots.NUM_COLOURS:
-            legend = [(f"{len(lines)} islands", "many")]
+        entries = [(line.name, line.style) for line in lines]
+        if count > charts.NUM_COLOURS:
+            entries = [(f"{len(lines)} islands", "many")]
         if story.evals:
             points = [(point[column], point[2]) for point in story.evals]
             lines.append(Line(name="global model (eval)", points=points, style="main", dots=True))
-            legend.append(("global model (eval)", "main"))
-        chart = plots.line_chart(title, lines, x_axis, y_axis, width=WIDE, height=340 if column else 280)
-        out.append(_figure(title, note, chart, _legend(legend)))
+            entries.append(("global model (eval)", "main"))
+        chart = charts.line_chart(title, lines, x_axis, y_axis, width=WIDE, height=340 if column else 280)
+        out.append(figure(title, note, chart, legend(entries)))
     return "".join(out)
 
 
@@ -240,7 +231,7 @@ def _timeline(story: Story) -> str:
     )
     title = "Rounds and their members"
     chart = plots.timeline(title, list(story.tracks), story.rounds, story.marks, (story.begin_s, story.end_s))
-    return _figure(title, note, chart, f'<ul class="legend">{signs}</ul>')
+    return figure(title, note, chart, f'<ul class="legend">{signs}</ul>')
 
 
 def _wire_chart(story: Story, wire: Mapping[str, Any]) -> str:
@@ -265,15 +256,15 @@ def _wire_chart(story: Story, wire: Mapping[str, Any]) -> str:
     else:
         note += " The comparison with data parallel needs summary.json, which is written when a run ends."
     values = [y for line in lines for x, y in line.points if x >= story.settled_s]
-    chart = plots.line_chart(
+    chart = charts.line_chart(
         "Bytes on the wire",
         [line for line in lines if line.points],
-        plots.time_axis(story.end_s, "time since the run began"),
-        plots.bytes_axis(values, "bytes"),
+        charts.time_axis(story.end_s, "time since the run began"),
+        charts.bytes_axis(values, "bytes"),
         width=WIDE,
         height=280,
     )
-    return _figure("Bytes on the wire", note, chart, _legend([(line.name, line.style) for line in lines]))
+    return figure("Bytes on the wire", note, chart, legend([(line.name, line.style) for line in lines]))
 
 
 def _island_bars(learners: Mapping[str, Mapping[str, Any]]) -> str:
@@ -285,12 +276,12 @@ def _island_bars(learners: Mapping[str, Mapping[str, Any]]) -> str:
     out = ""
     if participation := values("participation"):
         chart = plots.bars("Participation", participation, high=1.0, width=HALF)
-        out += _figure("Participation", "Share of the merged rounds that an island was in.", chart, wide=False)
+        out += figure("Participation", "Share of the merged rounds that an island was in.", chart, wide=False)
     if overhead := values("step_overhead"):
         high = max(1, math.ceil(10 * max(value for _, value, _ in overhead))) / 10
         chart = plots.bars("Step overhead", overhead, high=high, width=HALF)
         note = f"Share of an island's time between two steps. A full bar is {high:.0%}."
-        out += _figure("Step overhead", note, chart, wide=False)
+        out += figure("Step overhead", note, chart, wide=False)
     return out
 
 
@@ -385,13 +376,8 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     if config_file.is_file():
         text = escape(config_file.read_text(encoding="utf-8"))
         parts.append(f"<details><summary>Configuration</summary><pre>{text}</pre></details>")
-    page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)}</title>'
-        f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{plots.STYLE}</style></head>'
-        f"<body><main>{''.join(parts)}</main><script>{plots.SCRIPT}</script></body></html>\n"
-    )
     target = folder / REPORT_FILE
     draft = target.with_name(f".{REPORT_FILE}.{os.getpid()}.tmp")
-    draft.write_text(page, encoding="utf-8")
+    draft.write_text(page(name, parts), encoding="utf-8")
     os.replace(draft, target)
     return target

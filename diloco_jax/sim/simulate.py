@@ -11,8 +11,12 @@ from typing import Any
 
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim.cells import Cell, Result, Say, run_cells
+from diloco_jax.sim.choose import as_dict, choose
+from diloco_jax.sim.choose import describe as describe_choice
 from diloco_jax.sim.goodput import HOUR_S, METHODS, Wan
 from diloco_jax.sim.hardware import Hardware, check_cluster
+from diloco_jax.sim.penalty import cost_of
+from diloco_jax.sim.plot import Published, check_plot, write_plot
 from diloco_jax.sim.presets import PRESETS, Settings, cell
 from diloco_jax.sim.settings import compact, describe, number, read
 
@@ -36,6 +40,11 @@ class Options:
     workers: int | None = None
     fast: bool = False
     tapes: Path | None = None
+    plot: Path | None = None
+    choose: bool = False
+    penalty: str = "scavenging"
+    parameters: str = "5g"
+    loss_slope: float | None = None
     overrides: Sequence[str] = ()
 
 
@@ -67,7 +76,28 @@ def plan_cells(options: Options) -> list[Cell]:
                 f"{each.hours:g} hours of {learners} learners are {steps:.3g} steps or heartbeats, more than "
                 f"{STEPS_MAX:.0e}; simulate fewer --hours, or longer steps (--hardware.step-s)"
             )
+    _check_after(options, cells)
     return cells if options.tapes is None else [_taped(cells, options.tapes)]
+
+
+def _check_after(options: Options, cells: Sequence[Cell]) -> None:
+    """Refuse before the simulation what could not be told of it afterwards."""
+    if options.plot is not None:
+        check_plot(options.plot)
+        if len({(cell.method, cell.learners, cell.chips) for cell in cells}) < len(cells):
+            raise ValueError(
+                f"--plot draws goodput against chips, but the cells of {options.preset} differ in other settings; "
+                "leave it out, or simulate without that preset"
+            )
+    if options.choose:
+        numbers = {cell.learners for cell in cells}
+        if len(numbers) < 2:
+            raise ValueError(
+                f"--choose compares numbers of learners, but only {min(numbers)} would be simulated; give several to "
+                "--learners"
+            )
+        for learners in numbers:
+            cost_of(options.penalty, learners, parameters=number(options.parameters), slope=options.loss_slope)
 
 
 def _cross(options: Options, settings: Settings) -> list[Cell]:
@@ -103,7 +133,7 @@ def run(options: Options, say: Say) -> tuple[dict[str, Any], str]:
 
     Raises:
         ValueError: something that cannot be simulated.
-        OSError: the tapes cannot be written.
+        OSError: the tapes or the plot cannot be written.
     """
     cells = plan_cells(options)
     preset = PRESETS[options.preset] if options.preset is not None else None
@@ -115,12 +145,23 @@ def run(options: Options, say: Say) -> tuple[dict[str, Any], str]:
     wall_s = time.monotonic() - began_s
     events = sum(result.row.events for result in results)
     rows = [result.row._asdict() | {"hours": result.cell.hours} for result in results]
-    told = {"rows": rows, "seed": options.seed, "wall_s": round(wall_s, 3), "events": events}
+    told: dict[str, Any] = {"rows": rows, "seed": options.seed, "wall_s": round(wall_s, 3), "events": events}
     facts: Callable[[Sequence[Result]], dict[str, Any]] = preset.facts if preset is not None else lambda _: {}
     text = preset.describe(results) if preset is not None else table(results)
-    return told | facts(
-        results
-    ), f"{text}\n{len(results)} simulations, {events} events, seed {options.seed}, {wall_s:.1f} s"
+    told |= facts(results)
+    text += f"\n{len(results)} simulations, {events} events, seed {options.seed}, {wall_s:.1f} s"
+    if options.plot is not None:
+        published = [Published(**each) for each in told.get("paper", ())]
+        write_plot([result.row for result in results], options.plot, published)
+        told["plot"] = str(options.plot)
+    if options.choose:
+        parameters = number(options.parameters)
+        choices = choose(
+            [result.row for result in results], options.penalty, parameters=parameters, slope=options.loss_slope
+        )
+        told["choice"] = [as_dict(choice) for choice in choices]
+        text = "\n\n".join([text, *(describe_choice(choice) for choice in choices)])
+    return told, text
 
 
 def table(results: Sequence[Result]) -> str:

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from diloco_jax.runtime.live import LiveView, describe, format_bytes, format_count, format_duration, line, render
+from diloco_jax.drawing.charts import format_bytes, format_count
+from diloco_jax.runtime.live import LiveView, describe, format_duration, line, render
 from diloco_jax.runtime.telemetry import write_json
 
 REASONS = {

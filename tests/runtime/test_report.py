@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_jax.drawing import charts
 from diloco_jax.runtime import report_plots as plots
 from diloco_jax.runtime.report import POINTS_MAX, read_story, smooth, write_report
 from diloco_jax.runtime.report_plots import CELLS_MAX, Mark, Round
@@ -135,9 +136,9 @@ def test_a_complete_run(tmp_path: Path) -> None:
         "Participation",
     ):
         assert f"<h2>{title}</h2>" in page
-    charts = re.findall(r'<div class="scroll">(<svg.*?)</div>', page)
-    assert len(charts) == 6
-    for chart in charts:
+    found = re.findall(r'<div class="scroll">(<svg.*?)</div>', page)
+    assert len(found) == 6
+    for chart in found:
         ElementTree.fromstring(chart)
 
 
@@ -279,7 +280,7 @@ def test_smoothing_is_a_centred_mean() -> None:
 
 @given(st.floats(min_value=1e-6, max_value=1e12), st.integers(min_value=2, max_value=12))
 def test_a_nice_step_is_nice(span: float, pieces: int) -> None:
-    step_size = plots.nice_step(span, pieces)
+    step_size = charts.nice_step(span, pieces)
     assert span / step_size <= pieces * (1 + 1e-6)
     mantissa = float(f"{step_size:e}".split("e")[0])
     assert any(mantissa == pytest.approx(nice) for nice in (1, 2, 2.5, 5))
@@ -287,7 +288,7 @@ def test_a_nice_step_is_nice(span: float, pieces: int) -> None:
 
 @given(st.lists(st.floats(min_value=-1e6, max_value=1e6), min_size=1, max_size=20))
 def test_a_number_axis_holds_its_values_and_tells_ticks_apart(values: list[float]) -> None:
-    axis = plots.number_axis(values, "loss")
+    axis = charts.number_axis(values, "loss")
     assert all(0 <= axis.place(value) <= 1 for value in values)
     assert all(-1e-9 <= axis.place(value) <= 1 + 1e-9 for value, _ in axis.ticks)
     texts = [text for _, text in axis.ticks]
@@ -296,7 +297,7 @@ def test_a_number_axis_holds_its_values_and_tells_ticks_apart(values: list[float
 
 @given(st.floats(min_value=0, max_value=1e7))
 def test_a_time_axis_has_few_ticks(end_s: float) -> None:
-    axis = plots.time_axis(end_s, "time")
+    axis = charts.time_axis(end_s, "time")
     assert 1 <= len(axis.ticks) <= 11
     assert axis.ticks[0] == (0.0, "0")
     assert len({text for _, text in axis.ticks}) == len(axis.ticks)
@@ -304,7 +305,7 @@ def test_a_time_axis_has_few_ticks(end_s: float) -> None:
 
 @given(st.lists(st.floats(min_value=0, max_value=1e15), max_size=10))
 def test_a_bytes_axis_spans_at_most_four_decades(values: list[float]) -> None:
-    axis = plots.bytes_axis(values, "bytes")
+    axis = charts.bytes_axis(values, "bytes")
     assert 10 <= axis.high / axis.low <= 1.0001e4
     assert axis.place(max([*values, axis.low])) <= 1
     assert len(axis.ticks) >= 1
