@@ -80,9 +80,15 @@ class Recorder(Observer):
         self.records: list[dict[str, Any]] = []
         self._cluster, self._offset_s = cluster, offset_s
         self._steps: dict[tuple[str, int], int] = {}
+        self._started: dict[tuple[str, int], int] = {}  # life -> its number, as the supervisor gives it
 
     def _write(self, kind: str, now_s: float, **fields: Any) -> None:
         self.records.append({"kind": kind, "t": now_s + self._offset_s, **fields})
+
+    def _number(self, life: tuple[str, int], now_s: float) -> int:
+        """By the clock, when the process started, which is before it greets."""
+        started_s = BEGAN_UNIX_S + now_s + self._offset_s - CALIBRATION.boot_s
+        return self._started.setdefault(life, round(1000 * started_s))
 
     def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
         if not isinstance(message, StepReport):
@@ -91,8 +97,7 @@ class Recorder(Observer):
         member = self._cluster.syncer.membership.get(*life)
         if member is not None and message.local_step > self._steps.get(life, 0):
             self._steps[life] = message.local_step
-            incarnation = started_ms(self._cluster, *life, self._offset_s)
-            facts = {"learner": message.learner_id, "incarnation": incarnation, "local_step": message.local_step}
+            facts = {"learner": life[0], "incarnation": self._number(life, now_s), "local_step": message.local_step}
             self._write("step", now_s, **facts, step_s=message.step_s)
 
     def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
@@ -100,24 +105,13 @@ class Recorder(Observer):
             if isinstance(effect, Note) and source == SYNCER:
                 reason = effect.reason
                 if effect.kind == "joined":
-                    name, life = effect.members[0], int(reason.rpartition(" ")[2])
-                    reason = f"incarnation {started_ms(self._cluster, name, life, self._offset_s)}"
+                    life = effect.members[0], int(reason.rpartition(" ")[2])
+                    reason = f"incarnation {self._number(life, now_s)}"
                 facts = {"global_step": effect.global_step, "members": list(effect.members), "reason": reason}
                 self._write(effect.kind, now_s, **facts)
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         self._write("restarted", now_s, reason="life 2")
-
-
-STARTS: dict[tuple[int, str, int], float] = {}
-
-
-def started_ms(cluster: LocalCluster, name: str, incarnation: int, offset_s: float) -> int:
-    """As the supervisor numbers lives: by the clock when a process starts, which is before it greets."""
-    key = (id(cluster), name, incarnation)
-    if key not in STARTS:
-        STARTS[key] = cluster.engine.now_s + offset_s - CALIBRATION.boot_s
-    return round(1000 * (BEGAN_UNIX_S + STARTS[key]))
 
 
 def simulate_run(folder: Path, faults: Sequence[RealFault], seed: int = 0, offset_s: float = 10.0) -> Path:
