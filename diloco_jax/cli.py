@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco_jax.cli_ahead import simulate
+from diloco_jax.cli_ahead import plan, simulate
 from diloco_jax.cli_before import certs, doctor, launch, preflight
 from diloco_jax.cli_config import COMPILER, FAILED, INTERRUPTED, WRONG_INPUT, learner_dir, load_config
 from diloco_jax.cli_words import CHAOS_LEARNER, MERGE_SHARD, Command, make_parser
@@ -92,6 +92,7 @@ def _commands() -> dict[str, Command]:
         "replay": _replay,
         "audit": _audit,
         "preflight": preflight,
+        "plan": plan,
     }
 
 

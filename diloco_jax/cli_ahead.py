@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from dataclasses import fields
 from pathlib import Path
+
+from diloco_jax.cli_config import load_config
 
 
 def simulate(arguments: argparse.Namespace) -> int:
@@ -36,4 +40,33 @@ def simulate(arguments: argparse.Namespace) -> int:
     )
     result, text = run(options, lambda line: print(line, file=sys.stderr, flush=True))
     print(json.dumps(result) if arguments.json else text)
+    return 0
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    if arguments.preset:
+        from diloco_jax.sim import table13
+
+        if arguments.config or arguments.overrides:
+            raise ValueError(
+                f"--preset {arguments.preset} has a model and links of its own; leave "
+                f"{arguments.config or arguments.overrides[0]} out, or the preset"
+            )
+        print(json.dumps(table13.result()) if arguments.json else table13.describe())
+        return 0
+    if not arguments.config:
+        raise ValueError("no config is named; give a YAML file, see configs/, or --preset table13")
+    os.environ["JAX_PLATFORMS"] = "cpu"  # shapes need no accelerator, and to look at one would take it from a run
+    from diloco_jax.launch.forecast import forecast
+    from diloco_jax.launch.forecast_advice import advise
+    from diloco_jax.launch.forecast_case import case_of
+    from diloco_jax.launch.forecast_report import describe
+    from diloco_jax.runtime.telemetry import finite
+    from diloco_jax.sim.assumptions import Assumptions
+
+    config = load_config(arguments)
+    given = {field.name: getattr(arguments, field.name) for field in fields(Assumptions)}
+    case = case_of(config, Assumptions(**{name: value for name, value in given.items() if value is not None}))
+    result = forecast(case, advise(case))
+    print(json.dumps(finite(result)) if arguments.json else describe(result))
     return 0

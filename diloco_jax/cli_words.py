@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from dataclasses import fields
+
+from diloco_jax.sim.assumptions import Assumptions
 
 Command = Callable[[argparse.Namespace], int]
 Add = Callable[..., argparse.ArgumentParser]
@@ -61,6 +64,7 @@ def make_parser(run: Mapping[str, Command]) -> argparse.ArgumentParser:
     _chaos_words(add("chaos", "A local run under a schedule of faults: what came back, when.", config=True))
     _doctor_words(add("doctor", "Check this machine and its way to the syncer, before or during a run.", config=True))
     _launch_words(add("launch", "Manifests and commands that start a run on Google Cloud."))
+    _plan_words(add("plan", "Links, memory, goodput and cost of a config, before it runs, and what to change."))
     _simulate_words(add("simulate", "Goodput of a cluster whose chips fail, without one: chips, learners, methods."))
     add("baseline", "The data-parallel baseline in this process, for `train`.", config=True)
     _looking_words(add)
@@ -145,6 +149,24 @@ def _launch_words(launch: argparse.ArgumentParser) -> None:
     launch.add_argument("--force", action="store_true", help="overwrite the files of an earlier launch in --out")
     launch.add_argument("--run", action="store_true", help="run the commands too; default for --out: RUNS_DIR/NAME-WAY")
     launch.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _plan_words(plan: argparse.ArgumentParser) -> None:
+    plan.set_defaults(takes_overrides=True)
+    plan.epilog = OVERRIDES
+    plan.add_argument("config", nargs="?", help="YAML file, see configs/")
+    plan.add_argument("--settings", action="store_true", help="list all settings with their meaning, and exit")
+    plan.add_argument("--preset", choices=("table13",), help="the paper's Table 13 beside ours, without a config")
+    for each in fields(Assumptions):
+        text, source = each.metadata["help"], each.metadata["source"]
+        known = f"; default: {each.default:g}" if each.default else ""
+        plan.add_argument(
+            f"--{each.name.replace('_', '-')}",
+            type=int if isinstance(each.default, int) else float,
+            metavar="N",
+            help=f"{text}{known}{f' ({source})' if source and known else ''}".replace("%", "%%"),
+        )
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _simulate_words(simulate: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
 """The rules of imports, read from the sources: which layer may use which, and nothing in a circle.
 
-    cli, config -> runtime, sim, launch -> transport, training -> protocol | core
+    cli, config -> launch -> runtime, sim -> transport, training -> protocol | core
 
 `protocol` decides and `core` computes; both are pure and they never meet but in a driver. `drawing` makes charts as
 text and knows nothing of the others.
@@ -28,9 +28,9 @@ LAYERS: dict[str, set[str]] = {
     "training": BOTTOM,
     "sim": {"protocol", "drawing"},
     "runtime": {"drawing"} | MIDDLE | BOTTOM,
-    "launch": {"runtime"} | MIDDLE | BOTTOM,
+    "launch": {"runtime", "sim"} | MIDDLE | BOTTOM,
     "config": {"runtime", "sim", "launch"} | MIDDLE | BOTTOM,
-    "cli_words": set(),
+    "cli_words": {"sim"},
     "cli_config": {"config", "runtime"},
     "cli_before": {"cli_config", "config", "runtime", "launch"} | MIDDLE | BOTTOM,
     "cli_like": {"config", "runtime", "sim"},
@@ -61,6 +61,8 @@ THIRD_PARTY = {
 PURE_LAYERS = {"protocol", "core"}
 # so that `diloco simulate` starts without JAX
 LATE_IMPORTS_ALLOWED = {"cli", "cli_ahead", "cli_before", "cli_config", "cli_like"}
+LATE_IMPORTS_ALLOWED = {"cli", "cli_before", "cli_ahead", "cli_config"}  # so that `diloco simulate` starts without JAX
+LATE_IMPORTS_ALLOWED = {"cli", "cli_ahead", "cli_before", "cli_config"}  # so that `diloco simulate` starts without JAX
 
 
 class Import(NamedTuple):

@@ -144,7 +144,7 @@ def _judge(kind: Kind, compiled: Compiled, result: dict[str, Any]) -> None:
             },
             "weight_all_reduces": gathers.all_reduces,
             "collective_bytes": step.program.collective_bytes if step.program else None,
-            "host_bytes": host_bytes(compiled),
+            "host_bytes": host_bytes(compiled.plan),
             "host_limit_bytes": host_limit(topology),
             "wire": wire(kind.config, compiled, (step_s[0], step_s[1])),
         }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
 from diloco_jax.core.codec import encoded_size
+from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.launch.preflight_compile import Built, Compiled
 from diloco_jax.launch.preflight_hlo import Collective
 from diloco_jax.runtime.settings import RunConfig
@@ -52,7 +54,7 @@ def step_hbm(config: RunConfig, compiled: Compiled) -> Hbm:
         compiled.optimizer,
         sum(compiled.anchors),
         sum(compiled.residuals),
-        _staged(config, compiled),
+        staged_at_once(config, compiled.staged),
         max(0.0, temporaries),
     )
 
@@ -71,13 +73,16 @@ def program_hbm(built: Built, compiled: Compiled, hbm: Hbm) -> float:
     return hbm.fixed + own + new + memory.outputs - memory.aliased
 
 
-def _staged(config: RunConfig, compiled: Compiled) -> float:
-    """Copies that are on their way at once: what becomes due within the overlap, and one more."""
-    if not compiled.staged:
-        return 0.0
+def staged_at_once(config: RunConfig, sizes: Sequence[float]) -> float:
+    """Of copies on their way out, those at one time: what becomes due within the overlap, and one more.
+
+    Args:
+      config: of the run.
+      sizes: of a copy of each fragment.
+    """
     protocol = config.protocol
     at_once = protocol.overlap_steps * protocol.num_fragments // protocol.sync_every + 1
-    return sum(sorted(compiled.staged, reverse=True)[:at_once])
+    return sum(sorted(sizes, reverse=True)[:at_once])
 
 
 def num_parameters(blueprint: Blueprint) -> int:
@@ -85,13 +90,13 @@ def num_parameters(blueprint: Blueprint) -> int:
     return sum(map(math.prod, blueprint.shapes.values()))
 
 
-def host_bytes(compiled: Compiled) -> float:
+def host_bytes(plan: FragmentPlan) -> float:
     """What each host of an island keeps in its memory: the newest global model in float32, and what arrives.
 
     Every host has the whole model, however many hosts share the chips' copy.
     """
-    largest = max(fragment.num_elements for fragment in compiled.plan.fragments)
-    return 4.0 * (num_parameters(compiled.blueprint) + HOST_COPIES * largest)
+    sizes = [fragment.num_elements for fragment in plan.fragments]
+    return 4.0 * (sum(sizes) + HOST_COPIES * max(sizes))
 
 
 def host_limit(topology: Topology) -> float:

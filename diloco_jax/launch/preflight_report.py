@@ -61,34 +61,34 @@ def _table(rows: Sequence[Row]) -> list[str]:
         spelled = ", ".join(f"{times} {each}" for each, times in found.items()) or "none"
         lines.append(
             f"  {name:<26}{sum(row['compile_s'] for row in same):>8.1f} s{sum(row['cpu_s'] for row in same):>7.1f} s"
-            f"{_size(worst['hbm_bytes']):>11}{_size(worst['hbm_limit_bytes']):>8}{flops:>10}   "
+            f"{size(worst['hbm_bytes']):>11}{size(worst['hbm_limit_bytes']):>8}{flops:>10}   "
             + ("unknown: does not fit" if worst["flops"] is None else spelled)
         )
     return lines
 
 
 def _island(island: Row) -> list[str]:
-    parts = ", ".join(f"{name} {_size(size)}" for name, size in island["hbm"].items())
+    parts = ", ".join(f"{name} {size(one)}" for name, one in island["hbm"].items())
     lines = [f"  chip memory   in the inner step: {parts}", *_flops(island)]
     slow, fast = island["step_s"]
     lines.append(f"  step time     {slow:.3g} to {fast:.3g} s at {MFU[0]:.0%} to {MFU[1]:.0%} of the chips' peak (MFU)")
     gather = island["largest_all_gather"]
     if gather:
         share = f"{gather['share_of_parameters']:.1%} of the parameters"
-        lines.append(f"  gathering     most weights at once: {_size(gather['bytes'])}, {share}, by {gather['kind']}")
+        lines.append(f"  gathering     most weights at once: {size(gather['bytes'])}, {share}, by {gather['kind']}")
     if island["weight_all_reduces"]:
         lines.append(
             f"{_INDENT}{island['weight_all_reduces']} all-reduces give chips whole weights or their gradients, with "
             "about twice the traffic of gathers"
         )
     if island["collective_bytes"]:
-        moved = ", ".join(f"{kind} {_size(size)}" for kind, size in island["collective_bytes"].items())
+        moved = ", ".join(f"{kind} {size(one)}" for kind, one in island["collective_bytes"].items())
         lines.append(f"  collectives   results per chip and step: {moved}")
     lines.append(
-        f"  host memory   {_size(island['host_bytes'])} of {_size(island['host_limit_bytes'])} on each host for "
+        f"  host memory   {size(island['host_bytes'])} of {size(island['host_limit_bytes'])} on each host for "
         "the global model in float32 and what arrives"
     )
-    up, down = (_size(island["wire"][f"{way}_bytes_per_step"]) for way in ("up", "down"))
+    up, down = (size(island["wire"][f"{way}_bytes_per_step"]) for way in ("up", "down"))
     slow, fast = island["wire"]["gbit_per_s"]
     lines.append(f"  WAN           per step {up} up, {down} down: {slow:.3g} to {fast:.3g} Gbit/s for these times")
     return lines
@@ -112,9 +112,9 @@ def _flops(island: Row) -> list[str]:
     return lines
 
 
-def _size(num_bytes: float) -> str:
+def size(num_bytes: float) -> str:
     """With three digits: 1.23 GB."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+    for unit, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g} {name}"
     return f"{num_bytes:.0f} B"

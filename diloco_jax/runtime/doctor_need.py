@@ -106,11 +106,45 @@ def _learner_bytes(config: RunConfig, island: str, model_bytes: int, state_bytes
     return memory, (SAVED_KEPT + 1) * state_bytes
 
 
-def _syncer_bytes(config: RunConfig, model_bytes: int, up_bytes: Sequence[int]) -> tuple[int, int]:
-    """Memory: values, outer state, residual, initial parameters, a capture of all, and learners' values."""
+class SyncerMemory(NamedTuple):
+    """What the syncer holds, bytes.
+
+    Attributes:
+      values: newest version of every fragment, float32.
+      outer: state of the outer optimizer.
+      residuals: what rounding the steps has left out so far.
+      anchors: older versions that learners may still refer to.
+      initial: parameters that the run began with.
+      capture: values, outer state and residuals of a snapshot that is being written.
+      payloads: of learners, waiting to be merged.
+    """
+
+    values: int
+    outer: int
+    residuals: int
+    anchors: int
+    initial: int
+    capture: int
+    payloads: int
+
+
+def syncer_memory(config: RunConfig, model_bytes: int, up_bytes: Sequence[int]) -> SyncerMemory:
+    """What the syncer of a run holds.
+
+    Args:
+        config: the run.
+        model_bytes: float32 parameters.
+        up_bytes: outer gradient of each fragment, encoded.
+    """
     protocol = config.protocol
-    residual = model_bytes if config.wire.down != "float32" else 0
-    state = 2 * model_bytes + residual
-    waiting = max(1, protocol.overlap_steps) * max(up_bytes) * config.islands.count
-    memory = (protocol.anchor_history + 1) * model_bytes + 2 * state + waiting
-    return memory, (config.checkpoints.keep + 1) * state
+    residuals = model_bytes if config.wire.down != "float32" else 0
+    state = 2 * model_bytes + residuals
+    payloads = max(1, protocol.overlap_steps) * max(up_bytes) * config.islands.count
+    anchors = protocol.anchor_history * model_bytes
+    return SyncerMemory(model_bytes, model_bytes, residuals, anchors, model_bytes, state, payloads)
+
+
+def _syncer_bytes(config: RunConfig, model_bytes: int, up_bytes: Sequence[int]) -> tuple[int, int]:
+    memory = syncer_memory(config, model_bytes, up_bytes)
+    state = memory.values + memory.outer + memory.residuals
+    return sum(memory), (config.checkpoints.keep + 1) * state

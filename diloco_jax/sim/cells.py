@@ -113,10 +113,15 @@ def _side_by_side(cells: Sequence[Cell], workers: int) -> Iterator[tuple[int, Re
             yield numbers[done], done.result()
 
 
+def _die_of_an_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     """A pool whose processes do not outlive an interrupt or an error."""
-    pool = ProcessPoolExecutor(workers, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL))
+    fresh = multiprocessing.get_context("spawn")  # a caller may have JAX's threads, which a fork would leave behind
+    pool = ProcessPoolExecutor(workers, fresh, initializer=_die_of_an_interrupt)
     try:
         yield pool
     except BaseException:

@@ -26,7 +26,7 @@ from diloco_jax.training.models.protocol import (
     split_model,
 )
 from diloco_jax.training.optimizers import OptimizerConfig, make_inner
-from diloco_jax.training.sharding import Layout, LogicalAxes, MeshConfig, make_mesh, use_layout
+from diloco_jax.training.sharding import Layout, LogicalAxes, MeshConfig, make_mesh, planned_mesh, use_layout
 from diloco_jax.training.state_bytes import StateLayout
 from diloco_jax.training.train_step import TrainState, make_train_step, model_loss
 
@@ -56,7 +56,7 @@ class Blueprint:
         model: ModelConfig,
         optimizer: OptimizerConfig,
         mesh: MeshConfig,
-        devices: Sequence[jax.Device],
+        devices: Sequence[jax.Device] | int,
         *,
         seed: int,
     ) -> None:
@@ -66,13 +66,13 @@ class Blueprint:
           model: which model.
           optimizer: which inner optimizer.
           mesh: how the devices are used.
-          devices: of the island.
+          devices: of the island; only how many, if nothing will be compiled.
           seed: of the initial parameters; equal seeds give equal parameters on any mesh.
 
         Raises:
           ValueError: the model cannot be loaded, or the mesh does not fit the devices.
         """
-        self.mesh = make_mesh(mesh, devices)
+        self.mesh = planned_mesh(mesh, devices) if isinstance(devices, int) else make_mesh(mesh, devices)
         self.layout = Layout(self.mesh, mesh.all_rules())
         described = _describe_model(model, seed)
         self.shapes = {path: tuple(value.shape) for path, value in described.params.items()}

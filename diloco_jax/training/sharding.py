@@ -16,7 +16,7 @@ from functools import partial
 
 import jax
 from jax.experimental.mesh_utils import create_device_mesh
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
@@ -106,6 +106,11 @@ class MeshConfig:
         return math.prod(sizes[axis] for axis in self.all_rules()["batch"])
 
 
+def planned_mesh(config: MeshConfig, num_devices: int) -> AbstractMesh:
+    """The shape of an island's mesh without its devices: enough for layouts, but nothing can run on it."""
+    return AbstractMesh(config.sizes(num_devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
     """Build the island's mesh over `devices`, with the axes MESH_AXES."""
     # Unlike jax.make_mesh: an axis may take part of a dimension of the slice, such as 4 of v6e:8x8.
@@ -118,7 +123,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
 class Layout:
     """A mesh together with the table from logical axes to mesh axes."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     rules: Rules = field(default_factory=lambda: dict(AXIS_RULES))
 
     def sharding(self, shape: Sequence[int], names: LogicalAxes) -> NamedSharding:
@@ -180,6 +185,7 @@ class Layout:
     @property
     def platform(self) -> str:
         """Of the mesh's devices: "cpu", "tpu", ..."""
+        assert isinstance(self.mesh, Mesh), "asked of a mesh without devices"
         return str(self.mesh.devices.flat[0].platform)
 
 
