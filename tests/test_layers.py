@@ -61,8 +61,6 @@ THIRD_PARTY = {
 PURE_LAYERS = {"protocol", "core"}
 # so that `diloco simulate` starts without JAX
 LATE_IMPORTS_ALLOWED = {"cli", "cli_ahead", "cli_before", "cli_config", "cli_like"}
-LATE_IMPORTS_ALLOWED = {"cli", "cli_before", "cli_ahead", "cli_config"}  # so that `diloco simulate` starts without JAX
-LATE_IMPORTS_ALLOWED = {"cli", "cli_ahead", "cli_before", "cli_config"}  # so that `diloco simulate` starts without JAX
 
 
 class Import(NamedTuple):
