@@ -13,8 +13,11 @@ from diloco_jax.cli_config import load_config
 
 
 def simulate(arguments: argparse.Namespace) -> int:
+    from diloco_jax.cli_like import like
     from diloco_jax.sim.simulate import Options, run, settings_text
 
+    if arguments.like:
+        return like(arguments)
     if arguments.settings:
         print(settings_text())
         return 0

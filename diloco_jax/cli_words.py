@@ -209,3 +209,16 @@ def _simulate_words(simulate: argparse.ArgumentParser) -> None:
     )
     simulate.add_argument("--settings", action="store_true", help="list all settings with their sources, and exit")
     simulate.add_argument("--json", action="store_true", help="print one JSON object")
+    _like_words(simulate)
+
+
+def _like_words(simulate: argparse.ArgumentParser) -> None:
+    simulate.add_argument("--like", metavar="RUN", help="the faults of this run of `diloco chaos`, beside what it did")
+    simulate.add_argument(
+        "--calibrate",
+        metavar="RUN",
+        nargs="+",
+        default=[],
+        help="with --like: runs of the same config that tell how long things take, the first one without faults",
+    )
+    simulate.add_argument("--seeds", type=int, default=5, help="with --like: simulated runs of each kind; default: 5")

@@ -33,7 +33,8 @@ LAYERS: dict[str, set[str]] = {
     "cli_words": {"sim"},
     "cli_config": {"config", "runtime"},
     "cli_before": {"cli_config", "config", "runtime", "launch"} | MIDDLE | BOTTOM,
-    "cli_ahead": {"cli_config", "config", "sim", "launch", "runtime"} | MIDDLE | BOTTOM,
+    "cli_like": {"config", "runtime", "sim"},
+    "cli_ahead": {"cli_like", "cli_config", "config", "sim", "launch", "runtime"} | MIDDLE | BOTTOM,
     "cli": {"cli_words", "cli_config", "cli_ahead", "cli_before", "config", "runtime", "sim", "launch"}
     | MIDDLE
     | BOTTOM,
@@ -58,8 +59,8 @@ THIRD_PARTY = {
     "drawing": set[str](),
 }
 PURE_LAYERS = {"protocol", "core"}
-LATE_IMPORTS_ALLOWED = {"cli", "cli_before", "cli_ahead", "cli_config"}  # so that `diloco simulate` starts without JAX
-LATE_IMPORTS_ALLOWED = {"cli", "cli_ahead", "cli_before", "cli_config"}  # so that `diloco simulate` starts without JAX
+# so that `diloco simulate` starts without JAX
+LATE_IMPORTS_ALLOWED = {"cli", "cli_ahead", "cli_before", "cli_config", "cli_like"}
 
 
 class Import(NamedTuple):

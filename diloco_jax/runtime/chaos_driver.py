@@ -22,6 +22,7 @@ RESTARTS = {"kill", "kill-donor", "kill-syncer", "nan"}  # what may cost a proce
 HEAL_LEASES = 3.0  # other faults begin while so many leases are left of the run
 HUNT_S = 600.0  # how long a killed learner has to begin its recovery
 FAULTS_FILE = "faults.jsonl"  # in the chaos folder
+DETAILS = ("at_step", "duration_s", "direction", "how", "amount")  # of a fault, for `diloco simulate --like`
 
 
 class Driver:
@@ -207,7 +208,8 @@ class Driver:
 
     def _write(self, event: str, now_s: float, fault: Fault, target: str) -> None:
         record = {"event": event, "t": round(now_s, 3), "fault": fault.number, "kind": fault.kind, "target": target}
-        self._book.append((json.dumps(record | {"what": str(fault)}) + "\n").encode())
+        details = {name: getattr(fault, name) for name in DETAILS}
+        self._book.append((json.dumps(record | details | {"what": str(fault)}) + "\n").encode())
 
 
 def _news(recovery: Recovery) -> str:

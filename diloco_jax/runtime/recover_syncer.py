@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from diloco_jax.protocol.effects import Effect, Note, SaveSnapshot
 from diloco_jax.protocol.messages import StepReport
+from diloco_jax.protocol.stats import RunStats
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.protocol.tape import TapedSyncer, lives, replay
 from diloco_jax.runtime import checkpoint
@@ -26,7 +27,6 @@ from diloco_jax.runtime.files import ADDRESS_FILE, CHECKPOINTS, CLOCK_FILE, TAPE
 from diloco_jax.runtime.global_model import GlobalModel
 from diloco_jax.runtime.settings import RunConfig
 from diloco_jax.runtime.snapshots import Snapshot, read_snapshot
-from diloco_jax.runtime.stats import RunStats
 from diloco_jax.runtime.tape_file import last_time_s, read_lines
 from diloco_jax.runtime.telemetry import write_json
 from diloco_jax.transport.grpc_link import GrpcListener, listen

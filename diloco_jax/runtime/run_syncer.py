@@ -36,6 +36,7 @@ from diloco_jax.protocol.messages import (
     StepReport,
     Stop,
 )
+from diloco_jax.protocol.stats import RunStats
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.protocol.tape import TapedSyncer
 from diloco_jax.runtime.evaluation import Evaluations, Evaluator
@@ -46,7 +47,6 @@ from diloco_jax.runtime.remote_shares import make_arithmetic
 from diloco_jax.runtime.settings import RunConfig, fingerprint
 from diloco_jax.runtime.sharded_listener import Life, ShardedListener, open_listeners
 from diloco_jax.runtime.snapshots import Snapshot, SnapshotWriter
-from diloco_jax.runtime.stats import RunStats
 from diloco_jax.runtime.status import compose_status, read_earlier
 from diloco_jax.runtime.tape_file import RETRY_S, TapeFile, TapeStopped, last_time_s
 from diloco_jax.runtime.telemetry import Telemetry, finite, write_json

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from diloco_jax.protocol.stats import RunStats
 from diloco_jax.protocol.syncer import Syncer
 from diloco_jax.runtime.files import ADDRESS_FILE, STATUS_FILE
 from diloco_jax.runtime.settings import RunConfig
-from diloco_jax.runtime.stats import RunStats
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.questions import ask_status
 

@@ -45,13 +45,16 @@ class Cluster(Failover):
             step_s = scenario.step_s * (1 + scenario.speed_spread * random.random())
             pace = paces[name] if paces is not None else Steady(step_s, scenario.step_noise, random)
             samples = random.randint(*scenario.step_samples)
-            self.nodes[name] = LearnerProcess(name, self, self.accept, self._on_end, make_learner, pace, samples)
+            self.nodes[name] = self._new_node(name, make_learner, pace, samples)
         late = {name for fault in scenario.faults if fault.kind == "join" for name in fault.learners}
         for node in self.nodes.values():
             if node.name not in late:
                 node.start()
         for fault in scenario.faults:
             self.engine.at(fault.at_s, self._fault, fault)
+
+    def _new_node(self, name: str, make: MakeLearner, pace: Pace, step_samples: int) -> LearnerProcess:
+        return LearnerProcess(name, self, self.accept, self._on_end, make, pace, step_samples)
 
     def watch(self, *observers: Observer) -> None:
         """Add observers, before the run."""
@@ -121,6 +124,10 @@ class Cluster(Failover):
             node.factor *= fault.factor
         elif kind == "partition":
             self.network.partition(node.name)
+        elif kind == "hold":
+            self.network.hold(node.name, fault.direction)
+        elif kind == "narrow":
+            self.network.narrow(node.name, fault.factor)
         elif kind == "corrupt":
             self.network.corrupt(node.name)
         else:
@@ -163,6 +170,10 @@ class Cluster(Failover):
             node.factor /= fault.factor
         elif fault.kind == "partition":
             self.network.heal(node.name)
+        elif fault.kind == "hold":
+            self.network.release(node.name, fault.direction)
+        elif fault.kind == "narrow":
+            self.network.widen(node.name)
         elif fault.kind == "corrupt":
             self.network.cure(node.name)
         elif fault.kind == "poison":

@@ -32,6 +32,8 @@ class Fault(NamedTuple):
     pause: the process stands still, its connection does not break (SIGSTOP, a stuck disk).
     slow: steps take `factor` times as long.
     partition: nothing gets through, and nobody is told.
+    hold: nothing gets through in one direction, or in both, and nobody is told; then all of it arrives.
+    narrow: payloads pass at `factor` bytes per second.
     corrupt: payloads arrive garbled now and then.
     poison: the learner's values cannot be used (NaN, infinite, wildly large).
     donor_crash: the crash of whoever gives its state to another learner, as soon as somebody does.
@@ -49,6 +51,7 @@ class Fault(NamedTuple):
     duration_s: float = NEVER_S
     factor: float = 1.0
     notice_s: float = NEVER_S  # crash, disconnect: how much later the syncer's transport finds out
+    direction: str = "both"  # hold: "up", "down" or "both"
     breaks_snapshot: bool = False  # syncer_crash, rewind: the newest snapshot turns out to be damaged
 
     @property
@@ -62,7 +65,9 @@ class Fault(NamedTuple):
         text = f"{self.kind} of {', '.join(self.learners)}" if self.learners else self.kind
         if self.duration_s < NEVER_S:
             text += f" for {self.duration_s:.2f} s"
-        if self.factor != 1.0:
+        if self.kind == "narrow":
+            text += f", {self.factor:.0f} bytes/s"
+        elif self.factor != 1.0:
             text += f", {self.factor:.1f} times slower"
         if self.kind in ("crash", "disconnect", "donor_crash"):
             text += f", noticed after {self.notice_s:.2f} s" if self.notice_s < NEVER_S else ", unnoticed"
@@ -106,5 +111,5 @@ def _draw(random: Random, kind: str, learners: Sequence[str], until_s: float) ->
         duration_s,
         random.choice((2.0, 5.0, 20.0)) if kind == "slow" else 1.0,
         random.choice((0.02, 0.02, 1.0, NEVER_S)) if breaks else NEVER_S,
-        kind in ("syncer_crash", "rewind") and random.random() < 0.3,
+        breaks_snapshot=kind in ("syncer_crash", "rewind") and random.random() < 0.3,
     )

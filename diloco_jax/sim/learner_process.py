@@ -35,7 +35,6 @@ from diloco_jax.sim.reader import Reader
 from diloco_jax.sim.world import FINGERPRINT, MakeLearner, World
 
 DIAL_S = 0.01  # from dialling to a link that stands
-REDIAL_S = 0.5  # until the next attempt, when nobody listens
 SUPERVISOR_S = 1.0  # until a process that was refused or expelled is started again
 FILLED = frozenset((StatePart, AnchorValue, FragmentValue))  # what the machine leaves for the driver to fill
 URGENT = frozenset((AnchorRequest, StatePull, Garbled))
@@ -105,7 +104,7 @@ class LearnerProcess(Holder):
             return
         self.link = self._accept(self)
         if self.link is None:
-            self.dial(REDIAL_S)
+            self.dial(self.redial_s())
             return
         self.linked_s = now_s
         self._run(self.machine.on_connected(now_s))
@@ -132,7 +131,7 @@ class LearnerProcess(Holder):
             self._engine.at(self.paused_s, self.on_syncer_gone, link)
             return
         self.disconnect(NEVER_S)
-        self.dial(REDIAL_S)
+        self.dial(self.redial_s())
 
     def leave(self, reason: str) -> None:
         """Somebody asks this learner to say goodbye."""

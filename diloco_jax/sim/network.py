@@ -116,7 +116,17 @@ class Network:
         faultless: no link will break and nobody be partitioned, so arrivals need no second look.
     """
 
-    __slots__ = ("_bandwidths", "_clean", "_corrupting", "_delay_s", "_engine", "_options", "_partitions", "lost")
+    __slots__ = (
+        "_bandwidths",
+        "_clean",
+        "_corrupting",
+        "_delay_s",
+        "_engine",
+        "_held",
+        "_options",
+        "_partitions",
+        "lost",
+    )
 
     def __init__(self, engine: Engine, options: NetworkOptions, *, faultless: bool) -> None:
         self.lost = 0
@@ -126,6 +136,7 @@ class Network:
         self._bandwidths = dict(options.thin_links)
         self._partitions: dict[str, int] = {}
         self._corrupting: dict[str, int] = {}
+        self._held: dict[str, tuple[list[str], list[tuple[Pipe, Message | Garbled]]]] = {}  # directions, what waits
         slow = options.jitter_s or options.bandwidth_bytes_per_s or options.thin_links
         self._clean = faultless and not (slow or options.loss or options.duplication or options.reorder)
 
@@ -136,6 +147,30 @@ class Network:
     def heal(self, learner_id: str) -> None:
         """Take back one `partition`."""
         _leave(self._partitions, learner_id)
+
+    def hold(self, learner_id: str, direction: str) -> None:
+        """From now on nothing gets through in this direction ("up", "down" or "both"), but nothing is lost either."""
+        self._held.setdefault(learner_id, ([], []))[0].append(direction)
+
+    def release(self, learner_id: str, direction: str) -> None:
+        """Take back one `hold`: what waited arrives now, in its order, if its connection still stands."""
+        directions, waiting = self._held[learner_id]
+        directions.remove(direction)
+        if not directions:
+            del self._held[learner_id]
+        arrived = waiting[:]
+        waiting.clear()
+        for item in arrived:  # who is held all the same waits again
+            self._engine.at(self._engine.now_s, self._arrive, item)
+
+    def narrow(self, learner_id: str, bytes_per_s: float) -> None:
+        """From now on payloads to and from this learner are slower."""
+        self._bandwidths[learner_id] = bytes_per_s
+
+    def widen(self, learner_id: str) -> None:
+        """End a `narrow`; what is under way keeps its pace."""
+        self._bandwidths.pop(learner_id, None)
+        self._bandwidths.update((name, rate) for name, rate in self._options.thin_links if name == learner_id)
 
     def corrupt(self, learner_id: str) -> None:
         """From now on payloads to and from this learner are garbled now and then."""
@@ -187,11 +222,18 @@ class Network:
     def _arrive(self, item: tuple[Pipe, Message | Garbled]) -> None:
         pipe, message = item
         link = pipe.link
+        if link.learner_id in self._held and self._holds(pipe):
+            self._held[link.learner_id][1].append(item)
+            return
         cut = not link.alive and self._engine.random.random() >= self._options.late
         if cut or link.learner_id in self._partitions:
             self.lost += 1
             return
         pipe.deliver((link, message))
+
+    def _holds(self, pipe: Pipe) -> bool:
+        way = "up" if pipe is pipe.link.up else "down"
+        return any(direction in ("both", way) for direction in self._held[pipe.link.learner_id][0])
 
 
 def _enter(counts: dict[str, int], learner_id: str) -> None:

@@ -13,6 +13,7 @@ from diloco_jax.sim.faults import NEVER_S, Fault
 from diloco_jax.sim.network import Garbled, Link
 from diloco_jax.sim.pace import Pace
 
+REDIAL_S = 0.5
 Value = tuple[int, int]  # version of a fragment, and the digest of its bytes
 
 
@@ -73,6 +74,10 @@ class Node:
         self.batch = Batch((), 0)  # what that step reads
         self.life = 0  # changes when a process starts or dies: events of an earlier life are stale
         self.forget()
+
+    def redial_s(self) -> float:
+        """Seconds until the next attempt to connect, when the connection broke or nobody listens."""
+        return REDIAL_S
 
     def forget(self) -> None:
         """No process runs (any more), and what one held in memory is gone."""

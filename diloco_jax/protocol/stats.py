@@ -1,4 +1,5 @@
-"""What a run has done so far, counted from the messages that the syncer sees; the source of status and summary.
+"""What a run has done so far, counted from the messages that the syncer sees; the source of status and summary. No rule
+reads this, and simulated runs count with it too.
 
 Definitions (docs/architecture.md repeats them for users)
   * goodput: time that learners spent in inner steps, over the time that all configured islands had since the first

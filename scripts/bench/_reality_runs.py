@@ -1,0 +1,109 @@
+"""The real runs of the benchmark `reality`: local jobs whose islands mostly sleep, with and without faults.
+
+A run whose folder has a summary is not made again, so a measurement that was cut short goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+MODEL = {"vocab_size": 256, "dim": 64, "mlp_dim": 256}
+LEASE_S = 3.0
+RESTART_S = 10.0  # so that a death costs more than the differences that are looked for
+KILLS = 6  # in a run of the calibration
+
+
+class Job(NamedTuple):
+    """What all runs have in common."""
+
+    islands: int
+    step_s: float
+    steps: int
+    faults: int
+
+
+class RunFailed(RuntimeError):
+    """A run did not end as it should; the message says where to look."""
+
+
+def calm(folder: Path, job: Job) -> Path:
+    """A shorter run without faults, for the time of steps and merges.
+
+    Args:
+        folder: in which it gets a folder.
+        job: what to run.
+    """
+    return _run(folder / "calm", job._replace(steps=max(100, job.steps // 4)), ["train"], ["--quiet"])
+
+
+def kills(folder: Path, job: Job, seed: int) -> Path:
+    """A shorter run in which islands and the syncer are killed, for the time of restarts.
+
+    Args:
+        folder: in which it gets a folder.
+        job: what to run.
+        seed: of the run that it calibrates for; its schedule is another one.
+    """
+    words = ["--faults", str(KILLS), "--seed", str(1000 + seed), "--kinds", "kill,kill-syncer"]
+    return _run(folder / f"kills-{seed}", job._replace(steps=max(300, job.steps // 2)), ["chaos"], words)
+
+
+def chaos(folder: Path, job: Job, kinds: Sequence[str], seed: int) -> Path:
+    """A run with the schedule of this seed.
+
+    Args:
+        folder: in which it gets a folder.
+        job: what to run.
+        kinds: of faults.
+        seed: of the schedule.
+    """
+    words = ["--faults", str(job.faults), "--seed", str(seed), "--kinds", ",".join(kinds)]
+    return _run(folder / f"seed-{seed}", job, ["chaos"], words)
+
+
+def _run(folder: Path, job: Job, command: Sequence[str], words: Sequence[str]) -> Path:
+    run_dir = folder / "run"
+    if (run_dir / "summary.json").exists():
+        return run_dir
+    if run_dir.exists():
+        raise RunFailed(f"{folder} holds a run that was cut short; remove that folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    corpus = folder / "corpus.txt"
+    corpus.write_text("".join(f"{n} times {n + 1} is {n * (n + 1)}\n" for n in range(40_000)), encoding="utf-8")
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(config_of(job, corpus)), encoding="utf-8")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
+    line = [sys.executable, "-m", "diloco_jax", *command, str(config), "--run-dir", str(run_dir), *words]
+    with (folder / "output.log").open("wb") as log:
+        # status 1 of a chaos run is a verdict on recovery; the run itself may be whole
+        subprocess.run(line, stdout=log, stderr=log, env=environment, cwd=ROOT, check=False)
+    if not (run_dir / "summary.json").exists():
+        raise RunFailed(f"{' '.join(command)} ended without a summary; see {folder / 'output.log'}")
+    return run_dir
+
+
+def config_of(job: Job, corpus: Path) -> dict[str, Any]:
+    """The config of a run."""
+    return {
+        "name": "reality",
+        "islands": {"count": job.islands, "devices": 1, "restart_delay_s": RESTART_S},
+        "train": {"steps": job.steps, "batch_size": 4 * job.islands, "seq_len": 8}
+        | {"eval_batch_size": 4, "final_eval_batches": 1},
+        "model": {"module": "_paced_model:PacedModel", "args": MODEL | {"step_s": job.step_s}},
+        "optimizer": {"name": "adamw", "learning_rate": 0.001, "warmup_steps": 10},
+        "data": {"path": str(corpus)},
+        "protocol": {"sync_every": 8, "num_fragments": 4, "overlap_steps": 2, "snapshot_every": 50}
+        | {"lease_s": LEASE_S, "heartbeat_s": 0.5, "resend_s": 0.5, "pull_timeout_s": 2, "release_s": 20},
+        "transport": {"connect_timeout_s": 5, "keepalive_s": 2, "keepalive_timeout_s": 2},
+        "tensorboard": False,
+    }
