@@ -21,7 +21,10 @@ from diloco_jax.sim.presets import PRESETS, Settings, cell
 from diloco_jax.sim.settings import compact, describe, number, read
 
 SECTIONS = {"hardware": Hardware, "wan": Wan, "protocol": ProtocolConfig}
+LEARNERS = (2, 4, 8, 16)
+CHIPS = ("150k", "300k", "600k", "1.2m", "2.4m")
 HOURS = 24.0
+PENALTY, PARAMETERS = "scavenging", "5g"
 CELLS_MAX = 10_000
 HOURS_MAX = 24.0 * 366
 STEPS_MAX = 1e9  # of all learners together: hours of computing
@@ -32,9 +35,9 @@ class Options:
     """What the command line says. None: the preset's, or a default."""
 
     preset: str | None = None
-    methods: Sequence[str] = ("decoupled",)
-    learners: Sequence[int] = (1, 2, 4, 8, 16)
-    chips: Sequence[str] = ("150k", "300k", "600k", "1.2m", "2.4m")
+    methods: Sequence[str] | None = None
+    learners: Sequence[int] | None = None
+    chips: Sequence[str] | None = None
     hours: float | None = None
     seed: int = 0
     workers: int | None = None
@@ -42,8 +45,8 @@ class Options:
     tapes: Path | None = None
     plot: Path | None = None
     choose: bool = False
-    penalty: str = "scavenging"
-    parameters: str = "5g"
+    penalty: str | None = None
+    parameters: str | None = None
     loss_slope: float | None = None
     overrides: Sequence[str] = ()
 
@@ -62,6 +65,7 @@ def plan_cells(options: Options) -> list[Cell]:
     settings = Settings(**read(options.overrides, SECTIONS), seed=options.seed, fast=options.fast, hours=options.hours)
     if options.hours is not None and not 0 < options.hours <= HOURS_MAX:
         raise ValueError(f"--hours is {options.hours:g}; simulate more than 0 and at most {HOURS_MAX:g}")
+    _check_together(options)
     if options.preset is not None:
         cells = PRESETS[options.preset].cells(settings)
     else:
@@ -78,6 +82,21 @@ def plan_cells(options: Options) -> list[Cell]:
             )
     _check_after(options, cells)
     return cells if options.tapes is None else [_taped(cells, options.tapes)]
+
+
+def _check_together(options: Options) -> None:
+    """Refuse options that another one would leave without effect."""
+    if options.preset is not None:
+        for name in ("methods", "learners", "chips"):
+            if getattr(options, name) is not None:
+                raise ValueError(
+                    f"--preset {options.preset} has methods, learners and chips of its own; leave --{name} out, or the "
+                    "preset"
+                )
+    if not options.choose:
+        for name in ("penalty", "parameters", "loss_slope"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is for --choose; add that, or leave it out")
 
 
 def _check_after(options: Options, cells: Sequence[Cell]) -> None:
@@ -97,18 +116,30 @@ def _check_after(options: Options, cells: Sequence[Cell]) -> None:
                 "--learners"
             )
         for learners in numbers:
-            cost_of(options.penalty, learners, parameters=number(options.parameters), slope=options.loss_slope)
+            cost_of(**_penalty(options), learners=learners)
+
+
+def _penalty(options: Options) -> dict[str, Any]:
+    """What `cost_of` and `choose` are told."""
+    return {
+        "penalty": options.penalty or PENALTY,
+        "parameters": number(options.parameters or PARAMETERS),
+        "slope": options.loss_slope,
+    }
 
 
 def _cross(options: Options, settings: Settings) -> list[Cell]:
     """Every method on every number of chips; those with learners for every number of them."""
-    unknown = sorted(set(options.methods) - set(METHODS))
+    methods = dict.fromkeys(METHODS if options.methods is None else options.methods)
+    many = dict.fromkeys(LEARNERS if options.learners is None else options.learners)
+    sizes = dict.fromkeys(map(number, CHIPS if options.chips is None else options.chips))
+    unknown = sorted(set(methods) - set(METHODS))
     if unknown:
         raise ValueError(f"there is no method {', '.join(unknown)}; choose from {', '.join(METHODS)}")
     cells = []
-    for method in options.methods:
-        learners = (1,) if method in ("rigid", "elastic") else options.learners
-        for each, chips in product(learners, map(number, options.chips)):
+    for method in methods:
+        learners = (1,) if method in ("rigid", "elastic") else many
+        for each, chips in product(learners, sizes):
             cells.append(cell(settings, method, each, chips, HOURS))
     if len(cells) > CELLS_MAX:
         raise ValueError(f"{len(cells)} simulations, more than {CELLS_MAX}; ask for fewer methods, learners or chips")
@@ -155,10 +186,7 @@ def run(options: Options, say: Say) -> tuple[dict[str, Any], str]:
         write_plot([result.row for result in results], options.plot, published)
         told["plot"] = str(options.plot)
     if options.choose:
-        parameters = number(options.parameters)
-        choices = choose(
-            [result.row for result in results], options.penalty, parameters=parameters, slope=options.loss_slope
-        )
+        choices = choose([result.row for result in results], **_penalty(options))
         told["choice"] = [as_dict(choice) for choice in choices]
         text = "\n\n".join([text, *(describe_choice(choice) for choice in choices)])
     return told, text

@@ -101,12 +101,22 @@ def test_settings_are_listed_with_their_sources(capsys: pytest.CaptureFixture[st
         (["--protocol.quorum", "0"], "protocol.quorum is 0"),
         (["--preset", "table5", "--fast"], "table5 is about rounds"),
         (["--tapes", "x"], "--tapes writes the tapes of one run"),
+        (["--preset", "day", "--methods", "rigid"], "leave --methods out, or the preset"),
+        (["--preset", "table1", "--learners", "3"], "leave --learners out, or the preset"),
+        (["--preset", "scale", "--chips", "5m"], "leave --chips out, or the preset"),
+        (["--penalty", "scores"], "--penalty is for --choose; add that, or leave it out"),
+        (["--loss-slope", "0.1"], "--loss-slope is for --choose"),
     ],
 )
 def test_wrong_input_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--workers", "1", *words]) == 2
     err = capsys.readouterr().err
     assert said in err and "Traceback" not in err and len(err.strip().splitlines()) == 1
+
+
+def test_what_is_named_twice_is_simulated_once() -> None:
+    options = Options(methods=("sync", "sync"), learners=(2, 2), chips=("600k", "600000"), choose=False)
+    assert len(plan_cells(options)) == 1
 
 
 def test_an_interrupt_ends_all_processes() -> None:
