@@ -27,8 +27,8 @@ def simulate(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         workers=arguments.workers,
         fast=arguments.fast,
-        tapes=Path(arguments.tapes) if arguments.tapes else None,
-        plot=Path(arguments.plot) if arguments.plot else None,
+        tapes=_path("--tapes", arguments.tapes),
+        plot=_path("--plot", arguments.plot),
         choose=arguments.choose,
         penalty=arguments.penalty,
         parameters=arguments.parameters,
@@ -38,6 +38,12 @@ def simulate(arguments: argparse.Namespace) -> int:
     result, text = run(options, lambda line: print(line, file=sys.stderr, flush=True))
     print(json.dumps(result) if arguments.json else text)
     return 0
+
+
+def _path(option: str, text: str | None) -> Path | None:
+    if text == "":
+        raise ValueError(f"{option} is empty; name a path, or leave it out")
+    return None if text is None else Path(text)
 
 
 def plan(arguments: argparse.Namespace) -> int:

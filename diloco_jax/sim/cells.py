@@ -77,12 +77,17 @@ def run_cells(cells: Sequence[Cell], workers: int, say: Say) -> list[Result]:
     workers = min(workers or os.cpu_count() or 1, len(cells))
     results: dict[int, Result] = {}
     began_s = time.monotonic()
-    count = f"{len(cells)} simulation" + "s" * (len(cells) != 1)
+    count = count_of(len(cells))
     say(f"{count} on {workers} processes" if workers > 1 else count)
     for number, result in _one_by_one(cells, say) if workers <= 1 else _side_by_side(cells, workers):
         results[number] = result
         say(f"{len(results)} of {len(cells)} after {time.monotonic() - began_s:.0f} s: {_describe(result)}")
     return [results[number] for number in range(len(cells))]
+
+
+def count_of(simulations: int) -> str:
+    """As people say it."""
+    return f"{simulations} simulation" + "s" * (simulations != 1)
 
 
 def _describe(result: Result) -> str:

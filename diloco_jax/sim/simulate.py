@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.sim.cells import Cell, Result, Say, run_cells
+from diloco_jax.sim.cells import Cell, Result, Say, count_of, run_cells
 from diloco_jax.sim.choose import as_dict, choose
 from diloco_jax.sim.choose import describe as describe_choice
 from diloco_jax.sim.goodput import HOUR_S, METHODS, Wan
@@ -19,6 +19,7 @@ from diloco_jax.sim.penalty import cost_of
 from diloco_jax.sim.plot import Published, check_plot, write_plot
 from diloco_jax.sim.presets import PRESETS, Settings, cell
 from diloco_jax.sim.settings import compact, describe, number, read
+from diloco_jax.sim.tapes import check_folder
 
 SECTIONS = {"hardware": Hardware, "wan": Wan, "protocol": ProtocolConfig}
 LEARNERS = (2, 4, 8, 16)
@@ -71,17 +72,32 @@ def plan_cells(options: Options) -> list[Cell]:
     else:
         cells = _cross(options, settings)
     for each in cells:
-        learners = each.learners if each.method in ("sync", "decoupled") else 1
-        check_cluster(each.hardware, learners, each.chips)
-        every_s = min(each.hardware.step_s, each.protocol.heartbeat_s)
-        steps = learners * each.hours * HOUR_S / every_s
-        if steps > STEPS_MAX:
-            raise ValueError(
-                f"{each.hours:g} hours of {learners} learners are {steps:.3g} steps or heartbeats, more than "
-                f"{STEPS_MAX:.0e}; simulate fewer --hours, or longer steps (--hardware.step-s)"
-            )
+        _check_cell(each)
     _check_after(options, cells)
     return cells if options.tapes is None else [_taped(cells, options.tapes)]
+
+
+def _check_cell(each: Cell) -> None:
+    """Refuse what takes too long, or would say nothing."""
+    learners = each.learners if each.method in ("sync", "decoupled") else 1
+    check_cluster(each.hardware, learners, each.chips)
+    every_s = min(each.hardware.step_s, each.protocol.heartbeat_s)
+    steps = learners * each.hours * HOUR_S / every_s
+    if steps > STEPS_MAX:
+        raise ValueError(
+            f"{each.hours:g} hours of {learners} learners are {steps:.3g} steps or heartbeats, more than "
+            f"{STEPS_MAX:.0e}; simulate fewer --hours, or longer steps (--hardware.step-s)"
+        )
+    if each.hours * HOUR_S < each.hardware.step_s:
+        raise ValueError(
+            f"{each.hours:g} hours are shorter than one step of {each.hardware.step_s:g} s; simulate more --hours, or "
+            "shorter steps (--hardware.step-s)"
+        )
+    if each.method == "decoupled" and not each.fast and each.protocol.quorum > learners:
+        raise ValueError(
+            f"--protocol.quorum is {each.protocol.quorum}, but {learners} learners are simulated, who would never "
+            f"merge a round; use at most {learners}, or more --learners"
+        )
 
 
 def _check_together(options: Options) -> None:
@@ -105,8 +121,8 @@ def _check_after(options: Options, cells: Sequence[Cell]) -> None:
         check_plot(options.plot)
         if len({(cell.method, cell.learners, cell.chips) for cell in cells}) < len(cells):
             raise ValueError(
-                f"--plot draws goodput against chips, but the cells of {options.preset} differ in other settings; "
-                "leave it out, or simulate without that preset"
+                f"--plot draws goodput against chips, but the cells of preset {options.preset} differ in other "
+                "settings; leave it out, or simulate without that preset"
             )
     if options.choose:
         numbers = {cell.learners for cell in cells}
@@ -122,8 +138,8 @@ def _check_after(options: Options, cells: Sequence[Cell]) -> None:
 def _penalty(options: Options) -> dict[str, Any]:
     """What `cost_of` and `choose` are told."""
     return {
-        "penalty": options.penalty or PENALTY,
-        "parameters": number(options.parameters or PARAMETERS),
+        "penalty": PENALTY if options.penalty is None else options.penalty,
+        "parameters": number(PARAMETERS if options.parameters is None else options.parameters, "--parameters"),
         "slope": options.loss_slope,
     }
 
@@ -132,7 +148,7 @@ def _cross(options: Options, settings: Settings) -> list[Cell]:
     """Every method on every number of chips; those with learners for every number of them."""
     methods = dict.fromkeys(METHODS if options.methods is None else options.methods)
     many = dict.fromkeys(LEARNERS if options.learners is None else options.learners)
-    sizes = dict.fromkeys(map(number, CHIPS if options.chips is None else options.chips))
+    sizes = dict.fromkeys(number(text, "--chips") for text in (CHIPS if options.chips is None else options.chips))
     unknown = sorted(set(methods) - set(METHODS))
     if unknown:
         raise ValueError(f"there is no method {', '.join(unknown)}; choose from {', '.join(METHODS)}")
@@ -152,6 +168,7 @@ def _taped(cells: Sequence[Cell], folder: Path) -> Cell:
             f"--tapes writes the tapes of one run of the protocol, not of {len(cells)} simulations; name one method "
             "(sync or decoupled), one number of learners and one of chips, and leave --fast out"
         )
+    check_folder(folder)
     return replace(cells[0], tapes=folder)
 
 
@@ -180,7 +197,7 @@ def run(options: Options, say: Say) -> tuple[dict[str, Any], str]:
     facts: Callable[[Sequence[Result]], dict[str, Any]] = preset.facts if preset is not None else lambda _: {}
     text = preset.describe(results) if preset is not None else table(results)
     told |= facts(results)
-    text += f"\n{len(results)} simulations, {events} events, seed {options.seed}, {wall_s:.1f} s"
+    text += f"\n{count_of(len(results))}, {events} events, seed {options.seed}, {wall_s:.1f} s"
     if options.plot is not None:
         published = [Published(**each) for each in told.get("paper", ())]
         write_plot([result.row for result in results], options.plot, published)

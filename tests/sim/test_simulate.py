@@ -16,6 +16,8 @@ import pytest
 from diloco_jax.cli import main
 from diloco_jax.sim import presets
 from diloco_jax.sim.cells import Result, run_cell, run_cells
+from diloco_jax.sim.goodput import simulate
+from diloco_jax.sim.hardware import Hardware
 from diloco_jax.sim.presets import CHIPS, GOODPUT_1A, HOURS, PRESETS, UPTIME_1B, rmse
 from diloco_jax.sim.simulate import Options, plan_cells, run
 
@@ -74,7 +76,7 @@ def test_settings_are_listed_with_their_sources(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--chips", "many"], "'many' is no number"),
+        (["--chips", "many"], "--chips is 'many', which is no number"),
         (["--chips", "100"], "100 chips, but there are 192 slices"),
         (["--learners", "500"], "500 learners, but there are 192 slices"),
         (["--learners", "0"], "0 learners, but there are 192 slices"),
@@ -106,6 +108,13 @@ def test_settings_are_listed_with_their_sources(capsys: pytest.CaptureFixture[st
         (["--preset", "scale", "--chips", "5m"], "leave --chips out, or the preset"),
         (["--penalty", "scores"], "--penalty is for --choose; add that, or leave it out"),
         (["--loss-slope", "0.1"], "--loss-slope is for --choose"),
+        (["--hours", "0.001"], "0.001 hours are shorter than one step of 4.6 s"),
+        (["--hours", "1e-9"], "shorter than one step"),
+        (["--methods", "decoupled", "--protocol.quorum", "5", "--hours", "0.1"], "quorum is 5, but 2 learners"),
+        (["--preset", "table5", "--hardware.speed-gap", "0.5", "--hours", "0.1"], "sets --hardware.speed-gap itself"),
+        (["--preset", "table5", "--protocol.quorum", "2", "--hours", "0.1"], "sets --protocol.quorum itself"),
+        (["--plot", "", "--hours", "0.1"], "--plot is empty"),
+        (["--tapes", "", "--hours", "0.1"], "--tapes is empty"),
     ],
 )
 def test_wrong_input_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,8 +180,28 @@ def test_cost_presets_time_one_simulation_after_the_other() -> None:
     assert isinstance(result, Result) and "us/event" in PRESETS["day"].describe([result])
 
 
-def test_tapes_can_be_written_from_the_command_line(tmp_path: Path) -> None:
+def test_tapes_can_be_written_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", "--methods", "decoupled", "--learners", "2", "--chips", "1.2m", "--hours", "0.05"]
     assert main([*words, "--tapes", str(tmp_path / "made")]) == 0
     assert (tmp_path / "made" / "tape.jsonl").exists()
-    assert main([*words, "--tapes", str(tmp_path / "made")]) == 2, "it does not overwrite"
+    for folder, said in (
+        ("made", "holds a tape already"),
+        ("made/tape.jsonl", "is a file"),
+        ("made/tape.jsonl/x", "is a"),
+    ):
+        capsys.readouterr()
+        assert main([*words, "--tapes", str(tmp_path / folder)]) == 2
+        out, err = capsys.readouterr()
+        assert not out and said in err and len(err.splitlines()) == 1, "said before anything is simulated"
+
+
+def test_a_run_that_does_not_end_gives_no_tapes(tmp_path: Path) -> None:
+    hardware, folder = Hardware(mtbi_chip_s=1.0), tmp_path / "made"
+    with pytest.raises(ValueError, match="did not reach global step 2 within 100 times"):
+        simulate(hardware, "decoupled", 2, 6e5, hours=0.003, seed=0, tapes=folder)
+    assert not folder.exists()
+
+
+def test_the_last_line_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--methods", "rigid", "--chips", "150k", "--hours", "0.1"]) == 0
+    assert "\n1 simulation, " in capsys.readouterr().out
