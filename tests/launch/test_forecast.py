@@ -210,7 +210,9 @@ def test_advice_is_followed_once(config: Changes, given: Changes, expected: set[
     assert expected <= set(wanted), wanted
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**SETTINGS, **{k: {**SETTINGS.get(k, {}), **v} for k, v in config.items()}}))
-    words = [word for name, value in wanted.items() for word in (f"--{name}", str(value))]
+    printed = describe(forecast(case, advise(case))).partition("change:\n")[2].partition("keep:\n")[0].splitlines()
+    words = [word for line in printed if line.startswith("  --") for word in line.partition("(now")[0].split()]
+    assert words[::2] == [f"--{name}" for name in wanted], "as people copy it"
     after = case_of(load(path, words), assumed)
     assert not changes(after), words
     state = forecast(after, [])["link"]
