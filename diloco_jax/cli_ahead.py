@@ -9,10 +9,12 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from diloco_jax.cli_config import load_config
+from diloco_jax.cli_config import FAILED, load_config
 
 
 def simulate(arguments: argparse.Namespace) -> int:
+    from concurrent.futures.process import BrokenProcessPool
+
     from diloco_jax.sim.simulate import Options, run, settings_text
 
     if arguments.settings:
@@ -35,7 +37,12 @@ def simulate(arguments: argparse.Namespace) -> int:
         loss_slope=arguments.loss_slope,
         overrides=arguments.overrides,
     )
-    result, text = run(options, lambda line: print(line, file=sys.stderr, flush=True))
+    try:
+        result, text = run(options, lambda line: print(line, file=sys.stderr, flush=True))
+    except BrokenProcessPool:
+        message = "a process that simulates was killed, perhaps for want of memory; try fewer --workers"
+        print(f"diloco simulate: {message}", file=sys.stderr)
+        return FAILED
     print(json.dumps(result) if arguments.json else text)
     return 0
 

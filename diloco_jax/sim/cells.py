@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -118,15 +119,24 @@ def _side_by_side(cells: Sequence[Cell], workers: int) -> Iterator[tuple[int, Re
             yield numbers[done], done.result()
 
 
-def _die_of_an_interrupt() -> None:
+def _begin_worker() -> None:
+    """Let an interrupt end this process, and the end of the parent, however that came."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_follow_parent, daemon=True).start()
+
+
+def _follow_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this is a worker's"
+    parent.join()
+    os._exit(1)
 
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     """A pool whose processes do not outlive an interrupt or an error."""
     fresh = multiprocessing.get_context("spawn")  # a caller may have JAX's threads, which a fork would leave behind
-    pool = ProcessPoolExecutor(workers, fresh, initializer=_die_of_an_interrupt)
+    pool = ProcessPoolExecutor(workers, fresh, initializer=_begin_worker)
     try:
         yield pool
     except BaseException:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,46 @@ def test_an_interrupt_ends_all_processes() -> None:
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and b"Traceback" not in err
+
+
+def workers_of(parent: int) -> list[int]:
+    """Processes that simulate, as far as this system shows children."""
+    children = Path(f"/proc/{parent}/task/{parent}/children")
+    return [
+        int(child)
+        for child in children.read_text(encoding="ascii").split()
+        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+
+
+def until(true: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end_s, "it does not come about"
+        time.sleep(0.05)
+
+
+def running(process: int) -> bool:
+    """Whether it is there and no zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found below /proc")
+def test_processes_end_with_their_parent_and_are_missed() -> None:
+    command = [sys.executable, "-m", "diloco_jax", "simulate", "--learners", "16", "--hours", "500", "--workers", "2"]
+    for victim in ("parent", "worker"):
+        with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+            until(lambda process=process: len(workers_of(process.pid)) == 2)  # type: ignore[misc]
+            workers = workers_of(process.pid)
+            time.sleep(0.5)  # they begin
+            os.kill(process.pid if victim == "parent" else workers[0], signal.SIGKILL)
+            until(lambda workers=workers: not any(map(running, workers)))  # type: ignore[misc]
+            _, err = process.communicate(timeout=60)
+        if victim == "worker":
+            assert process.returncode == 1 and b"was killed" in err and b"Traceback" not in err
 
 
 def test_tables_have_a_row_per_method_and_five_columns() -> None:
