@@ -114,7 +114,11 @@ def _side_by_side(cells: Sequence[Cell], workers: int) -> Iterator[tuple[int, Re
     """In the order in which they end; the longest ones begin first."""
     longest = sorted(range(len(cells)), key=lambda n: -cells[n].learners * cells[n].hours * (not cells[n].fast))
     with _pool(workers) as pool:
-        numbers = {pool.submit(run_cell, cells[number]): number for number in longest}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for processes that only begin
+        try:
+            numbers = {pool.submit(run_cell, cells[number]): number for number in longest}
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for done in as_completed(numbers):
             yield numbers[done], done.result()
 
@@ -122,6 +126,7 @@ def _side_by_side(cells: Sequence[Cell], workers: int) -> Iterator[tuple[int, Re
 def _begin_worker() -> None:
     """Let an interrupt end this process, and the end of the parent, however that came."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_follow_parent, daemon=True).start()
 
 

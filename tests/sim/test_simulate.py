@@ -114,6 +114,15 @@ def test_settings_are_listed_with_their_sources(capsys: pytest.CaptureFixture[st
         (["--methods", "decoupled", "--protocol.quorum", "5", "--hours", "0.1"], "quorum is 5, but 2 learners"),
         (["--preset", "table5", "--hardware.speed-gap", "0.5", "--hours", "0.1"], "sets --hardware.speed-gap itself"),
         (["--preset", "table5", "--protocol.quorum", "2", "--hours", "0.1"], "sets --protocol.quorum itself"),
+        (["--methods", "decoupled", "--protocol.overlap-steps", "1e12", "--hours", "0.1"], "must be 0 to 10000"),
+        (
+            ["--methods", "sync", "--learners", "5000", "--hardware.slices", "5000", "--hours", "0.01"],
+            "--learners is 5000; the protocol's machines run with at most 4096",
+        ),
+        (
+            ["--methods", "sync", "--protocol.sync-every", "1e6", "--protocol.num-fragments", "1e6", "--hours", "0.01"],
+            "--protocol.num-fragments is 1000000; the protocol's machines run with at most 10000",
+        ),
         (["--plot", "", "--hours", "0.1"], "--plot is empty"),
         (["--tapes", "", "--hours", "0.1"], "--tapes is empty"),
     ],
@@ -129,12 +138,13 @@ def test_what_is_named_twice_is_simulated_once() -> None:
     assert len(plan_cells(options)) == 1
 
 
-def test_an_interrupt_ends_all_processes() -> None:
+@pytest.mark.parametrize("after_s", [0.1, 0.5])  # while the processes begin, and later
+def test_an_interrupt_ends_all_processes(after_s: float) -> None:
     command = [sys.executable, "-m", "diloco_jax", "simulate", "--learners", "16", "--hours", "500", "--workers", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stderr is not None
         assert b"20 simulations on 2 processes" in process.stderr.readline()
-        time.sleep(0.5)  # they begin
+        time.sleep(after_s)
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and b"Traceback" not in err
