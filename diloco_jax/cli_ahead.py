@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from diloco_jax.cli_config import FAILED, load_config
 
@@ -57,10 +58,10 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.preset:
         from diloco_jax.sim import table13
 
-        if arguments.config or arguments.overrides:
+        assumed = [f"--{name.replace('_', '-')}" for name in _given(arguments)]
+        if beside := [*filter(None, (arguments.config, *arguments.overrides)), *assumed]:
             raise ValueError(
-                f"--preset {arguments.preset} has a model and links of its own; leave "
-                f"{arguments.config or arguments.overrides[0]} out, or the preset"
+                f"--preset {arguments.preset} has a model and links of its own; leave {beside[0]} out, or the preset"
             )
         print(json.dumps(table13.result()) if arguments.json else table13.describe())
         return 0
@@ -75,8 +76,15 @@ def plan(arguments: argparse.Namespace) -> int:
     from diloco_jax.sim.assumptions import Assumptions
 
     config = load_config(arguments)
-    given = {field.name: getattr(arguments, field.name) for field in fields(Assumptions)}
-    case = case_of(config, Assumptions(**{name: value for name, value in given.items() if value is not None}))
+    case = case_of(config, Assumptions(**_given(arguments)))
     result = forecast(case, advise(case))
     print(json.dumps(finite(result)) if arguments.json else describe(result))
     return 0
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The assumptions that the command line names."""
+    from diloco_jax.sim.assumptions import Assumptions
+
+    said = {field.name: getattr(arguments, field.name) for field in fields(Assumptions)}
+    return {name: value for name, value in said.items() if value is not None}

@@ -23,7 +23,7 @@ def number(text: str, option: str) -> float:
     Raises:
         ValueError: it is no number.
     """
-    scale = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
+    scale = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
     try:
         return float(text[:-1] if scale != 1.0 else text) * scale
     except ValueError:

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.pacing import LEARNERS_MAX_LIMIT, ProtocolConfig
 from diloco_jax.sim.cells import Cell, Result, Say, count_of, run_cells
 from diloco_jax.sim.choose import as_dict, choose
 from diloco_jax.sim.choose import describe as describe_choice
@@ -27,6 +27,7 @@ CHIPS = ("150k", "300k", "600k", "1.2m", "2.4m")
 HOURS = 24.0
 PENALTY, PARAMETERS = "scavenging", "5g"
 CELLS_MAX = 10_000
+FRAGMENTS_MAX = 10_000
 HOURS_MAX = 24.0 * 366
 STEPS_MAX = 1e9  # of all learners together: hours of computing
 
@@ -88,6 +89,13 @@ def _check_cell(each: Cell) -> None:
             f"{each.hours:g} hours of {learners} learners are {steps:.3g} steps or heartbeats, more than "
             f"{STEPS_MAX:.0e}; simulate fewer --hours, or longer steps (--hardware.step-s)"
         )
+    if not each.fast and each.method in ("sync", "decoupled"):
+        for name, asked, most in (
+            ("--learners", learners, LEARNERS_MAX_LIMIT),
+            ("--protocol.num-fragments", each.protocol.num_fragments, FRAGMENTS_MAX),
+        ):
+            if asked > most:
+                raise ValueError(f"{name} is {asked}; the protocol's machines run with at most {most}, or use --fast")
     if each.hours * HOUR_S < each.hardware.step_s:
         raise ValueError(
             f"{each.hours:g} hours are shorter than one step of {each.hardware.step_s:g} s; simulate more --hours, or "
@@ -165,7 +173,7 @@ def _cross(options: Options, settings: Settings) -> list[Cell]:
 def _taped(cells: Sequence[Cell], folder: Path) -> Cell:
     if len(cells) != 1 or cells[0].fast or cells[0].method in ("rigid", "elastic"):
         raise ValueError(
-            f"--tapes writes the tapes of one run of the protocol, not of {len(cells)} simulations; name one method "
+            f"--tapes writes the tapes of one run of the protocol; here are {count_of(len(cells))}; name one method "
             "(sync or decoupled), one number of learners and one of chips, and leave --fast out"
         )
     check_folder(folder)
