@@ -8,11 +8,14 @@ import os
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from diloco_jax.cli_config import load_config
+from diloco_jax.cli_config import FAILED, load_config
 
 
 def simulate(arguments: argparse.Namespace) -> int:
+    from concurrent.futures.process import BrokenProcessPool
+
     from diloco_jax.cli_like import like
     from diloco_jax.sim.simulate import Options, run, settings_text
 
@@ -30,27 +33,38 @@ def simulate(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         workers=arguments.workers,
         fast=arguments.fast,
-        tapes=Path(arguments.tapes) if arguments.tapes else None,
-        plot=Path(arguments.plot) if arguments.plot else None,
+        tapes=_path("--tapes", arguments.tapes),
+        plot=_path("--plot", arguments.plot),
         choose=arguments.choose,
         penalty=arguments.penalty,
         parameters=arguments.parameters,
         loss_slope=arguments.loss_slope,
         overrides=arguments.overrides,
     )
-    result, text = run(options, lambda line: print(line, file=sys.stderr, flush=True))
+    try:
+        result, text = run(options, lambda line: print(line, file=sys.stderr, flush=True))
+    except BrokenProcessPool:
+        message = "a process that simulates was killed, perhaps for want of memory; try fewer --workers"
+        print(f"diloco simulate: {message}", file=sys.stderr)
+        return FAILED
     print(json.dumps(result) if arguments.json else text)
     return 0
+
+
+def _path(option: str, text: str | None) -> Path | None:
+    if text == "":
+        raise ValueError(f"{option} is empty; name a path, or leave it out")
+    return None if text is None else Path(text)
 
 
 def plan(arguments: argparse.Namespace) -> int:
     if arguments.preset:
         from diloco_jax.sim import table13
 
-        if arguments.config or arguments.overrides:
+        assumed = [f"--{name.replace('_', '-')}" for name in _given(arguments)]
+        if beside := [*filter(None, (arguments.config, *arguments.overrides)), *assumed]:
             raise ValueError(
-                f"--preset {arguments.preset} has a model and links of its own; leave "
-                f"{arguments.config or arguments.overrides[0]} out, or the preset"
+                f"--preset {arguments.preset} has a model and links of its own; leave {beside[0]} out, or the preset"
             )
         print(json.dumps(table13.result()) if arguments.json else table13.describe())
         return 0
@@ -65,8 +79,15 @@ def plan(arguments: argparse.Namespace) -> int:
     from diloco_jax.sim.assumptions import Assumptions
 
     config = load_config(arguments)
-    given = {field.name: getattr(arguments, field.name) for field in fields(Assumptions)}
-    case = case_of(config, Assumptions(**{name: value for name, value in given.items() if value is not None}))
+    case = case_of(config, Assumptions(**_given(arguments)))
     result = forecast(case, advise(case))
     print(json.dumps(finite(result)) if arguments.json else describe(result))
     return 0
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The assumptions that the command line names."""
+    from diloco_jax.sim.assumptions import Assumptions
+
+    said = {field.name: getattr(arguments, field.name) for field in fields(Assumptions)}
+    return {name: value for name, value in said.items() if value is not None}

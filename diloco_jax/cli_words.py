@@ -176,14 +176,12 @@ def _simulate_words(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument(
         "--methods",
         nargs="+",
-        default=("rigid", "elastic", "sync", "decoupled"),
         help="rigid, elastic (both data parallel), sync (DiLoCo in lockstep), decoupled; default: all",
     )
-    simulate.add_argument("--learners", nargs="+", type=int, default=(2, 4, 8, 16), help="default: 2 4 8 16")
+    simulate.add_argument("--learners", nargs="+", type=int, help="default: 2 4 8 16")
     simulate.add_argument(
         "--chips",
         nargs="+",
-        default=("150k", "300k", "600k", "1.2m", "2.4m"),
         help="of all learners together; default: 150k 300k 600k 1.2m 2.4m",
     )
     simulate.add_argument("--hours", type=float, help="simulated time; default: a day, or what the preset says")
@@ -197,11 +195,10 @@ def _simulate_words(simulate: argparse.ArgumentParser) -> None:
     )
     simulate.add_argument(
         "--penalty",
-        default="scavenging",
         help="for --choose, what says how learners cost: scavenging, scaling-laws, scores, quickstart; "
         "default: scavenging",
     )
-    simulate.add_argument("--parameters", default="5g", help="of the model, for --penalty scaling-laws; default: 5g")
+    simulate.add_argument("--parameters", help="of the model, for --penalty scaling-laws; default: 5g")
     simulate.add_argument(
         "--loss-slope",
         type=float,

@@ -140,7 +140,7 @@ def recovery(case: Case) -> dict[str, Any]:
     limit_s = protocol.sync_every * case.step_s
     arrives = state_s <= limit_s
     waits_s = state_s if arrives else protocol.recovery_attempts * limit_s
-    from_peer = protocol.recover_from_peers
+    from_peer = protocol.recover_from_peers and case.learners > 1
     return {
         "restart_s": given.restart_s,
         "global_model_bytes": model_bytes,

@@ -15,6 +15,7 @@ from diloco_jax.core.codec import Format
 from diloco_jax.launch.forecast import FORMATS, recovery, syncer_load
 from diloco_jax.launch.forecast_case import Case, changed
 from diloco_jax.launch.preflight_report import size
+from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX
 from diloco_jax.sim.bandwidth import GBIT
 from diloco_jax.transport.link import STRIPES_MAX
 
@@ -119,7 +120,7 @@ def _schedule(case: Case, choice: Choice) -> list[Advice]:
     rounds = choice.case.rounds(choice.up, choice.down)
     own = case.rounds(wire.up, wire.down)
     rate = rounds.planned_gbit_per_s / choice.busy
-    overlap = max(choice.overlap_needed, OVERLAP_MIN)
+    overlap = min(max(choice.overlap_needed, OVERLAP_MIN), OVERLAP_STEPS_MAX)
     if protocol.overlap_steps >= overlap:
         overlap = protocol.overlap_steps
     period_s = there.sync_every * case.step_s

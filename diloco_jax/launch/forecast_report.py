@@ -184,8 +184,7 @@ def _advice(result: Row) -> list[str]:
 
 
 def _flag(each: Row) -> str:
-    value = str(each["value"]).lower() if isinstance(each["value"], bool) else each["value"]
-    return f"--{each['setting']} {value}" + (f"   (now {each['now']})" if each["change"] else "")
+    return f"--{each['setting']} {each['value']}" + (f"   (now {each['now']})" if each["change"] else "")
 
 
 def _parts(sizes: Mapping[str, float]) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LEARNERS_MAX_LIMIT = 4096
+OVERLAP_STEPS_MAX = 10_000  # learners look so far ahead in every step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,12 @@ class ProtocolConfig:
             self.num_fragments,
             f"at most sync_every = {self.sync_every}, so that every fragment has a global step of its own",
         )
-        _check(self.overlap_steps >= 0, "overlap_steps", self.overlap_steps, "at least 0")
+        _check(
+            0 <= self.overlap_steps <= OVERLAP_STEPS_MAX,
+            "overlap_steps",
+            self.overlap_steps,
+            f"0 to {OVERLAP_STEPS_MAX}",
+        )
         _check(1 <= self.quorum <= self.learners_max, "quorum", self.quorum, f"1 to learners_max = {self.learners_max}")
         _check(self.grace_steps_max >= 0, "grace_steps_max", self.grace_steps_max, "at least 0")
         _check(0 < self.grace_safety <= 1, "grace_safety", self.grace_safety, "above 0 and at most 1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from diloco_jax.sim.hardware import CHIPS_MAX, SLICES_MAX, YEAR_S
 from diloco_jax.sim.settings import setting
 
 MEASURED = "measured, docs/log.md of 2026-11-21"
@@ -42,5 +43,10 @@ class Assumptions:
                 )
         if not 0 < self.mfu <= 1:
             raise ValueError(f"--mfu is {self.mfu}; use a share above 0 and at most 1")
+        if self.mtbi_years * YEAR_S < 1:
+            raise ValueError(f"--mtbi-years is {self.mtbi_years}, less than a second; use at least {1 / YEAR_S:.1e}")
+        for name, most in (("slices", SLICES_MAX), ("chips", CHIPS_MAX)):
+            if getattr(self, name) > most:
+                raise ValueError(f"--{name} is {getattr(self, name)}; use at most {most:g}")
         if self.sites == 1:
             raise ValueError("--sites is 1: one site needs no wide-area link; use at least 2")

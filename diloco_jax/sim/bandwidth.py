@@ -93,8 +93,9 @@ class Rounds:
     def utilisation(self, gbit_per_s: float) -> float:
         """What a link of this rate leaves of the schedule.
 
-        With overlap: rounds that are made in time as a share of those that are due. At most tau are in flight, each for
-        `round_s`, and the link carries no more than its rate. Inner steps go on at full speed whatever comes out.
+        With overlap: rounds that are made in time as a share of those that are due. At most tau are in flight and
+        never two of a fragment, each for `round_s`, and the link carries no more than its rate. Inner steps go on at
+        full speed whatever comes out.
         In lockstep: share of the time in inner steps.
 
         Args:
@@ -103,7 +104,7 @@ class Rounds:
         if not self.overlap_steps:
             between_s = self.step_s * self.sync_every / self.num_fragments
             return between_s / (between_s + self.round_s(gbit_per_s))
-        in_flight = self.overlap_steps * self.step_s / self.round_s(gbit_per_s)
+        in_flight = self._overlap_s / self.round_s(gbit_per_s)
         return min(1.0, in_flight, gbit_per_s / self.planned_gbit_per_s)
 
     def gbit_per_s(self, utilisation: float) -> float:
@@ -113,11 +114,15 @@ class Rounds:
             between_s = self.step_s * self.sync_every / self.num_fragments
             return self._rate(between_s * (1 / utilisation - 1))
         carried = utilisation * self.planned_gbit_per_s
-        return max(carried, self._rate(self.overlap_steps * self.step_s / utilisation))
+        return max(carried, self._rate(self._overlap_s / utilisation))
 
     def overlap_needed(self, gbit_per_s: float) -> int:
         """The smallest tau, at least 1, with which the largest fragment comes back in time."""
         return max(1, math.ceil(self._quorum_free_s(gbit_per_s) / self.step_s + QUORUM_STEPS))
+
+    @property
+    def _overlap_s(self) -> float:
+        return min(self.overlap_steps, self.sync_every) * self.step_s
 
     @property
     def _waits_s(self) -> float:

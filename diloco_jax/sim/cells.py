@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -77,12 +78,17 @@ def run_cells(cells: Sequence[Cell], workers: int, say: Say) -> list[Result]:
     workers = min(workers or os.cpu_count() or 1, len(cells))
     results: dict[int, Result] = {}
     began_s = time.monotonic()
-    count = f"{len(cells)} simulation" + "s" * (len(cells) != 1)
+    count = count_of(len(cells))
     say(f"{count} on {workers} processes" if workers > 1 else count)
     for number, result in _one_by_one(cells, say) if workers <= 1 else _side_by_side(cells, workers):
         results[number] = result
         say(f"{len(results)} of {len(cells)} after {time.monotonic() - began_s:.0f} s: {_describe(result)}")
     return [results[number] for number in range(len(cells))]
+
+
+def count_of(simulations: int) -> str:
+    """As people say it."""
+    return f"{simulations} simulation" + "s" * (simulations != 1)
 
 
 def _describe(result: Result) -> str:
@@ -108,20 +114,34 @@ def _side_by_side(cells: Sequence[Cell], workers: int) -> Iterator[tuple[int, Re
     """In the order in which they end; the longest ones begin first."""
     longest = sorted(range(len(cells)), key=lambda n: -cells[n].learners * cells[n].hours * (not cells[n].fast))
     with _pool(workers) as pool:
-        numbers = {pool.submit(run_cell, cells[number]): number for number in longest}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for processes that only begin
+        try:
+            numbers = {pool.submit(run_cell, cells[number]): number for number in longest}
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for done in as_completed(numbers):
             yield numbers[done], done.result()
 
 
-def _die_of_an_interrupt() -> None:
+def _begin_worker() -> None:
+    """Let an interrupt end this process, and the end of the parent, however that came."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    threading.Thread(target=_follow_parent, daemon=True).start()
+
+
+def _follow_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this is a worker's"
+    parent.join()
+    os._exit(1)
 
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     """A pool whose processes do not outlive an interrupt or an error."""
     fresh = multiprocessing.get_context("spawn")  # a caller may have JAX's threads, which a fork would leave behind
-    pool = ProcessPoolExecutor(workers, fresh, initializer=_die_of_an_interrupt)
+    pool = ProcessPoolExecutor(workers, fresh, initializer=_begin_worker)
     try:
         yield pool
     except BaseException:

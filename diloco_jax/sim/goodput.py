@@ -154,7 +154,8 @@ def simulate(
         on_share: told now and then which share of the time is simulated.
 
     Raises:
-        ValueError: an unknown method, a cluster that cannot be cut so, or a folder that holds tapes already.
+        ValueError: an unknown method, a cluster that cannot be cut so, a folder that holds tapes already, or
+            a run with tapes that does not end.
         OSError: the tapes cannot be written.
     """
     _check(method, hours)
@@ -174,6 +175,11 @@ def simulate(
             on_share(part / PARTS)
     run.run(until_s if tapes is None else TAPED_MAX * until_s)
     if recorder is not None and tapes is not None:
+        if not run.complete:
+            raise ValueError(
+                f"the run did not reach global step {total_steps} within {TAPED_MAX:g} times {hours:g} hours, so there "
+                "is nothing to replay; let less fail (--hardware.mtbi-chip-s), or make the quorum smaller"
+            )
         recorder.save(tapes)
         until_s = run.end_s
     syncer = run.syncer

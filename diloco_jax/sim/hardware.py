@@ -24,6 +24,7 @@ MEAN_MAX = 500.0  # of a Poisson number, until which exp(-mean) is a number to b
 NORMAL = NormalDist()
 TINY = 1e-300
 CHIPS_MAX = 1e12
+SLICES_MAX = 1_000_000
 
 
 OURS = "our calibration against the paper's Table 1"
@@ -64,7 +65,7 @@ class Hardware:
             _check(0 <= getattr(self, name) < inf, name, getattr(self, name), "at least 0 and finite")
         for name in ("slices", "generations"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _check(self.slices <= 1_000_000, "slices", self.slices, "at most 1000000")
+        _check(self.slices <= SLICES_MAX, "slices", self.slices, f"at most {SLICES_MAX}")
 
     def return_s(self, share: float) -> float:
         """Inverse of F: the time within which this share of the slices is back, in seconds."""

@@ -46,6 +46,8 @@ SCORES_NOISE = (1.0, 2.0)  # points between two runs of one setting, text and vi
 QUICKSTART_LEARNERS, QUICKSTART_PERCENT, QUICKSTART_NOISE = 4, 2.87, 0.004
 QUICKSTART_LOSSES = ((1.84e6, 1.353), (6.053888e6, 1.1766))
 
+SLOPE_MIN, SLOPE_MAX = 0.001, 10.0  # below it a loss costs more compute than a number can say
+
 
 class Cost(NamedTuple):
     """What a number of learners costs against data parallel. `noise` is in natural logarithms of the compute."""
@@ -191,7 +193,10 @@ def cost_of(penalty: str, learners: int, *, parameters: float, slope: float | No
         raise ValueError(f"{learners} learners; use 1 or more")
     if not 0 < parameters < math.inf:
         raise ValueError(f"--parameters is {parameters}; give the model's, above 0, such as 5e9")
-    if slope is not None and not 0 < slope < math.inf:
-        raise ValueError(f"--loss-slope is {slope}, but must be above 0; published ones lie between 0.02 and 0.05")
+    if slope is not None and not SLOPE_MIN <= slope <= SLOPE_MAX:
+        raise ValueError(
+            f"--loss-slope is {slope}, but must be {SLOPE_MIN:g} to {SLOPE_MAX:g}; published ones lie between 0.02 and "
+            "0.05"
+        )
     cost = PENALTIES[penalty].cost(max(learners, 2), Situation(parameters, slope))
     return cost if learners > 1 else Cost(0.0, 1.0, 0.0, False)

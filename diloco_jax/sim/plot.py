@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -45,12 +46,16 @@ def check_plot(path: Path) -> None:
     """Refuse a file that could not be written after the simulation.
 
     Raises:
-        ValueError: an ending that says no format, or a folder that is not there.
+        ValueError: an ending that says no format, a folder that is not there, or one that cannot be written.
     """
     if path.suffix not in SUFFIXES:
         raise ValueError(f"--plot {path} ends in {path.suffix!r}; choose a name that ends in {' or '.join(SUFFIXES)}")
     if not path.parent.is_dir():
         raise ValueError(f"--plot {path}: the folder {path.parent} does not exist; make it, or choose another")
+    if path.is_dir():
+        raise ValueError(f"--plot {path} is a folder; choose the name of a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--plot {path} cannot be written; choose another folder, or change its permissions")
 
 
 def write_plot(rows: Sequence[Row], path: Path, published: Sequence[Published] = ()) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -122,11 +122,12 @@ def _facts_1(results: Sequence[Result]) -> dict[str, Any]:
 
 def _cells_5(settings: Settings) -> list[Cell]:
     """Eight learners on two kinds of hardware, 18 % apart, steps that vary by 10 %, and nothing fails."""
-    hardware = replace(settings.hardware, speed_gap=0.18, generations=2, step_noise=0.10, mtbi_chip_s=math.inf)
-    protocol = settings.protocol
-
     if settings.fast:
         raise ValueError("table5 is about rounds, of which --fast knows nothing; leave it out")
+    own: dict[str, Any] = {"speed_gap": 0.18, "generations": 2, "step_noise": 0.10, "mtbi_chip_s": math.inf}
+    _leave("hardware", settings.hardware, Hardware(), own)
+    _leave("protocol", settings.protocol, ProtocolConfig(), ("quorum", "grace_steps_max", "overlap_steps"))
+    hardware, protocol = replace(settings.hardware, **own), settings.protocol
 
     def of(label: str, **changed: Any) -> Cell:
         config = replace(protocol, **changed)
@@ -139,6 +140,12 @@ def _cells_5(settings: Settings) -> list[Cell]:
         of("K=1, grace on", quorum=1),
         of("K=8, nobody waits", quorum=8, grace_steps_max=0.0),
     ]
+
+
+def _leave(section: str, given: object, default: object, names: Iterable[str]) -> None:
+    for name in names:
+        if getattr(given, name) != getattr(default, name):
+            raise ValueError(f"--preset table5 sets --{section}.{name.replace('_', '-')} itself; leave one of them out")
 
 
 def _describe_5(results: Sequence[Result]) -> str:

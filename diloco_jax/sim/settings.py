@@ -13,17 +13,21 @@ def setting(default: Any, text: str, source: str) -> Any:
     return field(default=default, metadata={"help": text, "source": source})
 
 
-def number(text: str) -> float:
+def number(text: str, option: str) -> float:
     """Reads 150k, 1.2m or 2400000.
+
+    Args:
+        text: of the command line.
+        option: whose value it is.
 
     Raises:
         ValueError: it is no number.
     """
-    scale = {"k": 1e3, "m": 1e6, "g": 1e9}.get(text[-1:].lower(), 1.0)
+    scale = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
     try:
         return float(text[:-1] if scale != 1.0 else text) * scale
     except ValueError:
-        raise ValueError(f"{text!r} is no number; write 150000, 150k or 1.2m") from None
+        raise ValueError(f"{option} is {text!r}, which is no number; write 150000, 150k, 1.2m or 5g") from None
 
 
 def compact(value: float) -> str:
@@ -73,10 +77,7 @@ def _value(option: str, each: Field[Any], text: str) -> Any:
         if text.lower() not in words:
             raise ValueError(f"{option} is {text!r}; use true or false")
         return words[text.lower()]
-    try:
-        value = number(text)
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
+    value = number(text, option)
     if kind is int:
         if value != value or value in (float("inf"), float("-inf")) or value != int(value):
             raise ValueError(f"{option} is {text}, but must be a whole number")

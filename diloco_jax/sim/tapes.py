@@ -10,6 +10,7 @@ Digests stand for bytes that were never made, and losses are made up: a replay c
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -81,11 +82,10 @@ class LearnerTapes(Observer):
         """Write all tapes and the scenario.
 
         Raises:
-            ValueError: the folder holds a tape already.
+            ValueError: see `check_folder`.
             OSError: it cannot be written.
         """
-        if (folder / "tape.jsonl").exists():
-            raise ValueError(f"{folder} holds a tape already; name another folder, or remove that one")
+        check_folder(folder)
         (folder / "tapes").mkdir(parents=True, exist_ok=True)
         _write_lines(folder / "tape.jsonl", self._cluster.disk.tape)
         for (name, incarnation), lines in self.lines.items():
@@ -100,6 +100,21 @@ class LearnerTapes(Observer):
             "protocol": asdict(scenario.config),
         }
         (folder / "scenario.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder for tapes that could not be written after the simulation.
+
+    Raises:
+        ValueError: it holds a tape already, is a file, or cannot be written.
+    """
+    if (folder / "tape.jsonl").exists():
+        raise ValueError(f"--tapes {folder} holds a tape already; name another folder, or remove that one")
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise ValueError(f"--tapes {folder}: {there} is a file; name another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--tapes {folder}: {there} cannot be written; name another folder, or change its permissions")
 
 
 def _write_lines(path: Path, lines: list[str]) -> None:

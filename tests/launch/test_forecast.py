@@ -31,6 +31,7 @@ from diloco_jax.launch.forecast_case import Case, case_of
 from diloco_jax.launch.forecast_memory import chip_bytes, syncer_bytes
 from diloco_jax.launch.forecast_report import describe
 from diloco_jax.launch.preflight_compile import _Held, _state_bytes, exchange_programs
+from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX
 from diloco_jax.runtime.doctor_need import PROCESS_BYTES, needs
 from diloco_jax.sim.assumptions import Assumptions
 from diloco_jax.training.blueprint import Blueprint
@@ -148,6 +149,8 @@ def test_recovery_by_hand(gbit_per_s: float, half: bool) -> None:
     assert back["seconds"] == pytest.approx(7 + back["global_model_s"] + 3 * 8)
     alone = recovery(small(protocol={"recover_from_peers": False}, given=case.given))
     assert alone["seconds"] == pytest.approx(7 + back["global_model_s"]) and not alone["state_bytes"]
+    (single,) = {recovery(small(islands={"count": 1}, given=case.given))["state_bytes"]}
+    assert not single, "one learner has no neighbour"
 
 
 def test_goodput_by_hand() -> None:
@@ -210,7 +213,9 @@ def test_advice_is_followed_once(config: Changes, given: Changes, expected: set[
     assert expected <= set(wanted), wanted
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**SETTINGS, **{k: {**SETTINGS.get(k, {}), **v} for k, v in config.items()}}))
-    words = [word for name, value in wanted.items() for word in (f"--{name}", str(value))]
+    printed = describe(forecast(case, advise(case))).partition("change:\n")[2].partition("keep:\n")[0].splitlines()
+    words = [word for line in printed if line.startswith("  --") for word in line.partition("(now")[0].split()]
+    assert words[::2] == [f"--{name}" for name in wanted], "as people copy it"
     after = case_of(load(path, words), assumed)
     assert not changes(after), words
     state = forecast(after, [])["link"]
@@ -222,6 +227,10 @@ def test_latency_alone_does_not_raise_h() -> None:
     found = changes(small(given=replace(QUIET, step_s=0.05, round_trip_ms=400.0, tcp_window_mb=64.0)))
     assert found.keys() == {"protocol.overlap_steps"}
     assert found["protocol.overlap_steps"] >= 13  # 1.5 x 0.4 s are 12 steps, and half a step for reports
+
+
+def test_no_more_overlap_is_advised_than_a_config_takes() -> None:
+    assert changes(small(given=replace(QUIET, step_s=1e-6)))["protocol.overlap_steps"] == OVERLAP_STEPS_MAX
 
 
 # ---- the whole ------------------------------------------------------------------------------------------------------
@@ -280,6 +289,9 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "no config is named"),
         (["missing.yaml"], "cannot be read"),
         (["missing.yaml", "--preset", "table13"], "leave missing.yaml out"),
+        (["--preset", "table13", "--link-gbit-per-s", "1"], "leave --link-gbit-per-s out"),
+        (["quickstart", "--mtbi-years", "1e-12"], "--mtbi-years is 1e-12, less than a second"),
+        (["quickstart", "--slices", "2000000"], "--slices is 2000000; use at most 1e+06"),
         (["quickstart", "--link-gbit-per-s", "0"], "--link-gbit-per-s is 0.0; use a number above 0"),
         (["quickstart", "--sites", "9"], "only 4 islands"),
         (["quickstart", "--chips", "2"], "2 chips cannot be cut into 4 slices"),

@@ -126,7 +126,7 @@ def test_closing_tells_what_is_left_of_the_window() -> None:
         ({"sync_every": 0}, "sync_every", "0", "at least 1"),
         ({"num_fragments": 0}, "num_fragments", "0", "at least 1"),
         ({"num_fragments": 25}, "num_fragments", "25", "at most sync_every = 24"),
-        ({"overlap_steps": -1}, "overlap_steps", "-1", "at least 0"),
+        ({"overlap_steps": -1}, "overlap_steps", "-1", "0 to 10000"),
         ({"quorum": 0}, "quorum", "0", "1 to learners_max = 64"),
         ({"quorum": 65}, "quorum", "65", "1 to learners_max = 64"),
         ({"grace_steps_max": -0.5}, "grace_steps_max", "-0.5", "at least 0"),

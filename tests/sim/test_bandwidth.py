@@ -50,6 +50,9 @@ def test_a_round_by_hand() -> None:
     assert own.utilisation(4.0) == 1.0
     assert rounds().utilisation(1.0) == pytest.approx(2 / 2.5)  # two in flight, for 2.5 s each
     assert rounds(overlap_steps=9).utilisation(0.5) == pytest.approx(0.5)  # the link carries no more
+    late = rounds(overlap_steps=99, round_trip_s=20.0)
+    assert late.utilisation(1e9) == pytest.approx(late.sync_every / 30.5), "never two rounds of a fragment at once"
+    assert late.utilisation(late.gbit_per_s(0.1)) == pytest.approx(0.1)
     assert rounds(up_total_bytes=250 * MB).planned_gbit_per_s == pytest.approx(1.0)  # the busier direction
 
 

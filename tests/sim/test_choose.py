@@ -101,7 +101,7 @@ def test_what_was_not_measured_is_marked() -> None:
         ("guess", 4, 5e9, None, "'guess' is unknown; choose from scavenging"),
         ("scores", 4, 5e9, 0.03, "leave one of the two out"),
         ("scavenging", 4, 0.0, None, "--parameters is 0.0; give the model's"),
-        ("scavenging", 4, 5e9, -1.0, "--loss-slope is -1.0, but must be above 0"),
+        ("scavenging", 4, 5e9, -1.0, "--loss-slope is -1.0, but must be 0.001 to 10"),
         ("scavenging", 0, 5e9, None, "0 learners; use 1 or more"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -139,11 +140,19 @@ def test_a_drawing_is_written_by_its_ending(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == drawing(ROWS)
 
 
-def test_what_cannot_be_written_is_refused_before_the_simulation(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_refused_before_the_simulation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match=r"ends in '\.png'; choose a name that ends in \.svg or \.html"):
         check_plot(tmp_path / "goodput.png")
     with pytest.raises(ValueError, match="nowhere does not exist"):
         check_plot(tmp_path / "nowhere" / "goodput.svg")
+    (tmp_path / "folder.svg").mkdir()
+    with pytest.raises(ValueError, match="is a folder"):
+        check_plot(tmp_path / "folder.svg")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(ValueError, match="cannot be written"):
+        check_plot(tmp_path / "goodput.svg")
 
 
 def test_one_number_of_chips_is_a_plot_too() -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ import pytest
 from diloco_jax.cli import main
 from diloco_jax.sim import presets
 from diloco_jax.sim.cells import Result, run_cell, run_cells
+from diloco_jax.sim.goodput import simulate
+from diloco_jax.sim.hardware import Hardware
 from diloco_jax.sim.presets import CHIPS, GOODPUT_1A, HOURS, PRESETS, UPTIME_1B, rmse
 from diloco_jax.sim.simulate import Options, plan_cells, run
 
@@ -74,7 +77,7 @@ def test_settings_are_listed_with_their_sources(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--chips", "many"], "'many' is no number"),
+        (["--chips", "many"], "--chips is 'many', which is no number"),
         (["--chips", "100"], "100 chips, but there are 192 slices"),
         (["--learners", "500"], "500 learners, but there are 192 slices"),
         (["--learners", "0"], "0 learners, but there are 192 slices"),
@@ -101,6 +104,27 @@ def test_settings_are_listed_with_their_sources(capsys: pytest.CaptureFixture[st
         (["--protocol.quorum", "0"], "protocol.quorum is 0"),
         (["--preset", "table5", "--fast"], "table5 is about rounds"),
         (["--tapes", "x"], "--tapes writes the tapes of one run"),
+        (["--preset", "day", "--methods", "rigid"], "leave --methods out, or the preset"),
+        (["--preset", "table1", "--learners", "3"], "leave --learners out, or the preset"),
+        (["--preset", "scale", "--chips", "5m"], "leave --chips out, or the preset"),
+        (["--penalty", "scores"], "--penalty is for --choose; add that, or leave it out"),
+        (["--loss-slope", "0.1"], "--loss-slope is for --choose"),
+        (["--hours", "0.001"], "0.001 hours are shorter than one step of 4.6 s"),
+        (["--hours", "1e-9"], "shorter than one step"),
+        (["--methods", "decoupled", "--protocol.quorum", "5", "--hours", "0.1"], "quorum is 5, but 2 learners"),
+        (["--preset", "table5", "--hardware.speed-gap", "0.5", "--hours", "0.1"], "sets --hardware.speed-gap itself"),
+        (["--preset", "table5", "--protocol.quorum", "2", "--hours", "0.1"], "sets --protocol.quorum itself"),
+        (["--methods", "decoupled", "--protocol.overlap-steps", "1e12", "--hours", "0.1"], "must be 0 to 10000"),
+        (
+            ["--methods", "sync", "--learners", "5000", "--hardware.slices", "5000", "--hours", "0.01"],
+            "--learners is 5000; the protocol's machines run with at most 4096",
+        ),
+        (
+            ["--methods", "sync", "--protocol.sync-every", "1e6", "--protocol.num-fragments", "1e6", "--hours", "0.01"],
+            "--protocol.num-fragments is 1000000; the protocol's machines run with at most 10000",
+        ),
+        (["--plot", "", "--hours", "0.1"], "--plot is empty"),
+        (["--tapes", "", "--hours", "0.1"], "--tapes is empty"),
     ],
 )
 def test_wrong_input_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,15 +133,61 @@ def test_wrong_input_is_one_line(words: list[str], said: str, capsys: pytest.Cap
     assert said in err and "Traceback" not in err and len(err.strip().splitlines()) == 1
 
 
-def test_an_interrupt_ends_all_processes() -> None:
+def test_what_is_named_twice_is_simulated_once() -> None:
+    options = Options(methods=("sync", "sync"), learners=(2, 2), chips=("600k", "600000"), choose=False)
+    assert len(plan_cells(options)) == 1
+
+
+@pytest.mark.parametrize("after_s", [0.1, 0.5])  # while the processes begin, and later
+def test_an_interrupt_ends_all_processes(after_s: float) -> None:
     command = [sys.executable, "-m", "diloco_jax", "simulate", "--learners", "16", "--hours", "500", "--workers", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stderr is not None
         assert b"20 simulations on 2 processes" in process.stderr.readline()
-        time.sleep(0.5)  # they begin
+        time.sleep(after_s)
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and b"Traceback" not in err
+
+
+def workers_of(parent: int) -> list[int]:
+    """Processes that simulate, as far as this system shows children."""
+    children = Path(f"/proc/{parent}/task/{parent}/children")
+    return [
+        int(child)
+        for child in children.read_text(encoding="ascii").split()
+        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+
+
+def until(true: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end_s, "it does not come about"
+        time.sleep(0.05)
+
+
+def running(process: int) -> bool:
+    """Whether it is there and no zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found below /proc")
+def test_processes_end_with_their_parent_and_are_missed() -> None:
+    command = [sys.executable, "-m", "diloco_jax", "simulate", "--learners", "16", "--hours", "500", "--workers", "2"]
+    for victim in ("parent", "worker"):
+        with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+            until(lambda process=process: len(workers_of(process.pid)) == 2)  # type: ignore[misc]
+            workers = workers_of(process.pid)
+            time.sleep(0.5)  # they begin
+            os.kill(process.pid if victim == "parent" else workers[0], signal.SIGKILL)
+            until(lambda workers=workers: not any(map(running, workers)))  # type: ignore[misc]
+            _, err = process.communicate(timeout=60)
+        if victim == "worker":
+            assert process.returncode == 1 and b"was killed" in err and b"Traceback" not in err
 
 
 def test_tables_have_a_row_per_method_and_five_columns() -> None:
@@ -161,8 +231,28 @@ def test_cost_presets_time_one_simulation_after_the_other() -> None:
     assert isinstance(result, Result) and "us/event" in PRESETS["day"].describe([result])
 
 
-def test_tapes_can_be_written_from_the_command_line(tmp_path: Path) -> None:
+def test_tapes_can_be_written_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", "--methods", "decoupled", "--learners", "2", "--chips", "1.2m", "--hours", "0.05"]
     assert main([*words, "--tapes", str(tmp_path / "made")]) == 0
     assert (tmp_path / "made" / "tape.jsonl").exists()
-    assert main([*words, "--tapes", str(tmp_path / "made")]) == 2, "it does not overwrite"
+    for folder, said in (
+        ("made", "holds a tape already"),
+        ("made/tape.jsonl", "is a file"),
+        ("made/tape.jsonl/x", "is a"),
+    ):
+        capsys.readouterr()
+        assert main([*words, "--tapes", str(tmp_path / folder)]) == 2
+        out, err = capsys.readouterr()
+        assert not out and said in err and len(err.splitlines()) == 1, "said before anything is simulated"
+
+
+def test_a_run_that_does_not_end_gives_no_tapes(tmp_path: Path) -> None:
+    hardware, folder = Hardware(mtbi_chip_s=1.0), tmp_path / "made"
+    with pytest.raises(ValueError, match="did not reach global step 2 within 100 times"):
+        simulate(hardware, "decoupled", 2, 6e5, hours=0.003, seed=0, tapes=folder)
+    assert not folder.exists()
+
+
+def test_the_last_line_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--methods", "rigid", "--chips", "150k", "--hours", "0.1"]) == 0
+    assert "\n1 simulation, " in capsys.readouterr().out

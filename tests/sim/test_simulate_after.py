@@ -58,12 +58,13 @@ def test_the_help_names_every_penalty(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"preset": "table5", "plot": "x.svg"}, "the cells of table5 differ in other settings"),
+        ({"preset": "table5", "plot": "x.svg"}, "the cells of preset table5 differ in other settings"),
         ({"plot": "x.pdf"}, "ends in '.pdf'"),
         ({"preset": "table5", "choose": True}, "only 8 would be simulated; give several"),
         ({"choose": True, "penalty": "guess"}, "the penalty 'guess' is unknown"),
-        ({"choose": True, "parameters": "many"}, "'many' is no number"),
+        ({"choose": True, "parameters": "many"}, "--parameters is 'many', which is no number"),
         ({"choose": True, "loss_slope": 0.0}, "--loss-slope is 0.0"),
+        ({"choose": True, "loss_slope": 1e-9}, "--loss-slope is 1e-09, but must be 0.001 to 10"),
     ],
 )
 def test_what_cannot_be_told_is_refused_before_the_simulation(
