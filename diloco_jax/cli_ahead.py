@@ -19,8 +19,10 @@ def simulate(arguments: argparse.Namespace) -> int:
     from diloco_jax.cli_like import like
     from diloco_jax.sim.simulate import Options, run, settings_text
 
-    if arguments.like:
+    if arguments.like is not None:
         return like(arguments)
+    if arguments.calibrate:
+        raise ValueError("--calibrate is for --like RUN, the run that is compared; name it, or leave --calibrate out")
     if arguments.settings:
         print(settings_text())
         return 0

@@ -10,11 +10,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from diloco_jax.sim.real_run import RealRun
 
+# what says what to simulate, or how: the run says it
+NOT_BESIDE = [
+    "preset",
+    "methods",
+    "learners",
+    "chips",
+    "hours",
+    "fast",
+    "tapes",
+    "plot",
+    "choose",
+    "workers",
+    "settings",
+]
+
 
 def like(arguments: argparse.Namespace) -> int:
     """Simulate the run whose folder is named, and compare."""
     from diloco_jax.sim.like import compare, describe
 
+    if beside := [*(f"--{name}" for name in NOT_BESIDE if getattr(arguments, name)), *arguments.overrides]:
+        raise ValueError(f"--like simulates the faults of {arguments.like}; leave {beside[0]} out, or --like")
     if not arguments.calibrate:
         raise ValueError(
             "--like needs --calibrate RUN [RUN ...]: first a run of the same config without faults, then one with kills"

@@ -49,3 +49,15 @@ def test_wrong_folders_are_one_message(tmp_path: Path, capsys: pytest.CaptureFix
     assert "--like needs --calibrate" in capsys.readouterr().err
     assert main(["simulate", "--like", run, "--calibrate", str(tmp_path)]) == 2
     assert "has no config.yaml" in capsys.readouterr().err
+
+
+def test_options_that_would_say_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["--calibrate", "x"], "--calibrate is for --like RUN"),
+        (["--like", "x", "--preset", "day"], "leave --preset out, or --like"),
+        (["--like", "x", "--hardware.step-s", "2"], "leave --hardware.step-s out, or --like"),
+        (["--like", "x"], "--like needs --calibrate RUN"),
+    ):
+        assert main(["simulate", *words]) == 2
+        err = capsys.readouterr().err
+        assert said in err and len(err.splitlines()) == 1
