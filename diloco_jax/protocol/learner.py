@@ -367,8 +367,11 @@ class Learner(Stager):
         """When on_tick must be called next, or None."""
         if not self._connected:
             return None
-        deadlines = (self._resend_at_s, self._heartbeat_at_s, self._receiver.resend_s)
-        return min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)
+        deadline_s = self._heartbeat_at_s
+        for other_s in (self._resend_at_s, self._receiver.resend_s):
+            if other_s is not None and (deadline_s is None or other_s < deadline_s):
+                deadline_s = other_s
+        return deadline_s
 
     def on_tick(self, now_s: float) -> list[Effect]:
         """Repeat an unanswered hello (and, in lockstep, the report that the round waits for); beat the heart."""
