@@ -57,8 +57,15 @@ def run_cell(cell: Cell, on_share: Callable[[float], None] | None = None) -> Res
         every = cell.protocol.sync_every
         row = expected(*which, hours=cell.hours, seed=cell.seed, wan=cell.wan, sync_every=every)
     else:
-        settings = {"wan": cell.wan, "protocol": cell.protocol, "tapes": cell.tapes, "on_share": on_share}
-        row = simulate(*which, hours=cell.hours, seed=cell.seed, **settings)  # type: ignore[arg-type]
+        row = simulate(
+            *which,
+            hours=cell.hours,
+            seed=cell.seed,
+            wan=cell.wan,
+            protocol=cell.protocol,
+            tapes=cell.tapes,
+            on_share=on_share,
+        )
     return Result(cell, row, time.process_time() - began_s)
 
 

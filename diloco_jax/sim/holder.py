@@ -6,7 +6,6 @@ from typing import Any
 
 from diloco_jax.protocol.effects import (
     Adopt,
-    AdoptState,
     DropParts,
     Effect,
     Finish,
@@ -29,7 +28,7 @@ from diloco_jax.sim.pace import Pace
 from diloco_jax.sim.world import World, digest_of
 
 SAVED_KEPT = 2
-HANDLED = frozenset((Adopt, StageState, UnstageState, KeepPart, DropParts, AdoptState, SaveState, Finish))
+HANDLED = frozenset((Adopt, StageState, UnstageState, KeepPart, DropParts, SaveState, Finish))
 
 
 class Holder(Node):
@@ -83,10 +82,6 @@ class Holder(Node):
             self.kept[effect.part] = message
         elif isinstance(effect, DropParts):
             self.kept = {}
-        elif isinstance(effect, AdoptState):
-            assert not (self.stepping or self.loading), f"{self.name} takes over a state while it is busy"
-            self.loading = True
-            engine.at(engine.now_s + scenario.load_s, self.loaded, (self.life, effect))
         elif isinstance(effect, SaveState):
             machine = self.machine
             assert machine is not None
@@ -100,7 +95,3 @@ class Holder(Node):
         life, copy = item
         if life == self.life:  # else it is half-written, and nobody takes it for one
             self.saved = [*self.saved, copy][-SAVED_KEPT:]
-
-    def loaded(self, item: tuple[int, AdoptState]) -> None:
-        """A whole state has been read, or cannot be used."""
-        raise NotImplementedError

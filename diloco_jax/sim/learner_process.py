@@ -331,16 +331,24 @@ class LearnerProcess(Holder):
                         self._send(link.up, sent)
             elif kind in HANDLED:
                 self.handle(effect, message)
+            elif kind is AdoptState:
+                self._load(effect)  # type: ignore[arg-type]
         for observer in self._observers:
             observer.on_effects(self.name, self.incarnation, effects, self._engine.now_s)
 
-    def loaded(self, item: tuple[int, AdoptState]) -> None:
+    def _load(self, effect: AdoptState) -> None:
+        assert not (self.stepping or self.loading), f"{self.name} takes over a state while it is busy"
+        self.loading = True
+        load_s = self._world.scenario.load_s
+        self._engine.at(self._engine.now_s + load_s, self._loaded, (self.life, effect))
+
+    def _loaded(self, item: tuple[int, AdoptState]) -> None:
         life, effect = item
         machine, now_s = self.machine, self._engine.now_s
         if life != self.life or machine is None:
             return
         if self.paused_s > now_s:
-            self._engine.at(self.paused_s, self.loaded, item)
+            self._engine.at(self.paused_s, self._loaded, item)
             return
         self.loading = False
         ok = self._engine.random.random() >= self._world.scenario.bad_states
