@@ -165,11 +165,13 @@ class Collector:
         while not self.finished and self._restoring is None:
             if self._collecting is None and not self._open(effects, now_s):
                 break
-            self._watch_quorum(now_s)
-            decision = self.decide(now_s)
+            late = self._late(now_s)
+            fresh = len(self._fresh - late)
+            self._watch_quorum(fresh, now_s)
+            decision = self._decide(fresh, len(late), now_s)
             if decision.state != "closed":
                 break
-            self._close(decision, effects, now_s)
+            self._close(decision, late, effects, now_s)
         return effects
 
     def _open(self, effects: list[Effect], now_s: float) -> bool:
@@ -206,11 +208,11 @@ class Collector:
         self._fresh.add(member.learner_id)
         return True
 
-    def _watch_quorum(self, now_s: float) -> None:
+    def _watch_quorum(self, fresh: int, now_s: float) -> None:
         """Start the grace window when the quorum is met, and forget it when somebody leaves."""
         this = self._collecting
         assert this is not None
-        if len(self._fresh - self._late(now_s)) < self.config.quorum:
+        if fresh < self.config.quorum:
             this.closes_s = None
         elif this.closes_s is None:
             step_s = self.membership.median_step_s()
@@ -219,10 +221,12 @@ class Collector:
 
     def decide(self, now_s: float) -> Closing:
         """Whether the collecting round closes now, and why."""
-        closes_s = self._collecting.closes_s if self._collecting is not None else None
         late = self._late(now_s)
-        live = self.membership.live - len(late)
-        return closing(len(self._fresh - late), live, self.config.quorum, closes_s, now_s)
+        return self._decide(len(self._fresh - late), len(late), now_s)
+
+    def _decide(self, fresh: int, late: int, now_s: float) -> Closing:
+        closes_s = self._collecting.closes_s if self._collecting is not None else None
+        return closing(fresh, self.membership.live - late, self.config.quorum, closes_s, now_s)
 
     def _late(self, now_s: float) -> set[str]:
         """Live learners that the collecting round leaves out: an earlier one waits long for them (a slow link).
@@ -231,19 +235,20 @@ class Collector:
         """
         if len(self._rounds) < 2:
             return set()
-        members = self.membership.members
-        awaited = {name for this in self._rounds.values() for name in this.waits_long_for(now_s)}
-        late = {name for name in awaited if members[name].state == ACTIVE}
+        late = set()
+        for this in self._rounds.values():
+            for name in this.waits_long_for(now_s):
+                if self.membership.members[name].state == ACTIVE:
+                    late.add(name)
         return late if self.membership.live - len(late) >= self.config.quorum else set()
 
     def grace_s(self) -> float:
         """The grace window that a quorum met now would get, in seconds."""
         return grace_window_s(self.config, self.membership.median_step_s(), self._pace.quorum_s, self._pace.sync_s)
 
-    def _close(self, decision: Closing, effects: list[Effect], now_s: float) -> None:
+    def _close(self, decision: Closing, late: set[str], effects: list[Effect], now_s: float) -> None:
         this, self._collecting = self._collecting, None
         assert this is not None
-        late = self._late(now_s)
         members = sorted(self._fresh - late)
         marker = self.config.snapshot_every
         snapshot = marker > 0 and this.global_step // marker > self.global_step // marker
