@@ -77,25 +77,32 @@ class Allotment:
 
     def take(self) -> Batch:
         """The positions of the next step; of an earlier one again while leases are used up, so that no step waits."""
-        assert self.ready, "a batch was taken before the first lease arrived"
         if self._taken + self._step_samples <= self.granted:
             start = self._taken
             self._taken += self._step_samples
             self._repeats = 0
             self._forget()
         else:
+            assert self.ready, "a batch was taken before the first lease arrived"
             batches = (self.granted - self._first) // self._step_samples
             start = self._first + self._repeats % batches * self._step_samples
             self._repeats += 1
         return Batch(tuple(self._positions(start)), self._taken)
 
     def _positions(self, start: int) -> list[Range]:
-        found, first, end = [], self._first, start + self._step_samples
+        found: list[Range] = []
+        skip, left = start - self._first, self._step_samples
         for begin, stop in self._ranges:
-            low, high = max(start, first), min(end, first + stop - begin)
-            if low < high:
-                found.append((begin + low - first, begin + high - first))
-            first += stop - begin
+            if skip >= stop - begin:
+                skip -= stop - begin
+                continue
+            begin += skip
+            skip = 0
+            if left <= stop - begin:
+                found.append((begin, begin + left))
+                break
+            found.append((begin, stop))
+            left -= stop - begin
         return found
 
     def _forget(self) -> None:
