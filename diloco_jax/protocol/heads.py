@@ -12,33 +12,26 @@ reconnections.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment
 
 USEFUL, STALE, GAP = "useful", "stale", "gap"
 
 
-class Head(NamedTuple):
-    """The newest value of a fragment that was read; a later epoch's is newer, whatever its version."""
-
-    epoch: int = 0
-    version: int = NO_VERSION
-
-
 class Heads:
-    """The head of every fragment of which something has arrived."""
+    """The head of every fragment of which something has arrived; a later epoch's is newer, whatever its version."""
 
     def __init__(self) -> None:
-        self._heads: dict[int, Head] = {}
+        self._heads: dict[int, GlobalFragment] = {}  # fragment -> the message of its head
 
     def judge(self, message: GlobalFragment) -> str:
         """USEFUL, STALE or GAP, as above."""
-        head = self._heads.get(message.fragment_id, Head())
-        if (message.epoch, message.version) <= head:
+        head = self._heads.get(message.fragment_id)
+        if head is not None and (message.epoch, message.version) <= (head.epoch, head.version):
             return STALE
-        return USEFUL if message.base in (NO_VERSION, head.version) else GAP
+        if message.base == NO_VERSION or (head is not None and message.base == head.version):
+            return USEFUL
+        return GAP
 
     def move(self, message: GlobalFragment) -> None:
         """Its value was read and is as it should be."""
-        self._heads[message.fragment_id] = Head(message.epoch, message.version)
+        self._heads[message.fragment_id] = message
