@@ -18,7 +18,7 @@ from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, No
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.membership import ACTIVE, GONE, SILENT, Held, Member, Membership, Sent
 from diloco_jax.protocol.messages import NO_VERSION, Advance, Expel, FragmentValue, GlobalFragment, PullRequest, Stop
-from diloco_jax.protocol.pacing import Closing, ProtocolConfig, Schedule, closing, grace_window_s
+from diloco_jax.protocol.pacing import Closing, ProtocolConfig, Schedule, closes, closing, grace_window_s
 from diloco_jax.protocol.recovery import Matchmaker
 from diloco_jax.protocol.restoring import Restoring
 from diloco_jax.protocol.rounds import MERGING, PULLING, Pace, Round
@@ -46,6 +46,7 @@ class Collector:
         self.step_bytes: dict[int, int] = {}  # likewise of a step to its newest version; absent: steps are not used
         self.membership = Membership(fingerprint, config.num_fragments, config.learners_max)
         self.leases = LeaseBook(config.num_fragments)
+        self._lockstep = config.lockstep
         self._matches = Matchmaker(self.membership)
         self._schedule = Schedule(config.sync_every, config.num_fragments)
         self._history = [[0] for _ in range(config.num_fragments)]  # versions against which a value can be read
@@ -166,17 +167,15 @@ class Collector:
             if self._collecting is None and not self._open(effects, now_s):
                 break
             late = self._late(now_s)
-            fresh = len(self._fresh - late)
-            self._watch_quorum(fresh, now_s)
-            decision = self._decide(fresh, len(late), now_s)
-            if decision.state != "closed":
+            fresh, live = len(self._fresh - late), self.membership.live - len(late)
+            if not closes(fresh, live, self.config.quorum, self._watch_quorum(fresh, now_s), now_s):
                 break
-            self._close(decision, late, effects, now_s)
+            self._close(late, effects, now_s)
         return effects
 
     def _open(self, effects: list[Effect], now_s: float) -> bool:
         """Open the next round, if its fragment and a place in flight are free; finish when there is none left."""
-        step = self._schedule.next_due(self.global_step) if self.config.lockstep else self.global_step + 1
+        step = self._schedule.next_due(self.global_step) if self._lockstep else self.global_step + 1
         if step > self.total_steps:
             if not self._rounds:
                 self.finished = True
@@ -203,13 +202,13 @@ class Collector:
         this = self._collecting
         if this is None or member.state != ACTIVE or member.learner_id in self._fresh:
             return False
-        if not member.is_fresh(this.global_step, this.fragment_id, self.config.lockstep):
+        if not member.is_fresh(this.global_step, this.fragment_id, self._lockstep):
             return False
         self._fresh.add(member.learner_id)
         return True
 
-    def _watch_quorum(self, fresh: int, now_s: float) -> None:
-        """Start the grace window when the quorum is met, and forget it when somebody leaves."""
+    def _watch_quorum(self, fresh: int, now_s: float) -> float | None:
+        """When the grace window ends: it starts when the quorum is met, and is forgotten when somebody leaves."""
         this = self._collecting
         assert this is not None
         if fresh < self.config.quorum:
@@ -218,15 +217,14 @@ class Collector:
             step_s = self.membership.median_step_s()
             self._pace = self._pace.after_quorum(now_s - this.opened_s, step_s, self.config)
             this.closes_s = now_s + self.grace_s()
+        return this.closes_s
 
     def decide(self, now_s: float) -> Closing:
         """Whether the collecting round closes now, and why."""
-        late = self._late(now_s)
-        return self._decide(len(self._fresh - late), len(late), now_s)
-
-    def _decide(self, fresh: int, late: int, now_s: float) -> Closing:
         closes_s = self._collecting.closes_s if self._collecting is not None else None
-        return closing(fresh, self.membership.live - late, self.config.quorum, closes_s, now_s)
+        late = self._late(now_s)
+        live = self.membership.live - len(late)
+        return closing(len(self._fresh - late), live, self.config.quorum, closes_s, now_s)
 
     def _late(self, now_s: float) -> set[str]:
         """Live learners that the collecting round leaves out: an earlier one waits long for them (a slow link).
@@ -246,7 +244,8 @@ class Collector:
         """The grace window that a quorum met now would get, in seconds."""
         return grace_window_s(self.config, self.membership.median_step_s(), self._pace.quorum_s, self._pace.sync_s)
 
-    def _close(self, decision: Closing, late: set[str], effects: list[Effect], now_s: float) -> None:
+    def _close(self, late: set[str], effects: list[Effect], now_s: float) -> None:
+        reason = self.decide(now_s).reason
         this, self._collecting = self._collecting, None
         assert this is not None
         members = sorted(self._fresh - late)
@@ -257,7 +256,7 @@ class Collector:
             member = self.membership.members[learner_id]
             member.used_step = member.local_step
         left_out = f", without {', '.join(sorted(late))}: an earlier round waits long for that" if late else ""
-        effects.append(self._note("closed", this.fragment_id, tuple(members), decision.reason + left_out))
+        effects.append(self._note("closed", this.fragment_id, tuple(members), reason + left_out))
         if snapshot:
             effects.append(SaveSnapshot(self.global_step))
         if this.fragment_id < 0:

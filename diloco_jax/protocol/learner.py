@@ -177,10 +177,10 @@ class Learner(Stager):
         self.tokens += num_tokens
         self.samples = samples_end
         self._unheard_steps += 1
-        if self._config.lockstep:
+        if self._lockstep:
             self.global_step += 1
         effects: list[Effect] = []
-        if self._connected or self._config.lockstep:
+        if self._connected or self._lockstep:
             self._stage_due(effects)
         counters = (self.local_step, self.tokens, self.global_step, self.adopted)
         told = (*counters, step_s, loss, samples_end, self._allotment.granted)
@@ -189,7 +189,7 @@ class Learner(Stager):
             effects.append(Send(SYNCER, report))
             if self._wanted:
                 self._answer_wanted(effects)
-        if self._config.lockstep and self._schedule.due(self.global_step) >= 0:
+        if self._lockstep and self._schedule.due(self.global_step) >= 0:
             self._waits_for = self.global_step
             self.state = WAITING
             self._resend_at_s = now_s + self._resend_wait_s
@@ -322,7 +322,7 @@ class Learner(Stager):
 
     def _see(self, global_step: int) -> None:
         self._next_round = max(self._next_round, global_step + 1)
-        if not self._config.lockstep or self.state in (JOINING, RECOVERING):
+        if not self._lockstep or self.state in (JOINING, RECOVERING):
             self.global_step = max(self.global_step, global_step)
 
     def _update_state(self, now_s: float) -> list[Effect]:

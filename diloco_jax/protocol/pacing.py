@@ -193,8 +193,13 @@ class Closing(NamedTuple):
         return f"{self.fresh} of {self.live} live learners reported, grace window over"
 
 
+def closes(fresh: int, live: int, quorum: int, closes_s: float | None, now_s: float) -> bool:
+    """Whether a round closes. Most answers are no, and need no reason: `closing` gives it, and has the arguments."""
+    return closes_s is not None and fresh >= quorum and (fresh >= live or now_s >= closes_s)
+
+
 def closing(fresh: int, live: int, quorum: int, closes_s: float | None, now_s: float) -> Closing:
-    """Decide whether a round closes.
+    """Decide whether a round closes, and say why.
 
     Args:
         fresh: learners that reported a step which no round used yet.
@@ -203,8 +208,8 @@ def closing(fresh: int, live: int, quorum: int, closes_s: float | None, now_s: f
         closes_s: when the grace window ends; None while the quorum is not met.
         now_s: the driver's clock.
     """
+    if closes(fresh, live, quorum, closes_s, now_s):
+        return Closing("closed", fresh, live, quorum, 0.0)
     if fresh < quorum or closes_s is None:
         return Closing("below quorum" if live < quorum else "collecting", fresh, live, quorum, 0.0)
-    if fresh >= live or now_s >= closes_s:
-        return Closing("closed", fresh, live, quorum, 0.0)
     return Closing("grace", fresh, live, quorum, closes_s - now_s)

@@ -37,6 +37,7 @@ class Stager:
         self.digests = [0] * config.num_fragments
         self.payload_bytes: dict[int, int] = {}  # fragment -> size of its encoded value, told by the driver
         self._config = config
+        self._lockstep = config.lockstep
         self._schedule = Schedule(config.sync_every, config.num_fragments)
         self._staged: dict[int, list[StagedCopy]] = {}
         self._wanted: dict[int, int] = {}  # fragment -> round that asked for it before any copy existed
@@ -45,7 +46,7 @@ class Stager:
 
     def _stage_due(self, effects: list[Effect]) -> None:
         """Stage what the next rounds will ask for, and let go of what they will not."""
-        if self._config.lockstep:
+        if self._lockstep:
             fragments = self._schedule.due_within(self.global_step, 1)
         else:
             fragments = self._schedule.due_within(self._next_round, self._config.overlap_steps)

@@ -102,7 +102,7 @@ class Syncer(Restartable):
             self._restored(effects, now_s)
         elif self.finished:
             effects.append(Send(member.learner_id, Stop(self.global_step, "run complete")))
-        elif self.config.lockstep and not missing and len(self._rounds) == (self._collecting is not None):
+        elif self._lockstep and not missing and len(self._rounds) == (self._collecting is not None):
             # what it waits for may have been given up; an Advance must not overtake a fragment, hence `missing`
             effects.append(Send(member.learner_id, Advance(self.global_step)))
         return effects + self._proceed(now_s)
@@ -224,7 +224,10 @@ class Syncer(Restartable):
             deadline_s = min(deadline_s, self._restoring.next_deadline_s())
         for this in self._rounds.values():
             if this.phase == PULLING:
-                deadline_s = min(deadline_s, this.resend_s, this.expires_s)
+                if this.resend_s < deadline_s:
+                    deadline_s = this.resend_s
+                if this.expires_s < deadline_s:
+                    deadline_s = this.expires_s
             elif this.phase == COLLECTING and this.closes_s is not None and this.closes_s < deadline_s:
                 deadline_s = this.closes_s
         return deadline_s if deadline_s < inf else None
