@@ -90,7 +90,6 @@ class Learner(Stager):
         self._welcomed = False
         self._adopting = False  # a state is being taken over by the driver
         self._marker = 0  # snapshots that this learner has passed
-        self._epochs = [0] * config.num_fragments
         self._waits_for = 0  # lockstep: the round whose fragment must come back before the next step
         self._report: StepReport | None = None
         self._resend_at_s: float | None = None
@@ -107,8 +106,7 @@ class Learner(Stager):
         if self.state == STOPPED:
             return []
         self._connected = True
-        self._heard_s = now_s
-        self._unheard_steps = 0
+        self._heard_s, self._unheard_steps = now_s, 0
         self._resend_wait_s = self._config.resend_s
         self._heartbeat_at_s = now_s + self._config.heartbeat_s
         return [self._hello(now_s), *self._receiver.on_connected(now_s)]
@@ -182,9 +180,8 @@ class Learner(Stager):
         effects: list[Effect] = []
         if self._connected or self._lockstep:
             self._stage_due(effects)
-        counters = (self.local_step, self.tokens, self.global_step, self.adopted)
-        told = (*counters, step_s, loss, samples_end, self._allotment.granted)
-        self._report = report = StepReport(self.learner_id, self.incarnation, *told)
+        told = (self.local_step, self.tokens, self.global_step, self.adopted, step_s, loss, samples_end)
+        self._report = report = StepReport(self.learner_id, self.incarnation, *told, self._allotment.granted)
         if self._connected:
             effects.append(Send(SYNCER, report))
             if self._wanted:
@@ -197,13 +194,13 @@ class Learner(Stager):
         if every and self.global_step // every > self._marker:
             self._marker = self.global_step // every
             effects.append(SaveState(self.global_step))
-        return effects + self._serve()
+        self._serve(effects)
+        return effects
 
-    def _serve(self) -> list[Effect]:
+    def _serve(self, effects: list[Effect]) -> None:
         """Copy the state for those who wait for it; between two steps only."""
-        if not self._donor.waiting or self.local_step == 0 or self.state not in (TRAINING, WAITING):
-            return []
-        return self._donor.serve(self.global_step, self.local_step, tuple(a.version for a in self.adopted))
+        if self._donor.waiting and self.local_step > 0 and self.state in (TRAINING, WAITING):
+            effects += self._donor.serve(self.global_step, self.local_step, tuple(a.version for a in self.adopted))
 
     # ---- messages of the syncer ------------------------------------------------------------------------------------
 
@@ -211,10 +208,10 @@ class Learner(Stager):
         """Any message of the syncer."""
         if self.state == STOPPED:
             return []
-        self._heard_s = now_s
-        self._unheard_steps = 0
+        self._heard_s, self._unheard_steps = now_s, 0
         effects = self._take(message, now_s)
-        return effects + self._serve() if self.state != STOPPED else effects
+        self._serve(effects)
+        return effects
 
     def _take(self, message: SyncerMessage, now_s: float) -> list[Effect]:
         match message:
@@ -286,7 +283,9 @@ class Learner(Stager):
         effects = self._donor.on_pull(message)
         if again and message.clock > self.global_step and self._connected:
             effects.append(self._hello(now_s))  # the broadcast that it waits for was lost on its way here
-        return effects + self._serve() if self.state == WAITING else effects
+        if self.state == WAITING:
+            self._serve(effects)
+        return effects
 
     def on_advance(self, message: Advance, now_s: float) -> list[Effect]:
         """A global step closed without a new fragment; in lockstep that ends the wait for it."""
@@ -298,32 +297,35 @@ class Learner(Stager):
     def on_global(self, message: GlobalFragment, now_s: float) -> list[Effect]:
         """Adopt a newer global fragment: its counters begin again at the current local step."""
         self._see(message.global_step)
-        fragment_id = message.fragment_id
+        fragment_id, version, epoch = message.fragment_id, message.version, message.epoch
         if not 0 <= fragment_id < len(self.adopted):
             return [Drop(SYNCER, f"unknown fragment {fragment_id}, there are {len(self.adopted)}")]
         held = self.adopted[fragment_id].version
-        if (message.epoch, message.version) <= (self._epochs[fragment_id], held):
+        if (epoch, version) <= (self._epochs[fragment_id], held):
             return []  # a duplicate, or overtaken by a newer one
-        if (message.version, message.digest) == (held, self.digests[fragment_id]):
+        if version == held and message.digest == self.digests[fragment_id]:
             return []  # a duplicate from a later life of the syncer
         adopted = list(self.adopted)
-        adopted[fragment_id] = Adopted(message.version, self.local_step, self.tokens)
+        adopted[fragment_id] = Adopted(version, self.local_step, self.tokens)
         self.adopted = tuple(adopted)
-        self._epochs[fragment_id], self.digests[fragment_id] = message.epoch, message.digest
-        self.epoch = max(self.epoch, message.epoch)
-        self.global_step = max(self.global_step, message.version)
-        effects: list[Effect] = [Adopt(fragment_id, message.version)]
+        self._epochs[fragment_id], self.digests[fragment_id] = epoch, message.digest
+        if epoch > self.epoch:
+            self.epoch = epoch
+        if version > self.global_step:
+            self.global_step = version
+        effects: list[Effect] = [Adopt(fragment_id, version)]
         self._unstage(fragment_id, effects)
-        if message.version >= self._wanted.get(fragment_id, 0):
-            self._wanted.pop(fragment_id, None)
+        if fragment_id in self._wanted and version >= self._wanted[fragment_id]:
+            del self._wanted[fragment_id]
         if self.state == JOINING and held == NO_VERSION:  # progress: what else is missing is probably on its way
             self._resend_at_s = now_s + self._resend_wait_s
-        return effects + self._update_state(now_s)
+        return effects if self.state == TRAINING else effects + self._update_state(now_s)
 
     def _see(self, global_step: int) -> None:
-        self._next_round = max(self._next_round, global_step + 1)
-        if not self._lockstep or self.state in (JOINING, RECOVERING):
-            self.global_step = max(self.global_step, global_step)
+        if global_step >= self._next_round:
+            self._next_round = global_step + 1
+        if global_step > self.global_step and (not self._lockstep or self.state in (JOINING, RECOVERING)):
+            self.global_step = global_step
 
     def _update_state(self, now_s: float) -> list[Effect]:
         """Begin to train when nothing is missing any more."""
@@ -367,10 +369,11 @@ class Learner(Stager):
         """When on_tick must be called next, or None."""
         if not self._connected:
             return None
-        deadline_s = self._heartbeat_at_s
-        for other_s in (self._resend_at_s, self._receiver.resend_s):
-            if other_s is not None and (deadline_s is None or other_s < deadline_s):
-                deadline_s = other_s
+        deadline_s, repeat_s = self._heartbeat_at_s, self._receiver.resend_s
+        if self._resend_at_s is not None and (deadline_s is None or self._resend_at_s < deadline_s):
+            deadline_s = self._resend_at_s
+        if repeat_s is not None and (deadline_s is None or repeat_s < deadline_s):
+            deadline_s = repeat_s
         return deadline_s
 
     def on_tick(self, now_s: float) -> list[Effect]:

@@ -35,6 +35,7 @@ class Stager:
         self.epoch = 0  # newest life of the syncer that is known
         self.adopted: tuple[Adopted, ...] = (Adopted(),) * config.num_fragments
         self.digests = [0] * config.num_fragments
+        self._epochs = [0] * config.num_fragments  # lives of the syncer that these values are of
         self.payload_bytes: dict[int, int] = {}  # fragment -> size of its encoded value, told by the driver
         self._config = config
         self._lockstep = config.lockstep
@@ -50,8 +51,9 @@ class Stager:
             fragments = self._schedule.due_within(self.global_step, 1)
         else:
             fragments = self._schedule.due_within(self._next_round, self._config.overlap_steps)
-        for fragment_id in [p for p in self._staged if p not in fragments]:
-            self._unstage(fragment_id, effects)
+        for fragment_id in list(self._staged):
+            if fragment_id not in fragments:
+                self._unstage(fragment_id, effects)
         for fragment_id in fragments:
             self._stage(fragment_id, effects)
 
@@ -82,16 +84,17 @@ class Stager:
 
     def on_pull(self, message: PullRequest, now_s: float) -> list[Effect]:
         """Answer with the copy of the asked step, or the next newer one; without any, after the next step."""
-        self._next_round = max(self._next_round, message.global_step + 1)
-        fragment_id = message.fragment_id
+        global_step, fragment_id = message.global_step, message.fragment_id
+        if global_step >= self._next_round:
+            self._next_round = global_step + 1
         if not 0 <= fragment_id < len(self.adopted):
             return [Drop(SYNCER, f"pull of unknown fragment {fragment_id}, there are {len(self.adopted)}")]
-        if message.global_step <= max(self.adopted[fragment_id].version, self._wanted.get(fragment_id, 0)):
+        if global_step <= self.adopted[fragment_id].version or global_step <= self._wanted.get(fragment_id, 0):
             return []  # a duplicate, or of a round that is over
         for copy in self._staged.get(fragment_id, ()):
             if copy.local_step >= message.local_step:
-                return [self._value(message.global_step, fragment_id, copy)]
-        self._wanted[fragment_id] = message.global_step
+                return [self._value(global_step, fragment_id, copy)]
+        self._wanted[fragment_id] = global_step
         if len(self._wanted) > max(1, self._config.overlap_steps):  # more are never in flight: the oldest is over
             del self._wanted[min(self._wanted, key=self._wanted.__getitem__)]
         return []

@@ -61,10 +61,9 @@ class Greedy(Learner):
 class Unasked(Learner):
     """Gives its state before it has seen what its receiver has."""
 
-    def _serve(self) -> list[Effect]:
-        if self.local_step == 0 or self.state != TRAINING:
-            return []
-        return self._donor.serve(1_000_000, self.local_step, tuple(held.version for held in self.adopted))
+    def _serve(self, effects: list[Effect]) -> None:
+        if self.local_step > 0 and self.state == TRAINING:
+            effects += self._donor.serve(1_000_000, self.local_step, tuple(held.version for held in self.adopted))
 
 
 class Uncritical(Learner):
