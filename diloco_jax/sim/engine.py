@@ -17,15 +17,19 @@ class Engine:
     no way to cancel one. Whoever loses interest in an event recognises it as stale when it comes.
     """
 
-    __slots__ = ("_heap", "_number", "_stopped", "events", "now_s", "random")
+    __slots__ = ("_heap", "_number", "_stopped", "now_s", "random")
 
     def __init__(self, seed: int) -> None:
         self.now_s = 0.0
-        self.events = 0  # handled so far
         self.random = Random(seed)
         self._heap: list[tuple[float, int, Action, Any]] = []
-        self._number = 0
+        self._number = 0  # events asked for so far
         self._stopped = False
+
+    @property
+    def events(self) -> int:
+        """Events handled so far."""
+        return self._number - len(self._heap)
 
     def at(self, time_s: float, action: Action, argument: Any = None) -> None:
         """Call `action(argument)` at that time, which must not be in the past."""
@@ -38,14 +42,13 @@ class Engine:
 
     def run(self, until_s: float) -> None:
         """Handle events until none is left, somebody says stop, or the next one lies beyond `until_s`."""
-        heap, pop, events = self._heap, heappop, 0
+        heap, pop = self._heap, heappop
         self._stopped = False
         while heap and not self._stopped:
-            if heap[0][0] > until_s:
+            event = time_s, _, action, argument = pop(heap)
+            if time_s > until_s:
+                heappush(heap, event)
                 break
-            time_s, _, action, argument = pop(heap)
             assert time_s >= self.now_s, f"an event for {time_s} s was asked for at {self.now_s} s"
             self.now_s = time_s
-            events += 1
             action(argument)
-        self.events += events
