@@ -15,10 +15,12 @@ from diloco_jax.protocol.pacing import ProtocolConfig, Schedule
 STAGED_STEPS_MAX = 3  # copies of one fragment: the grace window spans one step, the pull's way another
 
 
-class StagedCopy(NamedTuple):
+class Counters(NamedTuple):
+    """Where a learner stood when it staged fragments."""
+
     local_step: int
     tokens: int
-    adopted: Adopted  # of the fragment, when it was staged
+    adopted: tuple[Adopted, ...]  # per fragment
     samples: int
 
 
@@ -40,7 +42,7 @@ class Stager:
         self._config = config
         self._lockstep = config.lockstep
         self._schedule = Schedule(config.sync_every, config.num_fragments)
-        self._staged: dict[int, list[StagedCopy]] = {}
+        self._staged: dict[int, list[Counters]] = {}  # fragment -> of each copy, oldest first
         self._wanted: dict[int, int] = {}  # fragment -> round that asked for it before any copy existed
         self._next_round = 1
         self._connected = False
@@ -54,12 +56,16 @@ class Stager:
         for fragment_id in list(self._staged):
             if fragment_id not in fragments:
                 self._unstage(fragment_id, effects)
+        counters = self._counters()
         for fragment_id in fragments:
-            self._stage(fragment_id, effects)
+            self._stage(fragment_id, counters, effects)
 
-    def _stage(self, fragment_id: int, effects: list[Effect]) -> None:
+    def _counters(self) -> Counters:
+        return Counters(self.local_step, self.tokens, self.adopted, self.samples)
+
+    def _stage(self, fragment_id: int, counters: Counters, effects: list[Effect]) -> None:
         copies = self._staged.setdefault(fragment_id, [])
-        copies.append(StagedCopy(self.local_step, self.tokens, self.adopted[fragment_id], self.samples))
+        copies.append(counters)
         effects.append(Stage(fragment_id, self.local_step))
         if len(copies) > STAGED_STEPS_MAX:
             effects.append(Unstage(fragment_id, copies.pop(0).local_step))
@@ -78,7 +84,7 @@ class Stager:
         for fragment_id, global_step in sorted(self._wanted.items()):
             copies = self._staged.get(fragment_id)
             if not copies or copies[-1].local_step != self.local_step:
-                self._stage(fragment_id, effects)
+                self._stage(fragment_id, self._counters(), effects)
             effects.append(self._value(global_step, fragment_id, self._staged[fragment_id][-1]))
         self._wanted.clear()
 
@@ -108,16 +114,17 @@ class Stager:
         digest = self.digests[fragment_id]
         return [Send(SYNCER, AnchorValue(self.learner_id, self.incarnation, fragment_id, version, digest, 0))]
 
-    def _value(self, global_step: int, fragment_id: int, copy: StagedCopy) -> Send:
+    def _value(self, global_step: int, fragment_id: int, copy: Counters) -> Send:
+        adopted = copy.adopted[fragment_id]
         value = FragmentValue(
             self.learner_id,
             self.incarnation,
             global_step,
             fragment_id,
             copy.local_step,
-            copy.local_step - copy.adopted.local_step,
-            copy.tokens - copy.adopted.tokens,
-            copy.adopted.version,
+            copy.local_step - adopted.local_step,
+            copy.tokens - adopted.tokens,
+            adopted.version,
             copy.samples,
             self.payload_bytes.get(fragment_id, 0),
         )
