@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note, Part, SaveSnapshot, Send
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.membership import ACTIVE, GONE, SILENT, Held, Member, Membership, Sent
-from diloco_jax.protocol.messages import NO_VERSION, Advance, Expel, FragmentValue, GlobalFragment, PullRequest, Stop
+from diloco_jax.protocol.messages import Advance, Expel, FragmentValue, GlobalFragment, PullRequest, Stop
 from diloco_jax.protocol.pacing import Closing, ProtocolConfig, Schedule, closes, closing, grace_window_s
 from diloco_jax.protocol.recovery import Matchmaker
 from diloco_jax.protocol.restoring import Restoring
@@ -79,7 +79,8 @@ class Collector:
             return [Drop(learner_id, "value without a step since the last adoption"), *self._settle(this, now_s)]
         if message.base_version not in self._history[this.fragment_id]:
             reason = f"value against version {message.base_version}, kept are {self._history[this.fragment_id]}"
-            return [Drop(learner_id, reason), self._global(member, this.fragment_id), *self._settle(this, now_s)]
+            refresh = self._global(member, self._newest(this.fragment_id))
+            return [Drop(learner_id, reason), refresh, *self._settle(this, now_s)]
         member.merged_base[this.fragment_id] = message.base_version
         this.values[learner_id] = Part(
             learner_id, message.local_step, message.steps, message.tokens, message.base_version, message.samples
@@ -109,7 +110,8 @@ class Collector:
         self._pace = self._pace.after_sync(now_s - this.closed_s, self.membership.median_step_s(), self.config)
         self._bases[this.fragment_id] = Held(self.versions[this.fragment_id], self.digests[this.fragment_id])
         self._renew(this, parts, digest, effects)
-        effects += [self._global(member, this.fragment_id) for member in self.membership.connected()]
+        newest = self._newest(this.fragment_id)
+        effects += [self._global(member, newest) for member in self.membership.connected()]
         for member in self.membership.live_members():
             self._watch_share(member, effects)
         return effects + self._proceed(now_s)
@@ -287,7 +289,7 @@ class Collector:
         if sent is not None and member.local_step > sent.local_step + sent.wait_steps:
             if base is not None and member.adopted[fragment_id].version == base.version:
                 member.will_hold[fragment_id] = base  # whole values would fill a slow link for good
-            effects.append(self._global(member, fragment_id, 2 * sent.wait_steps))
+            effects.append(self._global(member, self._newest(fragment_id), 2 * sent.wait_steps))
 
     def _settle(self, this: Round, now_s: float) -> list[Effect]:
         """Merge a pulled round once nobody is left to answer; give it up when nobody did."""
@@ -324,22 +326,26 @@ class Collector:
                 effects += self._settle(this, now_s)
         return effects
 
-    def _global(self, member: Member, fragment_id: int, wait_steps: int = 0) -> Send:
+    def _newest(self, fragment_id: int) -> GlobalFragment:
+        """The newest version of a fragment, as a whole value."""
+        version, digest = self.versions[fragment_id], self.digests[fragment_id]
+        size = self.payload_bytes.get(fragment_id, 0)
+        return GlobalFragment(self.global_step, fragment_id, version, self.epoch, digest, size)
+
+    def _global(self, member: Member, newest: GlobalFragment, wait_steps: int = 0) -> Send:
         """Send the newest version: as a step to a member that will hold its base by then, else whole."""
-        newest = Held(self.versions[fragment_id], self.digests[fragment_id])
+        fragment_id, version = newest.fragment_id, newest.version
         sent, start = member.sent.get(fragment_id), self._bases.get(fragment_id)
-        steps = sent.steps if sent is not None and sent.version == newest.version else 0
-        if start == member.will_hold[fragment_id] and fragment_id in self.step_bytes and steps < STEPS_MAX:
-            base, size, steps = start.version, self.step_bytes[fragment_id], steps + 1
+        steps = sent.steps if sent is not None and sent.version == version else 0
+        if fragment_id in self.step_bytes and start == member.will_hold[fragment_id] and steps < STEPS_MAX:
+            newest = newest._replace(payload_bytes=self.step_bytes[fragment_id], base=start.version)
+            steps += 1
         else:
-            base, size, steps = NO_VERSION, self.payload_bytes.get(fragment_id, 0), STEPS_MAX
+            steps = STEPS_MAX
         wait_steps = wait_steps or self.config.overlap_steps + 1
-        member.sent[fragment_id] = Sent(newest.version, steps, member.local_step, wait_steps)
-        member.will_hold[fragment_id] = newest
-        return Send(
-            member.learner_id,
-            GlobalFragment(self.global_step, fragment_id, newest.version, self.epoch, newest.digest, size, base),
-        )
+        member.sent[fragment_id] = Sent(version, steps, member.local_step, wait_steps)
+        member.will_hold[fragment_id] = Held(version, newest.digest)
+        return Send(member.learner_id, newest)
 
     def _release(self, member: Member, effects: list[Effect]) -> None:
         """Let others have the data that a lost incarnation did not finish; it will not ask for a state any more."""

@@ -141,7 +141,7 @@ class Restartable(Collector):
         for member in self.membership.connected():
             for p in restoring.wanted:
                 if not member.offered or member.offered[p] != self.versions[p]:
-                    effects.append(self._global(member, p))
+                    effects.append(self._global(member, self._newest(p)))
         if self.finished:  # it died before its last snapshot
             self._end(effects)
 

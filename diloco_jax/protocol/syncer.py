@@ -95,7 +95,7 @@ class Syncer(Restartable):
         effects.append(Send(member.learner_id, Welcome(self.global_step, tuple(self.versions), self.epoch)))
         self._supply(member, message, effects)
         missing = self._missing(message)
-        effects += [self._global(member, fragment_id) for fragment_id in missing]
+        effects += [self._global(member, self._newest(fragment_id)) for fragment_id in missing]
         if self._restoring is not None:
             self._restoring.on_back(member.learner_id, now_s + self.config.restore_s)
             self._ask_anchors(effects, now_s)

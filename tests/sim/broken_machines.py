@@ -156,26 +156,26 @@ class Gullible(Learner):
 class Wasteful(Syncer):
     """Sends every value whole, although it could send steps."""
 
-    def _global(self, member: Member, fragment_id: int, *args: Any) -> Send:
-        member.will_hold[fragment_id] = Held(NO_VERSION, 0)
-        return super()._global(member, fragment_id, *args)
+    def _global(self, member: Member, newest: GlobalFragment, *args: Any) -> Send:
+        member.will_hold[newest.fragment_id] = Held(NO_VERSION, 0)
+        return super()._global(member, newest, *args)
 
 
 class Presumptuous(Syncer):
     """Believes that everybody holds what a step starts from."""
 
-    def _global(self, member: Member, fragment_id: int, *args: Any) -> Send:
-        if fragment_id in self._bases:
-            member.will_hold[fragment_id] = self._bases[fragment_id]
-        return super()._global(member, fragment_id, *args)
+    def _global(self, member: Member, newest: GlobalFragment, *args: Any) -> Send:
+        if newest.fragment_id in self._bases:
+            member.will_hold[newest.fragment_id] = self._bases[newest.fragment_id]
+        return super()._global(member, newest, *args)
 
 
 class Insistent(Syncer):
     """Sends the same step again and again."""
 
-    def _global(self, member: Member, fragment_id: int, *args: Any) -> Send:
-        member.sent.pop(fragment_id, None)
-        return super()._global(member, fragment_id, *args)
+    def _global(self, member: Member, newest: GlobalFragment, *args: Any) -> Send:
+        member.sent.pop(newest.fragment_id, None)
+        return super()._global(member, newest, *args)
 
 
 class Confused(Syncer):
