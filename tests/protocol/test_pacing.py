@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_jax.protocol.pacing import Closing, ProtocolConfig, Schedule, closing, ema, grace_window_s
+from diloco_jax.protocol.pacing import Closing, ProtocolConfig, Schedule, closes, closing, ema, grace_window_s
 from tests.protocol.steady import STEADY
 
 # ---- schedule ---------------------------------------------------------------------------------------------------
@@ -99,6 +99,7 @@ def test_quorum_grace_and_sync_fit_into_tau_steps(
     [
         (1, 1, 2, None, 5.0, "below quorum", "1 live learners are fewer than the quorum of 2: training goes on"),
         (0, 2, 2, None, 5.0, "collecting", "0 of 2 learners reported a step, 2 live"),
+        (1, 2, 2, 6.0, 7.0, "collecting", "1 of 2 learners reported a step, 2 live"),
         (2, 3, 2, 6.0, 5.0, "grace", "quorum met, 2 of 3 live learners reported, grace 1.000 s left"),
         (2, 3, 2, 6.0, 6.0, "closed", "2 of 3 live learners reported, grace window over"),
         (3, 3, 2, 6.0, 5.0, "closed", "all 3 live learners reported"),
@@ -110,6 +111,7 @@ def test_closing(
     decision = closing(fresh, live, quorum, closes_s, now_s)
     assert decision.state == state
     assert decision.reason.startswith(reason)
+    assert closes(fresh, live, quorum, closes_s, now_s) == (state == "closed")
 
 
 def test_closing_tells_what_is_left_of_the_window() -> None:
