@@ -11,9 +11,11 @@ import json
 import statistics
 import sys
 
-from jobs import train
+from jobs import ROOT, train
 from rich.console import Console
 from rich.table import Table
+
+from diloco_jax.config import load
 
 
 def main() -> None:
@@ -23,12 +25,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments, overrides = parser.parse_known_args()
     console = Console(stderr=True)
+    shape = load(ROOT / "configs" / "data_parallel.yaml", overrides).train
     rows = []
     for seed in arguments.seeds:
         common = ["--seed", seed, "--train.eval_every", 0, *overrides]
         steps = ["--train.steps", arguments.steps] if arguments.steps else []
         islands = train("quickstart", *common, *steps)
-        baseline_steps = round(islands["tokens"] / (32 * 128))  # sequences per step, tokens per sequence
+        baseline_steps = round(islands["tokens"] / (shape.batch_size * shape.seq_len))
         baseline = train("data_parallel", *common, "--train.steps", baseline_steps)
         rows.append({"seed": seed, "islands": islands, "baseline": baseline})
         console.print(
