@@ -42,7 +42,7 @@ SCORES = {2: (54.63, 36.60), 4: (55.13, 35.90), 8: (54.80, 37.17), 16: (53.93, 3
 SCORES_DATA_PARALLEL = ((55.1, 38.2), (61.8, 47.8))
 SCORES_NOISE = (1.0, 2.0)  # points between two runs of one setting, text and vision
 
-# Ours, docs/log.md: a decoder of 1.0M parameters, H = P = 24; losses of data parallel after 1.84M and after 6.05M tokens.
+# Ours, docs/log.md: 1.0M parameters, H = P = 24; losses of data parallel after 1.84M and after 6.05M tokens.
 QUICKSTART_LEARNERS, QUICKSTART_PERCENT, QUICKSTART_NOISE = 4, 2.87, 0.004
 QUICKSTART_LOSSES = ((1.84e6, 1.353), (6.053888e6, 1.1766))
 
