@@ -132,7 +132,8 @@ def _side_by_side(cells: Sequence[Cell], workers: int) -> Iterator[tuple[int, Re
 
 def _begin_worker() -> None:
     """Let an interrupt end this process, and the end of the parent, however that came."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a shell's background job: the parent ignores it too
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_follow_parent, daemon=True).start()
 
