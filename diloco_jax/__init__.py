@@ -9,27 +9,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diloco_jax.config import dump, load
-    from diloco_jax.protocol.learner import Learner
+    from diloco_jax.protocol.learner.machine import Learner
     from diloco_jax.protocol.pacing import ProtocolConfig
-    from diloco_jax.protocol.syncer import Syncer
-    from diloco_jax.runtime.run_learner import LearnerRun
-    from diloco_jax.runtime.run_syncer import SyncerRun
-    from diloco_jax.runtime.settings import RunConfig
+    from diloco_jax.protocol.syncer.machine import Syncer
+    from diloco_jax.runtime.learner.run import LearnerRun
+    from diloco_jax.runtime.syncer.run import SyncerRun
+    from diloco_jax.settings.run import RunConfig
+    from diloco_jax.settings.text import dump, load
     from diloco_jax.training.island import Island
     from diloco_jax.training.models.protocol import TrainableModel
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "dump": "config",
-    "load": "config",
-    "Learner": "protocol.learner",
+    "dump": "settings.text",
+    "load": "settings.text",
+    "Learner": "protocol.learner.machine",
     "ProtocolConfig": "protocol.pacing",
-    "Syncer": "protocol.syncer",
-    "LearnerRun": "runtime.run_learner",
-    "SyncerRun": "runtime.run_syncer",
-    "RunConfig": "runtime.settings",
+    "Syncer": "protocol.syncer.machine",
+    "LearnerRun": "runtime.learner.run",
+    "SyncerRun": "runtime.syncer.run",
+    "RunConfig": "settings.run",
     "Island": "training.island",
     "TrainableModel": "training.models.protocol",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from diloco_jax.cli import main
+from diloco_jax.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,9 +1,9 @@
-"""The rules of imports, read from the sources: which layer may use which, and nothing in a circle.
+"""The rules of the house, read from the sources: which room may import which, nothing in a circle, no room too full.
 
-    cli, config -> launch -> runtime, sim -> transport, training -> protocol | core
+    cli -> tools -> runtime | sim -> settings -> transport | training -> protocol | core | drawing
 
 `protocol` decides and `core` computes; both are pure and they never meet but in a driver. `drawing` makes charts as
-text and knows nothing of the others.
+text and knows nothing of the others. Nothing but `cli` imports `tools`, so a tool can be deleted without a trace.
 """
 
 from __future__ import annotations
@@ -18,29 +18,59 @@ from typing import NamedTuple
 PACKAGE = "diloco_jax"
 ROOT = Path(__file__).resolve().parent.parent
 
-BOTTOM = {"protocol", "core"}
-MIDDLE = {"transport", "training"}
+BOTTOM = {"protocol", "core", "drawing"}
+MIDDLE = {"transport", "training"} | BOTTOM
+RUNS = {"runtime", "sim", "settings"} | MIDDLE
 LAYERS: dict[str, set[str]] = {
     "protocol": set(),
     "core": set(),
     "drawing": set(),
-    "transport": BOTTOM,
-    "training": BOTTOM,
+    "transport": {"protocol", "core"},
+    "training": {"protocol", "core"},
+    "settings": {"transport", "training", "protocol", "core"},
     "sim": {"protocol", "drawing"},
-    "runtime": {"drawing"} | MIDDLE | BOTTOM,
-    "launch": {"runtime", "sim"} | MIDDLE | BOTTOM,
-    "config": {"runtime", "sim", "launch"} | MIDDLE | BOTTOM,
-    "cli_words": {"sim"},
-    "cli_config": {"config", "runtime"},
-    "cli_before": {"cli_config", "config", "runtime", "launch"} | MIDDLE | BOTTOM,
-    "cli_like": {"config", "runtime", "sim"},
-    "cli_ahead": {"cli_like", "cli_config", "config", "sim", "launch", "runtime"} | MIDDLE | BOTTOM,
-    "cli": {"cli_words", "cli_config", "cli_ahead", "cli_before", "config", "runtime", "sim", "launch"}
-    | MIDDLE
-    | BOTTOM,
+    "runtime": {"settings"} | MIDDLE,
+    "tools": RUNS,
+    "cli": {"tools"} | RUNS,
     "__main__": {"cli"},
-    "__init__": {"config", "runtime", "sim", "launch"} | MIDDLE | BOTTOM,
+    "__init__": RUNS,
 }
+# Inside these layers every room lists the rooms that it may import; "" is the layer's own floor.
+ROOMS: dict[str, dict[str, set[str]]] = {
+    "protocol": {
+        "": set(),
+        "learner": {""},
+        "syncer": {""},
+        "watch": {"", "syncer"},
+    },
+    "runtime": {
+        "records": set(),
+        "model": {"records"},
+        "island": {"model", "records"},
+        "learner": {"island", "records"},
+        "syncer": {"model", "records"},
+        "local": {"learner", "syncer", "island", "model", "records"},
+    },
+    "sim": {
+        "": set(),
+        "checks": {""},
+        "goodput": {""},
+        "__main__": {"", "checks"},
+    },
+    "tools": {
+        "budget": set(),
+        "report": set(),
+        "replay": set(),
+        "preflight": {"budget"},
+        "plan": {"budget", "preflight"},
+        "launch": {"budget"},
+        "doctor": {"budget"},
+        "chaos": {"replay", "report"},
+    },
+}
+DEPTH_MAX = 2  # folders below the package
+FILES_MAX = 16  # in one folder, its face not counted
+LINES_MIN = 25  # of a file that is no package's face: a smaller idea lives with its neighbour
 
 # Standard library without clock, randomness, files, sockets, threads or processes. A module that is missing here and
 # has none of these may be added.
@@ -59,8 +89,7 @@ THIRD_PARTY = {
     "drawing": set[str](),
 }
 PURE_LAYERS = {"protocol", "core"}
-# so that `diloco simulate` starts without JAX
-LATE_IMPORTS_ALLOWED = {"cli", "cli_ahead", "cli_before", "cli_config", "cli_like"}
+LATE_IMPORTS_ALLOWED = {"cli"}  # so that `diloco simulate` starts without JAX
 
 
 class Import(NamedTuple):
@@ -99,6 +128,22 @@ def layer_of(module: str) -> str:
     return [*module.split("."), "__init__"][1]
 
 
+def room_of(module: str) -> str:
+    """`diloco_jax.runtime.island.host` -> `island`; what lies on the layer's own floor -> ""."""
+    layer, _, rest = module.partition(".")[2].partition(".")
+    room = rest.split(".")[0]
+    return room if room in ROOMS.get(layer, ()) else ""
+
+
+def room_problem(module: str, target: str) -> str:
+    """Say why a file may not import another one of its own layer, or nothing."""
+    rooms = ROOMS.get(layer_of(module), {})
+    mine, other = room_of(module), room_of(target)
+    if other == mine or other in rooms.get(mine, {other}):
+        return ""
+    return f"imports {target}; the room {mine!r} may import {', '.join(sorted(rooms[mine])) or 'no other'}"
+
+
 def violations_of(source: str, module: str, is_package: bool = False) -> list[str]:
     """What one file does against the rules of layers, in words."""
     layer = layer_of(module)
@@ -114,6 +159,8 @@ def violations_of(source: str, module: str, is_package: bool = False) -> list[st
             if other != layer and other not in LAYERS[layer]:
                 allowed = ", ".join(sorted(LAYERS[layer])) or "nothing of the package"
                 found.append(f"{where}: {layer} imports {target}; it may import {allowed}")
+            elif other == layer and (problem := room_problem(module, target)):
+                found.append(f"{where}: {problem}")
         elif top in sys.stdlib_module_names:
             if layer in PURE_LAYERS and top not in PURE_STDLIB:
                 found.append(
@@ -182,6 +229,40 @@ def test_layers() -> None:
     sources, packages = package_sources()
     assert len(sources) > 5, "the package was not found"
     found = [text for name, source in sources.items() for text in violations_of(source, name, name in packages)]
+    assert not found, "\n".join(found)
+
+
+def test_rooms_are_of_a_size() -> None:
+    found = []
+    folders: dict[Path, int] = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        if "_pb2" in path.name:
+            continue
+        inside = path.relative_to(ROOT / PACKAGE)
+        lines, is_face = len(path.read_text(encoding="utf-8").splitlines()), path.name in ("__init__.py", "__main__.py")
+        if len(inside.parts) - 1 > DEPTH_MAX:
+            found.append(f"{inside}: {len(inside.parts) - 1} folders deep; {DEPTH_MAX} is the limit")
+        if len(inside.parts) > 2 and inside.parts[1] not in ROOMS.get(inside.parts[0], {inside.parts[1]: ()}):
+            found.append(f"{inside}: no room of {inside.parts[0]}; add it to ROOMS with the rooms it may import")
+        if not is_face:
+            folders[inside.parent] = folders.get(inside.parent, 0) + 1
+            if lines < LINES_MIN:
+                found.append(f"{inside}: {lines} lines; {LINES_MIN} is the least, move it to a neighbour")
+    found += [
+        f"{folder}: {count} files; {FILES_MAX} is the limit" for folder, count in folders.items() if count > FILES_MAX
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_no_two_classes_share_a_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, source in package_sources()[0].items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    found = [
+        f"{name} is in {' and '.join(where)}; one word for one thing" for name, where in homes.items() if where[1:]
+    ]
     assert not found, "\n".join(found)
 
 

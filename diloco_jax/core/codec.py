@@ -63,22 +63,31 @@ def quantize(x: Float[Array, "n"], format: Format) -> tuple[Shaped[Array, "..."]
     return quantize_blocks(jnp, to_blocks(jnp, x), format)
 
 
-def pack(parts: Mapping[str, tuple[Shaped[np.ndarray, "..."], Float32[np.ndarray, "scales"]]]) -> bytes:
+class NotFinite(ValueError):
+    """NaN or infinity, which integer formats cannot carry."""
+
+
+def pack(parts: Mapping[str, tuple[Shaped[np.ndarray, "..."], Float32[np.ndarray, "..."]]]) -> bytes:
     """Join quantised tensors, already copied to the host, into the payload of a fragment.
 
     Args:
       parts: (codes, scales) of each tensor as `quantize` returns them, by key.
 
     Raises:
-      ValueError: a tensor held values that are not finite.
+      NotFinite: a tensor held values that are not.
     """
     pieces: list[memoryview] = []
     for key in sorted(parts):
         codes, scales = parts[key]
         if not np.isfinite(scales).all():
-            raise ValueError(f"{key!r} holds NaN or infinity, which integer formats cannot carry; drop this update")
-        pieces += (scales.view(np.uint8).data, codes.view(np.uint8).data)
+            raise NotFinite(f"{key!r} holds NaN or infinity, which integer formats cannot carry; drop this update")
+        pieces += (as_bytes(scales), as_bytes(codes))
     return b"".join(pieces)
+
+
+def as_bytes(array: Shaped[np.ndarray, "..."]) -> memoryview:
+    """Return the memory of an array of any shape, of no axes and of no elements too; a copy if it is not contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def encode(values: Mapping[str, Float[np.ndarray, "..."]], format: Format) -> bytes:
@@ -89,7 +98,7 @@ def encode(values: Mapping[str, Float[np.ndarray, "..."]], format: Format) -> by
       format: of the wire.
 
     Raises:
-      ValueError: NaN or infinity with an integer format (the other formats carry them).
+      NotFinite: NaN or infinity with an integer format (the other formats carry them).
     """
     return pack({key: quantize_on_host(value, format) for key, value in values.items()})
 
@@ -131,7 +140,7 @@ def encoded_size(shapes: Iterable[Shape], format: Format) -> int:
 
 
 def digest(payload: Bytes | Iterable[Bytes]) -> int:
-    """Checksum of a payload, in [0, 2^64): equal bytes have equal digests, damaged ones do not.
+    """Return the checksum of a payload, in [0, 2^64): equal bytes have equal digests, damaged ones do not.
 
     Args:
       payload: contiguous bytes, or pieces of them in their order; how they are cut does not matter.
@@ -146,17 +155,17 @@ def digest(payload: Bytes | Iterable[Bytes]) -> int:
 
 
 def is_integer(format: Format) -> bool:
-    """Whether this format has blocks, codes and scales."""
+    """Return whether this format has blocks, codes and scales."""
     return format in _MAX_CODE
 
 
 def block_bytes(format: Format) -> int:
-    """Bytes of a block's codes in an integer format."""
+    """Return the size in bytes of a block's codes in an integer format."""
     return {"int8": BLOCK, "int4": BLOCK // 2}[format]
 
 
 def element_bytes(format: Format) -> int:
-    """Bytes of an element in a format without blocks."""
+    """Return the size in bytes of an element in a format without blocks."""
     return {"float32": 4, "bfloat16": 2}[format]
 
 
@@ -189,8 +198,10 @@ def quantize_blocks(xp: ModuleType, blocks: Any, format: Format) -> tuple[Any, A
 
 
 def scale_blocks(xp: ModuleType, blocks: Any, format: Format) -> tuple[Any, Any]:
-    """The first half of `quantize_blocks`: codes as whole numbers in float32[nb, 256], and scales."""
-    absmax = xp.max(xp.abs(blocks), axis=1)
+    """Do the first half of `quantize_blocks`: codes as whole numbers in float32[nb, 256], and scales."""
+    # Of magnitudes as whole numbers, where NaN is the largest: XLA's maximum of floats on CPUs passes over NaN, and
+    # values that a learner does not have would travel as zeros.
+    absmax = xp.max(blocks.view(xp.int32) & 0x7FFFFFFF, axis=1).view(xp.float32)
     # A product with a rounded constant, not absmax / max_code: XLA may replace division by a constant.
     scales = xp.where(absmax < _ZERO_ABSMAX, xp.float32(0), absmax * np.float32(1 / _MAX_CODE[format]))
     divisors = xp.where(scales == 0, xp.float32(np.inf), scales)
@@ -198,7 +209,7 @@ def scale_blocks(xp: ModuleType, blocks: Any, format: Format) -> tuple[Any, Any]
 
 
 def pack_codes(xp: ModuleType, numbers: Any, format: Format) -> Any:
-    """The second half of `quantize_blocks`: codes as they travel."""
+    """Do the second half of `quantize_blocks`: codes as they travel."""
     codes = numbers.astype(xp.int8)
     if format == "int8":
         return codes
@@ -223,7 +234,7 @@ def _tensor_bytes(size: int, format: Format) -> int:
 def quantize_on_host(
     values: Float[np.ndarray, "..."], format: Format
 ) -> tuple[Shaped[np.ndarray, "..."], Float32[np.ndarray, "scales"]]:
-    """As `quantize`, with NumPy; of an array of any shape, flattened."""
+    """Quantize as `quantize` does, with NumPy, an array of any shape, flattened."""
     flat = values.reshape(-1).astype(np.float32, copy=False)
     if not is_integer(format):
         return round_elements(np, flat, format), np.zeros(0, np.float32)
@@ -240,7 +251,7 @@ def quantize_on_host(
 def dequantize_on_host(
     codes: Shaped[np.ndarray, "nb width"], scales: Float32[np.ndarray, "nb"], size: int, format: Format
 ) -> Float32[np.ndarray, "size"]:
-    """The first `size` values that codes and scales of an integer format stand for."""
+    """Return the first `size` values that codes and scales of an integer format stand for."""
     values = np.empty((len(scales), BLOCK), np.float32)
     with np.errstate(invalid="ignore"):  # scales that are not finite are for the caller to refuse
         for i in range(0, len(scales), _CHUNK):

@@ -1,12 +1,14 @@
 """Fragments: how a model is cut into P parts that are synchronised at different steps.
 
-The plan is a pure function of the tensors' shapes and the settings: every learner and the syncer compute it alone and
-compare fingerprints instead of exchanging it.
+The plan is a pure function of the tensors' shapes and kinds and the settings: every learner and the syncer compute it
+alone and compare fingerprints instead of exchanging it.
 
   * Every element of every tensor lies in exactly one fragment.
   * Balanced tensors (paper, App. C): the largest piece goes into the currently smallest fragment.
   * A tensor larger than a fair share, ceil(total / P), is first cut along one axis; otherwise a big embedding alone
     would set the peak bandwidth.
+  * A stack is cut between the tensors that its first axis counts, as if each were a parameter of its own.
+  * Pieces are as large as even fragments allow: each has a norm of its own in the merge, and costs time.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import hashlib
 import heapq
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -23,27 +25,41 @@ from typing import NamedTuple, TypeVar
 import jax
 import numpy as np
 
+from diloco_jax.core.kinds import Kind, kind_of
+
 Shape = tuple[int, ...]
 ArrayT = TypeVar("ArrayT", np.ndarray, jax.Array)
 
 WHOLE = -1  # the `axis` of a slice that is a whole tensor
+EVEN = 1.15  # largest fragment over the mean: evener is not worth smaller pieces
+FINEST = 16  # pieces are at least a share's part of this number, if the tensor has no smaller ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentConfig:
-    """How tensors larger than a fair share are cut."""
+    """Settings of the cut of tensors that are larger than a fair share."""
 
     split_axis: int = 0
     """Axis along which a tensor larger than a fair share is cut. Negative counts from the last axis; a tensor with
-    fewer axes is cut along the nearest one it has. Prefer an axis that the mesh does not shard."""
+    fewer axes is cut along the nearest one it has. Prefer an axis that the mesh does not shard. A stack of layers is
+    cut between layers; only where one layer is larger than a fair share, all are cut along this axis of theirs."""
 
-    def axes(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
-        """Return the axis for each tensor, as `plan_fragments` takes it (scalars have none).
+    def plan(self, shapes: Mapping[str, Shape], kinds: Mapping[str, Kind], num_fragments: int) -> FragmentPlan:
+        """Cut a model; see `plan_fragments`.
 
         Args:
           shapes: shape of every tensor, by path.
+          kinds: what every tensor is, by path.
+          num_fragments: P.
         """
-        return {path: max(-len(s), min(self.split_axis, len(s) - 1)) for path, s in shapes.items() if s}
+        axes = {}
+        for path, shape in shapes.items():
+            own = len(shape) - kinds[path].stack
+            if own and self.split_axis < 0:
+                axes[path] = max(-own, self.split_axis)
+            elif own:
+                axes[path] = kinds[path].stack + min(self.split_axis, own - 1)
+        return plan_fragments(shapes, num_fragments, split_axis=axes, kinds=kinds)
 
 
 class Slice(NamedTuple):
@@ -62,7 +78,7 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Fragment:
-    """What is synchronised together.
+    """A part of the parameters that is synchronised together.
 
     Attributes:
       fragment_id: position in the plan, 0..P-1.
@@ -78,7 +94,7 @@ class Fragment:
 
     @property
     def keys_shapes(self) -> tuple[tuple[str, Shape], ...]:
-        """(key, shape) of each slice, in order: the layout that `codec.decode` takes."""
+        """Return (key, shape) of each slice, in order: the layout that `codec.decode` takes."""
         return tuple((piece.key, shape) for piece, shape in zip(self.slices, self.shapes, strict=True))
 
 
@@ -89,46 +105,58 @@ class FragmentPlan:
     Attributes:
       fragments: by fragment_id.
       shapes: shape of every tensor, by path, sorted by path.
-      fingerprint: equal exactly when shapes, settings and partition are equal (16 hexadecimal digits).
+      kinds: what every tensor is, in the same order.
+      fingerprint: equal exactly when shapes, kinds, settings and partition are equal (16 hexadecimal digits).
     """
 
     fragments: tuple[Fragment, ...]
     shapes: Mapping[str, Shape]
+    kinds: Mapping[str, Kind]
     fingerprint: str
 
 
 def plan_fragments(
-    shapes: Mapping[str, Shape], num_fragments: int, *, split_axis: Mapping[str, int] | None = None
+    shapes: Mapping[str, Shape],
+    num_fragments: int,
+    *,
+    split_axis: Mapping[str, int] | None = None,
+    kinds: Mapping[str, Kind] | None = None,
 ) -> FragmentPlan:
     """Cut a model into `num_fragments` parts of nearly equal size.
 
+    A tensor without elements is in no fragment: there is nothing of it to send.
+
     Pieces are taken in descending size, each into the currently smallest fragment (LPT; Graham 1969: the largest
-    fragment is at most 4/3 of the best possible). The order of `shapes` does not matter.
+    fragment is at most 4/3 of the best possible). Pieces of at most a fair share are tried first, then of half of it,
+    and so on, until the largest fragment is at most `EVEN` times the mean. The order of `shapes` does not matter.
 
     Args:
       shapes: shape of every tensor, by path.
       num_fragments: P, from 1 to the number of pieces into which the tensors can be cut.
       split_axis: by path, the axis along which a too large tensor may be cut (negative counts from the last);
         0 where not named.
+      kinds: by path, what the tensor is; what its shape alone says where not named.
 
     Raises:
-      ValueError: no tensors, an empty tensor, P out of range, an unknown path or axis, or two equal keys.
+      ValueError: no tensors with elements, P out of range, an unknown path or axis, or two equal keys.
     """
     shapes = {path: tuple(shapes[path]) for path in sorted(shapes)}
+    kinds = {path: (kinds or {}).get(path, kind_of(shape)) for path, shape in shapes.items()}
     axes = _checked_axes(shapes, split_axis or {})
-    counts = _pieces_per_tensor(shapes, axes, num_fragments)
-    pieces = [(piece, shape) for path in shapes for piece, shape in _cut(path, shapes[path], axes[path], counts[path])]
-    if len({piece.key for piece, _ in pieces}) < len(pieces):
-        raise ValueError("two slices have the same key; rename the parameter whose path looks like 'path[0:0:1]'")
-
-    members: list[list[tuple[Slice, Shape]]] = [[] for _ in range(num_fragments)]
-    smallest = [(0, fragment_id) for fragment_id in range(num_fragments)]  # a heap: ties go to the lowest id
-    for piece, shape in sorted(pieces, key=lambda item: (-math.prod(item[1]), item[0])):
-        size, fragment_id = smallest[0]
-        members[fragment_id].append((piece, shape))
-        heapq.heapreplace(smallest, (size + math.prod(shape), fragment_id))
+    filled = {path: shape for path, shape in shapes.items() if math.prod(shape)}
+    plans = []
+    for parts in range(1, FINEST + 1):
+        cuts = _cuts(filled, kinds, axes, num_fragments, parts)
+        members = _dealt([piece for path in filled for piece in _cut(path, shapes[path], *cuts[path])], num_fragments)
+        largest = max(sum(math.prod(shape) for _, shape in content) for content in members)
+        plans.append((largest, parts, members))
+        if largest * num_fragments <= EVEN * sum(map(math.prod, shapes.values())):
+            break
+    _, _, members = min(plans, key=lambda plan: plan[:2])
     fragments = tuple(_fragment(fragment_id, content) for fragment_id, content in enumerate(members))
-    return FragmentPlan(fragments, shapes, _fingerprint(shapes, axes, fragments))
+    if len({piece.key for f in fragments for piece in f.slices}) < sum(len(f.slices) for f in fragments):
+        raise ValueError("two slices have the same key; rename the parameter whose path looks like 'path[0:0:1]'")
+    return FragmentPlan(fragments, shapes, kinds, _fingerprint(shapes, kinds, axes, fragments))
 
 
 def take(params: Mapping[str, ArrayT], fragment: Fragment) -> dict[str, ArrayT]:
@@ -191,13 +219,11 @@ def put(params: Mapping[str, ArrayT], fragment: Fragment, values: Mapping[str, A
 
 
 def _checked_axes(shapes: Mapping[str, Shape], split_axis: Mapping[str, int]) -> dict[str, int]:
-    """Axis along which each tensor may be cut, non-negative; WHOLE for scalars."""
+    """Return the axis along which each tensor may be cut, non-negative; WHOLE for scalars."""
     if unknown := sorted(set(split_axis) - set(shapes)):
         raise ValueError(f"split_axis names {unknown[0]!r}, which is not a parameter; remove it or correct the path")
     axes = {}
     for path, shape in shapes.items():
-        if math.prod(shape) == 0:
-            raise ValueError(f"parameter {path!r} of shape {shape} has no elements; remove it from the model")
         axis = split_axis.get(path, 0)
         if path in split_axis and not -len(shape) <= axis < len(shape):
             raise ValueError(f"split_axis of {path!r} is {axis}, but its shape {shape} has {len(shape)} axes")
@@ -205,28 +231,52 @@ def _checked_axes(shapes: Mapping[str, Shape], split_axis: Mapping[str, int]) ->
     return axes
 
 
-def _pieces_per_tensor(shapes: Mapping[str, Shape], axes: Mapping[str, int], num_fragments: int) -> dict[str, int]:
-    """Into how many pieces each tensor is cut: none larger than a fair share, and at least P pieces in all."""
-    limits = {path: shape[axes[path]] if shape else 1 for path, shape in shapes.items()}
-    possible = sum(limits.values())
-    if not 1 <= num_fragments <= possible:
-        raise ValueError(
-            f"num_fragments is {num_fragments}, but these {len(shapes)} tensors can be cut into 1 to {possible} "
-            "fragments; lower num_fragments, or cut along a longer axis (split_axis)"
-        )
+def _cuts(
+    shapes: Mapping[str, Shape], kinds: Mapping[str, Kind], axes: Mapping[str, int], num_fragments: int, parts: int
+) -> dict[str, tuple[int, int]]:
+    """Return the axis along which, and the number of pieces into which, each tensor is cut: at least P pieces in all.
+
+    What is cut has pieces of at most a share's `parts`-th part, if its axis is long enough. Cut are tensors larger than
+    a share, and stacks: between the tensors that they consist of, unless one of those alone is larger than a share.
+    """
     sizes = {path: math.prod(shape) for path, shape in shapes.items()}
-    fair_share = math.ceil(sum(sizes.values()) / num_fragments)
-    counts = {path: min(limits[path], math.ceil(sizes[path] / fair_share)) for path in shapes}
+    share = max(1, math.ceil(sum(sizes.values()) / max(1, num_fragments)))
+    cuts: dict[str, tuple[int, int]] = {}
+    lengths: dict[str, int] = {}
+    for path, shape in shapes.items():
+        axis, length = axes[path], shape[axes[path]] if shape else 1
+        between = kinds[path].stack > 0 and (sizes[path] <= share * shape[0] or length <= shape[0])
+        if between:
+            axis, length = 0, shape[0]
+        wanted = math.ceil(sizes[path] * parts / share) if between or sizes[path] > share else 1
+        cuts[path], lengths[path] = (axis, max(1, min(length, wanted))), length
+    if not 1 <= num_fragments <= sum(lengths.values()):
+        raise ValueError(
+            f"num_fragments is {num_fragments}, but these {len(shapes)} tensors can be cut into 1 to "
+            f"{sum(lengths.values())} fragments; lower num_fragments, or cut along a longer axis (split_axis)"
+        )
 
     # Rarely, too few pieces are left for P fragments (one huge and some tiny tensors): cut the largest once more.
-    largest = [(-sizes[path] / counts[path], path) for path in shapes if counts[path] < limits[path]]
+    largest = [(-sizes[path] / count, path) for path, (_, count) in cuts.items() if count < lengths[path]]
     heapq.heapify(largest)
-    for _ in range(num_fragments - sum(counts.values())):
+    for _ in range(num_fragments - sum(count for _, count in cuts.values())):
         _, path = heapq.heappop(largest)
-        counts[path] += 1
-        if counts[path] < limits[path]:
-            heapq.heappush(largest, (-sizes[path] / counts[path], path))
-    return counts
+        axis, count = cuts[path]
+        cuts[path] = axis, count + 1
+        if count + 1 < lengths[path]:
+            heapq.heappush(largest, (-sizes[path] / (count + 1), path))
+    return cuts
+
+
+def _dealt(pieces: Sequence[tuple[Slice, Shape]], num_fragments: int) -> list[list[tuple[Slice, Shape]]]:
+    """Deal out the pieces, the largest first, each into the smallest fragment."""
+    members: list[list[tuple[Slice, Shape]]] = [[] for _ in range(num_fragments)]
+    smallest = [(0, fragment_id) for fragment_id in range(num_fragments)]  # a heap: ties go to the lowest id
+    for piece, shape in sorted(pieces, key=lambda item: (-math.prod(item[1]), item[0])):
+        size, fragment_id = smallest[0]
+        members[fragment_id].append((piece, shape))
+        heapq.heapreplace(smallest, (size + math.prod(shape), fragment_id))
+    return members
 
 
 def _cut(path: str, shape: Shape, axis: int, count: int) -> list[tuple[Slice, Shape]]:
@@ -250,9 +300,11 @@ def _fragment(fragment_id: int, content: list[tuple[Slice, Shape]]) -> Fragment:
     )
 
 
-def _fingerprint(shapes: Mapping[str, Shape], axes: Mapping[str, int], fragments: tuple[Fragment, ...]) -> str:
+def _fingerprint(
+    shapes: Mapping[str, Shape], kinds: Mapping[str, Kind], axes: Mapping[str, int], fragments: tuple[Fragment, ...]
+) -> str:
     # The slices are in it too, so that two versions of this file that would plan differently cannot agree.
-    content = {"shapes": shapes, "axes": axes, "fragments": [fragment.slices for fragment in fragments]}
+    content = {"shapes": shapes, "kinds": kinds, "axes": axes, "fragments": [fragment.slices for fragment in fragments]}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 

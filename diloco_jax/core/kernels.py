@@ -6,7 +6,7 @@ Rules of this file
   * Plain IEEE operations in a fixed order, never contracted to fused multiply-adds, so every machine gets equal bits,
     and so does every cut of the work into leaves.
   * A block is passed on as its address: an array would cost a reference count, which takes longer than the arithmetic.
-    Names that end in `_at` are addresses. Whoever calls keeps the memory alive and vouches for its size (merger.py).
+    Names that end in `_at` are addresses. Whoever calls keeps the memory alive and vouches for its size (passes.py).
   * Everything runs without the interpreter's lock.
 """
 
@@ -22,22 +22,23 @@ from numba.extending import intrinsic
 BLOCK = 256
 FLOAT32, BFLOAT16, INT8, INT4 = 0, 1, 2, 3
 _HALF = BLOCK // 2
-_ROW = np.uint64(4 * BLOCK)  # bytes of a block in float32
-_HIGH = np.uint64(4 * _HALF)
-_ZERO_ABSMAX = np.float32(1e-30)
+_ROW, _HIGH = np.uint64(4 * BLOCK), np.uint64(4 * _HALF)  # bytes of a block in float32, and of half of it
 _ROUND = np.float32(1.5 * 2**23)  # x + this - this rounds |x| < 2^22 to the nearest even integer
-_SHARE_INT8, _SHARE_INT4 = np.float32(1 / 127), np.float32(1 / 7)
+_SHARE_INT8, _SHARE_INT4, _ZERO_ABSMAX = np.float32(1 / 127), np.float32(1 / 7), np.float32(1e-30)
 _MAGNITUDE, _INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
 _BATCH = 64  # blocks that are moved at once: 64 KiB of each array fit the level-2 cache
 _LANES = 16  # partial sums, so that a sum in a fixed order can use vector units
 
 
 def _compiled(function: Any) -> Any:
-    return njit(cache=True, nogil=True, error_model="numpy")(function)
+    try:
+        return njit(cache=True, nogil=True, error_model="numpy")(function)
+    except RuntimeError:  # there is no folder to keep it in, not even the user's
+        return njit(nogil=True, error_model="numpy")(function)
 
 
 def _at(dtype: Any, size: int = BLOCK) -> Any:
-    """A function from an address to the array that is there."""
+    """Return a function from an address to the array that is there."""
 
     @intrinsic
     @no_type_check
@@ -55,16 +56,15 @@ def _at(dtype: Any, size: int = BLOCK) -> Any:
     return array
 
 
-_float = _at(types.float32, 1)
+_float, _sums = _at(types.float32, 1), _at(types.float64, _LANES)
 _floats, _words = _at(types.float32), _at(types.uint32)
 _shorts, _halves, _codes = _at(types.int16), _at(types.uint16), _at(types.int8)
-_sums = _at(types.float64, _LANES)
 
 
 @intrinsic
 @no_type_check
 def _float_of(typingctx, bits):
-    """The float32 number of these bits."""
+    """Return the float32 number of these bits."""
 
     def code(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], context.get_value_type(types.float32))
@@ -75,7 +75,7 @@ def _float_of(typingctx, bits):
 @intrinsic
 @no_type_check
 def _memcpy(typingctx, to_at, from_at, num_bytes):
-    """The C library's: for tens of KiB it writes without reading first what it will overwrite, as no loop here can."""
+    """Copy by the C library: for tens of KiB it does not read first what it overwrites, as any loop here does."""
 
     def code(context, builder, signature, arguments):
         pointer = context.get_value_type(types.CPointer(types.uint8))
@@ -95,7 +95,7 @@ def _scratch(rows):
 @njit(forceinline=True)
 @no_type_check
 def _row(scratch, number):
-    """The address of a block, at the beginning of a cache line."""
+    """Return the address of a block, at the beginning of a cache line."""
     first = (np.uint64(scratch.ctypes.data) + np.uint64(63)) & ~np.uint64(63)
     return first + np.uint64(number) * _ROW
 
@@ -114,7 +114,7 @@ def _fill(to_at, begin):
 @_compiled
 @no_type_check
 def _decode_add(payload_at, fmt, at, block, size, weight, acc_at):
-    """acc += weight * (a block of the payload)."""
+    """Compute acc += weight * (a block of the payload)."""
     acc = _floats(acc_at)
     if fmt == INT4:
         factor = weight * _float(payload_at + np.uint64(at[0] + 4 * block))[0]
@@ -148,27 +148,20 @@ def _add_moved(moved_at, weight, size, acc_at):
 
 @_compiled
 @no_type_check
-def _mean(payloads, moved, weights, fmt, at, first, block, size, acc_at):
-    """acc = sum_m w_m (v_m + moved_m) of a block, with zeros behind `size`."""
-    _fill(acc_at, 0)
-    for m in range(payloads.size):
-        _decode_add(payloads[m], fmt, at, block, size, weights[m], acc_at)
-        if moved[m]:
-            _add_moved(moved[m] + np.uint64(4 * first), weights[m], size, acc_at)
+def _mean(payloads, moved, weights, unit, fmt, at, start, first, size, acc_at, spare_at):
+    """Compute acc = sum_m w_m (v_m + moved_m) of a block, each unit with its own weights; zeros behind `size`."""
+    begin, to_at = start + first, acc_at
+    for number in range(begin // unit, (begin + size - 1) // unit + 1):
+        _fill(to_at, 0)
+        for m in range(payloads.size):
+            _decode_add(payloads[m], fmt, at, begin // BLOCK, size, weights[number, m], to_at)
+            if moved[m]:
+                _add_moved(moved[m] + np.uint64(4 * first), weights[number, m], size, to_at)
+        if number > begin // unit:
+            skip = np.uint64(4 * (number * unit - begin))
+            _memcpy(acc_at + skip, spare_at + skip, _ROW - skip)
+        to_at = spare_at
     _fill(acc_at, size)
-
-
-@_compiled
-@no_type_check
-def mean(payloads, moved, weights, fmt, at, start, out):
-    """out = sum_m w_m (v_m + moved_m) of a leaf; the arguments are those of `update`."""
-    scratch = _scratch(1)
-    acc_at, out_at = _row(scratch, 0), np.uint64(out.ctypes.data)
-    for first in range(0, out.size, BLOCK):
-        size = min(BLOCK, out.size - first)
-        _mean(payloads, moved, weights, fmt, at, first, (start + first) // BLOCK, size, acc_at)
-        _memcpy(out_at + np.uint64(4 * first), acc_at, np.uint64(4 * size))
-    scratch[0] = np.float32(0)  # the memory is alive until here
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -177,7 +170,7 @@ def mean(payloads, moved, weights, fmt, at, start, out):
 @_compiled
 @no_type_check
 def _unpack(payload_at, fmt, at, block, row_at):
-    """Codes of a block as integers; returns its scale, or NaN where it is none."""
+    """Unpack codes of a block as integers; return its scale, or NaN where it is none."""
     scale = _float(payload_at + np.uint64(at[0] + 4 * block))[0]
     row = _shorts(row_at)
     if fmt == INT4:
@@ -219,7 +212,7 @@ def _dot(a_at, b_at, sums_at):
 @_compiled
 @no_type_check
 def _value(payload_at, moved_at, fmt, at, block, size, row_at):
-    """One learner's values of a block, with zeros behind `size`; returns the scale, which may be NaN, or 1."""
+    """Decode one learner's values of a block, with zeros behind `size`; return the scale, which may be NaN, or 1."""
     _fill(row_at, 0)
     _decode_add(payload_at, fmt, at, block, size, np.float32(1), row_at)
     if moved_at:
@@ -232,21 +225,21 @@ def _value(payload_at, moved_at, fmt, at, block, size, row_at):
 
 @_compiled
 @no_type_check
-def gram(payloads, moved, fmt, at, start, size, products):
-    """products[i, j] = <v_i + moved_i, v_j + moved_j>, for i <= j, over a leaf; the arguments are those of `update`.
+def gram(payloads, moved, fmt, at, start, size, unit, products):
+    """Compute products[u, i, j] = <v_i + moved_i, v_j + moved_j>, i <= j, over a leaf's part of its u-th unit.
 
-    With a scale that is negative or not finite, or a value that is not finite, the learner's own product is not finite
-    and those of others are what they are without it.
+    The arguments are those of `update`. With a scale that is negative or not finite, or a value that is not finite, the
+    learner's own product is not finite and those of others are what they are without it.
     """
-    count = payloads.size
-    scratch, scales = _scratch(count + 1), np.zeros(count, np.float64)
-    sums_at = _row(scratch, count)
-    as_codes = fmt >= INT8
+    count, as_codes = payloads.size, fmt >= INT8
+    scratch, scales = _scratch(count + 2), np.zeros(count, np.float64)
+    sums_at, spare_at = _row(scratch, count), _row(scratch, count + 1)
     for m in range(count):
         as_codes = as_codes and not moved[m]
-    products[:, :] = 0.0
+    width = 2 if as_codes else 4  # bytes of an element of a row
+    products[:, :, :] = 0.0
     for first in range(0, size, BLOCK):
-        block, part = (start + first) // BLOCK, min(BLOCK, size - first)
+        begin, block, part = start + first, (start + first) // BLOCK, min(BLOCK, size - first)
         for m in range(count):
             row_at = _row(scratch, m)
             if as_codes:
@@ -254,11 +247,18 @@ def gram(payloads, moved, fmt, at, start, size, products):
             else:
                 moved_at = moved[m] + np.uint64(4 * first) if moved[m] else np.uint64(0)
                 scales[m] = _value(payloads[m], moved_at, fmt, at, block, part, row_at)
-        for i in range(count):
-            for j in range(i, count):
-                a_at, b_at = _row(scratch, i), _row(scratch, j)
-                dot = _dot_codes(a_at, b_at) if as_codes else _dot(a_at, b_at, sums_at)
-                products[i, j] += scales[i] * scales[j] * dot
+        for number in range(begin // unit, (begin + part - 1) // unit + 1):
+            low, high = max(0, number * unit - begin), min(part, (number + 1) * unit - begin)
+            for i in range(count):
+                a_at = _row(scratch, i)
+                if high - low < part:  # zeros in place of what is of other units
+                    _fill(spare_at, 0)
+                    _memcpy(spare_at + np.uint64(width * low), a_at + np.uint64(width * low), width * (high - low))
+                    a_at = spare_at
+                for j in range(i, count):
+                    b_at = _row(scratch, j)
+                    dot = _dot_codes(a_at, b_at) if as_codes else _dot(a_at, b_at, sums_at)
+                    products[number - start // unit, i, j] += scales[i] * scales[j] * dot
     scratch[0] = np.float32(0)  # the memory is alive until here
 
 
@@ -268,7 +268,7 @@ def gram(payloads, moved, fmt, at, start, size, products):
 @_compiled
 @no_type_check
 def _largest(bits):
-    """Bits of the largest magnitude of a block: as integers they have the order of the numbers, and NaN is last."""
+    """Return the bits of a block's largest magnitude: as integers they order as the numbers do, and NaN is last."""
     most = np.uint32(0)
     for j in range(BLOCK):
         size = np.uint32(bits[j] & _MAGNITUDE)
@@ -279,7 +279,7 @@ def _largest(bits):
 @_compiled
 @no_type_check
 def _move(acc_at, trace_at, residual_at, rate, momentum, new_trace_at, wanted_at):
-    """Nesterov's step of a block, and what was left out so far. Returns the bits of its largest magnitude."""
+    """Compute Nesterov's step of a block, with what was left out so far. Return the bits of its largest magnitude."""
     acc, trace, residual = _floats(acc_at), _floats(trace_at), _floats(residual_at)
     new_trace, wanted = _floats(new_trace_at), _floats(wanted_at)
     for j in range(BLOCK):
@@ -312,7 +312,7 @@ def _encode_int(wanted_at, absmax, fmt, scale_at, codes_at, rounded_at):
 @_compiled
 @no_type_check
 def _encode_bfloat16(wanted, halves, rounded, size):
-    """Nearest even; subnormal numbers become zero, as in codec.py, and NaN stays NaN."""
+    """Round to nearest even; subnormal numbers become zero, as in codec.py, and NaN stays NaN."""
     for j in range(size):
         word = np.int64(wanted[j])
         half = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
@@ -340,7 +340,7 @@ def _encode(wanted_at, most, fmt, step_at, at, block, size, rounded_at):
 @_compiled
 @no_type_check
 def _apply(value_at, wanted_at, rounded_at, new_value_at, new_residual_at):
-    """The new value of a block, and what is left out. Returns the bits of the largest magnitude."""
+    """Compute the new value of a block, and what is left out. Return the bits of the largest magnitude."""
     value, wanted, rounded = _floats(value_at), _floats(wanted_at), _floats(rounded_at)
     new_value, new_residual = _floats(new_value_at), _floats(new_residual_at)
     for j in range(BLOCK):
@@ -352,17 +352,17 @@ def _apply(value_at, wanted_at, rounded_at, new_value_at, new_residual_at):
 @_compiled
 @no_type_check
 def update(
-    payloads, moved, weights, fmt_in, at_in, start, value, trace, residual, rate, momentum,
+    payloads, moved, weights, unit, fmt_in, at_in, start, value, trace, residual, rate, momentum,
     fmt_out, step, at_out, new_value, new_trace, new_residual,
 ):  # fmt: skip
-    """One leaf from payloads to the new version: weighted sum, Nesterov's step, encoding, application.
+    """Take a leaf from payloads to its new version: weighted sum, Nesterov's step, encoding, application.
 
         g = sum_m w_m (v_m + moved_m);  t' = g + mu t;  s = r - lr (g + mu t');  x' = x + Q(s);  r' = s - Q(s)
 
     Args are the addresses of the learners' payloads, and for each of what is to be added to its values of this leaf, or
-    0; their weights; where the tensor's scales and codes begin in them and in the step (`at_in`, `at_out`); where the
-    leaf starts in the tensor, a multiple of 256; and the leaf's arrays. `trace` is empty without momentum, `residual`
-    where nothing is rounded.
+    0; their weights, for each `unit` elements of the tensor; where the tensor's scales and codes begin in them and in
+    the step (`at_in`, `at_out`); where the leaf starts in the tensor, a multiple of 256; and the leaf's arrays. `trace`
+    is empty without momentum, `residual` where nothing is rounded.
 
     Returns whether the new value is finite; then the trace and the residual are, too.
     """
@@ -386,7 +386,7 @@ def update(
                 _fill(x_at + there, size)
                 _fill(t_at + there, size)
                 _fill(r_at + there, size)
-            _mean(payloads, moved, weights, fmt_in, at_in, first, block, size, acc_at)
+            _mean(payloads, moved, weights, unit, fmt_in, at_in, start, first, size, acc_at, wanted_at)
             largest = _move(acc_at, t_at + there, r_at + there, rate, momentum, t_new + there, wanted_at)
             _encode(wanted_at, largest, fmt_out, step.ctypes.data, at_out, block, size, rounded_at)
             largest = _apply(x_at + there, wanted_at, rounded_at, x_new + there, r_new + there)

@@ -1,4 +1,4 @@
-"""How a fragment, or one shard's share of it, lies in flat arrays and in payloads.
+"""Layouts: the places of a fragment, or of one shard's share of it, in flat arrays and in payloads.
 
 A piece is a range of one slice's elements; without shards it is the whole slice. The pieces lie one after the other in
 a flat float32 array, in ascending order of (key, start), which is also the float32 payload. Work is cut into leaves of
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The key, and where a part begins unless it is the first."""
+        """Return the key, and where a part begins unless it is the first."""
         return f"{self.key}@{self.start}" if self.start else self.key
 
 
@@ -46,7 +46,7 @@ class Leaf(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a piece begins in a payload, in bytes."""
+    """The place of a piece in a payload, in bytes."""
 
     scales: int
     codes: int
@@ -63,7 +63,7 @@ class Layout:
     leaves: tuple[Leaf, ...]
 
     def places(self, format: Format) -> tuple[Place, ...]:
-        """Where each piece lies in a payload."""
+        """Return the place of each piece in a payload."""
         found, offset = [], 0
         for piece in self.pieces:
             count = piece.stop - piece.start
@@ -75,16 +75,16 @@ class Layout:
         return tuple(found)
 
     def payload_bytes(self, format: Format) -> int:
-        """Size of an encoded value."""
+        """Return the size of an encoded value."""
         return self.places(format)[-1].end if self.pieces else 0
 
     def where(self, leaf: Leaf) -> slice:
-        """The leaf in a flat array."""
+        """Return the leaf in a flat array."""
         offset = self.offsets[leaf.piece]
         return slice(offset + leaf.start, offset + leaf.stop)
 
     def views(self, flat: Float32[np.ndarray, "n"]) -> dict[str, Float32[np.ndarray, "..."]]:
-        """Each piece as a view of its shape, by name: for whole slices the values by key."""
+        """Return each piece as a view of its shape, by name: for whole slices the values by key."""
         sizes = [piece.stop - piece.start for piece in self.pieces]
         return {
             piece.name: flat[offset : offset + size].reshape(piece.shape)
@@ -92,14 +92,14 @@ class Layout:
         }
 
     def flat(self, values: Mapping[str, Shaped[np.ndarray, "..."]]) -> Float32[np.ndarray, "n"]:
-        """A new flat array with these values of whole slices."""
+        """Return a new flat array with these values of whole slices."""
         flat = np.empty(self.size, np.float32)
         for piece, offset in zip(self.pieces, self.offsets, strict=True):
             flat[offset : offset + piece.stop - piece.start] = values[piece.key].reshape(-1)[piece.start : piece.stop]
         return flat
 
     def leaf_digests(self, flat: Float32[np.ndarray, "n"]) -> list[int]:
-        """The digest of each leaf."""
+        """Return the digest of each leaf."""
         return [leaf_digest(flat[self.where(leaf)]) for leaf in self.leaves]
 
 
@@ -116,22 +116,22 @@ def make_layout(pieces: Iterable[Piece]) -> Layout:
 
 
 def whole(fragment: Fragment) -> Layout:
-    """The layout of a whole fragment."""
+    """Return the layout of a whole fragment."""
     return make_layout(Piece(key, 0, math.prod(shape), shape) for key, shape in fragment.keys_shapes)
 
 
 def leaf_digest(values: Float32[np.ndarray, "n"]) -> int:
-    """XXH3 of a leaf's float32 bytes, in [0, 2^64)."""
+    """Return the XXH3 of a leaf's float32 bytes, in [0, 2^64)."""
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(values).view(np.uint8).data)
 
 
 def combined(leaves: Sequence[int]) -> int:
-    """The digest of a fragment's value, from those of its leaves in the order of (key, start)."""
+    """Return the digest of a fragment's value, from those of its leaves in the order of (key, start)."""
     return xxhash.xxh3_64_intdigest(np.asarray(leaves, "<u8").tobytes())
 
 
 def value_digest(values: Mapping[str, Float32[np.ndarray, "..."]]) -> int:
-    """The digest of a fragment's value: equal exactly when all float32 bits are, but for one case in 2^64.
+    """Return the digest of a fragment's value, which is equal for equal bits only, but for one case in 2^64.
 
     Args:
       values: whole slices, float32, by key.

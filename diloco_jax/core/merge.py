@@ -1,6 +1,7 @@
 """Merge: from the outer gradients of several learners to one (paper, 3.2 and App. D.2).
 
-An outer gradient is `global - local`, so the outer optimizer descends along it. Two ways to merge, per tensor:
+An outer gradient is `global - local`, so the outer optimizer descends along it. Two ways to merge, per tensor, which
+in a stack is each layer's and each expert's, and where a tensor is cut into pieces each piece for itself:
 
   average  sum_m w_m v_m                                        (weights sum to 1)
   rda      (sum_m w_m |v_m|) * phi(sum_m w_m phi(v_m)),         phi(v) = v / |v|
@@ -9,7 +10,7 @@ Outer gradients of learners are almost orthogonal, so the norm of their average 
 directional averaging keeps the mean norm for any M. (The paper prints the radial factor without norm bars.)
 
 Here is what is decided from a few float64 numbers: weights and coefficients. Equal inputs give equal bits. The passes
-over the values themselves are in merger.py.
+over the values themselves are in passes.py.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Float32, Float64
+
+from diloco_jax.core.kinds import Kind
 
 Method = Literal["rda", "average"]
 WeightScheme = Literal["tokens2_per_step", "tokens", "uniform"]
@@ -33,21 +36,22 @@ ZERO_NORM = 1e-30  # phi(v) = 0 below: 1 / |v| must stay far inside the range of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeConfig:
-    """Which tensors are merged how."""
+    """Settings of the merge: its method, tensor by tensor, and its limit for outliers."""
 
     method: Method = "rda"
     """'rda' keeps the mean norm of the learners' outer gradients; 'average' lets it shrink with their number (then
-    raise the outer learning rate). Tensors with fewer than two axes are always averaged."""
+    raise the outer learning rate). Vectors and embeddings (an axis `vocab` in front) are always averaged."""
 
     average_paths: tuple[str, ...] = ("*embed*",)
-    """Parameters averaged whatever `method` says: patterns on the whole path, case-sensitive, where '*' stands
-    for any characters, '/' too. ('*',) averages all; () makes no exception for embeddings."""
+    """Parameters averaged whatever `method` says and their axes are: patterns on the whole path, case-sensitive, where
+    '*' stands for any characters, '/' too. ('*',) averages all."""
 
     outlier_factor: float = 100.0
     """A learner's outer gradient is left out, and its sender warned, when its norm per inner step is this many times
     what is usual for the fragment; above 1, or 0 for no limit. An inner optimizer with a bounded step never comes
     near 100, even in a warm-up; a model that diverges, or damaged memory, is far above. Near 1 leaves out good work.
-    Never left out is what moves the fragment by less than a thousandth of its initial norm per inner step."""
+    Never left out is what moves the fragment by less than a thousandth of its initial norm per inner step. With fewer
+    than three learners in a round a lasting change above the limit is left out twice, then merged."""
 
     def __post_init__(self) -> None:
         if not (self.outlier_factor == 0 or 1 < self.outlier_factor < math.inf):
@@ -121,17 +125,30 @@ def _pairs(count: int) -> Iterator[tuple[int, int]]:
     return ((i, j) for i in range(count) for j in range(i, count))
 
 
-def merge_method(path: str, shape: tuple[int, ...], config: MergeConfig) -> Method:
-    """Return how the tensor at `path` is merged: tensors with fewer than two axes and `average_paths` are averaged.
+class Rule(NamedTuple):
+    """The way in which a slice is merged.
+
+    Attributes:
+      method: rda or average.
+      unit: how many of its elements, one after the other, have coefficients of their own.
+    """
+
+    method: Method
+    unit: int
+
+
+def merge_rule(path: str, shape: tuple[int, ...], kind: Kind, config: MergeConfig) -> Rule:
+    """Return how a slice of the tensor at `path` is merged.
 
     Args:
       path: of the whole tensor.
       shape: of the tensor or of a slice of it (equal number of axes).
+      kind: what the tensor is.
       config: the settings.
     """
-    if len(shape) < 2 or any(_matches(path, pattern) for pattern in config.average_paths):
-        return "average"
-    return config.method
+    if config.method == "rda" and kind.form == "matrix" and not any(_matches(path, p) for p in config.average_paths):
+        return Rule("rda", kind.unit(shape))
+    return Rule("average", math.prod(shape))
 
 
 def _matches(path: str, pattern: str) -> bool:

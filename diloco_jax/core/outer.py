@@ -1,26 +1,28 @@
 """The outer optimizer: how the merged outer gradient of a fragment moves it, with one state per fragment.
 
 The outer gradient is `global - local`, a descent direction like any gradient, so every optax transformation can be an
-outer optimizer. The default is DiLoCo's Nesterov momentum, which merger.py computes in the pass that merges:
-
-    v     <- g + mu v
-    theta <- theta - lr (g + mu v)
+outer optimizer, and every outer optimizer has the shape of optax's: `init` makes its state, `update` turns gradient,
+state and parameters into what is to be added and the next state. The gradient is given, and what is to be added is
+returned, as a rule by which the pass of passes.py computes it block by block; so DiLoCo's Nesterov momentum, the
+default, is computed in the pass that merges, and no mean and no step of a whole fragment is ever in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 import numpy as np
 import optax
 from jaxtyping import Float32
 
+Flat = Float32[np.ndarray, "_"]
 Views = Mapping[str, Float32[np.ndarray, "..."]]
 OuterState = dict[str, np.ndarray]
 OptimizerName = Literal["nesterov", "sgd", "adam"]
+NOTHING = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,21 +51,96 @@ class OuterConfig:
             raise ValueError(f"outer momentum is {self.momentum}; it must be at least 0 and below 1")
 
 
-@dataclass(frozen=True, slots=True)
-class Nesterov:
-    """Stochastic gradient descent, with Nesterov's momentum if there is any; equals optax.sgd(..., nesterov=True)."""
+@runtime_checkable
+class Gradient(Protocol):
+    """A merged outer gradient that is computed where it is used, and not before."""
 
+    def views(self) -> Views:
+        """Compute it: new arrays, with the names and shapes of the parameters."""
+
+    def exactly(self, flat: Flat) -> Gradient:
+        """Return the gradient that has these values."""
+
+    def empty(self) -> Flat:
+        """Return a flat array of its size with any content."""
+
+    def leaf(self, number: int) -> tuple[Any, ...]:
+        """Return the arguments by which the kernels compute a leaf of it."""
+
+
+class Moves(NamedTuple):
+    """The change of a fragment, as the pass that makes the change computes it.
+
+        t' = g + momentum t;   change = -rate (g + momentum t')
+
+    Attributes:
+      gradient: g.
+      rate: size of the step.
+      momentum: share of the trace that stays.
+      trace: t; empty without momentum.
+      next_trace: where the pass writes t'.
+      finite: no other new state of the optimizer holds NaN or infinity; where t' does, the new values do.
+    """
+
+    gradient: Gradient
     rate: float
-    momentum: float
+    momentum: float = 0.0
+    trace: Flat = NOTHING
+    next_trace: Flat = NOTHING
+    finite: bool = True
 
-    def init(self, views: Views) -> OuterState:
+
+@runtime_checkable
+class Outer(Protocol):
+    """The interface of an outer optimizer, shaped like optax's transformations.
+
+    Attributes:
+      elementwise: every element is treated alike, and the state is flat arrays with one element for each of the
+        parameters; so merge shards may cut tensors anywhere.
+    """
+
+    elementwise: ClassVar[bool]
+
+    def init(self, params: Views) -> OuterState:
         """Return the state before the first update.
 
         Args:
-          views: the fragment's values; their order is that of its flat array.
+          params: the fragment's values; their order is that of its flat array.
         """
-        size = sum(view.size for view in views.values())
+
+    def update(self, gradient: Gradient, state: Mapping[str, np.ndarray], params: Views) -> tuple[Moves, OuterState]:
+        """Return what is to be added to the parameters, and the new state. Change none of the arguments.
+
+        Args:
+          gradient: the merged outer gradient.
+          state: from `init` or the previous call.
+          params: the fragment's global values, with the same names and shapes.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Nesterov:
+    """Stochastic gradient descent, with Nesterov's momentum if there is any; equals optax.sgd(..., nesterov=True).
+
+    trace <- g + momentum trace;   params <- params - rate (g + momentum trace)
+    """
+
+    elementwise: ClassVar[bool] = True
+    rate: float
+    momentum: float
+
+    def init(self, params: Views) -> OuterState:
+        """See Outer.init."""
+        size = sum(view.size for view in params.values())
         return {"trace": np.zeros(size, np.float32)} if self.momentum else {}
+
+    def update(self, gradient: Gradient, state: Mapping[str, np.ndarray], params: Views) -> tuple[Moves, OuterState]:
+        """See Outer.update; the pass that applies the moves fills the new state."""
+        trace = state.get("trace", NOTHING)
+        if not trace.size:
+            return Moves(gradient, self.rate), {}
+        fresh = gradient.empty()
+        return Moves(gradient, self.rate, self.momentum, trace, fresh), {"trace": fresh}
 
 
 class Optax:
@@ -76,40 +153,27 @@ class Optax:
       tx: the transformation.
     """
 
+    elementwise: ClassVar[bool] = False
+
     def __init__(self, tx: optax.GradientTransformation) -> None:
         self._tx = tx
         self._update = jax.jit(tx.update)
 
-    def init(self, views: Views) -> OuterState:
-        """Return the state before the first update: the leaves of optax's state by their paths.
-
-        Args:
-          views: the fragment's values.
-        """
+    def init(self, params: Views) -> OuterState:
+        """See Outer.init; the leaves of optax's state by their paths."""
         with jax.default_device(_cpu()):
-            leaves = jax.tree_util.tree_leaves_with_path(self._tx.init(_to_cpu(dict(views))))
-        return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+            return _leaves(self._tx.init(_to_cpu(dict(params))))
 
-    def updates(
-        self, gradient: Views, state: Mapping[str, np.ndarray], params: Views
-    ) -> tuple[Float32[np.ndarray, "n"], OuterState]:
-        """Return what to add to the parameters, as one flat array, and the new state. Changes none of its arguments.
-
-        Args:
-          gradient: the merged outer gradient, `global - local`.
-          state: from `init` or the previous call.
-          params: the fragment's global values, with the same names and shapes.
-        """
+    def update(self, gradient: Gradient, state: Mapping[str, np.ndarray], params: Views) -> tuple[Moves, OuterState]:
+        """See Outer.update."""
         template = jax.eval_shape(self._tx.init, dict(params))
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(template)]
         tree = jax.tree.unflatten(jax.tree.structure(template), [state[jax.tree_util.keystr(path)] for path in paths])
-        moves, after = self._update(_to_cpu(dict(gradient)), _to_cpu(tree), _to_cpu(dict(params)))
-        leaves = jax.tree_util.tree_leaves_with_path(after)
+        moves, tree = self._update(_to_cpu(dict(gradient.views())), _to_cpu(tree), _to_cpu(dict(params)))
         flat = np.concatenate([np.asarray(moves[name], np.float32).reshape(-1) for name in params])
-        return flat, {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-
-
-Outer: TypeAlias = Nesterov | Optax
+        after = _leaves(tree)
+        finite = all(np.isfinite(leaf).all() for leaf in after.values())
+        return Moves(gradient.exactly(flat), -1.0, finite=bool(finite)), after
 
 
 def make_outer(config: OuterConfig) -> Outer:
@@ -130,3 +194,8 @@ def _cpu() -> jax.Device:
 def _to_cpu(tree: Any) -> Any:
     # Copies of our own: device_put may alias NumPy memory, on CPU even with may_alias=False.
     return jax.device_put(jax.tree.map(np.array, tree), _cpu())
+
+
+def _leaves(tree: Any) -> OuterState:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}

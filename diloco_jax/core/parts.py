@@ -29,7 +29,7 @@ Part = Buffer | Sequence[Buffer]
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Which bytes of a payload, in the order in which they lie in the data of a part.
+    """Bytes of a payload, in the order in which they lie in the data of a part.
 
     Attributes:
       table: start, size, stride and count of each entry, in bytes; rows are not empty and do not overlap in an entry.
@@ -39,12 +39,12 @@ class Runs:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the data."""
+        """Return the size of the data."""
         return int((self.table[:, 1] * self.table[:, 3]).sum())
 
 
 def runs_of_box(offset: int, grid_shape: Sequence[int], box: Sequence[slice], item_bytes: int) -> Runs:
-    """The bytes of a box of a C-contiguous array in a payload; their order is that of the box as an array of its own.
+    """Return the bytes of a box of a C-contiguous array in a payload, in the order of the box as an array of its own.
 
     Args:
       offset: first byte of the array in the payload.
@@ -87,7 +87,7 @@ def runs_of_box(offset: int, grid_shape: Sequence[int], box: Sequence[slice], it
 
 
 def concat(*runs: Runs) -> Runs:
-    """One after the other.
+    """Join runs, one after the other.
 
     Raises:
       ValueError: together they have more than RUNS_MAX entries.
@@ -97,7 +97,7 @@ def concat(*runs: Runs) -> Runs:
 
 
 def pack_part(runs: Runs, buffers: Sequence[Buffer]) -> list[Buffer]:
-    """A part as pieces: its head, then the data as they are, not copied.
+    """Return a part as pieces: its head, then the data as they are, not copied.
 
     Args:
       runs: which bytes they are.
@@ -114,7 +114,7 @@ def pack_part(runs: Runs, buffers: Sequence[Buffer]) -> list[Buffer]:
 
 
 def cut_part(part: Part, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
-    """The part of a payload that consists of these ranges of the whole, in their order; an empty part stays empty.
+    """Return these ranges of a payload, in their order, as a part; an empty part stays empty.
 
     Args:
       part: of the whole payload, from `pack_part`.
@@ -155,7 +155,7 @@ def cut_part(part: Part, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
 
 
 def join_parts(parts: Sequence[Part], size_max: int) -> memoryview:
-    """The whole payload of all its parts, in any order; empty if one of them is empty.
+    """Return the whole payload of all its parts, in any order; empty if one of them is empty.
 
     Args:
       parts: as they arrived; nothing of them is believed.
@@ -216,14 +216,14 @@ def _check_count(entries: int) -> None:
 
 
 def _pieces(part: Part) -> list[memoryview]:
-    """Flat views of what is not empty."""
+    """Return flat views of what is not empty."""
     buffers = [part] if isinstance(part, Buffer) else part
     views = [memoryview(buffer) for buffer in buffers]
     return [view.cast("B") for view in views if view.nbytes]
 
 
 def _read(pieces: Sequence[memoryview], size_max: int) -> tuple[Runs, int]:
-    """What a part has of a payload of at most `size_max` bytes, and where its data begin.
+    """Return the runs that a part has of a payload of at most `size_max` bytes, and where its data begin.
 
     Raises:
       ValueError: it is not what `pack_part` makes.
@@ -252,7 +252,7 @@ def _bytes(pieces: Sequence[memoryview], start: int, stop: int) -> bytes:
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same bytes in the same order, with neighbours joined."""
+    """Join neighbours; bytes and order stay the same."""
     found: list[tuple[int, int]] = []
     for start, stop in spans:
         if found and found[-1][1] == start:
@@ -278,5 +278,5 @@ def _check_cover(table: Int64[np.ndarray, "n 4"], size: int) -> None:
 
 
 def _rows(whole: np.ndarray, start: int, row: int, stride: int, count: int) -> np.ndarray:
-    """Rows of a flat array, as a view [count, row] of it; the caller has checked that they are within."""
+    """Return the rows of a flat array, as a view [count, row] of it; the caller has checked that they are within."""
     return np.lib.stride_tricks.as_strided(whole[start:], (count, row), (stride * whole.itemsize, whole.itemsize))

@@ -1,4 +1,4 @@
-"""Which merge shard works on which elements, and where its part of a payload lies.
+"""Shares of merge shards: their elements of every fragment, and the places of their parts in a payload.
 
 Tensors that are merged by radial-directional averaging stay whole, since their coefficients need the norm of the whole
 tensor. Averaged slices may be cut, at multiples of a leaf. So every leaf, and each tensor's norm, is computed by one
@@ -20,7 +20,7 @@ from jaxtyping import Float32
 from diloco_jax.core.codec import BLOCK, Format, block_bytes, element_bytes, is_integer
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.layout import LEAF, Layout, Piece, combined, make_layout, whole
-from diloco_jax.core.merge import MergeConfig, Method, merge_method
+from diloco_jax.core.merge import MergeConfig, Rule, merge_rule
 
 Flat = Float32[np.ndarray, "_"]
 Buffer = bytes | bytearray | memoryview
@@ -33,24 +33,24 @@ class Shares:
     Attributes:
       wholes: layout of each fragment.
       parts: layout of each fragment's part, by shard; without pieces where the shard has nothing of it.
-      methods: how each slice of a fragment is merged, by key.
+      rules: how each slice of a fragment is merged, by key.
     """
 
     wholes: tuple[Layout, ...]
     parts: tuple[tuple[Layout, ...], ...]
-    methods: tuple[Mapping[str, Method], ...]
+    rules: tuple[Mapping[str, Rule], ...]
 
     @property
     def count(self) -> int:
-        """Number of shards."""
+        """Return the number of shards."""
         return len(self.parts)
 
     def holders(self, fragment_id: int) -> tuple[int, ...]:
-        """The shards that have a part of this fragment."""
+        """Return the shards that have a part of this fragment."""
         return tuple(shard for shard, parts in enumerate(self.parts) if parts[fragment_id].pieces)
 
     def ranges(self, fragment_id: int, shard: int, format: Format) -> list[tuple[int, int]]:
-        """Bytes start..stop-1 of the whole payload that are the shard's, in the order of its own payload."""
+        """Return the bytes start..stop-1 of the whole payload that are the shard's, in the order of its own payload."""
         layout = self.wholes[fragment_id]
         places = {piece.key: place for piece, place in zip(layout.pieces, layout.places(format), strict=True)}
         part = self.parts[shard][fragment_id]
@@ -69,12 +69,12 @@ class Shares:
         return found
 
     def cut(self, fragment_id: int, shard: int, flat: Flat) -> Flat:
-        """The shard's part of a whole flat array, as a new array."""
+        """Return the shard's part of a whole flat array, as a new array."""
         ranges = self.ranges(fragment_id, shard, "float32")
         return np.concatenate([flat[start // 4 : stop // 4] for start, stop in ranges] or [flat[:0]])
 
     def join(self, fragment_id: int, parts: Mapping[int, Flat]) -> Flat:
-        """The whole flat array of the parts by shard; with one shard its own array."""
+        """Return the whole flat array of the parts by shard; with one shard its own array."""
         if self.count == 1:
             return parts[0]
         flat = np.empty(self.wholes[fragment_id].size, np.float32)
@@ -83,7 +83,7 @@ class Shares:
         return flat
 
     def digest(self, fragment_id: int, leaves: Mapping[int, Sequence[int]]) -> int:
-        """The digest of a value from those of the shards' leaves."""
+        """Return the digest of a value from those of the shards' leaves."""
         found = []
         for shard in self.holders(fragment_id):
             part = self.parts[shard][fragment_id]
@@ -111,21 +111,24 @@ def share(plan: FragmentPlan, merge: MergeConfig, count: int, *, cut: bool = Tru
     if count < 1:
         raise ValueError(f"the model was to be shared by {count} shards; use at least 1")
     totals = [0] * count
-    wholes, methods = [], []
+    wholes, rules = [], []
     parts: list[list[Layout]] = [[] for _ in range(count)]
     for fragment in plan.fragments:
         layout, paths = whole(fragment), {piece.key: piece.path for piece in fragment.slices}
-        how = {piece.key: merge_method(paths[piece.key], piece.shape, merge) for piece in layout.pieces}
+        how = {}
+        for piece in layout.pieces:
+            path = paths[piece.key]
+            how[piece.key] = merge_rule(path, piece.shape, plan.kinds[path], merge)
         for shard, pieces in enumerate(_deal(layout, how, totals, cut)):
             parts[shard].append(make_layout(pieces))
             totals[shard] += parts[shard][-1].size
         wholes.append(layout)
-        methods.append(how)
-    return Shares(tuple(wholes), tuple(tuple(each) for each in parts), tuple(methods))
+        rules.append(how)
+    return Shares(tuple(wholes), tuple(tuple(each) for each in parts), tuple(rules))
 
 
 def split(payload: Buffer | Sequence[Buffer], ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-    """Views of these ranges of a payload.
+    """Return views of these ranges of a payload.
 
     Args:
       payload: bytes, or pieces of them in their order.
@@ -152,8 +155,8 @@ def fill(whole: memoryview, ranges: Sequence[tuple[int, int]], part: Buffer) -> 
         offset += stop - start
 
 
-def _deal(layout: Layout, methods: Mapping[str, Method], totals: Sequence[int], cut: bool) -> list[list[Piece]]:
-    """The pieces of each shard; of equally loaded ones that with the least in all gets the next."""
+def _deal(layout: Layout, rules: Mapping[str, Rule], totals: Sequence[int], cut: bool) -> list[list[Piece]]:
+    """Return the pieces of each shard; of equally loaded ones that with the least in all gets the next."""
     count = len(totals)
     if count == 1:
         return [list(layout.pieces)]
@@ -161,7 +164,7 @@ def _deal(layout: Layout, methods: Mapping[str, Method], totals: Sequence[int], 
     ranges: dict[tuple[str, int], list[tuple[int, int]]] = {}
 
     def cuttable(piece: Piece) -> bool:
-        return cut and methods[piece.key] == "average"
+        return cut and rules[piece.key].method == "average"
 
     for piece in sorted(layout.pieces, key=lambda piece: (cuttable(piece), -piece.stop, piece.key)):
         start = 0

@@ -32,7 +32,7 @@ class Axis:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Where a value lies between the ends, as a share; outside [0, 1] when out of range."""
+        """Return where a value lies between the ends, as a share; outside [0, 1] when out of range."""
         if self.log:
             tiny = self.low * 1e-3
             return math.log(max(value, tiny) / self.low) / math.log(self.high / self.low)
@@ -54,7 +54,7 @@ class Line:
 
 
 def format_count(value: float) -> str:
-    """A count in at most four characters and a unit: 950, 1.23k, 45.6M."""
+    """Return a count in at most four characters and a unit: 950, 1.23k, 45.6M."""
     units = ["", "k", "M", "G", "T"]
     while abs(value) >= 999.5 and len(units) > 1:
         value /= 1000
@@ -64,14 +64,14 @@ def format_count(value: float) -> str:
 
 
 def format_bytes(value: float) -> str:
-    """A size in decimal units: 950 B, 1.23 MB."""
+    """Return a size in decimal units: 950 B, 1.23 MB."""
     text = format_count(value)
     number, unit = (text[:-1], text[-1]) if text[-1].isalpha() else (text, "")
     return f"{number} {unit}B"
 
 
 def nice_step(span: float, ticks_max: int) -> float:
-    """The smallest of 1, 2, 2.5, 5 times a power of ten that cuts `span` into at most `ticks_max` pieces."""
+    """Return the smallest of 1, 2, 2.5, 5 times a power of ten that cuts `span` into at most `ticks_max` pieces."""
     raw = max(span, 1e-12) / ticks_max
     power = 10.0 ** math.floor(math.log10(raw))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * (1 - 1e-9))
@@ -82,7 +82,7 @@ def _multiples(low: float, high: float, step: float) -> list[float]:
 
 
 def number_axis(values: Sequence[float], label: str) -> Axis:
-    """An axis around the values, not forced to begin at zero."""
+    """Return an axis around the values, not forced to begin at zero."""
     low, high = min(values), max(values)
     pad = max(0.04 * (high - low), 1e-4 * max(abs(low), abs(high)), 1e-6)  # equal values need some room too
     low, high = low - pad, high + pad
@@ -93,14 +93,14 @@ def number_axis(values: Sequence[float], label: str) -> Axis:
 
 
 def count_axis(high: float, label: str) -> Axis:
-    """An axis of counts from zero."""
+    """Return an axis of counts from zero."""
     top = max(high, 1.0)
     ticks = tuple((value, format_count(value)) for value in _multiples(0, top, nice_step(top, 8)))
     return Axis(low=0.0, high=top, ticks=ticks, label=label, kind="count")
 
 
 def time_axis(high_s: float, label: str, ticks_max: int = 10) -> Axis:
-    """An axis of seconds since the run began, labelled in the unit that suits its length."""
+    """Return an axis of seconds since the run began, labelled in the unit that suits its length."""
     top = max(high_s, 1.0)
     wanted = top / ticks_max
     step = next((step for step in TIME_STEPS_S if step >= wanted), 86400 * math.ceil(wanted / 86400))
@@ -110,7 +110,7 @@ def time_axis(high_s: float, label: str, ticks_max: int = 10) -> Axis:
 
 
 def bytes_axis(values: Sequence[float], label: str) -> Axis:
-    """A logarithmic axis of sizes over at most four decades below the largest."""
+    """Return a logarithmic axis of sizes over at most four decades below the largest."""
     high = max([*values, 10.0]) * 1.25
     low = min(max(min((value for value in values if value > 0), default=1.0), high * 1e-4), high / 10)
     powers = [10.0**n for n in range(math.floor(math.log10(low)), math.ceil(math.log10(high)))]
@@ -121,13 +121,13 @@ def bytes_axis(values: Sequence[float], label: str) -> Axis:
 
 
 def share_axis(label: str) -> Axis:
-    """From nothing to all, in per cent, with room for a dot at either end."""
+    """Return an axis from nothing to all, in per cent, with room for a dot at either end."""
     ticks = tuple((part / 5, f"{part / 5:.0%}") for part in range(6))
     return Axis(low=0.0, high=1.01, ticks=ticks, label=label, kind="share")
 
 
 def settings_axis(values: Sequence[float], label: str) -> Axis:
-    """A logarithmic axis of the counts that somebody chose to measure at; they are its ticks, as far as there is room.
+    """Return a logarithmic axis of the counts that somebody measured at; they are its ticks, as far as there is room.
 
     Args:
         values: above 0.
@@ -142,19 +142,19 @@ def settings_axis(values: Sequence[float], label: str) -> Axis:
 
 
 def num(value: float) -> str:
-    """A coordinate."""
+    """Return a coordinate."""
     return f"{value:.1f}".rstrip("0").rstrip(".")
 
 
 def svg(width: float, height: float, label: str, body: Sequence[str], data: str = "") -> str:
-    """A drawing for a page; `label` is what a screen reader says of it."""
+    """Return a drawing for a page; `label` is what a screen reader says of it."""
     width_min = 400 if width <= HALF else 720  # below it the page scrolls the chart: text stays readable on a phone
     box = f'viewBox="0 0 {num(width)} {num(height)}" style="min-width:{width_min}px"'
     return f'<svg {box} role="img" aria-label="{escape(label)}"{data}>{"".join(body)}</svg>'
 
 
 def draw_x_axis(axis: Axis, x: Callable[[float], float], top: float, bottom: float) -> list[str]:
-    """The line, the ticks and the name of an axis below the area between `top` and `bottom`."""
+    """Draw the line, the ticks and the name of an axis below the area between `top` and `bottom`."""
     out = [f'<path class="axis" d="M{num(x(axis.low))} {num(bottom)}H{num(x(axis.high))}"/>']
     for value, text in axis.ticks:
         at = num(x(value))
@@ -166,7 +166,7 @@ def draw_x_axis(axis: Axis, x: Callable[[float], float], top: float, bottom: flo
 
 
 def line_chart(title: str, lines: Sequence[Line], x_axis: Axis, y_axis: Axis, *, width: int, height: int) -> str:
-    """Curves over a common axis; what lies outside the axes is cut off."""
+    """Draw curves over a common axis; what lies outside the axes is cut off."""
     right, bottom = width - RIGHT, height - BOTTOM
 
     def x(value: float) -> float:

@@ -151,7 +151,7 @@ tip.style.left=Math.min(ev.clientX+16,innerWidth-tip.offsetWidth-8)+'px';tip.sty
 
 
 def figure(title: str, note: str, chart: str, legend: str = "", *, wide: bool = True) -> str:
-    """A chart with its title, a note (HTML) and its legend."""
+    """Return a chart with its title, a note (HTML) and its legend."""
     return (
         f'<figure class="{"wide" if wide else "half"}"><h2>{escape(title)}</h2><figcaption>{note}</figcaption>'
         f'{legend}<div class="scroll">{chart}</div></figure>'
@@ -159,13 +159,13 @@ def figure(title: str, note: str, chart: str, legend: str = "", *, wide: bool = 
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """The names of a chart's curves with their styles, in this order."""
+    """Return the names of a chart's curves with their styles, in this order."""
     items = (f'<li><i class="{style}"></i>{escape(name)}</li>' for name, style in entries)
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
 def page(title: str, parts: Sequence[str]) -> str:
-    """A whole page; the parts are HTML."""
+    """Return a whole page; the parts are HTML."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{STYLE}</style></head>'

@@ -90,6 +90,7 @@ class Part(NamedTuple):
     tokens: int
     base_version: int
     samples: int
+    since: int = 0  # as of FragmentValue
 
 
 class Merge(NamedTuple):

@@ -2,11 +2,13 @@
 
 The order has positions 0, 1, 2, ... without end. A lease is a range [start, stop) of them. An index that was handed out
 
-    out  --every fragment of the model took a value of its learner that had seen it-->  merged
+    out  --every fragment of the model took a value of its learner that had seen it-->  merged, or overwritten
     out  --its learner's incarnation ended, or was away for too long-->                 released, to be leased again
 
-so at any time  leased = merged + released + out  (an index that is leased again counts again). A value counts once a
-learner reports to hold the version that it went into: a merge whose result died with the syncer merged nothing.
+so at any time  leased = merged + overwritten + released + out  (an index that is leased again counts again). It is
+merged if one of these values still held what it taught, and overwritten if none did: its learner had adopted a newer
+version of every fragment before a round took it. A value counts once a learner reports to hold the version that it went
+into: a merge whose result died with the syncer merged nothing.
 
 Rules of this file
   * A learner's own samples are numbered 0, 1, 2, ... in the order of its grants; `Lease.first_sample` says where a
@@ -18,6 +20,7 @@ Rules of this file
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.messages import Lease
@@ -119,25 +122,36 @@ class Fates(NamedTuple):
 
     leased: int
     merged: int
+    overwritten: int
     released: int
     out: int
 
 
-class Holding:
-    """What one incarnation of a learner has been given and not yet seen merged."""
+class Share(NamedTuple):
+    """What a value of a learner held that went into a version."""
 
-    __slots__ = ("granted", "marks", "merged", "pending", "ranges")
+    fragment_id: int
+    version: int
+    since: int  # the first of its samples that it held something of
+    samples: int
+
+
+class Holding:
+    """What one incarnation of a learner has been given, and of which the fate is open."""
+
+    __slots__ = ("granted", "marks", "pending", "ranges", "settled", "taught")
 
     def __init__(self, num_fragments: int, first_sample: int = 0) -> None:
-        self.ranges: list[Range] = []  # the samples merged, merged + 1, ..., granted - 1
-        self.merged = first_sample
+        self.ranges: list[Range] = []  # the samples settled, settled + 1, ..., granted - 1
+        self.settled = first_sample
         self.granted = first_sample
         self.marks = [first_sample] * num_fragments  # fragment -> samples in its newest confirmed share
-        self.pending: dict[int, tuple[int, int]] = {}  # fragment -> (version, samples) that nobody is known to hold
+        self.pending: list[Share] = []  # in versions that nobody is known to hold
+        self.taught: list[Range] = []  # samples of which a confirmed share held something: sorted, never adjacent
 
     def after(self, sample: int) -> list[Lease]:
         """The leases from this sample on."""
-        leases, first = [], self.merged
+        leases, first = [], self.settled
         for start, stop in self.ranges:
             end = first + stop - start
             if end > sample:
@@ -145,6 +159,59 @@ class Holding:
                 leases.append(Lease(first + skipped, start + skipped, stop))
             first = end
         return leases
+
+    def confirm(self, fragment_id: int, version: int) -> bool:
+        """What went into versions of this fragment up to this one is safe; whether the fragment was the last behind."""
+        last = self.marks[fragment_id] == self.settled
+        for share in [s for s in self.pending if s.fragment_id == fragment_id and s.version <= version]:
+            self.pending.remove(share)
+            if share.samples > self.marks[fragment_id]:
+                self.marks[fragment_id] = share.samples
+            self._teach(share.since if share.since > self.settled else self.settled, share.samples)
+        return last
+
+    def _teach(self, start: int, stop: int) -> None:
+        """A confirmed share held something of these samples."""
+        taught = self.taught
+        if taught and taught[-1][0] <= start <= taught[-1][1] < stop:  # as nearly always
+            taught[-1] = (taught[-1][0], stop)
+        elif start < stop:
+            self.taught = joined([*taught, (start, stop)])
+
+    def settle(self) -> tuple[int, int]:
+        """Let go of what every fragment has passed; returns how much of it is merged, and how much overwritten."""
+        end = min(self.marks)
+        done = end - self.settled
+        if done <= 0:
+            return 0, 0
+        merged, taught = 0, []
+        for start, stop in self.taught:
+            if start < end:
+                merged += (stop if stop < end else end) - start
+            if stop > end:
+                taught.append((start if start > end else end, stop))
+        self.taught = taught
+        self.settled = end
+        left = done
+        while left > 0:
+            start, stop = self.ranges[0]
+            if stop - start > left:
+                self.ranges[0] = (start + left, stop)
+                break
+            left -= stop - start
+            del self.ranges[0]
+        return merged, done - merged
+
+
+def joined(ranges: Iterable[Range]) -> list[Range]:
+    """The same positions in as few ranges as can be, sorted."""
+    found: list[Range] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
 
 
 class LeaseBook:
@@ -155,15 +222,15 @@ class LeaseBook:
         self._next = 0
         self._pool: list[Range] = []  # released, sorted, never adjacent
         self.unconfirmed: dict[int, int] = {}  # fragment -> newest version that nobody is known to hold
-        self._leased = self._merged = self._released = 0
+        self._leased = self._merged = self._overwritten = self._released = 0
         self.holdings: dict[str, Holding] = {}
         self._ended: dict[str, int] = {}  # learner -> samples up to the end of its newest book, which is closed
 
     @property
     def fates(self) -> Fates:
         """The counts of the identity above."""
-        out = sum(holding.granted - holding.merged for holding in self.holdings.values())
-        return Fates(self._leased, self._merged, self._released, out)
+        out = sum(holding.granted - holding.settled for holding in self.holdings.values())
+        return Fates(self._leased, self._merged, self._overwritten, self._released, out)
 
     # ---- granting -------------------------------------------------------------------------------------------------
 
@@ -205,11 +272,11 @@ class LeaseBook:
 
     # ---- fates ----------------------------------------------------------------------------------------------------
 
-    def on_merged(self, learner_id: str, fragment_id: int, version: int, samples: int) -> None:
-        """A value that had seen so many samples went into a version."""
+    def on_merged(self, learner_id: str, fragment_id: int, version: int, samples: int, since: int = 0) -> None:
+        """A value that had seen so many samples, and held what those from `since` on taught, went into a version."""
         holding = self.holdings.get(learner_id)
         if holding is not None:
-            holding.pending[fragment_id] = (version, min(samples, holding.granted))
+            holding.pending.append(Share(fragment_id, version, since, min(samples, holding.granted)))
             self.unconfirmed[fragment_id] = version
 
     def confirm(self, fragment_id: int, version: int) -> None:
@@ -217,48 +284,26 @@ class LeaseBook:
         if version >= self.unconfirmed.get(fragment_id, 0):
             self.unconfirmed.pop(fragment_id, None)
         for holding in self.holdings.values():
-            made, samples = holding.pending.get(fragment_id, (version + 1, 0))
-            if made <= version:
-                del holding.pending[fragment_id]
-                holding.marks[fragment_id] = max(holding.marks[fragment_id], samples)
-                self._retire(holding)
+            if holding.confirm(fragment_id, version):
+                merged, overwritten = holding.settle()
+                self._merged += merged
+                self._overwritten += overwritten
 
     def revert(self, fragment_id: int, version: int) -> None:
         """Every newer version than this one is lost: what went into it was not merged."""
         self.unconfirmed.pop(fragment_id, None)
         for holding in self.holdings.values():
-            if holding.pending.get(fragment_id, (0, 0))[0] > version:
-                del holding.pending[fragment_id]
-
-    def _retire(self, holding: Holding) -> None:
-        done = min(holding.marks) - holding.merged
-        if done <= 0:
-            return
-        holding.merged += done
-        self._merged += done
-        while done > 0:
-            start, stop = holding.ranges[0]
-            if stop - start > done:
-                holding.ranges[0] = (start + done, stop)
-                return
-            done -= stop - start
-            del holding.ranges[0]
+            holding.pending = [s for s in holding.pending if s.fragment_id != fragment_id or s.version <= version]
 
     def release(self, learner_id: str) -> int:
-        """Take back what a lost incarnation has not seen merged; returns how many samples."""
+        """Take back of what a lost incarnation has the fate is open; returns how many samples."""
         holding = self.holdings.pop(learner_id, None)
         if holding is None:
             return 0
-        count = holding.granted - holding.merged
+        count = holding.granted - holding.settled
         self._ended[learner_id] = holding.granted
         self._released += count
-        joined: list[Range] = []
-        for start, stop in sorted(self._pool + holding.ranges):
-            if joined and joined[-1][1] == start:
-                joined[-1] = (joined[-1][0], stop)
-            else:
-                joined.append((start, stop))
-        self._pool = joined
+        self._pool = joined(self._pool + holding.ranges)
         return count
 
     def forget(self, learner_id: str) -> None:
@@ -270,10 +315,18 @@ class LeaseBook:
     def state(self) -> dict[str, Any]:
         """Everything, as plain values."""
         holdings = [
-            [name, list(h.ranges), h.merged, h.granted, list(h.marks), [[p, *mark] for p, mark in h.pending.items()]]
+            {
+                "name": name,
+                "ranges": list(h.ranges),
+                "settled": h.settled,
+                "granted": h.granted,
+                "marks": list(h.marks),
+                "pending": list(h.pending),
+                "taught": list(h.taught),
+            }
             for name, h in self.holdings.items()
         ]
-        counts = [self._next, self._leased, self._merged, self._released]
+        counts = [self._next, self._leased, self._merged, self._overwritten, self._released]
         return {
             "counts": counts,
             "pool": list(self._pool),
@@ -284,13 +337,14 @@ class LeaseBook:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Become what `state()` described."""
-        self._next, self._leased, self._merged, self._released = state["counts"]
+        self._next, self._leased, self._merged, self._overwritten, self._released = state["counts"]
         self._pool = [(start, stop) for start, stop in state["pool"]]
         self._ended = {name: granted for name, granted in state["ended"]}
         self.unconfirmed = {fragment_id: version for fragment_id, version in state["unconfirmed"]}
         self.holdings = {}
-        for name, ranges, merged, granted, marks, pending in state["holdings"]:
-            holding = self.holdings[name] = Holding(self._num_fragments)
-            holding.ranges = [(start, stop) for start, stop in ranges]
-            holding.merged, holding.granted, holding.marks = merged, granted, list(marks)
-            holding.pending = {p: (version, samples) for p, version, samples in pending}
+        for plain in state["holdings"]:
+            holding = self.holdings[plain["name"]] = Holding(self._num_fragments)
+            holding.ranges = [(start, stop) for start, stop in plain["ranges"]]
+            holding.settled, holding.granted, holding.marks = plain["settled"], plain["granted"], list(plain["marks"])
+            holding.pending = [Share(*share) for share in plain["pending"]]
+            holding.taught = [(start, stop) for start, stop in plain["taught"]]

@@ -54,6 +54,14 @@ class Hello(NamedTuple):
     granted: int  # samples of the leases that have arrived
 
 
+class Arrived(NamedTuple):
+    """A global fragment that a learner has read, adopted or not, and how long ago: no two clocks are compared."""
+
+    fragment_id: int
+    version: int
+    ago_s: float
+
+
 class StepReport(NamedTuple):
     """Metadata of one finished inner step. Sent after every step, holds no tensors, the newest replaces older ones."""
 
@@ -67,6 +75,7 @@ class StepReport(NamedTuple):
     loss: float  # training loss of the step, for people; no rule reads it
     samples: int  # samples of its leases that this incarnation has trained on
     granted: int  # samples of the leases that have arrived
+    arrived: tuple[Arrived, ...] = ()  # since the report before, the newest of each fragment
 
 
 class FragmentValue(NamedTuple):
@@ -82,10 +91,11 @@ class FragmentValue(NamedTuple):
     base_version: int  # version that the learner's anchor had
     samples: int  # samples trained on when the fragment was staged
     payload_bytes: int
+    since: int = 0  # samples of these of which it holds nothing any more: adoption has overwritten it
 
 
 class AnchorValue(NamedTuple):
-    """Answer to an AnchorRequest: the exact global value that this learner adopted (float32 payload)."""
+    """Answer to an AnchorRequest: the exact global value that this learner adopted last (float32 payload)."""
 
     learner_id: str
     incarnation: int
@@ -185,7 +195,7 @@ class Lease(NamedTuple):
 
 
 class AnchorRequest(NamedTuple):
-    """A restarted syncer lacks this version, which you hold: send it."""
+    """A restarted syncer lacks this version, which you hold: send it, or the newer one that you hold by now."""
 
     fragment_id: int
     version: int
@@ -227,6 +237,9 @@ class GlobalFragment(NamedTuple):
     The payload is the whole value in float32, or, when `base` names a version, the quantised step that leads from the
     value of that version to this one. `digest` is of the value of `version` in both cases.
 
+    `merged_round` differs by receiver: a round may leave a value out, and what rounding kept back of that value must
+    then never come back. A receiver that missed versions learns here that one of them has its value in it.
+
     A later epoch's value replaces any of an earlier one, whatever their versions: the earlier life may have made
     versions that nobody but this learner remembers.
     """
@@ -238,6 +251,7 @@ class GlobalFragment(NamedTuple):
     digest: int
     payload_bytes: int
     base: int = NO_VERSION
+    merged_round: int = NO_VERSION  # newest round of this fragment that merged a value of the receiver's incarnation
 
 
 class Advance(NamedTuple):

@@ -161,7 +161,7 @@ def grace_window_s(config: ProtocolConfig, step_s: float | None, quorum_s: float
         config: tau, gamma and the cap.
         step_s: xi_step, moving average of the duration of an inner step, in seconds; None before the first sample.
         quorum_s: xi_quorum, from opening a round to its quorum; None counts as 0.
-        sync_s: xi_sync, from closing a round to its broadcast; None counts as 0.
+        sync_s: xi_sync, from closing a round until learners have its result; None counts as 0.
     """
     if step_s is None:
         return 0.0
@@ -180,6 +180,8 @@ class Closing(NamedTuple):
 
     @property
     def reason(self) -> str:
+        if self.state == "below quorum" and not self.live:  # before anybody trains, or when nobody is left
+            return f"no learner is live, the quorum is {self.quorum}"
         if self.state == "below quorum":
             return (
                 f"{self.live} live learners are fewer than the quorum of {self.quorum}: training goes on, merging rests"

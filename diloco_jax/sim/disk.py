@@ -1,4 +1,4 @@
-"""What outlives a syncer's process: the tape, and snapshots that are written in the background."""
+"""The disk of a syncer: the tape and the snapshots outlive its process."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from diloco_jax.sim.node import Value
+from diloco_jax.sim.holdings import Value
 
 SNAPSHOTS_KEPT = 3
 
 
-class Snapshot(NamedTuple):
+class SyncerSnapshot(NamedTuple):
     """The run at one moment."""
 
     global_step: int
@@ -26,21 +26,21 @@ class Snapshot(NamedTuple):
 
 
 class Disk:
-    """See above."""
+    """Files of the syncer."""
 
     def __init__(self) -> None:
         self.tape: list[str] = []
-        self.snapshots: list[Snapshot] = []  # oldest first
+        self.snapshots: list[SyncerSnapshot] = []  # oldest first
         self.broken: set[int] = set()  # global steps of those that cannot be read
         self.final: tuple[Value, ...] = ()  # the model of the end
 
-    def keep(self, snapshot: Snapshot) -> None:
+    def keep(self, snapshot: SyncerSnapshot) -> None:
         """A snapshot is written; old ones go."""
         self.snapshots = [s for s in self.snapshots if s.global_step != snapshot.global_step] + [snapshot]
         self.broken.discard(snapshot.global_step)
         del self.snapshots[:-SNAPSHOTS_KEPT]
 
-    def newest_readable(self) -> Snapshot | None:
+    def newest_readable(self) -> SyncerSnapshot | None:
         """The snapshot from which a process goes on."""
         return next((s for s in reversed(self.snapshots) if s.global_step not in self.broken), None)
 
@@ -50,6 +50,6 @@ class Disk:
         if len(readable) > 1:
             self.broken.add(readable[-1])
 
-    def void_after(self, snapshot: Snapshot) -> None:
+    def void_after(self, snapshot: SyncerSnapshot) -> None:
         """The run goes back to this snapshot: later ones must never be taken for the newest."""
         self.snapshots = [s for s in self.snapshots if s.global_step <= snapshot.global_step]

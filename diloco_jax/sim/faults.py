@@ -1,4 +1,4 @@
-"""What goes wrong, when, and for how long: a schedule that is drawn before the run, so that it can be printed."""
+"""Faults, their times and durations: a schedule that is drawn before the run, so that it can be printed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Fault(NamedTuple):
 
     @property
     def over_s(self) -> float:
-        """When it is healed, as far as it ever is."""
+        """Time at which it is healed, as far as it ever is."""
         if self.duration_s == NEVER_S:
             return self.at_s
         return self.at_s + self.duration_s + (ARMED_S if self.kind in ARMED else 0.0)

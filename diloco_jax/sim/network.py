@@ -16,7 +16,7 @@ from diloco_jax.sim.engine import Engine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkOptions:
-    """What messages suffer on their way. Probabilities are per message."""
+    """Delay, bandwidth and trouble of links. Probabilities are per message."""
 
     delay_s: float = 0.01
     """Seconds from one end to the other, before jitter and transfer."""
@@ -26,6 +26,8 @@ class NetworkOptions:
     """Of each direction of each link, for payloads; 0 means that they take no time."""
     thin_links: tuple[tuple[str, float], ...] = ()
     """(learner, bytes per second): links that have another bandwidth than that."""
+    one_queue: bool = False
+    """Whether every message waits for the payloads sent before it, as in the queue of a shaped link."""
     loss: float = 0.0
     """Probability that a message vanishes."""
     duplication: float = 0.0
@@ -50,7 +52,7 @@ class NetworkOptions:
                 raise ValueError(f"network.{name} is {value}, but must be at least 0")
 
 
-Deliver = Callable[["tuple[Link, Any]"], None]
+Deliver = Callable[["tuple[SimulatedLink, Any]"], None]
 BULK = (FragmentValue, GlobalFragment, AnchorValue, StatePart)  # those with a payload, on a lane of their own
 DIGESTED = (GlobalFragment, AnchorValue, StatePart)  # those that name the digest of their payload
 GARBLED = 0.5  # share of these that arrive garbled while a link corrupts
@@ -62,12 +64,12 @@ class Garbled(NamedTuple):
     message: Message
 
 
-class Pipe:
+class LinkDirection:
     """One direction of a link."""
 
     __slots__ = ("control_s", "deliver", "link", "payload_s", "sent_s")
 
-    def __init__(self, link: Link, deliver: Deliver) -> None:
+    def __init__(self, link: SimulatedLink, deliver: Deliver) -> None:
         self.link = link
         self.deliver = deliver
         self.sent_s = 0.0  # when the payloads that wait for bandwidth are through
@@ -75,13 +77,13 @@ class Pipe:
         self.payload_s = 0.0
 
 
-class Link:
+class SimulatedLink:
     """One connection.
 
     Args:
         learner_id: whose it is.
         incarnation: likewise.
-        owner: whatever the cluster wants to recognise at arrival.
+        owner: the learner's process.
         up: what the syncer's process does with a message that arrives.
         down: what the learner's process does with one.
         lost: what the syncer's process does when it finds out that the link is gone.
@@ -93,18 +95,18 @@ class Link:
         self,
         learner_id: str,
         incarnation: int,
-        owner: object,
+        owner: Any,
         up: Deliver,
         down: Deliver,
-        lost: Callable[[Link], None] | None = None,
+        lost: Callable[[SimulatedLink], None] | None = None,
     ) -> None:
         self.learner_id = learner_id
         self.incarnation = incarnation
         self.owner = owner
         self.lost = lost
         self.alive = True
-        self.up = Pipe(self, up)
-        self.down = Pipe(self, down)
+        self.up = LinkDirection(self, up)
+        self.down = LinkDirection(self, down)
 
 
 class Network:
@@ -136,12 +138,14 @@ class Network:
         self._bandwidths = dict(options.thin_links)
         self._partitions: dict[str, int] = {}
         self._corrupting: dict[str, int] = {}
-        self._held: dict[str, tuple[list[str], list[tuple[Pipe, Message | Garbled]]]] = {}  # directions, what waits
+        self._held: dict[
+            str, tuple[list[str], list[tuple[LinkDirection, Message | Garbled]]]
+        ] = {}  # directions, what waits
         slow = options.jitter_s or options.bandwidth_bytes_per_s or options.thin_links
         self._clean = faultless and not (slow or options.loss or options.duplication or options.reorder)
 
     def partition(self, learner_id: str) -> None:
-        """From now on nothing gets through, and nobody is told."""
+        """Let nothing through from now on; nobody is told."""
         _enter(self._partitions, learner_id)
 
     def heal(self, learner_id: str) -> None:
@@ -149,7 +153,7 @@ class Network:
         _leave(self._partitions, learner_id)
 
     def hold(self, learner_id: str, direction: str) -> None:
-        """From now on nothing gets through in this direction ("up", "down" or "both"), but nothing is lost either."""
+        """Let nothing through in this direction ("up", "down" or "both"); it waits, and nothing is lost."""
         self._held.setdefault(learner_id, ([], []))[0].append(direction)
 
     def release(self, learner_id: str, direction: str) -> None:
@@ -164,7 +168,7 @@ class Network:
             self._engine.at(self._engine.now_s, self._arrive, item)
 
     def narrow(self, learner_id: str, bytes_per_s: float) -> None:
-        """From now on payloads to and from this learner are slower."""
+        """Make payloads to and from this learner slower from now on."""
         self._bandwidths[learner_id] = bytes_per_s
 
     def widen(self, learner_id: str) -> None:
@@ -173,14 +177,14 @@ class Network:
         self._bandwidths.update((name, rate) for name, rate in self._options.thin_links if name == learner_id)
 
     def corrupt(self, learner_id: str) -> None:
-        """From now on payloads to and from this learner are garbled now and then."""
+        """Garble some payloads to and from this learner from now on."""
         _enter(self._corrupting, learner_id)
 
     def cure(self, learner_id: str) -> None:
         """Take back one `corrupt`."""
         _leave(self._corrupting, learner_id)
 
-    def send(self, pipe: Pipe, message: Message) -> None:
+    def send(self, pipe: LinkDirection, message: Message) -> None:
         """Put a message on its way."""
         engine, link = self._engine, pipe.link
         if self._clean:
@@ -204,12 +208,13 @@ class Network:
         if troubled and random() < options.duplication:
             engine.at(arrival_s + options.reorder_s * random(), self._arrive, (pipe, message))
 
-    def _arrival_s(self, pipe: Pipe, message: Message) -> float:
-        """When a message arrives that keeps the order of its lane."""
+    def _arrival_s(self, pipe: LinkDirection, message: Message) -> float:
+        """Return when a message arrives that keeps the order of its lane."""
         options, now_s = self._options, self._engine.now_s
         way_s = options.delay_s + options.jitter_s * self._engine.random.random()
         if not isinstance(message, BULK):
-            pipe.control_s = max(pipe.control_s, now_s + way_s)
+            begin_s = max(pipe.sent_s, now_s) if options.one_queue else now_s
+            pipe.control_s = max(pipe.control_s, begin_s + way_s)
             return pipe.control_s
         transfer_s = 0.0
         bandwidth = self._bandwidths.get(pipe.link.learner_id, options.bandwidth_bytes_per_s)
@@ -219,7 +224,7 @@ class Network:
         pipe.payload_s = max(pipe.payload_s, pipe.sent_s + way_s)
         return pipe.payload_s
 
-    def _arrive(self, item: tuple[Pipe, Message | Garbled]) -> None:
+    def _arrive(self, item: tuple[LinkDirection, Message | Garbled]) -> None:
         pipe, message = item
         link = pipe.link
         if link.learner_id in self._held and self._holds(pipe):
@@ -231,7 +236,7 @@ class Network:
             return
         pipe.deliver((link, message))
 
-    def _holds(self, pipe: Pipe) -> bool:
+    def _holds(self, pipe: LinkDirection) -> bool:
         way = "up" if pipe is pipe.link.up else "down"
         return any(direction in ("both", way) for direction in self._held[pipe.link.learner_id][0])
 

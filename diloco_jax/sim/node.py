@@ -1,20 +1,22 @@
-"""What is known of a learner's place in the cluster, and the interface of those who watch."""
+"""A learner over all lives of its process, the process itself, and the interface of those who watch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from diloco_jax.protocol.effects import AdoptState, Effect
-from diloco_jax.protocol.learner import Learner, Saved
+from diloco_jax.protocol.learner.machine import Learner, Saved
+from diloco_jax.protocol.learner.mailbox import Mailbox
 from diloco_jax.protocol.leases import Batch
-from diloco_jax.protocol.messages import GlobalFragment, LearnerMessage, StatePart, SyncerMessage
-from diloco_jax.protocol.syncer import Syncer
+from diloco_jax.protocol.messages import GlobalFragment, LearnerMessage, SyncerMessage
+from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.faults import NEVER_S, Fault
-from diloco_jax.sim.network import Garbled, Link
-from diloco_jax.sim.pace import Pace
+from diloco_jax.sim.holdings import Holdings, Value
+from diloco_jax.sim.network import Garbled, SimulatedLink
+from diloco_jax.sim.pace import StepPace
 
-REDIAL_S = 0.5
-Value = tuple[int, int]  # version of a fragment, and the digest of its bytes
+NO_BATCH = Batch((), 0)
 
 
 class SavedCopy(NamedTuple):
@@ -26,74 +28,64 @@ class SavedCopy(NamedTuple):
     anchors: dict[int, Value]  # of the fragments that its parameters are based on
 
 
+@dataclass(slots=True, eq=False)
+class InnerStep:
+    """The inner step that a process is in, or was in last."""
+
+    runs: bool = False
+    began_s: float = 0.0
+    clock: int = 0  # the machine's global step then
+    batch: Batch = NO_BATCH  # what it reads
+    ahead: Batch | None = None  # what the next one reads, if that is drawn already
+
+
+@dataclass(slots=True, eq=False)
+class LearnerProcess:
+    """One process of a learner."""
+
+    node: Node
+    name: str
+    incarnation: int
+    machine: Learner
+    mailbox: Mailbox[None]
+    holdings: Holdings
+    step: InnerStep = field(default_factory=InnerStep)
+    ended: bool = False  # events that were planned for it are stale
+    finished: str = ""  # why its machine has nothing left to do
+    loading: bool = False  # it has no hardware to step on
+    waking: bool = False  # its step thread is about to see its mail
+    paused_s: float = 0.0  # when the pause ends
+    held: list[SyncerMessage | Garbled] = field(default_factory=list)  # waits for the end of a pause
+    tick_s: float = NEVER_S  # the earliest tick that is on the heap
+    link: SimulatedLink | None = None
+    linked_s: float = NEVER_S  # since when
+    attempts: int = 0  # to connect, since there was a link
+    greeted: bool = False  # there was a link
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The learner's name and the process's incarnation."""
+        return self.name, self.incarnation
+
+
+@dataclass(slots=True, eq=False)
 class Node:
-    """A learner's process, if one runs, its link, if one stands, what it holds, and what is on its disk."""
+    """A learner's hardware, its disk and the faults that it suffers: what outlives its processes."""
 
-    __slots__ = (
-        "anchors",
-        "batch",
-        "began_s",
-        "clock",
-        "copies",
-        "factor",
-        "finished",
-        "gone",
-        "held",
-        "inbox",
-        "incarnation",
-        "kept",
-        "life",
-        "link",
-        "linked_s",
-        "loading",
-        "machine",
-        "name",
-        "next_batch",
-        "pace",
-        "paused_s",
-        "poisoned",
-        "saved",
-        "step_samples",
-        "stepping",
-        "tick_s",
-    )
+    name: str
+    pace: StepPace
+    step_samples: int  # in an inner step
+    factor: float = 1.0  # of a slow phase
+    poisoned: int = 0  # phases, under way now, in which its values are of no use
+    incarnation: int = 0  # of the newest process
+    process: LearnerProcess | None = None  # that runs
+    gone: bool = False  # it left, or was told to stop
+    saved: list[SavedCopy] = field(default_factory=list)  # oldest first
 
-    def __init__(self, name: str, pace: Pace, step_samples: int) -> None:
-        self.name = name
-        self.pace = pace
-        self.step_samples = step_samples
-        self.factor = 1.0  # of a slow phase
-        self.incarnation = 0
-        self.link: Link | None = None
-        self.linked_s = NEVER_S  # since when
-        self.gone = False  # it left, or was told to stop
-        self.poisoned = 0  # phases, under way now, in which its values are of no use
-        self.saved: list[SavedCopy] = []  # oldest first
-        self.began_s = 0.0  # when the newest step began
-        self.clock = 0  # the machine's global step then
-        self.batch = Batch((), 0)  # what that step reads
-        self.life = 0  # changes when a process starts or dies: events of an earlier life are stale
-        self.forget()
-
-    def redial_s(self) -> float:
-        """Seconds until the next attempt to connect, when the connection broke or nobody listens."""
-        return REDIAL_S
-
-    def forget(self) -> None:
-        """No process runs (any more), and what one held in memory is gone."""
-        self.life += 1
-        self.machine: Learner | None = None
-        self.finished = ""  # why its machine has nothing left to do
-        self.stepping = False
-        self.loading = False  # its step thread takes a state over, or has no hardware to step on
-        self.next_batch: Batch | None = None  # what the step after this one reads, if that is drawn already
-        self.inbox: list[SyncerMessage] = []  # waits for the end of the step
-        self.held: list[SyncerMessage | Garbled] = []  # waits for the end of a pause
-        self.paused_s = 0.0  # when the pause ends
-        self.tick_s = NEVER_S  # the earliest tick that is on the heap
-        self.anchors: dict[int, Value] = {}  # fragment -> global value that was adopted last
-        self.copies: dict[int, dict[int, Value]] = {}  # local step of a whole copied state -> anchors at that time
-        self.kept: dict[int, StatePart] = {}  # part -> as it came
+    @property
+    def life(self) -> tuple[int, bool]:
+        """A value that changes when a process starts or ends."""
+        return self.incarnation, self.process is not None
 
 
 class Observer:
@@ -108,11 +100,11 @@ class Observer:
     def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
         """A message is about to be given to the syncer."""
 
-    def on_read(self, node: Node, message: GlobalFragment, ok: bool, now_s: float) -> None:
+    def on_read(self, process: LearnerProcess, message: GlobalFragment, ok: bool, now_s: float) -> None:
         """A learner has read a global fragment that its machine wants; ok: the value has the digest that it should."""
 
-    def on_arrival(self, node: Node, message: SyncerMessage, now_s: float) -> None:
-        """A message is about to be given to a learner."""
+    def on_arrival(self, process: LearnerProcess, message: SyncerMessage, now_s: float) -> None:
+        """A learner's machine was given a message; what it asks for is about to be done."""
 
     def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
         """The syncer is about to hear how a merge ended."""
@@ -120,13 +112,13 @@ class Observer:
     def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
         """A machine was given an input, and asks for these. The driver has done them, if it did not die meanwhile."""
 
-    def on_step(self, node: Node, began: bool, now_s: float) -> None:
+    def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         """An inner step begins, or has ended and is about to be reported."""
 
-    def on_state(self, node: Node, effect: AdoptState, ok: bool, now_s: float) -> None:
+    def on_state(self, process: LearnerProcess, effect: AdoptState, ok: bool, now_s: float) -> None:
         """A learner is about to take over a whole state, or to find that it cannot be used."""
 
-    def on_settled(self, node: Node, now_s: float) -> None:
+    def on_settled(self, process: LearnerProcess, now_s: float) -> None:
         """The driver has done for this running learner all that it can do now."""
 
     def on_syncer_died(self, machine: Syncer, now_s: float) -> None:
@@ -142,4 +134,4 @@ class Observer:
         """
 
     def end(self) -> None:
-        """After the last event."""
+        """The last event is over."""

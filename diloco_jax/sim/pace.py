@@ -1,4 +1,4 @@
-"""How fast a learner steps: what its driver asks before a step, and tells after it."""
+"""The pace of a learner's steps: its driver asks before a step, and tells after it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from random import Random
 from typing import Protocol
 
 
-class Pace(Protocol):
-    """See Steady for a plain one, and hardware.Slices for one whose chips fail."""
+class StepPace(Protocol):
+    """Pace of steps. Steady is a plain one; the chips of hardware.Slices fail."""
 
     @property
     def lost(self) -> bool:
-        """Whether the learner's state is gone with its hardware: its process ends, and begins again at `begins_s`."""
+        """True when the learner's state is gone with its hardware: its process ends, and begins again at `begins_s`."""
 
     def begins_s(self, now_s: float) -> float:
-        """When the next step can begin, `now_s` at the earliest."""
+        """Return when the next step can begin, `now_s` at the earliest."""
 
     def takes_s(self) -> float:
         """Draw what a step takes that begins now, in seconds."""

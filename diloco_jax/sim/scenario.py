@@ -1,4 +1,4 @@
-"""What one simulation consists of, and how a seed becomes one."""
+"""The settings of one simulation, and how a seed becomes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.sim.faults import Fault, random_faults
+from diloco_jax.sim.faults import NEVER_S, Fault, random_faults
 from diloco_jax.sim.network import NetworkOptions
 
 LEARNERS_MAX = 8
@@ -50,6 +50,14 @@ class Scenario:
     """Seconds in which a learner takes a whole state over."""
     save_s: float = 0.2
     """Saving takes 0.5 to 1.5 times this, in seconds; what is not finished when its process dies is lost."""
+    wake_s: float = 0.0
+    """A learner that does not step sees what waits for it up to so many seconds later."""
+    redials_s: tuple[float, ...] = (0.5,)
+    """Seconds before each attempt to connect again, when the connection broke or nobody listens; the last one stays."""
+    restart_s: float = 0.0
+    """Seconds that a supervisor takes to start a process again, over and above the time that the simulation draws."""
+    connect_timeout_s: float = NEVER_S
+    """A process that nobody answers for so long after its start ends, and is started again."""
     bad_states: float = 0.0
     """Probability that a whole state turns out to be of no use."""
     seed: int = 0
@@ -67,7 +75,7 @@ class Scenario:
 
     @property
     def faults_over_s(self) -> float:
-        """When the last fault is healed."""
+        """Time at which the last fault is healed."""
         return max((fault.over_s for fault in self.faults), default=0.0)
 
     @property
@@ -109,7 +117,8 @@ def random_scenario(seed: int) -> Scenario:
         bad_states=random.choice((0.0, 0.0, 0.3)),
         seed=seed,
     )
-    return replace(drawn, step_bytes=random.choice((None, drawn.payload_bytes // 8, drawn.payload_bytes // 8)))
+    step_bytes = random.choice((None, drawn.payload_bytes // 8, drawn.payload_bytes // 8))
+    return replace(drawn, step_bytes=step_bytes, wake_s=random.choice((0.0, 0.0, 0.1, 0.5)))
 
 
 def _random_config(random: Random, stayers: int) -> ProtocolConfig:

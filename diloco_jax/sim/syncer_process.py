@@ -1,4 +1,4 @@
-"""The driver of the syncer's machine, for one life of its process: as runtime/run_syncer.py.
+"""The driver of the syncer's machine, for one life of its process: as runtime/syncer/run.py.
 
 What it sends goes to the connection on which a learner was last heard; a merge takes time and reports its end; every
 input is on the tape before it is executed; snapshots are captured at once and written in the background.
@@ -11,13 +11,14 @@ from collections.abc import Callable
 
 from diloco_jax.protocol.effects import Effect, Merge, Restore, SaveSnapshot, Send
 from diloco_jax.protocol.messages import SYNCER, AnchorValue, LearnerMessage, Stop
-from diloco_jax.protocol.syncer import Syncer
-from diloco_jax.protocol.tape import TapedSyncer
-from diloco_jax.sim.disk import Disk, Snapshot
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.tape import TapedSyncer
+from diloco_jax.sim.disk import Disk, SyncerSnapshot
 from diloco_jax.sim.faults import NEVER_S
-from diloco_jax.sim.network import Deliver, Garbled, Link
-from diloco_jax.sim.node import Node, Value
-from diloco_jax.sim.world import Step, World, digest_of
+from diloco_jax.sim.holdings import Step, Value, digest_of
+from diloco_jax.sim.network import Deliver, Garbled, SimulatedLink
+from diloco_jax.sim.node import LearnerProcess
+from diloco_jax.sim.world import World
 
 HANDLED = frozenset((Merge, Restore, SaveSnapshot))
 
@@ -51,17 +52,17 @@ class SyncerProcess:
         self._engine = world.engine
         self._observers = world.observers
         self._send = world.network.send
-        self._heard: dict[str, Link] = {}  # where a learner was last heard
+        self._heard: dict[str, SimulatedLink] = {}  # where a learner was last heard
         self._tick_s = NEVER_S  # the earliest tick that is on the heap
         self._saving = False
 
     # ---- inputs -------------------------------------------------------------------------------------------------
 
-    def accept(self, node: Node, down: Deliver) -> Link:
-        """A learner has dialled."""
-        return Link(node.name, node.incarnation, node.machine, self._arrive, down, self._lost)
+    def accept(self, learner: LearnerProcess, down: Deliver) -> SimulatedLink:
+        """Answer a learner that dials; `down` takes what is sent to it."""
+        return SimulatedLink(learner.name, learner.incarnation, learner, self._arrive, down, self._lost)
 
-    def _arrive(self, item: tuple[Link, LearnerMessage | Garbled]) -> None:
+    def _arrive(self, item: tuple[SimulatedLink, LearnerMessage | Garbled]) -> None:
         link, message = item
         if not self.alive:
             return
@@ -74,7 +75,7 @@ class SyncerProcess:
                 observer.on_delivery(message, now_s)
         self.execute(self.inputs.on_message(message, now_s), message)
 
-    def _lost(self, link: Link) -> None:
+    def _lost(self, link: SimulatedLink) -> None:
         """The transport finds out that a link is gone."""
         if not self.alive:
             return
@@ -182,13 +183,13 @@ class SyncerProcess:
             snapshot = self._take_snapshot(effect.global_step)
             engine.at(engine.now_s + scenario.save_s * (0.5 + engine.random.random()), self._written, snapshot)
 
-    def _take_snapshot(self, global_step: int) -> Snapshot:
-        """Of this moment, under the name that the machine gave it: it may have gone on since, in the same input."""
+    def _take_snapshot(self, global_step: int) -> SyncerSnapshot:
+        """Capture this moment under the machine's name for it; the machine may have gone on in the same input."""
         if self.inputs is self.taped:
             self.taped.on_snapshot(global_step, self._engine.now_s)
-        return Snapshot(global_step, json.dumps(self.machine.state()), tuple(self.values), len(self._disk.tape))
+        return SyncerSnapshot(global_step, json.dumps(self.machine.state()), tuple(self.values), len(self._disk.tape))
 
-    def _written(self, snapshot: Snapshot) -> None:
+    def _written(self, snapshot: SyncerSnapshot) -> None:
         if self.alive and self.finished_s == NEVER_S:  # else it is half-written, or was written before the last one
             self._saving = False
             self._disk.keep(snapshot)

@@ -1,7 +1,7 @@
 """Tapes of a simulated run, in the formats of a real one: `diloco replay` trains from them, on real data.
 
-    DIR/tape.jsonl                      the syncer's inputs (protocol/tape.py)
-    DIR/tapes/NAME.INCARNATION.jsonl    what each life of a learner did (as runtime/learner_tape.py)
+    DIR/tape.jsonl                      the syncer's inputs (protocol/syncer/tape.py)
+    DIR/tapes/NAME.INCARNATION.jsonl    what each life of a learner did (as runtime/learner/tape.py)
     DIR/scenario.json                   the protocol's settings, so that a config can be given the same
 
 Digests stand for bytes that were never made, and losses are made up: a replay compares neither.
@@ -18,7 +18,7 @@ from typing import Any
 from diloco_jax.protocol.effects import Adopt, AdoptState, Effect, Finish, SaveState, Send, StageState
 from diloco_jax.protocol.messages import SYNCER, FragmentValue, GlobalFragment, SyncerMessage
 from diloco_jax.sim.cluster import Cluster
-from diloco_jax.sim.node import Node, Observer
+from diloco_jax.sim.node import LearnerProcess, Observer
 
 LOSS = 1.0
 
@@ -38,19 +38,19 @@ class LearnerTapes(Observer):
             self._write(life, "begin", *life, self._cluster.nodes[life[0]].step_samples)
         lines.append(json.dumps(fields, separators=(",", ":")))
 
-    def on_arrival(self, node: Node, message: SyncerMessage, now_s: float) -> None:
+    def on_arrival(self, process: LearnerProcess, message: SyncerMessage, now_s: float) -> None:
         self._arrived = message
 
     def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
         if source == SYNCER:
             return
-        life, machine = (source, incarnation), self._cluster.nodes[source].machine
-        assert machine is not None, f"{source} asked for effects and is dead"
+        life, machine = (source, incarnation), self._cluster.running(source).machine
         for effect in effects:
             if isinstance(effect, Adopt):
                 message = self._arrived
                 assert isinstance(message, GlobalFragment), f"{effect} without a fragment that came"
-                self._write(life, "adopt", effect.fragment_id, effect.version, message.epoch, message.digest)
+                name = (effect.fragment_id, effect.version, message.epoch, message.digest)
+                self._write(life, "adopt", *name, message.merged_round)
             elif isinstance(effect, Send) and isinstance(effect.message, FragmentValue):
                 value = effect.message
                 self._write(life, "sent", value.fragment_id, value.global_step, value.local_step)
@@ -61,22 +61,20 @@ class LearnerTapes(Observer):
             elif isinstance(effect, Finish):
                 self._write(life, "end", effect.reason, machine.digests)
 
-    def on_step(self, node: Node, began: bool, now_s: float) -> None:
+    def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         if not began:
-            assert node.machine is not None, f"{node.name} ends a step and is dead"
-            step = node.machine.local_step + 1  # of which the machine is told now
-            self._write((node.name, node.incarnation), "step", step, node.clock, node.batch.ranges, LOSS)
+            step = process.machine.local_step + 1  # of which the machine is told now
+            assert process.step.batch is not None, "a step ended that had no batch"
+            self._write(process.key, "step", step, process.step.clock, process.step.batch.ranges, LOSS)
 
-    def on_state(self, node: Node, effect: AdoptState, ok: bool, now_s: float) -> None:
+    def on_state(self, process: LearnerProcess, effect: AdoptState, ok: bool, now_s: float) -> None:
         if not ok:
             return
         if effect.donor:
-            incarnation, donor_step = node.kept[0].incarnation, effect.donor_step
+            incarnation, donor_step = process.holdings.kept[0].incarnation, effect.donor_step
         else:
-            incarnation, donor_step = node.saved[-1].incarnation, node.saved[-1].local_step
-        self._write(
-            (node.name, node.incarnation), "state", effect.donor, incarnation, donor_step, list(effect.fragments)
-        )
+            incarnation, donor_step = process.node.saved[-1].incarnation, process.node.saved[-1].local_step
+        self._write(process.key, "state", effect.donor, incarnation, donor_step, list(effect.fragments))
 
     def save(self, folder: Path) -> None:
         """Write all tapes and the scenario.
@@ -87,7 +85,7 @@ class LearnerTapes(Observer):
         """
         check_folder(folder)
         (folder / "tapes").mkdir(parents=True, exist_ok=True)
-        _write_lines(folder / "tape.jsonl", self._cluster.disk.tape)
+        _write_lines(folder / "tape.jsonl", self._cluster.host.disk.tape)
         for (name, incarnation), lines in self.lines.items():
             _write_lines(folder / "tapes" / f"{name}.{incarnation}.jsonl", lines)
         scenario = self._cluster.scenario

@@ -1,4 +1,4 @@
-"""What an island is before it has an array: a model on a mesh, with the layouts and programs that belong to it.
+"""Blueprints: a model on a mesh before there is an array, with the layouts and programs that belong to it.
 
 The devices of the mesh may be real ones, or those that a compiler merely knows (jax.experimental.topologies): so the
 programs which a slice will run can be compiled without it.
@@ -6,32 +6,46 @@ programs which a slice will run can be compiled without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding
-from jaxtyping import Array
+from jaxtyping import Array, Int32
 
 from diloco_jax.core.codec import Format
-from diloco_jax.training.exchange import Exchange
+from diloco_jax.core.kinds import Kind, kind_of
+from diloco_jax.training.exchange.exchange import Exchange
 from diloco_jax.training.models.protocol import (
+    Batch,
     GraphDef,
     ModelConfig,
+    Params,
+    join_model,
     load_model,
     logical_axes,
     split_model,
 )
+from diloco_jax.training.models.variables import Draw, Streams, Variables, draw_of, other_variables
 from diloco_jax.training.optimizers import OptimizerConfig, make_inner
-from diloco_jax.training.sharding import Layout, LogicalAxes, MeshConfig, make_mesh, planned_mesh, use_layout
-from diloco_jax.training.state_bytes import StateLayout
+from diloco_jax.training.sharding import (
+    LogicalAxes,
+    MeshConfig,
+    MeshLayout,
+    make_mesh,
+    planned_mesh,
+    put_array,
+    use_layout,
+)
 from diloco_jax.training.train_step import TrainState, make_train_step, model_loss
+from diloco_jax.training.whole_state.layout import StateLayout
 
 T = TypeVar("T")
-PARAMS, OPTIMIZER = "params/", "optimizer/"  # what the names of a state's leaves begin with
+PARAMS, OPTIMIZER, OTHER = "params/", "optimizer/", "other/"  # what the names of a state's leaves begin with
 
 
 class Blueprint:
@@ -41,14 +55,20 @@ class Blueprint:
       mesh: of the island.
       layout: where arrays with logical axes lie.
       shapes: of every parameter, by path.
+      kinds: what every parameter is, by path.
       stacked: paths of the parameters whose leading axis is that of layers.
       tensors: shape, dtype and layout of every parameter, by path.
       state_shapes: a TrainState of shapes and dtypes.
       state_shardings: a TrainState of layouts.
       state_layout: how a whole state leaves the island.
       create: the program that draws the initial state.
-      step: the inner step, (state, batch, learning rate) -> (state, metrics); consumes the state.
-      loss: (parameters, batch) -> mean loss.
+      draw: the program that draws the initial parameters alone, the same ones.
+      draw_other: the program that makes the initial state beside the parameters alone.
+      streams: the model's random streams.
+      step: the inner step, (state, batch, learning rate, draw) -> (state, metrics); consumes the state. `draw` is as
+        `draw_of` makes it, None for a model without random streams.
+      loss: (parameters, other state, batch) -> mean loss, in the mode of an evaluation.
+      settle: (parameters, other state, batch, draw) -> other state, after a forward pass in training mode.
     """
 
     def __init__(
@@ -73,38 +93,54 @@ class Blueprint:
           ValueError: the model cannot be loaded, or the mesh does not fit the devices.
         """
         self.mesh = planned_mesh(mesh, devices) if isinstance(devices, int) else make_mesh(mesh, devices)
-        self.layout = Layout(self.mesh, mesh.all_rules())
+        self.layout = MeshLayout(self.mesh, mesh.all_rules())
         described = _describe_model(model, seed)
         self.shapes = {path: tuple(value.shape) for path, value in described.params.items()}
+        self.kinds = described.kinds
         self.stacked = frozenset(path for path, names in described.axes.items() if names[:1] == ("layers",))
         self._shardings = {
             path: self.layout.sharding(self.shapes[path], names) for path, names in described.axes.items()
         }
         self.tensors = {path: describe(value, self._shardings[path]) for path, value in described.params.items()}
-        tx = make_inner(optimizer, described.params, stacked=described.stacked)
+        tx = make_inner(optimizer, described.params, kinds=self.kinds)
         opt_state = jax.eval_shape(tx.init, described.params)
-        self.state_shapes = TrainState(described.params, opt_state)  # type: ignore[arg-type]
-        self.state_shardings = self._place(self.state_shapes)
+        self.state_shapes = TrainState(described.params, opt_state, described.other)  # type: ignore[arg-type]
+        self.state_shardings = self._place(self.state_shapes, described.other_axes)
         self.state_layout = StateLayout(by_name(self.state_shapes))
 
+        self.streams = streams = Streams(seed, described.streams)
+        self._graphdef = graphdef = described.graphdef
+
+        def initial() -> tuple[Params, Variables]:
+            module = load_model(model.module, model.args, seed)
+            return split_model(module)[1], other_variables(module)[0]
+
         def create() -> TrainState:
-            params = split_model(load_model(model.module, model.args, seed))[1]
-            return TrainState(params, tx.init(params))
+            params, other = initial()
+            return TrainState(params, tx.init(params), other)
+
+        def loss(params: Params, other: Variables, batch: Batch) -> Array:
+            drawn = streams.at(jnp.asarray(draw_of(0)))  # a layer that is off has a stream all the same
+            return model_loss(graphdef, params, batch, other, drawn, evaluate=True)[0]
+
+        def settle(params: Params, other: Variables, batch: Batch, draw: Draw | None) -> Variables:
+            return model_loss(graphdef, params, batch, other, streams.at(draw))[1][1]
 
         scalar = self.layout.replicated
+        self.draw = jax.jit(lambda: initial()[0], out_shardings=self._shardings)
+        self.draw_other = jax.jit(lambda: initial()[1], out_shardings=self.state_shardings.other)
         self.create = jax.jit(create, out_shardings=self.state_shardings)
         # Explicit layouts of the outputs: those that the compiler would choose differ, and step 2 compiles again.
         self.step = jax.jit(
-            self._traced(make_train_step(described.graphdef, tx, optimizer.accumulate_steps, self._shardings)),
+            self._traced(make_train_step(graphdef, tx, optimizer.accumulate_steps, self._shardings, streams)),
             donate_argnums=0,
             out_shardings=(self.state_shardings, scalar),
         )
-        self.loss = jax.jit(
-            self._traced(lambda params, batch: model_loss(described.graphdef, params, batch)[0]), out_shardings=scalar
-        )
+        self.loss = jax.jit(self._traced(loss), out_shardings=scalar)
+        self.settle = jax.jit(self._traced(settle), out_shardings=self.state_shardings.other)
 
     def batch_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Layout of a batch of tokens of this shape.
+        """Return the layout of a batch of tokens of this shape.
 
         Raises:
           ValueError: the devices cannot share it equally.
@@ -116,15 +152,69 @@ class Blueprint:
             )
         return self.layout.sharding(shape, ("batch", None))
 
+    def put_batch(self, tokens: Int32[np.ndarray, "b t"]) -> Batch:
+        """Copy a batch to the devices, split over `data` and `fsdp`; returns at once.
+
+        Raises:
+          ValueError: the devices cannot share the batch equally.
+        """
+        return {"tokens": put_array(tokens, self.batch_sharding(tokens.shape))}
+
+    def put_draw(self, position: int) -> Array | None:
+        """Copy to the devices what a step at this position draws from; None for a model without random streams."""
+        return put_array(draw_of(position), self.layout.replicated) if self.streams.kinds else None
+
+    def settled(self, params: Params, other: Variables, batches: Iterable[Int32[np.ndarray, "b t"]]) -> Variables:
+        """Return the state beside the parameters, such as batch statistics, as it becomes under these parameters.
+
+        Forward passes in training mode, without an update; nothing at all if the model has no such state.
+        """
+        position = 0
+        for batch in batches if other else ():
+            placed, draw = self.put_batch(batch), self.put_draw(position)
+            with jax.transfer_guard("disallow"):
+                other = jax.block_until_ready(self.settle(params, other, placed, draw))
+            position += batch.shape[0]
+        return other
+
+    def mean_loss(
+        self, params: Params, other: Variables, batches: Iterable[Int32[np.ndarray, "b t"]]
+    ) -> dict[str, float]:
+        """Compute the mean loss in nats per token over batches int32 [batch, length + 1]; count their tokens.
+
+        In the mode of an evaluation: nothing is dropped, batch statistics are those in `other`.
+
+        Raises:
+          ValueError: there is no batch.
+        """
+        total, tokens = 0.0, 0
+        for batch in batches:
+            placed = self.put_batch(batch)
+            with jax.transfer_guard("disallow"):
+                loss = self.loss(params, other, placed)
+            predicted = batch.shape[0] * (batch.shape[1] - 1)
+            total += float(jax.device_get(loss)) * predicted
+            tokens += predicted
+        if not tokens:
+            raise ValueError("there is no batch to evaluate on; give at least one")
+        return {"loss": total / tokens, "tokens": float(tokens)}
+
+    def model(self, params: Params, other: Variables) -> nnx.Module:
+        """Join the module in the mode of an evaluation; to be called inside of a program."""
+        module = join_model(self._graphdef, params, {**other, **self.streams.at(jnp.asarray(draw_of(0)))})
+        module.eval()
+        return module
+
     def lower_step(self, shape: tuple[int, int]) -> jax.stages.Lowered:
-        """The inner step for batches of this shape, (sequences, length + 1), ready to be compiled."""
+        """Return the inner step for batches of this shape, (sequences, length + 1), ready to be compiled."""
         state = jax.tree.map(describe, self.state_shapes, self.state_shardings)
         batch = {"tokens": jax.ShapeDtypeStruct(shape, np.int32, sharding=self.batch_sharding(shape))}
         rate = jax.ShapeDtypeStruct((), np.float32, sharding=self.layout.replicated)
-        return self.step.lower(state, batch, rate)
+        draw = jax.ShapeDtypeStruct((2,), np.uint32, sharding=self.layout.replicated) if self.streams.kinds else None
+        return self.step.lower(state, batch, rate, draw)
 
     def exchange(self, wire: Format, rebase: bool) -> Exchange:
-        """The programs with which fragments leave and enter; see `Exchange`."""
+        """Return the programs with which fragments leave and enter; see `Exchange`."""
         return Exchange(self.tensors, wire, rebase)
 
     def _traced(self, function: Callable[..., T]) -> Callable[..., T]:
@@ -137,8 +227,11 @@ class Blueprint:
 
         return wrapped
 
-    def _place(self, state: TrainState) -> Any:
-        """Layouts of a TrainState: what the optimizer keeps per parameter lies like it, the rest is replicated."""
+    def _place(self, state: TrainState, axes: Mapping[str, LogicalAxes]) -> Any:
+        """Return layouts of a TrainState: what the optimizer keeps per parameter lies like it, the rest is replicated.
+
+        Other state of the model lies as its axes say.
+        """
 
         def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
             names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in self.shapes]
@@ -146,43 +239,67 @@ class Blueprint:
             return self._shardings[names[-1]] if same else self.layout.replicated
 
         opt_state = jax.tree_util.tree_map_with_path(place, state.opt_state)
-        return TrainState(self._shardings, opt_state)  # type: ignore[arg-type]
+        other = {path: self.layout.sharding(tuple(leaf.shape), axes[path]) for path, leaf in state.other.items()}
+        return TrainState(self._shardings, opt_state, other)  # type: ignore[arg-type]
 
 
 def describe(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """The leaf with a layout."""
+    """Return the leaf with a layout."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def by_name(state: TrainState) -> dict[str, Any]:
-    """The leaves of a state by the names under which they leave the island, in the order of the tree."""
+    """Return the leaves of a state by the names under which they leave the island, in the order of the tree."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state.opt_state)
     named = {OPTIMIZER + jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
     assert len(named) == len(leaves), "two leaves of the optimizer's state have one name"
-    return {**{PARAMS + path: value for path, value in state.params.items()}, **named}
+    other = {OTHER + path: value for path, value in state.other.items()}
+    return {**{PARAMS + path: value for path, value in state.params.items()}, **named, **other}
 
 
 class _Description(NamedTuple):
     graphdef: GraphDef
-    params: dict[str, jax.ShapeDtypeStruct]  # sorted by path, as JAX sorts dicts
+    params: dict[str, jax.ShapeDtypeStruct]  # sorted by path
+    other: dict[str, jax.ShapeDtypeStruct]  # state that is no parameter, sorted by path
+    streams: dict[str, jax.ShapeDtypeStruct]
     axes: dict[str, LogicalAxes]
-    stacked: dict[str, int]  # by path, how many leading axes count layers or experts
+    other_axes: dict[str, LogicalAxes]
+    kinds: dict[str, Kind]
 
 
 def _describe_model(config: ModelConfig, seed: int) -> _Description:
-    """Structure, shapes and axis names of a model, without allocating a parameter."""
+    """Return structure, shapes and axis names of a model, without allocating a parameter."""
     found: list[tuple[GraphDef, dict[str, LogicalAxes]]] = []
 
-    def build() -> dict[str, Array]:
+    def build() -> tuple[Params, Variables, Variables]:
         model = load_model(config.module, config.args, seed)
         graphdef, params = split_model(model)
         found.append((graphdef, logical_axes(model)))
-        return params
+        return params, *other_variables(model)
 
-    params = jax.eval_shape(build)
+    params, other, streams = jax.eval_shape(build)
     for path, value in params.items():
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise ValueError(f"parameter '{path}' of '{config.module}' is {value.dtype}; only floats can be merged")
-    graphdef, axes = found[0]
-    stacked = {path: sum(name in ("layers", "expert") for name in names) for path, names in axes.items()}
-    return _Description(graphdef, dict(sorted(params.items())), dict(sorted(axes.items())), stacked)
+    graphdef, all_axes = found[0]
+    params, other = dict(sorted(params.items())), dict(sorted(other.items()))  # as JAX sorts dicts
+    axes = {path: all_axes[path] for path in params}
+    other_axes = {path: all_axes[path] for path in other}
+    _check_stacks({path: tuple(value.shape) for path, value in params.items()}, axes)
+    kinds = {path: kind_of(value.shape, axes[path]) for path, value in params.items()}
+    return _Description(graphdef, params, other, streams, axes, other_axes, kinds)
+
+
+def _check_stacks(shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, LogicalAxes]) -> None:
+    """Refuse a stack of vectors that would be taken for a matrix: a scan names its axis only beside other names."""
+    stacks = {path: shapes[path][0] for path, names in axes.items() if names[:1] == ("layers",)}
+    for path, shape in shapes.items():
+        if not shape or any(axes[path]):
+            continue
+        for other, layers in stacks.items():
+            if other.split("/")[0] == path.split("/")[0] and "/" in path and layers == shape[0]:
+                raise ValueError(
+                    f"parameter '{path}' of shape {shape} names no axes, but '{other}' beside it is a stack of "
+                    f"{layers} layers: a scan marks a stack by names alone; give all parameters of a layer axis names, "
+                    "such as nnx.with_partitioning(init, (None,)), and this one any name if it is no stack"
+                )

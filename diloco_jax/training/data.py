@@ -10,6 +10,7 @@ window touches it.
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,18 +21,21 @@ from zlib import crc32
 
 import grain
 import numpy as np
+import xxhash
 from jaxtyping import Int32, Integer
 
 DataFormat = Literal["bytes", "tokens"]
 TokenDtype = Literal["uint16", "uint32"]
 
 STDLIB = "stdlib"
+WHOLE_BYTES = 1 << 24  # a corpus up to this size is digested whole, a larger one by samples
+SAMPLES, SAMPLE_BYTES = 64, 4096
 STDLIB_SKIP = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Which corpus to train on, and how it is cut."""
+    """Settings of the corpus, and of its cut into windows."""
 
     format: DataFormat = "bytes"
     """bytes (any text, token = byte) or tokens (one binary file of token ids, memory-mapped)."""
@@ -91,15 +95,20 @@ class Source:
     train: Windows
     held_out: Windows
     vocab_size: int
+    corpus: str = ""
+    """Length and digest of all ids, by which islands tell that they read the same; see `described`."""
 
 
 def _stdlib_files() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return [p for p in root.rglob("*.py") if not any(part in STDLIB_SKIP for part in p.relative_to(root).parts)]
+    files = []
+    for folder, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        inside[:] = [name for name in inside if name not in STDLIB_SKIP]  # installed packages have far more files
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return files
 
 
-def _read_bytes(config: DataConfig) -> Integer[np.ndarray, " n"]:
-    """All files one after the other, a zero byte after each, in an order that mixes folders but is always the same."""
+def _find_files(config: DataConfig) -> tuple[Path, list[Path]]:
+    """Return the files of a corpus of bytes, and what their names begin at."""
     root = Path(sysconfig.get_paths()["stdlib"]) if config.path == STDLIB else Path(config.path)
     if not root.exists():
         raise ValueError(f"data.path '{config.path}' does not exist; give a file, a folder, or '{STDLIB}'")
@@ -111,13 +120,20 @@ def _read_bytes(config: DataConfig) -> Integer[np.ndarray, " n"]:
         files = [p for p in root.rglob("*") if p.is_file() and any(fnmatch(p.name, g) for g in config.patterns)]
     if not files:
         raise ValueError(f"data.path '{config.path}' has no file that matches {config.patterns}; correct data.patterns")
+    return root, files
+
+
+def _read_bytes(config: DataConfig) -> Integer[np.ndarray, " n"]:
+    """Read all files, a zero byte after each, in an order that mixes folders but is always the same."""
+    root, files = _find_files(config)
     # By hash of the name: an alphabetical tail would hold out whole packages, unlike anything trained on.
     names = {p: p.relative_to(root).as_posix() for p in files}
     files.sort(key=lambda p: (crc32(names[p].encode()), names[p]))
     return np.frombuffer(b"".join(part for p in files for part in (p.read_bytes(), b"\0")), np.uint8)
 
 
-def _map_tokens(config: DataConfig) -> Integer[np.ndarray, " n"]:
+def _count_tokens(config: DataConfig) -> int:
+    """Return the number of ids in a token file, from its size."""
     path = Path(config.path)
     if not path.is_file():
         raise ValueError(f"data.path '{config.path}' is no file; give one file of {config.token_dtype} token ids")
@@ -128,7 +144,44 @@ def _map_tokens(config: DataConfig) -> Integer[np.ndarray, " n"]:
             f"data.path '{config.path}' has {size} bytes, not a positive multiple of {dtype.itemsize}; "
             f"is data.token_dtype {config.token_dtype} right?"
         )
-    return np.memmap(path, dtype=dtype, mode="r")
+    return size // dtype.itemsize
+
+
+def check_source(config: DataConfig, seq_len: int, eval_batch_size: int) -> None:
+    """Find out from names and sizes alone whether `load_source` and `eval_batches` will do: nothing is read.
+
+    Args:
+      config: which corpus.
+      seq_len: predicted tokens per window.
+      eval_batch_size: windows per batch of an evaluation.
+
+    Raises:
+      ValueError: as those two.
+    """
+    if config.format == "bytes":
+        _, files = _find_files(config)
+        count = sum(path.stat().st_size + 1 for path in files)
+    else:
+        count = _count_tokens(config)
+    ids = np.broadcast_to(np.uint8(0), count)  # as many, in one byte
+    next(eval_batches(_cut(config, ids, seq_len, corpus=""), eval_batch_size, 1))
+
+
+def described(ids: Integer[np.ndarray, " n"]) -> str:
+    """Return the length of a corpus and a digest of it; of a large one, of its ends and of samples at equal distances.
+
+    What it reads is bounded, so that it takes no longer for terabytes. Two corpora of one length that differ between
+    the samples only are not told apart.
+    """
+    raw = ids.view(np.uint8)
+    hasher = xxhash.xxh3_64()
+    if raw.size <= WHOLE_BYTES:
+        hasher.update(raw.data)
+    else:
+        for number in range(SAMPLES):
+            start = number * (raw.size - SAMPLE_BYTES) // (SAMPLES - 1)
+            hasher.update(raw[start : start + SAMPLE_BYTES].data)
+    return f"{len(ids):,} tokens with digest {hasher.hexdigest()}"
 
 
 def load_source(config: DataConfig, seq_len: int) -> Source:
@@ -143,12 +196,21 @@ def load_source(config: DataConfig, seq_len: int) -> Source:
     """
     if seq_len < 1:
         raise ValueError(f"the sequence length is {seq_len}; it must be at least 1")
-    ids = _read_bytes(config) if config.format == "bytes" else _map_tokens(config)
+    if config.format == "bytes":
+        ids = _read_bytes(config)
+    else:
+        _count_tokens(config)
+        ids = np.memmap(config.path, dtype=np.dtype(config.token_dtype).newbyteorder("<"), mode="r")
+    return _cut(config, ids, seq_len, described(ids))
+
+
+def _cut(config: DataConfig, ids: Integer[np.ndarray, " n"], seq_len: int, corpus: str) -> Source:
     cut = len(ids) - round(len(ids) * config.held_out_fraction)
     source = Source(
         train=Windows(ids[:cut], seq_len),
         held_out=Windows(ids[cut:], seq_len),
         vocab_size=256 if config.format == "bytes" else config.vocab_size,
+        corpus=corpus,
     )
     if not len(source.train) or not len(source.held_out):
         raise ValueError(
@@ -180,11 +242,11 @@ class SampleOrder:
         self._order = grain.MapDataset.range(len(source.train)).shuffle(seed=seed).repeat()
 
     def window_id(self, position: int) -> int:
-        """Which window of `source.train` has this position."""
+        """Return the number of the window of `source.train` that has this position."""
         return int(self._order[position])
 
     def batch(self, ranges: Sequence[tuple[int, int]]) -> Int32[np.ndarray, "b t"]:
-        """The windows of positions [start, stop) of every range, in their order: int32 [n, seq_len + 1].
+        """Return the windows of positions [start, stop) of every range, in their order: int32 [n, seq_len + 1].
 
         Raises:
           ValueError: there is no position, or the data has a token id that it should not have.
@@ -216,12 +278,12 @@ class TrainIterator(Iterator[Int32[np.ndarray, "b t"]]):
         self._next = 0
 
     def position(self, index: int) -> int:
-        """Position in the global order of this learner's `index`-th window."""
+        """Return the position in the global order of this learner's `index`-th window."""
         row, column = divmod(index, len(self._shard_ids))
         return row * self._num_shards + self._shard_ids[column]
 
     def window_ids(self, start: int, count: int) -> list[int]:
-        """Which windows of `source.train` this learner reads as its `start`-th and following."""
+        """Return the numbers of the windows of `source.train` that this learner reads from its `start`-th on."""
         return [self._order.window_id(self.position(i)) for i in range(start, start + count)]
 
     def __next__(self) -> Int32[np.ndarray, "b t"]:
@@ -230,7 +292,7 @@ class TrainIterator(Iterator[Int32[np.ndarray, "b t"]]):
         return _stack(windows, self._source.vocab_size)
 
     def get_state(self) -> dict[str, int]:
-        """What `set_state` needs to continue with the next batch."""
+        """Return what `set_state` needs to continue with the next batch."""
         return {"next_index": self._next}
 
     def set_state(self, state: dict[str, int]) -> None:
@@ -241,7 +303,7 @@ class TrainIterator(Iterator[Int32[np.ndarray, "b t"]]):
 def train_iterator(
     source: Source, *, seed: int, shard_ids: Sequence[int], num_shards: int, batch_size: int
 ) -> TrainIterator:
-    """Batches int32 [batch_size, seq_len + 1] of the given virtual shards, for ever.
+    """Yield batches int32 [batch_size, seq_len + 1] of the given virtual shards, for ever.
 
     Args:
       source: the corpus; every learner opens the same one.
@@ -257,7 +319,7 @@ def train_iterator(
 
 
 def eval_batches(source: Source, batch_size: int, max_batches: int) -> Iterator[Int32[np.ndarray, "b t"]]:
-    """Up to `max_batches` batches of held-out windows, spread evenly over the held-out part, always the same.
+    """Return up to `max_batches` batches of held-out windows, spread evenly over the held-out part, always the same.
 
     Raises:
       ValueError: the held-out part has fewer windows than one batch.
@@ -266,7 +328,7 @@ def eval_batches(source: Source, batch_size: int, max_batches: int) -> Iterator[
     if available < 1 or max_batches < 1:
         raise ValueError(
             f"{len(source.held_out)} held-out windows make no batch of {batch_size} (at most {max_batches} batches "
-            "wanted); raise data.held_out_fraction or lower the batch size"
+            "wanted); raise data.held_out_fraction, lower train.eval_batch_size, or give more text"
         )
     count = min(available, max_batches) * batch_size
     chosen = [i * len(source.held_out) // count for i in range(count)]

@@ -24,14 +24,13 @@ from jaxtyping import Float, Int32, Shaped
 
 from diloco_jax.core.codec import Bytes, Format
 from diloco_jax.core.fragments import Fragment, Slice, take
-from diloco_jax.training.blueprint import OPTIMIZER, PARAMS, Blueprint, by_name
-from diloco_jax.training.exchange import AdoptMode, HostValues
+from diloco_jax.training.blueprint import OPTIMIZER, OTHER, PARAMS, Blueprint, by_name
+from diloco_jax.training.exchange.exchange import AdoptMode, HostValues
+from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.models.protocol import Batch, Metrics, ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
-from diloco_jax.training.outgoing import StagedFragment
-from diloco_jax.training.placement import put_array
-from diloco_jax.training.sharding import MeshConfig
-from diloco_jax.training.staging import StagedState, stage_leaves
+from diloco_jax.training.sharding import MeshConfig, put_array
+from diloco_jax.training.whole_state.staging import StagedState, stage_leaves
 
 
 class StepHandle(NamedTuple):
@@ -73,6 +72,7 @@ class Island:
         self._blueprint = blueprint = Blueprint(model, optimizer, mesh, chosen, seed=seed)
         self.mesh = blueprint.mesh
         self.shapes = blueprint.shapes
+        self.kinds = blueprint.kinds
         self.state_layout = blueprint.state_layout
         self.state = blueprint.create()
         self.exchange = blueprint.exchange(wire, rebase)
@@ -90,13 +90,7 @@ class Island:
         Raises:
           ValueError: the devices cannot share the batch equally.
         """
-        parts = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        if tokens.shape[0] % parts:
-            raise ValueError(
-                f"a batch of {tokens.shape[0]} cannot be split over {parts} devices (mesh data x fsdp); "
-                f"make the island's batch size a multiple of {parts}"
-            )
-        return {"tokens": put_array(tokens, self._blueprint.batch_sharding(tokens.shape))}
+        return self._blueprint.put_batch(tokens)
 
     def warm_up(self, shape: tuple[int, int], fragments: Iterable[Fragment] = ()) -> None:
         """Compile the inner step for batches of this shape, and what `stage` and `adopt` need; without running them.
@@ -110,45 +104,44 @@ class Island:
         self._compiled_steps[shape] = self._blueprint.lower_step(shape).compile()
         self.exchange.warm_up(fragments)
 
-    def step(self, batch: Batch, learning_rate: float) -> StepHandle:
+    def step(self, batch: Batch, learning_rate: float, position: int = 0) -> StepHandle:
         """Dispatch one inner step, which consumes the state in place; returns at once.
 
         A step that nobody waited for is waited for here: more than a few unfinished programs over several emulated
         CPU devices exhaust the thread pool on which their rendezvous depends, and the process aborts.
+
+        Args:
+          batch: as `put_batch` gave it.
+          learning_rate: of this step.
+          position: at which the batch begins in the order of all samples; the model's random streams are made from it,
+            so equal positions drop the same. A model without streams does not look at it.
         """
         if self._unfinished is not None:
             jax.block_until_ready(self._unfinished)
         rate = put_array(np.asarray(learning_rate, np.float32), self._blueprint.layout.replicated)
+        draw = self._blueprint.put_draw(position)
         program = self._compiled_steps.get(batch["tokens"].shape, self._blueprint.step)
         with jax.transfer_guard("disallow"):
-            self.state, metrics = program(self.state, batch, rate)
+            self.state, metrics = program(self.state, batch, rate, draw)
         self._unfinished = StepHandle(metrics)
         return self._unfinished
 
     def wait(self, handle: StepHandle) -> dict[str, float]:
-        """Block until a step is done; `loss`, `grad_norm` and what else the model reports."""
+        """Block until a step is done; return `loss`, `grad_norm` and what else the model reports."""
         metrics = jax.device_get(handle.metrics)
         if handle is self._unfinished:
             self._unfinished = None
         return {name: float(value) for name, value in metrics.items()}
 
     def evaluate(self, batches: Iterable[Int32[np.ndarray, "b t"]]) -> dict[str, float]:
-        """Mean loss in nats per token over batches int32 [batch, length + 1], and how many tokens that were.
+        """Compute the mean loss in nats per token over batches int32 [batch, length + 1]; count their tokens.
+
+        In the mode of an evaluation: nothing is dropped, batch statistics are those of this island.
 
         Raises:
           ValueError: there is no batch.
         """
-        total, tokens = 0.0, 0
-        for batch in batches:
-            placed = self.put_batch(batch)
-            with jax.transfer_guard("disallow"):
-                loss = self._blueprint.loss(self.state.params, placed)
-            predicted = batch.shape[0] * (batch.shape[1] - 1)
-            total += float(jax.device_get(loss)) * predicted
-            tokens += predicted
-        if not tokens:
-            raise ValueError("there is no batch to evaluate on; give at least one")
-        return {"loss": total / tokens, "tokens": float(tokens)}
+        return self._blueprint.mean_loss(self.state.params, self.state.other, batches)
 
     # ---- the border to the host -------------------------------------------------------------------------------
 
@@ -195,7 +188,7 @@ class Island:
         self.state = self.state._replace(params=self.state.params | updated)
 
     def stage_state(self) -> StagedState:
-        """Queue a copy of all parameters and of the optimizer's state to host memory; returns at once."""
+        """Queue a copy of parameters, optimizer's and other state to host memory; returns at once."""
         with jax.transfer_guard("disallow"):
             return stage_leaves(by_name(self.state), self.state_layout)
 
@@ -206,7 +199,7 @@ class Island:
         *,
         checked: bool = False,
     ) -> None:
-        """Take over the optimizer's state, and parameters, of an island of the same model on any mesh.
+        """Take over the optimizer's and other state, and parameters, of an island of the same model on any mesh.
 
         Args:
           state: what a `StagedState` gave, as bytes or as {leaf name: array}.
@@ -221,19 +214,21 @@ class Island:
         if not checked:
             self.state_layout.check(state)
         # The old state goes first: a device need not have room for two. Nothing can be refused from here on.
-        self.state = self.state._replace(opt_state=None)
+        self.state = self.state._replace(opt_state=None, other={})
         shapes, treedef = jax.tree.flatten(self._blueprint.state_shapes.opt_state)
         names = [name for name in by_name(self._blueprint.state_shapes) if name.startswith(OPTIMIZER)]
         assert len(names) == len(shapes)
         shardings = jax.tree.leaves(self._blueprint.state_shardings.opt_state)
         placed = [put_array(state[name], sharding) for name, sharding in zip(names, shardings, strict=True)]
-        self.state = self.state._replace(opt_state=jax.tree.unflatten(treedef, placed))
+        lies = self._blueprint.state_shardings.other
+        other = {path: put_array(state[OTHER + path], sharding) for path, sharding in lies.items()}
+        self.state = self.state._replace(opt_state=jax.tree.unflatten(treedef, placed), other=other)
         for fragment in [self._whole()] if fragments is None else fragments:
             params = {path: state[PARAMS + path] for path in {part.path: None for part in fragment.slices}}
             self._overwrite(fragment, take(params, fragment))
 
     def parameters(self) -> HostValues:
-        """Host copies of all parameters {path: float32 array}; blocks until the running step is done.
+        """Return host copies of all parameters {path: float32 array}; block until the running step is done.
 
         Only on an island of one process.
         """
@@ -250,6 +245,6 @@ class Island:
         self._overwrite(self._whole(), dict(params))
 
     def _whole(self) -> Fragment:
-        slices = tuple(Slice(path, -1, 0, shape[0] if shape else 0) for path, shape in self.shapes.items())
-        count = sum(math.prod(shape) for shape in self.shapes.values())
-        return Fragment(-1, slices, tuple(self.shapes.values()), count)
+        shapes = {path: shape for path, shape in self.shapes.items() if math.prod(shape)}
+        slices = tuple(Slice(path, -1, 0, shape[0] if shape else 0) for path, shape in shapes.items())
+        return Fragment(-1, slices, tuple(shapes.values()), sum(math.prod(shape) for shape in shapes.values()))

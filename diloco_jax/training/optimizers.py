@@ -18,6 +18,8 @@ import jax
 import optax
 from jaxtyping import Array
 
+from diloco_jax.core.kinds import Kind, kind_of
+
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["wsd", "cosine", "constant"]
 Schedule = Callable[[int], float]  # global step -> learning rate, on the host: no device work per step
@@ -28,7 +30,8 @@ class OptimizerConfig:
     """The inner optimizer of every island, and its schedule."""
 
     name: OptimizerName = "adamw"
-    """adamw, or muon (orthogonalised momentum for matrices, adam for embeddings and one-dimensional tensors)."""
+    """adamw, or muon (orthogonalised momentum for matrices, each layer's and each expert's for itself; adam for all
+    else)."""
 
     learning_rate: float = 1e-3
     """Peak rate; about 1e-3 for adamw and 2e-2 for muon at a few million parameters."""
@@ -46,13 +49,14 @@ class OptimizerConfig:
     """Decay of muon's momentum (Nesterov), in [0, 1)."""
 
     weight_decay: float = 0.1
-    """Decoupled decay of matrices, multiplied by the learning rate; 0 = none. One-dimensional tensors never decay."""
+    """Decoupled decay of matrices and other kernels, multiplied by the learning rate; 0 = none. Vectors and embeddings
+    (an axis `vocab` in front) never decay, nor do stacks of them."""
 
     clip_norm: float = 1.0
     """Global gradient norm above which the gradient is scaled down; 0 = never."""
 
     adam_paths: tuple[str, ...] = ("*embed*",)
-    """Parameters, by path pattern, that muon leaves to adam although they are matrices, and that do not decay."""
+    """Parameters, by path pattern, that are treated like embeddings whatever their axes are: no muon, no decay."""
 
     accumulate_steps: int = 1
     """Micro-batches of an inner step, one after the other, whose mean gradient makes one update; saves memory."""
@@ -93,7 +97,7 @@ class OptimizerConfig:
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> Schedule:
-    """The schedule, a pure function of the global step.
+    """Return the learning rate of a global step: the schedule is a pure function of it.
 
     With peak r, warm-up w, final share f and the step t counted from 0: r (t + 1) / w while t < w; then the shape of
     the schedule, which ends at r f when t = total_steps and stays there.
@@ -127,16 +131,11 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> Schedule:
     return rate
 
 
-def _is_matrix(path: str, ndim: int, config: OptimizerConfig, stacked: Mapping[str, int]) -> bool:
-    """Whether a parameter is a matrix (or a stack of them) that decays and that muon may orthogonalise."""
-    return ndim - stacked.get(path, 0) == 2 and not any(fnmatch(path, pattern) for pattern in config.adam_paths)
-
-
 def make_inner(
     config: OptimizerConfig,
     params: Mapping[str, Array | jax.ShapeDtypeStruct],
     *,
-    stacked: Mapping[str, int] | None = None,
+    kinds: Mapping[str, Kind] | None = None,
 ) -> optax.GradientTransformation:
     """Build the inner optimizer for learning rate 1; the train step multiplies its update by the rate.
 
@@ -145,31 +144,32 @@ def make_inner(
 
     Args:
       config: which optimizer, and its constants.
-      params: {path: array}; only paths and ranks are read.
-      stacked: by path, how many leading axes count layers (`scan_layers`) or experts, each of which is a matrix of its
-        own; 0 where not named.
+      params: {path: array}; only paths and shapes are read.
+      kinds: what each parameter is; what its shape alone says where not named.
     """
-    stacked = stacked or {}
-    matrix = {path: _is_matrix(path, len(value.shape), config, stacked) for path, value in params.items()}
+    known = {path: (kinds or {}).get(path, kind_of(value.shape)) for path, value in params.items()}
+    matrices = {
+        path: kind.form == "matrix" and not any(fnmatch(path, pattern) for pattern in config.adam_paths)
+        for path, kind in known.items()
+    }
     if config.name == "adamw":
-        update = optax.adamw(1.0, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=matrix)
+        update = optax.adamw(1.0, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=matrices)
     else:
         dims = {
-            path: optax.contrib.MuonDimensionNumbers(
-                reduction_axis=stacked.get(path, 0), output_axis=1 + stacked.get(path, 0)
-            )
-            if is_matrix
+            path: optax.contrib.MuonDimensionNumbers(reduction_axis=kind.stack, output_axis=kind.stack + 1)
+            if matrices[path] and len(params[path].shape) == kind.stack + 2
             else None
-            for path, is_matrix in matrix.items()
+            for path, kind in known.items()
         }
-        update = optax.contrib.muon(
+        muon = optax.contrib.muon(
             1.0,
             beta=config.muon_beta,
-            weight_decay=config.weight_decay,
             adam_b1=config.b1,
             adam_b2=config.b2,
             adam_learning_rate=config.adam_learning_rate / config.learning_rate,
             muon_weight_dimension_numbers=dims,
         )
+        # Muon's own decay would leave out kernels of three axes, which it gives to adam.
+        update = optax.chain(muon, optax.add_decayed_weights(-config.weight_decay, matrices))
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm > 0 else optax.identity()
     return optax.chain(clip, update)

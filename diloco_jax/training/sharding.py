@@ -1,4 +1,4 @@
-"""Where arrays live on an island's mesh: a model names logical axes, one table maps them to mesh axes.
+"""Sharding on an island's mesh: a model names logical axes, one table maps them to mesh axes.
 
 Mesh axes: `data` replicates parameters, `fsdp` shards both the batch and the parameters, `expert` shards the batch and
 the experts of a mixture, `tensor` shards heads, the MLP's width and the vocabulary. The model never names hardware, so
@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import jax
+import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Shaped
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
@@ -77,7 +78,7 @@ class MeshConfig:
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
     def sizes(self, num_devices: int) -> tuple[int, int, int, int]:
-        """Sizes of (data, fsdp, expert, tensor) on `num_devices` devices.
+        """Return the sizes of (data, fsdp, expert, tensor) on `num_devices` devices.
 
         Raises:
           ValueError: the fixed sizes do not fit the number of devices.
@@ -93,11 +94,11 @@ class MeshConfig:
         return data, fsdp, expert, tensor
 
     def all_rules(self) -> Rules:
-        """The default rules with those of this mesh in their place."""
+        """Return the default rules with those of this mesh in their place."""
         return {**AXIS_RULES, **self.rules}
 
     def batch_parts(self, num_devices: int) -> int:
-        """Into how many parts the devices split a batch.
+        """Return the number of parts into which the devices split a batch.
 
         Raises:
           ValueError: as `sizes`.
@@ -107,7 +108,7 @@ class MeshConfig:
 
 
 def planned_mesh(config: MeshConfig, num_devices: int) -> AbstractMesh:
-    """The shape of an island's mesh without its devices: enough for layouts, but nothing can run on it."""
+    """Return the shape of an island's mesh without its devices: enough for layouts, but nothing can run on it."""
     return AbstractMesh(config.sizes(num_devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
@@ -120,15 +121,15 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MeshLayout:
     """A mesh together with the table from logical axes to mesh axes."""
 
     mesh: Mesh | AbstractMesh
     rules: Rules = field(default_factory=lambda: dict(AXIS_RULES))
 
     def sharding(self, shape: Sequence[int], names: LogicalAxes) -> NamedSharding:
-        """Sharding of an array. A dimension without a rule is replicated, and so is one that its mesh axes do not
-        divide, unless the first ones of them do.
+        """Return the sharding of an array. A dimension without a rule is replicated, as is one that its mesh axes do
+        not divide, unless the first ones of them do.
 
         Args:
           shape: the array's shape.
@@ -137,7 +138,7 @@ class Layout:
         return self._deal_out(shape, names, set())
 
     def gathered(self, shape: Sequence[int], names: LogicalAxes) -> NamedSharding:
-        """Sharding of a weight while a layer computes with it: whole along the axes that split the batch.
+        """Return the sharding of a weight while a layer computes with it: whole along the axes that split the batch.
 
         The experts of a mixture stay where they are: tokens go to them.
 
@@ -167,38 +168,38 @@ class Layout:
 
     @property
     def replicated(self) -> NamedSharding:
-        """Every device holds the whole array."""
+        """Return the sharding of an array that every device holds as a whole."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def batch_parts(self) -> int:
-        """Into how many parts the devices split a batch."""
+        """Return the number of parts into which the devices split a batch."""
         return math.prod(self.mesh.shape[axis] for axis in self.rules["batch"])
 
     @property
     def gathers(self) -> bool:
-        """Whether weights may be spread over axes that split the batch, so that layers must gather them."""
+        """Return whether weights may be spread over axes that split the batch, so that layers must gather them."""
         batch = {axis for axis in self.rules["batch"] if self.mesh.shape[axis] > 1}
         others = (axes for name, axes in self.rules.items() if name not in ("batch", "expert_batch", "expert"))
         return any(batch & set(axes) for axes in others)
 
     @property
     def platform(self) -> str:
-        """Of the mesh's devices: "cpu", "tpu", ..."""
+        """Return the platform of the mesh's devices: "cpu", "tpu", ..."""
         assert isinstance(self.mesh, Mesh), "asked of a mesh without devices"
         return str(self.mesh.devices.flat[0].platform)
 
 
-_layout: ContextVar[Layout | None] = ContextVar("layout", default=None)
+_layout: ContextVar[MeshLayout | None] = ContextVar("layout", default=None)
 
 
-def current_layout() -> Layout | None:
-    """The layout of the island whose program is being traced, None outside of one."""
+def current_layout() -> MeshLayout | None:
+    """Return the layout of the island whose program is being traced, None outside of one."""
     return _layout.get()
 
 
 @contextmanager
-def use_layout(layout: Layout) -> Iterator[None]:
+def use_layout(layout: MeshLayout) -> Iterator[None]:
     """While a program is traced, let `constrain` and `gather` know this layout."""
     token = _layout.set(layout)
     try:
@@ -220,7 +221,7 @@ def constrain(x: Shaped[Array, "..."], *names: str | None) -> Shaped[Array, "...
 
 
 def gather(weight: Shaped[Array, "..."], *names: str | None) -> Shaped[Array, "..."]:
-    """The weight as a layer computes with it (`Layout.gathered`); its gradient goes back to where the weight is stored.
+    """Return the weight as a layer computes with it (`MeshLayout.gathered`); its gradient returns to the stored shards.
 
     Cast a weight before it is gathered: then bfloat16 travels, not float32. Outside of an island nothing happens.
 
@@ -255,3 +256,19 @@ def _move_backward(
 
 
 _move.defvjp(_move_forward, _move_backward)
+
+
+def put_array(value: Shaped[np.ndarray, "..."], sharding: Sharding) -> Shaped[Array, "..."]:
+    """Copy a whole array to the devices; returns at once.
+
+    Args:
+      value: the same on every process that has devices of the sharding; may be written to afterwards.
+      sharding: how the array lies.
+    """
+    # Copies of our own: on CPU device_put goes on reading NumPy's memory, may_alias=False or not; steps write to it.
+    if sharding.is_fully_addressable:
+        placed: Shaped[Array, "..."] = jax.device_put(np.array(value), sharding)
+        return placed
+    # device_put would compare the values of all processes, which is a collective.
+    with jax.transfer_guard("allow"):  # a transfer that was asked for, which JAX does not see
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: np.array(value[index]))

@@ -1,11 +1,14 @@
 """One inner step: loss, gradient, update. A pure function; the island decides where it runs.
 
 g = d loss(theta, batch) / d theta;   u, state = tx(g, state, theta);   theta = theta + learning_rate * u
+
+What a model holds beside its parameters goes through the loss: streams in, state in and out (models/variables.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -15,23 +18,55 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Shaped
 
 from diloco_jax.training.models.protocol import Batch, GraphDef, Metrics, Params, TrainableModel, join_model
+from diloco_jax.training.models.variables import Draw, Streams, Variables, state_after
 from diloco_jax.training.sharding import constrain, current_layout
 
 T = TypeVar("T")
+NOTHING: Mapping[str, Array] = MappingProxyType({})
 
 
 class TrainState(NamedTuple):
-    """Everything an inner step changes."""
+    """Everything an inner step changes.
+
+    Attributes:
+      params: what is trained, and exchanged with other islands.
+      opt_state: of the inner optimizer.
+      other: state of the model that is no parameter, by path.
+    """
 
     params: Params
     opt_state: optax.OptState
+    other: Variables = {}
 
 
-def model_loss(graphdef: GraphDef, params: Params, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
-    """The model's own loss as a function of the flat parameters."""
-    model = join_model(graphdef, params)
+def model_loss(
+    graphdef: GraphDef,
+    params: Params,
+    batch: Batch,
+    other: Mapping[str, Array] = NOTHING,
+    streams: Mapping[str, Array] = NOTHING,
+    *,
+    evaluate: bool = False,
+) -> tuple[Float[Array, ""], tuple[Metrics, Variables]]:
+    """Return the model's own loss as a function of its flat parameters.
+
+    Args:
+      graphdef: static structure of the model.
+      params: its parameters.
+      batch: one batch.
+      other: its state beside the parameters.
+      streams: its random streams.
+      evaluate: in the mode of an evaluation: nothing is dropped, and batch statistics are used.
+
+    Returns:
+      The loss, the model's metrics, and `other` after the call.
+    """
+    model = join_model(graphdef, params, {**other, **streams})
     assert isinstance(model, TrainableModel), "load_model checks it"
-    return model.loss(batch)
+    if evaluate:
+        model.eval()
+    loss, metrics = model.loss(batch)
+    return loss, (metrics, state_after(model, other))
 
 
 def make_train_step(
@@ -39,41 +74,52 @@ def make_train_step(
     tx: optax.GradientTransformation,
     accumulate_steps: int = 1,
     shardings: Mapping[str, NamedSharding] | None = None,
-) -> Callable[[TrainState, Batch, Float[Array, ""]], tuple[TrainState, Metrics]]:
-    """The inner step as a pure function of (state, batch, learning rate).
+    streams: Streams = Streams(),  # noqa: B008  a constant: no streams
+) -> Callable[[TrainState, Batch, Float[Array, ""], Draw | None], tuple[TrainState, Metrics]]:
+    """Return the inner step as a pure function of (state, batch, learning rate, what to draw from).
 
     Args:
       graphdef: static structure of the model.
       tx: optimizer made for learning rate 1.
       accumulate_steps: micro-batches, one after the other, whose mean gradient makes the update; it saves memory.
       shardings: layout of every parameter, by path, which its gradient gets too.
+      streams: the model's random streams.
 
     Returns:
       A function that gives the new state and the metrics `loss` and `grad_norm` (before clipping), and what else the
       model's `loss` reports (the mean over the micro-batches).
     """
 
-    def gradient_of(params: Params, batch: Batch) -> tuple[tuple[Float[Array, ""], Metrics], Params]:
-        found = jax.value_and_grad(lambda p: model_loss(graphdef, p, batch), has_aux=True)
-        value, gradient = found(params)
-        return value, gradient if shardings is None else jax.lax.with_sharding_constraint(gradient, dict(shardings))
+    def gradient_of(
+        params: Params, other: Variables, batch: Batch, drawn: Variables
+    ) -> tuple[tuple[Float[Array, ""], Metrics, Params], Variables]:
+        found = jax.value_and_grad(lambda p: model_loss(graphdef, p, batch, other, drawn), has_aux=True)
+        (loss, (metrics, other)), gradient = found(params)
+        if shardings is not None:
+            gradient = jax.lax.with_sharding_constraint(gradient, dict(shardings))
+        return (loss, metrics, gradient), other
 
-    def train_step(state: TrainState, batch: Batch, learning_rate: Float[Array, ""]) -> tuple[TrainState, Metrics]:
+    def train_step(
+        state: TrainState, batch: Batch, learning_rate: Float[Array, ""], draw: Draw | None = None
+    ) -> tuple[TrainState, Metrics]:
+        def of(other: Variables, part: Batch, number: int | Array) -> tuple[tuple[Array, Metrics, Params], Variables]:
+            return gradient_of(state.params, other, part, streams.at(draw, number))
+
         if accumulate_steps == 1:
-            (loss, extra), gradient = gradient_of(state.params, batch)
+            (loss, extra, gradient), other = of(state.other, batch, 0)
         else:
-            (loss, extra), gradient = _mean_over(
-                lambda part: gradient_of(state.params, part), _micro_batches(batch, accumulate_steps)
-            )
+            (loss, extra, gradient), other = _mean_over(of, state.other, _micro_batches(batch, accumulate_steps))
         updates, opt_state = tx.update(gradient, state.opt_state, state.params)
         params = {path: value + learning_rate * updates[path] for path, value in state.params.items()}
-        return TrainState(params, opt_state), {**extra, "loss": loss, "grad_norm": optax.tree.norm(gradient)}
+        # A rate in float32 would turn narrower parameters into float32 ones, and so would a mean of their gradients.
+        kept = jax.tree.map(lambda new, old: new.astype(old.dtype), TrainState(params, opt_state, other), state)
+        return kept, {**extra, "loss": loss, "grad_norm": optax.tree.norm(gradient)}
 
     return train_step
 
 
 def _micro_batches(batch: Batch, count: int) -> Batch:
-    """[b, ...] as [count, b / count, ...]; every device deals out the sequences that it has."""
+    """Reshape [b, ...] as [count, b / count, ...]; every device deals out the sequences that it has."""
 
     layout = current_layout()
     parts = 1 if layout is None else layout.batch_parts
@@ -91,11 +137,28 @@ def _micro_batches(batch: Batch, count: int) -> Batch:
     return {name: deal_out(x) for name, x in batch.items()}
 
 
-def _mean_over(function: Callable[[Batch], T], parts: Batch) -> T:
-    """The mean of the function's results, float32, over the leading axis of its argument; one part at a time."""
+def _mean_over(
+    function: Callable[[Variables, Batch, int | Array], tuple[T, Variables]], other: Variables, parts: Batch
+) -> tuple[T, Variables]:
+    """Return the mean of the function's results, float32, over the leading axis of its argument; one part at a time.
+
+    Args:
+      function: of the model's other state, a part and its number; gives a result and the state after it.
+      other: the state before the first part.
+      parts: {name: [parts, ...]}.
+
+    Returns:
+      The mean, and the state after the last part.
+    """
     count = len(next(iter(parts.values())))
-    first = jax.eval_shape(function, {name: x[0] for name, x in parts.items()})
+    first = jax.eval_shape(function, other, {name: x[0] for name, x in parts.items()}, 0)[0]
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), first)
-    total, _ = jax.lax.scan(lambda sums, part: (jax.tree.map(jnp.add, sums, function(part)), None), zeros, parts)
+
+    def add(carry: tuple[T, Variables], numbered: tuple[Array, Batch]) -> tuple[tuple[T, Variables], None]:
+        (sums, before), (number, part) = carry, numbered
+        result, after = function(before, part, number)
+        return (jax.tree.map(jnp.add, sums, result), after), None
+
+    (total, other), _ = jax.lax.scan(add, (zeros, other), (jnp.arange(count), parts))
     mean: T = jax.tree.map(lambda leaf: leaf / count, total)
-    return mean
+    return mean, other

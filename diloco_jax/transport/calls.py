@@ -1,24 +1,35 @@
-"""What the gRPC calls of both sides share: their names, options, metadata and errors.
+"""Names, options, metadata and errors that the gRPC calls of both sides share.
 
 Metadata come before anything else and are small, so they are read with their own limits, before a session exists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from diloco_jax.transport import wire
-from diloco_jax.transport.link import HOSTS_MAX, STRIPES_MAX, TransportConfig, TransportError, check_name, split_address
-from diloco_jax.transport.partials import HOLDINGS_BYTES_MAX, Held
+from diloco_jax.transport.link import (
+    HOSTS_MAX,
+    STRIPES_MAX,
+    TransportConfig,
+    TransportError,
+    check_free,
+    check_name,
+    split_address,
+)
+from diloco_jax.transport.partials import HOLDINGS_BYTES_MAX, PeerHoldings
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.security import Credentials, is_loopback
-from diloco_jax.transport.sessions import Refused
+from diloco_jax.transport.session.sessions import Refused
+from diloco_jax.transport.trust.security import Credentials, is_loopback
 
 SERVICE, CONNECT, STATUS, DRAIN = "diloco.v1.Syncer", "Connect", "Status", "Drain"
+ISLAND_SERVICE, FOLLOW = "diloco.v1.Island", "Follow"
 HEADER_KEY = "diloco-header-bin"
 HEADER_BYTES_MAX = 1024
 HOLDINGS_KEY = "diloco-holdings-bin"
@@ -29,7 +40,7 @@ METADATA_BYTES_MAX = 16 << 10  # header, holdings and token, in the encoding of 
 
 
 def channel_options(config: TransportConfig) -> list[tuple[str, int]]:
-    """Channel options of both sides. gRPC ignores a name that it does not know, so a typing error here is silent."""
+    """Return the channel options of both sides. gRPC ignores a name that it does not know: a typing error is silent."""
     return [
         ("grpc.max_receive_message_length", wire.FRAME_BYTES_MAX),
         ("grpc.max_send_message_length", wire.FRAME_BYTES_MAX),
@@ -37,11 +48,41 @@ def channel_options(config: TransportConfig) -> list[tuple[str, int]]:
         ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
         ("grpc.keepalive_time_ms", round(config.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(config.keepalive_timeout_s * 1000)),
+        # The default is a minute, and what counts for a process that stands still while its kernel answers.
+        ("grpc.http2.ping_timeout_ms", round(config.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.max_frame_size", 1 << 20),  # a chunk in one piece, or a few; there is nobody else to let through
         ("grpc.http2.lookahead_bytes", 16 << 20),  # else one connection needs a gigabyte to fill a 60 ms link
     ]
+
+
+def open_server(
+    config: TransportConfig, service: str, handlers: Mapping[str, grpc.RpcMethodHandler], own: grpc.ServerCredentials
+) -> tuple[grpc.Server, str]:
+    """Return a server that listens on `config.address`, and its address with the real port.
+
+    Raises:
+        ValueError: This machine cannot listen there.
+    """
+    options = [
+        *channel_options(config),
+        ("grpc.so_reuseport", 0),  # else a second process gets the same port without an error
+        ("grpc.http2.min_ping_interval_without_data_ms", 500),  # callers choose how often they ping
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+    server = grpc.server(DaemonThreads(), options=options, maximum_concurrent_rpcs=config.connections_max)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    try:
+        check_free(config.address)
+        port = server.add_secure_port(config.address, own)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"cannot listen on transport.address {config.address} ({error}): stop the process that has the port, "
+            "choose another one (0: any free port), or use an address of this machine"
+        ) from None
+    server.start()
+    return server, f"{config.address.rpartition(':')[0]}:{port}"
 
 
 def keep_freed_memory() -> None:
@@ -54,7 +95,7 @@ def keep_freed_memory() -> None:
 
 
 def open_channel(config: TransportConfig, own: Credentials) -> grpc.Channel:
-    """Return a channel to the syncer with a connection of its own."""
+    """Return a channel to `config.address` with a connection of its own."""
     options: list[tuple[str, int | str]] = [
         *channel_options(config),
         *own.options,
@@ -137,7 +178,7 @@ def holdings_metadata(holdings: pb.Holdings) -> tuple[tuple[str, bytes], ...]:
     return ((HOLDINGS_KEY, holdings.SerializeToString()),) if holdings.partials else ()
 
 
-def read_holdings(metadata: Mapping[str, str | bytes]) -> Held:
+def read_holdings(metadata: Mapping[str, str | bytes]) -> PeerHoldings:
     """Return what the caller has of payloads.
 
     Raises:
@@ -147,7 +188,7 @@ def read_holdings(metadata: Mapping[str, str | bytes]) -> Held:
     if not isinstance(raw, bytes) or len(raw) > HOLDINGS_BYTES_MAX:
         raise Refused(f"the call's {HOLDINGS_KEY} metadata has {len(raw)} bytes, the limit is {HOLDINGS_BYTES_MAX}")
     try:
-        return Held(pb.Holdings.FromString(raw))
+        return PeerHoldings(pb.Holdings.FromString(raw))
     except (DecodeError, ValueError) as error:
         raise Refused(f"the call's {HOLDINGS_KEY} metadata are unusable: {error}") from None
 
@@ -191,3 +232,19 @@ def read_drain_request(raw: bytes) -> str:
         return check_name(pb.DrainRequest.FromString(raw).learner_id)
     except DecodeError as error:
         raise ValueError(f"malformed request: {error}") from None
+
+
+class DaemonThreads(futures.Executor):
+    """A thread per call. A pool would make the process wait at exit for calls that last as long as the run."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
+        future: futures.Future[Any] = futures.Future()
+
+        def body() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # as every executor does: the future carries it
+                future.set_exception(error)
+
+        threading.Thread(target=body, name="diloco-call", daemon=True).start()
+        return future

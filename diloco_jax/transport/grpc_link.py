@@ -22,12 +22,9 @@ from diloco_jax.transport.calls import (
     SHARDS_KEY,
     STATUS,
     call_metadata,
-    channel_options,
     check_connections,
-    header_metadata,
-    holdings_metadata,
     keep_freed_memory,
-    open_channel,
+    open_server,
     pack_shards,
     read_drain_request,
     read_header,
@@ -35,33 +32,32 @@ from diloco_jax.transport.calls import (
     read_shards,
     unanswered,
 )
-from diloco_jax.transport.inbox import Inbox
 from diloco_jax.transport.link import (
     HOST_TYPES,
     LEARNER_TYPES,
+    SYNCER_TYPES,
     Delivery,
     Payload,
     Rejected,
     TransportConfig,
     TransportError,
-    check_free,
     check_name,
     payload_parts,
 )
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.probe import PROBE, ProbeDesk
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.security import (
-    Credentials,
+from diloco_jax.transport.session.dialled import DialledStreams
+from diloco_jax.transport.session.inbox import Inbox
+from diloco_jax.transport.session.sessions import Refused, SessionListener
+from diloco_jax.transport.session.stream import REFUSAL, Lane, StreamSession
+from diloco_jax.transport.trust.security import (
     Denied,
     auth_context,
     credentials,
     diagnose,
     syncer_credentials,
 )
-from diloco_jax.transport.sessions import Refused, SessionListener
-from diloco_jax.transport.stream import REFUSAL, Lane, StreamSession
-from diloco_jax.transport.threads import DaemonThreads
 
 PATIENCE_S = 1.0  # how long a connection may take before we look for what is wrong
 
@@ -72,10 +68,9 @@ PATIENCE_S = 1.0  # how long a connection may take before we look for what is wr
 class GrpcLink:
     """A learner's session with a syncer; `connect` makes it."""
 
-    def __init__(self, session: StreamSession) -> None:
+    def __init__(self, session: StreamSession, streams: DialledStreams) -> None:
         self._session = session
-        self._channels: list[grpc.Channel] = []
-        self._ended: list[threading.Event] = []
+        self._streams = streams
         self.number = session.number
         self.shards: tuple[str, ...] = ()
         """Addresses of the syncer's further listeners, as host:port."""
@@ -93,12 +88,7 @@ class GrpcLink:
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end the session; safe to call again."""
-        until_s = time.monotonic() + grace_s
-        self._session.retire("closed by the learner")
-        for ended in self._ended:
-            ended.wait(max(0.0, until_s - time.monotonic()))
-        for channel in self._channels:
-            channel.close()
+        self._streams.close("closed by the learner", grace_s)
 
 
 def connect(
@@ -143,13 +133,14 @@ def connect(
     header.host, header.hosts = host, hosts if hosts > 1 else 0
     partials = Partials(0, config.resume_s) if partials is None else partials
     inbox = Inbox() if inbox is None else inbox
-    session = StreamSession(inbox, header, learner_id, SYNCER, config, partials, name=peer)
-    link = GrpcLink(session)
-    control = _open_streams(link, session, own)
+    readable = () if host else SYNCER_TYPES
+    session = StreamSession(inbox, header, learner_id, SYNCER, config, partials, readable, name=peer)
+    streams = DialledStreams(session, own, f"/{SERVICE}/{CONNECT}")
+    link = GrpcLink(session, streams)
     trouble = _await_ready(session, config, learner_id)
     if trouble is None:
         try:
-            link.shards = read_shards(dict(control.initial_metadata()).get(SHARDS_KEY, ""), config.address)
+            link.shards = read_shards(dict(streams.first.initial_metadata()).get(SHARDS_KEY, ""), config.address)
             return link
         except ValueError as error:
             session.fail(f"the syncer names unusable shards: {error}")
@@ -162,26 +153,6 @@ def connect(
         kind = Rejected if session.refused else TransportError
         raise kind(f"the syncer at {config.address} refused {learner_id!r}: {reason}")
     raise unanswered(config, trouble)
-
-
-def _open_streams(link: GrpcLink, session: StreamSession, own: Credentials) -> Any:
-    """Dial once for each stream; returns the call of the control lane, which is the first."""
-    lanes = list(session.lanes.values())
-    headers = [header_metadata(lane.ours) for lane in lanes]
-    holdings = holdings_metadata(session.partials.announce())
-    calls = []
-    for lane, named in zip(lanes, headers, strict=True):
-        channel = open_channel(session.config, own)
-        link._channels.append(channel)
-        metadata = (named, *own.metadata, *(() if lane.bulk else holdings))
-        call = channel.stream_stream(f"/{SERVICE}/{CONNECT}")(
-            session.write(lane), metadata=metadata, wait_for_ready=True
-        )
-        calls.append(call)
-        session.bind(lane, call.cancel)
-        link._ended.append(_watch(session, lane, call))
-        session.start_reader(lane, call)
-    return calls[0]
 
 
 def _await_ready(session: StreamSession, config: TransportConfig, learner_id: str) -> str | None:
@@ -208,21 +179,6 @@ def _await_ready(session: StreamSession, config: TransportConfig, learner_id: st
     return None if ready else "".join(troubles[:1])
 
 
-def _watch(session: StreamSession, lane: Lane, call: Any) -> threading.Event:
-    """Return an event that is set when the call is over; a call that is cut fails the session even while its reader
-    waits for room in the inbox."""
-    ended = threading.Event()
-
-    def on_end() -> None:
-        if call.code() is not grpc.StatusCode.OK:
-            session.fail_lost(lane, call)
-        ended.set()
-
-    if not call.add_callback(on_end):
-        on_end()
-    return ended
-
-
 # ---- syncer -----------------------------------------------------------------------------------------------------
 
 
@@ -237,32 +193,15 @@ class GrpcListener(SessionListener[StreamSession]):
             tuple[str, int], tuple[int, Partials]
         ] = {}  # learner and host -> its incarnation, what its sessions left
         self.status_json = "{}"  # the driver replaces it whenever it likes
-        options = [
-            *channel_options(config),
-            ("grpc.so_reuseport", 0),  # else a second syncer gets the same port without an error
-            ("grpc.http2.min_ping_interval_without_data_ms", 500),  # learners choose how often they ping
-            ("grpc.http2.max_ping_strikes", 0),
-        ]
         server_credentials, self._gate = syncer_credentials(config)
         self.desk = ProbeDesk(run_id, self._gate, self._connected, self._shards)
-        self._server = grpc.server(DaemonThreads(), options=options, maximum_concurrent_rpcs=config.connections_max)
         handlers = {
             CONNECT: grpc.stream_stream_rpc_method_handler(self._serve),
             STATUS: grpc.unary_unary_rpc_method_handler(self._tell, response_serializer=_serialised),
             DRAIN: grpc.unary_unary_rpc_method_handler(self._drain, response_serializer=_serialised),
             PROBE: grpc.stream_stream_rpc_method_handler(self.desk.serve, response_serializer=_serialised),
         }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        try:
-            check_free(config.address)
-            port = self._server.add_secure_port(config.address, server_credentials)
-        except (OSError, RuntimeError) as error:
-            raise ValueError(
-                f"cannot listen on transport.address {config.address} ({error}): stop the process that has the port, "
-                "choose another one (0: any free port), or use an address of this machine"
-            ) from None
-        self._address = f"{config.address.rpartition(':')[0]}:{port}"
-        self._server.start()
+        self._server, self._address = open_server(config, SERVICE, handlers, server_credentials)
 
     def _connected(self) -> int:
         return sum(session.open for _, session in list(self._newest.values()))
@@ -291,7 +230,7 @@ class GrpcListener(SessionListener[StreamSession]):
 
     @property
     def address(self) -> str:
-        """Where learners connect, with the real port."""
+        """Return where learners connect, with the real port."""
         return self._address
 
     def close(self, grace_s: float = 5.0) -> None:
@@ -307,7 +246,7 @@ class GrpcListener(SessionListener[StreamSession]):
         self._server.stop(left_s).wait(left_s + 1.0)
 
     def _serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """One lane of one learner: this generator writes, a thread of its own reads."""
+        """Serve one lane of one learner: this generator writes, a thread of its own reads."""
         try:
             session, lane = self._open_lane(context)
         except Denied as error:
@@ -341,7 +280,8 @@ class GrpcListener(SessionListener[StreamSession]):
 
         def make() -> StreamSession:
             partials = self._partials_of(header)
-            return StreamSession(self.inbox, header, SYNCER, header.sender, self.config, partials)
+            readable = HOST_TYPES if header.host else LEARNER_TYPES
+            return StreamSession(self.inbox, header, SYNCER, header.sender, self.config, partials, readable)
 
         stamp = header.incarnation, header.session
         session = self.admit(header.run_id, header.epoch, header.sender, *stamp, make, header.host)
@@ -355,7 +295,7 @@ class GrpcListener(SessionListener[StreamSession]):
         return session, lane
 
     def _partials_of(self, header: pb.Header) -> Partials:
-        """What this host's sessions of this incarnation left; called with the lock of `admit` held."""
+        """Return what this host's sessions of this incarnation left; called with the lock of `admit` held."""
         name, incarnation = (header.sender, header.host), header.incarnation
         known = self._partials.get(name)
         if known is None or known[0] != incarnation:

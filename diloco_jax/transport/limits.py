@@ -1,4 +1,4 @@
-"""How much a message may hold. Checked on both sides: before its fields become Python objects, and before it is sent.
+"""Limits of a message. Both sides check them: before its fields become Python objects, and before it is sent.
 
 The limits follow from the types in diloco.proto, so that a new field cannot escape them. What is within them may still
 make no sense; that is for the machines to judge, which know what they expect.
@@ -23,6 +23,7 @@ REASON_LENGTH_MAX = 4000
 PARTS_MAX = 1 << 22  # of a state
 TEXT_LENGTHS_MAX = {
     "reason": REASON_LENGTH_MAX,
+    "leaf": REASON_LENGTH_MAX,
     "fingerprint_key": NAME_LENGTH_MAX,
     "fingerprint_value": PAIR_LENGTH_MAX,
 }
@@ -50,7 +51,14 @@ def check_body(body: Any) -> None:
         raise ValueError(f"Hello has {len(body.versions)} versions but {len(body.digests)} digests")
 
 
+def _check_inner(body: Any) -> str:
+    check_body(body)
+    return ""
+
+
 def _check_of(field: FieldDescriptor) -> Check:
+    if field.type == FieldDescriptor.TYPE_MESSAGE:
+        return _check_inner
     if field.type == FieldDescriptor.TYPE_STRING:
         longest = TEXT_LENGTHS_MAX.get(field.name, NAME_LENGTH_MAX)
         return lambda text: "" if len(text) <= longest else f"has {len(text)} characters, the limit is {longest}"

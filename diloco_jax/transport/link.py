@@ -1,6 +1,6 @@
-"""What a transport offers to the drivers: a Link for a learner, a Listener for the syncer.
+"""Interfaces of the transport: a Link for a learner, a Listener for the syncer.
 
-Guarantees, the same for every transport
+Guarantees
   * Messages of one lane arrive in order, at most once. Control and bulk are two lanes with no order between them.
   * Nothing blocks the caller but `receive` and `close`, and both take a deadline.
   * A session (one incarnation's set of connections) ends as a whole, and its end is delivered once to each side
@@ -27,17 +27,20 @@ from diloco_jax.protocol.messages import (
     StatePart,
     SyncerMessage,
 )
+from diloco_jax.transport.group.commands import COMMANDS, REPLIES, Command, Reply
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Payload: TypeAlias = Buffer | Sequence[Buffer]
 
-BULK_TYPES: tuple[type, ...] = (FragmentValue, GlobalFragment, AnchorValue, StatePart)  # those with a payload
+# Those that may have a payload, and all that passes between the hosts of an island.
+BULK_TYPES: tuple[type, ...] = (FragmentValue, GlobalFragment, AnchorValue, StatePart, *COMMANDS, *REPLIES)
 LEARNER_TYPES: tuple[type, ...] = get_args(LearnerMessage)
 HOST_TYPES: tuple[type, ...] = (FragmentValue,)  # from a learner's hosts that are not its leader
 SYNCER_TYPES: tuple[type, ...] = get_args(SyncerMessage)
 NAME_LENGTH_MAX = 100
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}", re.ASCII)
 SYNCER_HOST = "syncer.diloco"  # what the syncer's certificate names, at whatever address it listens
+ISLAND_HOSTS = ".island.diloco"  # behind an island's name: what its certificate names for its own hosts
 RESERVED_NAMES = (SYNCER, SYNCER_HOST, "ca", "token")  # the last two are files beside the certificates
 STRIPES_MAX = 16
 HOSTS_MAX = 4096  # of one learner
@@ -57,7 +60,7 @@ class LinkClosed(TransportError):
 
 
 class Delivery(NamedTuple):
-    """What `receive` returns: a message with its payload, or the end of the peer's session with the reason."""
+    """Item that `receive` returns: a message with its payload, or the end of the peer's session with the reason."""
 
     kind: Literal["message", "disconnected"]
     peer: str
@@ -100,7 +103,7 @@ class Listener(Protocol):
 
     @property
     def address(self) -> str:
-        """Where learners connect, with the real port."""
+        """Return where learners connect, with the real port."""
 
     def receive(self, timeout_s: float) -> Delivery | None:
         """Return the next delivery of any learner, or None after `timeout_s` seconds; 0 only looks."""
@@ -115,7 +118,7 @@ class Listener(Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes received from, and sent to, all learners so far."""
+        """Return the bytes received from, and sent to, all learners so far."""
 
     def send(self, peer: str, message: SyncerMessage, payload: Payload = b"") -> bool:
         """Queue a message to the session from which the last delivery of `peer` came; never blocks.
@@ -134,7 +137,7 @@ class Listener(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportConfig:
-    """How learners and the syncer talk to each other."""
+    """Settings of the connections between learners and the syncer."""
 
     address: str = "127.0.0.1:0"
     """host:port where the syncer listens and learners connect. Port 0 lets the system choose one."""
@@ -200,7 +203,7 @@ class TransportConfig:
 
     @property
     def encrypted(self) -> bool:
-        """Whether connections are encrypted and both sides are known by their certificates."""
+        """Tell whether connections are encrypted and both sides are known by their certificates."""
         return bool(self.tls_ca)
 
 
@@ -244,15 +247,15 @@ def check_free(address: str) -> None:
         probe.bind(target)
 
 
-def is_bulk(message: Message) -> bool:
-    """Tell whether the message travels in the bulk lane, that is, whether it has a payload."""
+def is_bulk(message: Message | Command | Reply) -> bool:
+    """Tell whether the message travels in the bulk lane, where payloads do."""
     return isinstance(message, BULK_TYPES)
 
 
 def payload_parts(
-    message: Message, payload: Payload, allowed: tuple[type, ...], payload_bytes_max: int
+    message: Message | Command | Reply, payload: Payload, allowed: tuple[type, ...], payload_bytes_max: int
 ) -> tuple[memoryview, ...]:
-    """Return the payload as flat views of bytes, after the checks that every transport makes before sending.
+    """Return the payload as flat views of bytes, after the checks that are made before sending.
 
     Raises:
         ValueError: The message is not one of `allowed`, has a payload that it must not have, or one too large.
@@ -263,7 +266,7 @@ def payload_parts(
     buffers = (payload,) if isinstance(payload, Buffer) else payload
     parts = tuple(memoryview(part).cast("B") for part in buffers if len(part))
     if parts and not is_bulk(message):
-        names = ", ".join(kind.__name__ for kind in BULK_TYPES)
+        names = ", ".join(kind.__name__ for kind in allowed if kind in BULK_TYPES)
         raise ValueError(f"a {type(message).__name__} has no payload: only {names} have")
     size = sum(part.nbytes for part in parts)
     if size > payload_bytes_max:

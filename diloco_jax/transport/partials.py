@@ -35,7 +35,7 @@ def payload_key(parts: Iterable[memoryview]) -> int:
 
 
 class Ranges:
-    """Which bytes of a payload are there: ascending ranges that do not touch."""
+    """Bytes of a payload that are there, as ascending ranges that do not touch."""
 
     def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
         self._starts: list[int] = []
@@ -92,7 +92,7 @@ class Partial(NamedTuple):
 
 
 class Partials:
-    """What one process holds of the payloads of one peer, over all of its sessions; any thread.
+    """Parts of payloads of one peer that one process holds, over all of its sessions; any thread.
 
     Args:
         bytes_max: Size of all payloads together, counted whole; the oldest make room.
@@ -139,7 +139,7 @@ class Partials:
 
     @property
     def held_bytes(self) -> int:
-        """Size of the payloads of which something is kept."""
+        """Return the size of the payloads of which something is kept."""
         with self._lock:
             return sum(size for _, size in self._kept)
 
@@ -165,8 +165,8 @@ class Partials:
 # ---- the sender's side --------------------------------------------------------------------------------------------
 
 
-class Held:
-    """What the peer said that it holds; each partial payload is used once."""
+class PeerHoldings:
+    """Parts of payloads that the peer says it holds; each is used once."""
 
     def __init__(self, holdings: pb.Holdings | None = None) -> None:
         """Check what the peer said.

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 
 from diloco_jax.transport.calls import call_metadata
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.security import Denied, Gate
+from diloco_jax.transport.trust.security import Denied, Gate
 
 PROBE = "Probe"
 SECONDS_MAX = 10.0
@@ -32,7 +32,7 @@ PACKAGES = ("diloco-jax", "jax", "jaxlib", "numpy", "grpcio")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages on which both sides of a link should agree, by name."""
+    """Return the versions of Python and of the packages on which both sides of a link should agree, by name."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -43,8 +43,8 @@ def versions() -> dict[str, str]:
 
 
 def noise() -> Iterator[bytes]:
-    """Random bytes without end. The pieces grow with what was sent: a slow link counts small ones, a fast one is not
-    held up by their number."""
+    """Yield random bytes without end. The pieces grow with what was sent: a slow link counts small ones, a fast one is
+    not held up by their number."""
     block = memoryview(os.urandom(NOISE_BYTES_MAX))
     sent = 0
     while True:
@@ -54,7 +54,7 @@ def noise() -> Iterator[bytes]:
 
 
 class _Measurement:
-    """What one caller may still move, over all of its connections."""
+    """Bytes that one caller may still move, over all of its connections."""
 
     def __init__(self, number: int, left_bytes: int) -> None:
         self.number = number
@@ -85,7 +85,7 @@ class ProbeDesk:
         self._measurement: _Measurement | None = None
 
     def serve(self, requests: Iterator[bytes], context: Any) -> Iterator[pb.ProbeReply]:
-        """One call: a ping, or one connection of a measurement."""
+        """Serve one call: a ping, or one connection of a measurement."""
         try:
             self._gate.check(call_metadata(context))
         except Denied as error:
@@ -127,7 +127,7 @@ class ProbeDesk:
         )
 
     def _join(self, number: int) -> _Measurement:
-        """The caller's measurement, begun with its first connection."""
+        """Return the caller's measurement, begun with its first connection."""
         with self._lock:
             running = self._measurement
             if running is None:

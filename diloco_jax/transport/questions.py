@@ -1,4 +1,4 @@
-"""What anybody with good credentials may ask a syncer, without being a learner: its status, and to drain one."""
+"""Questions of anybody with good credentials to a syncer: its status, and that it drain a learner."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.transport.calls import DRAIN, SERVICE, STATUS, open_channel, unanswered
 from diloco_jax.transport.link import TransportConfig, TransportError, check_name
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.security import credentials, diagnose
-from diloco_jax.transport.stream import DENIALS
+from diloco_jax.transport.session.stream import DENIALS
+from diloco_jax.transport.trust.security import credentials, diagnose
 
 
 def ask_status(config: TransportConfig) -> str:
-    """The status that the syncer at `config.address` last gave out, as JSON.
+    """Return the status that the syncer at `config.address` last gave out, as JSON.
 
     Raises:
         TransportError: Nobody answered in time, or our credentials do not do.
@@ -50,7 +50,7 @@ def _ask(config: TransportConfig, method: str, request: bytes, read: Callable[[b
 
 
 def failure(config: TransportConfig, error: Exception, name: str) -> TransportError:
-    """What a question that got no answer means for people.
+    """Return the error that says to people why a question got no answer.
 
     Args:
         config: how the syncer was asked.

@@ -27,9 +27,9 @@ from diloco_jax.protocol.messages import (
     LearnerMessage,
 )
 from diloco_jax.transport.grpc_link import GrpcLink, connect
-from diloco_jax.transport.inbox import Inbox
 from diloco_jax.transport.link import Delivery, Payload, TransportConfig
 from diloco_jax.transport.partials import Partials
+from diloco_jax.transport.session.inbox import Inbox
 
 INCOMPLETE_MAX = 2  # versions of one fragment of which some parts are here
 
@@ -80,7 +80,7 @@ class Dialler:
         self._partials = [Partials(config.payload_bytes_max, config.resume_s) for _ in range(shards + 1)]
 
     def connect(self, epoch: int) -> ShardedLink | GrpcLink:
-        """A new link of a learner, or of the leader of an island of several hosts; see grpc_link.connect.
+        """Open a link of a learner, or of the leader of an island of several hosts; see grpc_link.connect.
 
         Its `number` is what the island's other hosts need for `connect_host`.
 
@@ -94,7 +94,7 @@ class Dialler:
         return self._connect(epoch, 0)
 
     def connect_host(self, epoch: int, number: int) -> ShardedLink | GrpcLink:
-        """A new link of a host that is not the leader: it belongs to the leader's session, and both end together.
+        """Open a link of a host that is not the leader: it belongs to the leader's session, and both end together.
 
         It sends FragmentValues, with parts as payloads, and receives nothing but the end of the session. Close it after
         the leader's: its end ends the leader's session, and what that has not sent yet is lost.
@@ -182,7 +182,7 @@ class ShardedLink:
 
     @property
     def number(self) -> int:
-        """Of the session, the same at the syncer and its shards."""
+        """Return the session's number, the same at the syncer and its shards."""
         return self._control.number
 
     def send(self, message: LearnerMessage, payload: Payload = b"") -> None:
@@ -197,7 +197,7 @@ class ShardedLink:
         self._control.send(message, payload)
 
     def _cut(self, fragment_id: int, shard: int, payload: Payload) -> Payload:
-        """What a shard gets of a value. An answer without a value is one too: the syncer waits for it."""
+        """Return what a shard gets of a value. An answer without a value is one too: the syncer waits for it."""
         ranges = self._shares.ranges(fragment_id, shard, self._up)
         if self._in_parts:
             return cut_part(payload, ranges)
@@ -225,7 +225,7 @@ class ShardedLink:
                     return delivery._replace(peer=SYNCER, payload=payload)
 
     def _join(self, shard: int, message: GlobalFragment, part: bytes | memoryview) -> bytes | memoryview | None:
-        """The whole payload when all parts are here. One that cannot be made is empty, which nobody can decode."""
+        """Return the whole payload when all parts are here. One that cannot be made is empty: nobody can decode it."""
         shares, fragment_id = self._shares, message.fragment_id
         format = "float32" if message.base == NO_VERSION else self._down
         if not 0 <= fragment_id < len(shares.wholes):

@@ -1,4 +1,4 @@
-"""Messages to bytes and back: the classes of protocol/messages.py <-> the messages of proto/diloco.proto.
+"""Messages to bytes and back: the classes of protocol/messages.py and group/commands.py <-> proto/diloco.proto.
 
 Rules of this file
   * A frame is a protobuf `Frame`, but its payload bytes never go through a protobuf object: writers append them as
@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import google_crc32c
 import numpy as np
 from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as ProtoMessage
 
-from diloco_jax.protocol import messages
-from diloco_jax.protocol.messages import Message
+from diloco_jax.protocol.messages import SYNCER, Message
+from diloco_jax.transport.group.commands import Command, Reply
 from diloco_jax.transport.limits import REASON_LENGTH_MAX, check_body
 from diloco_jax.transport.link import BULK_TYPES, CHUNK_BYTES_MAX
 from diloco_jax.transport.partials import Ranges
@@ -36,7 +37,7 @@ _BODY_NAMES = {  # class name -> field of Frame
 
 
 class WireError(ValueError):
-    """What the peer sent breaks the contract, and how."""
+    """Breach of the contract in what the peer sent; its text says which."""
 
 
 class Goodbye(NamedTuple):
@@ -59,8 +60,8 @@ class Incoming(NamedTuple):
     data: memoryview
 
 
-class Piece(NamedTuple):
-    """What one frame of the bulk lane carries."""
+class BulkPiece(NamedTuple):
+    """Content of one frame of the bulk lane."""
 
     body: bytes  # of the message, in the first of its pieces
     chunk: pb.Chunk  # without its checksum
@@ -78,7 +79,7 @@ def _plan(cls: type) -> tuple[tuple[str, type | None, tuple[str, ...]], ...]:
     plan: list[tuple[str, type | None, tuple[str, ...]]] = []
     for name, hint in typing.get_type_hints(cls).items():
         element = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
-        if element is None or element in (int, float, str):
+        if element is None or element in (int, float, str):  # a message inside of this one, too
             plan.append((name, None, (name,)))
         elif hasattr(element, "_fields"):
             plan.append((name, element, tuple(f"{name}_{field}" for field in element._fields)))
@@ -88,10 +89,11 @@ def _plan(cls: type) -> tuple[tuple[str, type | None, tuple[str, ...]], ...]:
     return tuple(plan)
 
 
-_FIELDS = {cls: _plan(cls) for cls in typing.get_args(Message)}
+_FIELDS = {cls: _plan(cls) for union in (Message, Command, Reply) for cls in typing.get_args(union)}
+_CLASSES = {cls.__name__: cls for cls in _FIELDS}
 
 
-def pack_body(message: Message) -> bytes:
+def pack_body(message: Message | Command | Reply) -> bytes:
     """Return the message as the `body` of a serialised Frame.
 
     Raises:
@@ -101,23 +103,29 @@ def pack_body(message: Message) -> bytes:
     frame = pb.Frame()
     body = getattr(frame, body_name)
     body.SetInParent()
+    _fill(body, message)
+    check_body(body)
+    packed = frame.SerializeToString()
+    if len(packed) > HEAD_BYTES_MAX // 2:  # the other half is left for the header
+        raise ValueError(f"{type(message).__name__} takes {len(packed)} bytes, the limit is {HEAD_BYTES_MAX // 2}")
+    return packed
+
+
+def _fill(body: Any, message: Any) -> None:
     for name, record, columns in _FIELDS[type(message)]:
         value = getattr(message, name)
         try:
             if record is not None:
                 for column, cells in zip(columns, zip(*value, strict=True), strict=False):
                     getattr(body, column).extend(cells)
+            elif type(value) in _FIELDS:
+                _fill(getattr(body, name), value)
             elif isinstance(value, tuple):
                 getattr(body, name).extend(value)
             else:
                 setattr(body, name, value[:REASON_LENGTH_MAX] if name == "reason" else value)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{type(message).__name__}.{name} = {value!r} cannot be sent: {error}") from None
-    check_body(body)
-    packed = frame.SerializeToString()
-    if len(packed) > HEAD_BYTES_MAX // 2:  # the other half is left for the header
-        raise ValueError(f"{type(message).__name__} takes {len(packed)} bytes, the limit is {HEAD_BYTES_MAX // 2}")
-    return packed
 
 
 def unpack_body(frame: pb.Frame, body_name: str) -> Message:
@@ -131,7 +139,11 @@ def unpack_body(frame: pb.Frame, body_name: str) -> Message:
         check_body(body)
     except ValueError as error:
         raise WireError(f"unusable message: {error}") from None
-    cls = getattr(messages, body.DESCRIPTOR.name)
+    return typing.cast(Message, _read(body))
+
+
+def _read(body: Any) -> Any:
+    cls = _CLASSES[body.DESCRIPTOR.name]
     values: dict[str, Any] = {}
     for name, record, columns in _FIELDS[cls]:
         cell = getattr(body, columns[0])
@@ -141,9 +153,11 @@ def unpack_body(frame: pb.Frame, body_name: str) -> Message:
                 raise WireError(f"the columns of {cls.__name__}.{name} differ in length")
             rows = zip(*cells, strict=True)
             values[name] = tuple(rows) if record is tuple else tuple(record(*row) for row in rows)
+        elif isinstance(cell, ProtoMessage):
+            values[name] = _read(cell)
         else:
             values[name] = cell if isinstance(cell, (int, float, str)) else tuple(cell)
-    return typing.cast(Message, cls(**values))
+    return cls(**values)
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------
@@ -166,7 +180,7 @@ def goodbye_frame(header: bytes, reason: str) -> bytes:
 
 def pieces(
     number: int, body: bytes, parts: Sequence[memoryview], chunk_bytes: int, key: int = 0, held: Ranges | None = None
-) -> Iterator[Piece]:
+) -> Iterator[BulkPiece]:
     """Yield what the frames of one message of the bulk lane carry.
 
     Args:
@@ -180,14 +194,14 @@ def pieces(
     for start, stop in holes:
         for views in _cut(parts, start, stop, chunk_bytes):
             chunk = pb.Chunk(payload_bytes=size, offset=start, message=number, key=key, resumed=held is not None)
-            yield Piece(b"" if sent else body, chunk, views)
+            yield BulkPiece(b"" if sent else body, chunk, views)
             start += sum(view.nbytes for view in views)
             sent = True
     if not sent:  # no payload, or all of it is there
-        yield Piece(body, pb.Chunk(payload_bytes=size, message=number, key=key, resumed=held is not None), [])
+        yield BulkPiece(body, pb.Chunk(payload_bytes=size, message=number, key=key, resumed=held is not None), [])
 
 
-def piece_frame(header: bytes, piece: Piece) -> bytes:
+def piece_frame(header: bytes, piece: BulkPiece) -> bytes:
     """Return the frame of a piece, with the checksum of its data. The data are copied once."""
     crc = 0
     for view in piece.views:
@@ -311,7 +325,7 @@ class Reader:
     def _checked(self, message: Message) -> Message:
         if not isinstance(message, self._allowed):
             raise WireError(f"a {type(message).__name__} is not expected here")
-        if self._header.sender == messages.SYNCER:  # it passes on what other learners sent
+        if self._header.sender == SYNCER:  # it passes on what other learners sent
             return message
         for field, own in (("learner_id", self._header.sender), ("incarnation", self._header.incarnation)):
             named = getattr(message, field, own)

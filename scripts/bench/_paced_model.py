@@ -32,7 +32,7 @@ STEPS_SHOWN = 100
 
 
 class EventFile:
-    """What this process did when; nothing without the environment variable."""
+    """Events of this process and their times; nothing without the environment variable."""
 
     def __init__(self) -> None:
         folder = os.environ.get(EVENTS_ENV)
@@ -51,10 +51,15 @@ EVENTS = EventFile()
 
 
 def _started_s() -> float:
-    """When this process began, on the system's clock."""
+    """Return when this process began, on the system's clock."""
     ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
+
+
+def _island_number() -> int:
+    """The number at the end of this process's island's name; 0 elsewhere."""
+    return int(sys.argv[sys.argv.index("--island") + 1].rpartition("-")[2]) if "--island" in sys.argv else 0
 
 
 def _on_duration(event: str, duration_s: float, **_: object) -> None:
@@ -90,12 +95,14 @@ Island.wait = lambda island, handle: PACER(island, handle)  # type: ignore[metho
 class PacedModel(nnx.Module):
     """Predicts the next byte from this one: an embedding, two matrices with a ReLU between them, and a head."""
 
-    def __init__(self, *, vocab_size: int, dim: int, mlp_dim: int, step_s: float, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, *, vocab_size: int, dim: int, mlp_dim: int, step_s: float, spread: float = 0.0, rngs: nnx.Rngs
+    ) -> None:
         init = nnx.initializers.lecun_normal()
         shapes = {"embed": (vocab_size, dim), "up": (dim, mlp_dim), "down": (mlp_dim, dim), "head": (dim, vocab_size)}
         for name, shape in shapes.items():
             setattr(self, name, nnx.Param(init(rngs.params(), shape, jnp.float32)))
-        PACER.step_s = step_s
+        PACER.step_s = step_s * (1 + spread * _island_number())
 
     @classmethod
     def from_config(cls, args: Mapping[str, Any], *, rngs: nnx.Rngs) -> PacedModel:

@@ -23,7 +23,7 @@ KILLS = 6  # in a run of the calibration
 
 
 class Job(NamedTuple):
-    """What all runs have in common."""
+    """Settings that all runs have in common."""
 
     islands: int
     step_s: float

@@ -1,4 +1,4 @@
-"""How much slower are a donor's steps while it gives its state away? Interleaved in one process, several times.
+"""Slowdown of a donor's steps while it gives its state away. Interleaved in one process, several times.
 
 A block of steps without a transfer, then a block during which states leave one after the other as fast as the donor
 gives them, and so on. The receiver is another process, on other cores if there are any. `value` is the median, over the
@@ -84,7 +84,7 @@ class Donor:
     def __init__(self, arguments: argparse.Namespace, address: str) -> None:
         import numpy as np
 
-        from diloco_jax.runtime.learner_payloads import PayloadSender
+        from diloco_jax.runtime.island.payloads import PayloadSender
         from diloco_jax.training.island import Island
         from diloco_jax.training.models.protocol import ModelConfig
         from diloco_jax.training.optimizers import OptimizerConfig

@@ -1,4 +1,4 @@
-"""How near is a round's arithmetic to the speed of memory, and how long does tsugi-mend take for the same?
+"""Speed of a round's arithmetic beside that of memory, and of tsugi-mend for the same.
 
 The job: 4 learners, one fragment of 16 float32 tensors, 256 MB; int4 in and out; radial-directional averaging, Nesterov
 0.9 with error feedback. Timed is all that a round does: inspect, then update with digests, on all cores, with warm
@@ -33,8 +33,9 @@ import numpy as np
 from environments import python_with
 
 from diloco_jax.core.layout import Layout, Piece, make_layout
-from diloco_jax.core.merger import Merger, State, Values
+from diloco_jax.core.merge import Rule
 from diloco_jax.core.outer import Nesterov
+from diloco_jax.core.passes import Merger, State, Values
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PINS = ("torch==2.13.0", "tsugi-mend==0.1.5")
@@ -81,7 +82,7 @@ class Job:
     def __init__(self, size: int, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
         self.layout = make_layout(Piece(f"tensor{i:02}", 0, size, (size // 256, 256)) for i in range(TENSORS))
-        self._merger = Merger(self.layout, ["rda"] * TENSORS, Nesterov(0.7, 0.9), "int4", "int4", pool.map)
+        self._merger = Merger(self.layout, [Rule("rda", size)] * TENSORS, Nesterov(0.7, 0.9), "int4", "int4", pool.map)
         self._values = Values([random_payload(self.layout, m) for m in range(LEARNERS)], [None] * LEARNERS)
         self._state = self._merger.first(np.random.default_rng(0).standard_normal(self.layout.size, np.float32))
         # Written once: arrays that nobody wrote to share one page of zeros, and reading that costs nothing.

@@ -1,4 +1,4 @@
-"""How much slower are a learner's steps because there is a syncer? Interleaved in one process, several times.
+"""Slowdown of a learner's steps because there is a syncer. Interleaved in one process, several times.
 
 The learner is the real driver with all its threads; the syncer is a real process on loopback, at the lowest priority,
 since it has no machine of its own here. Blocks of steps of the driver (stage, report, payloads, adopt) alternate with
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--wire", default="int4", help="format of the learner's updates")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--steps", type=int, default=24, help="in each block")
+    parser.add_argument("--nice", type=int, default=19, help="of the syncer: 19 is the lowest priority")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(arguments.devices), "NPROC": "16"}
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Of a run with one island; the syncer would go on for ever."""
+    """Make the settings of a run with one island; the syncer would go on for ever."""
     dim = arguments.dim
     args = {"dim": dim, "num_layers": arguments.layers, "num_heads": 4, "num_kv_heads": 4, "head_dim": dim // 4}
     args |= {"mlp_dim": 4 * dim, "seq_len_max": arguments.seq_len, "activation": "relu2"}
@@ -77,15 +78,16 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     """Start a syncer, train against it in this process, and stop both."""
     import yaml
 
-    from diloco_jax.config import load
-    from diloco_jax.runtime.files import ADDRESS_FILE, CONFIG_FILE
-    from diloco_jax.runtime.local import child_environment
-    from diloco_jax.runtime.run_learner import LearnerRun
+    from diloco_jax.runtime.learner.run import LearnerRun
+    from diloco_jax.runtime.local.run import child_environment
+    from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE
+    from diloco_jax.settings.text import load
 
     path = folder / CONFIG_FILE
     path.write_text(yaml.safe_dump(settings(arguments)), encoding="utf-8")
     config = load(path)
-    command = ["nice", "-n", "19", sys.executable, "-m", "diloco_jax", "syncer", str(path), "--run-dir", str(folder)]
+    command = ["nice", "-n", str(arguments.nice), sys.executable, "-m", "diloco_jax"]
+    command += ["syncer", str(path), "--run-dir", str(folder)]
     syncer = subprocess.Popen(
         command,
         env=child_environment(config, "syncer"),  # it ends when this process does, however that ends
@@ -99,7 +101,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
         address = (folder / ADDRESS_FILE).read_text(encoding="utf-8")
         stop = threading.Event()
         learner = LearnerRun(config, ISLAND, 1, address, folder, stop)
-        blocks = Blocks(learner, arguments, stop)
+        blocks = Blocks(learner, config, arguments, stop)
         learner.run()
         return blocks.result()
     finally:
@@ -110,8 +112,11 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
 class Blocks:
     """Takes the place of `Island.step` and measures: the driver's steps, and now and then a block of its own."""
 
-    def __init__(self, learner: Any, arguments: argparse.Namespace, stop: threading.Event) -> None:
-        self._learner, self._island = learner, learner._island
+    def __init__(self, learner: Any, config: Any, arguments: argparse.Namespace, stop: threading.Event) -> None:
+        from diloco_jax.training.data import SampleOrder, load_source
+
+        self._plan, self._island = learner.host.plan, learner.host.island
+        self._order = SampleOrder(load_source(config.data, config.train.seq_len), config.data.shuffle_seed)
         self._step, self._adopt = self._island.step, self._island.adopt
         self._island.step, self._island.adopt = self._measured, self._counted
         self._arguments, self._stop = arguments, stop
@@ -125,7 +130,7 @@ class Blocks:
         self._adopted += 1
         self._adopt(*arguments, **options)
 
-    def _measured(self, batch: Any, rate: float) -> Any:
+    def _measured(self, batch: Any, rate: float, position: int) -> Any:
         self._began.append(_clocks())
         if len(self._began) > self._arguments.steps:
             with_syncer = _medians(self._began)
@@ -139,10 +144,10 @@ class Blocks:
             if len(self._pairs) >= self._arguments.pairs:
                 self._stop.set()
             self._began = [_clocks()]
-        return self._step(batch, rate)
+        return self._step(batch, rate, position)
 
     def _alone(self, rate: float) -> list[float]:
-        order, size = self._learner._order, self._arguments.batch_size
+        order, size = self._order, self._arguments.batch_size
         began = []
         for number in range(self._arguments.steps + 1):
             began.append(_clocks())
@@ -151,7 +156,7 @@ class Blocks:
         return _medians(began)
 
     def result(self) -> dict[str, object]:
-        """Of all pairs."""
+        """Summarise all pairs."""
         ratios = [pair[0][0] / pair[1][0] for pair in self._pairs]
         return {
             "name": "overhead",
@@ -164,7 +169,7 @@ class Blocks:
             "thread_value": statistics.median((pair[0][2] - pair[1][2]) / pair[1][0] for pair in self._pairs),
             "step_s": statistics.median(self._alone_s),
             "adopted_per_step": self._adopted / (len(ratios) * self._arguments.steps),
-            "parameters": sum(size for size in (f.num_elements for f in self._learner._fragments)),
+            "parameters": sum(fragment.num_elements for fragment in self._plan.fragments),
             "devices": self._arguments.devices,
         }
 

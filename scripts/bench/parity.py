@@ -1,7 +1,8 @@
 """Is the islands' global model as good as data parallel on the same tokens? Several seeds, both sides interleaved.
 
-For every seed: the quickstart, then the baseline with as many steps as make the number of tokens that the islands
-really trained on. `value` is the mean of the seeds' relative differences of evaluation loss; below 0 the islands win.
+For every seed: configs/parity.yaml, then the baseline, configs/data_parallel.yaml, with as many steps as make the
+number of tokens that the islands really trained on. `value` is the mean of the seeds' relative differences of
+evaluation loss; below 0 the islands win.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jobs import ROOT, train
 from rich.console import Console
 from rich.table import Table
 
-from diloco_jax.config import load
+from diloco_jax.settings.text import load
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
     for seed in arguments.seeds:
         common = ["--seed", seed, "--train.eval_every", 0, *overrides]
         steps = ["--train.steps", arguments.steps] if arguments.steps else []
-        islands = train("quickstart", *common, *steps)
+        islands = train("parity", *common, *steps)
         baseline_steps = round(islands["tokens"] / (shape.batch_size * shape.seq_len))
         baseline = train("data_parallel", *common, "--train.steps", baseline_steps)
         rows.append({"seed": seed, "islands": islands, "baseline": baseline})

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Make all runs, then simulate: what `diloco simulate --like --json` says of each."""
+    """Make all runs, then simulate: what `scripts/twin/compare --json` says of each."""
     job = Job(arguments.islands, arguments.step_s, arguments.steps, arguments.faults)
     calibration, runs = [calm(folder, job)], []
     for seed in arguments.seeds:
@@ -64,8 +64,8 @@ def measure(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
 
 def compare(run: Path, calibration: Sequence[Path], simulations: int) -> dict[str, Any]:
     """One run beside its simulations."""
-    words = ["--like", str(run), "--calibrate", *map(str, calibration), "--seeds", str(simulations), "--json"]
-    line = [sys.executable, "-m", "diloco_jax", "simulate", *words]
+    words = [str(run), "--calibrate", *map(str, calibration), "--seeds", str(simulations), "--json"]
+    line = [str(ROOT / "scripts" / "twin" / "compare"), *words]
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode:
         raise SystemExit(done.stderr.strip())

@@ -40,7 +40,7 @@ BATCH_SIZE, SEQ_LEN = 4, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What both sides have in common."""
+    """Settings that both sides have in common."""
 
     step_s: float = 0.02
     """Seconds from the start of one inner step to the start of the next, at least."""
@@ -142,7 +142,7 @@ class Job(ABC):
         return statistics.median(b - a for a, b in pairwise(times))
 
     def is_warm(self) -> bool:
-        """Whether everybody has been taking part for some rounds."""
+        """Tell whether everybody has been taking part for some rounds."""
         newest = self.rounds()[-WARM_ROUNDS:]
         return len(newest) == WARM_ROUNDS and sum(r.contributors == WORKERS for r in newest) > WARM_ROUNDS // 2
 
@@ -173,7 +173,7 @@ class Job(ABC):
 
     @abstractmethod
     def victim(self) -> dict[str, float]:
-        """When its new process reached: started, imported, ready, and what else the side knows of."""
+        """Return when its new process reached: started, imported, ready, and what else the side knows of."""
 
 
 class TorchftJob(Job):

@@ -1,4 +1,4 @@
-"""How settings change the result of the quickstart: one table of evaluation losses per grid.
+"""Results of configs/parity.yaml under other settings: one table of evaluation losses per grid.
 
 Grids: outer (learning rate x momentum), adopt (overwrite, blend, rebase), merge (RDA against average), schedule (P
 and H). Variants run one after the other; --seeds repeats all of them.
@@ -57,7 +57,7 @@ def main() -> None:
         for variant in GRIDS[grid]:
             words = [word for key, value in variant.items() for word in (f"--{key}", value)]
             words += ["--train.eval_every", 0, "--train.steps", arguments.steps, *common]
-            runs = [train("quickstart", "--seed", seed, *words) for seed in arguments.seeds]
+            runs = [train("parity", "--seed", seed, *words) for seed in arguments.seeds]
             losses = [run["eval_loss"] for run in runs]
             name = ", ".join(f"{key.split('.')[1]} {value}" for key, value in variant.items())
             contributors = statistics.mean(run["contributors_per_round"] for run in runs)

@@ -1,4 +1,4 @@
-"""How fast do payloads travel, and what part of a plain socket's rate is that?
+"""Rate of payloads, and its share of a plain socket's.
 
 Without a role: sender and receiver are two processes on this machine. In each run the same bytes go once over a plain
 blocking socket (sendall, recv_into) and once over the transport for every number of stripes, one after the other;

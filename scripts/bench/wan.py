@@ -14,28 +14,34 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports JAX
 
-import _wan_torchft
-import _wan_traffic
-import _wan_transport
-import _wan_versus
-from _wan_lab import LabError, RunFailed, check_root
-from _wan_results import show
+from lab import traffic, transport, versus_data_parallel, versus_torchft
+from lab.network import LabError, RunFailed, check_root
+from lab.results import show
 
 BENCHES = {
-    "transport": (_wan_transport.add_words, _wan_transport.measure, "share of a link's rate that arrives"),
-    "bytes": (_wan_traffic.add_bytes_words, _wan_traffic.measure_bytes, "bytes per global step and learner"),
-    "slow": (_wan_traffic.add_slow_words, _wan_traffic.measure_slow, "a run over links of 10 Mbit/s"),
+    "transport": (transport.add_words, transport.measure, "share of a link's rate that arrives"),
+    "bytes": (traffic.add_bytes_words, traffic.measure_bytes, "bytes per global step and learner"),
+    "slow": (traffic.add_slow_words, traffic.measure_slow, "a run over links of 10 Mbit/s"),
     "utilisation": (
-        _wan_traffic.add_utilisation_words,
-        _wan_traffic.measure_utilisation,
+        traffic.add_utilisation_words,
+        traffic.measure_utilisation,
         "share of time in inner steps as links become narrower",
     ),
+    "downlink": (
+        traffic.add_downlink_words,
+        traffic.measure_downlink,
+        "how many values come within tau steps on slow downlinks",
+    ),
     "vs_data_parallel": (
-        _wan_versus.add_words,
-        _wan_versus.measure,
+        versus_data_parallel.add_words,
+        versus_data_parallel.measure,
         "time and loss beside one synchronous job over the same links",
     ),
-    "vs_torchft": (_wan_torchft.add_words, _wan_torchft.measure, "time beside torchft's DiLoCo over the same links"),
+    "vs_torchft": (
+        versus_torchft.add_words,
+        versus_torchft.measure,
+        "time beside torchft's DiLoCo over the same links",
+    ),
 }
 
 

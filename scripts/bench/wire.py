@@ -1,7 +1,7 @@
 """Does rounding on the wire cost quality? The same schedule, data and seeds with every format, so that only it differs.
 
 A simulated run without faults gives the schedule: who made which step when, whose values were merged, what was adopted
-after which step. `diloco replay` then trains the quickstart's model on real data as the tapes say, once per format and
+after which step. `diloco replay` then trains configs/parity.yaml on real data as the tapes say, once per format and
 seed. `value` is the mean over the seeds of the relative difference of evaluation loss; below 0 the format wins.
 """
 
@@ -20,9 +20,9 @@ import yaml
 from jobs import JOB_TIMEOUT_S, ROOT
 from rich.console import Console
 
-from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.settings.text import load
+from diloco_jax.sim.checks.verdict import judge
 from diloco_jax.sim.scenario import Scenario
-from diloco_jax.sim.verdict import judge
 
 BASELINE = "float32"
 
@@ -48,7 +48,7 @@ def trained(config: dict[str, Any], tapes: Path, seed: int, format: str, folder:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "parity.yaml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=1000, help="global steps")
     parser.add_argument("--learners", type=int, default=4)
@@ -57,14 +57,13 @@ def main() -> None:
     options = parser.parse_args()
     console = Console(stderr=True)
     config: dict[str, Any] = yaml.safe_load(options.config.read_text(encoding="utf-8"))
+    protocol = load(options.config).protocol
     rows = []
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder:
         work = Path(folder)
         for seed in options.seeds:
             tapes = work / f"tapes-{seed}"
-            scenario = Scenario(
-                config=ProtocolConfig(), learners=options.learners, total_steps=options.steps, seed=seed
-            )
+            scenario = Scenario(config=protocol, learners=options.learners, total_steps=options.steps, seed=seed)
             verdict = judge(scenario, tapes=tapes)
             if verdict.problem:
                 raise SystemExit(f"the schedule breaks a rule of the protocol: {verdict}")

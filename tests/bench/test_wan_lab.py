@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from _wan_lab import NAMESPACE_FILES, NAMESPACES, SYNCER, Lab, LabError, RunFailed, Wan, check_root, sweep
+from lab.network import NAMESPACE_FILES, NAMESPACES, SYNCER, Lab, LabError, RunFailed, Wan, check_root, sweep
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 ISLANDS = ["island-0", "island-1"]
@@ -36,7 +36,7 @@ connection.sendall(random.Random(0).randbytes(int(sys.argv[2])))
 """
 KILLED = """
 import sys, time
-from _wan_lab import Lab, Wan
+from lab.network import Lab, Wan
 with Lab(["island-0"], Wan(one_way_s=0.01)) as lab:
     child = lab.spawn("sleeper", "island-0", ["sleep", "1000"])
     print(lab.namespace("island-0"), child.pid, flush=True)

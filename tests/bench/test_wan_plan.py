@@ -1,9 +1,9 @@
-"""What a link needs to carry, against the codec and against rounds reckoned step by step."""
+"""Needs of a link, against the codec and against rounds reckoned step by step."""
 
 from __future__ import annotations
 
 import pytest
-from _wan_plan import BITS, StepBytes, decoupled_bytes, ring_bytes, round_rate, sustained_rate
+from lab.expected import BITS, StepBytes, decoupled_bytes, ring_bytes, round_rate, sustained_rate
 
 from diloco_jax.core.codec import Format, encoded_size
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from _wan_lab import ROOT
+from lab.network import ROOT
 
 from tests.bench.test_wan_lab import NEEDS_ROOT
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from diloco_jax.core.codec import Format, decode, encode
 from diloco_jax.core.layout import Layout, Piece, make_layout
-from diloco_jax.core.merger import Merger, State, Values
+from diloco_jax.core.merge import Method, Rule
 from diloco_jax.core.outer import Nesterov, Outer
+from diloco_jax.core.passes import Merger, State
 
 # no multiple of a block, one element, exactly one block, one more
 SHAPES = {"a/kernel": (30, 70), "b": (1,), "embed": (64, 4), "z": (257,)}
@@ -31,12 +32,13 @@ def payload_of(values: Mapping[str, np.ndarray], format: Format) -> np.ndarray:
     return np.frombuffer(encode(values, format), np.uint8)
 
 
-def values_of(payloads: Sequence[np.ndarray]) -> Values:
-    return Values(payloads, [None] * len(payloads))
-
-
 def make_merger(layout: Layout, up: Format, down: Format, outer: Outer = NESTEROV, method: str = "average") -> Merger:
-    return Merger(layout, [method] * len(layout.pieces), outer, up, down)
+    return Merger(layout, rules_of(layout, *[method] * len(layout.pieces)), outer, up, down)
+
+
+def rules_of(layout: Layout, *methods: Method) -> list[Rule]:
+    """Rules for pieces that are no stacks."""
+    return [Rule(how, piece.stop - piece.start) for how, piece in zip(methods, layout.pieces, strict=True)]
 
 
 def share_of(payload: np.ndarray, layout: Layout, format: Format, weight: np.float32) -> np.ndarray:

@@ -8,9 +8,9 @@ import pytest
 from diloco_jax.core.codec import Format, encode
 from diloco_jax.core.fragments import plan_fragments, put, take
 from diloco_jax.core.layout import whole
-from diloco_jax.core.merge import MergeConfig, merge_method, token_weights
-from diloco_jax.core.merger import Merger, Values
+from diloco_jax.core.merge import MergeConfig, merge_rule, token_weights
 from diloco_jax.core.outer import OuterConfig, make_outer
+from diloco_jax.core.passes import Merger, Values
 
 SHAPES = {"embed": (6, 2), "kernel": (3, 4), "scale": (4,)}
 H, ROUNDS, INNER_RATE = 5, 8, 0.1
@@ -73,8 +73,9 @@ def real_diloco(
     for fragment in plan.fragments:
         layout = whole(fragment)
         paths = {piece.key: piece.path for piece in fragment.slices}
-        methods = [merge_method(paths[piece.key], piece.shape, MergeConfig()) for piece in layout.pieces]
-        mergers.append(Merger(layout, methods, make_outer(config), format, down))
+        where = [(paths[piece.key], piece.shape) for piece in layout.pieces]
+        rules = [merge_rule(path, shape, plan.kinds[path], MergeConfig()) for path, shape in where]
+        mergers.append(Merger(layout, rules, make_outer(config), format, down))
         states.append(mergers[-1].first(layout.flat(take(theta, fragment))))
     weights = token_weights(tokens, steps)
     history = []

@@ -13,6 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from diloco_jax.core.fragments import FragmentConfig, Slice, plan_fragments, put, take
+from diloco_jax.core.kinds import Kind, kind_of
 
 SHAPES = {"embed": (16, 4), "mlp/kernel": (4, 6), "norm": (4,), "temperature": ()}
 
@@ -120,15 +121,16 @@ def test_fingerprint_changes_with_the_number_of_fragments(case: tuple[dict, int,
 
 
 def test_a_known_plan() -> None:
-    # 64 + 24 + 4 + 1 = 93 elements; a fair share of 3 is 31: the embedding in 3 pieces of 5, 5 and 6 rows.
+    # 64 + 24 + 4 + 1 = 93 elements; a fair share of 3 is 31. Pieces of a share, and of half of it, leave a fragment of
+    # more than 35; with those of a third, 7 of the embedding, there are 32, 32 and 29 elements.
     plan = plan_fragments(SHAPES, 3)
     assert [[piece.key for piece in fragment.slices] for fragment in plan.fragments] == [
-        ["embed[0:10:16]", "norm"],
-        ["mlp/kernel", "temperature"],
-        ["embed[0:0:5]", "embed[0:5:10]"],
+        ["embed[0:11:13]", "mlp/kernel"],
+        ["embed[0:0:2]", "embed[0:4:6]", "embed[0:6:9]", "norm"],
+        ["embed[0:2:4]", "embed[0:9:11]", "embed[0:13:16]", "temperature"],
     ]
-    assert [fragment.num_elements for fragment in plan.fragments] == [28, 25, 40]
-    assert plan.fragments[0].keys_shapes == (("embed[0:10:16]", (6, 4)), ("norm", (4,)))
+    assert [fragment.num_elements for fragment in plan.fragments] == [32, 32, 29]
+    assert plan.fragments[0].keys_shapes == (("embed[0:11:13]", (2, 4)), ("mlp/kernel", (4, 6)))
 
 
 def test_a_declared_axis_is_cut() -> None:
@@ -144,10 +146,12 @@ def test_small_tensors_stay_whole_until_there_are_too_few() -> None:
 
 
 def test_config_axes_are_clamped_to_each_tensor() -> None:
-    shapes = {"matrix": (2, 3), "scalar": (), "vector": (4,)}
-    assert FragmentConfig(split_axis=1).axes(shapes) == {"matrix": 1, "vector": 0}
-    assert FragmentConfig(split_axis=-2).axes(shapes) == {"matrix": -2, "vector": -1}
-    assert plan_fragments(shapes, 6, split_axis=FragmentConfig(split_axis=1).axes(shapes)).fragments
+    shapes = {"matrix": (2, 3), "scalar": (), "stack": (1, 2, 3), "vector": (4,)}
+    kinds = {path: kind_of(shape) for path, shape in shapes.items()} | {"stack": Kind("matrix", 1)}
+    for split_axis, matrix, stack in ((0, 0, 1), (1, 1, 2), (-1, 1, 2), (-2, 0, 1), (-3, 0, 1)):
+        plan = FragmentConfig(split_axis=split_axis).plan(shapes, kinds, 7)
+        cut = {piece.path: piece.axis for fragment in plan.fragments for piece in fragment.slices}
+        assert cut == {"matrix": matrix, "scalar": -1, "stack": stack, "vector": 0}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +160,7 @@ def test_config_axes_are_clamped_to_each_tensor() -> None:
         ({"w": (3,)}, 4, {}, "num_fragments is 4.*1 to 3.*lower"),
         ({"w": (3,)}, 0, {}, "num_fragments is 0"),
         ({}, 1, {}, "0 tensors"),
-        ({"w": (3, 0)}, 1, {}, "'w'.*no elements"),
+        ({"w": (3, 0)}, 1, {}, "0 tensors|1 to 0"),
         ({"w": (3,)}, 1, {"v": 0}, "'v'.*not a parameter"),
         ({"w": (3,)}, 1, {"w": 1}, "split_axis of 'w' is 1"),
         ({"w": ()}, 1, {"w": 0}, "split_axis of 'w' is 0.*0 axes"),

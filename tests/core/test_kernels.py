@@ -41,16 +41,17 @@ for key, shape in SHAPES.items():
     place = layout.places(up)[0]
     at = (place.scales, place.codes)
     for moves in (sources[1], np.zeros(2, np.uint64)):
-        kernels.gram(sources[0], moves, KINDS[up], at, 0, size, at_the_end(np.zeros(4)).reshape(2, 2))
-        halves, out = np.full(2, 0.5, np.float32), at_the_end(np.zeros(size, np.float32))
-        kernels.mean(sources[0], moves, halves, KINDS[up], at, 0, out)
+        kernels.gram(sources[0], moves, KINDS[up], at, 0, size, size, at_the_end(np.zeros(4)).reshape(1, 2, 2))
+        parts = at_the_end(np.zeros(4 * -(-size // 35))).reshape(-1, 2, 2)
+        kernels.gram(sources[0], moves, KINDS[up], at, 0, size, 35, parts)
+        halves = at_the_end(np.full(2 * len(parts), 0.5, np.float32)).reshape(-1, 2)
         for down in FORMATS:
             out = layout.places(down)[0]
             step = at_the_end(np.zeros(layout.payload_bytes(down) if down != "float32" else 0, np.uint8))
             flats = [at_the_end(layout.flat(value)) for value in values[3:]]
             new = [at_the_end(np.zeros(size, np.float32)) for _ in range(3)]
             assert kernels.update(
-                *(sources[0], moves), halves, KINDS[up], at, 0, *flats, np.float32(0.7),
+                *(sources[0], moves), halves, 35, KINDS[up], at, 0, *flats, np.float32(0.7),
                 np.float32(0.9), KINDS[down], step, (out.scales, out.codes), *new,
             )
             assert all(array.all() for array in new[:2]), "something was not written"

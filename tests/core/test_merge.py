@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from diloco_jax.core.merge import MergeConfig, coefficients, merge_method, token_weights
-from diloco_jax.core.merger import Merger
+from diloco_jax.core.kinds import Kind, kind_of
+from diloco_jax.core.merge import MergeConfig, coefficients, merge_rule, token_weights
 from diloco_jax.core.outer import Nesterov
-from tests.core.merging import layout_of, make_merger, values_of
+from diloco_jax.core.passes import Merger, values_of
+from tests.core.merging import layout_of, make_merger, rules_of
 
 elements = st.floats(-100, 100, width=32).map(lambda x: 0.0 if abs(x) < 1e-3 else x)
 
@@ -190,15 +193,18 @@ def test_large_tensors_cross_chunks() -> None:
         ("Unrelated/kernel[0:0:1]", (8, 4), "rda"),
     ],
 )
-def test_merge_method_by_default(path: str, shape: tuple[int, ...], method: str) -> None:
-    assert merge_method(path, shape, MergeConfig()) == method
+def test_merge_rule_by_default(path: str, shape: tuple[int, ...], method: str) -> None:
+    assert merge_rule(path, shape, kind_of(shape), MergeConfig()) == (method, math.prod(shape))
 
 
-def test_merge_method_follows_the_settings() -> None:
-    assert merge_method("kernel", (2, 2), MergeConfig(method="average")) == "average"
-    assert merge_method("embed", (2, 2), MergeConfig(average_paths=())) == "rda"
-    assert merge_method("a/kernel", (2, 2), MergeConfig(average_paths=("a/*", "b"))) == "average"
-    assert merge_method("ab", (2, 2), MergeConfig(average_paths=("b", "a", "a.", "?b"))) == "rda"
+def test_merge_rule_follows_the_settings() -> None:
+    def method_of(path: str, config: MergeConfig) -> str:
+        return merge_rule(path, (2, 2), Kind("matrix"), config).method
+
+    assert method_of("kernel", MergeConfig(method="average")) == "average"
+    assert method_of("embed", MergeConfig(average_paths=())) == "rda"
+    assert method_of("a/kernel", MergeConfig(average_paths=("a/*", "b"))) == "average"
+    assert method_of("ab", MergeConfig(average_paths=("b", "a", "a.", "?b"))) == "rda"
     config = MergeConfig()
     object.__setattr__(config, "method", "median")  # past the type checker that runs under test
     with pytest.raises(ValueError, match="'median'; choose one of rda, average"):
@@ -216,7 +222,7 @@ def test_coefficients_by_hand() -> None:
 
 def test_each_piece_is_merged_by_its_own_method() -> None:
     layout = layout_of({"a": (2,), "b": (2,)})
-    merger = Merger(layout, ["rda", "average"], Nesterov(1.0, 0.0), "float32", "float32")
+    merger = Merger(layout, rules_of(layout, "rda", "average"), Nesterov(1.0, 0.0), "float32", "float32")
     values = values_of([np.tile(2 * row, 2).view(np.uint8) for row in np.eye(2, dtype=np.float32)])
     state = merger.first(np.zeros(4, np.float32))
     value = merger.update(values, merger.inspect(values), np.array([0.5, 0.5]), state).state.value

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from diloco_jax.core.merger import Merger
 from diloco_jax.core.outer import Nesterov, Optax, Outer, OuterConfig, make_outer
-from tests.core.merging import layout_of, values_of
+from diloco_jax.core.passes import Merger, WeightedSum, values_of
+from tests.core.merging import layout_of, rules_of
 
 SHAPES = {"w": (3, 2), "b[0:0:4]": (4,)}
 
@@ -21,10 +21,15 @@ def fragment(seed: int) -> dict[str, np.ndarray]:
     return {key: rng.standard_normal(shape).astype(np.float32) for key, shape in SHAPES.items()}
 
 
+def merged(values: Mapping[str, np.ndarray]) -> WeightedSum:
+    layout = layout_of({key: value.shape for key, value in values.items()})
+    return WeightedSum(layout, values_of([layout.flat(values).view(np.uint8)]), [np.ones((1, 1), np.float32)] * 2)
+
+
 def run(outer: Outer, rounds: int) -> list[dict[str, np.ndarray]]:
     """Values after each round of one learner that sends fragment(1), fragment(2), ..."""
     layout = layout_of(SHAPES)
-    merger = Merger(layout, ["average"] * 2, outer, "float32", "float32")
+    merger = Merger(layout, rules_of(layout, "average", "average"), outer, "float32", "float32")
     state, history = merger.first(layout.flat(fragment(0))), []
     for seed in range(1, rounds + 1):
         values = values_of([layout.flat(fragment(seed)).view(np.uint8)])
@@ -72,9 +77,8 @@ def test_sgd_with_rate_one_moves_to_the_merged_value() -> None:
 
 def test_adam_uses_momentum_as_its_first_decay() -> None:
     outer = make_outer(OuterConfig(optimizer="adam", learning_rate=0.1, momentum=0.5))
-    assert isinstance(outer, Optax)
     params = {"w": np.zeros(2, np.float32)}
-    _, state = outer.updates({"w": np.full(2, 3.0, np.float32)}, outer.init(params), params)
+    _, state = outer.update(merged({"w": np.full(2, 3.0, np.float32)}), outer.init(params), params)
     (mu,) = [leaf for name, leaf in state.items() if "mu" in name]
     np.testing.assert_allclose(mu, [1.5, 1.5])  # (1 - 0.5) * 3
     assert_close(run(outer, 3), by_optax(optax.adam(0.1, b1=0.5), 3))
@@ -93,18 +97,30 @@ def test_adam_uses_momentum_as_its_first_decay() -> None:
 )
 def test_any_transformation_works_and_changes_no_argument(tx: optax.GradientTransformation) -> None:
     assert_close(run(Optax(tx), 3), by_optax(tx, 3))
-    outer, params, gradient = Optax(tx), fragment(0), fragment(1)
+    outer, params, gradient = Optax(tx), dict(sorted(fragment(0).items())), merged(fragment(1))
     state = outer.init(params)
-    before = jax.tree.map(np.array, (params, gradient, state))
-    moves, after = outer.updates(gradient, state, params)
-    jax.tree.map(np.testing.assert_array_equal, before, (params, gradient, state))
-    again, _ = outer.updates(gradient, state, params)
-    assert again.tobytes() == moves.tobytes(), "a retry gives other bits"
-    kept = jax.tree.map(np.array, (moves, after))
-    for value in (*gradient.values(), *params.values()):
+    before = jax.tree.map(np.array, (params, gradient.views(), state))
+    moves, after = outer.update(gradient, state, params)
+    jax.tree.map(np.testing.assert_array_equal, before, (params, gradient.views(), state))
+    change, again = moves.gradient.views(), outer.update(gradient, state, params)[0].gradient.views()
+    assert [again[key].tobytes() for key in params] == [change[key].tobytes() for key in params], "a retry differs"
+    kept = jax.tree.map(np.array, (change, after))
+    for value in params.values():
         value[...] = np.nan  # the caller may reuse its buffers
-    jax.tree.map(np.testing.assert_array_equal, kept, (moves, after))
-    assert moves.dtype == np.float32 and list(after) == list(state)
+    jax.tree.map(np.testing.assert_array_equal, kept, (moves.gradient.views(), after))
+    assert moves.rate == -1 and not moves.momentum and list(after) == list(state)
+
+
+def test_every_optimizer_has_one_shape() -> None:
+    """The rule that Nesterov's update returns, applied by hand, is what optax computes."""
+    params, gradient = dict(sorted(fragment(0).items())), merged(fragment(1))
+    for outer in (Nesterov(0.7, 0.9), Nesterov(0.7, 0.0), Optax(optax.sgd(0.7, momentum=0.9, nesterov=True))):
+        moves, state = outer.update(gradient, outer.init(params), params)
+        factor = -moves.rate * (1 + moves.momentum)  # the trace begins with zeros
+        for key, value in moves.gradient.views().items():
+            want = -0.7 * (1.9 if getattr(outer, "momentum", 0.9) else 1.0) * fragment(1)[key]
+            np.testing.assert_allclose(factor * value, want, rtol=1e-6)
+        assert state.keys() == outer.init(params).keys() and moves.finite
 
 
 def test_aligned_memory_is_not_overwritten() -> None:
@@ -120,9 +136,9 @@ def test_aligned_memory_is_not_overwritten() -> None:
     outer = Optax(optax.sgd(0.5, momentum=0.9))
     params, gradient = {"w": aligned(1.0)}, {"w": aligned(2.0)}
     state = {name: aligned(0.0) for name in outer.init(params)}
-    moves, new_state = outer.updates(gradient, state, params)
+    moves, new_state = outer.update(merged(gradient), state, params)
     assert (params["w"] == 1).all() and (gradient["w"] == 2).all() and not any(leaf.any() for leaf in state.values())
-    assert (moves == -1).all() and all((leaf == 2).all() for leaf in new_state.values())
+    assert (moves.gradient.views()["w"] == -1).all() and all((leaf == 2).all() for leaf in new_state.values())
 
 
 def test_each_fragment_compiles_once() -> None:

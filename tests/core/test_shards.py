@@ -53,7 +53,7 @@ def test_fragments_are_balanced_and_only_averaged_slices_are_cut(count: int) -> 
                 if piece != slices[piece.key]:
                     cuts += 1
                     assert piece.shape == (piece.stop - piece.start,)
-                    assert shares.methods[fragment_id][piece.key] == "average"
+                    assert shares.rules[fragment_id][piece.key].method == "average"
     assert cuts > 0, "this model has a slice that must be cut"
 
 

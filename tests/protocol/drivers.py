@@ -7,6 +7,7 @@ or keeps too many fails the test.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,10 +24,19 @@ from diloco_jax.protocol.effects import (
     StageState,
     UnstageState,
 )
-from diloco_jax.protocol.learner import Learner, Saved
-from diloco_jax.protocol.messages import NO_VERSION, AnchorValue, GlobalFragment, Message, StatePart
+from diloco_jax.protocol.learner.machine import Learner, Saved
+from diloco_jax.protocol.learner.mailbox import Given, Mailbox
+from diloco_jax.protocol.messages import (
+    NO_VERSION,
+    AnchorValue,
+    GlobalFragment,
+    Message,
+    StatePart,
+    StatePull,
+    SyncerMessage,
+)
 from diloco_jax.protocol.recovery import STATES_MAX
-from diloco_jax.protocol.syncer import Syncer
+from diloco_jax.protocol.syncer.machine import Syncer
 
 PART_BYTES = 1000
 
@@ -124,12 +134,14 @@ class LearnerDriver:
     """Anchors, copies of states and parts of a donor's state of one learner's process.
 
     Args:
-        name: of the learner.
+        machine: of the learner.
         num_parts: parts of a state of this model.
     """
 
-    def __init__(self, name: str, num_parts: int) -> None:
-        self.name = name
+    def __init__(self, machine: Learner, num_parts: int) -> None:
+        self.name = machine.learner_id
+        self.machine = machine
+        self.mailbox: Mailbox[None] = Mailbox(machine)
         self.anchors: dict[int, Value] = {}
         self.heads: dict[int, Value] = {}  # read last, adopted or not
         self.misreads = False  # whether its arithmetic differs from the syncer's
@@ -139,12 +151,25 @@ class LearnerDriver:
         self._parts: set[tuple[str, int, int]] = set()  # donor, its step, part
         self._epochs: dict[int, int] = {}
 
-    def execute(self, effect: Effect, machine: Learner, handled: Message | None) -> None:
+    def given(
+        self, message: SyncerMessage, bases: dict[tuple[int, Value], Value], now_s: float
+    ) -> Iterator[Given[None]]:
+        """A message came, and no step runs: what the machine is given. Arguments as of `read`."""
+        if isinstance(message, GlobalFragment):
+            self.read(message, bases, now_s)
+        elif isinstance(message, StatePull):  # no step runs, so the state may be copied now
+            yield Given(message, None, self.machine.on_message(message, now_s))
+        elif (at_once := self.mailbox.arrive(message, None, now_s)) is not None:
+            yield at_once
+        while (given := self.mailbox.take(now_s)) is not None:
+            yield given
+
+    def execute(self, effect: Effect, handled: Message | None) -> None:
         """Do what the machine asks for; `handled` is the message that it was given."""
         if isinstance(effect, Adopt):
             self._adopt(effect, handled)
         elif isinstance(effect, StageState):
-            assert effect.local_step == machine.local_step and effect.local_step not in self.states, effect
+            assert effect.local_step == self.machine.local_step and effect.local_step not in self.states, effect
             self.states.add(effect.local_step)
             assert len(self.states) <= STATES_MAX, f"{self.name} keeps {self.states}"
         elif isinstance(effect, UnstageState):
@@ -157,31 +182,28 @@ class LearnerDriver:
         elif isinstance(effect, DropParts):
             self._parts.clear()
         elif isinstance(effect, AdoptState):
-            self._adopt_state(effect, machine)
+            self._adopt_state(effect)
 
-    def read(
-        self, message: GlobalFragment, machine: Learner, bases: dict[tuple[int, Value], Value], now_s: float
-    ) -> bool:
-        """Whether a fragment that came leads to a value for the machine.
+    def read(self, message: GlobalFragment, bases: dict[tuple[int, Value], Value], now_s: float) -> None:
+        """Read a fragment that came, if the machine wants it.
 
         Args:
             message: the fragment.
-            machine: the learner's.
             bases: what a step leads to -> from where.
             now_s: the time.
         """
+        machine = self.machine
         if not machine.wants(message, now_s):
-            return False
+            return
         fragment_id, made = message.fragment_id, Value(message.version, message.digest)
         if message.base != NO_VERSION:
             head = self.heads.get(fragment_id, Value(NO_VERSION, 0))
             assert head.version == message.base, f"{self.name} applies {message} to {head}"
             if self.misreads or head != bases.get((fragment_id, made)):
                 machine.on_corrupt(now_s)
-                return False
-        machine.on_read(message)
+                return
+        self.mailbox.read(message, None, now_s)
         self.heads[fragment_id] = made
-        return True
 
     def _adopt(self, effect: Adopt, handled: Message | None) -> None:
         assert isinstance(handled, GlobalFragment) and handled.fragment_id == effect.fragment_id, f"{effect}, {handled}"
@@ -190,7 +212,8 @@ class LearnerDriver:
         self._epochs[effect.fragment_id] = handled.epoch
         self.anchors[effect.fragment_id] = Value(effect.version, handled.digest)
 
-    def _adopt_state(self, effect: AdoptState, machine: Learner) -> None:
+    def _adopt_state(self, effect: AdoptState) -> None:
+        machine = self.machine
         assert machine.local_step == 0, "a state is taken over before the first step"
         assert len(self.anchors) == len(machine.adopted), "global values come first"
         if effect.donor:
@@ -221,10 +244,12 @@ def saved_by(effect: SaveState, machine: Learner) -> Saved:
 def check_fates(syncer: Syncer) -> None:
     """Every sample that was handed out is merged, out with one learner, or free to be handed out again."""
     book = syncer.leases
-    leased, merged, released, out = book.fates
-    assert leased == merged + released + out, book.fates
+    leased, merged, overwritten, released, out = book.fates
+    assert leased == merged + overwritten + released + out, book.fates
     plain = book.state()
-    ranges = [*plain["pool"], *(held for holding in plain["holdings"] for held in holding[1])]
+    ranges = [*plain["pool"], *(held for holding in plain["holdings"] for held in holding["ranges"])]
     held = sorted(tuple(one) for one in ranges)
     assert all(before[1] <= after[0] for before, after in pairwise(held)), f"twice: {held}"
-    assert merged == plain["counts"][0] - sum(stop - start for start, stop in held), f"{book.fates}, {held}"
+    assert merged + overwritten == plain["counts"][0] - sum(stop - start for start, stop in held), (
+        f"{book.fates}, {held}"
+    )

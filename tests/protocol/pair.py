@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from diloco_jax.protocol.effects import Adopt, Drop, Effect, Merge, Note, SaveSnapshot, SaveState, Send, Stage, Unstage
-from diloco_jax.protocol.learner import STOPPED, Learner, Saved
-from diloco_jax.protocol.messages import SYNCER, FragmentValue, GlobalFragment, Heartbeat, Message, Refuse
+from diloco_jax.protocol.learner.machine import STOPPED, Learner, Saved
+from diloco_jax.protocol.messages import SYNCER, FragmentValue, Heartbeat, Message, Refuse
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.syncer import Syncer
-from diloco_jax.protocol.tape import TapedSyncer, lives, replay
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.tape import TapedSyncer, lives, replay
 from tests.protocol.drivers import LearnerDriver, SyncerDriver, check_fates, saved_by
 from tests.protocol.prose import effect_text, message_text
 
@@ -103,7 +103,7 @@ class Pair:
             self.learners[name] = Learner(
                 name, incarnation, self.config, fingerprint, step_samples=step_samples, saved=saved
             )
-            self.drivers[name] = LearnerDriver(name, self._state_parts)
+            self.drivers[name] = LearnerDriver(self.learners[name], self._state_parts)
             self._link(name)
         self.deliver()
 
@@ -168,10 +168,8 @@ class Pair:
                 self.driver.keep(message.global_step, sender)
             self._run_syncer(effects, message)
             return
-        learner, driver = self.learners[receiver], self.drivers[receiver]
-        if isinstance(message, GlobalFragment) and not driver.read(message, learner, self.driver.bases, self.now_s):
-            return
-        self._run_learner(receiver, learner.on_message(message, self.now_s), message)  # type: ignore[arg-type]
+        for given in self.drivers[receiver].given(message, self.driver.bases, self.now_s):  # type: ignore[arg-type]
+            self._run_learner(receiver, given.effects, given.message)
 
     def merge(self) -> None:
         """Finish the merges that were held."""
@@ -324,7 +322,7 @@ class Pair:
                 if message is not None:
                     self._send(name, effect.peer, message)
                 continue
-            driver.execute(effect, learner, handled)
+            driver.execute(effect, handled)
             if self._says_copies or not isinstance(effect, Stage | Unstage):
                 self._say(f"    {name} {effect_text(effect)}")
             if isinstance(effect, Adopt):

@@ -6,9 +6,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from diloco_jax.protocol.effects import Effect, Send
-from diloco_jax.protocol.messages import Adopted, FragmentValue, GlobalFragment, Hello, Lease, Message, StepReport
+from diloco_jax.protocol.messages import (
+    NO_VERSION,
+    Adopted,
+    FragmentValue,
+    GlobalFragment,
+    Hello,
+    Lease,
+    Message,
+    StepReport,
+)
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.syncer import Syncer
+from diloco_jax.protocol.syncer.machine import Syncer
 
 FINGERPRINT = (("model", "abc"),)
 LEASED = 1000  # samples that a member got when it greeted: enough for every test that is not about them
@@ -37,8 +46,12 @@ def merged(syncer: Syncer, global_step: int, now_s: float, left_out: tuple[str, 
     return syncer.on_merged(global_step, digest(syncer._rounds[global_step].fragment_id, global_step), left_out, now_s)
 
 
-def fragment(global_step: int, fragment_id: int, version: int, size: int = 0) -> GlobalFragment:
-    return GlobalFragment(global_step, fragment_id, version, 1, digest(fragment_id, version), size)
+def fragment(
+    global_step: int, fragment_id: int, version: int, size: int = 0, *, merged_round: int = NO_VERSION
+) -> GlobalFragment:
+    """A whole value; `merged_round` is the newest round that merged a value of its receiver."""
+    told = GlobalFragment(global_step, fragment_id, version, 1, digest(fragment_id, version), size)
+    return told._replace(merged_round=merged_round)
 
 
 def report(name: str, local_step: int, adopted: tuple[Adopted, ...] = (Adopted(0),) * 4, **changed: Any) -> StepReport:

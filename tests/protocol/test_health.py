@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from diloco_jax.protocol.effects import Effect, Note, Send
-from diloco_jax.protocol.health import conditions
 from diloco_jax.protocol.membership import ACTIVE, GONE, JOINING, SILENT
 from diloco_jax.protocol.messages import Adopted, Expel, Heartbeat, Leave, StateRequest, Stop
-from diloco_jax.protocol.syncer import Syncer
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.watch.health import conditions
 from tests.protocol.pair import Pair
 from tests.protocol.syncer_inputs import hello, merged, new, only, report, running, sent, value
 
@@ -69,6 +69,23 @@ def test_gone(how: str) -> None:
     else:
         syncer.on_disconnect("a", 1, "broke", 3.0)
     assert said(syncer, "a", 9.0)[:2] == ("gone", 3.0)
+    waits = said(syncer, "a", 9.0)[2] == "no connection; its data goes to others after release_s"
+    assert waits == (how == "disconnect"), "who says goodbye gives it back at once"
+    if waits:
+        syncer.on_tick(3.0 + syncer.config.release_s + syncer.config.lease_s)
+        assert said(syncer, "a", 99.0)[2] == "no connection; what it left undone goes to others"
+
+
+def test_leaving_a_complete_run_is_no_loss() -> None:
+    pair = Pair(total_steps=2)
+    pair.join("a", "b")
+    for _ in range(6):
+        pair.wait(1.0)
+        pair.step(*(name for name in ("a", "b") if pair.learners[name].state != "stopped"))
+    assert pair.syncer.finished
+    for name in ("a", "b"):
+        condition, _, reason = said(pair.syncer, name, 99.0)
+        assert (condition, reason) == ("left", "the run is complete")
 
 
 def test_conditions_are_sorted_by_name() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from diloco_jax.protocol.effects import Adopt, Drop, Effect, Finish, Send, Stage, Unstage
-from diloco_jax.protocol.learner import JOINING, STOPPED, TRAINING, WAITING, Learner
+from diloco_jax.protocol.learner.machine import JOINING, STOPPED, TRAINING, WAITING, Learner
 from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import (
     SYNCER,
@@ -29,7 +31,7 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 FINGERPRINT = (("model", "abc"),)
 
 
-def new(overlap_steps: int = 2, sync_every: int = 4, num_fragments: int = 4) -> Learner:
+def new(overlap_steps: int = 2, sync_every: int = 4, num_fragments: int = 4, **options: Any) -> Learner:
     config = ProtocolConfig(
         sync_every=sync_every,
         num_fragments=num_fragments,
@@ -39,7 +41,7 @@ def new(overlap_steps: int = 2, sync_every: int = 4, num_fragments: int = 4) -> 
         resend_s=3.0,
         recover_from_peers=False,  # test_recovery.py
     )
-    return Learner("a", 1, config, FINGERPRINT, step_samples=2)
+    return Learner("a", 1, config, FINGERPRINT, step_samples=2, **options)
 
 
 def fragment(global_step: int, fragment_id: int, version: int, epoch: int = 1) -> GlobalFragment:
@@ -59,9 +61,11 @@ def step(learner: Learner, now_s: float, tokens: int = 10, step_s: float = 1.0, 
     return learner.on_step(tokens, step_s, loss, now_s, samples_end=learner.take_batch().end)
 
 
-def trained(steps: int = 0, overlap_steps: int = 2, sync_every: int = 4, num_fragments: int = 4) -> Learner:
+def trained(
+    steps: int = 0, overlap_steps: int = 2, sync_every: int = 4, num_fragments: int = 4, **options: Any
+) -> Learner:
     """A connected learner that holds version 0 of everything and has made some steps."""
-    learner = new(overlap_steps, sync_every, num_fragments)
+    learner = new(overlap_steps, sync_every, num_fragments, **options)
     learner.on_connected(0.0)
     learner.on_message(Welcome(0, (0,) * num_fragments, 1), 0.0)
     learner.on_message(Lease(0, 0, 1000), 0.0)
@@ -192,7 +196,8 @@ def test_steps_without_a_link_but_tells_nobody() -> None:
 
 
 def value(global_step: int, fragment_id: int, local_step: int, steps: int, tokens: int, base: int) -> FragmentValue:
-    return FragmentValue("a", 1, global_step, fragment_id, local_step, steps, tokens, base, 2 * local_step, 0)
+    since = 2 * (local_step - steps)
+    return FragmentValue("a", 1, global_step, fragment_id, local_step, steps, tokens, base, 2 * local_step, 0, since)
 
 
 def test_answers_with_the_copy_of_the_asked_step() -> None:
@@ -268,8 +273,7 @@ def test_unknown_fragments_are_dropped(fragment_id: int) -> None:
 
 
 def test_the_value_names_the_size_that_the_driver_told() -> None:
-    learner = trained(1)
-    learner.payload_bytes[1] = 4096
+    learner = trained(1, payload_bytes={1: 4096})
     (message,) = sent(learner.on_message(PullRequest(1, 1, 1), 1.0))
     assert isinstance(message, FragmentValue) and message.payload_bytes == 4096
 

@@ -9,7 +9,7 @@ import pytest
 
 from diloco_jax.protocol.leases import BOOK, Fates, LeaseBook
 from diloco_jax.protocol.messages import Heartbeat, Lease
-from diloco_jax.protocol.syncer import Syncer
+from diloco_jax.protocol.syncer.machine import Syncer
 from tests.protocol.syncer_inputs import expand, hello, indices, leases, merged, new, report, sent, value
 
 # ---- the book ------------------------------------------------------------------------------------------------------
@@ -20,19 +20,21 @@ class Model:
 
     def __init__(self, num_fragments: int) -> None:
         self.num_fragments = num_fragments
-        self.leased = self.merged = self.released = 0
+        self.leased = self.merged = self.overwritten = self.released = 0
         self.next = 0
         self.free: set[int] = set()
         self.samples: dict[str, dict[int, int]] = {}  # learner -> its sample -> index, while out
         self.granted: dict[str, int] = {}
         self.seen: dict[str, list[int]] = {}  # learner -> per fragment: samples in what is known to be held
-        self.pending: dict[tuple[str, int], tuple[int, int]] = {}  # learner, fragment -> version, samples
+        self.pending: list[tuple[str, int, int, int, int]] = []  # learner, fragment, version, since, samples
+        self.taught: dict[str, set[int]] = {}  # learner -> samples of which a held version has heard
         self.ended: dict[str, int] = {}  # learner -> samples up to the end of its book
 
     def open(self, name: str, first: int) -> None:
         if name in self.ended:  # its old numbers are void
             first = (max(first, self.ended.pop(name)) // BOOK + 1) * BOOK
         self.samples[name], self.granted[name], self.seen[name] = {}, first, [first] * self.num_fragments
+        self.taught[name] = set()
 
     def grant(self, name: str, count: int) -> None:
         for _ in range(count):
@@ -43,38 +45,38 @@ class Model:
             self.granted[name] += 1
             self.leased += 1
 
-    def merge(self, name: str, fragment_id: int, version: int, samples: int) -> None:
+    def merge(self, name: str, fragment_id: int, version: int, samples: int, since: int) -> None:
         if name in self.samples:
-            self.pending[name, fragment_id] = (version, min(samples, self.granted[name]))
+            self.pending.append((name, fragment_id, version, since, min(samples, self.granted[name])))
 
     def confirm(self, fragment_id: int, version: int) -> None:
-        for (name, p), (made, samples) in list(self.pending.items()):
+        for name, p, made, since, samples in list(self.pending):
             if p == fragment_id and made <= version:
-                del self.pending[name, p]
+                self.pending.remove((name, p, made, since, samples))
+                self.taught[name] |= {s for s in self.samples[name] if since <= s < samples}
                 self.seen[name][p] = max(self.seen[name][p], samples)
         for name, samples_of in self.samples.items():
             for sample in [s for s in samples_of if s < min(self.seen[name])]:
                 del samples_of[sample]
-                self.merged += 1
+                self.merged += sample in self.taught[name]
+                self.overwritten += sample not in self.taught[name]
 
     def revert(self, fragment_id: int, version: int) -> None:
-        for (name, p), (made, _) in list(self.pending.items()):
-            if p == fragment_id and made > version:
-                del self.pending[name, p]
+        self.pending = [one for one in self.pending if one[1] != fragment_id or one[2] <= version]
 
     def release(self, name: str) -> int:
         if name in self.samples:
             self.ended[name] = self.granted[name]
         given_back = self.samples.pop(name, {})
-        for key in [key for key in self.pending if key[0] == name]:
-            del self.pending[key]
+        self.pending = [one for one in self.pending if one[0] != name]
         self.free |= set(given_back.values())
         self.released += len(given_back)
         return len(given_back)
 
     @property
     def fates(self) -> Fates:
-        return Fates(self.leased, self.merged, self.released, sum(map(len, self.samples.values())))
+        out = sum(map(len, self.samples.values()))
+        return Fates(self.leased, self.merged, self.overwritten, self.released, out)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -99,11 +101,12 @@ def test_the_book_agrees_with_a_model_of_single_indices(seed: int) -> None:
             assert given == {s: i for s, i in model.samples[name].items() if s >= before}
         elif kind == "merge":
             version += 1
-            samples = rng.randint(0, 40)
+            since, samples = sorted((rng.randint(0, 40), rng.randint(0, 40)))
             if name in book.holdings:
                 samples += book.holdings[name].granted // BOOK * BOOK
-            book.on_merged(name, fragment_id, version, samples)
-            model.merge(name, fragment_id, version, samples)
+                since += rng.choice([0, book.holdings[name].granted // BOOK * BOOK])
+            book.on_merged(name, fragment_id, version, samples, since)
+            model.merge(name, fragment_id, version, samples, since)
         elif kind == "confirm":
             known = book.unconfirmed.get(fragment_id)  # the syncer confirms the newest only: whoever holds it
             if known is not None:
@@ -139,7 +142,7 @@ def test_released_ranges_are_leased_again_before_new_ones() -> None:
     book.release("a")
     book.open("c")
     assert book.grant("c", 6) == [Lease(0, 0, 4), Lease(4, 8, 10)]
-    assert book.fates == Fates(14, 0, 4, 10)
+    assert book.fates == Fates(14, 0, 0, 4, 10)
 
 
 def test_ranges_that_meet_become_one() -> None:
@@ -163,7 +166,7 @@ def test_a_merge_counts_when_somebody_is_known_to_hold_its_result() -> None:
     book.confirm(0, 1)
     assert book.fates.merged == 0, "fragment 1 has not taken anything yet, as far as anybody knows"
     book.confirm(1, 2)
-    assert book.fates == Fates(8, 4, 0, 4)
+    assert book.fates == Fates(8, 4, 0, 0, 4)
 
 
 def test_a_merge_that_died_with_the_syncer_merged_nothing() -> None:
@@ -173,7 +176,17 @@ def test_a_merge_that_died_with_the_syncer_merged_nothing() -> None:
     book.on_merged("a", 0, 3, 4)
     book.revert(0, 2)
     book.confirm(0, 2)
-    assert book.fates == Fates(4, 0, 0, 4)
+    assert book.fates == Fates(4, 0, 0, 0, 4)
+
+
+def test_what_no_value_held_any_more_is_overwritten() -> None:
+    book = LeaseBook(2)
+    book.open("a")
+    book.grant("a", 12)
+    for fragment_id, version, since, samples in ((0, 1, 0, 3), (1, 2, 0, 4), (0, 3, 6, 9), (1, 4, 7, 10)):
+        book.on_merged("a", fragment_id, version, samples, since)
+        book.confirm(fragment_id, version)
+    assert book.fates == Fates(12, 7, 2, 0, 3), "samples 4 and 5; fragment 1 still held sample 3, fragment 0 sample 6"
 
 
 def test_nobody_holds_leases_twice() -> None:
@@ -250,7 +263,7 @@ def test_leases_of_a_forgotten_time_are_taken_back() -> None:
     syncer.on_message(hello("a"), 0.0)
     effects = syncer.on_message(report("a", 1, samples=12, granted=16), 1.0)
     assert leases(effects) == [Lease(16, 0, 8)], "numbered from where the learner stands; what was free is leased first"
-    assert syncer.leases.fates == Fates(16, 0, 8, 8)
+    assert syncer.leases.fates == Fates(16, 0, 0, 8, 8)
 
 
 def leased(*names: str) -> Syncer:
@@ -272,7 +285,7 @@ def test_samples_go_to_others_when_their_learner_does_not_come_back() -> None:
         assert "a" in syncer.leases.holdings
     for now_s in range(22, 26):
         syncer.on_tick(float(now_s))
-    assert "a" not in syncer.leases.holdings and syncer.leases.fates == Fates(16, 0, 8, 8)
+    assert "a" not in syncer.leases.holdings and syncer.leases.fates == Fates(16, 0, 0, 8, 8)
 
 
 def test_samples_of_a_silent_learner_go_to_others_too() -> None:

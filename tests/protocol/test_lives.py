@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diloco_jax.protocol.effects import Adopt, AdoptState, Drop, Send
-from diloco_jax.protocol.learner import JOINING, RECOVERING, TRAINING, Learner, Saved
+from diloco_jax.protocol.learner.machine import JOINING, RECOVERING, TRAINING, Learner, Saved
 from diloco_jax.protocol.messages import (
     SYNCER,
     Advance,
@@ -89,7 +89,7 @@ def test_a_value_of_a_life_that_is_over_speaks_for_it_only(usable: bool) -> None
     assert pair.messages(Expel) == []
     assert pair.notes("merged")[-1].members == (("a", "b") if usable else ("a",))
     assert member.rounds == (2 if usable else 1), "its name's work, whichever life did it"
-    assert pair.syncer.leases.holdings["b"].pending == {}, "the new life has not read those samples"
+    assert pair.syncer.leases.holdings["b"].pending == [], "the new life has not read those samples"
 
 
 # ---- a learner that joins or comes back, alone ----------------------------------------------------------------------
@@ -200,9 +200,13 @@ def test_the_same_value_of_a_newer_life_is_not_adopted_again() -> None:
 
 def test_it_offers_the_global_value_that_it_holds() -> None:
     made = learner(recovers=False)
+    for request in (AnchorRequest(0, -1), AnchorRequest(0, 0)):
+        assert isinstance(made.on_anchor_request(request, 0.0)[0], Drop), "it holds nothing yet"
     greeted(made, 8, 8)
-    assert made.on_anchor_request(AnchorRequest(0, 8), 2.0) == [Send(SYNCER, AnchorValue("c", 1, 0, 8, 78, 0))]
-    for request in (AnchorRequest(0, 4), AnchorRequest(1, 8), AnchorRequest(-1, 8)):
+    for asked in (8, 4):  # it greeted with 4, and has adopted what was on its way to it then
+        told = Send(SYNCER, AnchorValue("c", 1, 0, 8, 78, 0))
+        assert made.on_anchor_request(AnchorRequest(0, asked), 2.0) == [told]
+    for request in (AnchorRequest(0, 9), AnchorRequest(1, 8), AnchorRequest(-1, 8)):
         (drop,) = made.on_anchor_request(request, 2.0)
         assert isinstance(drop, Drop) and "is not held" in drop.reason
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from diloco_jax.protocol.membership import ACTIVE, GONE, JOINING, SILENT, Membership
+from diloco_jax.protocol.membership import ACTIVE, GONE, JOINING, OPEN, SILENT, Membership
 from diloco_jax.protocol.messages import Hello
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.tape import TapedSyncer, replay
 
 EPOCH = 3
 FINGERPRINT = (("model", "abc"), ("sync_every", "24"))
@@ -52,6 +57,36 @@ def test_refusals_say_what_differs_and_what_to_do(message: Hello, words: list[st
 
 def test_the_order_of_the_fingerprint_does_not_matter() -> None:
     assert membership().refusal(hello()._replace(fingerprint=FINGERPRINT[::-1]), EPOCH, 0) == ""
+
+
+def test_what_the_syncer_does_not_know_the_first_learner_says() -> None:
+    members = Membership((*FINGERPRINT, ("corpus", OPEN)), 2, 8)
+    refused = hello("c", sync_every="25", corpus="other")
+    assert members.refusal(refused, EPOCH, 0), "who is refused says nothing"
+    first, same, other = hello("a", corpus="9 tokens"), hello("b", corpus="9 tokens"), hello("c", corpus="8 tokens")
+    assert members.refusal(other, EPOCH, 0) == members.refusal(first, EPOCH, 0) == ""
+    members.join(first, 0.0)
+    assert members.refusal(same, EPOCH, 0) == ""
+    refusal = members.refusal(other, EPOCH, 0)
+    assert "corpus differs: the first learner of the run has 9 tokens, c has 8 tokens" in refusal
+    assert "the same config, on the same data" in refusal
+    assert "corpus differs" in members.refusal(hello("d"), EPOCH, 0), "one that says nothing"
+
+
+def test_what_the_first_learner_said_outlives_the_syncer() -> None:
+    config, fingerprint = ProtocolConfig(sync_every=2, num_fragments=2), (*FINGERPRINT, ("corpus", OPEN))
+    lines: list[str] = []
+    syncer = Syncer(config, 10, fingerprint)
+    taped = TapedSyncer(syncer, lines.append)
+    taped.on_begin((0, 0), 0.0)
+    taped.on_message(hello("a", corpus="9 tokens")._replace(epoch=0), 1.0)
+    from_tape, from_snapshot = Syncer(config, 10, fingerprint), Syncer(config, 10, fingerprint)
+    list(replay(lines, from_tape))
+    from_snapshot.restore(json.loads(json.dumps(syncer.state())))
+    for machine in (syncer, from_tape, from_snapshot):
+        effects = machine.on_message(hello("b", corpus="8 tokens")._replace(epoch=0), 2.0)
+        assert "corpus differs: the first learner of the run has 9 tokens" in str(effects)
+        assert machine.state()["agreed"] == {"corpus": "9 tokens"}
 
 
 def test_an_older_incarnation_is_refused() -> None:

@@ -97,6 +97,7 @@ def test_quorum_grace_and_sync_fit_into_tau_steps(
 @pytest.mark.parametrize(
     ("fresh", "live", "quorum", "closes_s", "now_s", "state", "reason"),
     [
+        (0, 0, 2, None, 5.0, "below quorum", "no learner is live, the quorum is 2"),
         (1, 1, 2, None, 5.0, "below quorum", "1 live learners are fewer than the quorum of 2: training goes on"),
         (0, 2, 2, None, 5.0, "collecting", "0 of 2 learners reported a step, 2 live"),
         (1, 2, 2, 6.0, 7.0, "collecting", "1 of 2 learners reported a step, 2 live"),

@@ -19,7 +19,7 @@ from diloco_jax.protocol.effects import (
     Unstage,
     UnstageState,
 )
-from diloco_jax.protocol.learner import JOINING, STOPPED, TRAINING, Learner, Saved
+from diloco_jax.protocol.learner.machine import JOINING, STOPPED, TRAINING, Learner, Saved
 from diloco_jax.protocol.messages import (
     Adopted,
     Advance,
@@ -45,7 +45,7 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.recovery import STATES_MAX
-from diloco_jax.protocol.syncer import Syncer
+from diloco_jax.protocol.syncer.machine import Syncer
 from tests.protocol.drivers import check_fates
 from tests.protocol.steady import STEADY
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note, Restore, SaveSnapshot, Send
+from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note, Restore, SaveSnapshot
 from diloco_jax.protocol.membership import GONE
 from diloco_jax.protocol.messages import Adopted, AnchorRequest, AnchorValue, Refuse, Stop, Welcome
-from diloco_jax.protocol.syncer import Syncer
+from diloco_jax.protocol.syncer.machine import Syncer
 from tests.protocol.pair import Pair
 from tests.protocol.steady import STEADY
 from tests.protocol.syncer_inputs import digest, fragment, hello, merged, new, only, report, running, sent, value
@@ -188,18 +188,6 @@ def test_the_first_by_name_of_those_who_hold_the_newest_is_asked() -> None:
     assert sent(effects, "a") == [AnchorRequest(1, 1)], "b is gone"
 
 
-def test_an_unanswered_request_is_repeated_to_another_holder() -> None:
-    syncer = lived()
-    syncer.on_restart(**HELD_NONE, now_s=5.0)
-    for name in ("a", "b"):
-        syncer.on_message(hello(name, versions=(0, 1, 0, 0), epoch=1), 6.0)
-    asked = {}
-    for tenth in range(60, 160):
-        effects = syncer.on_tick(tenth / 10)
-        asked |= {e.peer: tenth / 10 for e in effects if isinstance(e, Send) and isinstance(e.message, AnchorRequest)}
-    assert asked == {"b": 9.0, "a": 15.0}, "a was asked at 6.0; b after resend_s, then a after twice as long"
-
-
 def test_a_version_with_other_bits_than_were_made_is_not_taken() -> None:
     syncer = lived()
     syncer.on_restart(**HELD_NONE, now_s=5.0)
@@ -238,38 +226,11 @@ def test_what_a_lost_version_had_merged_is_not_merged() -> None:
     for name in ("a", "b"):
         syncer.on_message(value(name, 1, 1, 1), 1.0)
     merged(syncer, 1, 1.0)
-    assert [holding.pending for holding in syncer.leases.holdings.values()] == [{1: (1, 1)}, {1: (1, 1)}]
+    assert [holding.pending for holding in syncer.leases.holdings.values()] == [[(1, 1, 0, 1)], [(1, 1, 0, 1)]]
     syncer.on_restart(**HELD_NONE, now_s=5.0)
     for name in ("a", "b"):
         syncer.on_message(hello(name, epoch=1), 6.0)
     assert not any(holding.pending for holding in syncer.leases.holdings.values())
-
-
-def test_the_wait_ends_restore_s_after_the_first_is_back() -> None:
-    syncer = lived()
-    syncer.on_restart(**HELD_NONE, now_s=5.0)
-    for now_s in range(6, 60):
-        syncer.on_tick(float(now_s))
-    assert syncer.restoring, "nobody is back, so there is nothing to go on with"
-    syncer.on_message(hello("a", epoch=1), 60.0)
-    syncer.on_tick(69.9)
-    assert syncer.restoring
-    effects = syncer.on_tick(70.0)
-    assert not syncer.restoring and only(effects, Note)[-1].kind == "lost"
-
-
-def test_what_somebody_who_is_back_holds_is_asked_for_behind_the_deadline_but_not_for_ever() -> None:
-    syncer = lived()
-    syncer.on_restart(**HELD_NONE, now_s=5.0)
-    syncer.on_message(hello("a", versions=(0, 1, 0, 0), epoch=1), 6.0)
-    asked = []
-    for tenth in range(60, 270):
-        effects = syncer.on_tick(tenth / 10)
-        asked += [tenth / 10 for e in effects if isinstance(e, Send) and isinstance(e.message, AnchorRequest)]
-        deadline_s = syncer.next_deadline_s()
-        assert deadline_s is not None and deadline_s > tenth / 10 and syncer.restoring
-    assert asked == [9.0, 15.0], "b, who is not back, was waited for until 16.0"
-    assert only(syncer.on_tick(27.0), Note)[-1].kind == "lost" and not syncer.restoring
 
 
 def test_it_waits_for_those_who_were_connected_also_after_a_second_death() -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol.collector import STEPS_MAX
 from diloco_jax.protocol.effects import Adopt, Effect, Send
-from diloco_jax.protocol.learner import Learner
+from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import (
     NO_VERSION,
     Advance,
@@ -20,7 +19,8 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.syncer import Syncer
+from diloco_jax.protocol.syncer.collector import STEPS_MAX
+from diloco_jax.protocol.syncer.machine import Syncer
 from tests.protocol.pair import Pair
 from tests.protocol.syncer_inputs import FINGERPRINT, digest, hello, merged, new, only, running, sent, value
 
@@ -163,7 +163,7 @@ def step(fragment_id: int, base: int, version: int, epoch: int = 1) -> GlobalFra
 
 def take(machine: Learner, message: GlobalFragment) -> list[Effect]:
     assert machine.wants(message, 1.0)
-    machine.on_read(message)
+    machine.on_read(message, 1.0)
     return machine.on_message(message, 1.0)
 
 
@@ -177,9 +177,9 @@ def test_a_step_applies_to_what_was_read_last_adopted_or_not() -> None:
     machine = learner()
     first, second = step(0, 1, 3), step(0, 3, 5)
     assert machine.wants(first, 1.0)
-    machine.on_read(first)
+    machine.on_read(first, 1.0)
     assert machine.wants(second, 1.0), "the training state still has version 1"
-    machine.on_read(second)
+    machine.on_read(second, 1.0)
     assert machine.on_message(second, 2.0) == [Adopt(0, 5)], "the one between is skipped"
     assert machine.on_message(first, 2.0) == []
 
@@ -207,14 +207,14 @@ def test_a_later_life_of_the_syncer_may_go_on_from_an_earlier_version() -> None:
     take(machine, whole(0, 5))
     assert not machine.wants(step(0, 3, 7, epoch=2), 2.0), "5 is lost, and 7 was made of 3"
     assert machine.wants(whole(0, 3, epoch=2), 2.0)
-    machine.on_read(whole(0, 3, epoch=2))
+    machine.on_read(whole(0, 3, epoch=2), 1.0)
     assert machine.wants(step(0, 3, 7, epoch=2), 2.0)
     assert not machine.wants(step(0, 3, 9, epoch=1), 2.0), "late, of the life before"
 
 
 def test_heads_outlive_the_link() -> None:
     machine = learner()
-    machine.on_read(step(0, 1, 3))
+    machine.on_read(step(0, 1, 3), 1.0)
     machine.on_disconnected(2.0)
     machine.on_connected(3.0)
     assert not machine.wants(step(0, 1, 3), 4.0) and machine.wants(step(0, 3, 5), 4.0)

@@ -9,7 +9,7 @@ import pytest
 from diloco_jax.protocol.effects import Discard, Drop, Merge, Note, Part, Send
 from diloco_jax.protocol.membership import ACTIVE, JOINING
 from diloco_jax.protocol.messages import Adopted, FragmentValue, Heartbeat, PullRequest, Refuse, Welcome
-from diloco_jax.protocol.syncer import Syncer
+from diloco_jax.protocol.syncer.machine import Syncer
 from tests.protocol.syncer_inputs import fragment, hello, merged, new, only, report, running, sent, value
 
 # ---- hello ---------------------------------------------------------------------------------------------------------
@@ -156,8 +156,8 @@ def test_merges_when_everybody_answered_in_the_order_of_names() -> None:
     assert effects == [Merge(1, 1, (Part("a", 1, 1, 7, 0, 1), Part("b", 1, 1, 10, 0, 1)))]
     assert merged(syncer, 1, 3.0) == [
         Note("merged", 1, 1, ("a", "b"), ""),
-        Send("a", fragment(1, 1, 1)),
-        Send("b", fragment(1, 1, 1)),
+        Send("a", fragment(1, 1, 1, merged_round=1)),
+        Send("b", fragment(1, 1, 1, merged_round=1)),
     ]
     assert syncer.versions == [0, 1, 0, 0] and (syncer.merged_rounds, syncer.merged_parts) == (1, 2)
     assert syncer.membership.members["a"].rounds == 1

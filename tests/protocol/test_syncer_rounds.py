@@ -10,7 +10,7 @@ from diloco_jax.protocol.effects import Discard, Drop, Merge, Note, Part, Send
 from diloco_jax.protocol.membership import ACTIVE, GONE, SILENT
 from diloco_jax.protocol.messages import Adopted, Advance, Heartbeat, Leave, PullRequest, Stop
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.syncer import Syncer
+from diloco_jax.protocol.syncer.machine import Syncer
 from tests.protocol.syncer_inputs import LEASED, fragment, hello, merged, new, only, report, running, sent, value
 
 # ---- leaving, silence, time ----------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_a_lost_broadcast_is_repaired_when_the_fragment_has_its_next_turn() -> N
             held[fragment_id] = Adopted(step, step, 10 * step)
     assert syncer.versions == [4, 1, 2, 3]
     repaired = {step: sent(syncer.on_message(report("a", step, tuple(held)), float(step))) for step in range(5, 12)}
-    again = [fragment(4, 1, 1)]
+    again = [fragment(4, 1, 1, merged_round=1)]
     assert [step for step, messages in repaired.items() if messages == again] == [5, 10], "ever more seldom"
     held[1] = Adopted(1, 11, 110)
     assert sent(syncer.on_message(report("a", 12, tuple(held)), 12.0)) == [PullRequest(5, 1, 12)]

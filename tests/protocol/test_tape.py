@@ -23,8 +23,8 @@ from diloco_jax.protocol.messages import (
     StateRefused,
     StateRequest,
 )
-from diloco_jax.protocol.syncer import Syncer
-from diloco_jax.protocol.tape import SNAPSHOTS_MAX, TapedSyncer, lives, replay
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.tape import SNAPSHOTS_MAX, TapedSyncer, lives, replay
 from tests.protocol.pair import Pair
 from tests.protocol.steady import STEADY
 from tests.protocol.syncer_inputs import hello, new, report, value

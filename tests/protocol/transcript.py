@@ -39,7 +39,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco_jax.protocol.health import conditions
+from diloco_jax.protocol.watch.health import conditions
 from tests.protocol.pair import Pair
 from tests.protocol.prose import versions_text
 

@@ -10,11 +10,11 @@ import numpy as np
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.merge import MergeConfig
-from diloco_jax.core.outer import Nesterov, OuterConfig, make_outer
+from diloco_jax.core.outer import OuterConfig, make_outer
 from diloco_jax.core.shards import share
 from diloco_jax.protocol.effects import Merge, Part
-from diloco_jax.runtime.arithmetic import LocalShares, Setup
-from diloco_jax.runtime.global_model import GlobalModel, Merged
+from diloco_jax.runtime.model.arithmetic import LocalShares, Setup
+from diloco_jax.runtime.model.global_model import GlobalModel, Merged
 
 SHAPES = {"layer/kernel": (4, 6), "layer/bias": (6,), "embed": (8, 4)}
 FRAGMENTS = 2
@@ -28,7 +28,7 @@ def make_model(
     parameters = {path: rng.normal(size=shape).astype(np.float32) for path, shape in SHAPES.items()}
     plan, settings = plan_fragments(SHAPES, FRAGMENTS), MergeConfig(**merge)  # type: ignore[arg-type]
     how = make_outer(outer or OuterConfig(learning_rate=0.7, momentum=0.9))
-    shares = share(plan, settings, shards, cut=isinstance(how, Nesterov))
+    shares = share(plan, settings, shards, cut=how.elementwise)
     arithmetic = LocalShares(Setup(shares, how, "float32", wire_down, 2))
     factor = settings.outlier_factor
     return GlobalModel(plan, parameters, arithmetic, weights="tokens2_per_step", outlier_factor=factor)
@@ -51,6 +51,5 @@ def order(model: GlobalModel, step: int, fragment_id: int, names: str, steps: in
 def merge(model: GlobalModel, step: int, payloads: Mapping[str, bytes], fragment_id: int = 0, steps: int = 1) -> Merged:
     """A round from its values to its publication."""
     merged = model.merge(order(model, step, fragment_id, "".join(sorted(payloads)), steps), payloads)
-    if merged.state is not None:
-        model.publish(merged)
+    model.publish(merged)
     return merged

@@ -7,7 +7,7 @@ from typing import Any
 
 from diloco_jax.protocol.effects import Adopt, AdoptState, Effect, SaveState, Send, StageState
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Message
-from diloco_jax.runtime.learner_tape import LearnerTape, learner_tape_path
+from diloco_jax.runtime.learner.tape import LearnerTape, learner_tape_path
 from tests.protocol.pair import Pair
 
 LOSS = 2.5

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.runtime.files import ADDRESS_FILE
-from diloco_jax.runtime.telemetry import read_metrics
+from diloco_jax.runtime.records.files import ADDRESS_FILE
+from diloco_jax.runtime.records.telemetry import read_metrics
 from tests.runtime.helpers import (
     SLOW_STEP_S,
     STEP_S,

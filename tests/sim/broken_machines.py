@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from diloco_jax.protocol.effects import AdoptState, Effect, Merge, Send, UnstageState
-from diloco_jax.protocol.heads import STALE
-from diloco_jax.protocol.learner import RECOVERING, TRAINING, Learner
+from diloco_jax.protocol.learner.heads import STALE
+from diloco_jax.protocol.learner.machine import RECOVERING, TRAINING, Learner
 from diloco_jax.protocol.leases import Batch, LeaseBook
 from diloco_jax.protocol.membership import Held, Member
-from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment, StatePart, SyncerMessage
+from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment, PullRequest, StatePart, SyncerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.syncer import Syncer
+from diloco_jax.protocol.syncer.machine import Syncer
 
 
 class Diligent(Syncer):
@@ -33,6 +33,24 @@ class Lenient(Syncer):
 
     def on_merged(self, global_step: int, digest: int, left_out: tuple[str, ...], now_s: float) -> list[Effect]:
         return super().on_merged(global_step, digest, (), now_s)
+
+
+class Flatterer(Syncer):
+    """Tells everybody that every version holds a value of theirs."""
+
+    def _global(self, *args: Any, **how: Any) -> Send:
+        send = super()._global(*args, **how)
+        assert isinstance(send.message, GlobalFragment)
+        return send._replace(message=send.message._replace(merged_round=send.message.version))
+
+
+class Discreet(Syncer):
+    """Tells nobody whose values a version holds."""
+
+    def _global(self, *args: Any, **how: Any) -> Send:
+        send = super()._global(*args, **how)
+        assert isinstance(send.message, GlobalFragment)
+        return send._replace(message=send.message._replace(merged_round=NO_VERSION))
 
 
 class Patient(Syncer):
@@ -102,9 +120,16 @@ class GivesTwice(LeaseBook):
 class Optimist(LeaseBook):
     """Believes that every merge arrives."""
 
-    def on_merged(self, learner_id: str, fragment_id: int, version: int, samples: int) -> None:
-        super().on_merged(learner_id, fragment_id, version, samples)
+    def on_merged(self, learner_id: str, fragment_id: int, version: int, samples: int, since: int = 0) -> None:
+        super().on_merged(learner_id, fragment_id, version, samples, since)
         self.confirm(fragment_id, version)
+
+
+class Overcounter(LeaseBook):
+    """Counts as merged what adoption has overwritten."""
+
+    def on_merged(self, learner_id: str, fragment_id: int, version: int, samples: int, since: int = 0) -> None:
+        super().on_merged(learner_id, fragment_id, version, samples)
 
 
 def with_book(make: type[LeaseBook]) -> Callable[..., Syncer]:
@@ -156,33 +181,33 @@ class Gullible(Learner):
 class Wasteful(Syncer):
     """Sends every value whole, although it could send steps."""
 
-    def _global(self, member: Member, newest: GlobalFragment, *args: Any) -> Send:
-        member.will_hold[newest.fragment_id] = Held(NO_VERSION, 0)
-        return super()._global(member, newest, *args)
+    def _global(self, member: Member, fragment_id: int, *args: Any, **kwargs: Any) -> Send:
+        member.will_hold[fragment_id] = Held(NO_VERSION, 0)
+        return super()._global(member, fragment_id, *args, **kwargs)
 
 
 class Presumptuous(Syncer):
     """Believes that everybody holds what a step starts from."""
 
-    def _global(self, member: Member, newest: GlobalFragment, *args: Any) -> Send:
-        if newest.fragment_id in self._bases:
-            member.will_hold[newest.fragment_id] = self._bases[newest.fragment_id]
-        return super()._global(member, newest, *args)
+    def _global(self, member: Member, fragment_id: int, *args: Any, **kwargs: Any) -> Send:
+        if fragment_id in self._bases:
+            member.will_hold[fragment_id] = self._bases[fragment_id]
+        return super()._global(member, fragment_id, *args, **kwargs)
 
 
 class Insistent(Syncer):
     """Sends the same step again and again."""
 
-    def _global(self, member: Member, newest: GlobalFragment, *args: Any) -> Send:
-        member.sent.pop(newest.fragment_id, None)
-        return super()._global(member, newest, *args)
+    def _global(self, member: Member, fragment_id: int, *args: Any, **kwargs: Any) -> Send:
+        member.sent.pop(fragment_id, None)
+        return super()._global(member, fragment_id, *args, **kwargs)
 
 
 class Confused(Syncer):
     """Names another base than that of the step which its driver has."""
 
-    def _global(self, *args: Any) -> Send:
-        send = super()._global(*args)
+    def _global(self, *args: Any, **kwargs: Any) -> Send:
+        send = super()._global(*args, **kwargs)
         assert isinstance(send.message, GlobalFragment)
         return send._replace(message=send.message._replace(base=send.message.base + (send.message.base > 0)))
 
@@ -199,3 +224,28 @@ class Hesitant(Learner):
 
     def _update_state(self, now_s: float) -> list[Effect]:
         return [] if self.state == RECOVERING else super()._update_state(now_s)
+
+
+class Polite(Learner):
+    """Waits for the fragment it was asked for, although steps overlap."""
+
+    waits = False
+
+    def may_step(self) -> bool:
+        return super().may_step() and not self.waits
+
+    def on_pull(self, message: PullRequest, now_s: float) -> list[Effect]:
+        self.waits = True
+        return super().on_pull(message, now_s)
+
+    def on_global(self, message: GlobalFragment, now_s: float) -> list[Effect]:
+        self.waits = False
+        return super().on_global(message, now_s)
+
+
+class Distracted(Learner):
+    """Takes the clock of a pull over while a step runs."""
+
+    def on_pull(self, message: PullRequest, now_s: float) -> list[Effect]:
+        self.global_step = max(self.global_step, message.global_step)
+        return super().on_pull(message, now_s)

@@ -9,12 +9,12 @@ import pytest
 from diloco_jax.protocol.effects import Adopt, Effect, Merge, Note
 from diloco_jax.protocol.messages import FragmentValue, Hello, LearnerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.sim.checks.verdict import Timeline, Verdict, judge
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.faults import NEVER_S, WEIGHTS, Fault, random_faults
 from diloco_jax.sim.network import NetworkOptions
-from diloco_jax.sim.node import Node, Observer
+from diloco_jax.sim.node import LearnerProcess, Observer
 from diloco_jax.sim.scenario import Scenario
-from diloco_jax.sim.verdict import Timeline, Verdict, judge
 
 SMALL = ProtocolConfig(sync_every=4, num_fragments=4, lease_s=4.0, heartbeat_s=1.0, resend_s=0.5, pull_timeout_s=5.0)
 
@@ -49,7 +49,7 @@ def test_a_quorum_of_all_needs_no_grace(overlap_steps: int) -> None:
 
 
 class Steps(Observer):
-    """When each learner's steps began and ended, who was merged when, and what was adopted."""
+    """Times of each learner's steps, who was merged when, and what was adopted."""
 
     def __init__(self) -> None:
         self.began: dict[str, list[float]] = {}
@@ -60,8 +60,8 @@ class Steps(Observer):
         self.values = 0  # that reached the syncer
         self.greetings = 0
 
-    def on_step(self, node: Node, began: bool, now_s: float) -> None:
-        (self.began if began else self.ended).setdefault(node.name, []).append(now_s)
+    def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
+        (self.began if began else self.ended).setdefault(process.name, []).append(now_s)
 
     def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
         self.values += isinstance(message, FragmentValue)

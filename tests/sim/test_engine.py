@@ -12,13 +12,15 @@ import pytest
 from diloco_jax.protocol.messages import FragmentValue, Heartbeat, Message
 from diloco_jax.sim.engine import Engine
 from diloco_jax.sim.faults import NEVER_S
-from diloco_jax.sim.network import Link, Network, NetworkOptions
+from diloco_jax.sim.network import Network, NetworkOptions, SimulatedLink
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_simulator_needs_no_array_library() -> None:
-    code = "import sys, diloco_jax.sim, diloco_jax.sim.cli; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    code = (
+        "import sys, diloco_jax.sim, diloco_jax.sim.__main__; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr or "diloco_jax.sim imports jax or numpy"
 
@@ -66,9 +68,9 @@ class Wire:
         self.engine = Engine(seed)
         self.network = Network(self.engine, NetworkOptions(**options), faultless=faultless)
         self.arrived: list[tuple[float, int]] = []
-        self.link = Link("a", 1, None, self._arrive, self._arrive)
+        self.link = SimulatedLink("a", 1, None, self._arrive, self._arrive)
 
-    def _arrive(self, item: tuple[Link, Any]) -> None:
+    def _arrive(self, item: tuple[SimulatedLink, Any]) -> None:
         self.arrived.append((round(self.engine.now_s, 9), item[1].incarnation))
 
     def send(self, number: int, payload_bytes: int | None = None) -> None:

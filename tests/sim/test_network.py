@@ -8,7 +8,7 @@ import pytest
 
 from diloco_jax.protocol.messages import Advance, GlobalFragment
 from diloco_jax.sim.engine import Engine
-from diloco_jax.sim.network import Link, Network, NetworkOptions
+from diloco_jax.sim.network import Network, NetworkOptions, SimulatedLink
 
 
 class Way:
@@ -19,9 +19,11 @@ class Way:
         self.network = Network(self.engine, NetworkOptions(delay_s=0.25, **options), faultless=False)
         self.up: list[tuple[float, int]] = []
         self.down: list[tuple[float, int]] = []
-        self.link = Link("a", 1, None, lambda item: self._came(self.up, item), lambda item: self._came(self.down, item))
+        self.link = SimulatedLink(
+            "a", 1, None, lambda item: self._came(self.up, item), lambda item: self._came(self.down, item)
+        )
 
-    def _came(self, where: list[tuple[float, int]], item: tuple[Link, Any]) -> None:
+    def _came(self, where: list[tuple[float, int]], item: tuple[SimulatedLink, Any]) -> None:
         where.append((self.engine.now_s, item[1].global_step))
 
     def send(self, at_s: float, number: int, payload_bytes: int | None = None) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.sim import cli
+from diloco_jax.sim import __main__ as cli
+from diloco_jax.sim.checks.verdict import command, judge
 from diloco_jax.sim.faults import WEIGHTS
 from diloco_jax.sim.scenario import LEARNERS_MAX, Scenario, random_scenario
-from diloco_jax.sim.verdict import command, judge
 
 SEEDS = range(200)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,12 +11,12 @@ import pytest
 from diloco_jax.protocol.effects import Effect, Merge, Note, Send
 from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment, Hello, LearnerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.sim.checks.verdict import judge
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.faults import Fault
 from diloco_jax.sim.network import NetworkOptions
-from diloco_jax.sim.node import Node, Observer
+from diloco_jax.sim.node import LearnerProcess, Observer
 from diloco_jax.sim.scenario import Scenario
-from diloco_jax.sim.verdict import judge
 
 FRAGMENTS = 8
 CALM = Scenario(
@@ -29,7 +30,7 @@ CALM = Scenario(
 
 
 class Watch(Observer):
-    """What was sent to whom, when rounds closed and were merged, and when steps ended."""
+    """Messages by receiver, times at which rounds closed and were merged, and ends of steps."""
 
     def __init__(self) -> None:
         self.whole: Counter[str] = Counter()
@@ -52,9 +53,9 @@ class Watch(Observer):
     def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
         self.greetings[message.learner_id] += isinstance(message, Hello)
 
-    def on_step(self, node: Node, began: bool, now_s: float) -> None:
+    def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         if not began:
-            self.ended.setdefault(node.name, []).append(now_s)
+            self.ended.setdefault(process.name, []).append(now_s)
 
 
 def watched(scenario: Scenario) -> Watch:
@@ -111,3 +112,113 @@ def test_rounds_pass_one_that_waits_for_a_thin_link_and_nobody_steps_later() -> 
         assert max(gaps) <= CALM.longest_step_s + 1e-9
     ends = [max(watch.merged_s.values()) for watch in (calm, slow)]
     assert ends[1] < 1.2 * ends[0], f"rounds of both runs end after {ends} s"
+
+
+# ---- the way of a broadcast ------------------------------------------------------------------------------------------
+
+
+class Ways(Watch):
+    """Adds when each learner had read each round's result, and how long steps took."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read_s: dict[tuple[int, str], float] = {}
+        self._began_s: dict[str, float] = {}
+        self._steps_s: dict[str, list[float]] = {}
+
+    def on_read(self, process: LearnerProcess, message: GlobalFragment, ok: bool, now_s: float) -> None:
+        self.read_s.setdefault((message.version, process.name), now_s)
+
+    def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
+        if began:
+            self._began_s[process.name] = now_s
+        else:
+            self._steps_s.setdefault(process.name, []).append(now_s - self._began_s[process.name])
+
+    @property
+    def step_s(self) -> float:
+        """Return a step's time as the syncer takes it: the lower median of the learners."""
+        means = sorted(sum(times) / len(times) for times in self._steps_s.values())
+        return means[(len(means) - 1) // 2]
+
+    def takes_s(self, names: Sequence[str]) -> list[float]:
+        """Return the seconds from a round's opening, when the one before closed, until each member had its result."""
+        members = {merge.global_step: [part.learner_id for part in merge.parts] for merge in self.merges}
+        rounds = range(60, max(members) - 5)  # the averages have settled, and learners have not begun to leave
+        return sorted(
+            self.read_s[r, name] - self.closed_s[r - 1] for r in rounds for name in names if name in members[r]
+        )
+
+    @property
+    def contributors(self) -> float:
+        return sum(len(merge.parts) for merge in self.merges) / len(self.merges)
+
+
+def on_its_way(down_s: float, spread: float, slow: tuple[str, ...] = (), jitter_s: float | None = None) -> Ways:
+    """A run in which a step to a new version takes so long on the downlink, for all learners or for some.
+
+    With a jitter every message also waits for the versions before it: as on a shaped link, so do requests.
+    """
+    thin = tuple((name, 1e6) for name in slow)
+    network = NetworkOptions(
+        bandwidth_bytes_per_s=0.0 if slow else 1e6,
+        thin_links=thin,
+        one_queue=jitter_s is not None,
+        jitter_s=jitter_s or 0.0,
+    )
+    scenario = replace(
+        CALM,
+        config=replace(CALM.config, quorum=1),
+        total_steps=200,
+        network=network,
+        payload_bytes=20_000,
+        step_bytes=int(1e6 * down_s),
+        speed_spread=spread,
+    )
+    ways, cluster = Ways(), Cluster(scenario, taped=False)
+    cluster.watch(ways)
+    cluster.run(10_000.0)
+    assert cluster.complete
+    return ways
+
+
+@pytest.mark.parametrize(
+    ("down_s", "spread"), [(0.5, 0.5), (0.95, 0.1), (0.95, 0.5), (1.1, 0.5), (0.95, 1.0), (1.1, 1.0)]
+)
+def test_on_a_slow_downlink_rounds_end_within_tau(down_s: float, spread: float) -> None:
+    """The window used to forget the way down: of (1.1, 0.5) 58 % of the values came later than tau steps."""
+    ways = on_its_way(down_s, spread)
+    takes_s, limit_s = ways.takes_s(CALM.names), CALM.config.overlap_steps * ways.step_s
+    late = [took_s for took_s in takes_s if took_s > 1.03 * limit_s]
+    assert len(late) <= 0.07 * len(takes_s), f"{len(late)} of {len(takes_s)} after more than {limit_s:.2f} s"
+    assert takes_s[-1] <= 1.1 * limit_s
+    assert ways.contributors > 3.3, "and the window is not closed for it"
+
+
+@pytest.mark.parametrize("jitter_s", [0.0, 0.1])
+@pytest.mark.parametrize(("down_s", "spread"), [(0.5, 0.5), (0.95, 0.5), (0.95, 1.0), (1.1, 1.0)])
+def test_a_queue_on_a_slow_downlink_drains(down_s: float, spread: float, jitter_s: float) -> None:
+    """Requests wait behind versions: two rounds then merge at once, their results share the link, and so it went on.
+
+    Without slowing down for waits 93 % of the values of (0.95, 0.5) came later than tau steps, the last after 4.2 s.
+    """
+    ways = on_its_way(down_s, spread, jitter_s=jitter_s)
+    takes_s, limit_s = ways.takes_s(CALM.names), CALM.config.overlap_steps * ways.step_s
+    late = [took_s for took_s in takes_s if took_s > 1.03 * limit_s]
+    assert len(late) <= 0.1 * len(takes_s), f"{len(late)} of {len(takes_s)} after more than {limit_s:.2f} s"
+    assert takes_s[-1] <= 1.2 * limit_s
+    assert ways.contributors > 3.2, "and the window is not closed for it"
+
+
+def test_a_downlink_that_carries_less_than_a_round_per_step_does_not_fall_behind() -> None:
+    """Rounds keep to its pace, so nothing piles up: at 7 s and growing it did."""
+    ways = on_its_way(1.1, 0.1)
+    assert ways.takes_s(CALM.names)[-1] < 2.6
+    assert ways.contributors == pytest.approx(4.0, abs=0.1)
+
+
+def test_one_slow_downlink_closes_nobody_elses_window() -> None:
+    ways = on_its_way(2.5, 0.1, slow=("island-3",))
+    others = ways.takes_s(CALM.names[:3])
+    assert others[len(others) * 9 // 10] <= 1.3, "as with four fast links"
+    assert ways.contributors > 2.9

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_jax.training.data import (
+    WHOLE_BYTES,
     DataConfig,
     SampleOrder,
     Source,
     Windows,
+    check_source,
+    described,
     eval_batches,
     load_source,
     train_iterator,
@@ -137,6 +142,13 @@ def test_a_token_file_is_mapped_and_its_ids_checked(tmp_path: Path, dtype: str) 
         list(eval_batches(narrow, 1, 10))
 
 
+@pytest.mark.parametrize("config", [DataConfig(), DataConfig(path=__file__, held_out_fraction=0.5)])
+def test_a_corpus_is_checked_from_its_size_alone(config: DataConfig) -> None:
+    check_source(config, seq_len=16, eval_batch_size=4)
+    with pytest.raises(ValueError, match="make no batch of"):
+        check_source(config, seq_len=16, eval_batch_size=10**6)
+
+
 def test_the_standard_library_is_a_corpus_without_its_tests() -> None:
     source = load_source(DataConfig(), seq_len=256)
     text = source.train.ids[:].tobytes() + source.held_out.ids.tobytes()
@@ -204,3 +216,49 @@ def test_one_shard_reads_the_global_order() -> None:
 def test_a_batch_of_no_positions_is_refused(ranges: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(ValueError, match="no positions from 0 on"):
         SampleOrder(numbered(20), seed=5).batch(ranges)
+
+
+# ---- which corpus ---------------------------------------------------------------------------------------------------
+
+
+def corpus_of(config: DataConfig) -> str:
+    return load_source(config, 8).corpus
+
+
+def test_a_corpus_is_known_by_what_it_holds_not_by_where_it_lies(tmp_path: Path) -> None:
+    for name, text in (("one", "a text " * 200), ("two", "a text " * 200), ("else", "a test " * 200)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file.txt").write_text(text, encoding="utf-8")
+    one, two, other = (corpus_of(DataConfig(path=str(tmp_path / name))) for name in ("one", "two", "else"))
+    assert one == two != other
+    assert one.startswith("1,401 tokens with digest ") and other.startswith("1,401 tokens")
+
+
+@pytest.mark.parametrize("size", [1000, WHOLE_BYTES, WHOLE_BYTES + 4096, 5 * WHOLE_BYTES])
+def test_a_digest_sees_both_ends_and_the_length(size: int) -> None:
+    ids = np.zeros(size // 2, np.uint16)
+    found = [described(ids), described(ids[:-1])]
+    for place in (0, -1):
+        changed = ids.copy()
+        changed[place] = 1
+        found.append(described(changed))
+    assert len(set(found)) == 4
+
+
+def test_other_text_of_the_same_length_has_another_digest() -> None:
+    rng = np.random.default_rng(3)
+    one, two = (rng.integers(0, 256, 2 * WHOLE_BYTES).astype(np.uint8) for _ in range(2))
+    assert described(one) != described(two)
+
+
+def test_a_huge_token_file_is_described_in_a_moment(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    path.touch()
+    os.truncate(path, 100 * 10**9)  # a hole: takes no space
+    ids = np.memmap(path, "<u2", mode="r")
+    took_s = []
+    for _ in range(5):
+        began_s = time.perf_counter()
+        assert described(ids).startswith("50,000,000,000 tokens with digest ")
+        took_s.append(time.perf_counter() - began_s)
+    assert min(took_s) < 0.1

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from diloco_jax.core.kinds import Kind
 from diloco_jax.training.optimizers import OptimizerConfig, learning_rate, make_inner
 
 
@@ -78,7 +79,7 @@ def test_muon_treats_each_layer_of_a_stack_alone() -> None:
     rng = np.random.default_rng(2)
     layers = [jnp.asarray(rng.normal(size=(4, 6)), jnp.float32) for _ in range(3)]
     stack = {"b/kernel": jnp.stack(layers), "b/scale": jnp.ones((3, 4))}
-    tx = make_inner(config, stack, stacked={"b/kernel": 1, "b/scale": 1})
+    tx = make_inner(config, stack, kinds={"b/kernel": Kind("matrix", 1), "b/scale": Kind("vector", 1)})
     stacked, _ = tx.update(stack, tx.init(stack), stack)
     for i, layer in enumerate(layers):
         one = {"b/kernel": layer, "b/scale": jnp.ones(4)}

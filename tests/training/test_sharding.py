@@ -11,17 +11,17 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from diloco_jax.core import codec
-from diloco_jax.core.fragments import FragmentConfig, plan_fragments
+from diloco_jax.core.fragments import FragmentConfig
 from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.exchange.windows import windows_of
 from diloco_jax.training.models.protocol import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
-from diloco_jax.training.sharding import Layout, MeshConfig, constrain, gather, make_mesh, use_layout
-from diloco_jax.training.windows import windows_of
+from diloco_jax.training.sharding import MeshConfig, MeshLayout, constrain, gather, make_mesh, use_layout
 
 
-def layout(**sizes: int) -> Layout:
+def layout(**sizes: int) -> MeshLayout:
     config = MeshConfig(**sizes)
-    return Layout(make_mesh(config, jax.devices()[: config.data * config.fsdp * config.expert * config.tensor]))
+    return MeshLayout(make_mesh(config, jax.devices()[: config.data * config.fsdp * config.expert * config.tensor]))
 
 
 def test_the_remaining_devices_go_where_the_minus_one_is() -> None:
@@ -54,7 +54,7 @@ def test_names_become_mesh_axes_where_they_divide() -> None:
 
 def test_rules_of_a_mesh_take_the_place_of_the_defaults() -> None:
     config = MeshConfig(data=2, fsdp=2, rules={"embed": ("data", "fsdp"), "mlp": ()})
-    mine = Layout(make_mesh(config, jax.devices()[:4]), config.all_rules())
+    mine = MeshLayout(make_mesh(config, jax.devices()[:4]), config.all_rules())
     assert mine.sharding((8, 8), ("embed", "mlp")).spec == P(("data", "fsdp"), None)
     assert mine.sharding((8, 8), ("vocab", None)).spec == P(("fsdp",), None)
     assert mine.gathers and not layout(data=2, tensor=2).gathers
@@ -106,8 +106,7 @@ WIDTHS = {"dim": 64, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "mlp_dim"
 def test_every_shard_holds_whole_wire_blocks(module: str, scan_layers: bool) -> None:
     model = ModelConfig(module=f"diloco_jax.training.models.{module}", args={**WIDTHS, "scan_layers": scan_layers})
     blueprint = Blueprint(model, OptimizerConfig(), MeshConfig(fsdp=8), jax.devices(), seed=0)
-    axes = FragmentConfig().axes(blueprint.shapes)
-    plan = plan_fragments(blueprint.shapes, 6, split_axis=axes)
+    plan = FragmentConfig().plan(blueprint.shapes, blueprint.kinds, 6)
     for window in (w for fragment in plan.fragments for w in windows_of(fragment, blueprint.tensors)):
         assert window.block_dim is not None, window.part.key
         large = math.prod(window.tensor) >= 8 * codec.BLOCK

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from diloco_jax.training.models.protocol import load_model, split_model
+from diloco_jax.training.optimizers import OptimizerConfig, make_inner
 from diloco_jax.training.train_step import TrainState, make_train_step, model_loss
 
 ARGS = {"vocab_size": 8, "dim": 4, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 2, "mlp_dim": 4}
@@ -54,3 +55,18 @@ def test_a_batch_that_cannot_be_split_is_refused() -> None:
     with pytest.raises(ValueError, match="make the batch size a multiple of 3"):
         batch = {"tokens": jnp.zeros((4, 6), jnp.int32)}
         make_train_step(graphdef, tx, 3)(TrainState(params, tx.init(params)), batch, jnp.float32(0.1))
+
+
+@pytest.mark.parametrize("inner", ["adamw", "muon"])
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_parameters_and_their_moments_stay_narrow(dtype: str, accumulate_steps: int, inner: str) -> None:
+    """What is compiled for one type cannot be called with another."""
+    graphdef, params = split_model(load_model("diloco_jax.training.models.decoder:Decoder", ARGS, 0))
+    narrow = {path: jax.ShapeDtypeStruct(value.shape, dtype) for path, value in params.items()}
+    tx = make_inner(OptimizerConfig(name=inner), narrow)
+    state = TrainState(narrow, jax.eval_shape(tx.init, narrow))  # type: ignore[arg-type]
+    batch = {"tokens": jax.ShapeDtypeStruct((4, 6), jnp.int32)}
+    step = make_train_step(graphdef, tx, accumulate_steps)
+    after, _ = jax.eval_shape(step, state, batch, jax.ShapeDtypeStruct((), jnp.float32))
+    assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, state)

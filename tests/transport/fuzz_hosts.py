@@ -1,24 +1,40 @@
-"""Fuzz targets of what the hosts of an island say: parts of payloads, and frames of the island's own network."""
+"""Fuzz targets of what the hosts of an island say: parts of payloads, and commands."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import numpy as np
 
 from diloco_jax.core.parts import concat, cut_part, join_parts, pack_part, runs_of_box
-from diloco_jax.transport.group_wire import (
-    HEARTBEAT,
-    REASON_LENGTH_MAX,
-    Connection,
-    GroupConfig,
-    GroupInbox,
-    Outgoing,
+from diloco_jax.protocol.messages import GlobalFragment
+from diloco_jax.transport.group.commands import (
+    HostAdopt,
+    HostAnswer,
+    HostArrival,
+    HostLeaf,
+    HostLoadState,
+    HostMeet,
+    HostPutBatch,
+    HostStep,
+    HostStop,
+    SampleRange,
 )
 from tests.transport.fuzz_inputs import PAYLOAD_BYTES_MAX, framed, unframed
 
 WHOLE = bytes(range(60))
+VALUE = GlobalFragment(5, 1, 5, 1, 1 << 60, 90)
+COMMANDS = (
+    HostMeet(3, (("seed", "0"), ("mesh", "fsdp"))),
+    HostPutBatch((SampleRange(0, 8), SampleRange(16, 24))),
+    HostStep(0.5),
+    HostArrival(7, VALUE),
+    HostAdopt(7, VALUE),
+    HostLeaf(8, -1, "params/w"),
+    HostLoadState(9, (0, 1)),
+    HostAnswer(9, "no"),
+    HostStop(),
+)
 
 
 def host_parts() -> list[bytes]:
@@ -47,34 +63,4 @@ def run_parts(data: bytes) -> None:
             assert sum(len(buffer) for buffer in cut[1:]) <= len(part)
 
 
-class Arrived:
-    """A socket of which these bytes came, then nothing."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-    def recv_into(self, view: memoryview) -> int:
-        count = min(len(view), len(self.data))
-        view[:count], self.data = self.data[:count], self.data[count:]
-        return count
-
-
-def run_group(data: bytes) -> None:
-    """Frames between the hosts of an island."""
-    connection = Connection(1, GroupConfig(payload_bytes_max=PAYLOAD_BYTES_MAX), GroupInbox())
-    arrived: Any = Arrived(data)
-    with contextlib.suppress(ValueError, EOFError, RecursionError):
-        while True:
-            item = connection._receive(arrived)
-            assert isinstance(item.head, dict) and len(item.payload) <= PAYLOAD_BYTES_MAX
-            assert len(item.reason) <= REASON_LENGTH_MAX
-
-
-GROUP_FRAMES = (
-    HEARTBEAT.prefix,
-    Outgoing.of({"op": "x", "n": [1, 2.5, None]}, b"", GroupConfig()).prefix,
-    Outgoing.of({}, WHOLE, GroupConfig()).prefix + WHOLE,
-    Outgoing.goodbye("done").prefix,
-)
-GROUP_SEEDS = (b"".join(GROUP_FRAMES), *GROUP_FRAMES)
 PARTS_SEEDS = (framed(*host_parts()), framed(*host_parts()[:2], b""))

@@ -12,11 +12,12 @@ import typing
 from typing import Any
 
 from diloco_jax.protocol.effects import AdoptState, Merge, Send
-from diloco_jax.protocol.learner import STOPPED, Learner
+from diloco_jax.protocol.learner.machine import STOPPED, Learner
 from diloco_jax.protocol.messages import (
     Adopted,
     AnchorRequest,
     AnchorValue,
+    Arrived,
     FragmentValue,
     GlobalFragment,
     Heartbeat,
@@ -33,8 +34,8 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.syncer import Syncer
-from diloco_jax.protocol.tape import TapedSyncer
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.transport import wire
 from diloco_jax.transport.limits import COUNTER_MAX
 from diloco_jax.transport.proto import diloco_pb2 as pb
@@ -100,6 +101,10 @@ def message_of(kind: Any, source: Source) -> Message:
         elif name == "adopted":
             rows = [(source.number(-1), source.number(), source.number()) for _ in range(source.count())]
             values[name] = tuple(Adopted(*row) for row in rows)
+        elif name == "arrived":
+            values[name] = tuple(
+                Arrived(source.number(), source.number(), source.number(-1) / 4) for _ in range(source.count())
+            )
         elif name in ("versions", "digests"):
             least = -1 if name == "versions" else 0
             values[name] = tuple(source.number(least) for _ in range(source.count()))

@@ -18,16 +18,16 @@ from google.protobuf.message import DecodeError
 
 from diloco_jax.core import codec
 from diloco_jax.protocol.messages import FragmentValue, Message
-from diloco_jax.protocol.tape import replay
-from diloco_jax.training.state_bytes import StateLayout
+from diloco_jax.protocol.syncer.tape import replay
+from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.transport import calls, wire
-from diloco_jax.transport.assembly import Assembly
-from diloco_jax.transport.certificates import learner_names
 from diloco_jax.transport.link import HOSTS_MAX, STRIPES_MAX, SYNCER_HOST, check_name, split_address
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.security import TOKEN_KEY, Denied, Gate
-from diloco_jax.transport.sessions import Refused
+from diloco_jax.transport.session.assembly import Assembly
+from diloco_jax.transport.session.sessions import Refused
+from diloco_jax.transport.trust.certificates import learner_names
+from diloco_jax.transport.trust.security import TOKEN_KEY, Denied, Gate
 from tests.transport import fuzz_hosts, fuzz_machines
 from tests.transport.fuzz_inputs import PAYLOAD_BYTES_MAX, framed, unframed
 from tests.transport.fuzz_machines import EXAMPLES
@@ -77,7 +77,7 @@ class BulkLane:
     def __init__(self, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
         self.partials = Partials(payload_bytes_max, 60.0)
         self.assembly = Assembly(payload_bytes_max, self.partials)
-        self.reader = wire.Reader(HEADER, tuple(type(example) for example in EXAMPLES))
+        self.reader = wire.Reader(HEADER, tuple(type(example) for example in (*EXAMPLES, *fuzz_hosts.COMMANDS)))
         self.came: list[tuple[Message, bytes]] = []
 
     def feed(self, raw: bytes) -> wire.Goodbye | wire.Ready | None:
@@ -294,7 +294,7 @@ def with_chunk(body: bytes) -> bytes:
 
 
 def with_bodies(*extra: bytes) -> tuple[bytes, ...]:
-    return (*(wire.pack_body(example) for example in EXAMPLES), *extra)
+    return (*(wire.pack_body(example) for example in (*EXAMPLES, *fuzz_hosts.COMMANDS)), *extra)
 
 
 TARGETS = {
@@ -332,7 +332,6 @@ TARGETS = {
         ),
         Target("state", (state_bytes(STATE), state_bytes({**STATE, "x": np.zeros((2, 3), np.float64)})), run_state),
         Target("parts", fuzz_hosts.PARTS_SEEDS, fuzz_hosts.run_parts),
-        Target("group", fuzz_hosts.GROUP_SEEDS, fuzz_hosts.run_group),
         Target("syncer_machine", fuzz_machines.SYNCER_SEEDS, fuzz_machines.run_syncer),
         Target("learner_machine", fuzz_machines.LEARNER_SEEDS, fuzz_machines.run_learner),
         Target("tape", fuzz_machines.TAPE_SEEDS, run_tape),

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.transport import assembly, security, wire
+from diloco_jax.transport import wire
+from diloco_jax.transport.session import assembly
+from diloco_jax.transport.trust import security
 from tests.transport import fuzz_targets
 from tests.transport.fuzz_inputs import framed, mutate
 from tests.transport.fuzz_targets import FRAMES, TARGETS, value_frames

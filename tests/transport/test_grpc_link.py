@@ -159,11 +159,11 @@ def test_one_broken_connection_ends_both(listener: GrpcListener) -> None:
     link = connect(listener.address)
     link.send(Heartbeat("a", 0))
     assert hear(listener).message == Heartbeat("a", 0)
-    link._channels[1].close()  # bulk
+    link._streams._channels[1].close()  # bulk
     for side in (link, listener):
         delivery = hear(side)
         assert delivery.kind == "disconnected" and "bulk connection" in delivery.reason
-    for ended in link._ended:
+    for ended in link._streams._ended:
         assert ended.wait(WAIT_S)
     link.close(1.0)
     assert link.receive(0) is None and listener.receive(0) is None

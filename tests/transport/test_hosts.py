@@ -17,13 +17,14 @@ from diloco_jax.core.merge import MergeConfig
 from diloco_jax.core.parts import concat, pack_part, runs_of_box
 from diloco_jax.core.shards import share, split
 from diloco_jax.protocol.messages import Advance, FragmentValue, Heartbeat, Hello
-from diloco_jax.transport import certificates, grpc_link, link
+from diloco_jax.transport import grpc_link, link
 from diloco_jax.transport.calls import read_header
 from diloco_jax.transport.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import Delivery, Rejected, TransportConfig, TransportError
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.sessions import Refused
+from diloco_jax.transport.session.sessions import Refused
 from diloco_jax.transport.sharded import Dialler
+from diloco_jax.transport.trust import certificates
 from tests.transport.waiting import comes_true
 
 pytestmark = pytest.mark.net

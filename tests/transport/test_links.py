@@ -1,4 +1,4 @@
-"""What link.py promises, tried on every transport."""
+"""Promises of link.py, tried over real connections."""
 
 from __future__ import annotations
 
@@ -38,39 +38,32 @@ from diloco_jax.protocol.messages import (
     SyncerMessage,
     Welcome,
 )
-from diloco_jax.transport import grpc_link, loopback
+from diloco_jax.transport import grpc_link
 from diloco_jax.transport.link import Delivery, Link, LinkClosed, Listener, Rejected, TransportConfig, TransportError
 
+pytestmark = pytest.mark.net
 WAIT_S = 20.0  # a deadline, never a duration: nothing here waits it out when the code is right
 
 
 class Bench:
-    """A listener of one kind of transport, and links to it; everything is closed at the end of the test."""
+    """A listener, and links to it; everything is closed at the end of the test."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self) -> None:
         self.config = TransportConfig(payload_bytes_max=1 << 25, chunk_bytes=1 << 16)
         self._close: list[Callable[[float], None]] = []
-        self._listener: Any = None
+        self._listener: grpc_link.GrpcListener
 
     def listen(self, **changes: Any) -> Listener:
         config = dataclasses.replace(self.config, **changes)
-        module: Any = grpc_link if self.kind == "grpc" else loopback
-        self._listener = module.listen(config, run_id="run", epoch=1)
+        self._listener = grpc_link.listen(config, run_id="run", epoch=1)
         self._close.append(self._listener.close)
-        listener: Listener = self._listener
-        return listener
+        return self._listener
 
     def connect(
         self, learner_id: str = "a", incarnation: int = 0, *, run_id: str = "run", epoch: int = 1, **changes: Any
     ) -> Link:
-        config = dataclasses.replace(self.config, **changes)
-        names: dict[str, Any] = {"run_id": run_id, "epoch": epoch, "learner_id": learner_id, "incarnation": incarnation}
-        link: Link
-        if self.kind == "grpc":
-            link = grpc_link.connect(dataclasses.replace(config, address=self._listener.address), **names)
-        else:
-            link = loopback.connect(self._listener, config, **names)
+        config = dataclasses.replace(self.config, address=self._listener.address, **changes)
+        link = grpc_link.connect(config, run_id=run_id, epoch=epoch, learner_id=learner_id, incarnation=incarnation)
         self._close.append(link.close)
         return link
 
@@ -79,9 +72,9 @@ class Bench:
             close(1.0)
 
 
-@pytest.fixture(params=["loopback", pytest.param("grpc", marks=pytest.mark.net)])
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    made = Bench(request.param)
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
     yield made
     made.close()
 
@@ -206,8 +199,8 @@ def test_stranger_is_refused_with_the_reason(bench: Bench, names: dict[str, Any]
     listener = bench.listen()
     with pytest.raises(TransportError, match=f"the syncer at .* refused .*{reason}") as raised:
         bench.connect(**names)
-    if bench.kind == "grpc":  # a newer syncer may take this one's place, the other faults stay
-        assert isinstance(raised.value, Rejected) == ("epoch" not in names)
+    # a newer syncer may take this one's place, the other faults stay
+    assert isinstance(raised.value, Rejected) == ("epoch" not in names)
     meet(listener, bench.connect())
     assert listener.receive(0) is None, "the driver must not hear of whoever was refused"
 
@@ -358,7 +351,7 @@ def test_no_thread_outlives_its_session_or_holds_the_process(bench: Bench) -> No
     made = [thread for thread in threading.enumerate() if thread not in before]
     ours = [thread for thread in made if thread.name.startswith("diloco-")]
     streams = 1 + bench.config.stripes
-    assert len(ours) == (2 * 2 * streams if bench.kind == "grpc" else 0)  # at two ends, a reader and a writer each
+    assert len(ours) == 2 * 2 * streams  # at two ends, a reader and a writer each
     assert all(thread.daemon for thread in made)
     bench.close()
     for thread in ours:

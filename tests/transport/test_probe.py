@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import pytest
 
+from diloco_jax.tools.chaos.relay import Relay
+from diloco_jax.tools.doctor.probing import greet, measure
 from diloco_jax.transport import grpc_link, probe
 from diloco_jax.transport.grpc_link import GrpcListener
 from diloco_jax.transport.link import TransportConfig, TransportError
-from diloco_jax.transport.probing import greet, measure
-from diloco_jax.transport.relay import Relay
 
 pytestmark = pytest.mark.net
 WAIT_S = 20.0

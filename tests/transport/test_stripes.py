@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Heartbeat
+from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.transport import calls, grpc_link, wire
 from diloco_jax.transport.grpc_link import GrpcLink, GrpcListener
-from diloco_jax.transport.inbox import Inbox
 from diloco_jax.transport.link import Delivery, LinkClosed, Rejected, TransportConfig, TransportError
-from diloco_jax.transport.outbox import Outbox, Outgoing, Pieces
 from diloco_jax.transport.partials import Partials, payload_key
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.relay import Relay
-from diloco_jax.transport.stream import StreamSession
+from diloco_jax.transport.session import dialled
+from diloco_jax.transport.session.inbox import Inbox
+from diloco_jax.transport.session.outbox import Outbox, Outgoing, Pieces
+from diloco_jax.transport.session.stream import StreamSession
 
 pytestmark = pytest.mark.net
 WAIT_S = 20.0
@@ -233,7 +234,7 @@ def test_a_lie_about_a_payload_ends_the_session_and_the_next_one_sends_it_whole(
     payload = os.urandom(SIZE)
     key = payload_key([memoryview(payload)])
     with monkeypatch.context() as patch:
-        patch.setattr("diloco_jax.transport.outbox.payload_key", lambda parts: key)
+        patch.setattr("diloco_jax.transport.session.outbox.payload_key", lambda parts: key)
         leave_a_part(listener, os.urandom(SIZE))  # under the key of the other
     link = connect(listener.address, 1)
     link.send(value(1, payload, 1), payload)
@@ -252,7 +253,8 @@ def test_syncer_that_says_what_it_cannot_hold_ends_the_session(
 ) -> None:
     wrong = pb.Holdings(partials=[pb.PartialPayload(key=1, payload_bytes=5, start=[0], stop=[6])])
     monkeypatch.setattr(
-        "diloco_jax.transport.stream.StreamSession.ready_frame", lambda _, lane: wire.ready_frame(lane.header, wrong)
+        "diloco_jax.transport.session.stream.StreamSession.ready_frame",
+        lambda _, lane: wire.ready_frame(lane.header, wrong),
     )
     with pytest.raises(TransportError, match="unusable holdings: a partial payload of 5 bytes has ranges"):
         connect(listener.address)
@@ -262,7 +264,7 @@ def test_learner_that_says_what_it_cannot_hold_is_refused(
     listener: GrpcListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for wrong, reason in ((b"\xff", "are unusable"), (bytes(5000), "has 5000 bytes, the limit is 4096")):
-        monkeypatch.setattr(grpc_link, "holdings_metadata", lambda _, wrong=wrong: ((calls.HOLDINGS_KEY, wrong),))
+        monkeypatch.setattr(dialled, "holdings_metadata", lambda _, wrong=wrong: ((calls.HOLDINGS_KEY, wrong),))
         with pytest.raises(Rejected, match=reason):
             connect(listener.address)
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_jax.protocol.messages import (
+    Arrived,
     FragmentValue,
     Heartbeat,
     Hello,
@@ -24,15 +25,19 @@ from diloco_jax.protocol.messages import (
     Stop,
 )
 from diloco_jax.transport import wire
-from diloco_jax.transport.assembly import Assembly
+from diloco_jax.transport.group.commands import COMMANDS, REPLIES
 from diloco_jax.transport.limits import COUNTER_MAX, PAIR_LENGTH_MAX, PARTS_MAX, REASON_LENGTH_MAX
 from diloco_jax.transport.link import LEARNER_TYPES
 from diloco_jax.transport.partials import Partials, Ranges
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session.assembly import Assembly
 
 HEADER = pb.Header(run_id="run", epoch=3, sender="a", incarnation=2, session=7, lane=pb.LANE_BULK)
 VALUE = FragmentValue("a", 2, 5, 1, 40, 24, 9000, -1, 80, 10)
-MESSAGES: tuple[type, ...] = typing.get_args(Message)
+MESSAGES: tuple[type, ...] = tuple(dict.fromkeys((*typing.get_args(Message), *COMMANDS, *REPLIES)))
+
+
+ARRIVED = st.builds(Arrived, st.integers(0, 99), st.integers(0, 1 << 40), st.floats(0, 1e300))
 
 
 def message_strategy(kind: Any) -> st.SearchStrategy[Any]:
@@ -40,7 +45,8 @@ def message_strategy(kind: Any) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(kind)
     version, digest = st.integers(-1, COUNTER_MAX), st.integers(0, 2**64 - 1)
     special = {"version": version, "base_version": version, "versions": st.lists(version, max_size=4).map(tuple)}
-    special |= {"digest": digest, "step_s": st.floats(0, 1e300)}
+    special |= {"rate": st.floats(0, 1e300)}
+    special |= {"digest": digest, "step_s": st.floats(0, 1e300), "arrived": st.lists(ARRIVED, max_size=4).map(tuple)}
     made = st.builds(kind, *(special.get(name, strategy_of(hint)) for name, hint in hints.items()))
     if kind is Hello:  # a digest for each version
         digests = st.lists(digest, min_size=4, max_size=4)
@@ -57,6 +63,8 @@ def strategy_of(hint: Any) -> st.SearchStrategy[Any]:
         if rest == [Ellipsis]:
             return st.lists(strategy_of(first), max_size=4).map(tuple)
         return st.tuples(*(strategy_of(part) for part in (first, *rest)))
+    if hint in MESSAGES:
+        return message_strategy(hint)
     if hasattr(hint, "_fields"):
         return st.builds(hint, *(strategy_of(part) for part in typing.get_type_hints(hint).values()))
     return {
@@ -317,5 +325,5 @@ def test_a_step_report_stays_small() -> None:
 
 def test_strategies_cover_what_messages_hold() -> None:
     """A new field type must get a rule in wire.py and here, not silently escape the property test."""
-    assert len(set(MESSAGES)) == 22 and not any(dataclasses.is_dataclass(kind) for kind in MESSAGES)
+    assert len(MESSAGES) == 22 + 21 and not any(dataclasses.is_dataclass(kind) for kind in MESSAGES)
     assert {kind.__name__ for kind in MESSAGES} | {"Goodbye"} == set(wire._BODY_NAMES)

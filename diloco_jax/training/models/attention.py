@@ -32,7 +32,7 @@ def apply_rope(x: Float[Array, "b t n h"], theta: float) -> Float[Array, "b t n 
 def attend(
     q: Float[Array, "b t n h"], k: Float[Array, "b t k h"], v: Float[Array, "b t k h"], method: str
 ) -> Float[Array, "b t n h"]:
-    """Causal grouped-query attention, softmax(q k^T / sqrt(H)) v; query head i reads key head i // (N / K).
+    """Compute causal grouped-query attention, softmax(q k^T / sqrt(H)) v; query head i reads key head i // (N / K).
 
     Args:
       q: queries.
@@ -74,7 +74,7 @@ def _einsum(
 def splash(
     q: Float[Array, "b t n h"], k: Float[Array, "b t k h"], v: Float[Array, "b t k h"], *, interpret: bool = False
 ) -> Float[Array, "b t n h"]:
-    """Attention by JAX's Pallas kernel for TPUs, which keeps no T x T matrix; each device does its sequences and heads.
+    """Compute attention by JAX's Pallas kernel for TPUs, without a T x T matrix; devices do their own part.
 
     Args:
       q: queries.

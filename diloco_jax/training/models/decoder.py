@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Key
 
 from diloco_jax.training.models.attention import Attention, apply_rope, attend
 from diloco_jax.training.models.layers import Linear, Remat, checkpoint
@@ -113,7 +113,9 @@ class DecoderConfig:
 
 
 def _norm(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(config.dim, dtype=config.dtype, rngs=rngs)
+    # Named, though by no mesh axis: only to axes that have names does a scan add that of the layers.
+    init = nnx.with_partitioning(nnx.initializers.ones_init(), (None,))
+    return nnx.RMSNorm(config.dim, dtype=config.dtype, scale_init=init, rngs=rngs)
 
 
 class Block(nnx.Module):
@@ -137,7 +139,7 @@ class Block(nnx.Module):
         self.down = Linear(c.mlp_dim, c.dim, ("mlp", "embed"), c.dtype, rngs=rngs)
 
     def mlp(self, x: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Metrics]:
-        """The MLP of the normalised stream, and scalars of this layer."""
+        """Apply the MLP to the normalised stream, and scalars of this layer."""
         return self.down(ACTIVATIONS[self.config.activation](self.gate(x)) * self.up(x)), {}
 
     def __call__(self, x: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Metrics]:
@@ -173,7 +175,7 @@ class Decoder(nnx.Module):
             self.norm_final = _norm(config, rngs)
 
     def _stacked_blocks(self, rngs: nnx.Rngs) -> Block:
-        """Blocks as one module whose parameters have a leading `layers` axis."""
+        """Return blocks as one module whose parameters have a leading `layers` axis."""
 
         # One layer after the other: all at once (vmap) is the same numbers, and fifty times the compiler's work on TPU.
         @nnx.split_rngs(splits=self.config.num_layers)
@@ -189,7 +191,7 @@ class Decoder(nnx.Module):
         return cls(config_from_args(cls.config_class, args), rngs=rngs)
 
     def __call__(self, tokens: Int32[Array, "b t"]) -> Float[Array, "b t v"]:
-        """Logits of the next token at every position, float32.
+        """Return logits of the next token at every position, float32.
 
         Raises:
           ValueError: the sequence is longer than `seq_len_max`.
@@ -198,7 +200,7 @@ class Decoder(nnx.Module):
         return logits_of(self._hidden(tokens, table)[0], table)
 
     def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
-        """Mean cross-entropy in nats per token of predicting tokens[:, 1:] from tokens[:, :-1]; scalars of layers."""
+        """Compute the mean cross-entropy in nats per token of tokens[:, 1:], from tokens[:, :-1]; scalars of layers."""
         inputs, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         table = self._table()
         x, metrics = self._hidden(inputs, table)
@@ -206,12 +208,39 @@ class Decoder(nnx.Module):
             return chunked_cross_entropy(x, self.embed.embedding[...], labels, self.config.loss_chunk), metrics
         return cross_entropy(logits_of(x, table), labels), metrics
 
+    def generate(
+        self, prompt: Int32[Array, " n"], count: int, key: Key[Array, ""], *, context: int, temperature: float, ids: int
+    ) -> Int32[Array, " count"]:
+        """Continue a text token by token; each one is drawn given at most `context` tokens before it.
+
+        Args:
+          prompt: the beginning, at least one token.
+          count: how many tokens to add.
+          key: of all draws.
+          context: tokens that the model sees, at most seq_len_max.
+          temperature: divides the logits; at 0 the likeliest token is taken.
+          ids: tokens of this id and above are never drawn.
+        """
+
+        def add(at: Int32[Array, ""], tokens: Int32[Array, " total"]) -> Int32[Array, " total"]:
+            start = jnp.maximum(at - context, 0)
+            window = jax.lax.dynamic_slice(tokens, (start,), (context,))  # what follows `at` changes nothing before it
+            logits = self(window[None])[0, at - 1 - start, :ids]
+            if temperature == 0:
+                return tokens.at[at].set(jnp.argmax(logits).astype(jnp.int32))
+            drawn = jax.random.categorical(jax.random.fold_in(key, at), logits / temperature)
+            return tokens.at[at].set(drawn.astype(jnp.int32))
+
+        end = len(prompt) + count
+        tokens = jnp.zeros(max(end, context), jnp.int32).at[: len(prompt)].set(prompt)
+        return jax.lax.fori_loop(len(prompt), end, add, tokens)[len(prompt) : end]
+
     def _table(self) -> Float[Array, "v d"]:
         # Whole rows on every device; looking up split rows would move activations.
         return gather(self.embed.embedding[...].astype(self.config.dtype), *TABLE_AXES)
 
     def _hidden(self, tokens: Int32[Array, "b t"], table: Float[Array, "v d"]) -> tuple[Float[Array, "b t d"], Metrics]:
-        """What the logits are made of, and the mean over the layers of their scalars."""
+        """Return what the logits are made of, and the mean over the layers of their scalars."""
         c = self.config
         if tokens.shape[1] > c.seq_len_max:
             raise ValueError(f"a sequence of {tokens.shape[1]} tokens exceeds model.args.seq_len_max {c.seq_len_max}")

@@ -23,7 +23,7 @@ TABLE_AXES = ("vocab", "embed")
 
 
 def logits_of(x: Float[Array, "b t d"], table: Float[Array, "v d"]) -> Float[Array, "b t v"]:
-    """Logits in float32, split over the batch and the vocabulary.
+    """Return logits in float32, split over the batch and the vocabulary.
 
     Args:
       x: what the table is multiplied with.
@@ -34,7 +34,7 @@ def logits_of(x: Float[Array, "b t d"], table: Float[Array, "v d"]) -> Float[Arr
 
 
 def cross_entropy(logits: Float[Array, "b t v"], labels: Int32[Array, "b t"]) -> Float[Array, ""]:
-    """Mean cross-entropy in nats per token."""
+    """Compute the mean cross-entropy in nats per token."""
     # A comparison with an iota instead of a gather: it fuses, shards over `vocab`, and has a cheap gradient.
     hit = jnp.arange(logits.shape[-1])[None, None, :] == labels[:, :, None]
     label_logits = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
@@ -44,7 +44,7 @@ def cross_entropy(logits: Float[Array, "b t v"], labels: Int32[Array, "b t"]) ->
 def chunked_cross_entropy(
     x: Float[Array, "b t d"], table: Float[Array, "v d"], labels: Int32[Array, "b t"], chunk: int
 ) -> Float[Array, ""]:
-    """Mean cross-entropy in nats per token of logits x table^T.
+    """Compute the mean cross-entropy in nats per token of logits x table^T.
 
     Args:
       x: in the type of the computation.
@@ -67,7 +67,7 @@ def chunked_cross_entropy(
 
 
 class _Chunks(NamedTuple):
-    """How the table is cut: each part, the rows of one device, into all chunks: a chunk is spread like the table.
+    """The cut of a table: each part, the rows of one device, into all chunks; so a chunk is spread like the table.
 
     Attributes:
       number: of chunks.
@@ -80,16 +80,16 @@ class _Chunks(NamedTuple):
     rows: int
 
     def cut(self, table: Float[Array, "v d"]) -> Float[Array, "c p r d"]:
-        """[vocabulary, width] as [chunk, part, row, width]."""
+        """Reshape [vocabulary, width] as [chunk, part, row, width]."""
         parts = table.reshape(self.parts, self.number, self.rows, -1).swapaxes(0, 1)
         return constrain(parts, None, TABLE_AXES[0], None, TABLE_AXES[1])
 
     def join(self, cut: Float[Array, "c p r d"]) -> Float[Array, "v d"]:
-        """The inverse."""
+        """Undo `cut`."""
         return cut.swapaxes(0, 1).reshape(-1, cut.shape[-1])
 
     def hits(self, index: Int32[Array, ""], labels: Int32[Array, "b t"]) -> Array:
-        """Which logit [b, t, part, row] of a chunk is that of the label."""
+        """Return which logit [b, t, part, row] of a chunk is that of the label."""
         part, row = jnp.arange(self.parts)[:, None], jnp.arange(self.rows)[None, :]
         ids = (part * self.number + index) * self.rows + row
         return labels[:, :, None, None] == ids[None, None]

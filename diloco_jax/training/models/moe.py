@@ -24,6 +24,7 @@ from diloco_jax.training.models.decoder import ACTIVATIONS, Block, Decoder, Deco
 from diloco_jax.training.models.protocol import Batch, Metrics
 from diloco_jax.training.sharding import constrain, gather
 
+ROUTER_AXES = (None, None)  # whole on every device
 IN_AXES, OUT_AXES = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
 
 
@@ -57,12 +58,12 @@ class MoeConfig(DecoderConfig):
             )
 
     def capacity(self, length: int) -> int:
-        """Slots of an expert for a sequence of this many tokens."""
+        """Return the number of slots of an expert for a sequence of this many tokens."""
         return min(length, math.ceil(self.capacity_factor * self.experts_per_token * length / self.num_experts))
 
 
 class Route(NamedTuple):
-    """Where the tokens of one sequence go.
+    """The way of one sequence's tokens to experts.
 
     Attributes:
       experts: of every choice.
@@ -117,7 +118,7 @@ class MoeBlock(Block):
     def init_mlp(self, rngs: nnx.Rngs) -> None:
         """Draw the parameters of the router and of the experts."""
         c = self.config
-        init = nnx.initializers.lecun_normal()
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ROUTER_AXES)
         each = nnx.initializers.lecun_normal(batch_axis=0)
         into, out = nnx.with_partitioning(each, IN_AXES), nnx.with_partitioning(each, OUT_AXES)
         self.router = nnx.Param(init(rngs.params(), (c.dim, c.num_experts)))
@@ -126,7 +127,7 @@ class MoeBlock(Block):
         self.experts_down = nnx.Param(out(rngs.params(), (c.num_experts, c.mlp_dim, c.dim)))
 
     def mlp(self, x: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Metrics]:
-        """The mixture of the normalised stream; `balance` and `dropped` of this layer."""
+        """Apply the mixture to the normalised stream; return `balance` and `dropped` of this layer too."""
         c = self.config
         logits = x.astype(jnp.float32) @ self.router[...]
         routes = jax.vmap(lambda one: route(one, c.experts_per_token, c.capacity(x.shape[1])))(logits)
@@ -155,7 +156,7 @@ class MoeDecoder(Decoder):
     block_class = MoeBlock
 
     def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
-        """Mean cross-entropy in nats per token; `balance` and `dropped`, means over the layers.
+        """Compute the mean cross-entropy in nats per token; `balance` and `dropped`, means over the layers.
 
         The balance is in the gradient only, so that losses of different models can be compared.
         """

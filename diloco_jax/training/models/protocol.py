@@ -2,7 +2,7 @@
 
 A model is any `flax.nnx.Module` with two methods (`TrainableModel`). Nothing is registered; a configuration names the
 class as `package.module:Class`. Parameters leave the module as a flat dict from path to array, for example
-`blocks/0/down/kernel`, in the order that `flax.nnx` gives them.
+`blocks/0/down/kernel`, in the order that `flax.nnx` gives them. What else it holds: variables.py.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from diloco_jax.training.models.variables import path_of, prepare
 from diloco_jax.training.sharding import LogicalAxes
 
 Batch = Mapping[str, Int32[Array, "..."]]  # {"tokens": int32 [batch, length + 1]}
@@ -26,11 +28,13 @@ T = TypeVar("T")
 
 @runtime_checkable
 class TrainableModel(Protocol):
-    """What the island asks of a module. Derive from `flax.nnx.Module` and implement these two methods.
+    """The interface that an island asks of a module. Derive from `flax.nnx.Module` and implement these two methods.
 
-    Only variables of type `nnx.Param` are trained and exchanged; a module with any other variable (batch statistics,
-    dropout streams) is refused when it is loaded, because islands would silently disagree about it. Parameters may
-    carry logical axis names (`nnx.with_partitioning(init, ("embed", "mlp"))`); unnamed ones are replicated.
+    Only variables of type `nnx.Param` are trained and exchanged. Random streams are made anew for every step; other
+    variables, such as batch statistics, stay with the island (variables.py). `loss` is called in the mode in which
+    `from_config` left the module, which is training for Flax's layers, and after `Module.eval` for an evaluation.
+    Variables may carry logical axis names (`nnx.with_partitioning(init, ("embed", "mlp"))`); unnamed ones are
+    replicated.
     """
 
     @classmethod
@@ -39,13 +43,13 @@ class TrainableModel(Protocol):
         ...
 
     def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
-        """Mean loss per predicted token in nats, and further scalars to log."""
+        """Return the mean loss per predicted token in nats, and further scalars to log."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which model to train, and the arguments that its `from_config` receives."""
+    """The model to train, and the arguments that its `from_config` receives."""
 
     module: str = "diloco_jax.training.models.decoder:Decoder"
     """Import path of the model as `package.module:Class`."""
@@ -104,25 +108,15 @@ def load_model(module: str, args: Mapping[str, Any], seed: int) -> nnx.Module:
     """Build the model `package.module:Class` from its arguments with parameters drawn from `seed`.
 
     Raises:
-      ValueError: as `find_model`; or the module has variables other than parameters.
+      ValueError: as `find_model`; or the module has no parameter.
     """
     # Eager sharding would ask for a mesh while the module is built; the island places parameters itself.
     with nnx.use_eager_sharding(False):
         model: nnx.Module = find_model(module).from_config(args, rngs=nnx.Rngs(seed))  # type: ignore[attr-defined]
     if not nnx.to_flat_state(nnx.state(model, nnx.Param)):
         raise ValueError(f"model '{module}' has no nnx.Param; there is nothing to train")
-    rest = nnx.state(model, nnx.Not(nnx.Param))
-    other = [_path(path) for path, _ in nnx.to_flat_state(rest)]
-    if other:
-        raise ValueError(
-            f"model '{module}' has variables that are not nnx.Param: {', '.join(other[:3])}; "
-            "islands exchange parameters only, so remove them (dropout streams, batch statistics)"
-        )
+    prepare(model)
     return model
-
-
-def _path(keys: tuple[Any, ...]) -> str:
-    return "/".join(map(str, keys))
 
 
 def _keys(path: str) -> tuple[int | str, ...]:
@@ -130,31 +124,32 @@ def _keys(path: str) -> tuple[int | str, ...]:
 
 
 def split_model(model: nnx.Module) -> tuple[GraphDef, Params]:
-    """Take a module apart into its static structure and {path: array}.
+    """Take a module apart into its static structure and the parameters {path: array}.
 
     Raises:
       ValueError: a name inside the module cannot be part of a path.
     """
-    graphdef, state = nnx.split(model, nnx.Param)
+    graphdef, state = nnx.split(model)
     params: Params = {}
     for keys, variable in nnx.to_flat_state(state):
-        if _keys(_path(keys)) != keys:
-            raise ValueError(f"parameter {keys} has a key that is a number in quotes or contains '/'; rename it")
-        params[_path(keys)] = variable[...]
+        if _keys(path_of(keys)) != keys:
+            raise ValueError(f"variable {keys} has a key that is a number in quotes or contains '/'; rename it")
+        if isinstance(variable, nnx.Param):
+            params[path_of(keys)] = variable[...]
     return graphdef, params
 
 
-def join_model(graphdef: GraphDef, params: Params) -> nnx.Module:
-    """Put a module together from its structure and {path: array}, the inverse of `split_model`."""
-    flat: dict[Any, Any] = {_keys(path): nnx.Param(value) for path, value in params.items()}
+def join_model(graphdef: GraphDef, params: Params, other: Mapping[str, Array] = MappingProxyType({})) -> nnx.Module:
+    """Put a module together from its structure, its parameters and all other variables (variables.py), by path."""
+    flat: dict[Any, Any] = {_keys(path): value for path, value in {**params, **other}.items()}
     model: nnx.Module = nnx.merge(graphdef, nnx.from_flat_state(flat))
     return model
 
 
 def logical_axes(model: nnx.Module) -> dict[str, LogicalAxes]:
-    """Logical axis names of every parameter, None where the module gave none."""
+    """Return the logical axis names of every variable, None where the module gave none."""
     axes: dict[str, LogicalAxes] = {}
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
         names = variable.get_metadata().get("out_sharding")
-        axes[_path(path)] = tuple(names) if names else (None,) * len(variable.shape)
+        axes[path_of(path)] = tuple(names) if names else (None,) * getattr(variable.get_value(), "ndim", 0)
     return axes

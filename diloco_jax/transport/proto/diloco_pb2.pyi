@@ -122,7 +122,7 @@ class Header(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., session: _Optional[int] = ..., lane: _Optional[_Union[Lane, str]] = ..., stripe: _Optional[int] = ..., stripes: _Optional[int] = ..., host: _Optional[int] = ..., hosts: _Optional[int] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("header", "hello", "step_report", "fragment_value", "heartbeat", "leave", "welcome", "refuse", "pull_request", "global_fragment", "advance", "stop", "goodbye", "anchor_value", "state_request", "state_part", "state_refused", "state_done", "expel", "lease", "anchor_request", "state_pull", "state_end", "state_unavailable", "chunk", "data", "holdings")
+    __slots__ = ("header", "hello", "step_report", "fragment_value", "heartbeat", "leave", "welcome", "refuse", "pull_request", "global_fragment", "advance", "stop", "goodbye", "anchor_value", "state_request", "state_part", "state_refused", "state_done", "expel", "lease", "anchor_request", "state_pull", "state_end", "state_unavailable", "host_meet", "host_verdict", "host_warm_up", "host_connect", "host_put_batch", "host_step", "host_stage", "host_unstage", "host_send", "host_arrival", "host_supersede", "host_adopt", "host_stage_state", "host_unstage_state", "host_leaf", "host_load_state", "host_have", "host_end", "host_answer", "host_want", "host_stop", "chunk", "data", "holdings")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_REPORT_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +147,27 @@ class Frame(_message.Message):
     STATE_PULL_FIELD_NUMBER: _ClassVar[int]
     STATE_END_FIELD_NUMBER: _ClassVar[int]
     STATE_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    HOST_MEET_FIELD_NUMBER: _ClassVar[int]
+    HOST_VERDICT_FIELD_NUMBER: _ClassVar[int]
+    HOST_WARM_UP_FIELD_NUMBER: _ClassVar[int]
+    HOST_CONNECT_FIELD_NUMBER: _ClassVar[int]
+    HOST_PUT_BATCH_FIELD_NUMBER: _ClassVar[int]
+    HOST_STEP_FIELD_NUMBER: _ClassVar[int]
+    HOST_STAGE_FIELD_NUMBER: _ClassVar[int]
+    HOST_UNSTAGE_FIELD_NUMBER: _ClassVar[int]
+    HOST_SEND_FIELD_NUMBER: _ClassVar[int]
+    HOST_ARRIVAL_FIELD_NUMBER: _ClassVar[int]
+    HOST_SUPERSEDE_FIELD_NUMBER: _ClassVar[int]
+    HOST_ADOPT_FIELD_NUMBER: _ClassVar[int]
+    HOST_STAGE_STATE_FIELD_NUMBER: _ClassVar[int]
+    HOST_UNSTAGE_STATE_FIELD_NUMBER: _ClassVar[int]
+    HOST_LEAF_FIELD_NUMBER: _ClassVar[int]
+    HOST_LOAD_STATE_FIELD_NUMBER: _ClassVar[int]
+    HOST_HAVE_FIELD_NUMBER: _ClassVar[int]
+    HOST_END_FIELD_NUMBER: _ClassVar[int]
+    HOST_ANSWER_FIELD_NUMBER: _ClassVar[int]
+    HOST_WANT_FIELD_NUMBER: _ClassVar[int]
+    HOST_STOP_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
@@ -174,10 +195,31 @@ class Frame(_message.Message):
     state_pull: StatePull
     state_end: StateEnd
     state_unavailable: StateUnavailable
+    host_meet: HostMeet
+    host_verdict: HostVerdict
+    host_warm_up: HostWarmUp
+    host_connect: HostConnect
+    host_put_batch: HostPutBatch
+    host_step: HostStep
+    host_stage: HostStage
+    host_unstage: HostUnstage
+    host_send: HostSend
+    host_arrival: HostArrival
+    host_supersede: HostSupersede
+    host_adopt: HostAdopt
+    host_stage_state: HostStageState
+    host_unstage_state: HostUnstageState
+    host_leaf: HostLeaf
+    host_load_state: HostLoadState
+    host_have: HostHave
+    host_end: HostEnd
+    host_answer: HostAnswer
+    host_want: HostWant
+    host_stop: HostStop
     chunk: Chunk
     data: bytes
     holdings: Holdings
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., fragment_value: _Optional[_Union[FragmentValue, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., pull_request: _Optional[_Union[PullRequest, _Mapping]] = ..., global_fragment: _Optional[_Union[GlobalFragment, _Mapping]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., anchor_value: _Optional[_Union[AnchorValue, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_part: _Optional[_Union[StatePart, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., state_done: _Optional[_Union[StateDone, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., anchor_request: _Optional[_Union[AnchorRequest, _Mapping]] = ..., state_pull: _Optional[_Union[StatePull, _Mapping]] = ..., state_end: _Optional[_Union[StateEnd, _Mapping]] = ..., state_unavailable: _Optional[_Union[StateUnavailable, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., data: _Optional[bytes] = ..., holdings: _Optional[_Union[Holdings, _Mapping]] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., fragment_value: _Optional[_Union[FragmentValue, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., pull_request: _Optional[_Union[PullRequest, _Mapping]] = ..., global_fragment: _Optional[_Union[GlobalFragment, _Mapping]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., anchor_value: _Optional[_Union[AnchorValue, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_part: _Optional[_Union[StatePart, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., state_done: _Optional[_Union[StateDone, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., anchor_request: _Optional[_Union[AnchorRequest, _Mapping]] = ..., state_pull: _Optional[_Union[StatePull, _Mapping]] = ..., state_end: _Optional[_Union[StateEnd, _Mapping]] = ..., state_unavailable: _Optional[_Union[StateUnavailable, _Mapping]] = ..., host_meet: _Optional[_Union[HostMeet, _Mapping]] = ..., host_verdict: _Optional[_Union[HostVerdict, _Mapping]] = ..., host_warm_up: _Optional[_Union[HostWarmUp, _Mapping]] = ..., host_connect: _Optional[_Union[HostConnect, _Mapping]] = ..., host_put_batch: _Optional[_Union[HostPutBatch, _Mapping]] = ..., host_step: _Optional[_Union[HostStep, _Mapping]] = ..., host_stage: _Optional[_Union[HostStage, _Mapping]] = ..., host_unstage: _Optional[_Union[HostUnstage, _Mapping]] = ..., host_send: _Optional[_Union[HostSend, _Mapping]] = ..., host_arrival: _Optional[_Union[HostArrival, _Mapping]] = ..., host_supersede: _Optional[_Union[HostSupersede, _Mapping]] = ..., host_adopt: _Optional[_Union[HostAdopt, _Mapping]] = ..., host_stage_state: _Optional[_Union[HostStageState, _Mapping]] = ..., host_unstage_state: _Optional[_Union[HostUnstageState, _Mapping]] = ..., host_leaf: _Optional[_Union[HostLeaf, _Mapping]] = ..., host_load_state: _Optional[_Union[HostLoadState, _Mapping]] = ..., host_have: _Optional[_Union[HostHave, _Mapping]] = ..., host_end: _Optional[_Union[HostEnd, _Mapping]] = ..., host_answer: _Optional[_Union[HostAnswer, _Mapping]] = ..., host_want: _Optional[_Union[HostWant, _Mapping]] = ..., host_stop: _Optional[_Union[HostStop, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., data: _Optional[bytes] = ..., holdings: _Optional[_Union[Holdings, _Mapping]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("payload_bytes", "offset", "crc32c", "message", "key", "resumed")
@@ -244,7 +286,7 @@ class Hello(_message.Message):
     def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint_key: _Optional[_Iterable[str]] = ..., fingerprint_value: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., step_samples: _Optional[int] = ..., granted: _Optional[int] = ...) -> None: ...
 
 class StepReport(_message.Message):
-    __slots__ = ("learner_id", "incarnation", "local_step", "tokens", "global_step", "adopted_version", "adopted_local_step", "adopted_tokens", "step_s", "loss", "samples", "granted")
+    __slots__ = ("learner_id", "incarnation", "local_step", "tokens", "global_step", "adopted_version", "adopted_local_step", "adopted_tokens", "step_s", "loss", "samples", "granted", "arrived_fragment_id", "arrived_version", "arrived_ago_s")
     LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LOCAL_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +299,9 @@ class StepReport(_message.Message):
     LOSS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_AGO_S_FIELD_NUMBER: _ClassVar[int]
     learner_id: str
     incarnation: int
     local_step: int
@@ -269,10 +314,13 @@ class StepReport(_message.Message):
     loss: float
     samples: int
     granted: int
-    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., local_step: _Optional[int] = ..., tokens: _Optional[int] = ..., global_step: _Optional[int] = ..., adopted_version: _Optional[_Iterable[int]] = ..., adopted_local_step: _Optional[_Iterable[int]] = ..., adopted_tokens: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., loss: _Optional[float] = ..., samples: _Optional[int] = ..., granted: _Optional[int] = ...) -> None: ...
+    arrived_fragment_id: _containers.RepeatedScalarFieldContainer[int]
+    arrived_version: _containers.RepeatedScalarFieldContainer[int]
+    arrived_ago_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., local_step: _Optional[int] = ..., tokens: _Optional[int] = ..., global_step: _Optional[int] = ..., adopted_version: _Optional[_Iterable[int]] = ..., adopted_local_step: _Optional[_Iterable[int]] = ..., adopted_tokens: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., loss: _Optional[float] = ..., samples: _Optional[int] = ..., granted: _Optional[int] = ..., arrived_fragment_id: _Optional[_Iterable[int]] = ..., arrived_version: _Optional[_Iterable[int]] = ..., arrived_ago_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class FragmentValue(_message.Message):
-    __slots__ = ("learner_id", "incarnation", "global_step", "fragment_id", "local_step", "steps", "tokens", "base_version", "payload_bytes", "samples")
+    __slots__ = ("learner_id", "incarnation", "global_step", "fragment_id", "local_step", "steps", "tokens", "base_version", "payload_bytes", "samples", "since")
     LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     GLOBAL_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -283,6 +331,7 @@ class FragmentValue(_message.Message):
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
     learner_id: str
     incarnation: int
     global_step: int
@@ -293,7 +342,8 @@ class FragmentValue(_message.Message):
     base_version: int
     payload_bytes: int
     samples: int
-    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., local_step: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., base_version: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., samples: _Optional[int] = ...) -> None: ...
+    since: int
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., local_step: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., base_version: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., samples: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
 
 class AnchorValue(_message.Message):
     __slots__ = ("learner_id", "incarnation", "fragment_id", "version", "digest", "payload_bytes")
@@ -468,7 +518,7 @@ class PullRequest(_message.Message):
     def __init__(self, global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., local_step: _Optional[int] = ...) -> None: ...
 
 class GlobalFragment(_message.Message):
-    __slots__ = ("global_step", "fragment_id", "version", "payload_bytes", "epoch", "digest", "base")
+    __slots__ = ("global_step", "fragment_id", "version", "payload_bytes", "epoch", "digest", "base", "merged_round")
     GLOBAL_STEP_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -476,6 +526,7 @@ class GlobalFragment(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
+    MERGED_ROUND_FIELD_NUMBER: _ClassVar[int]
     global_step: int
     fragment_id: int
     version: int
@@ -483,7 +534,8 @@ class GlobalFragment(_message.Message):
     epoch: int
     digest: int
     base: int
-    def __init__(self, global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., digest: _Optional[int] = ..., base: _Optional[int] = ...) -> None: ...
+    merged_round: int
+    def __init__(self, global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., digest: _Optional[int] = ..., base: _Optional[int] = ..., merged_round: _Optional[int] = ...) -> None: ...
 
 class Advance(_message.Message):
     __slots__ = ("global_step",)
@@ -498,3 +550,157 @@ class Stop(_message.Message):
     global_step: int
     reason: str
     def __init__(self, global_step: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class HostMeet(_message.Message):
+    __slots__ = ("life", "fingerprint_key", "fingerprint_value")
+    LIFE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_KEY_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_VALUE_FIELD_NUMBER: _ClassVar[int]
+    life: int
+    fingerprint_key: _containers.RepeatedScalarFieldContainer[str]
+    fingerprint_value: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, life: _Optional[int] = ..., fingerprint_key: _Optional[_Iterable[str]] = ..., fingerprint_value: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class HostVerdict(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class HostWarmUp(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class HostConnect(_message.Message):
+    __slots__ = ("number", "epoch", "session")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    epoch: int
+    session: int
+    def __init__(self, number: _Optional[int] = ..., epoch: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
+
+class HostPutBatch(_message.Message):
+    __slots__ = ("ranges_start", "ranges_stop")
+    RANGES_START_FIELD_NUMBER: _ClassVar[int]
+    RANGES_STOP_FIELD_NUMBER: _ClassVar[int]
+    ranges_start: _containers.RepeatedScalarFieldContainer[int]
+    ranges_stop: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ranges_start: _Optional[_Iterable[int]] = ..., ranges_stop: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class HostStep(_message.Message):
+    __slots__ = ("rate",)
+    RATE_FIELD_NUMBER: _ClassVar[int]
+    rate: float
+    def __init__(self, rate: _Optional[float] = ...) -> None: ...
+
+class HostStage(_message.Message):
+    __slots__ = ("fragment_id", "local_step")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_STEP_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    local_step: int
+    def __init__(self, fragment_id: _Optional[int] = ..., local_step: _Optional[int] = ...) -> None: ...
+
+class HostUnstage(_message.Message):
+    __slots__ = ("fragment_id", "local_step")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_STEP_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    local_step: int
+    def __init__(self, fragment_id: _Optional[int] = ..., local_step: _Optional[int] = ...) -> None: ...
+
+class HostSend(_message.Message):
+    __slots__ = ("number", "value")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    value: FragmentValue
+    def __init__(self, number: _Optional[int] = ..., value: _Optional[_Union[FragmentValue, _Mapping]] = ...) -> None: ...
+
+class HostArrival(_message.Message):
+    __slots__ = ("number", "value")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    value: GlobalFragment
+    def __init__(self, number: _Optional[int] = ..., value: _Optional[_Union[GlobalFragment, _Mapping]] = ...) -> None: ...
+
+class HostSupersede(_message.Message):
+    __slots__ = ("fragment_id", "arrival")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    ARRIVAL_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    arrival: int
+    def __init__(self, fragment_id: _Optional[int] = ..., arrival: _Optional[int] = ...) -> None: ...
+
+class HostAdopt(_message.Message):
+    __slots__ = ("arrival", "value")
+    ARRIVAL_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    arrival: int
+    value: GlobalFragment
+    def __init__(self, arrival: _Optional[int] = ..., value: _Optional[_Union[GlobalFragment, _Mapping]] = ...) -> None: ...
+
+class HostStageState(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: int
+    def __init__(self, name: _Optional[int] = ...) -> None: ...
+
+class HostUnstageState(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: int
+    def __init__(self, name: _Optional[int] = ...) -> None: ...
+
+class HostLeaf(_message.Message):
+    __slots__ = ("number", "name", "leaf")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LEAF_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    name: int
+    leaf: str
+    def __init__(self, number: _Optional[int] = ..., name: _Optional[int] = ..., leaf: _Optional[str] = ...) -> None: ...
+
+class HostLoadState(_message.Message):
+    __slots__ = ("number", "fragments")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    fragments: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, number: _Optional[int] = ..., fragments: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class HostHave(_message.Message):
+    __slots__ = ("leaf",)
+    LEAF_FIELD_NUMBER: _ClassVar[int]
+    leaf: str
+    def __init__(self, leaf: _Optional[str] = ...) -> None: ...
+
+class HostEnd(_message.Message):
+    __slots__ = ("status",)
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    status: int
+    def __init__(self, status: _Optional[int] = ...) -> None: ...
+
+class HostAnswer(_message.Message):
+    __slots__ = ("number", "reason")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    reason: str
+    def __init__(self, number: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class HostWant(_message.Message):
+    __slots__ = ("leaf",)
+    LEAF_FIELD_NUMBER: _ClassVar[int]
+    leaf: str
+    def __init__(self, leaf: _Optional[str] = ...) -> None: ...
+
+class HostStop(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.training.models.attention import attend, splash
-from diloco_jax.training.sharding import Layout, MeshConfig, make_mesh, use_layout
+from diloco_jax.training.sharding import MeshConfig, MeshLayout, make_mesh, use_layout
 
 
 def inputs(length: int, heads: int = 4, kv_heads: int = 2, width: int = 16) -> tuple[jax.Array, ...]:
@@ -32,7 +32,7 @@ def with_gradients(attention: Callable[..., jax.Array], arrays: tuple[jax.Array,
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_the_kernel_is_the_einsum_on_a_mesh(kv_heads: int) -> None:
-    layout = Layout(make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4]))
+    layout = MeshLayout(make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4]))
     arrays = inputs(128, kv_heads=kv_heads)
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -53,6 +53,6 @@ def test_splash_is_einsum_where_there_is_no_tpu() -> None:
 def test_what_the_kernel_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="100 tokens are no multiple of 128"):
         splash(*inputs(100))
-    layout = Layout(make_mesh(MeshConfig(tensor=4), jax.devices()[:4]))
+    layout = MeshLayout(make_mesh(MeshConfig(tensor=4), jax.devices()[:4]))
     with use_layout(layout), pytest.raises(ValueError, match=r"make islands\.mesh\.tensor a divisor of num_kv_heads"):
         splash(*inputs(128))

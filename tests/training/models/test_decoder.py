@@ -147,3 +147,20 @@ def test_impossible_sizes_are_refused(changes: dict[str, object], message: str) 
 def test_a_too_long_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match="seq_len_max 4"):
         build(seq_len_max=4)(jnp.asarray(TOKENS))
+
+
+def test_what_it_writes_is_what_its_logits_say() -> None:
+    model, prompt, context = randomised(build()), np.array([3, 1, 4], np.int32), 4
+
+    def written(temperature: float, ids: int = 11, seed: int = 0) -> list[int]:
+        options = {"context": context, "temperature": temperature, "ids": ids}
+        program = jax.jit(lambda p: model.generate(p, 6, jax.random.key(seed), **options))
+        return np.asarray(program(jnp.asarray(prompt))).tolist()
+
+    tokens = prompt.tolist()
+    for _ in range(6):  # greedy, one forward pass for each token, with no more than the context
+        tokens.append(int(logits_of(model, np.array([tokens[-context:]]))[0, -1].argmax()))
+    assert written(0.0) == tokens[3:]
+    assert written(1e-4) == tokens[3:], "a cold draw is the likeliest token"
+    assert written(5.0) == written(5.0) != written(5.0, seed=1)
+    assert max(written(50.0, ids=3)) < 3

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.training.models.losses import TABLE_AXES, chunked_cross_entropy, cross_entropy, logits_of
-from diloco_jax.training.sharding import Layout, MeshConfig, gather, make_mesh, use_layout
+from diloco_jax.training.sharding import MeshConfig, MeshLayout, gather, make_mesh, use_layout
 
 rng = np.random.default_rng(3)
 X = jnp.asarray(rng.normal(size=(4, 6, 8)), jnp.float32)
@@ -24,7 +24,7 @@ def plain(x: jax.Array, table: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("mesh", [{}, {"fsdp": 2, "tensor": 2}], ids=["one", "four"])
 def test_chunks_change_neither_the_loss_nor_its_gradient(mesh: dict[str, int], chunk: int) -> None:
     config = MeshConfig(**mesh)
-    layout = Layout(make_mesh(config, jax.devices()[: config.fsdp * config.tensor]))
+    layout = MeshLayout(make_mesh(config, jax.devices()[: config.fsdp * config.tensor]))
 
     @jax.jit
     def chunked(x, table):
@@ -48,6 +48,6 @@ def test_large_logits_do_not_overflow() -> None:
 def test_chunks_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"loss_chunk is 5; it must divide vocab_size \(32\)"):
         chunked_cross_entropy(X, TABLE, LABELS, 5)
-    layout = Layout(make_mesh(MeshConfig(fsdp=8), jax.devices()))
+    layout = MeshLayout(make_mesh(MeshConfig(fsdp=8), jax.devices()))
     with use_layout(layout), pytest.raises(ValueError, match="multiple of the 8 parts"):
         chunked_cross_entropy(X, TABLE, LABELS, 4)

@@ -30,16 +30,14 @@ class Bigram(nnx.Module):
         return -picked.mean(), {"accuracy": (logits.argmax(-1) == batch["tokens"][:, 1:]).mean()}
 
 
-class WithDropout(Bigram):
-    def __init__(self, vocab_size: int, rngs: nnx.Rngs) -> None:
-        super().__init__(vocab_size, rngs)
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-
-
 class WithoutLoss(nnx.Module):
     @classmethod
     def from_config(cls, args: Mapping[str, Any], *, rngs: nnx.Rngs) -> WithoutLoss:
         return cls()
+
+
+class WithoutParameters(WithoutLoss):
+    def loss(self, batch: Mapping[str, Any]) -> None: ...
 
 
 HERE = __name__
@@ -77,7 +75,7 @@ def test_paths_and_axes_of_the_decoder() -> None:
         (f"{HERE}:Nothing", "no attribute 'Nothing'"),
         (f"{HERE}:np", "not a flax.nnx.Module"),
         (f"{HERE}:WithoutLoss", "lacks loss"),
-        (f"{HERE}:WithDropout", "not nnx.Param: dropout"),
+        (f"{HERE}:WithoutParameters", "no nnx.Param; there is nothing to train"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(module: str, message: str) -> None:

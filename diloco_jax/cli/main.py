@@ -1,0 +1,99 @@
+"""The `diloco` command. Each subcommand imports what it needs, so that the light ones start fast.
+
+Exit status: 0 done, 1 the run failed, 2 wrong input (one message, no traceback), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+
+from diloco_jax.cli import ahead, model, prepare, records, runs
+from diloco_jax.cli.shared import COMPILER, FAILED, INTERRUPTED, WRONG_INPUT
+from diloco_jax.cli.words import CHAOS_LEARNER, COMPILE, MERGE_SHARD, Command, check_command, make_parser
+from diloco_jax.runtime.local.machine import limit_jax, look
+
+COMMANDS: dict[str, Command] = {
+    "train": runs.train,
+    "syncer": runs.syncer,
+    "learner": runs.learner,
+    "islands": runs.islands,
+    CHAOS_LEARNER: runs.learner,
+    MERGE_SHARD: runs.merge_shard,
+    COMPILE: runs.compile_ahead,
+    "chaos": runs.chaos,
+    "baseline": runs.baseline,
+    "status": records.status,
+    "drain": records.drain,
+    "eval": model.evaluate,
+    "sample": model.sample,
+    "report": records.report,
+    "replay": records.replay,
+    "audit": records.audit,
+    "simulate": ahead.simulate,
+    "plan": ahead.plan,
+    "certs": prepare.certs,
+    "doctor": prepare.doctor,
+    "launch": prepare.launch,
+    "preflight": prepare.preflight,
+}
+TRAINING = {"train", "chaos", "learner", CHAOS_LEARNER, COMPILE, "islands", "baseline", "replay"}  # or start who does
+DISK_TROUBLE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)  # may be over at the next attempt
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    if (here := os.getcwd()) not in sys.path:  # as for `python -m`: people's own models lie there
+        sys.path.append(here)
+    parser = make_parser(COMMANDS)
+    check_command(parser, sys.argv[1:] if arguments is None else arguments, COMMANDS)
+    known, rest = parser.parse_known_args(arguments)
+    if rest and not known.takes_overrides:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    known.overrides = rest
+    known.leave = None
+    if known.name in TRAINING:
+        limit_jax(os.environ, look(os.environ))
+    else:  # to look at an accelerator would take it, or most of its memory, from a run
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    try:
+        status = _status_of(known)
+    except Exception:
+        if known.leave is None:
+            raise
+        traceback.print_exc()
+        status = FAILED
+    if (
+        known.leave is not None
+    ):  # one of several processes of an island: the interpreter's end would wait for the others
+        known.leave(status)
+    if any(thread.name == COMPILER for thread in threading.enumerate()):
+        sys.stdout.flush()
+        os._exit(status)  # a compiler cannot be interrupted, and the interpreter aborts when it ends below one
+    return status
+
+
+def _status_of(known: argparse.Namespace) -> int:
+    """Run the command; errors for people become one line and a status."""
+    try:
+        status = int(known.command(known))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `diloco status RUN | head`: whoever read us has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except ConnectionError as error:  # may work at the next attempt, so a supervisor may start us again
+        print(f"diloco {known.name}: {error}", file=sys.stderr)
+        return FAILED
+    except (ValueError, OSError) as error:
+        of_file = isinstance(error, OSError) and error.filename is not None
+        words = f"{error.filename}: {error.strerror}" if of_file else str(error)  # type: ignore[union-attr]
+        print(f"diloco {known.name}: {words}", file=sys.stderr)
+        return FAILED if isinstance(error, OSError) and error.errno in DISK_TROUBLE else WRONG_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED

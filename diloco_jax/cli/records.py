@@ -1,0 +1,91 @@
+"""Subcommands about a run that is there: look at it, let a learner leave, evaluate it, do it again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from diloco_jax.cli.shared import FAILED, run_config, show
+
+
+def status(arguments: argparse.Namespace) -> int:
+    from diloco_jax.runtime.records.files import CONFIG_FILE
+    from diloco_jax.runtime.records.liveness import DEAD
+    from diloco_jax.runtime.records.status import read_status
+    from diloco_jax.settings.text import load
+    from diloco_jax.tools.report.live import describe
+
+    own = Path(arguments.run) / CONFIG_FILE
+    config = arguments.config or (own if own.exists() else None)
+    transport = load(config).transport if config else None
+    found = read_status(arguments.run, allow_plaintext=arguments.allow_plaintext, transport=transport)
+    show(arguments, found, describe)
+    return FAILED if found.get("state") in DEAD else 0
+
+
+def drain(arguments: argparse.Namespace) -> int:
+    from diloco_jax.runtime.records.status import is_address, syncer_at
+    from diloco_jax.settings.text import load
+    from diloco_jax.transport.link import TransportConfig
+    from diloco_jax.transport.questions import ask_drain
+
+    run, config = arguments.run, arguments.config
+    if config is None and not is_address(run):
+        config = run_config(run)
+    known = TransportConfig() if config is None else load(config).transport
+    syncer = syncer_at(run, known, allow_plaintext=arguments.allow_plaintext)
+    ok, message = ask_drain(syncer, arguments.learner)
+    if arguments.json:
+        print(json.dumps({"learner": arguments.learner, "ok": ok, "message": message}))
+    else:
+        print(message if ok else f"diloco drain: {message}", file=sys.stdout if ok else sys.stderr)
+    return 0 if ok else FAILED
+
+
+def report(arguments: argparse.Namespace) -> int:
+    from diloco_jax.tools.report.page import write_report
+
+    show(arguments, {"report": str(write_report(Path(arguments.run)))}, lambda result: result["report"])
+    return 0
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    from diloco_jax.runtime.records.files import CONFIG_FILE, new_run_dir
+    from diloco_jax.settings.text import dump, load
+    from diloco_jax.tools.replay.process import run_as_island
+    from diloco_jax.tools.replay.scenario import as_simulated
+
+    config = as_simulated(load(arguments.config or run_config(arguments.run)), Path(arguments.run))
+    code = run_as_island(config, arguments)
+    if code is not None:
+        return code
+    from diloco_jax.tools.replay.replay import describe, replay_run, replay_synthetic
+
+    if arguments.config:
+        out = Path(arguments.out) if arguments.out else new_run_dir(Path(config.runs_dir), config.name)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
+        result = {"run_dir": str(out), **replay_synthetic(config, Path(arguments.run), out, arguments.until)}
+    else:
+        result = replay_run(config, Path(arguments.run), arguments.until)
+    show(arguments, result, describe)
+    return 0 if result.get("identical", True) else FAILED
+
+
+def audit(arguments: argparse.Namespace) -> int:
+    from diloco_jax.settings.text import load
+    from diloco_jax.tools.replay.audit import audit as audit_run
+    from diloco_jax.tools.replay.audit import describe
+    from diloco_jax.tools.replay.scenario import read_scenario
+
+    run_dir = Path(arguments.run)
+    scenario = read_scenario(run_dir) if arguments.config is None else None
+    if scenario is not None:
+        result = audit_run(run_dir, scenario.protocol, scenario.total_steps)
+    else:
+        config = load(arguments.config or run_config(arguments.run))
+        result = audit_run(run_dir, config.protocol, config.train.steps)
+    show(arguments, result, describe)
+    return FAILED if result["violations"] else 0

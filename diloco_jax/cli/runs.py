@@ -1,0 +1,192 @@
+"""Subcommands that train: a whole local run, or one of its processes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco_jax.cli.shared import FAILED, INTERRUPTED, learner_dir, load_config
+from diloco_jax.cli.words import CHAOS_LEARNER
+
+if TYPE_CHECKING:
+    from diloco_jax.settings.run import RunConfig
+
+
+def _run_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
+    """Make the run's folder with the resolved config in it."""
+    from diloco_jax.runtime.local.resume import check_resumable, check_same_run
+    from diloco_jax.runtime.records.files import CONFIG_FILE, METRICS_FILE, TAPE_FILE, new_run_dir, newest_run_dir
+    from diloco_jax.settings.text import dump, load
+
+    resume = arguments.name == "train" and arguments.resume
+    choose = newest_run_dir if resume else new_run_dir
+    run_dir = Path(arguments.run_dir) if arguments.run_dir else choose(Path(config.runs_dir), config.name)
+    target = run_dir / CONFIG_FILE
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ValueError(f"--run-dir {run_dir} is a file; name a folder")
+    if resume:
+        check_resumable(run_dir)
+    elif arguments.name in ("train", "chaos") and (run_dir / METRICS_FILE).exists():
+        raise ValueError(
+            f"{run_dir} holds a run already; go on with it (--resume), choose another --run-dir, or remove that folder"
+        )
+    if target.exists() and (run_dir / TAPE_FILE).exists():
+        check_same_run(load(target), config, run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not (target.exists() and target.samefile(arguments.config)):
+        target.write_text(dump(config), encoding="utf-8")
+    return run_dir
+
+
+def train(arguments: argparse.Namespace) -> int:
+    from diloco_jax.cli.train import train_locally
+    from diloco_jax.runtime.local.check_input import check_input
+
+    config = load_config(arguments)
+    check_input(config)
+    run_dir = _run_dir(arguments, config)
+    live = not (arguments.json or arguments.quiet)
+    summary = train_locally(config, run_dir, live=live, quiet=arguments.json, resume=arguments.resume)
+    if arguments.json:
+        print(json.dumps({"run_dir": str(run_dir), **summary}))
+    if not summary:
+        return FAILED
+    return 0 if summary["complete"] else INTERRUPTED
+
+
+def syncer(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments)
+    run_dir = _run_dir(arguments, config)
+    stop = _begin_process(run_dir)
+    from diloco_jax.runtime.syncer.run import SyncerRun
+
+    summary = SyncerRun(config, run_dir, stop, rewind=arguments.rewind).run()
+    return 0 if summary["complete"] or stop.is_set() else FAILED
+
+
+def learner(arguments: argparse.Namespace) -> int:
+    import time
+
+    config = load_config(arguments)
+    run_dir = learner_dir(arguments, config)
+    stop = _begin_process(run_dir)
+    from diloco_jax.runtime.island.follower import Follower
+    from diloco_jax.runtime.island.join import join, leave
+    from diloco_jax.runtime.learner.preemption import check_source, watch
+    from diloco_jax.runtime.learner.run import LearnerRun
+    from diloco_jax.runtime.records.status import known_address
+
+    make: Callable[..., LearnerRun] = LearnerRun
+    if arguments.name == CHAOS_LEARNER:
+        from diloco_jax.tools.chaos.learner import chaos_learner
+
+        make = chaos_learner
+    incarnation = arguments.incarnation if arguments.incarnation is not None else int(time.time() * 1000)
+    address = arguments.syncer or known_address(run_dir, config)
+    if arguments.preemption:
+        watch(check_source(arguments.preemption), stop)
+    if config.island(arguments.island).hosts > 1:
+        arguments.leave = leave
+    hosts = join(config, arguments.island, incarnation, arguments.host, arguments.coordinator)
+    if hosts is not None and hosts.host:
+        return Follower(config, arguments.island, address, stop, hosts).run()
+    reason = make(config, arguments.island, incarnation, address, run_dir, stop, hosts).run()
+    print(f"{arguments.island}: {reason}", flush=True)
+    return INTERRUPTED if stop.is_set() else 0  # 0 only when the syncer ended the run
+
+
+def islands(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments)
+    run_dir = learner_dir(arguments, config)
+    stop = _begin_process(run_dir)
+    from diloco_jax.runtime.local.controller import IslandsRun, use_pathways
+    from diloco_jax.runtime.records.status import known_address
+
+    if config.islands.pathways:
+        use_pathways()
+    address = arguments.syncer or known_address(run_dir, config)
+    IslandsRun(config, run_dir, address, stop).run()
+    return INTERRUPTED if stop.is_set() else 0
+
+
+def chaos(arguments: argparse.Namespace) -> int:
+    from diloco_jax.tools.chaos.schedule import KINDS, draw_schedule
+
+    config = load_config(arguments)
+    schedule = draw_schedule(
+        arguments.seed,
+        config.islands.names,
+        faults=arguments.faults,
+        steps=config.train.steps,
+        lease_s=config.protocol.lease_s,
+        kinds=arguments.kinds.split(",") if arguments.kinds else KINDS,
+    )
+    if arguments.dry_run:
+        print(json.dumps({"schedule": [str(f) for f in schedule]}) if arguments.json else "\n".join(map(str, schedule)))
+        return 0
+    from functools import partial
+
+    from diloco_jax.runtime.local.check_input import check_input
+    from diloco_jax.tools.chaos.run import for_chaos, run_chaos
+    from diloco_jax.tools.chaos.verdict import table
+
+    config = for_chaos(config, len(schedule))
+    check_input(config)
+    run_dir = _run_dir(arguments, config)
+    say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
+    result = run_chaos(config, run_dir, schedule, say)
+    print(json.dumps({"run_dir": str(run_dir), "seed": arguments.seed, **result}) if arguments.json else table(result))
+    return FAILED if result["problems"] else 0
+
+
+def baseline(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments)
+    run_dir = _run_dir(arguments, config)
+    stop = _begin_process(run_dir)
+    from diloco_jax.runtime.local.baseline import DataParallelRun
+
+    DataParallelRun(config, run_dir, stop).run()
+    return 0
+
+
+def compile_ahead(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments)
+    _begin_process(Path(arguments.run_dir))
+    from diloco_jax.runtime.local.compiling import compile_programs
+
+    compile_programs(config, arguments.island)
+    return 0
+
+
+def merge_shard(arguments: argparse.Namespace) -> int:
+    import socket
+
+    _begin_log()
+    from diloco_jax.runtime.model.shard_process import ShardRun
+    from diloco_jax.settings.text import load
+
+    connection = socket.socket(fileno=arguments.connection)
+    ShardRun(load(arguments.config), arguments.shard, connection).run()
+    return 0
+
+
+def _begin_log() -> None:
+    import logging
+
+    # force: a library has put a handler of its own there when it was imported
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stdout, force=True)
+    logging.getLogger("absl").setLevel(logging.WARNING)
+
+
+def _begin_process(run_dir: Path) -> Any:
+    _begin_log()
+    from diloco_jax.runtime.records.programs import keep_programs
+    from diloco_jax.runtime.records.signals import die_with_parent, stop_on_signals
+
+    die_with_parent()
+    keep_programs(run_dir)
+    return stop_on_signals()

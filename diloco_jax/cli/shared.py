@@ -1,0 +1,64 @@
+"""The beginning of several subcommands: the config, and the folder of the run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diloco_jax.settings.run import RunConfig
+
+FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130  # exit statuses
+COMPILER = "compile"  # a thread that compiles; it cannot be interrupted
+
+
+def show(arguments: argparse.Namespace, result: Any, describe: Callable[[Any], object]) -> None:
+    """Print a result: one JSON object with --json, else as `describe` writes it for people."""
+    print(json.dumps(result) if arguments.json else describe(result))
+
+
+def load_config(arguments: argparse.Namespace) -> RunConfig:
+    """Load the config that the command line names, with the settings that follow it."""
+    from diloco_jax.settings.text import load, show_settings
+
+    command = f"diloco {arguments.name} {arguments.way}" if arguments.name == "launch" else f"diloco {arguments.name}"
+    if arguments.settings:
+        show_settings(arguments.config, f"{command} {arguments.config}")
+        raise SystemExit(0)
+    files = [word for word in arguments.overrides if word.endswith((".yaml", ".yml"))]
+    if files and not Path(arguments.config).exists():
+        raise ValueError(f"the config comes first, settings follow it: {command} {files[0]} --section.name value")
+    config = load(arguments.config)
+    try:
+        return load(arguments.config, arguments.overrides) if arguments.overrides else config
+    except ValueError as error:
+        raise ValueError(f"{error}; `{command} {arguments.config} --settings` lists all settings") from error
+
+
+def run_config(run: str) -> Path:
+    """Find the config in the folder of a run.
+
+    Raises:
+        ValueError: it has none.
+    """
+    from diloco_jax.runtime.records.files import CONFIG_FILE
+
+    path = Path(run) / CONFIG_FILE
+    if not path.exists():
+        raise ValueError(f"{run} is not the folder of a run: it has no {CONFIG_FILE}; give one, such as runs/NAME")
+    return path
+
+
+def learner_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
+    """Return the run's folder, the same at every start of a learner: it finds its own saved state there."""
+    from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE
+
+    path = Path(arguments.config)
+    if arguments.run_dir:
+        return Path(arguments.run_dir)
+    if path.name == CONFIG_FILE and (path.parent / ADDRESS_FILE).exists():
+        return path.parent
+    return Path(config.runs_dir) / config.name

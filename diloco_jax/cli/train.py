@@ -1,0 +1,79 @@
+"""The command `train`: a local run from its config to its report, with a live view."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+from rich.console import Console
+
+from diloco_jax.cli.model import written
+from diloco_jax.protocol.watch.stats import never_merged
+from diloco_jax.runtime.local.run import LocalRun, RunFailed
+from diloco_jax.runtime.model.evaluation import cannot_write
+from diloco_jax.runtime.records.files import LOGS, STATUS_FILE, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.records.signals import stop_on_signals
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.report.live import LiveView
+from diloco_jax.tools.report.page import write_report
+
+
+def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, resume: bool = False) -> dict[str, Any]:
+    """Run syncer and islands to the end, then write the report.
+
+    Args:
+        config: the run.
+        run_dir: its folder.
+        live: show progress on the terminal.
+        quiet: keep standard output free for the caller.
+        resume: the folder is of a run that ended early; go on from its newest snapshot.
+
+    Returns:
+        The summary; empty when the run failed, after a message that says why.
+
+    Raises:
+        ValueError: one of its processes found a setting to be wrong.
+    """
+    console = Console(stderr=quiet)
+    stop = stop_on_signals()
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    run = LocalRun(config, run_dir, say, stop, resume=resume)
+    say(f"run folder {run_dir}, logs in {run_dir / LOGS}")
+    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier stop
+    try:
+        if live:
+            with LiveView(run_dir / STATUS_FILE, console):
+                run.run()
+        else:
+            run.run()
+    except RunFailed as error:
+        if error.wrong_input:
+            raise ValueError(str(error)) from error
+        Console(stderr=True).print(f"diloco train: {error}", highlight=False, markup=False, soft_wrap=True)
+        return {}
+    summary_file = run_dir / SUMMARY_FILE
+    if not summary_file.exists():
+        began = (run_dir / TAPE_FILE).exists()
+        say("stopped while the syncer was away; --resume goes on" if began else "stopped before training began")
+        return {"complete": False}
+    summary: dict[str, Any] = json.loads(summary_file.read_text(encoding="utf-8"))
+    report = write_report(run_dir)
+    ending = "complete" if summary["complete"] else "stopped"
+    loss = "not finite" if summary["eval_loss"] is None else f"{summary['eval_loss']:.4f}"
+    say(
+        f"{ending}: evaluation loss {loss} after {summary['global_steps']} global steps and "
+        f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s"
+    )
+    if summary["complete"] and not quiet and not cannot_write(config):
+        say(f"the merged model writes (diloco sample {run_dir}):\n{indent(written(str(run_dir), 200)[0], '    ')}")
+    say(f"report {report}")
+    if warning := never_merged(summary["unmerged_fragments"]):
+        Console(stderr=True).print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+    for alarm in summary["alarms"]:
+        say(f"alarm: {alarm} (docs/troubleshooting.md)")
+    return summary

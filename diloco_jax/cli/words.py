@@ -1,0 +1,249 @@
+"""The words of the `diloco` command: its subcommands, their arguments and help texts."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from importlib.metadata import version
+from typing import NoReturn
+
+from diloco_jax.sim.goodput.assumptions import Assumptions
+
+Command = Callable[[argparse.Namespace], int]
+Add = Callable[..., "Parser"]
+UNLISTED = CHAOS_LEARNER, MERGE_SHARD, COMPILE = "chaos-learner", "merge-shard", "compile"
+OVERRIDES = "settings of the config may follow as --section.name value; `CONFIG --settings` lists them all"
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with a command line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` says more\n")
+
+
+class _Version(argparse.Action):
+    """Prints what a report of a fault should name."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: object, **named: object) -> None:
+        print(f"diloco-jax {version('diloco-jax')}, jax {version('jax')}, Python {platform.python_version()}")
+        parser.exit()
+
+
+def check_command(parser: Parser, words: Sequence[str], run: Mapping[str, Command]) -> None:
+    """End with a word about what people may have meant, unless the first word is a command; some are not listed."""
+    name = next((word for word in words if not word.startswith("-")), None)
+    if name is None and not {"-h", "--help", "--version"} & set(words):
+        parser.error("name a command, such as train")
+    if name is not None and name not in run:
+        near = get_close_matches(name, [known for known in run if known not in UNLISTED], 1)
+        parser.error(f"there is no command {name!r}{f'; did you mean {near[0]}?' if near else ''}")
+
+
+def make_parser(run: Mapping[str, Command]) -> Parser:
+    """Make the command line's parser; `run` has the function of each command."""
+    parser = Parser(
+        prog="diloco",
+        description="Train one model on islands that never wait for each other (Decoupled DiLoCo in JAX).",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of this package and of JAX")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str, *, config: bool = False, folder: bool = True, json: bool = True) -> Parser:
+        sub = commands.add_parser(name, help=text, description=text, epilog=OVERRIDES if config else None)
+        sub.set_defaults(command=run[name], name=name, takes_overrides=config)
+        if config:
+            sub.add_argument("config", help="YAML file, see configs/")
+            sub.add_argument("--settings", action="store_true", help="list all settings with their meaning, and exit")
+            if folder:
+                sub.add_argument("--run-dir", help="folder of the run; default: a new one below runs_dir")
+        if json:
+            sub.add_argument("--json", action="store_true", help="print one JSON object")
+        return sub
+
+    train = add("train", "A whole run on this machine: syncer and islands, live view, report.", config=True, json=False)
+    train.add_argument("--json", action="store_true", help="print summary.json at the end, no live view")
+    train.add_argument("--quiet", action="store_true", help="no live view")
+    train.add_argument(
+        "--resume", action="store_true", help="go on with a run that ended early: --run-dir, or the last"
+    )
+    syncer = add(
+        "syncer", "The syncer alone, for real machines; in a run's folder it goes on.", config=True, json=False
+    )
+    syncer.add_argument("--rewind", action="store_true", help="nobody is alive: go on from the newest snapshot alone")
+    learner = add("learner", "One learner alone, for real machines.", config=True, json=False)
+    learner.add_argument("--island", required=True, help="name of the learner, unique in the run")
+    learner.add_argument("--syncer", help="host:port of the syncer; default: that of the run's folder, or the config's")
+    learner.add_argument("--incarnation", type=int, help="number that grows with every start; default: the time")
+    learner.add_argument("--host", type=int, help="which of the island's islands.hosts processes this is; 0 leads")
+    learner.add_argument("--coordinator", metavar="HOST:PORT", default="", help="where host 0 of the island listens")
+    learner.add_argument(
+        "--preemption",
+        metavar="gce|FILE",
+        help="leave politely when Google Cloud's metadata server, "
+        "or the existence of FILE, says that this machine will be taken away; SIGTERM always says so",
+    )
+    islands = add(
+        "islands", "All islands in this process, for one controller of several slices.", config=True, json=False
+    )
+    islands.add_argument("--syncer", help="host:port of the syncer; default: that of the run's folder, or the config's")
+    _unlisted_words(commands, learner, run)
+    _chaos_words(add("chaos", "A local run under a schedule of faults: what came back, when.", config=True))
+    _doctor_words(add("doctor", "Check this machine and its way to the syncer, before or during a run.", config=True))
+    _launch_words(add("launch", "Manifests and commands that start a run on Google Cloud."))
+    _plan_words(add("plan", "Links, memory, goodput and cost of a config, before it runs, and what to change."))
+    _simulate_words(add("simulate", "Goodput of a cluster whose chips fail, without one: chips, learners, methods."))
+    add("baseline", "The data-parallel baseline in this process, for `train`.", config=True, json=False)
+    _looking_words(add)
+    preflight = add(
+        "preflight", "Compile for TPU slices, without a TPU: what fits, what it takes.", config=True, folder=False
+    )
+    preflight.add_argument(
+        "--topology",
+        action="append",
+        default=[],
+        metavar="SLICE",
+        help="such as v5p:4x4x8 or v6e:16x16, also several times; default: the slices of the config's islands",
+    )
+    return parser
+
+
+def _unlisted_words(commands: argparse._SubParsersAction[Parser], learner: Parser, run: Mapping[str, Command]) -> None:
+    """Add the commands that processes of a run start."""
+    unlisted = commands.add_parser(CHAOS_LEARNER, parents=[learner], add_help=False)  # what `chaos` starts
+    unlisted.set_defaults(command=run[CHAOS_LEARNER], name=CHAOS_LEARNER, takes_overrides=True)
+    shard = commands.add_parser(MERGE_SHARD)  # what a syncer with syncer.shards starts
+    shard.set_defaults(command=run[MERGE_SHARD], name=MERGE_SHARD, takes_overrides=False)
+    shard.add_argument("config")
+    shard.add_argument("--shard", type=int, required=True)
+    shard.add_argument("--connection", type=int, required=True)
+    compiler = commands.add_parser(COMPILE)  # what `train` starts
+    compiler.set_defaults(command=run[COMPILE], name=COMPILE, takes_overrides=False, settings=False)
+    for word in ("config", "--island", "--run-dir"):
+        compiler.add_argument(word)
+
+
+def _looking_words(add: Add) -> None:
+    """Add the commands about a run that is there."""
+    status = add("status", "What a run does now, and what it waits for.")
+    drain = add("drain", "Let one learner leave after its current step; the others go on.")
+    drain.add_argument("learner", help="name of the learner, such as island-0")
+    for asks in (status, drain):
+        asks.add_argument("run", help="folder of the run, or host:port of its syncer")
+        asks.add_argument("--config", help="YAML file whose transport section has the credentials for host:port")
+        asks.add_argument("--allow-plaintext", action="store_true", help="ask an address that is not loopback")
+    certs = add("certs", "Make certificates and a token for a run: a test authority, syncer, learners.")
+    certs.add_argument("folder", help="where the files go; what is there already stays as it is")
+    certs.add_argument("--learners", default="", help="names of learners, separated by commas: island-0,island-1")
+    certs.add_argument("--days", type=int, default=365, help="how long the certificates are valid; default: 365")
+    evaluate = add("eval", "Evaluate the global model of a run on its held-out data.")
+    evaluate.add_argument("run", help="folder of the run")
+    evaluate.add_argument("--batches", type=int, help="batches at most; default: train.final_eval_batches")
+    sample = add("sample", "Print what the global model of a run writes, if it was trained on bytes.")
+    sample.add_argument("run", help="folder of the run")
+    sample.add_argument("--bytes", type=int, default=200, help="how many; default: 200")
+    sample.add_argument("--prompt", default="\n", help="text to continue; default: the beginning of a line")
+    sample.add_argument(
+        "--temperature",
+        type=float,
+        default=0.7,
+        help="0: always the likeliest byte; default: 0.7, 1: as the model says",
+    )
+    sample.add_argument("--seed", type=int, default=0, help="of what is drawn; default: 0")
+    report = add("report", "Write report.html of a run.")
+    report.add_argument("run", help="folder of the run")
+    replay = add("replay", "Train a run again from its tapes, and compare the result bit for bit.")
+    replay.add_argument("run", help="folder of the run; with --config, of a simulation's tapes")
+    replay.add_argument(
+        "--until", type=int, help="stop after the first merged round of this global step or a later one"
+    )
+    replay.add_argument("--config", help="train as a simulation's tapes say: YAML file with model, data, optimizer")
+    replay.add_argument("--out", help="with --config: folder for the result; default: a new one below runs_dir")
+    audit = add("audit", "What became of every sample that a run handed out, from its tapes.")
+    audit.add_argument("run", help="folder of the run, or of a simulation's tapes")
+    audit.add_argument("--config", help="YAML file with the protocol's settings; default: config.yaml of the run")
+
+
+def _chaos_words(chaos: Parser) -> None:
+    chaos.add_argument("--faults", type=int, default=20, help="how many; default: 20")
+    chaos.add_argument("--seed", type=int, default=0, help="of the schedule; default: 0")
+    chaos.add_argument("--kinds", help="kinds of faults, separated by commas; default: all")
+    chaos.add_argument("--dry-run", action="store_true", help="print the schedule, and exit")
+
+
+def _doctor_words(doctor: Parser) -> None:
+    doctor.add_argument("--island", help="the learner that runs on this machine; default: this is the syncer's")
+    doctor.add_argument("--syncer", help="host:port of the syncer; default: that of the run's folder, or the config's")
+    doctor.add_argument("--seconds", type=float, default=3.0, help="to measure throughput each way; default: 3")
+    doctor.add_argument(
+        "--listen", action="store_true", help="on the syncer's machine before a run: answer the islands' doctors"
+    )
+
+
+def _launch_words(launch: Parser) -> None:
+    launch.set_defaults(takes_overrides=True)
+    launch.epilog = OVERRIDES
+    launch.add_argument("way", choices=("gke", "gce", "tpu-vm"), help="Kubernetes, Compute Engine, or Cloud TPU API")
+    launch.add_argument("config", help="YAML file, see configs/; its cloud section says where")
+    launch.add_argument("--settings", action="store_true", help="list all settings with their meaning, and exit")
+    launch.add_argument("--out", metavar="DIR", help="write the files there; without it they are only printed")
+    launch.add_argument("--force", action="store_true", help="overwrite the files of an earlier launch in --out")
+    launch.add_argument("--run", action="store_true", help="run the commands too; default for --out: RUNS_DIR/NAME-WAY")
+
+
+def _plan_words(plan: Parser) -> None:
+    plan.set_defaults(takes_overrides=True)
+    plan.epilog = OVERRIDES
+    plan.add_argument("config", nargs="?", help="YAML file, see configs/")
+    plan.add_argument("--settings", action="store_true", help="list all settings with their meaning, and exit")
+    plan.add_argument("--preset", choices=("table13",), help="the paper's Table 13 beside ours, without a config")
+    for each in fields(Assumptions):
+        text, source = each.metadata["help"], each.metadata["source"]
+        known = f"; default: {each.default:g}" if each.default else ""
+        plan.add_argument(
+            f"--{each.name.replace('_', '-')}",
+            type=int if isinstance(each.default, int) else float,
+            metavar="N",
+            help=f"{text}{known}{f' ({source})' if source and known else ''}".replace("%", "%%"),
+        )
+
+
+def _simulate_words(simulate: Parser) -> None:
+    simulate.set_defaults(takes_overrides=True)
+    simulate.epilog = "settings may follow as --hardware.name value, --wan.name value and --protocol.name value"
+    simulate.add_argument("--preset", choices=("table1", "table5", "day", "scale"), help="a known case, told beside it")
+    simulate.add_argument(
+        "--methods",
+        nargs="+",
+        help="rigid, elastic (both data parallel), sync (DiLoCo in lockstep), decoupled; default: all",
+    )
+    simulate.add_argument("--learners", nargs="+", type=int, help="default: 2 4 8 16")
+    simulate.add_argument(
+        "--chips",
+        nargs="+",
+        help="of all learners together; default: 150k 300k 600k 1.2m 2.4m",
+    )
+    simulate.add_argument("--hours", type=float, help="simulated time; default: a day, or what the preset says")
+    simulate.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: 0")
+    simulate.add_argument("--workers", type=int, help="processes; default: one on each core")
+    simulate.add_argument("--fast", action="store_true", help="without the protocol's machines: no rounds, much faster")
+    simulate.add_argument("--tapes", metavar="DIR", help="of one run: write its tapes there, for `diloco replay`")
+    simulate.add_argument("--plot", metavar="FILE", help="goodput against chips: a drawing (.svg) or a page (.html)")
+    simulate.add_argument(
+        "--choose", action="store_true", help="which number of learners makes the most progress: goodput against loss"
+    )
+    simulate.add_argument(
+        "--penalty",
+        help="for --choose, what says how learners cost: scavenging, scaling-laws, scores, quickstart; "
+        "default: scavenging",
+    )
+    simulate.add_argument("--parameters", help="of the model, for --penalty scaling-laws; default: 5g")
+    simulate.add_argument(
+        "--loss-slope",
+        type=float,
+        help="for --choose, relative fall of the loss per relative growth of the compute; default: the penalty's",
+    )
+    simulate.add_argument("--settings", action="store_true", help="list all settings with their sources, and exit")

@@ -1,0 +1,320 @@
+"""One round's arithmetic: from encoded outer gradients to the next version, its encoded step, and the outer state.
+
+    inspect   <v_i, v_j> of all learners, per leaf and unit           reads every payload once
+    update    g = sum_m c_m v_m;  outer step;  x' = x + Q(step)       reads every payload once more, and the state
+
+The coefficients c_m follow from the weights and, for radial-directional averaging, from the products alone: the length
+of a weighted mean of directions is a quadratic form of them. So no mean is ever in memory, and no learner's values are.
+A piece of a stack has coefficients for each of its units, which are tensors of their own (merge.py).
+
+Leaves may be worked on in any order, by any number of threads and processes: sums over leaves are exact (math.fsum).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float32, Float64, UInt8, UInt64
+
+from diloco_jax.core import kernels
+from diloco_jax.core.codec import Format
+from diloco_jax.core.layout import LEAF, Layout, leaf_digest
+from diloco_jax.core.merge import Rule, coefficients
+from diloco_jax.core.outer import NOTHING, Flat, Gradient, Outer
+from diloco_jax.core.prepare import prepare
+
+Products = Float64[np.ndarray, "_ _ _"]  # of each unit of which a leaf has something: one matrix of learners
+Coefficients = Float32[np.ndarray, "_ _"]  # of each unit of a piece, one for every learner
+Run = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]  # the built-in map, or that of a thread pool
+
+_KINDS: dict[Format, int] = {
+    "float32": kernels.FLOAT32,
+    "bfloat16": kernels.BFLOAT16,
+    "int8": kernels.INT8,
+    "int4": kernels.INT4,
+}
+_ONE = np.ones((1, 1), np.float32)  # coefficients of one value as it is
+FREE_MAX = 4  # arrays of one size that wait to be written again
+
+
+class Values(NamedTuple):
+    """The learners' values: payloads of equal layout, and what is to be added to some of them.
+
+    A value against an older version x_b is of the newest one, x, when x - x_b is added to it.
+    """
+
+    payloads: Sequence[UInt8[np.ndarray, "bytes"]]
+    moved: Sequence[Flat | None]  # x - x_b, where x_b is not the newest
+
+
+def values_of(payloads: Sequence[UInt8[np.ndarray, "bytes"]]) -> Values:
+    """Return payloads that are all of the newest version."""
+    return Values(payloads, [None] * len(payloads))
+
+
+class State(NamedTuple):
+    """A fragment's newest version, as far as a step changes it."""
+
+    value: Flat
+    outer: Mapping[str, np.ndarray]
+    residual: Flat  # what the steps so far have left out by rounding; empty where nothing is rounded
+
+
+class Update(NamedTuple):
+    """The result of a round, made from a State."""
+
+    state: State
+    step: UInt8[np.ndarray, "bytes"]  # as it travels; empty for float32
+    digests: list[int]  # of the leaves
+    finite: bool  # the value and the outer state
+
+
+class Merger:
+    """The arithmetic of one layout.
+
+    Args:
+      layout: of the fragment, or of a shard's share of it.
+      rules: how each piece is merged, in their order.
+      outer: the outer optimizer.
+      up: format of the learners' payloads.
+      down: format of the step.
+      run: works on leaves; e.g. ThreadPoolExecutor.map.
+    """
+
+    def __init__(
+        self, layout: Layout, rules: Sequence[Rule], outer: Outer, up: Format, down: Format, run: Run = map
+    ) -> None:
+        self.layout = layout
+        self._rules = tuple(rules)
+        self._outer = outer
+        self._up, self._down = up, down
+        self._rounds = down != "float32"
+        self._places_up, self._places_down = layout.places(up), layout.places(down)
+        self._units = [rule.unit for rule in self._rules]
+        self.up_bytes = layout.payload_bytes(up)
+        self.down_bytes = layout.payload_bytes(down) if self._rounds else 0
+        self._run = run
+        self.buffers = Buffers()
+        prepare()  # not in the first round, while learners train on
+        if layout.pieces:  # whatever the optimizer compiles, for these shapes
+            zeros = np.zeros(layout.size, np.float32)
+            nothing = WeightedSum(layout, values_of([zeros.view(np.uint8)]), [_ONE] * len(self._units), run=run)
+            outer.update(nothing, outer.init(layout.views(zeros)), layout.views(zeros))
+
+    def first(self, value: Flat) -> State:
+        """Return the state before the first round."""
+        residual = np.zeros(value.size, np.float32) if self._rounds else NOTHING
+        return State(value, self._outer.init(self.layout.views(value)), residual)
+
+    def inspect(self, values: Values) -> list[Products]:
+        """Return the products of all pairs of learners, per leaf and unit; those of an unusable one are not finite."""
+        sources = _sources(values)
+
+        def leaf_products(number: int) -> Products:
+            leaf = self.layout.leaves[number]
+            unit, learners = self._rules[leaf.piece].unit, len(values.payloads)
+            products = np.zeros(((leaf.stop - 1) // unit - leaf.start // unit + 1, learners, learners))
+            payloads, moved = sources.of(self.layout.where(leaf))
+            place = self._places_up[leaf.piece]
+            at, size = (place.scales, place.codes), leaf.stop - leaf.start
+            kernels.gram(payloads, moved, _KINDS[self._up], at, leaf.start, size, unit, products)
+            return products
+
+        return list(self._run(leaf_products, range(len(self.layout.leaves))))
+
+    def update(
+        self, values: Values, products: Sequence[Products], weights: Float64[np.ndarray, "m"], state: State
+    ) -> Update:
+        """Make the next version. Changes nothing that it is given.
+
+        Args:
+          values: of those who are merged.
+          products: what `inspect` found of the same learners.
+          weights: of the learners, with the sum 1.
+          state: the newest version.
+        """
+        return self.apply(values, self.shares(products, weights), state)
+
+    def shares(self, products: Sequence[Products], weights: Float64[np.ndarray, "m"]) -> list[Coefficients]:
+        """Return the coefficients c_m of each unit of each piece. Of a cut slice all parts must be in this layout.
+
+        Args:
+          products: of each leaf.
+          weights: of the learners, with the sum 1.
+        """
+        units: list[dict[int, list[Float64[np.ndarray, "m m"]]]] = [{} for _ in self.layout.pieces]
+        for leaf, found in zip(self.layout.leaves, products, strict=True):
+            first = leaf.start // self._rules[leaf.piece].unit
+            for number, each in enumerate(found, first):
+                units[leaf.piece].setdefault(number, []).append(each)
+        return [
+            np.array([coefficients(_total(parts), weights, rule.method) for parts in of.values()], np.float32)
+            for of, rule in zip(units, self._rules, strict=True)
+        ]
+
+    def apply(self, values: Values, shares: Sequence[Coefficients], state: State) -> Update:
+        """Make the next version from known coefficients. Changes nothing that it is given.
+
+        Args:
+          values: of those who are merged.
+          shares: the coefficients of each unit of each piece.
+          state: the newest version.
+        """
+        layout, size = self.layout, self.layout.size
+        value, step = self.buffers.take(size), np.empty(self.down_bytes, np.uint8)
+        residual = self.buffers.take(size) if self._rounds else NOTHING
+        gradient = WeightedSum(layout, values, shares, self._units, self._up, self._run, self.buffers)
+        moves, outer = self._outer.update(gradient, state.outer, layout.views(state.value))
+        rates = np.float32(moves.rate), np.float32(moves.momentum)
+
+        def make_leaf(number: int) -> tuple[bool, int]:
+            here, out = layout.where(layout.leaves[number]), self._places_down[layout.leaves[number].piece]
+            finite = kernels.update(
+                *moves.gradient.leaf(number), state.value[here], _part(moves.trace, here), _part(state.residual, here),
+                *rates, _KINDS[self._down], step, (out.scales, out.codes),
+                value[here], _part(moves.next_trace, here), _part(residual, here),
+            )  # fmt: skip
+            return finite, leaf_digest(value[here])
+
+        made = list(self._run(make_leaf, range(len(layout.leaves))))
+        fine = moves.finite and all(finite for finite, _ in made)
+        return Update(State(value, outer, residual), step, [digest for _, digest in made], fine)
+
+
+class WeightedSum:
+    """The merged outer gradient, sum_m c_m v_m, which the kernels compute block by block as they use it.
+
+    Args:
+      layout: of the values.
+      values: v_m.
+      shares: c_m, of each unit of each piece.
+      units: of each piece the size of its units; None for whole pieces.
+      format: of the values.
+      run: works on leaves.
+      buffers: for new arrays.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        values: Values,
+        shares: Sequence[Coefficients],
+        units: Sequence[int] | None = None,
+        format: Format = "float32",
+        run: Run = map,
+        buffers: Buffers | None = None,
+    ) -> None:
+        self._layout = layout
+        self._values = values  # whose memory the kernels read
+        self._shares = shares
+        self._units = units or [layout.size] * len(shares)
+        self._format = _KINDS[format]
+        self._places = layout.places(format)
+        self._sources = _sources(values)
+        self._run = run
+        self._buffers = buffers or Buffers()
+
+    def leaf(self, number: int) -> tuple[Any, ...]:
+        """See Gradient.leaf."""
+        leaf = self._layout.leaves[number]
+        piece, place = leaf.piece, self._places[leaf.piece]
+        source, at = self._sources.of(self._layout.where(leaf)), (place.scales, place.codes)
+        return *source, self._shares[piece], self._units[piece], self._format, at, leaf.start
+
+    def empty(self) -> Flat:
+        """See Gradient.empty."""
+        return self._buffers.take(self._layout.size)
+
+    def exactly(self, flat: Flat) -> Gradient:
+        """See Gradient.exactly."""
+        return WeightedSum(self._layout, values_of([flat.view(np.uint8)]), [_ONE] * len(self._shares))
+
+    def views(self) -> dict[str, Float32[np.ndarray, "..."]]:
+        """See Gradient.views; one plain step from zero, the other way."""
+        mean, zeros = np.empty(self._layout.size, np.float32), np.zeros(LEAF, np.float32)
+
+        def make_leaf(number: int) -> None:
+            leaf = self._layout.leaves[number]
+            kernels.update(
+                *self.leaf(number), zeros[: leaf.stop - leaf.start], NOTHING, NOTHING,
+                np.float32(-1), np.float32(0), kernels.FLOAT32, np.empty(0, np.uint8), (0, 0),
+                mean[self._layout.where(leaf)], NOTHING, NOTHING,
+            )  # fmt: skip
+
+        list(self._run(make_leaf, range(len(self._layout.leaves))))
+        return self._layout.views(mean)
+
+
+class Buffers:
+    """Arrays that nobody uses any more, to be written again: fresh memory costs as much as the merge itself."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Flat]] = {}
+
+    def take(self, size: int) -> Flat:
+        """Return an array of this size with any content."""
+        free = self._free.get(size)
+        return free.pop() if free else np.empty(size, np.float32)
+
+    def give(self, array: np.ndarray) -> None:
+        """Take back an array that nobody reads any more; one that cannot be written again is left to Python."""
+        free = self._free.setdefault(array.size, [])
+        if array.dtype == np.float32 and array.ndim == 1 and array.flags.writeable and len(free) < FREE_MAX:
+            free.append(array)
+
+
+def norms(products: Iterable[Products]) -> list[float]:
+    """Return each learner's norm over all leaves; NaN or infinite where it is not usable."""
+    diagonals = [squares(each) for each in products]
+    return [_root([float(d[m]) for d in diagonals]) for m in range(diagonals[0].size)] if diagonals else []
+
+
+def subset(products: Iterable[Products], chosen: Sequence[int]) -> list[Products]:
+    """Return the products of some of the learners."""
+    return [each[:, chosen][:, :, chosen] for each in products]
+
+
+def squares(products: Products) -> Float64[np.ndarray, "m"]:
+    """Return each learner's squared norm in a leaf."""
+    found: Float64[np.ndarray, "m"] = np.diagonal(products.sum(axis=0))
+    return found
+
+
+def _root(squares: Sequence[float]) -> float:
+    if not all(math.isfinite(square) and square >= 0 for square in squares):
+        return math.nan
+    return math.sqrt(math.fsum(squares))
+
+
+def _total(leaves: Sequence[Float64[np.ndarray, "m m"]]) -> Float64[np.ndarray, "m m"]:
+    if len(leaves) == 1:
+        return leaves[0]
+    total = np.empty_like(leaves[0])
+    for i, j in np.ndindex(*total.shape):
+        total[i, j] = math.fsum(leaf[i, j] for leaf in leaves)
+    return total
+
+
+class _Sources(NamedTuple):
+    """Addresses of what the learners sent; 0 for nothing to add."""
+
+    payloads: UInt64[np.ndarray, "m"]
+    moved: UInt64[np.ndarray, "m"]
+
+    def of(self, leaf: slice) -> tuple[UInt64[np.ndarray, "m"], UInt64[np.ndarray, "m"]]:
+        """Return the same for a leaf."""
+        return self.payloads, np.where(self.moved > 0, self.moved + np.uint64(4 * leaf.start), np.uint64(0))
+
+
+def _sources(values: Values) -> _Sources:
+    moved = [0 if moved is None else moved.ctypes.data for moved in values.moved]
+    return _Sources(
+        np.array([payload.ctypes.data for payload in values.payloads], np.uint64), np.array(moved, np.uint64)
+    )
+
+
+def _part(flat: Flat, here: slice) -> Flat:
+    return flat[here] if flat.size else flat

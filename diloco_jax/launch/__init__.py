@@ -1,1 +1,0 @@
-"""From a run's config to the manifests and commands that start it on Google Cloud."""

@@ -1,0 +1,1 @@
+"""The learner's machine, and the mailbox that decides when it may be given what."""

@@ -1,0 +1,1 @@
+"""The syncer's machine: rounds, members, snapshots and the tape of its inputs."""

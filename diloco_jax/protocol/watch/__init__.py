@@ -1,0 +1,1 @@
+"""Statistics and alarms that are computed from the syncer's inputs."""

@@ -1,0 +1,58 @@
+"""In what condition each learner is, and since when, in words that tell people what to look at. No rule reads this."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from diloco_jax.protocol.membership import ACTIVE, GONE, JOINING, SILENT, Member
+from diloco_jax.protocol.syncer.machine import Syncer
+
+SLOW_FACTOR = 2.0  # times the median step
+
+
+class Condition(NamedTuple):
+    """A learner's condition: one word, how long it has lasted, and what it means."""
+
+    learner_id: str
+    # "joining", "recovering", "training", "slow", "unmerged", "striking", "silent", "gone", "expelled", "left"
+    condition: str
+    since_s: float  # on the driver's clock
+    reason: str
+
+
+def conditions(syncer: Syncer, now_s: float) -> list[Condition]:
+    """One condition per learner that was ever seen, sorted by name; the gravest first where several hold."""
+    return [_condition(syncer, member, now_s) for _, member in sorted(syncer.membership.members.items())]
+
+
+def _condition(syncer: Syncer, member: Member, now_s: float) -> Condition:
+    name, since_s = member.learner_id, member.since_s
+    quiet_s = now_s - member.heard_s
+    if member.expelled:
+        return Condition(name, "expelled", since_s, f"{member.strikes} values in a row were not usable")
+    if member.state == GONE:
+        if syncer.finished:
+            return Condition(name, "left", since_s, "the run is complete")
+        if name in syncer.leases.holdings:
+            return Condition(name, "gone", since_s, "no connection; its data goes to others after release_s")
+        return Condition(name, "gone", since_s, "no connection; what it left undone goes to others")
+    if member.state == SILENT:
+        return Condition(name, "silent", since_s, f"connected, but not heard for {quiet_s:.1f} s: stopped, or cut off")
+    if member.state == JOINING:
+        donor = syncer.donor_of(name)
+        if donor:
+            return Condition(name, "recovering", since_s, f"takes over the state of {donor}")
+        return Condition(
+            name, "joining", since_s, f"alive, last heard {quiet_s:.1f} s ago; loads, compiles or downloads"
+        )
+    assert member.state == ACTIVE, f"{name} is {member.state}"
+    if member.strikes:
+        return Condition(name, "striking", since_s, f"{member.strikes} of {syncer.config.strikes_max} strikes")
+    if member.alarmed:
+        rounds = syncer.merged_rounds - member.merged_mark
+        return Condition(name, "unmerged", since_s, f"trains, but had no share in the last {rounds} rounds")
+    median_s = syncer.membership.median_step_s()
+    if median_s and member.step_s and member.step_s > SLOW_FACTOR * median_s:
+        factor = member.step_s / median_s
+        return Condition(name, "slow", since_s, f"steps take {member.step_s:.3f} s, {factor:.1f} times the median")
+    return Condition(name, "training", since_s, f"last heard {quiet_s:.1f} s ago")

@@ -1,0 +1,82 @@
+"""Notice when islands make steps much faster than rounds close: what they learn is not merged, and tokens are used up.
+
+Counted in windows of STEPS_MIN steps per island. An episode is a row of windows in which islands made at least FACTOR
+steps per round; the clock of rounds follows the fastest islands, so in a healthy run it is about one. No rule reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+STEPS_MIN = 16
+FACTOR = 2.0
+EPISODES_MAX = 8  # that are told apart; later ones count as part of the last
+
+
+class Episode(NamedTuple):
+    """A stretch of a run in which islands outran rounds."""
+
+    from_step: int  # global step at which it began
+    to_step: int  # and at which it ended, or has come to
+    steps: float  # of a mean island meanwhile
+
+    def __str__(self) -> str:
+        rounds = self.to_step - self.from_step
+        closed = f"{rounds} round{'s' if rounds != 1 else ''} closed"
+        return f"islands outran rounds: {self.steps:.0f} steps each while {closed}, from global step {self.from_step}"
+
+
+class Outrun:
+    """Compares steps with rounds.
+
+    Attributes:
+        episodes: in which islands outran rounds, oldest first.
+        current: whether the last of them goes on.
+    """
+
+    def __init__(self) -> None:
+        self.episodes: list[Episode] = []
+        self.current = False
+        self._names: set[str] = set()  # who has made steps in this window
+        self._steps = 0  # all of them together
+        self._since = 0  # global step at which the window began
+
+    def on_steps(self, learner_id: str, steps: int, global_step: int) -> None:
+        """Count steps that a learner has made.
+
+        Args:
+            learner_id: who made them.
+            steps: how many.
+            global_step: rounds closed so far.
+        """
+        if global_step < self._since:  # back to a snapshot
+            self._begin(global_step)
+            self.current = False
+        self._names.add(learner_id)
+        self._steps += steps
+        mean = self._steps / len(self._names)
+        if mean < STEPS_MIN:
+            return
+        before, self.current = self.current, mean >= FACTOR * (global_step - self._since)
+        if self.current:
+            if not before and len(self.episodes) < EPISODES_MAX:
+                self.episodes.append(Episode(self._since, self._since, 0.0))
+            last = self.episodes[-1]
+            self.episodes[-1] = last._replace(to_step=global_step, steps=last.steps + mean)
+        self._begin(global_step)
+
+    def _begin(self, global_step: int) -> None:
+        self._names, self._steps, self._since = set(), 0, global_step
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain values; `restore` takes them back."""
+        window = [sorted(self._names), self._steps, self._since]
+        return {"episodes": [list(episode) for episode in self.episodes], "current": self.current, "window": window}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        self.episodes = [Episode(*episode) for episode in state["episodes"]]
+        self.current = state["current"]
+        names, self._steps, self._since = state["window"]
+        self._names = set(names)

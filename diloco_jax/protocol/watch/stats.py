@@ -1,0 +1,241 @@
+"""What a run has done so far, counted from the messages that the syncer sees; the source of status and summary. No rule
+reads this, and simulated runs count with it too.
+
+Definitions (docs/architecture.md repeats them for users)
+  * goodput: time that learners spent in inner steps, over the time that all configured islands had since the first
+    inner step of the run began. A dead or restarting island lowers it.
+    The first step of an island compiles; that time counts as a step.
+  * uptime: share of that time in which at least one learner was inside an inner step.
+  * participation: rounds in which a learner was merged, over rounds merged.
+  * samples: how many were handed out, and their fates (leases.py).
+  * step_overhead: share of a learner's time between its first and last step that it spent outside inner steps.
+  * steps_per_round: inner steps of the learner that made most, over global steps; about 1 in a healthy run.
+
+After a restart of the syncer all of this goes on from a snapshot and the reports on the tape, exactly. Approximate is
+what nobody saw: a learner's next report tells how many steps it made without a syncer, and they count as long as the
+newest one. A run that went back to a snapshot has lost the steps after it, and the time in which nothing ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from diloco_jax.protocol.membership import Member
+from diloco_jax.protocol.messages import StepReport
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.watch.health import conditions
+from diloco_jax.protocol.watch.outrun import Outrun
+
+BFLOAT16_BYTES = 2
+NAMED_MAX = 8  # fragments in a warning
+
+
+def never_merged(fragments: Sequence[int]) -> str:
+    """A warning that names the fragments which no round ever merged; "" if there are none."""
+    if not fragments:
+        return ""
+    names = ", ".join(str(fragment_id) for fragment_id in fragments[:NAMED_MAX])
+    more = f" and {len(fragments) - NAMED_MAX} more" if len(fragments) > NAMED_MAX else ""
+    which = f"fragment {names}{more} was" if len(fragments) == 1 else f"fragments {names}{more} were"
+    return (
+        f"{which} never merged: nothing that the islands learnt there is in the global model; the syncer's log says "
+        "how each round ended, and a run of fewer global steps than protocol.sync_every has no round for some"
+    )
+
+
+def participation(merged: int, rounds: int) -> float:
+    """Return the share of the merged rounds in which a learner was merged."""
+    return merged / max(1, rounds)
+
+
+def step_overhead(busy_s: float, span_s: float) -> float:
+    """Return the share of a learner's time, first to last step, that it spent outside inner steps."""
+    return max(0.0, 1 - busy_s / span_s) if span_s > 0 else 0.0
+
+
+class LearnerStats:
+    """Time accounting of one learner over all its incarnations."""
+
+    __slots__ = (
+        "begin_s",
+        "busy_s",
+        "end_s",
+        "incarnation",
+        "last_round",
+        "last_step",
+        "rate",
+        "span_s",
+        "step_tokens",
+    )
+
+    def __init__(self, plain: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.incarnation = -1
+        self.busy_s = 0.0  # inside inner steps
+        self.begin_s = self.end_s = 0.0  # of the current incarnation
+        self.span_s = 0.0  # first to last step, of earlier incarnations
+        self.rate: float | None = None  # tokens per second, moving average
+        self.last_round = 0
+        self.last_step = 0  # of the current incarnation
+        self.step_tokens = 0
+        for name, value in plain.items():
+            setattr(self, name, value)
+
+    @property
+    def total_span_s(self) -> float:
+        return self.span_s + self.end_s - self.begin_s
+
+
+class RunStats:
+    """Counts a run.
+
+    Args:
+        names: the configured islands.
+        num_parameters: elements of the model.
+        syncer: whose members hold steps, tokens and rounds.
+    """
+
+    def __init__(self, names: tuple[str, ...], num_parameters: int, syncer: Syncer) -> None:
+        self._names = names
+        self._num_parameters = num_parameters
+        self._syncer = syncer
+        self._learners: dict[str, LearnerStats] = {}
+        self._began_s: float | None = None
+        self._covered_s = 0.0  # union of all inner steps
+        self._covered_until_s = 0.0
+        self._outrun = Outrun()
+
+    def on_report(self, report: StepReport, now_s: float) -> bool:
+        """Count a report that the syncer is about to get, if it is of a newer step of a member; whether it is."""
+        member = self._syncer.membership.get(report.learner_id, report.incarnation)
+        if member is None or report.local_step <= member.local_step:
+            return False
+        stats = self._learners.setdefault(report.learner_id, LearnerStats())
+        busy_s = report.step_s
+        known = stats.last_step if report.incarnation == stats.incarnation else 0
+        self._outrun.on_steps(report.learner_id, report.local_step - known, self._syncer.global_step)
+        if report.incarnation != stats.incarnation:
+            stats.span_s = stats.total_span_s
+            stats.incarnation = report.incarnation
+            stats.begin_s = now_s - busy_s
+        elif report.local_step > stats.last_step + 1:  # steps while the link was down, which nobody reported
+            busy_s = min((report.local_step - stats.last_step) * report.step_s, now_s - stats.end_s)
+        began_s = now_s - busy_s
+        if self._began_s is None:
+            self._began_s = self._covered_until_s = began_s
+        stats.busy_s += busy_s
+        stats.end_s = now_s
+        stats.last_step = report.local_step
+        stats.step_tokens = report.tokens // max(1, report.local_step)
+        sample = stats.step_tokens / max(report.step_s, 1e-9)
+        stats.rate = sample if stats.rate is None else 0.9 * stats.rate + 0.1 * sample
+        self._covered_s += max(0.0, now_s - max(began_s, self._covered_until_s))
+        self._covered_until_s = max(self._covered_until_s, now_s)
+        return True
+
+    def on_merged(self, members: tuple[str, ...], global_step: int) -> None:
+        """Remember who was merged last and when."""
+        for name in members:
+            self._learners.setdefault(name, LearnerStats()).last_round = global_step
+
+    def state(self) -> dict[str, Any]:
+        """What is counted here and not by the machine, as plain values; `restore` takes them back."""
+        learners = {
+            name: {slot: getattr(stats, slot) for slot in LearnerStats.__slots__}
+            for name, stats in self._learners.items()
+        }
+        covered_s = [self._covered_s, self._covered_until_s]
+        return {"learners": learners, "began_s": self._began_s, "covered_s": covered_s, "outrun": self._outrun.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        self._learners = {name: LearnerStats(plain) for name, plain in state["learners"].items()}
+        self._began_s = state["began_s"]
+        self._covered_s, self._covered_until_s = state["covered_s"]
+        self._outrun.restore(state["outrun"])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on by all learners."""
+        return sum(member.total_tokens for member in self._members())
+
+    @property
+    def alarms(self) -> list[str]:
+        """What is wrong with the run now, in words."""
+        return [str(self._outrun.episodes[-1])] if self._outrun.current and not self._syncer.finished else []
+
+    @property
+    def contributors_per_round(self) -> float:
+        """Mean number of learners in a merge."""
+        return self._syncer.merged_parts / max(1, self._syncer.merged_rounds)
+
+    def _members(self) -> list[Member]:
+        return [member for _, member in sorted(self._syncer.membership.members.items())]
+
+    def status(self, now_s: float) -> list[dict[str, Any]]:
+        """One entry per known learner, for people and dashboards."""
+        rows = []
+        told = {condition.learner_id: condition for condition in conditions(self._syncer, now_s)}
+        for member in self._members():
+            condition = told[member.learner_id]
+            stats = self._learners.get(member.learner_id) or LearnerStats()
+            running = member.state in ("active", "silent")
+            rows.append(
+                {
+                    "learner": member.learner_id,
+                    "state": member.state,
+                    "condition": condition.condition,
+                    "since_s": round(max(0.0, now_s - condition.since_s), 1),
+                    "reason": condition.reason,
+                    "local_step": member.total_steps,
+                    "tokens": member.total_tokens,
+                    "tokens_per_s": round(stats.rate or 0.0, 1) if running else 0.0,
+                    "loss": member.loss,
+                    "step_s": member.step_s,
+                    "last_merged_round": stats.last_round,
+                    "participation": round(participation(member.rounds, self._syncer.merged_rounds), 4),
+                    "restarts": member.restarts,
+                }
+            )
+        return rows
+
+    def data_parallel_bytes(self) -> int:
+        """What one bfloat16 gradient all-reduce per inner step would have moved through the islands' links.
+
+        A ring of M islands sends, and receives, 2 (M - 1) / M times the gradient at each of them.
+        """
+        islands = max(1, len(self._names))
+        per_step = 2 * (2 * (islands - 1) / islands) * self._num_parameters * BFLOAT16_BYTES
+        return round(per_step * sum(member.total_steps for member in self._members()))
+
+    def summary(self, wire: Mapping[str, int], now_s: float) -> dict[str, Any]:
+        """The measured part of summary.json (design, section 9), all but the evaluation."""
+        began_s = self._began_s if self._began_s is not None else now_s
+        window_s = max(now_s - began_s, 1e-9)
+        busy_s = sum(stats.busy_s for stats in self._learners.values())
+        learners = {}
+        for member in self._members():
+            stats = self._learners.get(member.learner_id) or LearnerStats()
+            learners[member.learner_id] = {
+                "local_steps": member.total_steps,
+                "tokens": member.total_tokens,
+                "participation": round(participation(member.rounds, self._syncer.merged_rounds), 4),
+                "restarts": member.restarts,
+                "step_overhead": round(step_overhead(stats.busy_s, stats.total_span_s), 4),
+            }
+        most = max((member.total_steps for member in self._members()), default=0)
+        return {
+            "tokens": self.tokens,
+            "wall_s": round(now_s, 3),
+            "global_steps": self._syncer.global_step,
+            "goodput": round(min(1.0, busy_s / (max(1, len(self._names)) * window_s)), 4),
+            "uptime": round(min(1.0, self._covered_s / window_s), 4),
+            "contributors_per_round": round(self.contributors_per_round, 4),
+            "unmerged_fragments": [p for p, version in enumerate(self._syncer.versions) if version == 0],
+            "steps_per_round": round(most / max(1, self._syncer.global_step), 4),
+            "alarms": [str(episode) for episode in self._outrun.episodes],
+            "samples": self._syncer.leases.fates._asdict(),
+            "wire": {**wire, "data_parallel_bytes": self.data_parallel_bytes()},
+            "learners": learners,
+        }

@@ -1,0 +1,1 @@
+"""The host processes of one island."""

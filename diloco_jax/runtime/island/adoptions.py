@@ -1,0 +1,86 @@
+"""The rule of adoption: an island takes a global value with its own share in it, or as if it had never sent one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from diloco_jax.core.fragments import Fragment
+from diloco_jax.runtime.island.arrivals import Values
+from diloco_jax.settings.run import AdoptConfig
+from diloco_jax.training.exchange.exchange import AdoptMode
+from diloco_jax.training.exchange.outgoing import StagedFragment
+
+
+class Exchanging(Protocol):
+    """An island, as far as fragments leave it and come back."""
+
+    def stage(self, fragment: Fragment) -> StagedFragment:
+        """See Island.stage."""
+
+    def adopt(
+        self, fragment: Fragment, values: Values, *, mode: AdoptMode, alpha: float, sent: StagedFragment | None
+    ) -> None:
+        """See Island.adopt."""
+
+
+class Adoptions:
+    """The staged copies of one life on an island, and what it sent last until it is known what became of that.
+
+    A value that its round left out is as if it had never been sent. The residual before it holds, since what rounding
+    kept back of a wildly large value is itself as large as many usual ones; and the global value replaces the local one
+    whole, whatever the mode, since that still holds what was too large.
+
+    Args:
+        island: where the life is.
+        fragments: of its model.
+        how: the run's way of adoption.
+    """
+
+    def __init__(self, island: Exchanging, fragments: Sequence[Fragment], how: AdoptConfig) -> None:
+        self._island = island
+        self._fragments = fragments
+        self._how = how
+        self._held: set[int] = set()
+        self._staged: dict[tuple[int, int], StagedFragment] = {}  # (fragment, local step) -> its update
+        self._sent: dict[int, tuple[int, StagedFragment]] = {}  # fragment -> (round, what was sent)
+
+    def stage(self, fragment_id: int, local_step: int) -> StagedFragment:
+        """Queue a copy of a fragment's update, as it is now."""
+        self._staged[fragment_id, local_step] = staged = self._island.stage(self._fragments[fragment_id])
+        return staged
+
+    def unstage(self, fragment_id: int, local_step: int) -> None:
+        """Forget a copy that nobody will ask for."""
+        del self._staged[fragment_id, local_step]
+
+    def unstage_all(self, fragment_id: int) -> None:
+        """Forget every copy of a fragment."""
+        self._staged = {key: staged for key, staged in self._staged.items() if key[0] != fragment_id}
+
+    def send(self, fragment_id: int, global_step: int, local_step: int) -> StagedFragment:
+        """Remember that a copy goes into a round, and return it."""
+        staged = self._staged[fragment_id, local_step]
+        self._sent[fragment_id] = (global_step, staged)
+        return staged
+
+    def adopt(self, fragment_id: int, version: int, merged_round: int, values: Values) -> None:
+        """Replace a fragment by a global value, between two steps.
+
+        Args:
+            fragment_id: the fragment.
+            version: the round that made the value.
+            merged_round: the newest round that merged a value of this island, as the message says.
+            values: the value.
+        """
+        first, mode = fragment_id not in self._held, self._how.mode
+        self._held.add(fragment_id)
+        asked, sent = self._sent.get(fragment_id, (version + 1, None))
+        if asked <= version:
+            del self._sent[fragment_id]  # its round is over; one that is not may still merge it
+        merged = sent if asked == merged_round else None
+        left_out = asked <= version and merged is None
+        if first or left_out or (mode == "rebase" and merged is None):
+            mode = "overwrite"
+        fragment = self._fragments[fragment_id]
+        self._island.adopt(fragment, values, mode=mode, alpha=self._how.alpha, sent=merged)

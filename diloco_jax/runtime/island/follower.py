@@ -1,0 +1,224 @@
+"""A host of an island that does not lead: no machine, no decisions. It does what the leader says, in that order.
+
+Threads
+  * the caller's ("steps"): the only one to touch the devices: steps, copies, adoptions, states.
+  * "group": receives what the leader says and hands it on.
+  * "link": reads and checks global fragments before they are adopted; connects to the syncer.
+  * "payload": encodes and sends this host's parts of fragments (payloads.py).
+  * "leaves": sends what only this host has to the leader: of a copied state, of what the leader encodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import cast
+
+import numpy as np
+
+from diloco_jax.core.codec import Bytes
+from diloco_jax.protocol.messages import FragmentValue
+from diloco_jax.runtime.island.arrivals import GlobalValues, Values
+from diloco_jax.runtime.island.host import Host
+from diloco_jax.runtime.island.join import Hosts, die, make_dialler
+from diloco_jax.runtime.island.payloads import PayloadSender
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.training.whole_state.layout import StateLayout
+from diloco_jax.transport.group import commands
+from diloco_jax.transport.group.group import GroupMember
+from diloco_jax.transport.link import Link, Payload, TransportError
+
+POLL_S = 0.2
+
+log = logging.getLogger(__name__)
+
+
+class Follower:
+    """One host that follows, from its first message to its last.
+
+    Args:
+        config: the run.
+        learner_id: name of the island.
+        address: where the syncer listens.
+        stop: set from outside to leave politely; the leader decides when.
+        hosts: of the island.
+    """
+
+    def __init__(self, config: RunConfig, learner_id: str, address: str, stop: threading.Event, hosts: Hosts) -> None:
+        assert isinstance(hosts.group, GroupMember), "host 0 leads"
+        self._group = hosts.group
+        self._stop = stop
+        self._told_stop = False
+        self._host = host = Host(config, learner_id)
+        self._dialler = make_dialler(config, host.plan, learner_id, hosts.incarnation, address, hosts)
+        self._values = GlobalValues(host.fragments, config.wire.down)  # the link thread's
+        self._arrived: dict[tuple[int, int], Values] = {}  # fragment, arrival -> value that may be adopted
+        self._link: Link | None = None
+        self._payloads = PayloadSender(lambda error: die(f"a value could not be sent: {error!r}"))
+        self._leaves = ThreadPoolExecutor(1, "leaves")
+        self._steps_do: queue.SimpleQueue[commands.Command] = queue.SimpleQueue()
+        self._link_does: queue.SimpleQueue[tuple[commands.HostConnect | commands.HostArrival, Bytes]] = (
+            queue.SimpleQueue()
+        )
+        self._received_leaves: queue.SimpleQueue[tuple[commands.HostHave, Bytes]] = queue.SimpleQueue()
+        self._status: int | None = None
+
+    def run(self) -> int:
+        """Follow until the leader ends, and return the exit status that it says. If a host is lost the process ends."""
+        self._in_thread("group", self._receive)
+        self._in_thread("link", self._serve_link)
+        try:
+            while self._status is None:
+                self._do(self._steps_do.get())
+        except Exception as error:  # such as a collective that lost one of its hosts
+            die(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
+        self._payloads.close()
+        if self._link is not None:
+            self._link.close(0.0)
+        self._group.close()
+        return self._status
+
+    # ---- the thread "steps" ---------------------------------------------------------------------------------------
+
+    def _do(self, command: commands.Command) -> None:
+        host = self._host
+        match command:
+            case commands.HostWarmUp(number):
+                self._in_thread("compile", partial(self._warm_up, number))
+            case commands.HostPutBatch(ranges):
+                host.put_batch(ranges)
+            case commands.HostStep(rate):
+                host.step(rate)
+            case commands.HostStage(fragment_id, local_step):
+                host.stage(fragment_id, local_step)
+            case commands.HostUnstage(fragment_id, local_step):
+                host.unstage(fragment_id, local_step)
+            case commands.HostSend(number, value):
+                self._send(number, value)
+            case commands.HostSupersede(fragment_id, arrival):
+                for key in [key for key in list(self._arrived) if key[0] == fragment_id and key[1] < arrival]:
+                    del self._arrived[key]
+            case commands.HostAdopt(arrival, value):
+                host.adopt(value, self._arrived[value.fragment_id, arrival])
+            case commands.HostStageState(name):
+                host.stage_state(name)
+            case commands.HostUnstageState(name):
+                host.unstage_state(name)
+            case commands.HostLeaf(number, name, leaf):
+                self._send_leaf(number, name, leaf)
+            case commands.HostLoadState(number, fragments):
+                host.load_state(_LeaderState(host.island.state_layout, self._ask_leaf), fragments, checked=True)
+                self._answer(number)
+            case commands.HostEnd(status):
+                self._status = status
+            case _:
+                raise ValueError(f"a {type(command).__name__} is not expected here")
+
+    def _warm_up(self, number: int) -> None:
+        self._host.warm_up()
+        self._answer(number)
+
+    def _send(self, number: int, value: FragmentValue) -> None:
+        staged = self._host.send(value)
+        if number:
+            self._leaves.submit(self._guarded, lambda: self._answer(number, staged.loose()))
+        if self._link is not None:
+            self._payloads.value(self._link, value, staged)
+
+    def _send_leaf(self, number: int, name: int, leaf: str) -> None:
+        try:
+            staged = self._host.staged_state(name)
+        except KeyError:
+            self._group.send(commands.HostAnswer(number, f"it has no copy of step {name} any more"))
+            return
+        self._leaves.submit(self._guarded, lambda: self._answer(number, staged.loose(leaf)))
+
+    def _ask_leaf(self, leaf: str) -> Bytes:
+        self._group.send(commands.HostWant(leaf))
+        have, payload = self._received_leaves.get()
+        assert have.leaf == leaf, f"asked for {leaf}, got {have.leaf}"
+        return payload
+
+    # ---- the thread "link" ----------------------------------------------------------------------------------------
+
+    def _serve_link(self) -> None:
+        while True:
+            command, payload = self._link_does.get()
+            try:
+                if isinstance(command, commands.HostConnect):
+                    self._connect(command.epoch, command.session)
+                else:
+                    self._read(command, payload)
+            except (TransportError, ValueError) as error:
+                self._group.send(commands.HostAnswer(command.number, str(error)))
+            else:
+                self._answer(command.number)
+
+    def _connect(self, epoch: int, session: int) -> None:
+        if self._link is not None:
+            self._link.close(0.0)
+        self._link = None
+        self._link = self._dialler.connect_host(epoch, session)
+
+    def _read(self, arrival: commands.HostArrival, payload: Bytes) -> None:
+        message = arrival.value
+        values = self._values.read(message, payload)
+        self._values.keep(message, values)
+        self._arrived[message.fragment_id, arrival.number] = values
+
+    # ---- the thread "group" ---------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        while self._status is None:
+            item = self._group.receive(POLL_S)
+            if self._stop.is_set() and not self._told_stop:
+                self._told_stop = True
+                self._group.send(commands.HostStop())
+            if item is None:
+                continue
+            match item.message:
+                case None:
+                    die(f"the leader is gone ({item.reason})")
+                case commands.HostHave() as have:
+                    self._received_leaves.put((have, item.payload))
+                case commands.HostConnect() | commands.HostArrival() as command:
+                    self._link_does.put((command, item.payload))
+                case commands.HostEnd() as command:
+                    self._steps_do.put(command)
+                    return
+                case command:
+                    self._steps_do.put(cast(commands.Command, command))
+
+    def _answer(self, number: int, payload: Payload = b"") -> None:
+        self._group.send(commands.HostAnswer(number), payload)
+
+    def _in_thread(self, name: str, body: Callable[[], None]) -> None:
+        threading.Thread(target=self._guarded, args=(body,), name=name, daemon=True).start()
+
+    def _guarded(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        except Exception as error:  # it would be lost with the thread
+            die(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
+
+
+class _LeaderState(Mapping[str, np.ndarray]):
+    """A whole state that the leader has, leaf by leaf: none is kept."""
+
+    def __init__(self, layout: StateLayout, ask: Callable[[str], Bytes]) -> None:
+        self._leaves = {leaf.name: leaf for leaf in layout.leaves}
+        self._ask = ask
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        leaf = self._leaves[name]
+        return np.frombuffer(self._ask(name), np.dtype(leaf.dtype)).reshape(leaf.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._leaves)
+
+    def __len__(self) -> int:
+        return len(self._leaves)

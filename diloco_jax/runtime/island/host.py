@@ -1,0 +1,162 @@
+"""One process of an island, which obeys its learner: steps, staged copies, adoptions, whole states.
+
+An island of one process has one `Host`. With several each has one, and all do the same in the same order, so that the
+programs of their devices meet: the leader's is a `LeadingHost`, which tells the others (leader.py, follower.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from diloco_jax.core.codec import Bytes
+from diloco_jax.core.fragments import Fragment, FragmentPlan
+from diloco_jax.protocol.messages import FragmentValue, GlobalFragment
+from diloco_jax.runtime.island.adoptions import Adoptions
+from diloco_jax.runtime.island.arrivals import Values
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.training.data import SampleOrder, load_source
+from diloco_jax.training.exchange.outgoing import StagedFragment
+from diloco_jax.training.island import Island, StepHandle
+from diloco_jax.training.whole_state.staging import StagedState
+
+State = Bytes | Mapping[str, np.ndarray]
+Ranges = Sequence[tuple[int, int]]
+SAVING = -1  # the copy of a state that goes to the disk; others are named by their local step
+
+
+class Host:
+    """One process's devices, and what they have in flight. One thread at a time, where nothing else is said.
+
+    Attributes:
+        island: that trains, or this process's part of it.
+        plan: how its model is cut.
+        corpus: what this process reads its samples from, in words that others can compare.
+        anchors: the global values adopted last, by fragment.
+
+    Args:
+        config: the run.
+        learner_id: name of the island.
+        devices: of the island; all that JAX sees if not given.
+    """
+
+    def __init__(self, config: RunConfig, learner_id: str, devices: Sequence[jax.Device] | None = None) -> None:
+        own = config.island(learner_id)
+        source = load_source(config.data, config.train.seq_len)
+        self.corpus = source.corpus
+        self._order = SampleOrder(source, config.data.shuffle_seed + config.seed)
+        self.island = Island(
+            config.model,
+            config.optimizer,
+            own.mesh,
+            seed=config.seed,
+            devices=devices,
+            wire=config.wire.up,
+            rebase=config.adopt.mode == "rebase",
+        )
+        self.plan: FragmentPlan = config.fragments.plan(
+            self.island.shapes, self.island.kinds, config.protocol.num_fragments
+        )
+        self.batch_shape = (own.batch_size, config.train.seq_len + 1)
+        self.anchors: dict[int, Values] = {}
+        self._adoptions = Adoptions(self.island, self.plan.fragments, config.adopt)
+        self._states: dict[int, StagedState] = {}
+
+    @property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """The fragments of the plan."""
+        return self.plan.fragments
+
+    # ---- before training ------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Compile what the island runs. Any thread."""
+        self.island.warm_up(self.batch_shape, self.fragments)
+
+    def connect(self, epoch: int, number: int) -> None:
+        """Give every other host a link to the syncer of its own, now that the learner has a new one.
+
+        Args:
+            epoch: newest life of the syncer that the learner has heard of.
+            number: of the learner's link.
+
+        Raises:
+            TransportError: a host cannot have one.
+        """
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def put_batch(self, ranges: Ranges) -> None:
+        """Copy the samples of the next step to the devices; returns at once."""
+        self._batch, self._position = self.island.put_batch(self._order.batch(ranges)), ranges[0][0]
+
+    def step(self, rate: float) -> StepHandle:
+        """Dispatch one inner step on the batch that was put last; returns at once."""
+        return self.island.step(self._batch, rate, self._position)
+
+    def wait(self, handle: StepHandle) -> Mapping[str, float]:
+        """Block until a step is done; returns its loss and what else the model reports."""
+        return self.island.wait(handle)
+
+    # ---- fragments ------------------------------------------------------------------------------------------------
+
+    def stage(self, fragment_id: int, local_step: int) -> None:
+        """Queue a copy of a fragment's update, as it is after the newest step."""
+        self._adoptions.stage(fragment_id, local_step)
+
+    def unstage(self, fragment_id: int, local_step: int) -> None:
+        """Forget a copy that nobody will ask for."""
+        self._adoptions.unstage(fragment_id, local_step)
+
+    def send(self, message: FragmentValue) -> StagedFragment:
+        """Remember that a staged copy goes into a round, and return it: encode it, and send that."""
+        return self._adoptions.send(message.fragment_id, message.global_step, message.local_step)
+
+    def arrived(self, message: GlobalFragment, payload: Bytes) -> Callable[[], None]:
+        """Hand a global fragment that came to the other hosts, which read and check it. Any one thread.
+
+        Returns:
+            A function that waits until all hosts have it; it raises ValueError if one of them cannot read it.
+        """
+        return lambda: None
+
+    def supersede(self, message: GlobalFragment) -> None:
+        """Forget older versions of the fragment that came: they will not be adopted."""
+
+    def adopt(self, message: GlobalFragment, values: Values) -> None:
+        """Replace a fragment by the global value that a message brought, between two steps."""
+        self.anchors[message.fragment_id] = values
+        self._adoptions.adopt(message.fragment_id, message.version, message.merged_round, values)
+
+    # ---- whole states ---------------------------------------------------------------------------------------------
+
+    def stage_state(self, name: int) -> StagedState:
+        """Queue a copy of the whole state; it is kept under its name until `unstage_state`."""
+        self._states[name] = staged = self.island.stage_state()
+        return staged
+
+    def staged_state(self, name: int) -> StagedState:
+        """Return a copy that was queued."""
+        return self._states[name]
+
+    def unstage_state(self, name: int) -> None:
+        """Forget a copy that nobody needs any more. Any thread."""
+        del self._states[name]
+
+    def load_state(self, state: State, fragments: Iterable[int], *, checked: bool = False) -> None:
+        """Take over a whole state, and of its parameters these fragments.
+
+        Args:
+            state: as bytes, or by leaf.
+            fragments: their numbers.
+            checked: whether it is known to be of this island's layout; then leaves are looked up one after the other.
+
+        Raises:
+            ValueError: it is not of this island's model and optimizer.
+        """
+        self.island.load_state(state, [self.fragments[p] for p in fragments], checked=checked)
+
+    def end(self, status: int) -> None:
+        """End the other processes with this exit status: the learner is done."""

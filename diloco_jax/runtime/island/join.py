@@ -1,0 +1,279 @@
+"""Meeting of the processes of one island: JAX's distributed runtime, and the island's own network.
+
+Each island has a coordination service of its own, so that the death of one island is nothing to the others. If one of
+an island's processes dies, all of them end, at once; whoever started them starts them all again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import sys
+import threading
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NoReturn, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.runtime.model.global_model import make_setup
+from diloco_jax.settings.islands import IslandConfig
+from diloco_jax.settings.run import RunConfig, fingerprint
+from diloco_jax.training.data import load_source
+from diloco_jax.transport.group.commands import HostMeet, HostVerdict
+from diloco_jax.transport.group.group import LEADER, SILENCE_S, GroupLeader, GroupMember, group_config
+from diloco_jax.transport.link import check_free, split_address
+from diloco_jax.transport.sharded import Dialler
+
+FAILED, STOPPED = 1, 130  # exit status, as the command line has them
+# Of the coordination service. It aborts with a stack trace; so the island's own network notices a silent host first.
+HEARTBEAT_S = int(3 * SILENCE_S)
+START_S = 300  # for all processes of an island to begin
+SHUTDOWN_S = 20  # for all to end, once one of them does
+ADDRESS_BYTES = 256
+METADATA_S = 2.0
+_NUMBER = struct.Struct("<Q")
+_Said = TypeVar("_Said", HostMeet, HostVerdict)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The processes of this island, as one of them sees them.
+
+    Attributes:
+      host: which one this is; LEADER leads.
+      count: how many there are.
+      group: the connection to the leader, or the leader's to all.
+      incarnation: of the learner, as the leader has it.
+    """
+
+    host: int
+    count: int
+    group: GroupLeader | GroupMember
+    incarnation: int
+
+
+def join(config: RunConfig, learner_id: str, incarnation: int, host: int | None, coordinator: str) -> Hosts | None:
+    """Begin as one process of an island; call before anything else touches a device.
+
+    Returns None if the island has only this process.
+
+    Args:
+      config: the run.
+      learner_id: name of the island.
+      incarnation: of this process; that of the leader counts.
+      host: which one this is; None lets JAX find out, on Cloud TPU.
+      coordinator: host:port of host 0, where it can listen; "" lets JAX find out.
+
+    Raises:
+      ValueError: the island has another number of processes, is a part of a multislice job, or its hosts have
+        settings that do not belong together.
+      ConnectionError: the others did not come in time.
+    """
+    island = config.island(learner_id)
+    _forget_multislice()
+    if island.hosts == 1:
+        if host is not None or coordinator:
+            raise ValueError(f"--host and --coordinator are of an island of several hosts; {learner_id} has 1")
+        return None
+    if (host is None) != (not coordinator):
+        raise ValueError("--host and --coordinator belong together; give both, or none on Cloud TPU")
+    if host is not None and not 0 <= host < island.hosts:
+        raise ValueError(f"--host is {host}, but {island.name} has hosts 0 to {island.hosts - 1}; see islands.hosts")
+    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
+    if host is None:
+        _refuse_multislice()
+    else:
+        _check_coordinator(coordinator, listens=host == LEADER)
+    _begin_jax(island, host, coordinator)
+    if jax.process_count() != island.hosts:
+        raise ValueError(
+            f"{island.name} has {jax.process_count()} processes, but its islands.hosts, or its topology, says "
+            f"{island.hosts}; correct one of them"
+        )
+    corpus = load_source(config.data, config.train.seq_len).corpus
+    same = {**dict(fingerprint(config, "", corpus)), "island": str(island), "JAX": jax.__version__}
+    hosts = _meet(config, learner_id, jax.process_index(), island.hosts, coordinator, incarnation)
+    return replace(hosts, incarnation=_agree(hosts, same))
+
+
+def _begin_jax(island: IslandConfig, host: int | None, coordinator: str) -> None:
+    """Meet the other processes, or die."""
+    words = f"the other processes of {island.name} did not come within {START_S} s: start all {island.hosts} of them"
+    # JAX itself would abort with a stack trace.
+    alone = threading.Timer(
+        START_S, die, [f"{words}, with the same --coordinator (here {coordinator or 'JAX finds it'})"]
+    )
+    alone.daemon = True
+    alone.start()
+    try:
+        jax.distributed.initialize(
+            coordinator or None,
+            None if host is None else island.hosts,
+            host,
+            initialization_timeout=2 * START_S,
+            heartbeat_timeout_seconds=HEARTBEAT_S,
+            shutdown_timeout_seconds=SHUTDOWN_S,
+            coordinator_bind_address=coordinator or None,  # not on all interfaces, which is the default
+        )
+    except RuntimeError as error:
+        raise ConnectionError(f"the processes of {island.name} did not meet: {error}") from None
+    except ValueError as error:
+        raise ValueError(
+            f"JAX does not find the other hosts of {island.name} by itself ({error}); give --host and --coordinator"
+        ) from None
+    finally:
+        alone.cancel()
+
+
+def _check_coordinator(address: str, *, listens: bool) -> None:
+    """Raise ValueError for what is no address, ConnectionError if this host cannot listen there."""
+    try:
+        _, port = split_address(address)
+    except ValueError:
+        port = 0
+    if not port:
+        raise ValueError(f"--coordinator is {address!r}: write HOST:PORT, the same on all hosts; host 0 listens there")
+    if listens:
+        try:
+            check_free(address)
+        except OSError as error:
+            raise ConnectionError(
+                f"host 0 cannot listen at --coordinator {address} ({error}): use an address of its machine, and a port "
+                "that is free"
+            ) from None
+
+
+def _meet(config: RunConfig, learner_id: str, host: int, count: int, coordinator: str, incarnation: int) -> Hosts:
+    """Let the leader listen; its address, and the number that it drew, go to the others through JAX."""
+    told = np.zeros(_NUMBER.size + ADDRESS_BYTES, np.uint8)
+    leader = None
+    if host == LEADER:
+        own = split_address(coordinator)[0] if coordinator else _own_address()
+        leader = GroupLeader(group_config(config.transport, f"{own}:0"), config.name, learner_id, count)
+        raw = _NUMBER.pack(leader.number) + leader.address.encode()
+        told[:] = np.frombuffer(raw.ljust(told.size, b"\0"), np.uint8)
+    heard = bytes(np.asarray(multihost_utils.broadcast_one_to_all(told)))
+    if leader is not None:
+        return Hosts(host, count, leader, incarnation)
+    (number,) = _NUMBER.unpack_from(heard)
+    address = heard[_NUMBER.size :].rstrip(b"\0").decode()
+    member = GroupMember(group_config(config.transport, address), config.name, learner_id, host, count, number)
+    return Hosts(host, count, member, incarnation)
+
+
+def _agree(hosts: Hosts, same: Mapping[str, str]) -> int:
+    """Return the leader's incarnation once all hosts have found that these settings are the same everywhere.
+
+    Else their programs would wait for each other for ever, or train something that nobody asked for.
+
+    Raises:
+      ValueError: a host has another setting; all hosts hear of it.
+      ConnectionError: a host is gone.
+    """
+    group, wrong = hosts.group, ""
+    if isinstance(group, GroupLeader):
+        group.send(HostMeet(hosts.incarnation, tuple(same.items())))
+        found = [_hear(group, HostVerdict).reason for _ in range(hosts.count - 1)]
+        wrong = next((reason for reason in found if reason), "")
+        group.send(HostVerdict(wrong))
+        incarnation = hosts.incarnation
+    else:
+        told = _hear(group, HostMeet)
+        for what, theirs in told.fingerprint:
+            if theirs != same.get(what):
+                wrong = f"host {hosts.host} has {what} {same.get(what)!r}, host {LEADER} has {theirs!r}"
+        group.send(HostVerdict(wrong))
+        wrong, incarnation = _hear(group, HostVerdict).reason, told.life
+    if wrong:
+        group.close()
+        raise ValueError(f"{wrong}: start all hosts of an island from the same config, with the same --island")
+    return incarnation
+
+
+def _hear(group: GroupLeader | GroupMember, kind: type[_Said]) -> _Said:
+    """Return the next message of a host, which is of this kind."""
+    item = group.receive(START_S)
+    if item is not None and isinstance(item.message, kind):
+        return item.message
+    said = f"nothing within {START_S} s" if item is None else item.reason or f"{item.message}"
+    raise ConnectionError(f"the hosts of this island did not agree on its settings: {said}")
+
+
+def _own_address() -> str:
+    """Return the address of the interface that leads to other machines; a machine's name often leads to itself."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nowhere:
+        nowhere.connect(("10.255.255.255", 9))  # chooses a route, and sends nothing
+        return str(nowhere.getsockname()[0])
+
+
+def leave(status: int) -> NoReturn:
+    """End this process of an island of several, with this exit status."""
+    if status in (0, STOPPED):
+        try:
+            jax.distributed.shutdown()  # waits for the others: without their coordinator they would abort
+        except RuntimeError as error:
+            log.info(f"the other processes of the island were gone before: {error}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def die(reason: str) -> NoReturn:
+    """End this process at once: without one of its hosts an island cannot go on, and a collective waits for ever."""
+    log.error(f"this island ends: {reason}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(FAILED)
+
+
+def make_dialler(
+    config: RunConfig, plan: FragmentPlan, learner_id: str, incarnation: int, address: str, hosts: Hosts | None
+) -> Dialler:
+    """Return what connects one process of an island to the syncer at this address."""
+    return Dialler(
+        replace(config.transport, address=address),
+        run_id=config.name,
+        learner_id=learner_id,
+        incarnation=incarnation,
+        shares=make_setup(config, plan).shares,
+        up=config.wire.up,
+        down=config.wire.down,
+        host=LEADER if hosts is None else hosts.host,
+        hosts=1 if hosts is None else hosts.count,
+    )
+
+
+def _forget_multislice() -> None:
+    """Remove what would join this island with others to one multislice job: an island is one slice."""
+    for name in sorted(name for name in os.environ if name.startswith("MEGASCALE_")):
+        log.info(f"{name}={os.environ.pop(name)} was set; an island is a job of its own, so it is not used")
+
+
+def _refuse_multislice() -> None:
+    """Refuse a slice of a multislice job: JAX asks Google Cloud's metadata server what the environment lacks."""
+    if not os.path.exists("/dev/accel0") and not os.path.exists("/dev/vfio"):
+        return
+    name = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
+    url = f"http://{name}/computeMetadata/v1/instance/attributes/tpu-env"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know this machine
+    try:
+        with direct.open(request, timeout=METADATA_S) as answer:
+            told = answer.read(1 << 20).decode(errors="replace")
+    except OSError as error:
+        log.info(f"no metadata of this slice: {error}")
+        return
+    if named := [line for line in told.splitlines() if line.strip().startswith("MEGASCALE_")]:
+        raise ValueError(
+            f"this slice was created as a part of a multislice job ({named[0].strip()}); create one slice for each "
+            "island, without --node-count and MEGASCALE_ settings"
+        )

@@ -1,0 +1,229 @@
+"""The leader's side of an island of several hosts: before it does anything, it tells the others, in the same order."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import numpy as np
+
+from diloco_jax.core.codec import Bytes
+from diloco_jax.protocol.messages import FragmentValue, GlobalFragment
+from diloco_jax.runtime.island.arrivals import Values
+from diloco_jax.runtime.island.host import Host, Ranges, State
+from diloco_jax.runtime.island.join import Hosts, die
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.training.exchange.outgoing import StagedFragment
+from diloco_jax.training.island import StepHandle
+from diloco_jax.training.whole_state.staging import CopyGone, StagedState
+from diloco_jax.transport.group import commands
+from diloco_jax.transport.group.group import GroupItem, GroupLeader
+from diloco_jax.transport.link import Payload, TransportError
+
+POLL_S = 1.0
+END_S = 10.0  # for the others to end, once they were told
+
+log = logging.getLogger(__name__)
+
+
+class Answers:
+    """Answers of the other hosts to one command. If one of them is lost the process ends, so `wait` has no limit."""
+
+    def __init__(self, number: int, hosts: int) -> None:
+        self.number = number
+        self._missing = hosts - 1
+        self._all = threading.Event()
+        self._payloads: dict[int, Bytes] = {}
+        self._problem = ""
+
+    def add(self, host: int, reason: str, payload: Bytes) -> bool:
+        """Take an answer; True if it was the last."""
+        self._payloads[host] = payload
+        if reason:
+            self._problem = self._problem or f"host {host}: {reason}"
+        if len(self._payloads) == self._missing:
+            self._all.set()
+        return self._all.is_set()
+
+    def payloads(self) -> Mapping[int, Bytes]:
+        """Wait for all answers, and return their payloads by host."""
+        self._all.wait()
+        return self._payloads
+
+    def problem(self) -> str:
+        """Wait for all answers, and return the first refusal, "" if there is none."""
+        self._all.wait()
+        return self._problem
+
+
+class LeadingHost(Host):
+    """Host 0 of several. It tells the others what `Host` allows one thread at a time, in that order.
+
+    Args:
+        config: the run.
+        learner_id: name of the island.
+        hosts: all of them.
+        stop: set when another host shall end.
+    """
+
+    def __init__(self, config: RunConfig, learner_id: str, hosts: Hosts, stop: threading.Event) -> None:
+        super().__init__(config, learner_id)
+        assert isinstance(hosts.group, GroupLeader), "another host than 0 leads"
+        self._group = hosts.group
+        self._count = hosts.count
+        self._stop = stop
+        self._ending = False
+        self._gone: set[int] = set()
+        self._all_gone = threading.Event()
+        self._numbers = itertools.count(1)
+        self._open: dict[int, Answers] = {}
+        # Versions are counted anew by a syncer that went back, arrivals never.
+        self._arrivals: dict[GlobalFragment, int] = {}
+        self._loading: State = {}
+        threading.Thread(target=self._listen, name="hosts", daemon=True).start()
+
+    # ---- what Host does, told to the others first -----------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Compile what the island runs, on all hosts. Any thread."""
+        others = self._ask(commands.HostWarmUp)
+        super().warm_up()
+        others.payloads()
+
+    def connect(self, epoch: int, number: int) -> None:
+        """See Host.connect."""
+        if problem := self._ask(lambda n: commands.HostConnect(n, epoch, number)).problem():
+            raise TransportError(f"{problem}; all hosts of the island try again")
+
+    def put_batch(self, ranges: Ranges) -> None:
+        """See Host.put_batch."""
+        self._group.send(commands.HostPutBatch(tuple(commands.SampleRange(*each) for each in ranges)))
+        super().put_batch(ranges)
+
+    def step(self, rate: float) -> StepHandle:
+        """See Host.step."""
+        self._group.send(commands.HostStep(rate))
+        return super().step(rate)
+
+    def stage(self, fragment_id: int, local_step: int) -> None:
+        """See Host.stage."""
+        self._group.send(commands.HostStage(fragment_id, local_step))
+        super().stage(fragment_id, local_step)
+
+    def unstage(self, fragment_id: int, local_step: int) -> None:
+        """See Host.unstage."""
+        self._group.send(commands.HostUnstage(fragment_id, local_step))
+        super().unstage(fragment_id, local_step)
+
+    def send(self, message: FragmentValue) -> StagedFragment:
+        """See Host.send; the other hosts send their parts by themselves."""
+        staged = super().send(message)
+        if staged.has_loose:
+            staged.of_others = self._ask(lambda n: commands.HostSend(n, message)).payloads
+        else:
+            self._group.send(commands.HostSend(0, message))
+        return staged
+
+    def arrived(self, message: GlobalFragment, payload: Bytes) -> Callable[[], None]:
+        """See Host.arrived."""
+        others = self._ask(lambda n: commands.HostArrival(n, message), payload)
+        self._arrivals[message] = others.number
+
+        def wait() -> None:
+            if problem := others.problem():
+                raise ValueError(f"cannot be read by {problem}")
+
+        return wait
+
+    def supersede(self, message: GlobalFragment) -> None:
+        """See Host.supersede."""
+        arrival, fragment_id = self._arrivals[message], message.fragment_id
+        known = self._arrivals.items()
+        self._arrivals = {other: n for other, n in known if other.fragment_id != fragment_id or n >= arrival}
+        self._group.send(commands.HostSupersede(fragment_id, arrival))
+
+    def adopt(self, message: GlobalFragment, values: Values) -> None:
+        """See Host.adopt; every other host has the value already."""
+        self._group.send(commands.HostAdopt(self._arrivals[message], message))
+        super().adopt(message, values)
+
+    def stage_state(self, name: int) -> StagedState:
+        """See Host.stage_state; its leaves are asked for when they are needed, one at a time."""
+        self._group.send(commands.HostStageState(name))
+        staged = super().stage_state(name)
+        staged.of_others = partial(self._leaf_of_others, name)
+        return staged
+
+    def _leaf_of_others(self, name: int, leaf: str) -> Mapping[int, Bytes]:
+        answers = self._ask(lambda n: commands.HostLeaf(n, name, leaf))
+        if problem := answers.problem():
+            raise CopyGone(problem)
+        return answers.payloads()
+
+    def unstage_state(self, name: int) -> None:
+        """See Host.unstage_state."""
+        super().unstage_state(name)
+        self._group.send(commands.HostUnstageState(name))
+
+    def load_state(self, state: State, fragments: Iterable[int], *, checked: bool = False) -> None:
+        """See Host.load_state; the others ask for its leaves, one at a time."""
+        del checked
+        chosen = tuple(fragments)
+        layout = self.island.state_layout
+        if isinstance(state, bytes | bytearray | memoryview):
+            state = layout.decode(state)
+        layout.check(state)  # before anybody begins: then nobody can refuse it
+        self._loading = state
+        others = self._ask(lambda n: commands.HostLoadState(n, chosen))
+        super().load_state(state, chosen, checked=True)
+        others.payloads()
+        self._loading = {}
+
+    def end(self, status: int) -> None:
+        """See Host.end."""
+        self._ending = True
+        self._group.send(commands.HostEnd(status))
+        if not self._all_gone.wait(END_S):
+            log.warning(f"the other hosts did not end within {END_S:.0f} s")
+        self._group.close()
+
+    # ---- messages -------------------------------------------------------------------------------------------------
+
+    def _ask(self, command: Callable[[int], commands.Command], payload: Payload = b"") -> Answers:
+        """Send the command that is made with the next number; all others answer it."""
+        number = next(self._numbers)
+        self._open[number] = answers = Answers(number, self._count)
+        self._group.send(command(number), payload)
+        return answers
+
+    def _listen(self) -> None:
+        """Act on what the other hosts say; the body of the thread "hosts"."""
+        try:
+            while True:
+                item = self._group.receive(POLL_S)
+                if item is not None:
+                    self._on_item(item)
+        except Exception as error:  # it would be lost with the thread
+            die(f"what a host said cannot be understood: {error!r}")
+
+    def _on_item(self, item: GroupItem) -> None:
+        match item.message:
+            case None:
+                if not self._ending:
+                    die(f"host {item.host} is gone ({item.reason})")
+                self._gone.add(item.host)
+                if len(self._gone) == self._count - 1:
+                    self._all_gone.set()
+            case commands.HostAnswer(number, reason):
+                if self._open[number].add(item.host, reason, item.payload):
+                    del self._open[number]
+            case commands.HostStop():
+                log.info(f"host {item.host} was asked to end; so the island leaves politely")
+                self._stop.set()
+            case commands.HostWant(leaf):
+                assert isinstance(self._loading, Mapping), "no state is being loaded"
+                value = np.ascontiguousarray(self._loading[leaf])
+                self._group.send(commands.HostHave(leaf), value.reshape(-1).view(np.uint8).data, item.host)

@@ -1,0 +1,1 @@
+"""The loop that drives a learner's machine, its effects and its tape."""

@@ -1,0 +1,152 @@
+"""The link thread of a learner: it keeps a link to the syncer, and hears, checks and decodes what comes."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from diloco_jax.core import codec
+from diloco_jax.protocol.effects import Effect
+from diloco_jax.protocol.learner.machine import Learner
+from diloco_jax.protocol.learner.mailbox import Mailbox
+from diloco_jax.protocol.messages import GlobalFragment, StatePart, SyncerMessage
+from diloco_jax.runtime.island.arrivals import GlobalValues
+from diloco_jax.runtime.island.host import Host
+from diloco_jax.runtime.learner.decisions import IDLE_S, Decisions, Signals
+from diloco_jax.runtime.learner.effects import LearnerOutbox, Mail
+from diloco_jax.transport.link import Rejected, TransportError
+from diloco_jax.transport.sharded import Dialler
+
+RECONNECT_DELAYS_S = (0.2, 0.5, 1.0, 1.0, 2.0)
+
+log = logging.getLogger(__name__)
+
+
+class LearnerInbox:
+    """The learner's mail: read, checked, and given to the machine at once or in the gap between two steps."""
+
+    def __init__(self, host: Host, decisions: Decisions, heads: GlobalValues, signals: Signals) -> None:
+        self._host = host
+        self._decisions = decisions
+        self._heads = heads
+        self._signals = signals
+        self._mailbox: Mailbox[Mail] = Mailbox(decisions.machine)
+
+    def drain(self) -> None:
+        """Give the machine what waits for the gap between two steps. The step thread calls it there."""
+        while self._decisions.deliver(self._mailbox.take):
+            pass
+
+    def take(self, message: SyncerMessage, payload: bytes | memoryview) -> None:
+        """Take a message that came. The link thread calls it."""
+        if isinstance(message, GlobalFragment):
+            self._take_global(message, payload)
+        elif isinstance(message, StatePart) and codec.digest(payload) != message.digest:
+            donor = message.learner_id
+            log.warning(f"part {message.part} of the state of {donor} arrived damaged; it is asked for again")
+        else:
+            arrived = Mail(message, payload=payload)
+            self._decisions.deliver(lambda now_s: self._mailbox.arrive(message, arrived, now_s))
+            self._signals.woken.set()
+
+    def _take_global(self, message: GlobalFragment, payload: bytes | memoryview) -> None:
+        now_s = time.monotonic()
+        if not self._decisions.ask(lambda machine: machine.wants(message, now_s)):
+            return
+        try:
+            others = self._host.arrived(message, payload)
+            values = self._heads.read(message, payload)
+            others()
+        except ValueError as error:
+            log.warning(f"version {message.version} of fragment {message.fragment_id} {error}; asking again")
+            self._decisions.ask(lambda machine: machine.on_corrupt(now_s))
+            return
+        self._heads.keep(message, values)
+
+        def read(machine: Learner) -> None:
+            del machine
+            self._mailbox.read(message, Mail(message, values), time.monotonic())
+            self._host.supersede(message)
+
+        self._decisions.ask(read)
+        self._signals.woken.set()
+
+
+class LinkKeeper:
+    """The link to the syncer: made, listened to, and made again when it is lost."""
+
+    def __init__(
+        self,
+        host: Host,
+        decisions: Decisions,
+        inbox: LearnerInbox,
+        outbox: LearnerOutbox,
+        dialler: Dialler,
+        signals: Signals,
+    ) -> None:
+        self._host = host
+        self._decisions = decisions
+        self._inbox = inbox
+        self._outbox = outbox
+        self._dialler = dialler
+        self._signals = signals
+
+    def connect(self) -> None:
+        """Make the link and let the machine introduce itself.
+
+        Raises:
+            TransportError: the syncer, or a host of the island, cannot be reached.
+        """
+        epoch = self._decisions.machine.epoch
+        link = self._dialler.connect(epoch)
+        try:
+            self._host.connect(epoch, link.number)
+        except TransportError:
+            link.close(0.0)
+            raise
+
+        def connected(machine: Learner, now_s: float) -> list[Effect]:
+            self._outbox.link = link
+            return machine.on_connected(now_s)
+
+        self._decisions.apply(connected)
+
+    def run(self) -> None:
+        """Listen until the learner ends: the body of the thread "link"."""
+        try:
+            while not self._decisions.over:
+                self._listen_once()
+        except Exception as error:
+            self._signals.fail(error)
+
+    def _listen_once(self) -> None:
+        deadline_s, link = self._decisions.ask(lambda machine: (machine.next_deadline_s(), self._outbox.link))
+        assert link is not None, "the link thread listens without a link"
+        timeout_s = IDLE_S if deadline_s is None else min(IDLE_S, max(0.0, deadline_s - time.monotonic()))
+        delivery = link.receive(timeout_s)
+        if deadline_s is not None and time.monotonic() >= deadline_s:
+            self._decisions.apply(lambda machine, now_s: machine.on_tick(now_s))
+        if delivery is None:
+            return
+        if delivery.kind == "disconnected":
+            self._reconnect(delivery.reason)
+        else:
+            self._inbox.take(delivery.message, delivery.payload)  # type: ignore[arg-type]
+
+    def _reconnect(self, reason: str) -> None:
+        """Connect again. Training goes on meanwhile; so the attempts have no limit, only a pace."""
+        log.info(f"connection lost ({reason}); reconnecting, steps need no connection")
+        self._decisions.apply(lambda machine, now_s: machine.on_disconnected(now_s))
+        self._outbox.close_link(0.0)
+        attempt = 0
+        while not self._decisions.over:
+            self._signals.stop.wait(RECONNECT_DELAYS_S[min(attempt, len(RECONNECT_DELAYS_S) - 1)])
+            attempt += 1
+            try:
+                self.connect()
+                return
+            except Rejected as error:
+                self._signals.fail(error)
+                return
+            except (TransportError, ValueError) as error:  # ValueError: a certificate that has expired may be renewed
+                log.info(f"attempt {attempt}: {error}")

@@ -1,0 +1,67 @@
+"""A notice that this machine will be taken away soon: a learner that hears of it leaves politely, as after SIGTERM.
+
+Most platforms send SIGTERM by themselves. Google Cloud tells its metadata server first (instance/preempted becomes
+TRUE, about 30 s before the machine goes); others have a file written by an agent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import urllib.request
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+GCE = "gce"
+POLL_S = 1.0
+TIMEOUT_S = 2.0
+ANSWER_BYTES_MAX = 64
+
+log = logging.getLogger(__name__)
+
+
+def watch(source: str, stop: threading.Event) -> None:
+    """Set `stop` when a notice comes; returns at once.
+
+    Args:
+        source: "gce" for the metadata server, else the path of a file whose existence is the notice.
+        stop: ends the watch too.
+    """
+    asks = _asks_gce if source == GCE else partial(os.path.exists, source)
+    threading.Thread(target=_watch, args=(source, asks, stop), name="preemption", daemon=True).start()
+
+
+def _watch(source: str, asks: Callable[[], bool], stop: threading.Event) -> None:
+    told = False
+    while not stop.is_set():
+        try:
+            if asks():
+                log.warning(f"preemption notice ({source}): leaving politely")
+                stop.set()
+            told = False
+        except (OSError, ValueError) as error:  # urllib's are OSErrors; an odd answer is a ValueError
+            if not told:
+                log.warning(f"no preemption notices: {source} cannot be asked ({error}); trying on")
+            told = True
+        stop.wait(POLL_S)
+
+
+def _asks_gce() -> bool:
+    host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
+    request = urllib.request.Request(
+        f"http://{host}/computeMetadata/v1/instance/preempted", headers={"Metadata-Flavor": "Google"}
+    )
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know this machine
+    with direct.open(request, timeout=TIMEOUT_S) as answer:
+        return bool(answer.read(ANSWER_BYTES_MAX).strip() == b"TRUE")
+
+
+def check_source(source: str) -> str:
+    """Return the source; raise ValueError if its file of notices could never be seen, since it lies in no folder."""
+    if source != GCE and not Path(source).absolute().parent.is_dir():
+        raise ValueError(
+            f"--preemption {source}: there is no folder {Path(source).absolute().parent}; use gce or a path"
+        )
+    return source

@@ -1,0 +1,107 @@
+"""The tape of a learner: everything that it did, in order, so that the same steps can be done again (`diloco replay`).
+
+RUN/tapes/NAME.INCARNATION.jsonl, one JSON list a line. A step's line is with the operating system before anybody hears
+of the step, so a value that went into a merge has its steps on a tape, whatever killed its learner afterwards.
+
+    ["begin", learner_id, incarnation, step_samples]
+    ["adopt", fragment_id, version, epoch, digest, merged_round]   a global fragment, between two steps
+    ["state", donor, donor_incarnation, donor_step, [fragments]]   a whole state; donor "": saved by an own earlier life
+    ["staged_state", local_step]                                   a copy for a receiver
+    ["saved", local_step, global_step]                             a copy for the disk
+    ["sent", fragment_id, global_step, local_step]                 the value of a round left
+    ["step", local_step, clock, [[start, stop], ...], loss]        the global step when it began, and what it read
+    ["lost", lines]                                                the disk took so many lines not: no replay from here
+    ["end", reason, [digest of each fragment held]]
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.protocol.effects import AdoptState
+from diloco_jax.protocol.messages import GlobalFragment
+from diloco_jax.runtime.records.files import TAPES
+from diloco_jax.runtime.records.line_file import LineFile
+from diloco_jax.runtime.records.telemetry import finite
+
+log = logging.getLogger(__name__)
+
+
+def learner_tape_path(run_dir: Path, learner_id: str, incarnation: int) -> Path:
+    """Return the path of the tape of one life of a learner."""
+    return run_dir / TAPES / f"{learner_id}.{incarnation}.jsonl"
+
+
+class LearnerTape:
+    """The tape of one life, written by one thread at a time. A disk that takes nothing never stops the learner.
+
+    Args:
+        run_dir: the run's folder.
+        learner_id: name of the island.
+        incarnation: its life.
+        step_samples: samples of one inner step.
+    """
+
+    def __init__(self, run_dir: Path, learner_id: str, incarnation: int, step_samples: int) -> None:
+        self._path = learner_tape_path(run_dir, learner_id, incarnation)
+        self._file: LineFile | None = None
+        self._lost = 0
+        self._write("begin", learner_id, incarnation, step_samples)
+
+    def adopt(self, message: GlobalFragment) -> None:
+        """Write down that a global fragment is taken over."""
+        name = (message.fragment_id, message.version, message.epoch, message.digest)
+        self._write("adopt", *name, message.merged_round)
+
+    def state(self, effect: AdoptState, donor_incarnation: int, donor_step: int) -> None:
+        """Write down that a whole state is taken over."""
+        self._write("state", effect.donor, donor_incarnation, donor_step, effect.fragments)
+
+    def staged_state(self, local_step: int) -> None:
+        """Write down that the state is copied for a receiver."""
+        self._write("staged_state", local_step)
+
+    def saved(self, local_step: int, global_step: int) -> None:
+        """Write down that the state is copied for the disk."""
+        self._write("saved", local_step, global_step)
+
+    def sent(self, fragment_id: int, global_step: int, local_step: int) -> None:
+        """Write down that a value goes to the syncer."""
+        self._write("sent", fragment_id, global_step, local_step)
+
+    def step(self, local_step: int, clock: int, ranges: Sequence[tuple[int, int]], loss: float) -> None:
+        """Write down that an inner step is done.
+
+        Args:
+            local_step: how many that makes.
+            clock: global step when it began, which decides its learning rate.
+            ranges: positions of the global order that it read.
+            loss: its training loss.
+        """
+        self._write("step", local_step, clock, ranges, loss)
+
+    def end(self, reason: str, digests: Sequence[int]) -> None:
+        """Write down that the learner stops, and close the file."""
+        self._write("end", reason, digests)
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, *fields: Any) -> None:
+        line = json.dumps(finite(fields), allow_nan=False, separators=(",", ":")) + "\n"
+        if self._lost:
+            line = json.dumps(["lost", self._lost], separators=(",", ":")) + "\n" + line
+        try:
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = LineFile(self._path)
+            self._file.append(line.encode())
+        except OSError as error:
+            if not self._lost:
+                log.warning(f"{self._path.name} cannot be written ({error}); training goes on, replay will not work")
+            self._lost += 1
+            return
+        self._lost = 0

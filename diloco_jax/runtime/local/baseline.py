@@ -1,0 +1,134 @@
+"""The baseline: plain SPMD data parallel in one process, gradients summed in every step, no outer loop.
+
+Same island code, model, data order, batch per step and schedule as the decoupled run, so that the two differ in
+nothing but the algorithm. Writes the same files.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.runtime.model.evaluation import Evaluator
+from diloco_jax.runtime.records.checkpoint import save_parameters
+from diloco_jax.runtime.records.files import CHECKPOINTS, STATUS_FILE, SUMMARY_FILE
+from diloco_jax.runtime.records.liveness import signature
+from diloco_jax.runtime.records.telemetry import Telemetry, write_json
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.training.data import load_source, train_iterator
+from diloco_jax.training.island import Island
+from diloco_jax.training.optimizers import learning_rate
+
+NAME = "data-parallel"
+STATUS_EVERY_S = 0.5
+
+
+class DataParallelRun:
+    """One run of the baseline.
+
+    Args:
+        config: the run; `islands.devices` devices share `train.batch_size` sequences per step.
+        run_dir: where metrics, status, checkpoint and summary go.
+        stop: set from outside to end the run early, in good order.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: Path, stop: threading.Event) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._stop = stop
+        self._evaluator = Evaluator(config)
+        self._island = Island(config.model, config.optimizer, config.islands.mesh, seed=config.seed)
+        self._step_tokens = config.train.batch_size * config.train.seq_len
+        self._telemetry = Telemetry(run_dir, tensorboard=config.tensorboard)
+        self._began_s = time.monotonic()
+        self._busy_s = 0.0
+        self._tokens = 0
+        self._eval_loss: float | None = None
+        self._last: dict[str, float] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Train, evaluate and write the summary, which is returned."""
+        config = self._config
+        batches = train_iterator(
+            load_source(config.data, config.train.seq_len),
+            seed=config.data.shuffle_seed + config.seed,
+            shard_ids=[0],
+            num_shards=1,
+            batch_size=config.train.batch_size,
+        )
+        rate = learning_rate(config.optimizer, config.train.steps)
+        batch = self._island.put_batch(next(batches))
+        began_s, step, told_s = self._now_s(), 0, 0.0
+        while step < config.train.steps and not self._stop.is_set():
+            step_began_s = self._now_s()
+            handle = self._island.step(batch, rate(step), step * config.train.batch_size)
+            batch = self._island.put_batch(next(batches))  # while the step runs
+            loss = self._island.wait(handle)["loss"]
+            step += 1
+            self._count(step, loss, self._now_s() - step_began_s)
+            if config.train.eval_every and step % config.train.eval_every == 0 and step < config.train.steps:
+                self._evaluate(step, config.train.eval_batches)
+            if self._now_s() - told_s >= STATUS_EVERY_S:
+                told_s = self._now_s()
+                self._tell(step, "running")
+        return self._conclude(step, began_s)
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def _count(self, step: int, loss: float, step_s: float) -> None:
+        self._busy_s += step_s
+        self._tokens += self._step_tokens
+        self._last = {"loss": loss, "step_s": step_s}
+        record = {"kind": "step", "t": self._now_s(), "learner": NAME, "incarnation": 1, "local_step": step}
+        self._telemetry.write(record | {"tokens": self._tokens, "global_step": step, "loss": loss, "step_s": step_s})
+
+    def _evaluate(self, step: int, batches: int) -> dict[str, Any]:
+        result = self._evaluator.evaluate(self._island.parameters(), batches)
+        self._eval_loss = result["loss"]
+        record = {"kind": "eval", "t": self._now_s(), "global_step": step, "tokens": self._tokens}
+        self._telemetry.write(record | {"loss": result["loss"], "bits_per_byte": result["bits_per_byte"]})
+        return result
+
+    def _tell(self, step: int, state: str) -> None:
+        rate = self._step_tokens / max(self._last.get("step_s", 0.0), 1e-9)
+        row = {"learner": NAME, "state": "active", "condition": "training", "reason": "", "since_s": self._now_s()}
+        row |= {"local_step": step, "tokens": self._tokens}
+        row |= {"tokens_per_s": rate, "last_merged_round": step, "participation": 1.0, "restarts": 0, **self._last}
+        status = {"run": self._config.name, "state": state, "global_step": step, "wall_s": self._now_s()}
+        status |= {"total_steps": self._config.train.steps, "waiting_for": "nothing", "tokens": self._tokens}
+        status |= {"tokens_per_s": rate, "eval_loss": self._eval_loss, "contributors_per_round": 1.0}
+        status |= {"wire": {"up_bytes": 0, "down_bytes": 0}, "epoch": 1, "alarms": [], "learners": [row]}
+        status["said"] = signature()
+        write_json(self._run_dir / STATUS_FILE, status)
+        self._telemetry.flush()
+
+    def _conclude(self, step: int, began_s: float) -> dict[str, Any]:
+        ended_s = self._now_s()
+        share = min(1.0, self._busy_s / max(ended_s - began_s, 1e-9))
+        result = self._evaluate(step, self._config.train.final_eval_batches)
+        meta = {"global_step": step, "tokens": self._tokens, "run": self._config.name}
+        save_parameters(self._run_dir / CHECKPOINTS, self._island.parameters(), meta)
+        learner = {"local_steps": step, "tokens": self._tokens, "participation": 1.0, "restarts": 0}
+        summary = {
+            "eval_loss": result["loss"],
+            "eval_bits_per_byte": result["bits_per_byte"],
+            "tokens": self._tokens,
+            "wall_s": round(ended_s, 3),
+            "global_steps": step,
+            "goodput": round(share, 4),
+            "uptime": round(share, 4),
+            "contributors_per_round": 1.0,
+            "steps_per_round": 1.0,
+            "alarms": [],
+            "wire": {"up_bytes": 0, "down_bytes": 0, "data_parallel_bytes": 0},
+            "learners": {NAME: {**learner, "step_overhead": round(1 - share, 4)}},
+            "complete": step >= self._config.train.steps,
+            "num_parameters": self._evaluator.num_parameters,
+        }
+        write_json(self._run_dir / SUMMARY_FILE, summary)
+        self._tell(step, "complete" if summary["complete"] else "stopped")
+        self._telemetry.close()
+        return summary

@@ -1,0 +1,29 @@
+"""Programs that islands share: those that are alike load what one process has compiled while the syncer begins.
+
+Compiling takes an emulated island several times as long as everything else before its first step, and islands that
+share cores would all do it at the same time. Real accelerators are left to their islands.
+"""
+
+from __future__ import annotations
+
+from diloco_jax.runtime.island.host import Host
+from diloco_jax.runtime.local.machine import Machine, emulated_devices
+from diloco_jax.settings.run import RunConfig
+
+
+def shared_by_several(config: RunConfig, machine: Machine) -> list[str]:
+    """Name one island of each kind that has several members, all of them emulated in a process of their own."""
+    if not machine.emulates or config.islands.controller == "single":
+        return []
+    kinds: dict[str, list[str]] = {}
+    for name in config.islands.names:
+        own = config.island(name)
+        if own.hosts == 1 and not own.topology:
+            kind = own._replace(name="", zone="", devices=emulated_devices(config, name))
+            kinds.setdefault(repr(kind), []).append(name)
+    return [names[0] for names in kinds.values() if len(names) > 1]
+
+
+def compile_programs(config: RunConfig, island: str) -> None:
+    """Compile what this island runs, and keep it where `keep_programs` said."""
+    Host(config, island).warm_up()

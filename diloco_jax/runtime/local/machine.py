@@ -1,0 +1,264 @@
+"""Devices of this machine, found without JAX so that nobody takes it, and how a local run shares it out.
+
+A number in `islands.devices` counts devices of the kind that the machine has; `auto` takes what is there:
+
+    GPUs, at least as many as islands      an equal number of whole ones for each
+    GPUs, fewer than islands               each island gets one, and an equal share of its memory
+    TPU chips                              all of them, for the one process that may have them
+    neither                                emulated devices on the CPU, which is said aloud
+
+`JAX_PLATFORMS=cpu` is the way to ask for emulation where there is something better.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
+from math import floor
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from diloco_jax.settings.run import RunConfig
+
+EMULATED_DEVICES = 2  # of an island that says `auto`, where there are no real ones
+CONTROLLER = "islands"  # name and command of the one process that drives all islands
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+MEMORY_SETTINGS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
+SHARED_MEMORY = 0.9  # of a GPU that several islands share; JAX by itself would take 0.75 for each
+CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+GOOGLE_PCI = "0x1ae0"
+TPU_PCI = {"0x0027": "v2 or v3", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "v7x"}
+TPU_SETTINGS = ("TPU_NAME", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE")
+
+
+class Machine(NamedTuple):
+    """Accelerators of this machine that JAX may use here.
+
+    Attributes:
+      gpus: NVIDIA GPUs, as CUDA_VISIBLE_DEVICES names them.
+      tpu_chips: TPU chips on the PCI bus.
+      memory_chosen: the user has said how much of a GPU's memory a process may take.
+      unknown: there may be something that we do not know; JAX is to look for itself.
+      unused: why what is there is not used; "" if it is.
+    """
+
+    gpus: tuple[str, ...] = ()
+    tpu_chips: int = 0
+    memory_chosen: bool = False
+    unknown: bool = False
+    unused: str = ""
+
+    @property
+    def emulates(self) -> bool:
+        """Say whether islands run on emulated devices."""
+        return not (self.gpus or self.tpu_chips or self.unknown)
+
+
+def chip_of(device: Path) -> str:
+    """Return the TPU generation of a PCI device; "" if it is something else."""
+    try:
+        vendor = (device / "vendor").read_text(encoding="ascii").strip()
+        number = (device / "device").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+    return TPU_PCI.get(number, "") if vendor == GOOGLE_PCI else ""
+
+
+def look(environment: Mapping[str, str], root: Path = Path("/"), *, cuda: bool | None = None) -> Machine:
+    """Find what is here, as the kernel lists it.
+
+    Args:
+      environment: of this process; JAX_PLATFORMS and CUDA_VISIBLE_DEVICES count.
+      root: of the file system.
+      cuda: whether JAX can use NVIDIA GPUs; looked up if not given.
+    """
+    asked = set(filter(None, environment.get("JAX_PLATFORMS", "").split(",")))
+    if asked - {"cpu", "cuda", "gpu", "tpu"}:
+        return Machine(unknown=True)
+    chips = sum(bool(chip_of(device)) for device in (root / "sys/bus/pci/devices").glob("*"))
+    files = [path.name.removeprefix("nvidia") for path in (root / "dev").glob("nvidia[0-9]*")]
+    gpus = _visible(sorted(files, key=int), environment.get(VISIBLE_GPUS))
+    signs = any(any((root / "dev").glob(name)) for name in ("accel[0-9]*", "vfio/[0-9]*", "kfd"))
+    signs = signs or any(environment.get(name) for name in TPU_SETTINGS)
+    unused = ""
+    if gpus and not (any(map(importlib.util.find_spec, CUDA_PLUGINS)) if cuda is None else cuda):
+        unused = f"{_count(len(gpus), 'GPU')} here, but JAX has no CUDA plugin: pip install 'jax[cuda13]'"
+        gpus = ()
+    elif asked == {"cpu"} and (gpus or chips or signs):
+        unused = "JAX_PLATFORMS is cpu"
+    gpus = gpus if not asked or asked & {"cuda", "gpu"} else ()
+    chips = chips if not asked or "tpu" in asked else 0
+    unknown = signs and asked != {"cpu"} and not gpus and not chips
+    memory_chosen = any(environment.get(name) for name in MEMORY_SETTINGS)
+    return Machine(gpus, chips, memory_chosen, unknown, unused)
+
+
+def _visible(gpus: Sequence[str], chosen: str | None) -> tuple[str, ...]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves; CUDA stops at the first name that is none."""
+    if chosen is None or not gpus:
+        return tuple(gpus)
+    names = []
+    for name in (part.strip() for part in chosen.split(",")):
+        if not name or (name.lstrip("-").isdigit() and name not in gpus):
+            break
+        names.append(name)
+    return tuple(names)
+
+
+def limit_jax(environment: MutableMapping[str, str], machine: Machine) -> None:
+    """Keep JAX from looking for accelerators that are not here: libtpu without a TPU complains on the terminal.
+
+    What the user chose stays, and where something may be that we do not know, JAX looks for itself.
+    """
+    if environment.get("JAX_PLATFORMS") or machine.unknown or machine.tpu_chips:
+        return
+    environment["JAX_PLATFORMS"] = "cuda,cpu" if machine.gpus else "cpu"
+
+
+def settings_of(config: RunConfig, name: str, machine: Machine, host: int = 0) -> dict[str, str]:
+    """Return the environment variables with which a process of a local run gets its devices.
+
+    Args:
+      config: the run.
+      name: `syncer`, an island, the process that drives all of them, or the data-parallel trainer.
+      machine: that they share.
+      host: which process of the island.
+
+    Raises:
+      ValueError: the machine has not what the islands want.
+    """
+    own = config.island(name)
+    if name != "syncer" and not machine.emulates:
+        return _gpu_settings(config, name, machine, host) if machine.gpus else {}
+    if name == "syncer":
+        devices = 1
+    elif own.topology:  # nothing here is like a slice; whoever starts it sees what comes of it
+        return {}
+    elif name == CONTROLLER:
+        devices = sum(emulated_devices(config, each) for each in config.islands.names)
+    else:
+        devices = emulated_devices(config, name) // _hosts(config, name)
+    # The CPU client's thread pool must hold every device of two programs, or their rendezvous deadlocks.
+    threads = 2 * max(devices, os.cpu_count() or 1)
+    return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "NPROC": str(threads)}
+
+
+def emulated_devices(config: RunConfig, name: str) -> int:
+    """Count the devices that are emulated for an island, over all its hosts."""
+    hosts = _hosts(config, name)
+    return config.island(name).devices or hosts * max(1, EMULATED_DEVICES // hosts)
+
+
+def _hosts(config: RunConfig, name: str) -> int:
+    return config.island(name).hosts if config.algorithm == "decoupled" else 1  # the trainer is one process
+
+
+def _gpu_settings(config: RunConfig, name: str, machine: Machine, host: int) -> dict[str, str]:
+    shares = gpu_shares(config, machine)
+    if name not in shares:
+        return {}  # a stranger, who joins by himself
+    gpus, hosts = shares[name], _hosts(config, name)
+    if len(gpus) % hosts:
+        raise ValueError(f"{name}: {hosts} hosts cannot share {_count(len(gpus), 'GPU')} equally; change islands.hosts")
+    each = len(gpus) // hosts
+    settings = {VISIBLE_GPUS: ",".join(gpus[host * each : (host + 1) * each])}
+    together = max(sum(gpu in others for others in shares.values()) for gpu in gpus)
+    if together > 1 and not machine.memory_chosen:
+        settings[MEMORY_SETTINGS[0]] = f"{memory_share(together):.2f}"
+    return settings
+
+
+def memory_share(islands: int) -> float:
+    """Return the share of a GPU's memory for each of the islands that have it together."""
+    return floor(100 * SHARED_MEMORY / islands) / 100
+
+
+def gpu_shares(config: RunConfig, machine: Machine) -> dict[str, tuple[str, ...]]:
+    """Share out the GPUs among the processes that train.
+
+    Raises:
+      ValueError: there are fewer than the config says.
+    """
+    gpus = machine.gpus
+    if config.algorithm == "data_parallel" or config.islands.controller == "single":
+        single = config.algorithm != "data_parallel"
+        names = config.islands.names if single else ("",)
+        wanted = [config.island(name).devices for name in names]
+        _check_enough(sum(wanted), len(gpus))
+        return {CONTROLLER if single else "trainer": gpus[: sum(wanted)] if all(wanted) else gpus}
+    names = config.islands.names
+    wanted = [config.island(name).devices for name in names]
+    _check_enough(sum(wanted), len(gpus))
+    free, open_ = len(gpus) - sum(wanted), wanted.count(0)
+    if open_ and free < open_ and any(wanted):
+        raise ValueError(
+            f"{_count(len(gpus), 'GPU')} here, of which some islands want {sum(wanted)}, so nothing is left to share "
+            "for those that say auto; give all islands a number of devices, or none"
+        )
+    if open_ and free < open_:
+        return {name: (gpus[index % len(gpus)],) for index, name in enumerate(names)}
+    counts = [count or free // open_ for count in wanted]
+    starts = [sum(counts[:index]) for index in range(len(names))]
+    return {name: gpus[start : start + count] for name, start, count in zip(names, starts, counts, strict=True)}
+
+
+def _check_enough(wanted: int, there: int) -> None:
+    if wanted > there:
+        raise ValueError(
+            f"islands.devices asks for {_count(wanted, 'device')} in all, but this machine has {_count(there, 'GPU')}; "
+            "set islands.devices to auto to share what is here, lower it, or set JAX_PLATFORMS=cpu in the environment "
+            "to emulate devices"
+        )
+
+
+def check(config: RunConfig, machine: Machine) -> str:
+    """Check before anything starts that a local run can have what it wants here; say in words what it gets.
+
+    Raises:
+      ValueError: it cannot; names the setting to change.
+    """
+    trains = config.islands.names if config.algorithm == "decoupled" else ("trainer",)
+    count = len(trains)
+    if machine.unknown:
+        return "islands run on what JAX finds here"
+    if machine.tpu_chips and not machine.gpus:
+        if count > 1 and config.islands.controller == "processes":
+            raise ValueError(
+                f"{count} islands cannot share the {_count(machine.tpu_chips, 'TPU chip')} of this host as processes: "
+                "one process has them all; set islands.controller to single, or islands.count to 1"
+            )
+        return f"{_count(machine.tpu_chips, 'TPU chip')} for {_count(count, 'island')}"
+    if machine.gpus:
+        return _check_gpus(config, machine)
+    numbers = sorted({emulated_devices(config, name) for name in trains})
+    for name in trains:
+        config.check_mesh(config.island(name)._replace(devices=emulated_devices(config, name)))
+    each = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+    why = f"no GPU or TPU is used ({machine.unused})" if machine.unused else "no GPU or TPU here"
+    return f"{why}: {_count(count, 'island')} on emulated CPU devices, {each} each"
+
+
+def _check_gpus(config: RunConfig, machine: Machine) -> str:
+    shares = gpu_shares(config, machine)
+    for name, gpus in shares.items():
+        for host in range(_hosts(config, name)):
+            _gpu_settings(config, name, machine, host)
+        if name in config.islands.names:
+            config.check_mesh(config.island(name)._replace(devices=len(gpus)))
+    used = {gpu for gpus in shares.values() for gpu in gpus}
+    idle = f"; {len(machine.gpus) - len(used)} idle" if len(machine.gpus) > len(used) else ""
+    have = _count(len(used), "GPU")
+    if len(shares) > len(used):
+        most = max(sum(gpu in gpus for gpus in shares.values()) for gpu in used)
+        return f"{have}, shared by {len(shares)} islands: {memory_share(most):.0%} of a GPU's memory for each{idle}"
+    sizes = sorted({len(gpus) for gpus in shares.values()})
+    if len(shares) == 1:
+        return f"{have} for {next(iter(shares))}{idle}"
+    each = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    return f"{have}, {each} for each of {len(shares)} islands{idle}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number != 1)

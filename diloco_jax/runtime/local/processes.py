@@ -1,0 +1,123 @@
+"""The processes of a local run, as their supervisor sees them; those of an island live and die together."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diloco_jax.runtime.records.signals import USER_ERROR
+
+GRACE_S = 5.0  # for the rest of an island to end by itself, once one of its processes has
+
+
+@dataclass(slots=True)
+class Process:
+    """One process and its log."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def obituary(self) -> str:
+        """Say how it ended, and repeat its last line."""
+        code = self.process.returncode
+        how = (
+            f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with status {code}"
+        )
+        return f"{self.name} {how}: {self.last_line()} (log: {self.log})"
+
+    def last_line(self) -> str:
+        """Return the last line of its log."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1][:400] if lines else "it said nothing"
+
+
+@dataclass(slots=True)
+class Child:
+    """The syncer, or an island, and what is known of it.
+
+    Attributes:
+      name: of the learner, or "syncer".
+      hosts: its processes; the first one leads.
+      starts: how often it was started.
+      again_at_s: when to start it again.
+      left: it ended politely, and is not started again.
+      failed: given up.
+      first: the process that ended first, which is why the others did.
+    """
+
+    name: str
+    hosts: Sequence[Process]
+    starts: int = 1
+    again_at_s: float | None = None
+    left: bool = False
+    failed: bool = False
+    first: Process | None = None
+    _ended_s: float = field(default=0.0)
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """Return the process that leads."""
+        return self.hosts[0].process
+
+    def start_again(self, hosts: Sequence[Process]) -> None:
+        """Put other processes in the place of those that ended."""
+        self.hosts, self.first, self.again_at_s = hosts, None, None
+        self.starts += 1
+
+    def poll(self) -> int | None:
+        """Return the exit status once all processes have ended; after the first, kill the others in a moment."""
+        codes = [each.process.poll() for each in self.hosts]
+        ended = [each for each, code in zip(self.hosts, codes, strict=True) if code is not None]
+        if ended and self.first is None:
+            # Of those that ended since we looked, who was killed did not end because of another.
+            self.first = min(ended, key=lambda each: (each.process.returncode >= 0, each.process.returncode == 0))
+            self._ended_s = time.monotonic()
+        if None not in codes:
+            return self._status([code for code in codes if code is not None])
+        if ended and time.monotonic() > self._ended_s + GRACE_S:
+            self.signal(signal.SIGKILL)
+        return None
+
+    def _status(self, codes: Sequence[int]) -> int:
+        if USER_ERROR in codes:  # whoever found it, the others only lost a host
+            self.first = self.hosts[codes.index(USER_ERROR)]
+            return USER_ERROR
+        assert self.first is not None
+        return int(self.first.process.returncode) or next((code for code in codes if code), 0)
+
+    @property
+    def log(self) -> Path:
+        """Return the log of the process that leads."""
+        return self.hosts[0].log
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all processes that live."""
+        for each in self.hosts:
+            if each.process.poll() is None:
+                each.process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all have ended; kill those that have not by then."""
+        ends_s = time.monotonic() + timeout_s
+        for each in self.hosts:
+            try:
+                each.process.wait(timeout=max(0.0, ends_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.signal(signal.SIGKILL)
+                each.process.wait()
+
+    def obituary(self) -> str:
+        """Say how it ended, and repeat its last line."""
+        return (self.first or self.hosts[0]).obituary()
+
+
+def free_address() -> str:
+    """Find an address of this machine at which nobody listens now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"

@@ -1,0 +1,76 @@
+"""Checks before a run is resumed: its folder, and the settings that may differ.
+
+A run's tape and snapshots mean something under the settings that they were made with. What decides nothing, such as how
+often the model is evaluated or where the data lies, may change from one process to the next.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.runtime.records.files import METRICS_FILE, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.settings.run import RunConfig
+
+MAY_CHANGE = (
+    "runs_dir",
+    "tensorboard",
+    "syncer",
+    "checkpoints",
+    "transport",
+    "data.path",
+    "islands.restarts_max",
+    "islands.restart_delay_s",
+    "train.eval_every",
+    "train.eval_batches",
+    "train.final_eval_batches",
+    "train.eval_batch_size",
+)
+
+
+def check_same_run(began: RunConfig, config: RunConfig, run_dir: Path) -> None:
+    """Check that a run which began with one config may go on with another.
+
+    Args:
+        began: what the folder's config.yaml says.
+        config: what is wanted now.
+        run_dir: the folder, for the message.
+
+    Raises:
+        ValueError: a setting differs that must not; names it with both values.
+    """
+    ours, theirs = dict(_flat(asdict(began))), dict(_flat(asdict(config)))
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name) and not any(name == n or name.startswith(f"{n}.") for n in MAY_CHANGE):
+            raise ValueError(
+                f"{name} is {theirs.get(name)!r}, but the run in {run_dir} began with {ours.get(name)!r}; go on with "
+                "the same settings, or start a new run"
+            )
+
+
+def check_resumable(run_dir: Path) -> None:
+    """Check that a folder holds a run that ended early.
+
+    Raises:
+        ValueError: it holds none, or one that is complete.
+    """
+    if not (run_dir / TAPE_FILE).exists():
+        what = "a data-parallel run, which cannot go on" if (run_dir / METRICS_FILE).exists() else "no run"
+        raise ValueError(f"{run_dir} holds {what}; leave out --resume, or name another folder with --run-dir")
+    try:
+        summary = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # it was killed, perhaps while it wrote this
+    if summary.get("complete"):
+        raise ValueError(f"{run_dir} holds a run that is complete; leave out --resume to start another one")
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

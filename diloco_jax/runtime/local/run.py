@@ -1,0 +1,318 @@
+"""A whole run on this machine: one process per island, one for the syncer, watched by a supervisor.
+
+The supervisor starts the processes, starts a dead one again (an island as a new incarnation, the syncer where its tape
+ends), turns Ctrl-C or SIGTERM into a polite stop of everybody, and leaves no process behind: children also end when it
+is killed. It knows nothing of the algorithm, and no process waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from diloco_jax.runtime.local.compiling import shared_by_several
+from diloco_jax.runtime.local.machine import CONTROLLER, Machine, check, look, settings_of
+from diloco_jax.runtime.local.processes import Child, Process, free_address
+from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, TAPES
+from diloco_jax.runtime.records.signals import PARENT_ENV, USER_ERROR
+from diloco_jax.runtime.records.status import complete, last_state, start_again
+from diloco_jax.settings.islands import IslandsConfig
+from diloco_jax.settings.run import RunConfig
+
+START_TIMEOUT_S = 300.0  # for the syncer to build the model and listen
+STOP_TIMEOUT_S = 120.0  # for checkpoint and last evaluation after a stop
+LEARNER_STOP_TIMEOUT_S = 15.0
+POLL_S = 0.1
+
+
+class RunFailed(Exception):
+    """The run cannot go on; the message says why and where to look.
+
+    Args:
+        message: for people.
+        wrong_input: a process refused a setting: nothing to retry.
+    """
+
+    def __init__(self, message: str, *, wrong_input: bool = False) -> None:
+        super().__init__(message)
+        self.wrong_input = wrong_input
+
+
+class LocalRun:
+    """Supervisor of one local run.
+
+    Args:
+        config: the run.
+        run_dir: its folder, with config.yaml in it.
+        say: gets lines for people, such as the death of an island.
+        stop: set from outside (Ctrl-C) to end the run early, in good order.
+        resume: the folder is of a run that ended early, and of which no process is left; go on from its newest
+            snapshot.
+
+    Raises:
+        ValueError: this machine has not the devices that the config says.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        say: Callable[[str], None],
+        stop: threading.Event,
+        *,
+        resume: bool = False,
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._resume = resume
+        self._say = say
+        self._stop = stop
+        self._islands: dict[str, Child] = {}
+        self._syncer: Child | None = None
+        self._compilers: list[Process] = []
+        self._config_path = str(run_dir / CONFIG_FILE)
+        (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
+        self._machine = look(os.environ)
+        say(check(config, self._machine))
+
+    def run(self) -> None:
+        """Start everything, keep it running, return when the syncer has written the summary.
+
+        Raises:
+            RunFailed: the syncer, or too many islands, could not be kept running.
+        """
+        if self._resume:  # nobody listens there any more
+            (self._run_dir / ADDRESS_FILE).unlink(missing_ok=True)
+            start_again(self._run_dir)
+        try:
+            if self._config.algorithm == "data_parallel":
+                self._syncer = Child("trainer", [self._start("trainer", ["baseline", self._config_path])])
+            else:
+                self._start_compilers()
+                self._syncer = self._start_syncer(["--rewind"] if self._resume else [])
+                address = self._await_address()
+                self._await_compilers()
+                single = self._config.islands.controller == "single"
+                for name in ((CONTROLLER,) if single else self._config.islands.names) if address else ():
+                    self._islands[name] = self._start_island(name, address)
+            self._watch()
+        finally:
+            self._end_all()
+
+    # ---- starting -------------------------------------------------------------------------------------------------
+
+    def _start_compilers(self) -> None:
+        for name in () if self._resume else shared_by_several(self._config, self._machine):
+            words = ["compile", self._config_path, "--island", name]
+            environment = child_environment(self._config, name, self._machine)
+            self._compilers.append(self._start_process(f"compile-{name}", words, environment))
+
+    def _await_compilers(self) -> None:
+        """Wait until islands can load their programs; those that could not be compiled they compile themselves."""
+        ends_s = time.monotonic() + START_TIMEOUT_S
+        while not self._stop.is_set() and time.monotonic() < ends_s:
+            if all(each.process.poll() is not None for each in self._compilers):
+                return
+            time.sleep(POLL_S)
+
+    def _start_syncer(self, options: Sequence[str] = ()) -> Child:
+        return Child("syncer", [self._start("syncer", ["syncer", self._config_path, *options])])
+
+    def _start_island(self, name: str, address: str) -> Child:
+        if name == CONTROLLER:
+            return Child(name, [self._start(name, [CONTROLLER, self._config_path, "--syncer", address])])
+        words = ["learner", self._config_path, "--island", name, "--syncer", address]
+        words += ["--incarnation", str(next_incarnation(self._run_dir, name))]
+        hosts = self._config.island(name).hosts
+        if hosts == 1:
+            return Child(name, [self._start(name, words)])
+        words += ["--coordinator", free_address()]  # another one at each start: the last one may not be free yet
+        return Child(name, [self._start(name, [*words, "--host", str(host)], host) for host in range(hosts)])
+
+    def _start(self, name: str, arguments: list[str], host: int = 0) -> Process:
+        environment = child_environment(self._config, name, self._machine, host)
+        process = self._start_process(f"{name}.host-{host}" if host else name, arguments, environment)
+        shares_cores = self._machine.emulates and hasattr(os, "sched_setaffinity")
+        cores = core_share(self._config.islands, name, sorted(os.sched_getaffinity(0))) if shares_cores else set()
+        if cores:
+            with contextlib.suppress(OSError):  # it has ended already, or the machine does not let us
+                os.sched_setaffinity(process.process.pid, cores)
+        return process
+
+    def _start_process(self, title: str, arguments: list[str], environment: Mapping[str, str]) -> Process:
+        log = self._run_dir / LOGS / f"{title}.log"
+        with log.open("ab") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "diloco_jax", *arguments, "--run-dir", str(self._run_dir)],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # a terminal's Ctrl-C must reach the supervisor alone
+            )
+        return Process(title, process, log)
+
+    def _await_address(self) -> str:
+        assert self._syncer is not None
+        path = self._run_dir / ADDRESS_FILE
+        ends_s = time.monotonic() + START_TIMEOUT_S
+        while not self._stop.is_set():
+            ended = self._syncer.poll() is not None  # before we look: it may listen, then die
+            if path.exists() and (text := path.read_text(encoding="utf-8")):
+                return text
+            if ended:
+                raise RunFailed(self._syncer.obituary(), wrong_input=self._syncer.poll() == USER_ERROR)
+            if time.monotonic() > ends_s:
+                raise RunFailed(f"the syncer did not listen within {START_TIMEOUT_S:.0f} s; see {self._syncer.log}")
+            time.sleep(POLL_S)
+        return ""
+
+    # ---- watching -------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Keep the run going until the syncer has ended it."""
+        assert self._syncer is not None
+        stopping_until_s: float | None = None
+        while not self._ended(asked_to_stop=stopping_until_s is not None):
+            if self._stop.is_set() and stopping_until_s is None:
+                stopping_until_s = time.monotonic() + STOP_TIMEOUT_S
+                for child in [*self._islands.values(), self._syncer]:
+                    child.signal(signal.SIGTERM)
+            if stopping_until_s is None:
+                for child in self._islands.values():
+                    self._tend_island(child)
+                self._give_up_without_quorum()
+            elif time.monotonic() > stopping_until_s:
+                raise RunFailed(f"the syncer did not stop within {STOP_TIMEOUT_S:.0f} s; see {self._syncer.log}")
+            time.sleep(POLL_S)
+
+    def _ended(self, *, asked_to_stop: bool) -> bool:
+        """Say whether the run is over; start a syncer that died again when its time has come."""
+        syncer = self._syncer
+        assert syncer is not None
+        if syncer.again_at_s is not None:
+            if asked_to_stop or self._stop.is_set():
+                raise RunFailed("stopped while the syncer was away; --resume goes on from the newest snapshot")
+            if time.monotonic() >= syncer.again_at_s:
+                syncer.start_again(self._start_syncer().hosts)
+            return False
+        code = syncer.poll()
+        if code is None:
+            return False
+        if code == 0 or (asked_to_stop and code == -signal.SIGTERM):  # it may not have had a handler yet
+            return True
+        limit = self._config.syncer.restarts_max
+        alone = not self._islands  # the data-parallel trainer, or a syncer that never listened
+        if asked_to_stop or alone or code == USER_ERROR:
+            raise RunFailed(syncer.obituary(), wrong_input=code == USER_ERROR)
+        if syncer.starts > limit:
+            raise RunFailed(f"{syncer.obituary()}; given up after {syncer.starts} starts (syncer.restarts_max)")
+        syncer.again_at_s = time.monotonic() + self._config.syncer.restart_delay_s
+        goes_on = ", islands train on" if last_state(self._run_dir) == "running" else ""
+        self._say(f"{syncer.obituary()}; starting it again{goes_on}")
+        return False
+
+    def _tend_island(self, child: Child) -> None:
+        """Notice that an island ended; start it again when its time has come."""
+        if child.left or child.failed:
+            return
+        if child.again_at_s is not None:
+            if time.monotonic() >= child.again_at_s:
+                address = (self._run_dir / ADDRESS_FILE).read_text(encoding="utf-8")
+                child.start_again(self._start_island(child.name, address).hosts)
+            return
+        code = child.poll()
+        if code is None:
+            return
+        if code == 0:  # the syncer ended the run, or somebody drained this island
+            child.left = True
+            if not complete(self._run_dir):
+                self._say(f"{child.name} left: {child.hosts[0].last_line()}")
+        elif complete(self._run_dir):  # nothing is left to do for it
+            child.left = True
+        elif code == USER_ERROR:  # a wrong setting stays wrong
+            child.failed = True
+            self._say(f"{child.obituary()}; not started again")
+        elif child.starts > self._config.islands.restarts_max:
+            child.failed = True
+            self._say(f"{child.obituary()}; given up after {child.starts} starts")
+        else:
+            child.again_at_s = time.monotonic() + self._config.islands.restart_delay_s
+            self._say(f"{child.obituary()}; starting it again")
+
+    def _give_up_without_quorum(self) -> None:
+        """End a run that can never merge again. An island that was drained may be started again by hand."""
+        failed = [child for child in self._islands.values() if child.failed]
+        left = sum(not (child.failed or child.left) for child in self._islands.values())
+        quorum = self._config.protocol.quorum
+        if failed and left < quorum and not complete(self._run_dir):
+            words = "; ".join(child.obituary() for child in failed)
+            refused = any(child.poll() == USER_ERROR for child in failed)
+            message = f"{left} islands are left, fewer than protocol.quorum = {quorum}: {words}"
+            raise RunFailed(message, wrong_input=refused)
+
+    def _end_all(self) -> None:
+        """End all processes: ask those that are left, wait a little, then kill."""
+        for each in self._compilers:
+            each.process.kill()
+            each.process.wait()
+        children = [*self._islands.values(), *([self._syncer] if self._syncer is not None else [])]
+        for child in children:
+            child.signal(signal.SIGTERM)
+        ends_s = time.monotonic() + LEARNER_STOP_TIMEOUT_S
+        for child in children:
+            patience_s = STOP_TIMEOUT_S if child is self._syncer else 0.1  # it saves the model
+            child.wait(max(patience_s, ends_s - time.monotonic()))
+
+
+def next_incarnation(run_dir: Path, name: str) -> int:
+    """Return a number above those of all earlier lives of this learner, even if the clock was set back."""
+    tapes = [path.name.split(".")[-2] for path in (run_dir / TAPES).glob(f"{name}.*.jsonl")]
+    earlier = [int(number) for number in tapes if number.isdecimal()]
+    return max([int(time.time() * 1000), *(number + 1 for number in earlier)])
+
+
+def child_environment(config: RunConfig, name: str, machine: Machine | None = None, host: int = 0) -> Mapping[str, str]:
+    """Return the environment of a child: its devices, and this process as the parent it must not outlive.
+
+    Args:
+        config: the run.
+        name: of the child.
+        machine: what there is to share out; looked for if not given.
+        host: which process of an island of several.
+    """
+    machine = look(os.environ) if machine is None else machine
+    environment = dict(os.environ)
+    environment[PARENT_ENV] = str(os.getpid())
+    environment["PYTHONUNBUFFERED"] = "1"
+    settings = settings_of(config, name, machine, host)
+    environment.update(settings)
+    if settings.get("JAX_PLATFORMS") == "cpu":
+        # Huge pages for large arrays: a fifth to a third less time per step on Linux.
+        environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    return environment
+
+
+def core_share(islands: IslandsConfig, name: str, cores: Sequence[int]) -> set[int]:
+    """Return the cores of an emulated island if all islands can have an equal share; no core leaves it to the system.
+
+    Emulated islands that share cores freely get them unevenly for seconds at a time, so that their step times differ
+    by a factor of five (docs/decisions/0005-core-shares.md). Real islands have accelerators of their own.
+    """
+    count, available = islands.count, len(cores)
+    if name not in islands.names or count == 1:
+        return set()
+    index = islands.names.index(name)
+    if count % available == 0:
+        return {cores[index % available]}
+    if available % count == 0:
+        share = available // count
+        return set(cores[index * share : (index + 1) * share])
+    return set()

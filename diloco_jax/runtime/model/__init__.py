@@ -1,0 +1,1 @@
+"""The syncer's values: the global model, its arithmetic, and merge shards."""

@@ -1,0 +1,200 @@
+"""Build the initial model and evaluate global parameters on the held-out split, in one process without a mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.data import eval_batches, load_source, train_iterator
+from diloco_jax.training.models.protocol import Params, find_model
+from diloco_jax.training.models.variables import Variables
+from diloco_jax.training.sharding import MeshConfig, put_array
+
+Assemble = Callable[[], Mapping[str, np.ndarray]]
+
+
+class Evaluator:
+    """The model on one device of this host: for its initial values, for evaluation, and to read what it writes.
+
+    Between two calls it holds no array; during one the parameters, once, and no state of an optimizer.
+
+    Raises:
+        ValueError: the model or the data cannot be loaded.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._source = load_source(config.data, config.train.seq_len)
+        self.corpus = self._source.corpus
+        device = jax.local_devices(backend="cpu")[0]
+        self._blueprint = Blueprint(config.model, config.optimizer, MeshConfig(), [device], seed=config.seed)
+        self.shapes, self.kinds = self._blueprint.shapes, self._blueprint.kinds
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def initial_parameters(self) -> dict[str, np.ndarray]:
+        """Draw the initial parameters: new float32 arrays by path."""
+        drawn = self._blueprint.draw()
+        return {path: np.array(drawn.pop(path), np.float32) for path in sorted(drawn)}
+
+    def evaluate(self, parameters: Mapping[str, np.ndarray], max_batches: int) -> dict[str, Any]:
+        """Compute the mean held-out loss of these parameters.
+
+        Args:
+            parameters: float32 arrays by path.
+            max_batches: batches of train.eval_batch_size sequences; fewer when the split is smaller.
+
+        Returns:
+            loss in nats per token, bits_per_byte (None unless a token is a byte), tokens.
+
+        Raises:
+            ValueError: paths or shapes are not those of the model.
+        """
+        batches = eval_batches(self._source, self._config.train.eval_batch_size, max_batches)
+        placed = self._placed(parameters)
+        result = self._blueprint.mean_loss(placed, self._settled(placed), batches)
+        bits = result["loss"] / math.log(2) if self._config.data.format == "bytes" else None
+        return {"loss": result["loss"], "bits_per_byte": bits, "tokens": int(result["tokens"])}
+
+    def write(self, prompt: bytes, parameters: Mapping[str, np.ndarray], count: int, how: Writing) -> bytes:
+        """Continue a text by `count` bytes with these parameters.
+
+        Raises:
+            ValueError: the model cannot write bytes, or paths or shapes of the parameters are not its own.
+        """
+        if reason := cannot_write(self._config):
+            raise ValueError(reason)
+        context = self._config.train.seq_len  # what it was trained on
+
+        def generate(params: Params, other: Variables, tokens: jax.Array, key: jax.Array) -> jax.Array:
+            model: Any = self._blueprint.model(params, other)
+            added: jax.Array = model.generate(
+                tokens, count, key, context=context, temperature=how.temperature, ids=self._source.vocab_size
+            )
+            return added
+
+        placed, tokens = self._placed(parameters), np.frombuffer(prompt, np.uint8).astype(np.int32)
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            return bytes(
+                np.asarray(jax.jit(generate)(placed, self._settled(placed), tokens, jax.random.key(how.seed))).astype(
+                    np.uint8
+                )
+            )
+
+    def _settled(self, placed: dict[str, jax.Array]) -> Variables:
+        """Make batch statistics and the like those of the parameters: nobody sent any."""
+        if not self._blueprint.state_shapes.other:
+            return {}
+        train, data = self._config.train, self._config.data
+        batches = train_iterator(
+            self._source,
+            seed=data.shuffle_seed + self._config.seed,
+            shard_ids=[0],
+            num_shards=1,
+            batch_size=train.eval_batch_size,
+        )
+        first = self._blueprint.draw_other()  # equal parameters, equal result
+        return self._blueprint.settled(placed, first, islice(batches, train.settle_batches))
+
+    def _placed(self, parameters: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Put the parameters on the device, in the dtypes of the model."""
+        if different := sorted({*parameters} ^ {*self.shapes}):
+            raise ValueError(
+                f"parameters {different[:3]} are only in the model, or only in what is to be evaluated; was it saved "
+                "from another model?"
+            )
+        placed = {}
+        for path, tensor in self._blueprint.tensors.items():
+            value = parameters[path]
+            if value.shape != tensor.shape:
+                raise ValueError(
+                    f"parameter '{path}' has shape {value.shape}, the model needs {tensor.shape}; was it saved from "
+                    "another model?"
+                )
+            placed[path] = put_array(value.astype(tensor.dtype, copy=False), tensor.sharding)
+        return placed
+
+
+class Writing(NamedTuple):
+    """The way a model chooses the bytes that it writes.
+
+    Attributes:
+        temperature: 0 takes the likeliest byte, 1 draws as the model says.
+        seed: of the draws.
+    """
+
+    temperature: float
+    seed: int
+
+
+def cannot_write(config: RunConfig) -> str:
+    """Say why the model of a run cannot write text, or nothing if it can."""
+    if config.data.format != "bytes":
+        return (
+            "the run was trained on token ids (data.format: tokens), and nothing here turns them into text; "
+            "read its checkpoint with the tokenizer that made them"
+        )
+    if not callable(getattr(find_model(config.model.module), "generate", None)):
+        return (
+            f"model.module '{config.model.module}' has no method `generate`, with which a model writes; give it one "
+            "like that of diloco_jax.training.models.decoder:Decoder"
+        )
+    return ""
+
+
+class Evaluations:
+    """Evaluates the global model every so many global steps, on a thread of its own, one evaluation at a time.
+
+    Args:
+        config: how often and on how much.
+        evaluator: does it.
+        report: gets each result, or the exception that ended one, on that thread.
+    """
+
+    def __init__(self, config: RunConfig, evaluator: Evaluator, report: Callable[[Any], None]) -> None:
+        self._every = config.train.eval_every
+        self._batches = config.train.eval_batches
+        self._evaluator = evaluator
+        self._report = report
+        self._thread = ThreadPoolExecutor(1, "eval")
+        self._running: Future[None] | None = None
+        self._next = self._every
+
+    def skip_to(self, global_step: int) -> None:
+        """Do not repeat what an earlier process has evaluated."""
+        self._next = (global_step // self._every + 1) * self._every if self._every else 0
+
+    def maybe(self, global_step: int, tokens: int, capture: Callable[[], Assemble]) -> None:
+        """Begin an evaluation if one is due and none is running.
+
+        Args:
+            global_step: of the model.
+            tokens: that it was trained on.
+            capture: called here, if at all; what it returns is called on the thread and assembles the model.
+        """
+        busy = self._running is not None and not self._running.done()
+        if not self._next or global_step < self._next or busy:
+            return
+        self._next += self._every
+        self._running = self._thread.submit(self._evaluate, global_step, tokens, capture())
+
+    def _evaluate(self, global_step: int, tokens: int, assemble: Assemble) -> None:
+        try:
+            result = self._evaluator.evaluate(assemble(), self._batches)
+            self._report({**result, "global_step": global_step, "tokens": tokens})
+        except Exception as error:
+            self._report(error)
+
+    def close(self) -> None:
+        """Wait for the evaluation that is running, and end the thread."""
+        self._thread.shutdown(wait=True)

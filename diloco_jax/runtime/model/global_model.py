@@ -1,0 +1,330 @@
+"""The global model: newest version of every fragment, and the decisions of a merge that makes the next one.
+
+It stands between the syncer machine, which decides who is merged, and an Arithmetic, which computes. What is left out
+of a merge is decided in usable.py, from norms alone; so no array need be in this process.
+
+Who publishes, restores and captures on one thread sees the model change there only, and what was captured stays as it
+was while the run goes on.
+
+A version comes about as the version before it plus what the encoded step says, exactly; so who has the one and gets
+the other has the same bits as this model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from diloco_jax.core.fragments import FragmentPlan, put, take
+from diloco_jax.core.layout import Layout, combined
+from diloco_jax.core.merge import WeightScheme, token_weights
+from diloco_jax.core.outer import make_outer
+from diloco_jax.core.passes import State, norms
+from diloco_jax.core.shards import share
+from diloco_jax.protocol.effects import Merge
+from diloco_jax.protocol.messages import NO_VERSION
+from diloco_jax.runtime.model.arithmetic import Arithmetic, Bytes, Moment, Setup, Squares
+from diloco_jax.runtime.model.usable import ODD_BEFORE, RATES_KEPT, RATES_MIN, Candidate, Known, Odd, choose, median
+from diloco_jax.settings.run import RunConfig
+
+Arrays = dict[str, np.ndarray]
+
+
+class Mark(NamedTuple):
+    """Notes on a fragment's newest version: all that is known without its values."""
+
+    version: int
+    digest: int
+    rates: tuple[float, ...]  # norm per inner step of the values accepted last, oldest first
+    base: int = NO_VERSION  # the version from which a step leads to it; none: only the whole value can be sent
+    peaks: tuple[float, ...] = ()  # the highest rates that were ever accepted, highest first
+    odd: tuple[Odd, ...] = ()  # the last values that were above the limit, oldest first
+    elsewhere: float = 0.0  # what was usual in the model's other fragments for so many parameters; 0: unknown
+
+
+class Capture(NamedTuple):
+    """The model at one moment."""
+
+    marks: tuple[Mark, ...]
+    moment: Moment
+
+
+class SavedModel(NamedTuple):
+    """The model as it was on a disk."""
+
+    marks: tuple[Mark, ...]
+    states: list[State]
+
+
+class Merged(NamedTuple):
+    """The outcome of a merge."""
+
+    fragment_id: int
+    state: Mark | None  # None: no part was usable, the fragment stays as it is
+    left_out: dict[str, str]  # learner -> why its part was not used
+    odd: tuple[Odd, ...] = ()  # the fragment's next Mark.odd
+
+
+class GlobalModel:
+    """Newest version of every fragment, with the versions that learners may still refer to.
+
+    Args:
+        plan: the partition of the model.
+        parameters: initial values by path, float32, unsharded.
+        arithmetic: holds the values; its own are replaced by the initial ones.
+        weights: a learner's weight in a merge.
+        outlier_factor: how many times what is usual a value may be; 0 for no limit.
+    """
+
+    def __init__(
+        self,
+        plan: FragmentPlan,
+        parameters: Mapping[str, np.ndarray],
+        arithmetic: Arithmetic,
+        *,
+        weights: WeightScheme,
+        outlier_factor: float,
+    ) -> None:
+        self.plan = plan
+        self.setup = arithmetic.setup
+        self._arithmetic = arithmetic
+        self._weights: WeightScheme = weights
+        self._outlier_factor = outlier_factor
+        self._parameters = {path: np.array(value, np.float32) for path, value in parameters.items()}
+        self._marks = []
+        squares = []  # of the initial values, so that every process and every replay has the same
+        for number in range(len(plan.fragments)):
+            flat = self.layout(number).flat(self._cut(self._parameters, number))
+            arithmetic.load(number, 0, self.setup.first(number, flat))
+            self._marks.append(Mark(0, self._digest(number, flat), ()))
+            leaves = [flat[self.layout(number).where(leaf)] for leaf in self.layout(number).leaves]
+            squares.append(math.fsum(float(np.add.reduce(leaf.astype(float) ** 2)) for leaf in leaves))
+        sizes = [self.layout(number).size for number in range(len(squares))]
+        mean = math.fsum(squares) / max(1, sum(sizes))
+        self._lengths = [math.sqrt(max(own, size * mean)) for own, size in zip(squares, sizes, strict=True)]
+
+    def _cut(self, parameters: Mapping[str, np.ndarray], fragment_id: int) -> Arrays:
+        return take(parameters, self.plan.fragments[fragment_id])
+
+    def _digest(self, fragment_id: int, flat: np.ndarray) -> int:
+        return combined(self.layout(fragment_id).leaf_digests(flat))
+
+    def layout(self, fragment_id: int) -> Layout:
+        """Return how a fragment lies in flat arrays and payloads."""
+        return self.setup.shares.wholes[fragment_id]
+
+    def step_bytes(self, fragment_id: int) -> int:
+        """Return the size of an encoded step; 0 where whole values travel."""
+        return self.layout(fragment_id).payload_bytes(self.setup.down) if self.setup.down != "float32" else 0
+
+    def value_bytes(self, fragment_id: int) -> int:
+        """Return the size of a whole value as it travels."""
+        return 4 * self.layout(fragment_id).size
+
+    def payload(self, fragment_id: int, base: int = NO_VERSION) -> Bytes:
+        """Return the newest version as it travels to learners: whole in float32, or the step from version `base`."""
+        return self._arithmetic.payload(fragment_id, base)
+
+    @property
+    def versions(self) -> list[int]:
+        """Return the newest version of every fragment."""
+        return [mark.version for mark in self._marks]
+
+    @property
+    def digests(self) -> list[int]:
+        """Return the digest of every fragment's newest version."""
+        return [mark.digest for mark in self._marks]
+
+    def capture(self) -> Capture:
+        """Return the model as it is now, which stays as it is."""
+        return Capture(tuple(self._marks), self._arithmetic.capture())
+
+    def load(self, saved: Capture | SavedModel) -> None:
+        """Become what `capture` returned, or `unpacked`; older versions are gone, and so are steps."""
+        states = saved.states if isinstance(saved, SavedModel) else saved.moment.states()
+        for number, (mark, state) in enumerate(zip(saved.marks, states, strict=True)):
+            self._arithmetic.load(number, mark.version, state)
+            self._marks[number] = mark._replace(base=NO_VERSION)
+
+    def publish(self, merged: Merged) -> None:
+        """Put a merge's result in place; of a round without a usable part, what it says of later values."""
+        if merged.state is not None:
+            self._arithmetic.publish(merged.fragment_id)
+        mark = merged.state or self._marks[merged.fragment_id]
+        elsewhere = self._elsewhere(merged.fragment_id)
+        self._marks[merged.fragment_id] = mark._replace(odd=merged.odd, elsewhere=elsewhere)
+
+    def _elsewhere(self, fragment_id: int) -> float:
+        """Return what is usual in the liveliest other fragment, for as many parameters as this one has."""
+        usual = [
+            median(mark.rates) / math.sqrt(self.layout(number).size)
+            for number, mark in enumerate(self._marks)
+            if number != fragment_id and len(mark.rates) >= RATES_MIN
+        ]
+        return max(usual, default=0.0) * math.sqrt(self.layout(fragment_id).size)
+
+    def restore(self, fragment_id: int, version: int, payload: Bytes) -> None:
+        """Make a value that this syncer, or an earlier life of it, sent out the newest of its fragment.
+
+        Outer state and medians stay as they are: nobody but the lost process had newer ones. What its steps had left
+        out is lost.
+
+        Args:
+            fragment_id: the fragment.
+            version: of the value.
+            payload: its float32 encoding.
+
+        Raises:
+            ValueError: the payload is no value of this fragment.
+        """
+        flat = self._flat(fragment_id, payload)
+        if flat is None:
+            raise ValueError(f"{len(payload)} bytes are no value of fragment {fragment_id}")
+        self._arithmetic.restore(fragment_id, version, flat)
+        mark = self._marks[fragment_id]
+        self._marks[fragment_id] = mark._replace(
+            version=version, digest=self._digest(fragment_id, flat), base=NO_VERSION
+        )
+
+    def fits(self, fragment_id: int, digest: int, payload: Bytes) -> bool:
+        """Return whether a payload can be a value of this fragment, and has the digest that it should have."""
+        flat = self._flat(fragment_id, payload)
+        return flat is not None and self._digest(fragment_id, flat) == digest
+
+    def _flat(self, fragment_id: int, payload: Bytes) -> np.ndarray | None:
+        if not 0 <= fragment_id < len(self._marks) or len(payload) != self.value_bytes(fragment_id):
+            return None
+        return np.frombuffer(payload, "<f4").astype(np.float32)
+
+    def slices(self, capture: Capture, fragment_id: int) -> Arrays:
+        """Return a fragment's value as the arrays of its slices, by key, for nobody to write to."""
+        return self.layout(fragment_id).views(capture.moment.values()[fragment_id])
+
+    def parameters(self, capture: Capture | None = None) -> Arrays:
+        """Return the whole model, newest version of every fragment, as new arrays by path.
+
+        Args:
+            capture: which any thread may have assembled; None takes the model as it is.
+        """
+        return self._assembled([flat.copy() for flat in (capture or self.capture()).moment.values()])
+
+    def _assembled(self, flats: Sequence[np.ndarray]) -> Arrays:
+        parameters: Mapping[str, np.ndarray] = self._parameters
+        for number, (fragment, flat) in enumerate(zip(self.plan.fragments, flats, strict=True)):
+            parameters = put(parameters, fragment, self.layout(number).views(flat))
+        return dict(parameters)
+
+    # ---- merging --------------------------------------------------------------------------------------------------
+
+    def merge(self, order: Merge, payloads: Mapping[str, Any], decided: Collection[str] | None = None) -> Merged:
+        """Compute one round: outer gradients, merge, outer update, step (paper, Alg. 2 and App. D.2). Changes nothing.
+
+        Delta_m = Theta - theta_m, where the learner sent theta_base - theta_m against the version it held; if that is
+        not the newest any more, Theta - theta_base is added.
+
+        Args:
+            order: the protocol's decision.
+            payloads: encoded outer gradient of each part, by learner; or what the arithmetic knows it by.
+            decided: whom the run left out, which a replay repeats; None to decide now.
+        """
+        fragment_id, mark, arithmetic = order.fragment_id, self._marks[order.fragment_id], self._arithmetic
+        unusable = {p.learner_id: arithmetic.unusable(fragment_id, payloads[p.learner_id]) for p in order.parts}
+        left_out = {name: reason for name, reason in unusable.items() if reason}
+        left_out |= {name: "the run left it out" for name in decided or ()}
+        parts = [part for part in order.parts if part.learner_id not in left_out]
+        if not parts:
+            return Merged(fragment_id, None, left_out, mark.odd)
+        values, bases = [payloads[part.learner_id] for part in parts], [part.base_version for part in parts]
+        squares = arithmetic.inspect(fragment_id, values, bases)
+        candidates = [Candidate(part, norm) for part, norm in zip(parts, _norms(squares), strict=True)]
+        known = Known(mark.rates, mark.peaks, mark.odd, mark.elsewhere, self._lengths[fragment_id])
+        factor = self._outlier_factor if decided is None else 0.0
+        chosen, odd = choose(candidates, known, factor, left_out)
+        while chosen:
+            tokens, steps = [parts[i].tokens for i in chosen], [parts[i].steps for i in chosen]
+            weights = token_weights(tokens, steps, self._weights)
+            finite, digest = arithmetic.update(fragment_id, order.global_step, chosen, weights)
+            if finite:
+                rates = [candidates[i].rate for i in chosen]
+                return Merged(fragment_id, self._next(order, mark, digest, rates), left_out, odd)
+            # each part is finite, yet the result is not: the largest goes, and what is left is tried again
+            worst = max(chosen, key=lambda i: (candidates[i].rate, parts[i].learner_id))
+            left_out[parts[worst].learner_id] = "its value is so large that the result is not finite"
+            chosen.remove(worst)
+            odd = tuple(one for one in odd if one.learner_id != parts[worst].learner_id)
+        arithmetic.forget(fragment_id)
+        return Merged(fragment_id, None, left_out, odd)
+
+    def _next(self, order: Merge, mark: Mark, digest: int, rates: Sequence[float]) -> Mark:
+        # a learner that did not move, at a learning rate of 0 for example, says nothing of what is usual
+        known = (*mark.rates, *(rate for rate in rates if rate > 0))[-RATES_KEPT:]
+        base = mark.version if self.step_bytes(order.fragment_id) else NO_VERSION
+        peaks = tuple(sorted((*mark.peaks, *(rate for rate in rates if rate > 0)), reverse=True)[:ODD_BEFORE])
+        return Mark(order.global_step, digest, known, base, peaks)
+
+    # ---- on disk --------------------------------------------------------------------------------------------------
+
+    def packed(self, capture: Capture) -> tuple[dict[str, Arrays], dict[str, Any]]:
+        """Return a capture as named arrays (`parameters`, `outer`) and plain values; any thread may call it."""
+        outer: Arrays = {}
+        states = capture.moment.states()
+        for fragment_id, state in enumerate(states):
+            outer |= {f"{fragment_id}/{name}": np.asarray(leaf) for name, leaf in state.outer.items()}
+            if state.residual.size:
+                outer[f"{fragment_id}/residual"] = state.residual
+        plain = {
+            "versions": [mark.version for mark in capture.marks],
+            "digests": [mark.digest for mark in capture.marks],
+            "rates": [list(mark.rates) for mark in capture.marks],
+            "peaks": [list(mark.peaks) for mark in capture.marks],
+            "odd": [[list(one) for one in mark.odd] for mark in capture.marks],
+            "elsewhere": [mark.elsewhere for mark in capture.marks],
+        }
+        return {"parameters": self._assembled([state.value.copy() for state in states]), "outer": outer}, plain
+
+    def unpacked(self, groups: Mapping[str, Arrays], plain: Mapping[str, Any]) -> SavedModel:
+        """Return the capture that `packed` described; older versions are gone, and so are steps.
+
+        Raises:
+            ValueError: these are not values of this model, or not the ones that were saved.
+        """
+        try:
+            found = [self._unpacked(number, groups, plain) for number in range(len(self._marks))]
+        except (KeyError, IndexError) as error:
+            raise ValueError(f"it is of another model or another config: {error} is missing") from error
+        return SavedModel(tuple(mark for mark, _ in found), [state for _, state in found])
+
+    def _unpacked(self, number: int, groups: Mapping[str, Arrays], plain: Mapping[str, Any]) -> tuple[Mark, State]:
+        flat = self.layout(number).flat(self._cut(groups["parameters"], number))
+        digest = self._digest(number, flat)
+        if digest != plain["digests"][number]:
+            raise ValueError(f"its fragment {number} has another digest than it had when it was saved")
+        template = self.setup.first(number, flat)
+        outer = {name: groups["outer"][f"{number}/{name}"] for name in template.outer}
+        residual = groups["outer"][f"{number}/residual"] if template.residual.size else template.residual
+        rates, peaks = tuple(plain["rates"][number]), tuple(plain["peaks"][number])
+        odd, elsewhere = tuple(Odd(*one) for one in plain["odd"][number]), plain["elsewhere"][number]
+        mark = Mark(plain["versions"][number], digest, rates, NO_VERSION, peaks, odd, elsewhere)
+        return mark, State(flat, outer, residual)
+
+
+def _norms(squares: Squares) -> list[float]:
+    return norms(np.diag(leaf)[np.newaxis] for leaf in squares.T)
+
+
+def make_setup(config: RunConfig, plan: FragmentPlan) -> Setup:
+    """Return what a run's processes compute, in so many shares."""
+    outer = make_outer(config.outer)
+    shares = share(plan, config.merge, max(1, config.syncer.shards), cut=outer.elementwise)
+    return Setup(shares, outer, config.wire.up, config.wire.down, config.protocol.anchor_history)
+
+
+def make_model(
+    config: RunConfig, plan: FragmentPlan, parameters: Mapping[str, np.ndarray], arithmetic: Arithmetic
+) -> GlobalModel:
+    """Return the global model of a run at its beginning."""
+    factor = config.merge.outlier_factor
+    return GlobalModel(plan, parameters, arithmetic, weights=config.weights, outlier_factor=factor)

@@ -1,0 +1,152 @@
+"""The choice of the values that may be merged: none that is damaged, holds NaN or infinity, or is wildly large.
+
+Large is judged by the norm per inner step of what a learner did itself. Usual is the largest of three medians: of the
+fragment's last accepted values; of this round, if there are enough parts, since a change that concerns everybody, such
+as the end of a long warm-up, must not expel everybody; and, per parameter, of the model's liveliest other fragment,
+since rows of an embedding rest for hundreds of steps until their token comes by. Nor is wildly large what cannot do
+harm, or what came as high twice before.
+
+Where too few take part in a round to outvote anybody, a change that lasts is told from an accident by what follows it.
+Damage stays where it is and does not move on; a divergence grows; a change goes on at its height. So a value above the
+limit is merged all the same if its learner's earlier ones came as high, twice, and moved in between if they went far.
+
+All that this needs is part of a fragment's state, which is kept with the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from diloco_jax.protocol.effects import Part
+
+RATES_KEPT = 32  # accepted values whose norm per step is remembered, by fragment
+RATES_MIN = 8  # with fewer, the fragment's past says nothing yet
+HARMLESS = 1e-3  # a change of this share of a fragment's length, per inner step, is left out by no comparison
+PARTS_MIN = 3  # with fewer in a round, one bad part could be the median
+ODD_KEPT = 16  # values above the limit that are remembered, by fragment
+ODD_BEFORE = 2  # as high as this one, before one is merged: so honest work is left out twice at most
+GROWTH = 3.0  # over the lower of those two: a ramp grows so much from its first round to its third
+FAR = 3.0  # lengths; of a value that moves the fragment farther it is asked whether it moves on:
+GOES_ON = 0.25  # share of its rate at which it must have moved since the one before
+
+
+class Odd(NamedTuple):
+    """A value above the limit, as a learner's later ones are held against it."""
+
+    learner_id: str
+    base: int  # version against which it was
+    steps: int
+    norm: float
+    rate: float  # norm per inner step of what came since the learner's one before, against the same version
+    lasts: bool  # it is no remainder of the one before
+    merged: bool
+
+
+class Known(NamedTuple):
+    """Knowledge from a fragment's past about its next values.
+
+    Attributes:
+      rates: norm per inner step of the values accepted last, oldest first.
+      peaks: the highest of all that were ever accepted, up to ODD_BEFORE, highest first.
+      odd: the last values above the limit, oldest first.
+      elsewhere: what is usual in the model's liveliest other fragment, for as many parameters; 0 if unknown.
+      length: the fragment's initial norm, or that of as many average parameters of the model if that is more.
+    """
+
+    rates: Sequence[float]
+    peaks: Sequence[float]
+    odd: Sequence[Odd]
+    elsewhere: float
+    length: float
+
+
+class Candidate(NamedTuple):
+    """One learner's part, and the norm of its value; not finite if the value is not."""
+
+    part: Part
+    norm: float
+
+    @property
+    def rate(self) -> float:
+        """Return the norm per inner step."""
+        return self.norm / self.part.steps
+
+
+class Choice(NamedTuple):
+    """The values that may be merged.
+
+    Attributes:
+      chosen: indices of the candidates.
+      odd: the next `Known.odd`, as long as the chosen are merged.
+    """
+
+    chosen: list[int]
+    odd: tuple[Odd, ...]
+
+
+def choose(candidates: Sequence[Candidate], known: Known, outlier_factor: float, left_out: dict[str, str]) -> Choice:
+    """Choose who may be merged; who may not is added to `left_out` with the reason.
+
+    Args:
+        candidates: in the order of the learners' names.
+        known: of the fragment.
+        outlier_factor: how many times what is usual a value may be; 0 for no limit.
+        left_out: learner -> why.
+    """
+    finite = [i for i, candidate in enumerate(candidates) if math.isfinite(candidate.norm)]
+    for candidate in candidates:
+        if not math.isfinite(candidate.norm):
+            left_out[candidate.part.learner_id] = "NaN or infinity in its value"
+    moving = [candidates[i].rate for i in finite if candidates[i].rate > 0]
+    voted = len(moving) >= PARTS_MIN
+    usual = _usual(known, moving if voted else [])
+    seen = GROWTH * known.peaks[-1] if len(known.peaks) == ODD_BEFORE else 0.0
+    limit = max(outlier_factor * usual, HARMLESS * known.length, seen) if usual and outlier_factor else math.inf
+    chosen, odd = [], list(known.odd)
+    for i in finite:
+        candidate, name = candidates[i], candidates[i].part.learner_id
+        if candidate.rate <= limit:
+            chosen.append(i)
+            continue
+        before = [one for one in odd if one.learner_id == name]
+        odd = [one for one in odd if one.learner_id != name] if voted else odd
+        if not voted:
+            this = _compared(candidate, before, known.length)
+            odd.append(this)
+            if this.merged:
+                chosen.append(i)
+                continue
+        left_out[name] = (
+            f"its value has norm {candidate.rate:.3g} per inner step, where {usual:.3g} is usual "
+            f"(merge.outlier_factor {outlier_factor:g})"
+        )
+    return Choice(chosen, tuple(odd[-ODD_KEPT:]))
+
+
+def _usual(known: Known, now: Sequence[float]) -> float:
+    """Return the norm per inner step that is usual; 0 if nobody can know."""
+    medians = [median(known.rates), known.elsewhere] if len(known.rates) >= RATES_MIN else []
+    return max([*medians, *([median(now)] if now else [])], default=0.0)
+
+
+def _compared(candidate: Candidate, before: Sequence[Odd], length: float) -> Odd:
+    """Compare a value above the limit with its learner's earlier ones: it may be merged all the same."""
+    part, norm, rate = candidate.part, candidate.norm, candidate.rate
+    last = before[-1] if before else None
+    again = last is not None and last.base == part.base_version and last.steps < part.steps
+    if last is not None and again and norm > FAR * length:
+        # Nothing was merged since, so the value holds the one before: an accident stays where it is.
+        rate = (norm - last.norm) / (part.steps - last.steps)
+        lasts = rate >= GOES_ON * candidate.rate
+    else:  # nobody moves a fragment by its own length in one step
+        lasts = last is None or last.merged or rate <= length
+    as_high = [one for one in before if one.lasts and GROWTH * one.rate >= rate]
+    merged = (lasts or again) and len(as_high) >= ODD_BEFORE  # `again`: an accident has but one before that lasts
+    return Odd(part.learner_id, part.base_version, part.steps, norm, rate, lasts, merged)
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the lower median: one of the values, so no rounding."""
+    return sorted(values)[(len(values) - 1) // 2]

@@ -1,0 +1,90 @@
+"""A file that grows by whole lines and never holds a torn one, whatever happens to its writer or its disk.
+
+A line goes to the operating system with one call, so what a killed process had written is there. A write that the disk
+refuses, in whole or in part, is taken back: the file ends where its last whole line does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+from pathlib import Path
+
+_BLOCK = 1 << 16
+
+log = logging.getLogger(__name__)
+
+
+class LineFile:
+    """Appends whole lines. One process writes it, one thread at a time.
+
+    Args:
+        path: the file, made when missing. A torn last line, as a lost machine leaves it, is cut off.
+        exclusive: refuse to open a file that another process has open this way.
+
+    Raises:
+        ValueError: another process writes this file.
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, exclusive: bool = False) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            if exclusive:
+                self._lock()
+            self.position = whole_bytes(self._file)
+            os.ftruncate(self._file, self.position)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def _lock(self) -> None:
+        """Lock the file; the lock goes with the process, however that ends."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process writes {self.path}: stop it first, or choose another --run-dir"
+            ) from None
+        except OSError as error:  # some network file systems have no locks
+            log.warning(f"{self.path} cannot be locked ({error.strerror}): take care to start one syncer only")
+
+    def append(self, data: bytes) -> None:
+        """Write whole lines, all of them or none.
+
+        Args:
+            data: one or more lines, each with its line break.
+
+        Raises:
+            OSError: the disk did not take them; the file is as before.
+        """
+        view, done = memoryview(data), 0
+        try:
+            while done < len(data):
+                done += os.pwrite(self._file, view[done:], self.position + done)
+        except OSError:
+            with contextlib.suppress(OSError):  # a reader stops at a torn line, and the next append writes over it
+                os.ftruncate(self._file, self.position)
+            raise
+        self.position += len(data)
+
+    def close(self) -> None:
+        """Close the file; safe to call again."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def whole_bytes(file: int) -> int:
+    """Return the size of an open file up to its last line break."""
+    keep = os.fstat(file).st_size
+    while keep > 0:
+        start = max(0, keep - _BLOCK)
+        last = os.pread(file, keep - start, start).rfind(b"\n")
+        if last >= 0:
+            return start + last + 1
+        keep = start
+    return 0

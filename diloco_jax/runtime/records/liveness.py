@@ -1,0 +1,137 @@
+"""Signs of life of a run: the last word in its folder, and a look for the process that said it.
+
+A status names its process, so a reader on the same machine need not believe a file that nobody writes any more.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diloco_jax.runtime.records.files import SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.records.signals import PARENT_ENV
+
+QUIET_S = 5.0  # ten times the pause between two words of a syncer
+FAR_QUIET_S = 60.0  # a folder of another machine: shared disks show files late, and clocks differ
+BEGIN_S = 300.0  # a process that begins says nothing until the model is built
+NOT_RUNNING, SILENT, AWAY = "not running", "silent", "syncer away"
+DEAD = (NOT_RUNNING, SILENT)
+ENDED = ("complete", "stopped")
+
+Ask = Callable[[], Mapping[str, Any] | None]
+
+
+def signature() -> dict[str, Any]:
+    """Name this process and the moment, for a status that it writes."""
+    parent = os.environ.get(PARENT_ENV)
+    return {
+        "machine": _machine(),
+        "process": _name(os.getpid()),
+        "supervisor": _name(int(parent)) if parent is not None else None,
+        "unix_s": round(time.time(), 3),
+    }
+
+
+def _machine() -> str:
+    """Return the host and its space of process numbers: containers of one host may have their own."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        space = ""
+    return f"{socket.gethostname()} {space}".strip()
+
+
+class _Seen(NamedTuple):
+    """The system's word on a process."""
+
+    began: int  # clock ticks between the start of the machine and its own; -1: not told
+    stopped: bool
+
+
+def _look(pid: int) -> _Seen | None:
+    """Look for a process of this machine; None if it has ended."""
+    if os.path.exists("/proc/self/stat"):
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        except OSError:
+            return None
+        return None if fields[0] in "ZX" else _Seen(int(fields[19]), fields[0] in "Tt")
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:  # somebody else's
+        pass
+    return _Seen(-1, False)
+
+
+def _name(pid: int) -> list[int]:
+    """Return the number of a process and its start, which tells it from a later one of that number."""
+    seen = _look(pid)
+    return [pid, seen.began if seen is not None else -1]
+
+
+def _living(name: list[int] | None) -> _Seen | None:
+    """Return the process that `_name` named, if it is there."""
+    seen = _look(name[0]) if name is not None else None
+    return seen if seen is not None and name is not None and seen.began == name[1] else None
+
+
+def judge(run_dir: Path, status: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
+    """Check the status of a folder against the processes of its run.
+
+    Args:
+        run_dir: the run's folder.
+        status: what its file says.
+        ask: asks the syncer itself; None when it does not answer.
+
+    Returns:
+        The status, or a newer one of the syncer. Of a run that does not go on as it says, `state` is "not running",
+        "silent" (its process is there) or "syncer away" (its supervisor starts it again), and `remedy` says what to do.
+    """
+    said = status.get("said", {})
+    if status["state"] in ENDED and (run_dir / SUMMARY_FILE).exists():
+        return dict(status)
+    here = said.get("machine") == _machine()
+    process = _living(said.get("process")) if here else None
+    limit_s = (BEGIN_S if status["state"] == "starting" else QUIET_S) if here else FAR_QUIET_S
+    if process is not None and status["state"] in ENDED:  # it evaluates for the last time
+        return dict(status)
+    if (process is not None or not here) and _age_s(said) < limit_s and not (process and process.stopped):
+        return dict(status)
+    # a disk that takes nothing keeps an old file, while the syncer is well
+    answer = None if here and process is None else ask()
+    if answer is not None and answer.get("said", {}).get("process") == said.get("process"):
+        said, status = answer["said"], answer
+        if _age_s(said) < FAR_QUIET_S:
+            return dict(status)
+    return {**status, **_trouble(run_dir, said, process, here=here), "said_s_ago": round(_age_s(said), 1)}
+
+
+def _age_s(said: Mapping[str, Any]) -> float:
+    return max(0.0, time.time() - said.get("unix_s", 0.0))
+
+
+def _trouble(run_dir: Path, said: Mapping[str, Any], process: _Seen | None, *, here: bool) -> dict[str, str]:
+    """Return state and remedy of a run that does not go on as its last word says."""
+    again = f"`diloco train {run_dir}/config.yaml --run-dir {run_dir} --resume` goes on from the newest snapshot"
+    if not (run_dir / TAPE_FILE).exists():
+        again = "a data-parallel run cannot go on: start it again"
+    elif said.get("supervisor") is None:
+        again = f"`diloco syncer {run_dir}/config.yaml --run-dir {run_dir}` goes on with the islands that are alive; "
+        again += "if none is, add --rewind, or let `diloco train` with --resume start all of them on one machine"
+    if process is not None:
+        pid = said["process"][0]
+        cause = f"process {pid} was stopped by a signal: kill -CONT {pid} lets it go on"
+        if not process.stopped:
+            cause = f"process {pid} is there, but says nothing: it is stuck, or its disk is"
+        return {"state": SILENT, "remedy": f"{cause}; after kill -9 {pid}, {again}"}
+    if here and (supervisor := _living(said.get("supervisor"))) is not None and not supervisor.stopped:
+        number = said["supervisor"][0]
+        return {"state": AWAY, "remedy": f"`diloco train` (process {number}) starts it again by itself"}
+    where = "" if here else f"it ran on {said.get('machine', 'another machine').split()[0]}, look there too; "
+    return {"state": NOT_RUNNING, "remedy": where + again}

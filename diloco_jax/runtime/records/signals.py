@@ -1,0 +1,37 @@
+"""First acts of every process of a run: obey signals, and do not outlive the parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+PARENT_ENV = "DILOCO_PARENT_PID"
+USER_ERROR = 2  # exit status after one clear message: wrong input, nothing to retry
+_PR_SET_PDEATHSIG = 1
+
+
+def stop_on_signals() -> threading.Event:
+    """Return an event that SIGINT and SIGTERM set; the second signal of either kind ends the process at once."""
+    stop = threading.Event()
+
+    def handle(number: int, frame: object) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    signal.signal(signal.SIGINT, handle)
+    signal.signal(signal.SIGTERM, handle)
+    return stop
+
+
+def die_with_parent() -> None:
+    """Ask Linux for SIGTERM when the supervisor dies, however it dies; elsewhere, and without one, do nothing."""
+    parent = os.environ.get(PARENT_ENV)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):  # it died before we asked
+        raise SystemExit("the supervisor of this run is gone")

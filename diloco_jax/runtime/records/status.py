@@ -1,0 +1,183 @@
+"""The status of a run: what the syncer says of itself, and how to ask for it.
+
+live.py describes the keys, liveness.py checks a file that nobody may write any more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.watch.stats import RunStats
+from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE
+from diloco_jax.runtime.records.liveness import judge, signature
+from diloco_jax.runtime.records.telemetry import write_json
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.questions import ask_status
+
+ANSWER_TIMEOUT_S = 5.0
+
+
+def compose_status(
+    run: str,
+    syncer: Syncer,
+    stats: RunStats,
+    now_s: float,
+    *,
+    stopped: bool,
+    alarms: Sequence[str],
+    eval_loss: float | None,
+    wire: Mapping[str, int],
+) -> dict[str, Any]:
+    """Return what the run does now, for `diloco status` and the live view.
+
+    Args:
+        run: its name.
+        syncer: its machine.
+        stats: what was counted.
+        now_s: the run's clock.
+        stopped: whether somebody ended it early.
+        alarms: what is wrong with the syncer itself, such as a full disk; the first is what everybody waits for.
+        eval_loss: newest evaluation.
+        wire: bytes moved.
+    """
+    learners = stats.status(now_s)
+    state = "complete" if syncer.finished else "running" if stats.tokens else "starting"
+    return {
+        "run": run,
+        "state": "stopped" if stopped else state,
+        "global_step": syncer.global_step,
+        "total_steps": syncer.total_steps,
+        "epoch": syncer.epoch,
+        "waiting_for": alarms[0] if alarms else syncer.waiting_for(now_s),
+        "alarms": [*alarms, *stats.alarms],
+        "wall_s": round(now_s, 1),
+        "tokens": stats.tokens,
+        "tokens_per_s": round(sum(row["tokens_per_s"] for row in learners), 1),
+        "eval_loss": eval_loss,
+        "contributors_per_round": round(stats.contributors_per_round, 3),
+        "wire": dict(wire),
+        "learners": learners,
+        "said": signature(),
+    }
+
+
+class Earlier(NamedTuple):
+    """Facts that only the status of an earlier process tells: up to half a second old, good enough for people."""
+
+    wire: dict[str, int]
+    eval_loss: float | None
+
+
+NOTHING_EARLIER = Earlier({"up_bytes": 0, "down_bytes": 0}, None)
+
+
+def read_earlier(run_dir: Path) -> Earlier:
+    """Return what the last process that wrote this folder's status had counted; zeros when that cannot be read."""
+    try:
+        status = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
+        wire = {key: int(status["wire"][key]) for key in ("up_bytes", "down_bytes")}
+        return Earlier(wire, status["eval_loss"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return NOTHING_EARLIER
+
+
+def start_again(run_dir: Path) -> None:
+    """Say that the run of this folder starts again: its last status is of processes that are gone."""
+    try:
+        status = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
+        told = {"state": "starting", "waiting_for": "the syncer", "learners": [], "alarms": [], "tokens_per_s": 0.0}
+        write_json(run_dir / STATUS_FILE, {**status, **told, "said": signature()})
+    except (OSError, ValueError, TypeError):  # there was none
+        return
+
+
+def last_state(run_dir: Path) -> str:
+    """Return what the syncer said last: "starting", "running", "complete", "stopped"; "" if it said nothing."""
+    try:
+        return str(json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))["state"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def complete(run_dir: Path) -> bool:
+    """Return whether the syncer has said that every round is done; its last evaluation may still be going on."""
+    return last_state(run_dir) == "complete"
+
+
+def known_address(run_dir: Path, config: RunConfig) -> str:
+    """Return where a run's syncer listens: as its folder says, if it is on this machine, else as the config does."""
+    told = run_dir / ADDRESS_FILE
+    return told.read_text(encoding="utf-8").strip() if told.exists() else config.transport.address
+
+
+def is_address(run: str) -> bool:
+    """Return whether people mean the address of a syncer, rather than the folder of a run."""
+    return ":" in run and not Path(run).exists()
+
+
+def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> TransportConfig:
+    """Return how to ask the syncer of a run.
+
+    Args:
+        run: the run's folder, or host:port of its syncer.
+        known: certificates and token.
+        allow_plaintext: ask an address other than loopback although nothing is encrypted.
+
+    Raises:
+        ValueError: the folder holds no address.
+    """
+    plain = allow_plaintext or known.allow_plaintext
+    path = Path(run) / ADDRESS_FILE
+    if not is_address(run) and not path.exists():
+        raise ValueError(f"{run} has no {ADDRESS_FILE}, so its syncer never listened; start the run, or give host:port")
+    address = run if is_address(run) else path.read_text(encoding="utf-8").strip()
+    return replace(known, address=address, allow_plaintext=plain, connect_timeout_s=ANSWER_TIMEOUT_S)
+
+
+def read_status(run: str, *, allow_plaintext: bool = False, transport: TransportConfig | None = None) -> dict[str, Any]:
+    """Return the status dict of a run; of a folder, after a look for its processes (`liveness.judge`).
+
+    Args:
+        run: the run's folder, or host:port of its syncer.
+        allow_plaintext: ask an address other than loopback although nothing is encrypted.
+        transport: certificates and token, for a syncer that asks for them.
+
+    Raises:
+        ValueError: there is no such run, it has not begun, or the address is not allowed.
+        TransportError: nobody answered at the address.
+    """
+    if is_address(run):
+        config = syncer_at(run, transport or TransportConfig(), allow_plaintext=allow_plaintext)
+        status: dict[str, Any] = json.loads(ask_status(config))
+        if not status:
+            raise ValueError(f"the syncer at {run} has just started and knows nothing yet; try again")
+        return status
+    folder = Path(run)
+    path = folder / STATUS_FILE
+    try:
+        status = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        if (folder / CONFIG_FILE).exists():
+            raise ValueError(
+                f"the run in {run} has said nothing yet: it is starting, or ended before it began; see {folder / LOGS}"
+            ) from error
+        raise ValueError(f"{run} has no {STATUS_FILE} ({error.strerror}); give a run's folder or host:port") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not readable ({error}); try again") from error
+    return judge(folder, status, lambda: _answer(run, transport, allow_plaintext=allow_plaintext))
+
+
+def _answer(run: str, transport: TransportConfig | None, *, allow_plaintext: bool) -> dict[str, Any] | None:
+    """Ask the syncer of a folder; None if it cannot be asked, or does not answer."""
+    try:
+        config = syncer_at(run, transport or TransportConfig(), allow_plaintext=allow_plaintext)
+        answer: dict[str, Any] = json.loads(ask_status(config))
+    except (ValueError, OSError):  # TransportError is an OSError
+        return None
+    return answer or None

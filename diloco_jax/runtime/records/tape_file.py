@@ -1,0 +1,128 @@
+"""The syncer's tape on disk: written ahead, line by line, and never given up while the run may go on.
+
+A decision that is not on the tape could not be repeated after a restart, so no input is executed before its line is
+written. While the disk refuses it the syncer waits, and says so; learners train on meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from diloco_jax.runtime.records.line_file import LineFile
+
+RETRY_S = 0.5
+LINE_BYTES_MAX = 1 << 24  # of one input; a hello with 4096 learners' worth of names is far below
+
+log = logging.getLogger(__name__)
+
+
+class TapeStopped(Exception):
+    """The run was stopped while the tape could not be written: this input was not executed, and none may follow."""
+
+
+class TapeFile:
+    """Appends to a run's tape; a full disk makes it wait, not fail.
+
+    Args:
+        path: the tape.
+        stop: set from outside when the run shall end: then waiting ends too.
+        on_wait: called before each wait, on the writing thread, with `condition` set.
+
+    Raises:
+        ValueError: another syncer writes this tape.
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, stop: threading.Event, on_wait: Callable[[], None]) -> None:
+        self._file = LineFile(path, exclusive=True)
+        self._stop = stop
+        self._on_wait = on_wait
+        self.condition = ""
+
+    @property
+    def position(self) -> int:
+        """Return the bytes of all lines written so far."""
+        return self._file.position
+
+    def write(self, line: str) -> None:
+        """Append a line; returns when the operating system has it.
+
+        Args:
+            line: without its line break.
+
+        Raises:
+            TapeStopped: the run was stopped before that.
+        """
+        data = line.encode() + b"\n"
+        while True:
+            try:
+                self._file.append(data)
+            except OSError as error:
+                self._blocked(error)
+                continue
+            if self.condition:
+                log.info(f"{self._file.path} can be written again; rounds go on")
+                self.condition = ""
+            return
+
+    def _blocked(self, error: OSError) -> None:
+        if not self.condition:
+            self.condition = (
+                f"the tape cannot be written: {error.strerror} ({self._file.path}): free space there; "
+                "no round is merged until then"
+            )
+            log.warning(self.condition)
+        self._on_wait()
+        if self._stop.wait(RETRY_S):
+            raise TapeStopped(f"stopped while {self.condition}")
+
+    def close(self) -> None:
+        """Close the file; safe to call again."""
+        self._file.close()
+
+
+def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[str]:
+    """Yield the whole lines of a tape without their line breaks, also while it is being written.
+
+    Args:
+        path: the tape.
+        start: byte position of the first line.
+        stop: byte position behind the last line; None reads to the end.
+
+    Raises:
+        ValueError: a line is longer than any that a syncer writes, or `start` lies behind the end.
+        OSError: there is no such file, or it cannot be read.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        if start > size:
+            raise ValueError(
+                f"{path} has {size} bytes, but a snapshot was taken at byte {start}: the tape is not this snapshot's; "
+                "restore the tape, or start a new run"
+            )
+        position = file.seek(start)
+        while stop is None or position < stop:
+            line = file.readline(LINE_BYTES_MAX)
+            if not line.endswith(b"\n"):
+                if len(line) == LINE_BYTES_MAX:
+                    raise ValueError(f"{path} has a line of more than {LINE_BYTES_MAX} bytes at byte {position}")
+                return
+            position += len(line)
+            yield line[:-1].decode(errors="replace")
+
+
+def last_time_s(path: Path) -> float | None:
+    """Return the time of a tape's newest input, in seconds since the run began; None without a whole line."""
+    with path.open("rb") as file:
+        end = file.seek(0, 2)
+        block, tail = 1 << 16, b""
+        while end > 0 and tail.count(b"\n") < 2:
+            start = max(0, end - block)
+            file.seek(start)
+            tail, end = file.read(end - start) + tail, start
+    lines = tail.split(b"\n")[:-1]
+    return float(json.loads(lines[-1])[1]) if lines else None

@@ -1,0 +1,151 @@
+"""Telemetry of a run, for people and dashboards: metrics.jsonl, TensorBoard scalars, small JSON files.
+
+One process writes a run's telemetry: the syncer's, or the data-parallel baseline's. Kinds of records, `t` in seconds
+since the run began, bytes and tokens cumulative:
+
+    step    t learner incarnation local_step tokens global_step loss step_s      (tokens: of all its incarnations)
+    closed, merged, abandoned, joined, left, silent, back, finished
+            t global_step fragment_id members reason                             (the protocol's Note)
+    wire    t global_step up_bytes down_bytes
+    eval    t global_step tokens loss bits_per_byte                              (of the global model)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.runtime.records.files import METRICS_FILE, TENSORBOARD
+from diloco_jax.runtime.records.line_file import LineFile
+from diloco_jax.runtime.records.tensorboard import Scalars
+
+FLUSH_EVERY = 500  # lines that wait for the disk at most, while it takes them
+WAITING_MAX = 100_000  # lines that wait while it does not; older ones are lost
+
+log = logging.getLogger(__name__)
+
+
+def finite(value: Any) -> Any:
+    """Return `value` with every NaN and infinity replaced by None: strict JSON knows neither."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def write_json(path: str | os.PathLike[str], obj: Any) -> None:
+    """Replace a JSON file at once: a reader sees the old content or the new one, never a part.
+
+    Args:
+        path: the file; its folder must exist.
+        obj: plain Python values; NaN and infinities become null.
+    """
+    replace_text(path, json.dumps(finite(obj), allow_nan=False, indent=2) + "\n")
+
+
+def replace_text(path: str | os.PathLike[str], text: str) -> None:
+    """Replace a text file at once; its folder must exist."""
+    target = Path(path)
+    # the process id keeps two writers from sharing a half-written file
+    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, target)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yield the records of a metrics.jsonl in order, also while it is being written.
+
+    A last line without a line break is what a killed or a still writing process leaves; it is skipped.
+
+    Raises:
+        ValueError: a complete line is not a JSON object.
+        FileNotFoundError: there is no such file.
+    """
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):
+                return
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not JSON ({error.msg}); remove that line") from None
+            if not isinstance(record, dict):
+                raise ValueError(f"{path}, line {number} is not a JSON object; remove that line")
+            yield record
+
+
+class Telemetry:
+    """Writes a run's records. Used by one thread. A disk that takes nothing costs records at worst, never the run.
+
+    Args:
+        run_dir: the run's folder, made when missing. Records are appended to what an earlier process wrote.
+        tensorboard: also write TensorBoard scalars, one sub-folder per learner and one for the global model.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], *, tensorboard: bool) -> None:
+        folder = Path(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._scalars = Scalars(folder / TENSORBOARD) if tensorboard else None
+        self._file = LineFile(folder / METRICS_FILE)
+        self._waiting: deque[str] = deque(maxlen=WAITING_MAX)
+        self._failing = False
+        self._closed = False
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record of plain Python values; it reaches the disk with the next `flush`."""
+        try:
+            line = json.dumps(record, allow_nan=False, separators=(",", ":"))
+        except ValueError:  # rare, so the common case pays no walk through the record
+            line = json.dumps(finite(record), allow_nan=False, separators=(",", ":"))
+        self._waiting.append(line)
+        if len(self._waiting) % FLUSH_EVERY == 0:
+            self._flush_lines()
+        if self._scalars is not None:
+            with self._tolerated():
+                self._scalars.write(record)
+
+    def flush(self) -> None:
+        """Hand everything written so far to the operating system; to be called about once a second."""
+        self._flush_lines()
+        if self._scalars is not None:
+            with self._tolerated():
+                self._scalars.flush()
+
+    def _flush_lines(self) -> None:
+        with self._tolerated():
+            if self._waiting:
+                self._file.append("".join(f"{line}\n" for line in self._waiting).encode())
+                self._waiting.clear()
+            self._failing = False
+
+    @contextlib.contextmanager
+    def _tolerated(self) -> Iterator[None]:
+        """Let telemetry that the disk refuses wait for the next flush."""
+        try:
+            yield
+        except OSError as error:
+            if not self._failing:
+                log.warning(f"metrics cannot be written ({error}); the newest {WAITING_MAX} records wait")
+            self._failing = True
+
+    def close(self) -> None:
+        """Flush and close. Calling it again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self.flush()
+        self._file.close()
+        if self._scalars is not None:
+            with self._tolerated():
+                self._scalars.close()
+            self._scalars = None

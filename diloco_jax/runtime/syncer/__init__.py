@@ -1,0 +1,1 @@
+"""The loop that drives the syncer's machine, its start and its snapshots."""

@@ -1,0 +1,206 @@
+"""The beginning of a syncer's process: a new run, one whose syncer died, or one of which only the folder is left.
+
+fresh     no tape: the initial model, a new machine
+failover  a tape: the newest readable snapshot, then every decision after it from the tape; what values the snapshot
+          lacks comes from the learners, who are alive and hold them (protocol/syncer/snapshot.py)
+rewind    a tape, and nobody is alive: the newest readable snapshot alone; what came after it is void
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diloco_jax.protocol.effects import Effect, Note, SaveSnapshot
+from diloco_jax.protocol.messages import StepReport
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.tape import TapedSyncer, lives, replay
+from diloco_jax.protocol.watch.stats import RunStats
+from diloco_jax.runtime.model.global_model import GlobalModel
+from diloco_jax.runtime.records import checkpoint
+from diloco_jax.runtime.records.files import ADDRESS_FILE, CHECKPOINTS, CLOCK_FILE, TAPE_FILE
+from diloco_jax.runtime.records.tape_file import last_time_s, read_lines
+from diloco_jax.runtime.records.telemetry import write_json
+from diloco_jax.runtime.syncer.snapshots import Snapshot, read_snapshot
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.transport.grpc_link import GrpcListener, listen
+from diloco_jax.transport.link import split_address
+
+LISTEN_PATIENCE_S = 30.0  # how long a restarted syncer waits for the port of the one before it
+LISTEN_RETRY_S = 0.5
+FRESH, FAILOVER, REWIND = "fresh", "failover", "rewind"
+
+log = logging.getLogger(__name__)
+
+
+class Parts(NamedTuple):
+    """The objects that a beginning brings to where the run left them; of a new run it leaves them as they are."""
+
+    run_dir: Path
+    machine: Syncer
+    taped: TapedSyncer
+    model: GlobalModel
+    stats: RunStats
+
+
+def mode_of(run_dir: Path, *, rewind: bool) -> str:
+    """Return how a syncer in this folder begins."""
+    tape = run_dir / TAPE_FILE
+    if not tape.exists() or last_time_s(tape) is None:
+        return FRESH
+    return REWIND if rewind else FAILOVER
+
+
+def open_listener(
+    config: RunConfig, run_dir: Path, mode: str, epoch: int, stop: threading.Event, shards: Sequence[str] = ()
+) -> GrpcListener:
+    """Listen; after a failover where the process before it did, since that is where learners look for it.
+
+    Args:
+        config: the run.
+        run_dir: its folder; the address is kept there.
+        mode: how this process begins.
+        epoch: which life of the syncer it is.
+        stop: set from outside to give up.
+        shards: where merge shards listen.
+
+    Raises:
+        ValueError: the address is in use, or not allowed.
+    """
+    transport, file = config.transport, run_dir / ADDRESS_FILE
+    again = mode == FAILOVER and file.exists() and split_address(transport.address)[1] == 0
+    if again:
+        transport = replace(transport, address=file.read_text(encoding="utf-8"))
+    until_s = time.monotonic() + (LISTEN_PATIENCE_S if mode == FAILOVER else 0.0)
+    while True:
+        try:
+            listener = listen(transport, run_id=config.name, epoch=epoch, shards=shards)
+            break
+        except ValueError as error:
+            if time.monotonic() >= until_s or stop.wait(LISTEN_RETRY_S):
+                raise
+            log.info(f"waiting for the port of the process before: {error}")
+    if not file.exists() or file.read_text(encoding="utf-8") != listener.address:  # else a full disk need not matter
+        file.write_text(listener.address, encoding="utf-8")
+    return listener
+
+
+class RunClock:
+    """Seconds since the run began, over all its processes: never back, and on while no syncer runs.
+
+    Args:
+        run_dir: the run's folder; the moment of the beginning is kept there.
+        last_s: newest time that the run has seen, in seconds; 0 for a new run.
+    """
+
+    def __init__(self, run_dir: Path, last_s: float) -> None:
+        path, wall_s = run_dir / CLOCK_FILE, time.time()
+        began_s = wall_s - last_s
+        try:
+            began_s = float(json.loads(path.read_text(encoding="utf-8"))["began_unix_s"])
+        except (OSError, ValueError, KeyError, TypeError):
+            try:
+                write_json(path, {"began_unix_s": began_s})
+            except OSError as error:
+                log.warning(
+                    f"{path} cannot be written ({error}): after a restart the run's clock goes on from its tape"
+                )
+        # the wall clock of another machine, or one that was set back, must not turn time round
+        self._zero_s = time.monotonic() - max(last_s, wall_s - began_s)
+
+    def now_s(self) -> float:
+        """Return the seconds since the run began."""
+        return time.monotonic() - self._zero_s
+
+
+def begin(parts: Parts, mode: str, now_s: float) -> list[Effect]:
+    """Bring machine, model and statistics to where they go on; returns the effects of the first input.
+
+    Raises:
+        ValueError: the tape or the snapshots do not allow it; says what to do.
+    """
+    if mode == FRESH:
+        return parts.taped.on_begin(parts.model.digests, now_s)
+    loaded = checkpoint.newest_readable(parts.run_dir / CHECKPOINTS, lambda path: read_snapshot(path, parts.model))
+    if mode == REWIND:
+        return _rewind(parts, loaded, now_s)
+    return _fail_over(parts, loaded[1] if loaded is not None else None, now_s)
+
+
+def _fail_over(parts: Parts, snapshot: Snapshot | None, now_s: float) -> list[Effect]:
+    states: dict[int, Any] = {}
+    start, loaded = 0, -1
+    if snapshot is not None:
+        states[snapshot.global_step] = _restored(parts.machine, snapshot)
+        parts.model.load(snapshot.model)
+        parts.stats.restore(snapshot.stats)
+        start, loaded = snapshot.tape_bytes, snapshot.global_step
+    count = 0
+    counted = {loaded: parts.stats.state()}
+    for effects in replay(
+        _counted(read_lines(parts.run_dir / TAPE_FILE, start), parts, counted), parts.machine, states
+    ):
+        count += 1
+        for effect in effects:
+            if isinstance(effect, Note) and effect.kind == "merged":
+                parts.stats.on_merged(effect.members, effect.global_step)
+            elif isinstance(effect, SaveSnapshot):
+                counted[effect.global_step] = parts.stats.state()
+    origin = f"the snapshot of global step {loaded}" if loaded >= 0 else "the initial model"
+    log.info(f"restarted from {origin} and {count} inputs of the tape, at global step {parts.machine.global_step}")
+    return parts.taped.on_restart(parts.model.versions, parts.model.digests, loaded, now_s)
+
+
+def _counted(lines: Iterator[str], parts: Parts, counted: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
+    """Pass lines on; each report is counted just before the machine gets it, as it was when it was written.
+
+    Args:
+        lines: of the tape.
+        parts: with the machine that gets them.
+        counted: global step of a snapshot -> what had been counted then, in case the run went back to it.
+    """
+    for line in lines:
+        if line.startswith('["StepReport"'):
+            _, then_s, *fields = json.loads(line)
+            parts.stats.on_report(StepReport(*fields), then_s)
+        elif line.startswith('["rewind"'):
+            parts.stats.restore(counted[json.loads(line)[2]])
+        yield line
+
+
+def _rewind(parts: Parts, loaded: tuple[Path, Snapshot] | None, now_s: float) -> list[Effect]:
+    folder = parts.run_dir / CHECKPOINTS
+    if loaded is None:
+        raise ValueError(
+            f"{folder} holds no snapshot from which this run can go on; start a new run (another --run-dir), and set "
+            "protocol.snapshot_every so that the next one leaves some"
+        )
+    path, snapshot = loaded
+    for other in checkpoint.complete(folder):  # of the void future: nobody may take it for the newest later
+        if checkpoint.global_step_of(other) > snapshot.global_step:
+            checkpoint.set_aside(other)
+    epoch = lives(read_lines(parts.run_dir / TAPE_FILE)) + 1
+    state = _restored(parts.machine, snapshot)  # before the tape says that it was
+    parts.model.load(snapshot.model)
+    parts.stats.restore(snapshot.stats)
+    log.info(f"the run goes on from {path.name}; what came after it is void")
+    return parts.taped.on_rewind(state, snapshot.global_step, epoch, now_s)
+
+
+def _restored(machine: Syncer, snapshot: Snapshot) -> dict[str, Any]:
+    """Restore the machine; returns its state."""
+    state: dict[str, Any] = json.loads(snapshot.machine)
+    try:
+        machine.restore(state)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ValueError(
+            f"the snapshot of global step {snapshot.global_step} was written by another version of this program "
+            f"({type(error).__name__}: {error}); go on with that version, or start a new run"
+        ) from error
+    return state

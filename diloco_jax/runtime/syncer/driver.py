@@ -1,0 +1,219 @@
+"""The driver of the syncer's machine: deliveries, merges and time in; sends and merges out.
+
+Threads
+  * the caller's: owns machine, tape, model, statistics and listener; takes one input after the other. Never computes.
+  * "merge": one worker that computes what the model becomes; the caller's thread puts it in place.
+  * "snapshot": one worker that writes captures of the whole run to disk.
+  * "eval": one worker that evaluates captures of the global model.
+The workers put their results into a queue and wake the listener, which is where the caller's thread waits.
+
+Every input is on the tape before it is executed, so a process that takes this one's place does the same and goes on
+(begin.py). A disk that takes nothing delays inputs, snapshots and telemetry; it does not end the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note, Restore, SaveSnapshot, Send
+from diloco_jax.protocol.messages import (
+    AnchorValue,
+    FragmentValue,
+    GlobalFragment,
+    LearnerMessage,
+    StatePart,
+    StepReport,
+    Stop,
+)
+from diloco_jax.protocol.syncer.tape import TapedSyncer
+from diloco_jax.runtime.model.evaluation import Evaluations
+from diloco_jax.runtime.model.global_model import GlobalModel, Merged
+from diloco_jax.runtime.syncer.begin import RunClock
+from diloco_jax.runtime.syncer.sharded_listener import ShardedListener
+from diloco_jax.runtime.syncer.snapshots import Keeper
+from diloco_jax.runtime.syncer.watch import Watch
+from diloco_jax.runtime.syncer.workers import Merges, Results
+from diloco_jax.transport.grpc_link import GrpcListener
+from diloco_jax.transport.link import Delivery
+
+STATUS_EVERY_S = 0.5
+FAREWELL_S = 5.0  # how long learners have to hear Stop and say goodbye
+
+log = logging.getLogger(__name__)
+
+
+class SyncerDriver:
+    """The loop around a machine that has begun and a listener that is open.
+
+    Args:
+        taped: the machine and its tape.
+        model: whose values it merges.
+        listener: of the learners.
+        results: what other threads have done: merges and evaluations.
+        merges: does the first.
+        evaluations: does the second.
+        keeper: of the snapshots.
+        watch: tells how it goes.
+        clock: of the run.
+        stop: set from outside to end the run early.
+    """
+
+    def __init__(
+        self,
+        taped: TapedSyncer,
+        model: GlobalModel,
+        listener: GrpcListener | ShardedListener,
+        *,
+        results: Results,
+        merges: Merges,
+        evaluations: Evaluations,
+        keeper: Keeper,
+        watch: Watch,
+        clock: RunClock,
+        stop: threading.Event,
+    ) -> None:
+        self._taped = taped
+        self._machine = taped.syncer
+        self._model = model
+        self._listener = listener
+        self._results = results
+        self._merges = merges
+        self._evaluations = evaluations
+        self._keeper = keeper
+        self._watch = watch
+        self._now_s = clock.now_s
+        self._stop = stop
+        # a process before this one may have died at the very end
+        self._finished = self._machine.finished and not self._machine.restoring
+        listener.on_drain = self._drain
+        results.wake_with(listener.wake)
+
+    # ---- the loop -------------------------------------------------------------------------------------------------
+
+    def serve(self, effects: list[Effect]) -> None:
+        """Execute the effects of the machine's first input, then serve until the last global step, or until stopped.
+
+        Raises:
+            TapeStopped: the run was stopped while the tape could not be written.
+        """
+        self._execute(effects)
+        status_at_s = 0.0
+        while not self._finished and not self._stop.is_set():
+            now_s = self._now_s()
+            if now_s >= status_at_s:
+                status_at_s = now_s + STATUS_EVERY_S
+                self._watch.tell()
+            deadline_s = self._machine.next_deadline_s()
+            wake_s = status_at_s if deadline_s is None else min(status_at_s, deadline_s)
+            self._take(max(0.0, wake_s - now_s))
+            now_s = self._now_s()
+            if deadline_s is not None and now_s >= deadline_s:
+                self._execute(self._taped.on_tick(now_s))
+
+    def bid_farewell(self, *, lingers: bool) -> None:
+        """Let learners hear Stop: until all are gone, or the time for it is over.
+
+        Args:
+            lingers: some may still be on their way back from a process that died, so take the whole time.
+        """
+        if not self._finished:  # stopped from outside: they would train on for nobody
+            stop = Stop(self._machine.global_step, "the syncer was stopped")
+            self._execute([Send(m.learner_id, stop) for m in self._machine.membership.connected()])
+        self._watch.tell()
+        ends_s = self._now_s() + FAREWELL_S
+        while (lingers or self._machine.membership.connected()) and self._now_s() < ends_s:
+            self._take(0.1)
+
+    def _take(self, timeout_s: float) -> None:
+        """Handle one delivery, if one comes in time, and all results of the workers."""
+        delivery = self._listener.receive(timeout_s)
+        if delivery is not None:
+            self._on_delivery(delivery, self._now_s())
+        for result in self._results.take():
+            if isinstance(result, tuple):
+                self._on_merged(*result)
+            else:
+                self._watch.on_eval(result, self._now_s())
+
+    def _on_delivery(self, delivery: Delivery, now_s: float) -> None:
+        if delivery.kind == "disconnected":
+            member = self._machine.membership.members.get(delivery.peer)
+            if member is not None:
+                self._execute(self._taped.on_disconnect(delivery.peer, member.incarnation, delivery.reason, now_s))
+            return
+        message: LearnerMessage = delivery.message  # type: ignore[assignment]
+        if message.learner_id != delivery.peer:
+            log.info(f"{delivery.peer} spoke as {message.learner_id}; ignored")
+            return
+        if isinstance(message, StepReport):
+            self._watch.on_report(message, now_s)
+        elif isinstance(message, AnchorValue) and not self._model.fits(
+            message.fragment_id, message.digest, delivery.payload
+        ):
+            log.warning(f"{delivery.peer} sent a damaged value of fragment {message.fragment_id}; not used")
+            return
+        effects = self._taped.on_message(message, now_s)
+        dropped = any(isinstance(e, Drop) and e.peer == delivery.peer for e in effects)
+        if isinstance(message, FragmentValue) and not dropped:
+            self._merges.keep(message, delivery.payload)
+        self._execute(effects, delivery.payload)
+
+    def _on_merged(self, order: Merge, merged: Merged) -> None:
+        for learner_id, reason in sorted(merged.left_out.items()):
+            log.info(f"left out of round {order.global_step}: {learner_id}: {reason}")
+        digest = merged.state.digest if merged.state is not None else self._model.digests[order.fragment_id]
+        effects = self._taped.on_merged(order.global_step, digest, tuple(sorted(merged.left_out)), self._now_s())
+        self._model.publish(merged)  # when the decision is on the tape, and before it is told to anybody
+        self._execute(effects)
+        self._evaluations.maybe(self._machine.global_step, self._watch.stats.tokens, self._captured)
+
+    def _captured(self) -> Callable[[], Mapping[str, np.ndarray]]:
+        capture, model = self._model.capture(), self._model
+        return lambda: model.parameters(capture)
+
+    def _drain(self, learner_id: str) -> str:
+        """Ask a learner to leave, for `diloco drain`; on the caller's thread."""
+        self._execute(self._taped.on_drain(learner_id, self._now_s()))
+        log.info(f"{learner_id} was asked to leave")
+        return f"{learner_id} leaves after its current step; others get its unfinished data"
+
+    # ---- effects --------------------------------------------------------------------------------------------------
+
+    def _execute(self, effects: list[Effect], payload: bytes | memoryview = b"") -> None:
+        """Do what the machine asks for; `payload` is that of the message that it was given."""
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._send(effect, payload)
+            elif isinstance(effect, Merge):
+                self._merges.start(effect)
+            elif isinstance(effect, Discard):
+                self._merges.discard(effect.global_step)
+            elif isinstance(effect, Restore):
+                self._model.restore(effect.fragment_id, effect.version, payload)
+            elif isinstance(effect, SaveSnapshot):
+                self._keeper.save()
+            elif isinstance(effect, Note):
+                self._watch.on_note(effect)
+            elif isinstance(effect, Drop):
+                log.info(f"dropped a message of {effect.peer}: {effect.reason}")
+            elif isinstance(effect, Finish):
+                self._finished = True
+            else:
+                raise AssertionError(f"the syncer has no effect {effect}")
+
+    def _send(self, effect: Send, payload: bytes | memoryview) -> None:
+        message: Any = effect.message
+        if isinstance(message, Stop) and self._machine.finished and not self._keeper.saved:
+            # before anybody hears of the end: until then learners hold what this process may lose
+            self._keeper.save_last(self._stop, self._watch.tell)
+            self._watch.tell()
+        if isinstance(message, GlobalFragment):
+            payload = self._model.payload(message.fragment_id, message.base)
+        elif not isinstance(message, StatePart):  # which is passed on as it came
+            payload = b""
+        self._listener.send(effect.peer, message, payload)

@@ -1,0 +1,148 @@
+"""One process of a run's syncer: made from its config, begun, driven (driver.py), and concluded with a summary."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.tape import TapedSyncer
+from diloco_jax.protocol.watch.stats import RunStats, never_merged
+from diloco_jax.runtime.model.evaluation import Evaluations, Evaluator
+from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_setup
+from diloco_jax.runtime.model.remote_shares import make_arithmetic
+from diloco_jax.runtime.records.files import CHECKPOINTS, CONFIG_FILE, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.records.status import NOTHING_EARLIER, read_earlier
+from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s
+from diloco_jax.runtime.records.telemetry import write_json
+from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, Parts, RunClock, begin, mode_of
+from diloco_jax.runtime.syncer.driver import FAREWELL_S, SyncerDriver
+from diloco_jax.runtime.syncer.sharded_listener import Life, open_listeners
+from diloco_jax.runtime.syncer.snapshots import Keeper, SnapshotWriter
+from diloco_jax.runtime.syncer.watch import Watch
+from diloco_jax.runtime.syncer.workers import Merges, Results
+from diloco_jax.settings.run import RunConfig, fingerprint
+
+log = logging.getLogger(__name__)
+
+
+class SyncerRun:
+    """One process of a run's syncer, from the listening socket to the summary.
+
+    In a folder with a tape it goes on where the process before it died.
+
+    Args:
+        config: the run.
+        run_dir: where tape, metrics, status, snapshots and summary go.
+        stop: set from outside to end the run early, in good order.
+        rewind: nobody is alive; go on from the newest snapshot and let what came after it be void.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: Path, stop: threading.Event, *, rewind: bool = False) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._stop = stop
+        self._rewind = rewind
+        self._results = Results()
+        self._evaluator = Evaluator(config)
+        plan = config.fragments.plan(self._evaluator.shapes, self._evaluator.kinds, config.protocol.num_fragments)
+        threads = config.syncer.merge_threads or os.cpu_count() or 1
+        setup = make_setup(config, plan)
+        self._arithmetic = make_arithmetic(setup, plan, run_dir / CONFIG_FILE, threads, self._results.put)
+        self._model = make_model(config, plan, self._evaluator.initial_parameters(), self._arithmetic)
+        self._fingerprint = fingerprint(config, plan.fingerprint, self._evaluator.corpus)
+        self._machine = _make_machine(config, plan, self._model, self._fingerprint)
+        self._stats = RunStats(config.islands.names, self._evaluator.num_parameters, self._machine)
+
+    def run(self) -> dict[str, Any]:
+        """Serve until the last global step, or until stopped; returns the summary.
+
+        Raises:
+            ValueError: the address is in use or not allowed, the tape belongs to another process, or there is nothing
+                from which the run could go on.
+        """
+        config, stop, model, machine, stats = self._config, self._stop, self._model, self._machine, self._stats
+        mode = mode_of(self._run_dir, rewind=self._rewind)
+        tape = TapeFile(self._run_dir / TAPE_FILE, stop, lambda: watch.tell())
+        clock = RunClock(self._run_dir, last_time_s(self._run_dir / TAPE_FILE) or 0.0)
+        writer = SnapshotWriter(self._run_dir / CHECKPOINTS, config.name, model, config.checkpoints.keep)
+        earlier = NOTHING_EARLIER if mode == FRESH else read_earlier(self._run_dir)
+
+        def alarms() -> list[str]:
+            return [text for text in (tape.condition, writer.condition) if text]
+
+        watch = Watch(
+            config, self._run_dir, stop, machine=machine, stats=stats, clock=clock, earlier=earlier, alarms=alarms
+        )
+        keeper = Keeper(writer, model=model, machine=machine, tape=tape, stats=stats, now_s=clock.now_s)
+        taped, merges = TapedSyncer(machine, tape.write), Merges(model, self._results.put)
+        evaluations = Evaluations(config, self._evaluator, self._results.put)
+        listener, ended_s = None, 0.0
+        try:
+            effects = begin(Parts(self._run_dir, machine, taped, model, stats), mode, clock.now_s())
+            evaluations.skip_to(machine.global_step)
+            lingers = mode == FAILOVER and machine.finished and not machine.restoring
+            life = Life(mode, machine.epoch, stop)
+            listener = open_listeners(config, self._run_dir, life, self._arithmetic, self._fingerprint)
+            watch.listens(listener)
+            driver = SyncerDriver(
+                taped, model, listener, results=self._results, merges=merges, evaluations=evaluations, keeper=keeper,
+                watch=watch, clock=clock, stop=stop,
+            )  # fmt: skip
+            driver.serve(effects)
+            ended_s = clock.now_s()
+            driver.bid_farewell(lingers=lingers)
+        except TapeStopped as error:
+            log.warning(str(error))
+            ended_s = ended_s or clock.now_s()
+        except Exception:
+            if listener is not None:  # before it listens, nothing has begun that could end early
+                log.exception("the run ends early")
+                keeper.rescue()
+            raise
+        finally:
+            if listener is not None:
+                listener.close(FAREWELL_S)
+            merges.close()
+            writer.close()
+        summary = self._conclude(watch, keeper, evaluations, ended_s)
+        tape.close()
+        self._arithmetic.close()
+        return summary
+
+    def _conclude(self, watch: Watch, keeper: Keeper, evaluations: Evaluations, ended_s: float) -> dict[str, Any]:
+        """Write snapshot, last evaluation, summary."""
+        watch.tell()
+        summary = self._stats.summary(watch.wire(), ended_s)
+        if not keeper.saved:
+            keeper.save_last(self._stop, watch.tell)
+        evaluations.close()
+        result = self._evaluator.evaluate(self._model.parameters(), self._config.train.final_eval_batches)
+        result |= {"global_step": self._machine.global_step, "tokens": summary["tokens"]}
+        watch.on_eval(result, ended_s)
+        summary = {"eval_loss": result["loss"], "eval_bits_per_byte": result["bits_per_byte"], **summary}
+        summary |= {"complete": self._machine.finished, "num_parameters": self._evaluator.num_parameters}
+        write_json(self._run_dir / SUMMARY_FILE, summary)
+        if warning := never_merged(summary["unmerged_fragments"]):
+            log.warning(warning)
+        watch.tell()
+        watch.close()
+        return summary
+
+
+def _make_machine(
+    config: RunConfig, plan: FragmentPlan, model: GlobalModel, fingerprint: tuple[tuple[str, str], ...]
+) -> Syncer:
+    """Return the syncer's machine at the beginning of a run."""
+    numbers = range(len(plan.fragments))
+    return Syncer(
+        config.protocol,
+        config.train.steps,
+        fingerprint,
+        payload_bytes={number: model.value_bytes(number) for number in numbers},
+        step_bytes={number: size for number in numbers if (size := model.step_bytes(number))},
+    )

@@ -1,0 +1,227 @@
+"""Snapshots of the whole run: the global model and the machine at one moment, written while the run goes on.
+
+A snapshot is captured on the thread that owns model and machine, which costs nothing, and written on a thread of its
+own. It holds everything that a syncer needs to go on as if nothing had happened:
+
+    parameters, outer   arrays; what versions they are, their digests and medians are in `meta`
+    machine             the state of the machine after the input that asked for the snapshot
+    tape_bytes          where on the tape the inputs begin that came later
+    stats               what the machine does not count (stats.py)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.watch.stats import RunStats
+from diloco_jax.runtime.model.global_model import Capture, GlobalModel, SavedModel
+from diloco_jax.runtime.records import checkpoint
+from diloco_jax.runtime.records.tape_file import RETRY_S, TapeFile
+
+log = logging.getLogger(__name__)
+
+
+class Snapshot(NamedTuple):
+    """The run at one moment."""
+
+    global_step: int
+    model: Capture | SavedModel
+    machine: str  # JSON of the machine's state
+    tape_bytes: int
+    tokens: int
+    stats: Mapping[str, Any]
+    kept_s: float  # on the run's clock
+
+
+def write_snapshot(folder: Path, run: str, model: GlobalModel, snapshot: Snapshot, keep: int) -> Path:
+    """Write a snapshot, then delete all but the newest `keep`; returns its folder.
+
+    Args:
+        folder: the run's `checkpoints` folder.
+        run: the run's name.
+        model: whose capture the snapshot holds.
+        snapshot: what to write.
+        keep: snapshots that stay.
+    """
+    assert isinstance(snapshot.model, Capture), "what is on the disk already was to be written"
+    groups, plain = model.packed(snapshot.model)
+    state = json.loads(snapshot.machine)
+    meta = {
+        "run": run,
+        "global_step": snapshot.global_step,
+        "tokens": snapshot.tokens,
+        "epoch": state["epoch"][0],
+        "tape_bytes": snapshot.tape_bytes,
+        "kept_s": snapshot.kept_s,
+        **plain,
+        "machine": state,
+        "stats": dict(snapshot.stats),
+    }
+    path = checkpoint.save(folder, groups, meta)
+    checkpoint.prune(folder, keep)
+    return path
+
+
+def read_snapshot(path: Path, model: GlobalModel) -> Snapshot:
+    """Read a snapshot back.
+
+    Args:
+        path: its folder.
+        model: of the same config; it is not changed.
+
+    Raises:
+        ValueError: it cannot be read, is damaged, or is of another model.
+    """
+    groups, meta = checkpoint.load(path, "parameters", "outer")
+    try:
+        return Snapshot(
+            int(meta["global_step"]),
+            model.unpacked(groups, meta),
+            json.dumps(meta["machine"]),
+            int(meta["tape_bytes"]),
+            int(meta["tokens"]),
+            meta["stats"],
+            float(meta["kept_s"]),
+        )
+    except KeyError as error:
+        raise ValueError(f"checkpoint {path} holds a model, but no {error}: a run cannot go on from it") from error
+    except ValueError as error:
+        raise ValueError(f"snapshot {path} cannot be used: {error}") from error
+
+
+class SnapshotWriter:
+    """Writes snapshots one at a time, on a thread of its own. A disk that fails costs a snapshot, never the run.
+
+    Args:
+        folder: the run's `checkpoints` folder.
+        run: the run's name.
+        model: whose captures come.
+        keep: snapshots that stay.
+    """
+
+    def __init__(self, folder: Path, run: str, model: GlobalModel, keep: int) -> None:
+        self._folder = folder
+        self._run = run
+        self._model = model
+        self._keep = keep
+        self._thread = ThreadPoolExecutor(1, "snapshot")
+        self._writing: Future[None] | None = None
+        self.condition = ""  # why the newest attempt failed; "" when it did not
+
+    def submit(self, snapshot: Snapshot) -> bool:
+        """Begin to write in the background; False, and nothing happens, while the one before is still being written."""
+        if self._writing is not None and not self._writing.done():
+            log.info(f"no snapshot at global step {snapshot.global_step}: the one before is still being written")
+            return False
+        self._writing = self._thread.submit(self.write, snapshot)
+        return True
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Write now, on this thread; what goes wrong is in `condition` and in the log."""
+        try:
+            path = write_snapshot(self._folder, self._run, self._model, snapshot, self._keep)
+        except Exception as error:  # Orbax and TensorStore raise what they like for a disk that takes nothing
+            reason = " ".join(str(error).split())[:300]
+            self.condition = (
+                f"the snapshot of global step {snapshot.global_step} cannot be written ({type(error).__name__}: "
+                f"{reason}): free space in {self._folder}"
+            )
+            log.warning(self.condition)
+            return
+        self.condition = ""
+        log.info(f"global step {snapshot.global_step}: snapshot {path.name}")
+
+    def rescue(self, global_step: int, tokens: int) -> None:
+        """Keep the model after an error that nobody thought of, but not the machine, which may be in between."""
+        self.wait()
+        if global_step in map(checkpoint.global_step_of, checkpoint.complete(self._folder)):
+            return
+        meta = {"global_step": global_step, "tokens": tokens, "run": self._run}
+        try:
+            checkpoint.save_parameters(self._folder, self._model.parameters(), meta)
+        except Exception as error:  # as above; the reason why the run ends is the one to tell
+            log.warning(f"the model of global step {global_step} cannot be saved: {error}")
+
+    def wait(self) -> None:
+        """Wait until the snapshot that is being written is written."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def close(self) -> None:
+        """Wait, and end the thread."""
+        self._thread.shutdown(wait=True)
+
+
+class Keeper:
+    """Takes the snapshots of a run, while it goes on and at its end.
+
+    Args:
+        writer: writes them.
+        model: of the run.
+        machine: likewise.
+        tape: with the machine's inputs.
+        stats: what the machine does not count.
+        now_s: the run's clock.
+    """
+
+    def __init__(
+        self,
+        writer: SnapshotWriter,
+        *,
+        model: GlobalModel,
+        machine: Syncer,
+        tape: TapeFile,
+        stats: RunStats,
+        now_s: Callable[[], float],
+    ) -> None:
+        self._writer = writer
+        self._model = model
+        self._machine = machine
+        self._tape = tape
+        self._stats = stats
+        self._now_s = now_s
+        self.saved = False  # the last snapshot of the run
+
+    def _capture(self) -> Snapshot:
+        return Snapshot(
+            self._machine.global_step,
+            self._model.capture(),
+            json.dumps(self._machine.state()),
+            self._tape.position,
+            self._stats.tokens,
+            self._stats.state(),
+            self._now_s(),
+        )
+
+    def save(self) -> None:
+        """Capture this moment, and begin to write it in the background."""
+        self._writer.submit(self._capture())
+
+    def save_last(self, stop: threading.Event, tell: Callable[[], None]) -> None:
+        """Save the end of the run, or where it was stopped; written before this returns, if that can be.
+
+        Args:
+            stop: ends the attempts on a disk that takes nothing.
+            tell: says what they wait for.
+        """
+        if self._machine.restoring:
+            log.warning("no snapshot of this moment: newer values were still on their way from learners")
+            return
+        self._writer.wait()
+        snapshot = self._capture()
+        self._writer.write(snapshot)
+        while self._writer.condition and not stop.wait(RETRY_S):
+            tell()
+            self._writer.write(snapshot)
+        self.saved = not self._writer.condition
+
+    def rescue(self) -> None:
+        """Keep the model of a run that ends by an error. See SnapshotWriter.rescue."""
+        self._writer.rescue(self._machine.global_step, self._stats.tokens)

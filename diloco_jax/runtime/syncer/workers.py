@@ -1,0 +1,78 @@
+"""The syncer's other threads, as its driver knows them: a worker that merges, and the way of all results back."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from diloco_jax.protocol.effects import Merge
+from diloco_jax.protocol.messages import FragmentValue
+from diloco_jax.runtime.model.global_model import GlobalModel, Merged
+
+
+class Results:
+    """A queue of what other threads have for the driver's thread, which is woken for it."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._wake: Callable[[], None] = lambda: None
+
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        """Call `wake` for every result from now on: the driver waits from now on."""
+        self._wake = wake
+
+    def put(self, result: Any) -> None:
+        """Hand over a result, or the exception that the driver is to raise; any thread."""
+        self._queue.put(result)
+        self._wake()
+
+    def take(self) -> Iterator[Any]:
+        """Yield the results that are there.
+
+        Raises:
+            Exception: one of them is an exception.
+        """
+        while not self._queue.empty():
+            result = self._queue.get_nowait()
+            if isinstance(result, Exception):
+                raise result
+            yield result
+
+
+class Merges:
+    """The learners' values of rounds that are not merged yet, and the thread that merges them.
+
+    Args:
+        model: computes.
+        report: gets each result, as order and what it came to, or an exception, on that thread.
+    """
+
+    def __init__(self, model: GlobalModel, report: Callable[[tuple[Merge, Merged] | Exception], None]) -> None:
+        self._model = model
+        self._report = report
+        self._values: dict[int, dict[str, Any]] = {}  # round -> learner -> outer gradient, or shards' names of it
+        self._thread = ThreadPoolExecutor(1, "merge")
+
+    def keep(self, message: FragmentValue, value: Any) -> None:
+        """Keep a learner's value until its round is merged or discarded."""
+        self._values.setdefault(message.global_step, {})[message.learner_id] = value
+
+    def discard(self, global_step: int) -> None:
+        """Let go of a round's values."""
+        self._values.pop(global_step, None)
+
+    def start(self, order: Merge) -> None:
+        """Begin to merge a round."""
+        self._thread.submit(self._merge, order, self._values.pop(order.global_step))
+
+    def _merge(self, order: Merge, values: Mapping[str, Any]) -> None:
+        try:
+            self._report((order, self._model.merge(order, values)))
+        except Exception as error:
+            self._report(error)
+
+    def close(self) -> None:
+        """Wait for the merge that is running, and end the thread."""
+        self._thread.shutdown(wait=True)

@@ -1,0 +1,1 @@
+"""The run's settings and their text form."""

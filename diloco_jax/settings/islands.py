@@ -1,0 +1,178 @@
+"""The islands of a run: alike by default, each with what it has differently."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from math import inf
+from typing import Literal, NamedTuple, get_args
+
+from diloco_jax.settings.slices import Topology
+from diloco_jax.training.sharding import MeshConfig
+
+Controller = Literal["processes", "single"]
+Devices = int | Literal["auto"]
+
+AUTO: Literal["auto"] = "auto"
+DEVICES_MAX = 64
+ISLANDS_MAX = 1024
+HOSTS_MAX = 2048  # a slice of 6144 v5p chips has 1536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandOverride:
+    """The differences of one island; what is not given is as for all islands."""
+
+    devices: Devices | None = None
+    """See islands.devices."""
+    hosts: int | None = None
+    """See islands.hosts."""
+    topology: str | None = None
+    """See islands.topology."""
+    mesh: MeshConfig | None = None
+    """See islands.mesh."""
+    batch_size: int | None = None
+    """See islands.batch_size."""
+    zone: str | None = None
+    """See islands.zone."""
+
+
+class IslandConfig(NamedTuple):
+    """One island, resolved.
+
+    Attributes:
+      name: of the learner.
+      devices: how many, over all its hosts; 0: what is there.
+      hosts: processes.
+      topology: TPU slice, "" if none was named.
+      mesh: how its devices are used.
+      batch_size: sequences in an inner step.
+      zone: where it runs, "" if that was not said.
+    """
+
+    name: str
+    devices: int
+    hosts: int
+    topology: str
+    mesh: MeshConfig
+    batch_size: int
+    zone: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandsConfig:
+    """The islands of the run; `each` says what one has differently."""
+
+    count: int = 4
+    """M: number of islands."""
+    devices: Devices = AUTO
+    """Devices per island, over all its hosts. auto: what is there: TPU chips, an equal number of the machine's GPUs, a
+    share of one GPU's memory, or 2 emulated CPU devices where there is neither. A number counts GPUs where there are
+    any, and emulated devices elsewhere; JAX_PLATFORMS=cpu in the environment emulates in any case."""
+    hosts: int = 1
+    """Processes of an island, one SPMD program over all of them. With a topology as many as
+    that has hosts. If one dies, the island is started again as a whole."""
+    topology: str = ""
+    """TPU slice of an island, such as v5p:4x4x8 or v6e:16x16; for preflight and launch. Needs islands.devices auto."""
+    mesh: MeshConfig = field(default_factory=lambda: MeshConfig(data=-1))
+    """How an island's devices are laid out."""
+    batch_size: int = 0
+    """Sequences in one inner step of an island; islands may differ in it. 0: an equal share of train.batch_size."""
+    zone: str = ""
+    """Cloud zone of an island, such as us-east5-a; for launch."""
+    controller: Controller = "processes"
+    """processes: each island has its own. single: one process drives them all, a thread for each, on devices of its
+    own; for a controller that sees several slices, such as Pathways. If it dies, all islands start again."""
+    pathways: bool = False
+    """Let that one process see its devices through Pathways; needs the package pathwaysutils there."""
+    each: dict[str, IslandOverride] = field(default_factory=dict)
+    """What single islands have differently, by name: {island-3: {topology: v6e:16x16, batch_size: 512}}."""
+    restarts_max: int = 10
+    """How often a local run starts a dead island again before it gives it up."""
+    restart_delay_s: float = 1.0
+    """Seconds between an island's death and its next start in a local run."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= ISLANDS_MAX:
+            raise ValueError(f"islands.count is {self.count}; use 1 to {ISLANDS_MAX}")
+        if unknown := sorted(set(self.each) - set(self.names)):
+            raise ValueError(
+                f"islands.each has '{unknown[0]}', but the {self.count} islands are {self.names[0]} to "
+                f"{self.names[-1]}; correct the name or islands.count"
+            )
+        if self.restarts_max < 0 or not 0 <= self.restart_delay_s < inf:
+            told = f"islands.restarts_max {self.restarts_max} and restart_delay_s {self.restart_delay_s}"
+            raise ValueError(f"{told} must be at least 0")
+        self._check_controller()
+        for name in ("", *self.each):
+            _check(self._own(name), f"islands.each.{name}" if name else "islands")
+
+    def _check_controller(self) -> None:
+        if self.controller not in get_args(Controller):
+            raise ValueError(f"islands.controller is {self.controller!r}; choose {' or '.join(get_args(Controller))}")
+        if self.pathways and self.controller != "single":
+            raise ValueError("islands.pathways is set, but islands.controller is 'processes'; set it to single")
+        if self.controller != "single":
+            return
+        own = [self._own(name) for name in self.names]
+        if len({bool(each.devices) for each in own}) > 1:
+            raise ValueError(
+                "islands.controller is single, but only some islands say how many devices they have; give all a "
+                "number, or none"
+            )
+        if hosts := next((each.hosts for each in own if each.hosts > 1), 0):
+            raise ValueError(
+                f"islands.controller is single, so an island is part of one process, not of {hosts}; set "
+                "islands.hosts to 1"
+            )
+        far = next((each.topology for each in own if each.topology and Topology.parse(each.topology).hosts > 1), "")
+        if far and not self.pathways:
+            raise ValueError(
+                f"islands.controller is single, but {far} has several hosts, whose chips one process sees "
+                "through islands.pathways only; set it, or the controller to processes"
+            )
+
+    def _own(self, name: str) -> IslandConfig:
+        """Return an island as the settings say, before anything is derived."""
+        other = self.each.get(name, IslandOverride())
+        own = {each.name: getattr(other, each.name) for each in fields(IslandOverride)}
+        given = {key: getattr(self, key) if value is None else value for key, value in own.items()}
+        if given["devices"] != AUTO and not 1 <= given["devices"] <= DEVICES_MAX:
+            where = f"islands.each.{name}" if other.devices is not None else "islands"
+            raise ValueError(
+                f"{where}.devices is {given['devices']}; use 1 to {DEVICES_MAX}, or auto for what the machine has"
+            )
+        return IslandConfig(name=name, **given | {"devices": 0 if given["devices"] == AUTO else given["devices"]})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """List the learners' names: island-0, island-1, ..."""
+        return tuple(f"island-{index}" for index in range(self.count))
+
+    def resolve(self, name: str, batch_size: int) -> IslandConfig:
+        """Return what this island has.
+
+        Args:
+          name: of the learner; one that is none of `names` has what all have.
+          batch_size: its equal share, if no other is set.
+        """
+        island = self._own(name)
+        if island.topology and self.controller == "processes":
+            island = island._replace(hosts=Topology.parse(island.topology).hosts)
+        return island._replace(batch_size=island.batch_size or batch_size)
+
+
+def _check(own: IslandConfig, where: str) -> None:
+    if not 1 <= own.hosts <= HOSTS_MAX:
+        raise ValueError(f"{where}.hosts is {own.hosts}; use 1 to {HOSTS_MAX}")
+    if own.devices % own.hosts:
+        raise ValueError(f"{where}: {own.hosts} hosts cannot share {own.devices} devices equally; change one of them")
+    if own.batch_size < 0:
+        raise ValueError(f"{where}.batch_size is {own.batch_size}; use at least 1, or 0 for an equal share")
+    if own.topology:
+        chips = Topology.parse(own.topology).chips
+        if own.devices:
+            raise ValueError(
+                f"{where}.topology is {own.topology}, but {where}.devices is {own.devices}: set devices to auto for "
+                "its chips, or leave the topology out"
+            )
+        own.mesh.sizes(chips)

@@ -1,0 +1,298 @@
+"""One run's settings: the owners' configurations composed, and the checks that concern several of them.
+
+Every section is a frozen dataclass that lives beside the code which it configures; nothing is decided twice.
+`config.py` reads and writes this as YAML. It lies below `config` because the drivers take it as their argument.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from math import inf
+from typing import Literal
+
+from diloco_jax.core.codec import Format
+from diloco_jax.core.fragments import FragmentConfig
+from diloco_jax.core.merge import MergeConfig, WeightScheme
+from diloco_jax.core.outer import OuterConfig
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.settings.cloud import CloudConfig
+from diloco_jax.settings.islands import IslandConfig, IslandsConfig
+from diloco_jax.settings.slices import Topology
+from diloco_jax.training.data import DataConfig
+from diloco_jax.training.models.protocol import ModelConfig
+from diloco_jax.training.optimizers import OptimizerConfig
+from diloco_jax.training.sharding import AXIS_RULES
+from diloco_jax.transport.link import TransportConfig
+
+SHARDS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncerConfig:
+    """The syncer's process in a local run."""
+
+    restarts_max: int = 20
+    """How often a local run starts a dead syncer again before it ends. Learners train on while it is away."""
+    restart_delay_s: float = 0.2
+    """Seconds between its death and its next start."""
+    merge_threads: int = 0
+    """Threads that a merge uses; 0 for as many as there are cores. Merge shards share them."""
+    shards: int = 0
+    """Processes on the syncer's host among which the model is dealt out, at most 64; 0 or 1: the syncer merges itself.
+    Learners send each its part directly, and get parts back. Values and decisions are the same with any number. If
+    transport.address has a port, shards listen on those that follow it."""
+
+    def __post_init__(self) -> None:
+        if self.restarts_max < 0 or not 0 <= self.restart_delay_s < inf:
+            raise ValueError(
+                f"syncer.restarts_max {self.restarts_max} and restart_delay_s {self.restart_delay_s} must be at least 0"
+            )
+        if not 0 <= self.merge_threads <= 256:
+            raise ValueError(f"syncer.merge_threads is {self.merge_threads}; use 1 to 256, or 0 for one per core")
+        if not 0 <= self.shards <= SHARDS_MAX:
+            raise ValueError(f"syncer.shards is {self.shards}; use 0 (the syncer merges itself) to {SHARDS_MAX}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointsConfig:
+    """Snapshots of the run on disk; how often they are taken is protocol.snapshot_every."""
+
+    keep: int = 3
+    """Snapshots of the whole run that stay, at least 1. With one, a damaged disk block may be the end of the run."""
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ValueError(f"checkpoints.keep is {self.keep}; it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """The amount of training, its batches, and how it is watched."""
+
+    steps: int = 1000
+    """T: global steps of the run; about as many inner steps on every island."""
+    batch_size: int = 32
+    """Sequences per global step over all islands together; each takes an equal share, unless islands.batch_size says
+    how many."""
+    seq_len: int = 128
+    """Tokens per sequence that are predicted."""
+    eval_every: int = 0
+    """Global steps between two evaluations of the global model while the run goes on; 0 evaluates at the end only."""
+    eval_batches: int = 16
+    """Batches per evaluation during the run."""
+    final_eval_batches: int = 64
+    """Batches of the evaluation at the end, and of `diloco eval`."""
+    eval_batch_size: int = 16
+    """Sequences per batch of an evaluation."""
+    settle_batches: int = 300
+    """Only for models with state beside their parameters, such as batch statistics, which islands do not exchange:
+    training batches that go through the global model before each evaluation, without an update, so that this state is
+    the model's own. Of its initial value a share momentum^settle_batches remains: 5 % of 300 batches with 0.99."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "seq_len", "eval_batches", "final_eval_batches", "eval_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.eval_every < 0:
+            raise ValueError(f"train.eval_every is {self.eval_every}; use 0 (only at the end) or more")
+        if self.settle_batches < 0:
+            raise ValueError(f"train.settle_batches is {self.settle_batches}; use 0 (initial state) or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptConfig:
+    """The learner's way to take a global fragment that arrives."""
+
+    mode: Literal["overwrite", "blend", "rebase"] = "overwrite"
+    """overwrite: local = global (the paper). blend: alpha local + (1 - alpha) global (Streaming DiLoCo). rebase: keep
+    what was learned while the fragment travelled, local = global + (local now - local sent)."""
+    alpha: float = 0.5
+    """Share of the local value that blend keeps, in [0, 1); 0 is overwrite."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("overwrite", "blend", "rebase"):
+            raise ValueError(f"adopt.mode is {self.mode!r}; choose overwrite, blend or rebase")
+        if not 0 <= self.alpha < 1:
+            raise ValueError(f"adopt.alpha is {self.alpha}; it must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireConfig:
+    """The formats of fragments on their way."""
+
+    up: Format = "int4"
+    """Format of the outer gradients that learners send: float32, bfloat16, int8 or int4. What rounding takes from one
+    is added to the learner's next one of the fragment (error feedback)."""
+    down: Format = "int4"
+    """Format of what the syncer sends after a round: the step from the value before, which every learner adds to its
+    anchor, so that anchors equal the syncer's value bit for bit; float32 sends the whole value each round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything that defines a run."""
+
+    name: str = "run"
+    """Name of the run, also of its folder."""
+    runs_dir: str = "runs"
+    """Folder that holds the run folders."""
+    algorithm: Literal["decoupled", "data_parallel"] = "decoupled"
+    """decoupled: islands and a syncer. data_parallel: one process, one mesh, gradients summed in every step."""
+    seed: int = 0
+    """Seed of the initial parameters and of the order of the data."""
+    islands: IslandsConfig = field(default_factory=IslandsConfig)
+    """The islands."""
+    syncer: SyncerConfig = field(default_factory=SyncerConfig)
+    """The syncer of a local run."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Amount of training."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The inner optimizer."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The data."""
+    protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
+    """H, P, tau, K, grace."""
+    fragments: FragmentConfig = field(default_factory=FragmentConfig)
+    """How the model is cut."""
+    weights: WeightScheme = "tokens2_per_step"
+    """A learner's weight in a merge."""
+    merge: MergeConfig = field(default_factory=MergeConfig)
+    """How outer gradients become one."""
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    """The outer optimizer."""
+    adopt: AdoptConfig = field(default_factory=AdoptConfig)
+    """How learners take a global fragment."""
+    wire: WireConfig = field(default_factory=WireConfig)
+    """Formats on the wire."""
+    transport: TransportConfig = field(default_factory=TransportConfig)
+    """Connections."""
+    checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
+    """Snapshots on disk."""
+    cloud: CloudConfig = field(default_factory=CloudConfig)
+    """Machines on Google Cloud, for `diloco launch`."""
+    tensorboard: bool = True
+    """Whether to write TensorBoard files beside metrics.jsonl."""
+
+    def __post_init__(self) -> None:
+        if not self.name or any(c in self.name for c in "/\\\0") or self.name.startswith("."):
+            raise ValueError(f"name is {self.name!r}; use a plain word, it names the run's folder")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed is {self.seed}; it must be in [0, 2^31)")
+        if self.algorithm not in ("decoupled", "data_parallel"):
+            raise ValueError(f"algorithm is {self.algorithm!r}; choose decoupled or data_parallel")
+        count = self.islands.count
+        if self.algorithm == "decoupled" and self.protocol.quorum > count:
+            raise ValueError(
+                f"protocol.quorum (K) is {self.protocol.quorum}, but there are only {count} islands (M), so no round "
+                "could ever close; lower protocol.quorum or raise islands.count"
+            )
+        if self.algorithm == "decoupled" and self.protocol.lockstep and self.protocol.quorum < count:
+            raise ValueError(
+                f"protocol.overlap_steps is 0 (learners wait for the merge), but protocol.quorum is "
+                f"{self.protocol.quorum} of {count} islands, so the first to finish would be merged alone; "
+                f"set the quorum to {count}, or overlap_steps to at least 1"
+            )
+        if self.protocol.learners_max < count:
+            raise ValueError(f"protocol.learners_max is {self.protocol.learners_max}, islands.count {count}; raise it")
+        shared = any(not self.islands.resolve(name, 0).batch_size for name in self.islands.names)
+        if self.algorithm == "decoupled" and shared and self.train.batch_size % count:
+            raise ValueError(
+                f"train.batch_size is {self.train.batch_size}, which {count} islands cannot share equally; use a "
+                "multiple of islands.count, or set islands.batch_size"
+            )
+        if self.transport.queue_payloads_max < self.protocol.num_fragments:
+            raise ValueError(
+                f"transport.queue_payloads_max is {self.transport.queue_payloads_max}, but a joining learner gets all "
+                f"{self.protocol.num_fragments} fragments at once; raise it"
+            )
+        for name in ("", *self.islands.each):
+            self.check_mesh(self.island(name))
+        if self.model.module.startswith("diloco_jax.training.models."):
+            self._check_built_in()
+
+    def check_mesh(self, island: IslandConfig) -> None:
+        """Check that an island's devices, as far as they are known, can share its batch.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        devices = Topology.parse(island.topology).chips if island.topology else island.devices
+        if not devices:  # nobody knows yet
+            return
+        steps = self.optimizer.accumulate_steps
+        parts = island.mesh.batch_parts(devices) * steps
+        if island.batch_size % parts:
+            raise ValueError(
+                f"{island.name or 'an island'}'s batch of {island.batch_size} sequences cannot be shared equally by "
+                f"{parts // steps} devices (mesh axes data x fsdp x expert) in {steps} optimizer.accumulate_steps; "
+                "change train.batch_size, islands.batch_size or islands.mesh"
+            )
+
+    def _check_built_in(self) -> None:
+        """Check what only the built-in models say of themselves: their ids, lengths and axes."""
+        for name in ("", *self.islands.each):
+            if unknown := sorted(set(self.island(name).mesh.rules) - set(AXIS_RULES)):
+                raise ValueError(
+                    f"mesh.rules has the logical axis '{unknown[0]}', which no array of the model has; choose from "
+                    f"{', '.join(AXIS_RULES)}"
+                )
+        longest = self.model.args.get("seq_len_max", 2048)
+        if isinstance(longest, int) and self.train.seq_len > longest:
+            raise ValueError(
+                f"train.seq_len is {self.train.seq_len}, but model.args.seq_len_max {longest}; raise it, or lower "
+                "train.seq_len"
+            )
+        # an embedding clamps ids that it does not have, silently
+        have = self.model.args.get("vocab_size", 256)
+        need = 256 if self.data.format == "bytes" else self.data.vocab_size
+        if isinstance(have, int) and have < need:
+            raise ValueError(
+                f"model.args.vocab_size is {have}, but the data has ids below {need}; raise it, or correct "
+                "data.vocab_size"
+            )
+
+    def island(self, name: str) -> IslandConfig:
+        """Return what this island has; a learner that is none of `islands.names` has what all have."""
+        if self.algorithm == "data_parallel":
+            return self.islands.resolve(name, 0)._replace(batch_size=self.train.batch_size)
+        return self.islands.resolve(name, self.train.batch_size // self.islands.count)
+
+
+def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str) -> tuple[tuple[str, str], ...]:
+    """List what a learner and the syncer must agree on, as (what, value) pairs that an error can show.
+
+    Args:
+        config: the run's settings.
+        plan_fingerprint: of the fragment plan, made from the shapes of the model as this process built it.
+        corpus: what this process reads (training/data.py); "" if it reads none, then the first learner says it.
+    """
+    protocol = config.protocol
+    data = asdict(config.data)
+    del data["path"]  # the same corpus may lie elsewhere on another machine; what it holds is compared
+    pairs = {
+        "run": config.name,
+        "seed": str(config.seed),
+        "model": f"{config.model.module} {json.dumps(dict(config.model.args), sort_keys=True)}",
+        "model layout": plan_fingerprint,
+        "sequence length": str(config.train.seq_len),
+        "global steps": str(config.train.steps),
+        "protocol": f"H={protocol.sync_every} P={protocol.num_fragments} tau={protocol.overlap_steps}",
+        "wire": f"{config.wire.up} up, {config.wire.down} down",
+        "shards": _shares(config),
+        "adoption": f"{config.adopt.mode} {config.adopt.alpha}",
+        "inner optimizer": json.dumps(asdict(config.optimizer), sort_keys=True),
+        "data": json.dumps(data, sort_keys=True),
+        "corpus": corpus,
+    }
+    return tuple(sorted(pairs.items()))
+
+
+def _shares(config: RunConfig) -> str:
+    """Name the settings from which learners and shards compute the parts of a payload."""
+    if config.syncer.shards < 2:
+        return "none"
+    merge, outer = config.merge, config.outer
+    return f"{config.syncer.shards}, {merge.method} but for {', '.join(merge.average_paths)}, {outer.optimizer}"

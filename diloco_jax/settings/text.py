@@ -1,0 +1,178 @@
+"""Text to RunConfig and back: YAML files, dotted overrides, one clear error for whatever is wrong.
+
+config = load("configs/quickstart.yaml", ["--outer.learning_rate", "0.4"])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import difflib
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from diloco_jax.settings.run import RunConfig
+
+CONFIG_BYTES_MAX = 1 << 20
+
+_ADAPTER = TypeAdapter(RunConfig)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a config file and apply overrides such as `--train.steps 100`.
+
+    Args:
+        path: YAML file; sections and keys are those of RunConfig. What it leaves out has its default.
+        overrides: command-line words after the config, such as `--islands.count 3`, `--data.patterns *.md *.txt` or
+            `--islands.each.island-0.devices=4`.
+
+    Raises:
+        ValueError: the file is missing, is no YAML mapping, or a key or value is wrong; names it and the remedy.
+    """
+    values = _read(Path(path))
+    config = parse(values, str(path))
+    return parse(_overridden(values, overrides), "command line") if overrides else config
+
+
+def show_settings(path: str | Path, prog: str) -> None:
+    """Print every setting with its meaning and its value in a config file; `prog` is the command that takes them."""
+    with contextlib.suppress(SystemExit):
+        tyro.cli(RunConfig, default=load(path), args=["--help"], prog=prog, config=(tyro.conf.FlagConversionOff,))
+
+
+def _overridden(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """Put the values of a command line in place of those of a file; neither is checked here."""
+    result, left = copy.deepcopy(dict(values)), list(words)
+    while left:
+        word, equals, first = left.pop(0).partition("=")
+        if not word.startswith("--") or word == "--":
+            raise ValueError(f"{word!r} is no setting; settings follow the config as --section.name value")
+        given = [first] if equals else []
+        while not equals and left and not left[0].startswith("--"):
+            given.append(left.pop(0))
+        *sections, name = word.removeprefix("--").split(".")
+        here, hint = result, RunConfig
+        for part in sections:
+            part, hint = _step(hint, part)
+            if not isinstance(here.get(part), dict):
+                here[part] = {}
+            here = here[part]
+        name, hint = _step(hint, name)
+        here[name] = _value(word, given, hint)
+    return result
+
+
+def _step(hint: Any, part: str) -> tuple[str, Any]:
+    """Resolve one part of a dotted name: as it is written in a file, and the type of what it names."""
+    section, named = _section(hint)
+    if section is not None and not named:
+        part = part.replace("-", "_")
+        return part, typing.get_type_hints(section).get(part, Any)
+    arguments = typing.get_args(hint)
+    return part, arguments[1] if typing.get_origin(hint) is dict else Any
+
+
+def _value(word: str, given: list[str], hint: Any) -> Any:
+    """Read the value of a setting; what is no text is YAML, which the type of a plain setting makes unnecessary."""
+    if typing.get_origin(hint) is tuple:
+        return given
+    if len(given) != 1:
+        raise ValueError(
+            f"{word} takes one value, not {len(given)} ({' '.join(given)})" if given else f"{word} needs a value"
+        )
+    (text,) = given
+    if type(None) in typing.get_args(hint) and text in ("None", "null"):
+        return None
+    if hint is not Any and typing.get_origin(hint) is not dict and not dataclasses.is_dataclass(hint):
+        return text
+    try:
+        return (
+            float(text) if hint is Any and re.fullmatch(r"[-+]?[0-9.]+[eE][-+]?[0-9]+", text) else yaml.safe_load(text)
+        )
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{word} is {text!r}, which is no YAML: {' '.join(str(error).split())}") from error
+
+
+def parse(values: Mapping[str, Any], source: str) -> RunConfig:
+    """Check plain values and build the RunConfig; `source` names their origin in errors."""
+    unknown = _first_unknown_key(RunConfig, values, "")
+    if unknown:
+        raise ValueError(f"{source}: {unknown}")
+    try:
+        return _ADAPTER.validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "value_error":  # raised by our own checks, which name setting and remedy
+            raise ValueError(f"{source}: {message}") from error
+        raise ValueError(f"{source}: {where} is {first['input']!r}: {message}") from error
+
+
+def dump(config: RunConfig) -> str:
+    """Write the config as YAML, every setting in full; `parse` reads it back to an equal RunConfig."""
+    return yaml.safe_dump(_ADAPTER.dump_python(config, mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        if path.stat().st_size > CONFIG_BYTES_MAX:
+            raise ValueError(f"config {path} has more than {CONFIG_BYTES_MAX} bytes; is it a config?")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"config {path} cannot be read: {error.strerror}; name a YAML file, see configs/") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"config {path} is not UTF-8 text ({error.reason}); name a YAML file, see configs/") from error
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"config {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"config {path} holds a {type(values).__name__}; it must be a mapping such as 'train: {{...}}'"
+        )
+    return values
+
+
+def _first_unknown_key(cls: type, values: Mapping[str, Any], prefix: str) -> str:
+    """Name the first key that no section has, in words, or return an empty string."""
+    hints = typing.get_type_hints(cls)
+    for key, value in values.items():
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=1)
+            advice = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(hints)}"
+            return f"unknown setting {prefix}{key} (value {value!r}); {advice}"
+        section, named = _section(hints[key])
+        if section is None or (value is None and named is None):
+            continue
+        if not isinstance(value, Mapping):
+            return f"{prefix}{key} is {value!r}, but it is a section; write its settings below it"
+        for where, part in [(key, value)] if not named else [(f"{key}.{name}", each) for name, each in value.items()]:
+            if not isinstance(part, Mapping):
+                return f"{prefix}{where} is {part!r}, but it is a section; write its settings below it"
+            found = _first_unknown_key(section, part, f"{prefix}{where}.")
+            if found:
+                return found
+    return ""
+
+
+def _section(hint: Any) -> tuple[type | None, bool | None]:
+    """Return a setting's dataclass, None if it has none; and True if it maps names to such, None if it may be empty."""
+    arguments = typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return typing.cast(type, hint), False
+    if typing.get_origin(hint) is dict and dataclasses.is_dataclass(arguments[1]):
+        return typing.cast(type, arguments[1]), True
+    if type(None) in arguments and dataclasses.is_dataclass(arguments[0]):
+        return typing.cast(type, arguments[0]), None
+    return None, False

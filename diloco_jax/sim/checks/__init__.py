@@ -1,0 +1,1 @@
+"""Invariants that are checked while the simulator runs."""

@@ -1,0 +1,133 @@
+"""One seed, simulated under all checkers: what happened, line by line, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note
+from diloco_jax.protocol.learner.machine import Learner
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.sim.checks.all import CHECKERS
+from diloco_jax.sim.checks.checker import Checker
+from diloco_jax.sim.cluster import Cluster
+from diloco_jax.sim.faults import Fault
+from diloco_jax.sim.node import Observer
+from diloco_jax.sim.scenario import Scenario
+from diloco_jax.sim.tapes import LearnerTapes
+from diloco_jax.sim.world import MakeLearner, MakeSyncer
+
+UNTIL_S = 10_000.0  # of virtual time; far beyond the end of any healthy run
+
+
+class Verdict(NamedTuple):
+    """Outcome of a run."""
+
+    scenario: Scenario
+    problem: str  # empty when every rule held
+    events: int
+    simulated_s: float
+    merged_rounds: int
+    merged_parts: int
+    local_steps: int  # of all learners, their earlier incarnations included
+
+    @property
+    def contributors_per_round(self) -> float:
+        return self.merged_parts / max(1, self.merged_rounds)
+
+    @property
+    def steps_per_global_step(self) -> float:
+        """Inner steps of the mean learner per global step."""
+        return self.local_steps / self.scenario.learners / self.scenario.total_steps
+
+    def __str__(self) -> str:
+        what = f"FAILED: {self.problem}; rerun with {command(self.scenario.seed)}" if self.problem else "ok"
+        return (
+            f"seed {self.scenario.seed}: {self.events} events, {self.simulated_s:.1f} s, {self.merged_rounds} rounds "
+            f"merged with {self.contributors_per_round:.2f} of {self.scenario.learners} learners: {what}"
+        )
+
+
+def command(seed: int) -> str:
+    """Return the command that reruns a seed of random_scenario, with everything that happened."""
+    return f"python -m diloco_jax.sim --seed {seed}"
+
+
+class Timeline(Observer):
+    """Writes down what is worth telling: faults, and what the syncer decided."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def on_fault(self, fault: Fault, now_s: float) -> None:
+        self.lines.append(f"{now_s:9.3f}  fault     {fault}")
+
+    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
+        for effect in effects:
+            text = _text(effect)
+            if text:
+                self.lines.append(f"{now_s:9.3f}  {source:<9} {text}")
+
+
+def _text(effect: Effect) -> str:
+    if isinstance(effect, Note):
+        what = f"round {effect.global_step}" + (f" fragment {effect.fragment_id}" if effect.fragment_id >= 0 else "")
+        members = f" {', '.join(effect.members)}" if effect.members else ""
+        return f"{effect.kind:<9} {what}{members}" + (f": {effect.reason}" if effect.reason else "")
+    if isinstance(effect, Merge):
+        shares = ", ".join(f"{p.learner_id} {p.steps} steps from {p.base_version}" for p in effect.parts)
+        return f"merges    round {effect.global_step} fragment {effect.fragment_id}: {shares}"
+    if isinstance(effect, Drop):
+        return f"drops     {effect.peer}: {effect.reason}"
+    if isinstance(effect, Discard):
+        return f"discards  round {effect.global_step}"
+    if isinstance(effect, Finish):
+        return f"finishes  {effect.reason}"
+    return ""
+
+
+def judge(
+    scenario: Scenario,
+    *,
+    checkers: Sequence[type[Checker]] = CHECKERS,
+    timeline: Timeline | None = None,
+    tapes: Path | None = None,
+    make_learner: MakeLearner = Learner,
+    make_syncer: MakeSyncer = Syncer,
+) -> Verdict:
+    """Simulate a scenario to its end, or to the first broken rule or whatever else a machine raises.
+
+    Args:
+        scenario: what to simulate.
+        checkers: the rules.
+        timeline: gets the story.
+        tapes: folder for the run's tapes.
+        make_learner: builds a learner.
+        make_syncer: builds the syncer.
+
+    Raises:
+        ValueError: `tapes` holds some already.
+        OSError: `tapes` cannot be written.
+    """
+    cluster = Cluster(scenario, make_learner=make_learner, make_syncer=make_syncer)
+    recorder = LearnerTapes(cluster) if tapes is not None else None
+    watchers: list[Observer | None] = [timeline, recorder, *(checker(cluster) for checker in checkers)]
+    cluster.watch(*(watcher for watcher in watchers if watcher is not None))
+    problem = ""
+    try:
+        cluster.run(UNTIL_S)
+    except Exception as error:  # an assertion of a machine, or anything that it raises where it must not
+        problem = f"{type(error).__name__}: {error}"
+    if recorder is not None and tapes is not None:
+        recorder.save(tapes)
+    syncer = cluster.syncer
+    return Verdict(
+        scenario,
+        problem,
+        cluster.engine.events,
+        cluster.engine.now_s,
+        syncer.merged_rounds,
+        syncer.merged_parts,
+        sum(member.total_steps for member in syncer.membership.members.values()),
+    )

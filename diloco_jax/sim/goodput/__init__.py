@@ -1,0 +1,1 @@
+"""Goodput of clusters whose chips fail, by simulation."""

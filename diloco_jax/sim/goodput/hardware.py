@@ -1,0 +1,278 @@
+"""Chips that fail: one learner's slices on virtual time, when its next step begins, what it takes and what it is worth.
+
+The model (paper, section 3.3 and appendix E.1: five knobs; the rest is ours, see docs/simulate.md):
+  * A learner has n slices of equal size. A step runs on those that are present and is worth their share of all.
+  * During a step each of its chips fails with rate 1 / MTBI (Eq. 4: MTBF = MTBI / chips). A failure
+    takes the whole slice away, at the end of the step, and it is back after an exponentiated-Weibull time.
+  * Each time slices go, and each time slices come back, the learner stands still for a fixed time. Nothing fails then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import exp, expm1, inf, log, log1p, sqrt
+from random import Random
+from statistics import NormalDist
+from typing import NamedTuple
+
+from diloco_jax.sim.goodput.settings import setting
+
+YEAR_S = 31_536_000.0
+STEP_SHARE_MIN = 0.05  # noise never makes a step shorter than this share of its mean
+MEAN_MAX = 500.0  # of a Poisson number, until which exp(-mean) is a number to begin with
+NORMAL = NormalDist()
+TINY = 1e-300
+CHIPS_MAX = 1e12
+SLICES_MAX = 1_000_000
+
+
+OURS = "our calibration against the paper's Table 1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Chips, how often they fail, and what a failure costs. Most of it is not in the paper: see each source."""
+
+    step_s: float = setting(4.6, "seconds per inner step of the fastest learner", OURS)
+    slices: int = setting(192, "slices of the whole cluster, spread over the learners", OURS)
+    mtbi_chip_s: float = setting(YEAR_S, "mean seconds between two failures of one chip", "the paper: 1 year")
+    down_s: float = setting(7.7, "seconds that a learner stands still when slices fail", OURS)
+    up_s: float = setting(15.6, "seconds that a learner stands still when slices come back", OURS)
+    return_a: float = setting(
+        2.0, "first shape of the time until a slice is back, F(t) = (1-exp(-(t/scale)^c))^a", OURS
+    )
+    return_c: float = setting(1.0, "second shape of that time", OURS)
+    return_scale_s: float = setting(43.0, "scale of that time in seconds", OURS)
+    speed_gap: float = setting(
+        0.0, "the slowest learner's steps take this share longer than the fastest's", "the paper: 0 in Table 1"
+    )
+    generations: int = setting(2, "kinds of hardware, with speeds evenly spread over the gap", "the paper's Table 5: 2")
+    step_noise: float = setting(
+        0.0, "standard deviation of a learner's step time, as a share, drawn anew for every step", "0 in Table 1"
+    )
+    chip_noise: float = setting(
+        0.0, "the same of a single chip: a step takes as long as its slowest chip", "the paper: 0 in Table 1"
+    )
+
+    def __post_init__(self) -> None:
+        _check(self.mtbi_chip_s >= 1, "mtbi_chip_s", self.mtbi_chip_s, "at least 1 (inf: nothing fails)")
+        for name in ("step_s", "return_scale_s"):
+            _check(0 < getattr(self, name) < inf, name, getattr(self, name), "above 0 and finite")
+        for name in ("return_a", "return_c"):
+            _check(0.05 <= getattr(self, name) <= 100, name, getattr(self, name), "from 0.05 to 100")
+        for name in ("down_s", "up_s", "speed_gap", "step_noise", "chip_noise"):
+            _check(0 <= getattr(self, name) < inf, name, getattr(self, name), "at least 0 and finite")
+        for name in ("slices", "generations"):
+            _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _check(self.slices <= SLICES_MAX, "slices", self.slices, f"at most {SLICES_MAX}")
+
+    def return_s(self, share: float) -> float:
+        """Inverse of F: the time within which this share of the slices is back, in seconds."""
+        below = share ** (1.0 / self.return_a)
+        return self.return_scale_s * float((-log1p(-below)) ** (1.0 / self.return_c)) if below < 1.0 else 0.0
+
+    def slowdown(self, learner: int, learners: int) -> float:
+        """Return a learner's step time over that of the fastest: learner 0 is the fastest, the last the slowest."""
+        kinds = min(self.generations, learners)
+        return 1.0 + self.speed_gap * (learner * kinds // learners) / (kinds - 1) if kinds > 1 else 1.0
+
+
+def _check(ok: bool, name: str, value: object, limit: str) -> None:
+    if not ok:
+        raise ValueError(f"--hardware.{name.replace('_', '-')} is {value}, but must be {limit}")
+
+
+class Gap(NamedTuple):
+    """A time without a step."""
+
+    begins_s: float
+    ends_s: float
+
+
+def poisson(random: Random, mean: float, most: int) -> int:
+    """A Poisson number, cut off at `most`."""
+    if mean > MEAN_MAX:
+        return min(most, max(0, round(random.gauss(mean, sqrt(mean)))))
+    left = random.random()
+    probability, number = exp(-mean), 0
+    while left >= probability and number < most:
+        left -= probability
+        number += 1
+        probability *= mean / number
+    return number
+
+
+class Slices:
+    """One learner's slices. Ask `begins_s`, then `takes_s`, tell `ended`; again and again.
+
+    Args:
+        hardware: the settings.
+        chips: of this learner, with all its slices.
+        slices: of this learner.
+        random: its own source of randomness: what others do changes nothing for it.
+        slowdown: how much longer its steps take than the fastest learner's.
+        elastic: whether it goes on with the slices that are left. Else it waits for all of them.
+    """
+
+    __slots__ = (
+        "_absent",
+        "_elastic",
+        "_ended_s",
+        "_failures_per_s",
+        "_free_s",
+        "_hardware",
+        "_random",
+        "_slices",
+        "_step_s",
+        "chips",
+        "gaps",
+        "stepping_s",
+        "steps",
+        "useful_s",
+    )
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        chips: float,
+        slices: int,
+        random: Random,
+        *,
+        slowdown: float = 1.0,
+        elastic: bool = True,
+    ) -> None:
+        self.chips = chips
+        self.steps = 0
+        self.stepping_s = 0.0  # time in steps
+        self.useful_s = 0.0  # the same, times the share of slices that took part
+        self.gaps: list[Gap] = []
+        self._hardware = hardware
+        self._slices = slices
+        self._random = random
+        self._elastic = elastic
+        self._step_s = hardware.step_s * slowdown
+        self._failures_per_s = chips / hardware.mtbi_chip_s
+        self._absent: list[float] = []  # when they are back
+        self._ended_s = 0.0  # when the newest step did
+        self._free_s = 0.0  # when the newest stall does
+
+    @property
+    def lost(self) -> bool:
+        """True when no slice is left, and with the last one the learner's state is gone."""
+        return len(self._absent) == self._slices
+
+    def begins_s(self, now_s: float) -> float:
+        """Return when the next step can begin, `now_s` at the earliest: after stalls and waits."""
+        begin_s = max(now_s, self._free_s)
+        while self._absent:
+            absent = self._absent
+            if not self._elastic:
+                begin_s = max(begin_s, *absent)
+            elif len(absent) == self._slices:
+                begin_s = max(begin_s, min(absent))
+            left = [back_s for back_s in absent if back_s > begin_s]
+            if len(left) == len(absent):
+                break
+            self._absent = left  # one stall takes all of them in
+            begin_s += self._hardware.up_s
+        self._free_s = begin_s
+        return begin_s
+
+    def takes_s(self) -> float:
+        """Draw what a step takes that begins now, in seconds."""
+        hardware, random = self._hardware, self._random
+        share = 1.0
+        if hardware.step_noise:
+            share += hardware.step_noise * random.gauss()
+        if hardware.chip_noise:
+            chips = self.chips * (1.0 - len(self._absent) / self._slices)
+            above = -expm1(log(1.0 - random.random()) / chips)  # the slowest of n is above z with 1 - (1 - above)^n
+            share -= hardware.chip_noise * NORMAL.inv_cdf(max(above, TINY))
+        return self._step_s * max(STEP_SHARE_MIN, share)
+
+    def ended(self, began_s: float, now_s: float) -> None:
+        """A step has ended: count it, and draw what failed during it."""
+        if began_s > self._ended_s:
+            self.gaps.append(Gap(self._ended_s, began_s))
+        self._ended_s = self._free_s = now_s
+        step_s = now_s - began_s
+        share = 1.0 - len(self._absent) / self._slices
+        self.steps += 1
+        self.stepping_s += step_s
+        self.useful_s += step_s * share
+        failed = poisson(self._random, self._failures_per_s * share * step_s, self._slices - len(self._absent))
+        if failed:
+            random, hardware = self._random.random, self._hardware
+            self._absent += [now_s + hardware.return_s(random()) for _ in range(failed)]
+            self._free_s += hardware.down_s
+
+    def finish(self, now_s: float) -> None:
+        """The observed time is over; a step in progress does not count."""
+        if now_s > self._ended_s:
+            self.gaps.append(Gap(self._ended_s, now_s))
+
+
+def check_cluster(hardware: Hardware, learners: int, chips: float) -> None:
+    """Raises ValueError where there are fewer slices than learners, or fewer chips than slices."""
+    if not 1 <= learners <= hardware.slices:
+        raise ValueError(
+            f"{learners} learners, but there are {hardware.slices} slices; use 1 to so many, or raise --hardware.slices"
+        )
+    if not chips <= CHIPS_MAX:
+        raise ValueError(f"{chips:g} chips; simulate at most {CHIPS_MAX:g}")
+    if chips < hardware.slices:
+        raise ValueError(
+            f"{chips:g} chips, but there are {hardware.slices} slices; use more, or lower --hardware.slices"
+        )
+
+
+def cluster(hardware: Hardware, learners: int, chips: float, seed: int, *, elastic: bool = True) -> list[Slices]:
+    """The slices of all learners, as equal as their number allows, each with a random source of its own.
+
+    Raises:
+        ValueError: there are fewer slices than learners, or no chip.
+    """
+    check_cluster(hardware, learners, chips)
+    parts = [
+        (learner + 1) * hardware.slices // learners - learner * hardware.slices // learners
+        for learner in range(learners)
+    ]
+    return [
+        Slices(
+            hardware,
+            chips * part / hardware.slices,
+            part,
+            Random(f"{seed}/{learner}"),
+            slowdown=hardware.slowdown(learner, learners),
+            elastic=elastic,
+        )
+        for learner, part in enumerate(parts)
+    ]
+
+
+def goodput(parts: Sequence[Slices], seconds: float) -> float:
+    """Share of all chips' time that went into steps: a step without some of the slices counts for the rest."""
+    chips = sum(part.chips for part in parts)
+    return sum(part.useful_s * part.chips for part in parts) / (seconds * chips)
+
+
+def uptime(parts: Sequence[Slices], seconds: float) -> float:
+    """Share of the time in which any learner was in a step."""
+    common = parts[0].gaps
+    for part in parts[1:]:
+        common = list(_both(common, part.gaps))
+    return 1.0 - sum(gap.ends_s - gap.begins_s for gap in common) / seconds
+
+
+def _both(ours: Sequence[Gap], theirs: Sequence[Gap]) -> Iterator[Gap]:
+    """Intersect two lists of gaps; each is sorted and has no overlaps."""
+    first = second = 0
+    while first < len(ours) and second < len(theirs):
+        gap = Gap(max(ours[first].begins_s, theirs[second].begins_s), min(ours[first].ends_s, theirs[second].ends_s))
+        if gap.begins_s < gap.ends_s:
+            yield gap
+        if ours[first].ends_s < theirs[second].ends_s:
+            first += 1
+        else:
+            second += 1

@@ -1,0 +1,232 @@
+"""`diloco simulate`: from the words of a command line to cells, and from their results to a table or JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.protocol.pacing import LEARNERS_MAX_LIMIT, ProtocolConfig
+from diloco_jax.sim.goodput.cells import Cell, Result, Say, count_of, run_cells
+from diloco_jax.sim.goodput.choose import as_dict, choose
+from diloco_jax.sim.goodput.choose import describe as describe_choice
+from diloco_jax.sim.goodput.hardware import Hardware, check_cluster
+from diloco_jax.sim.goodput.methods import HOUR_S, METHODS, Wan
+from diloco_jax.sim.goodput.penalty import cost_of
+from diloco_jax.sim.goodput.plot import Published, check_plot, write_plot
+from diloco_jax.sim.goodput.presets import PRESETS, Settings, cell
+from diloco_jax.sim.goodput.settings import compact, describe, number, read
+from diloco_jax.sim.tapes import check_folder
+
+SECTIONS = {"hardware": Hardware, "wan": Wan, "protocol": ProtocolConfig}
+LEARNERS = (2, 4, 8, 16)
+CHIPS = ("150k", "300k", "600k", "1.2m", "2.4m")
+HOURS = 24.0
+PENALTY, PARAMETERS = "scavenging", "5g"
+CELLS_MAX = 10_000
+FRAGMENTS_MAX = 10_000
+HOURS_MAX = 24.0 * 366
+STEPS_MAX = 1e9  # of all learners together: hours of computing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of the command line. None: the preset's, or a default."""
+
+    preset: str | None = None
+    methods: Sequence[str] | None = None
+    learners: Sequence[int] | None = None
+    chips: Sequence[str] | None = None
+    hours: float | None = None
+    seed: int = 0
+    workers: int | None = None
+    fast: bool = False
+    tapes: Path | None = None
+    plot: Path | None = None
+    choose: bool = False
+    penalty: str | None = None
+    parameters: str | None = None
+    loss_slope: float | None = None
+    overrides: Sequence[str] = ()
+
+
+def settings_text() -> str:
+    """Return the text that `--settings` prints."""
+    return describe(SECTIONS)
+
+
+def plan_cells(options: Options) -> list[Cell]:
+    """The cells of a command line.
+
+    Raises:
+        ValueError: something that cannot be simulated.
+    """
+    settings = Settings(**read(options.overrides, SECTIONS), seed=options.seed, fast=options.fast, hours=options.hours)
+    if options.hours is not None and not 0 < options.hours <= HOURS_MAX:
+        raise ValueError(f"--hours is {options.hours:g}; simulate more than 0 and at most {HOURS_MAX:g}")
+    _check_together(options)
+    if options.preset is not None:
+        cells = PRESETS[options.preset].cells(settings)
+    else:
+        cells = _cross(options, settings)
+    for each in cells:
+        _check_cell(each)
+    _check_after(options, cells)
+    return cells if options.tapes is None else [_taped(cells, options.tapes)]
+
+
+def _check_cell(each: Cell) -> None:
+    """Refuse what takes too long, or would say nothing."""
+    learners = each.learners if each.method in ("sync", "decoupled") else 1
+    check_cluster(each.hardware, learners, each.chips)
+    every_s = min(each.hardware.step_s, each.protocol.heartbeat_s)
+    steps = learners * each.hours * HOUR_S / every_s
+    if steps > STEPS_MAX:
+        raise ValueError(
+            f"{each.hours:g} hours of {learners} learners are {steps:.3g} steps or heartbeats, more than "
+            f"{STEPS_MAX:.0e}; simulate fewer --hours, or longer steps (--hardware.step-s)"
+        )
+    if not each.fast and each.method in ("sync", "decoupled"):
+        for name, asked, most in (
+            ("--learners", learners, LEARNERS_MAX_LIMIT),
+            ("--protocol.num-fragments", each.protocol.num_fragments, FRAGMENTS_MAX),
+        ):
+            if asked > most:
+                raise ValueError(f"{name} is {asked}; the protocol's machines run with at most {most}, or use --fast")
+    if each.hours * HOUR_S < each.hardware.step_s:
+        raise ValueError(
+            f"{each.hours:g} hours are shorter than one step of {each.hardware.step_s:g} s; simulate more --hours, or "
+            "shorter steps (--hardware.step-s)"
+        )
+    if each.method == "decoupled" and not each.fast and each.protocol.quorum > learners:
+        raise ValueError(
+            f"--protocol.quorum is {each.protocol.quorum}, but {learners} learners are simulated, who would never "
+            f"merge a round; use at most {learners}, or more --learners"
+        )
+
+
+def _check_together(options: Options) -> None:
+    """Refuse options that another one would leave without effect."""
+    if options.preset is not None:
+        for name in ("methods", "learners", "chips"):
+            if getattr(options, name) is not None:
+                raise ValueError(
+                    f"--preset {options.preset} has methods, learners and chips of its own; leave --{name} out, or the "
+                    "preset"
+                )
+    if not options.choose:
+        for name in ("penalty", "parameters", "loss_slope"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is for --choose; add that, or leave it out")
+
+
+def _check_after(options: Options, cells: Sequence[Cell]) -> None:
+    """Refuse before the simulation what could not be told of it afterwards."""
+    if options.plot is not None:
+        check_plot(options.plot)
+        if len({(cell.method, cell.learners, cell.chips) for cell in cells}) < len(cells):
+            raise ValueError(
+                f"--plot draws goodput against chips, but the cells of preset {options.preset} differ in other "
+                "settings; leave it out, or simulate without that preset"
+            )
+    if options.choose:
+        numbers = {cell.learners for cell in cells}
+        if len(numbers) < 2:
+            raise ValueError(
+                f"--choose compares numbers of learners, but only {min(numbers)} would be simulated; give several to "
+                "--learners"
+            )
+        for learners in numbers:
+            cost_of(**_penalty(options), learners=learners)
+
+
+def _penalty(options: Options) -> dict[str, Any]:
+    """Return the arguments of `cost_of` and `choose`."""
+    return {
+        "penalty": PENALTY if options.penalty is None else options.penalty,
+        "parameters": number(PARAMETERS if options.parameters is None else options.parameters, "--parameters"),
+        "slope": options.loss_slope,
+    }
+
+
+def _cross(options: Options, settings: Settings) -> list[Cell]:
+    """Every method on every number of chips; those with learners for every number of them."""
+    methods = dict.fromkeys(METHODS if options.methods is None else options.methods)
+    many = dict.fromkeys(LEARNERS if options.learners is None else options.learners)
+    sizes = dict.fromkeys(number(text, "--chips") for text in (CHIPS if options.chips is None else options.chips))
+    unknown = sorted(set(methods) - set(METHODS))
+    if unknown:
+        raise ValueError(f"there is no method {', '.join(unknown)}; choose from {', '.join(METHODS)}")
+    cells = []
+    for method in methods:
+        learners = (1,) if method in ("rigid", "elastic") else many
+        for each, chips in product(learners, sizes):
+            cells.append(cell(settings, method, each, chips, HOURS))
+    if len(cells) > CELLS_MAX:
+        raise ValueError(f"{len(cells)} simulations, more than {CELLS_MAX}; ask for fewer methods, learners or chips")
+    return cells
+
+
+def _taped(cells: Sequence[Cell], folder: Path) -> Cell:
+    if len(cells) != 1 or cells[0].fast or cells[0].method in ("rigid", "elastic"):
+        raise ValueError(
+            f"--tapes writes the tapes of one run of the protocol; here are {count_of(len(cells))}; name one method "
+            "(sync or decoupled), one number of learners and one of chips, and leave --fast out"
+        )
+    check_folder(folder)
+    return replace(cells[0], tapes=folder)
+
+
+def run(options: Options, say: Say) -> tuple[dict[str, Any], str]:
+    """Simulate; returns what `--json` prints, and the same as a table.
+
+    Args:
+        options: of the command line.
+        say: told of progress.
+
+    Raises:
+        ValueError: something that cannot be simulated.
+        OSError: the tapes or the plot cannot be written.
+    """
+    cells = plan_cells(options)
+    preset = PRESETS[options.preset] if options.preset is not None else None
+    workers = options.workers
+    if workers is None:
+        workers = preset.workers if preset is not None else 0
+    began_s = time.monotonic()
+    results = run_cells(cells, workers, say)
+    wall_s = time.monotonic() - began_s
+    events = sum(result.row.events for result in results)
+    rows = [result.row._asdict() | {"hours": result.cell.hours} for result in results]
+    told: dict[str, Any] = {"rows": rows, "seed": options.seed, "wall_s": round(wall_s, 3), "events": events}
+    facts: Callable[[Sequence[Result]], dict[str, Any]] = preset.facts if preset is not None else lambda _: {}
+    text = preset.describe(results) if preset is not None else table(results)
+    told |= facts(results)
+    text += f"\n{count_of(len(results))}, {events} events, seed {options.seed}, {wall_s:.1f} s"
+    if options.plot is not None:
+        published = [Published(**each) for each in told.get("paper", ())]
+        write_plot([result.row for result in results], options.plot, published)
+        told["plot"] = str(options.plot)
+    if options.choose:
+        choices = choose([result.row for result in results], **_penalty(options))
+        told["choice"] = [as_dict(choice) for choice in choices]
+        text = "\n\n".join([text, *(describe_choice(choice) for choice in choices)])
+    return told, text
+
+
+def table(results: Sequence[Result]) -> str:
+    """One line per simulation."""
+    lines = [
+        f"{'method':<10} {'learners':>8} {'chips':>8} {'hours':>6} {'goodput':>8} {'uptime':>8} {'contributors':>13} "
+        f"{'rounds':>8}"
+    ]
+    for which, row, _ in results:
+        contributors = "-" if row.contributors_per_round is None else f"{row.contributors_per_round:.2f}"
+        lines.append(
+            f"{row.method:<10} {row.learners:>8} {compact(row.chips):>8} {which.hours:>6g} {row.goodput:>8.1%} "
+            f"{row.uptime:>8.1%} {contributors:>13} {row.rounds:>8}"
+        )
+    return "\n".join(lines)

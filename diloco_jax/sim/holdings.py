@@ -1,0 +1,102 @@
+"""The values that one process of a learner holds in memory, and what its machine asks for them. Bytes are digests.
+
+A whole value carries its own digest; a payload that is a step makes the right one from its base only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import NamedTuple
+
+from diloco_jax.protocol.effects import Adopt, DropParts, Effect, KeepPart, StageState, UnstageState
+from diloco_jax.protocol.messages import NO_VERSION, AnchorValue, GlobalFragment, Message, StatePart, SyncerMessage
+from diloco_jax.sim.scenario import Scenario
+
+Value = tuple[int, int]  # version of a fragment, and the digest of its bytes
+HELD = frozenset((Adopt, StageState, UnstageState, KeepPart, DropParts))
+
+
+def digest_of(*what: object) -> int:
+    """64 bits that stand for bytes which were never made: equal for equal arguments, different for others."""
+    return int.from_bytes(blake2b(repr(what).encode(), digest_size=8).digest(), "little")
+
+
+class Step(NamedTuple):
+    """A payload that makes the one digest of the other, and garbage of any other."""
+
+    base: int
+    made: int
+
+
+Steps = Mapping[tuple[int, int, int], Step]  # life of the syncer, fragment, version -> payload
+
+
+class Holdings:
+    """The memory of one process.
+
+    Args:
+        name: of the learner.
+        incarnation: of the process.
+        scenario: what is simulated.
+        steps: payloads that the syncer has made.
+    """
+
+    __slots__ = ("_incarnation", "_name", "_scenario", "_steps", "anchors", "copies", "heads", "kept")
+
+    def __init__(self, name: str, incarnation: int, scenario: Scenario, steps: Steps) -> None:
+        self.anchors: dict[int, Value] = {}  # fragment -> global value that was adopted last
+        self.heads: dict[int, Value] = {}  # fragment -> value that was read last, adopted or not
+        self.copies: dict[int, dict[int, Value]] = {}  # local step of a whole copied state -> anchors at that time
+        self.kept: dict[int, StatePart] = {}  # part of another learner's state -> as it came
+        self._name = name
+        self._incarnation = incarnation
+        self._scenario = scenario
+        self._steps = steps
+
+    def read(self, message: GlobalFragment, garbled: bool) -> bool:
+        """Decode a payload; returns whether the value has the digest that it should."""
+        made = digest_of("garbled", message) if garbled else self._made_by(message)
+        if made != message.digest:
+            return False
+        self.heads[message.fragment_id] = (message.version, made)
+        return True
+
+    def _made_by(self, message: GlobalFragment) -> int:
+        """Digest of the value that the payload leads to."""
+        if message.base == NO_VERSION:
+            return message.digest
+        step = self._steps.get((message.epoch, message.fragment_id, message.version))
+        held = self.heads.get(message.fragment_id)
+        if step is None or held is None or held[1] != step.base:
+            return digest_of("garbage", message, held)
+        return step.made
+
+    def fill(self, message: AnchorValue | StatePart) -> Message | None:
+        """Complete a message of the machine with bytes that only the driver knows; None: there is no such part."""
+        scenario = self._scenario
+        if isinstance(message, AnchorValue):
+            held = self.anchors[message.fragment_id]
+            assert held == (message.version, message.digest), f"{self._name} holds {held}, but sends {message}"
+            return message._replace(payload_bytes=scenario.payload_bytes)
+        assert message.local_step in self.copies, f"{self._name} sends {message}, but has copies {list(self.copies)}"
+        if message.part >= scenario.state_parts:
+            return None
+        digest = digest_of(self._name, self._incarnation, message.local_step, message.part)
+        return message._replace(parts=scenario.state_parts, digest=digest, payload_bytes=scenario.payload_bytes)
+
+    def execute(self, effect: Effect, message: SyncerMessage | None) -> None:
+        """Do one of HELD; `message` led to it."""
+        if isinstance(effect, Adopt):
+            assert isinstance(message, GlobalFragment), f"{effect} without a fragment that came"
+            self.anchors[effect.fragment_id] = (effect.version, message.digest)
+        elif isinstance(effect, StageState):
+            assert effect.local_step not in self.copies, f"{self._name} copies its state twice: {effect}"
+            self.copies[effect.local_step] = dict(self.anchors)
+        elif isinstance(effect, UnstageState):
+            del self.copies[effect.local_step]
+        elif isinstance(effect, KeepPart):
+            assert isinstance(message, StatePart), f"{effect} without a part that came"
+            self.kept[effect.part] = message
+        elif isinstance(effect, DropParts):
+            self.kept = {}

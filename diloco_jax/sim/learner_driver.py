@@ -1,0 +1,390 @@
+"""The driver of a learner's machine, over all lives of its process: as runtime/learner/run.py.
+
+A mailbox says what is given to the machine at once, as by a link's thread, and what in the gap between two steps. A
+learner that does not step may take a while to see its mail, as a thread that compiles or copies to its devices does.
+The next batch may be drawn while a step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from diloco_jax.protocol.effects import AdoptState, Effect, Finish, SaveState, Send
+from diloco_jax.protocol.learner.machine import STOPPED, Saved
+from diloco_jax.protocol.learner.mailbox import Given, Mailbox
+from diloco_jax.protocol.messages import (
+    AnchorValue,
+    FragmentValue,
+    GlobalFragment,
+    Message,
+    PullRequest,
+    StatePart,
+    SyncerMessage,
+)
+from diloco_jax.sim.engine import Action
+from diloco_jax.sim.faults import NEVER_S
+from diloco_jax.sim.holdings import HELD, Holdings
+from diloco_jax.sim.network import Deliver, Garbled, SimulatedLink
+from diloco_jax.sim.node import LearnerProcess, Node, SavedCopy
+from diloco_jax.sim.world import FINGERPRINT, MakeLearner, World
+
+DIAL_S = 0.01  # from dialling to a link that stands
+SUPERVISOR_S = 1.0  # until a process that was refused or expelled is started again
+SAVED_KEPT = 2
+FILLED = frozenset((StatePart, AnchorValue, FragmentValue))  # what the machine leaves for the driver to fill
+HANDLED = frozenset((AdoptState, SaveState, Finish))
+
+
+class LearnerDriver:
+    """The driver of one learner. Its state is that of the node and of the process that runs.
+
+    Args:
+        world: where it runs.
+        node: the learner.
+        accept: dials the syncer; None when nobody listens.
+        left: called when the learner has left for good.
+        make: builds the machine.
+    """
+
+    __slots__ = ("_accept", "_engine", "_left", "_make", "_observers", "_send", "_world", "node")
+
+    def __init__(
+        self,
+        world: World,
+        node: Node,
+        accept: Callable[[LearnerProcess, Deliver], SimulatedLink | None],
+        left: Callable[[], None],
+        make: MakeLearner,
+    ) -> None:
+        self.node = node
+        self._world = world
+        self._accept = accept
+        self._left = left
+        self._make = make
+        self._engine = world.engine
+        self._observers = world.observers
+        self._send = world.network.send
+
+    # ---- process and link -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin a new process, that is a new incarnation, which dials."""
+        node, scenario = self.node, self._world.scenario
+        assert node.process is None, f"{node.name} runs already"
+        node.incarnation += 1
+        who = (node.name, node.incarnation)
+        saved = node.saved[-1].described if node.saved else None
+        sizes = dict.fromkeys(range(scenario.config.num_fragments), scenario.payload_bytes)
+        told = {"step_samples": node.step_samples, "saved": saved, "payload_bytes": sizes}
+        machine = self._make(*who, scenario.config, FINGERPRINT, **told)
+        holdings = Holdings(*who, scenario, self._world.steps)
+        node.process = process = LearnerProcess(node, *who, machine, Mailbox(machine), holdings)
+        self.dial(process, DIAL_S)
+        if scenario.connect_timeout_s < NEVER_S:
+            self._engine.at(self._engine.now_s + scenario.connect_timeout_s, self._give_up, process)
+
+    def start_later(self, at_s: float) -> None:
+        """Let the supervisor begin a new process, at this time at the earliest, unless somebody else does."""
+        self._engine.at(at_s + self._world.scenario.restart_s, self._start_again, self.node.life)
+
+    def _start_again(self, life: tuple[int, bool]) -> None:
+        if self.node.life == life:
+            self.start()
+
+    def kill(self, process: LearnerProcess, notice_s: float) -> None:
+        """End the process now; the syncer's transport finds out so much later."""
+        self._cut(process, notice_s)
+        self._forget(process)
+
+    def _forget(self, process: LearnerProcess) -> None:
+        process.ended = True
+        self.node.process = None
+
+    def _postpone(self, process: LearnerProcess, action: Action, argument: object) -> None:
+        """Let an event come again when the pause is over, unless the process has ended."""
+        if not process.ended:
+            self._engine.at(process.paused_s, action, argument)
+
+    def _give_up(self, process: LearnerProcess) -> None:
+        """Nobody has answered this process since it started."""
+        if not (process.ended or process.greeted):
+            self._forget(process)
+            self.start_later(self._engine.now_s)
+
+    def dial(self, process: LearnerProcess, after_s: float) -> None:
+        """Connect, after some time."""
+        self._engine.at(self._engine.now_s + after_s, self._connect, process)
+
+    def _redial(self, process: LearnerProcess) -> None:
+        pauses_s = self._world.scenario.redials_s
+        process.attempts += 1
+        self.dial(process, pauses_s[min(process.attempts, len(pauses_s)) - 1])
+
+    def _connect(self, process: LearnerProcess) -> None:
+        now_s = self._engine.now_s
+        if process.link is not None:
+            return
+        if process.ended or process.paused_s > now_s:
+            return self._postpone(process, self._connect, process)
+        process.link = self._accept(process, self.arrive)
+        if process.link is None:
+            self._redial(process)
+            return
+        process.linked_s, process.attempts, process.greeted = now_s, 0, True
+        self._run(process, process.machine.on_connected(now_s))
+        self._settle(process, now_s)
+
+    def disconnect(self, process: LearnerProcess, notice_s: float) -> None:
+        """Break the link; the learner knows at once."""
+        self._cut(process, notice_s)
+        self._run(process, process.machine.on_disconnected(self._engine.now_s))
+
+    def _cut(self, process: LearnerProcess, notice_s: float) -> None:
+        link, process.link, process.linked_s = process.link, None, NEVER_S
+        if link is not None:
+            link.alive = False
+            if notice_s < NEVER_S and link.lost is not None:
+                self._engine.at(self._engine.now_s + notice_s, link.lost, link)
+
+    def on_syncer_gone(self, link: SimulatedLink) -> None:
+        """The transport finds out that the process at the other end is dead."""
+        process: LearnerProcess = link.owner
+        if process.link is not link:
+            return
+        if process.ended or process.paused_s > self._engine.now_s:
+            return self._postpone(process, self.on_syncer_gone, link)
+        self.disconnect(process, NEVER_S)
+        self._redial(process)
+
+    def leave(self, process: LearnerProcess, reason: str) -> None:
+        """Say goodbye, as somebody asks this learner to do."""
+        self._run(process, process.machine.leave(reason, self._engine.now_s))
+        self._end(process, for_good=True)
+
+    def _end(self, process: LearnerProcess, *, for_good: bool) -> None:
+        """The machine has finished: the process closes its link when everything is sent, and ends."""
+        link, process.link, process.linked_s = process.link, None, NEVER_S
+        if link is not None and link.lost is not None:
+            self._engine.at(self._engine.now_s + 2 * self._world.scenario.network.delay_s, link.lost, link)
+        self._forget(process)
+        if for_good:
+            self.node.gone = True
+            self._left()
+        else:
+            self.start_later(self._engine.now_s + SUPERVISOR_S)
+
+    def resume(self, process: LearnerProcess) -> None:
+        """Take what came during the pause; the step in progress goes on by itself."""
+        if process.paused_s > self._engine.now_s:
+            return  # another pause lasts longer
+        held, process.held = process.held, []
+        for message in held:
+            if process.link is not None:
+                self.arrive((process.link, message))
+
+    # ---- messages -------------------------------------------------------------------------------------------------
+
+    def arrive(self, item: tuple[SimulatedLink, Any]) -> None:
+        """A message comes, or one whose payload is garbled."""
+        link, message = item
+        process: LearnerProcess = link.owner
+        if process.ended:
+            return
+        now_s = self._engine.now_s
+        if process.paused_s > now_s:
+            process.held.append(message)
+            return
+        stepping = process.step.runs
+        if type(message) is GlobalFragment:
+            self._read(process, message, False, now_s)
+        elif type(message) is Garbled:
+            if isinstance(message.message, GlobalFragment):  # else a part of a state: it will be asked for again
+                self._read(process, message.message, True, now_s)
+        else:
+            given = process.mailbox.arrive(message, None, now_s)
+            if given is not None:
+                self._give(process, given, now_s)
+            if stepping and (given is None or type(message) is PullRequest):
+                return  # no deadline has changed
+        if stepping or process.loading:
+            self._settle(process, now_s)
+        else:
+            self._see_mail(process, now_s)
+
+    def _read(self, process: LearnerProcess, message: GlobalFragment, garbled: bool, now_s: float) -> None:
+        """Read a global fragment as it comes, if the machine wants it: as the link thread of a real learner."""
+        if not process.machine.wants(message, now_s):
+            return
+        ok = process.holdings.read(message, garbled)
+        for observer in self._observers:
+            observer.on_read(process, message, ok, now_s)
+        if ok:
+            process.mailbox.read(message, None, now_s)
+        else:
+            process.machine.on_corrupt(now_s)
+
+    def _see_mail(self, process: LearnerProcess, now_s: float) -> None:
+        """Take what waits, now or when the thread that would step has seen it."""
+        wake_s = self._world.scenario.wake_s
+        if not wake_s:
+            return self._reach_gap(process, now_s)
+        if process.mailbox and not process.waking:
+            process.waking = True
+            self._engine.at(now_s + wake_s * self._engine.random.random(), self._wake, process)
+        self._settle(process, now_s)
+
+    def _wake(self, process: LearnerProcess) -> None:
+        if process.ended or process.paused_s > self._engine.now_s:
+            return self._postpone(process, self._wake, process)
+        process.waking = False
+        if not process.step.runs:
+            self._reach_gap(process, self._engine.now_s)
+
+    def _reach_gap(self, process: LearnerProcess, now_s: float) -> None:
+        """Between two steps: give the machine what waits, then go on."""
+        take = process.mailbox.take
+        while not process.loading and (given := take(now_s)) is not None:
+            self._give(process, given, now_s)
+        self._settle(process, now_s)
+
+    def _give(self, process: LearnerProcess, given: Given[None], now_s: float) -> None:
+        """The machine was given a message: do what it asks for."""
+        for observer in self._observers:
+            observer.on_arrival(process, given.message, now_s)
+        self._run(process, given.effects, given.message)
+
+    # ---- steps and time -------------------------------------------------------------------------------------------
+
+    def _begin_step(self, process: LearnerProcess, now_s: float) -> None:
+        node, machine, engine, step = self.node, process.machine, self._engine, process.step
+        begins_s = node.pace.begins_s(now_s)
+        if begins_s > now_s:
+            process.loading = True
+            engine.at(begins_s, self._ready, process)
+            return
+        step.runs = True
+        step.began_s = now_s
+        step.clock = machine.global_step
+        step.batch = step.ahead or machine.take_batch()
+        step.ahead = machine.take_batch() if self._world.scenario.reads_ahead else None
+        engine.at(now_s + node.pace.takes_s() * node.factor, self._end_step, process)
+        for observer in self._observers:
+            observer.on_step(process, True, now_s)
+
+    def _ready(self, process: LearnerProcess) -> None:
+        """The hardware is: take what came meanwhile, and step."""
+        if not process.ended:
+            process.loading = False
+            self._reach_gap(process, self._engine.now_s)
+
+    def _end_step(self, process: LearnerProcess) -> None:
+        now_s, node, step = self._engine.now_s, self.node, process.step
+        if process.ended or process.paused_s > now_s:
+            return self._postpone(process, self._end_step, process)
+        step.runs = False
+        node.pace.ended(step.began_s, now_s)
+        scenario = self._world.scenario
+        if node.pace.lost:
+            self.kill(process, 2 * scenario.network.delay_s)
+            self.start_later(node.pace.begins_s(now_s))
+            return
+        for observer in self._observers:
+            observer.on_step(process, False, now_s)
+        tokens = scenario.sample_tokens * node.step_samples
+        assert step.batch is not None, "a step ended that had no batch"
+        effects = process.machine.on_step(tokens, now_s - step.began_s, 1.0, now_s, samples_end=step.batch.end)
+        self._run(process, effects)
+        self._reach_gap(process, now_s)
+
+    def _tick(self, item: tuple[LearnerProcess, float]) -> None:
+        process, tick_s = item
+        if process.ended or tick_s != process.tick_s:
+            return
+        now_s, machine = self._engine.now_s, process.machine
+        process.tick_s = NEVER_S
+        if process.paused_s > now_s:
+            self._plan_tick(process, process.paused_s)
+            return
+        deadline_s = machine.next_deadline_s()
+        if deadline_s is not None and deadline_s <= now_s:
+            self._run(process, machine.on_tick(now_s))
+            deadline_s = machine.next_deadline_s()
+            assert deadline_s is None or deadline_s > now_s, f"the driver of {process.name} would spin"
+        self._settle(process, now_s)
+
+    def _plan_tick(self, process: LearnerProcess, tick_s: float) -> None:
+        process.tick_s = tick_s
+        self._engine.at(tick_s, self._tick, (process, tick_s))
+
+    def _settle(self, process: LearnerProcess, now_s: float) -> None:
+        """Between two inputs: begin a step if none runs, plan the next tick, see off a learner that has finished."""
+        machine = process.machine
+        if machine.state == STOPPED:
+            if not process.step.runs:
+                self._end(process, for_good=not process.finished.startswith(("refused", "expelled")))
+            return
+        if not (process.step.runs or process.loading) and machine.may_step():
+            self._begin_step(process, now_s)
+        deadline_s = machine.next_deadline_s()
+        if deadline_s is not None and deadline_s < process.tick_s:
+            self._plan_tick(process, max(deadline_s, now_s))
+        for observer in self._observers:
+            observer.on_settled(process, now_s)
+
+    # ---- effects --------------------------------------------------------------------------------------------------
+
+    def _run(self, process: LearnerProcess, effects: list[Effect], message: SyncerMessage | None = None) -> None:
+        link = process.link
+        for effect in effects:
+            kind = type(effect)
+            if kind is Send:
+                if link is not None:
+                    sent: Message | None = effect.message  # type: ignore[union-attr]
+                    if type(sent) in FILLED:
+                        sent = self._filled(process, sent)
+                    if sent is not None:
+                        self._send(link.up, sent)
+            elif kind in HELD:
+                process.holdings.execute(effect, message)
+            elif kind in HANDLED:
+                self._handle(process, effect)
+        for observer in self._observers:
+            observer.on_effects(process.name, process.incarnation, effects, self._engine.now_s)
+
+    def _filled(self, process: LearnerProcess, message: Any) -> Message | None:
+        if not isinstance(message, FragmentValue):
+            return process.holdings.fill(message)
+        if self.node.poisoned:
+            self._world.useless.add((process.name, message.global_step))
+        return message
+
+    def _handle(self, process: LearnerProcess, effect: Effect) -> None:
+        engine, scenario = self._engine, self._world.scenario
+        if isinstance(effect, AdoptState):
+            assert not (process.step.runs or process.loading), f"{process.name} takes over a state while it is busy"
+            engine.at(engine.now_s + scenario.load_s, self._loaded, (process, effect))
+        elif isinstance(effect, SaveState):
+            machine = process.machine
+            described = Saved(effect.global_step, tuple(machine.digests))
+            copy = SavedCopy(described, process.incarnation, machine.local_step, dict(process.holdings.anchors))
+            engine.at(engine.now_s + scenario.save_s * engine.random.random(), self._saved, (process, copy))
+        elif isinstance(effect, Finish):
+            process.finished = effect.reason
+
+    def _loaded(self, item: tuple[LearnerProcess, AdoptState]) -> None:
+        process, effect = item
+        now_s = self._engine.now_s
+        if process.ended or process.paused_s > now_s:
+            return self._postpone(process, self._loaded, item)
+        ok = self._engine.random.random() >= self._world.scenario.bad_states
+        for observer in self._observers:
+            observer.on_state(process, effect, ok, now_s)
+        process.holdings.kept = {}
+        self._run(process, process.machine.on_state_adopted(ok, now_s))
+        self._reach_gap(process, now_s)
+
+    def _saved(self, item: tuple[LearnerProcess, SavedCopy]) -> None:
+        process, copy = item
+        if not process.ended:  # else it is half-written, and nobody takes it for one
+            self.node.saved = [*self.node.saved, copy][-SAVED_KEPT:]

@@ -1,0 +1,1 @@
+"""Programs that stand around a run; nothing below imports them."""

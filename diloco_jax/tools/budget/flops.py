@@ -1,0 +1,73 @@
+"""The FLOPs that a model needs, by formula: the whole of which model FLOPs utilisation (MFU) is a share.
+
+As PaLM (arXiv 2204.02311, app. B) counts: 2 per multiply-add of matrix products, three times the forward pass, nothing
+for recomputation. Causal attention is counted by half, since half of its scores are masked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from diloco_jax.training.models.decoder import DecoderConfig
+from diloco_jax.training.models.moe import MoeConfig
+from diloco_jax.training.models.protocol import ModelConfig, config_from_args
+
+MOE = "diloco_jax.training.models.moe:MoeDecoder"
+
+
+class ModelFlops(NamedTuple):
+    """FLOPs of one inner step.
+
+    Attributes:
+      flops: of forward and backward pass, all chips together.
+      masked: of the masked half of causal attention, which is not among them but which most programs compute.
+      how: what was counted.
+    """
+
+    flops: float
+    masked: float
+    how: str
+
+
+def model_flops(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch: int, seq_len: int) -> ModelFlops:
+    """Count the FLOPs that one inner step needs.
+
+    Args:
+      model: which model.
+      shapes: of its parameters, by path.
+      batch: sequences in a step.
+      seq_len: tokens that are predicted per sequence.
+    """
+    tokens = batch * seq_len
+    config = _decoder_of(model)
+    if config is not None:
+        attention = tokens * config.num_layers * _attention(config, seq_len)
+        forward = 2.0 * tokens * _decoder_weights(config) + attention
+        return ModelFlops(3 * forward, 3 * attention, "matrix products and half of the attention scores")
+    parameters = sum(map(math.prod, shapes.values()))
+    return ModelFlops(6.0 * tokens * parameters, 0.0, "6 per parameter and token; attention is not counted")
+
+
+def _decoder_of(model: ModelConfig) -> DecoderConfig | None:
+    """Return the sizes of a built-in model, None for others."""
+    if model.module == ModelConfig().module:
+        return config_from_args(DecoderConfig, model.args)
+    return config_from_args(MoeConfig, model.args) if model.module == MOE else None
+
+
+def _decoder_weights(config: DecoderConfig) -> int:
+    """Count the weights that a token is multiplied with; the embedding counts once, as the output layer."""
+    layer = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
+    mlp = 3 * config.dim * config.mlp_dim
+    if isinstance(config, MoeConfig):  # the experts of a token, and the router; free slots are not needed
+        layer += config.experts_per_token * mlp + config.dim * config.num_experts
+    else:
+        layer += mlp
+    return config.num_layers * layer + config.vocab_size * config.dim
+
+
+def _attention(config: DecoderConfig, seq_len: int) -> float:
+    """Count the FLOPs per token of a layer's scores and of mixing values: 4 T N H, of which half is masked."""
+    return 2.0 * seq_len * config.num_heads * config.head_dim

@@ -1,0 +1,218 @@
+"""The memory that a run takes, from shapes alone: on chips, on the hosts of islands, and on the syncer's host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from diloco_jax.core import codec
+from diloco_jax.core.codec import Format
+from diloco_jax.core.fragments import Fragment, FragmentPlan
+from diloco_jax.settings.islands import IslandConfig
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.exchange.windows import Window, windows_of
+
+PROCESS_BYTES = 1 << 30  # Python, JAX and its compiler
+HOST_COPIES = 2  # of a fragment that arrives: its payload decoded, and the sum with the value before
+SHARD_PROCESS_BYTES = 350e6  # of each merge shard beside its share; docs/log.md, 2026-11-21
+
+
+class Hbm(NamedTuple):
+    """The parts of a chip's memory while the inner step runs, bytes.
+
+    Attributes:
+      parameters: this chip's shards.
+      optimizer: state of the inner optimizer.
+      anchors: of all fragments, float32.
+      residuals: of all fragments, float32.
+      staged: copies of fragments on their way out.
+      temporaries: activations and what else the step needs while it runs, the batch and the program's code.
+    """
+
+    parameters: float
+    optimizer: float
+    anchors: float
+    residuals: float
+    staged: float
+    temporaries: float
+
+    @property
+    def fixed(self) -> float:
+        """Bytes that are held all the time, whatever the batch."""
+        return sum(self) - self.temporaries
+
+
+class HostMemory(NamedTuple):
+    """The parts of the memory of each host of an island, bytes.
+
+    Attributes:
+      process: Python, JAX and its compiler.
+      global_model_and_arriving: the newest global model in float32, whole on every host, and the fragments that a
+        welcome brings.
+      staged_copies: this host's share of encoded fragments on their way out.
+      state_while_given_away: this host's share of a state that goes to a neighbour, or comes from one.
+      emulated_devices: what chips would hold, where the host's processor stands in for them; without activations.
+    """
+
+    process: float
+    global_model_and_arriving: float
+    staged_copies: float
+    state_while_given_away: float
+    emulated_devices: float
+
+
+class SyncerMemory(NamedTuple):
+    """The parts of the memory of the syncer's host, bytes.
+
+    Attributes:
+      process: Python, JAX and its compiler.
+      values: newest version of every fragment, float32.
+      outer: state of the outer optimizer.
+      residuals: what rounding the steps has left out so far.
+      anchors: older versions that learners may still refer to.
+      initial: parameters that the run began with.
+      capture: values, outer state and residuals of a snapshot that is being written.
+      payloads: of learners, waiting to be merged.
+      shard_processes: merge shards, beside their shares of all this.
+    """
+
+    process: float
+    values: float
+    outer: float
+    residuals: float
+    anchors: float
+    initial: float
+    capture: float
+    payloads: float
+    shard_processes: float
+
+
+def size(num_bytes: float) -> str:
+    """Write a number of bytes for people, with three digits: 1.23 GB."""
+    for unit, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes:.0f} B"
+
+
+def num_parameters(blueprint: Blueprint) -> int:
+    """Count the parameters of a model."""
+    return sum(map(math.prod, blueprint.shapes.values()))
+
+
+def payload_bytes(plan: FragmentPlan, format: Format) -> tuple[int, ...]:
+    """Return the size of each fragment on the wire."""
+    return tuple(codec.encoded_size(fragment.shapes, format) for fragment in plan.fragments)
+
+
+def chip_memory(config: RunConfig, blueprint: Blueprint, plan: FragmentPlan) -> Hbm:
+    """Add up a chip's memory in the inner step; of the temporaries only the gradients, not the activations.
+
+    Args:
+      config: of the run.
+      blueprint: of the island; that of a mesh which is not there is enough.
+      plan: of the fragments.
+    """
+    shards = jax.tree.map(_shard_bytes, blueprint.state_shapes, blueprint.state_shardings)
+    parameters = sum(jax.tree.leaves(shards.params))
+    optimizer = sum(jax.tree.leaves((shards.opt_state, shards.other)))
+    if config.algorithm != "decoupled":
+        return Hbm(parameters, optimizer, 0.0, 0.0, 0.0, parameters)
+    windows = [windows_of(fragment, blueprint.tensors) for fragment in plan.fragments]
+    anchors = sum(anchor_bytes(blueprint, fragment) for fragment in plan.fragments)
+    residuals = sum(_residual_bytes(window, config.wire.up) for each in windows for window in each)
+    rebase = config.adopt.mode == "rebase"
+    staged = [sum(_staged_bytes(window, config.wire.up, rebase) for window in each) for each in windows]
+    return Hbm(parameters, optimizer, anchors, residuals, _staged_at_once(config, staged), parameters)
+
+
+def anchor_bytes(blueprint: Blueprint, fragment: Fragment) -> float:
+    """Return how much of each chip's memory the anchor of a fragment takes, or a value that arrived."""
+    windows = windows_of(fragment, blueprint.tensors)
+    return sum(4.0 * math.prod(window.value_sharding.shard_shape(window.shape)) for window in windows)
+
+
+def host_memory(
+    config: RunConfig, island: IslandConfig, blueprint: Blueprint, plan: FragmentPlan, emulated: int
+) -> HostMemory:
+    """Add up the memory of each host of an island.
+
+    Every host has the whole global model, however many hosts share the chips' copy.
+
+    Args:
+      config: of the run.
+      island: resolved.
+      blueprint: of the island.
+      plan: of the fragments.
+      emulated: devices of the island that are emulated on its hosts' processors.
+    """
+    sizes = [fragment.num_elements for fragment in plan.fragments]
+    return HostMemory(
+        PROCESS_BYTES,
+        4.0 * (sum(sizes) + max(HOST_COPIES * max(sizes), sum(sizes))),
+        _staged_at_once(config, payload_bytes(plan, config.wire.up)) / island.hosts,
+        blueprint.state_layout.num_bytes / island.hosts,
+        sum(chip_memory(config, blueprint, plan)) * emulated / island.hosts if emulated else 0.0,
+    )
+
+
+def syncer_memory(config: RunConfig, plan: FragmentPlan) -> SyncerMemory:
+    """Add up the memory of the syncer's host, its merge shards included.
+
+    Args:
+      config: of the run.
+      plan: of the fragments.
+    """
+    protocol, shards = config.protocol, config.syncer.shards
+    model = 4.0 * sum(fragment.num_elements for fragment in plan.fragments)
+    residuals = model if config.wire.down != "float32" else 0.0
+    payloads = max(1, protocol.overlap_steps) * max(payload_bytes(plan, config.wire.up)) * config.islands.count
+    return SyncerMemory(
+        process=PROCESS_BYTES,
+        values=model,
+        outer=model,
+        residuals=residuals,
+        anchors=protocol.anchor_history * model,
+        initial=model,
+        capture=2 * model + residuals,
+        payloads=payloads,
+        shard_processes=shards * SHARD_PROCESS_BYTES if shards > 1 else 0.0,
+    )
+
+
+def _staged_at_once(config: RunConfig, sizes: Sequence[float]) -> float:
+    """Add up the copies on their way out at one time: those that become due within the overlap, and one more."""
+    protocol = config.protocol
+    at_once = protocol.overlap_steps * protocol.num_fragments // protocol.sync_every + 1
+    return sum(sorted(sizes, reverse=True)[:at_once])
+
+
+def _shard_bytes(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -> int:
+    return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _on_host(window: Window, format: Format) -> bool:
+    """Tell if the host encodes this slice, because shards cut the format's blocks."""
+    return codec.is_integer(format) and window.block_dim is None
+
+
+def _residual_bytes(window: Window, format: Format) -> float:
+    """Return the size of what rounding keeps back of a slice, on each chip."""
+    if format == "float32" or _on_host(window, format):
+        return 0.0
+    elements = window.num_blocks * codec.BLOCK if codec.is_integer(format) else math.prod(window.local_shape)
+    return 4.0 * elements
+
+
+def _staged_bytes(window: Window, format: Format, rebase: bool) -> float:
+    """Add up what a chip holds of a slice on its way: the payload, the next residual, and for `rebase` the value."""
+    elements = math.prod(window.local_shape)
+    if codec.is_integer(format) and not _on_host(window, format):
+        sent = window.num_blocks * (4.0 + codec.block_bytes(format))
+    else:
+        sent = elements * (2.0 if format == "bfloat16" else 4.0)
+    return sent + _residual_bytes(window, format) + (4.0 * elements if rebase else 0.0)

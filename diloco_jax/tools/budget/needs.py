@@ -1,0 +1,164 @@
+"""The needs of a config, from the shapes of its model alone: one answer for doctor, preflight, plan and launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.runtime.island.whole_state import SAVED_KEPT
+from diloco_jax.runtime.local.machine import EMULATED_DEVICES, look
+from diloco_jax.settings.islands import IslandConfig
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.slices import Topology
+from diloco_jax.tools.budget.links import LinkNeeds, link_needs
+from diloco_jax.tools.budget.memory import Hbm, HostMemory, SyncerMemory, chip_memory, host_memory, syncer_memory
+from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.sharding import MESH_AXES
+
+
+class IslandKind(NamedTuple):
+    """Islands that are alike.
+
+    Attributes:
+      island: what they have.
+      names: of them.
+    """
+
+    island: IslandConfig
+    names: tuple[str, ...]
+
+    @property
+    def topology(self) -> Topology | None:
+        """Return the TPU slice of each, if one is named."""
+        return Topology.parse(self.island.topology) if self.island.topology else None
+
+    @property
+    def chips(self) -> int:
+        """Count the devices of each; as few as the mesh takes where the config has no number."""
+        if self.topology or self.island.devices:
+            return self.topology.chips if self.topology else self.island.devices
+        sizes = [getattr(self.island.mesh, axis) for axis in MESH_AXES]
+        least = math.prod(size for size in sizes if size != -1)
+        return least * math.ceil(max(EMULATED_DEVICES, self.island.hosts) / least) if -1 in sizes else least
+
+
+class IslandNeeds(NamedTuple):
+    """The needs of each island of a kind.
+
+    Attributes:
+      hbm: of each chip; of the temporaries only the gradients, which `diloco preflight` makes exact.
+      hbm_limit_bytes: memory of each chip, None if no slice is named.
+      host: of each host.
+      host_limit_bytes: memory of each host, None if no slice is named.
+      disk_bytes: of the folder of the run on a host, for the states that are kept there; 0 without snapshots.
+    """
+
+    hbm: Hbm
+    hbm_limit_bytes: float | None
+    host: HostMemory
+    host_limit_bytes: float | None
+    disk_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the needs as `--json` prints them."""
+        parts = {"hbm": self.hbm._asdict(), "hbm_held_bytes": self.hbm.fixed, "host": self.host._asdict()}
+        return {**self._asdict(), **parts}
+
+
+class SyncerNeeds(NamedTuple):
+    """The needs of the syncer.
+
+    Attributes:
+      memory: of its host.
+      disk_bytes: of the run's folder, for the snapshots that are kept; 0 without snapshots.
+    """
+
+    memory: SyncerMemory
+    disk_bytes: int
+
+
+class IslandOutline(NamedTuple):
+    """A kind of islands with the shapes of its model.
+
+    Attributes:
+      kind: of the islands.
+      blueprint: of each, without devices.
+      plan: of the fragments.
+      links: of each learner.
+      needs: of each.
+    """
+
+    kind: IslandKind
+    blueprint: Blueprint
+    plan: FragmentPlan
+    links: LinkNeeds
+    needs: IslandNeeds
+
+
+def kinds_of(config: RunConfig) -> list[IslandKind]:
+    """Group the islands that are alike, in the order of their first ones."""
+    found: dict[str, IslandKind] = {}
+    for name in config.islands.names:
+        island = config.island(name)
+        alike = repr(island._replace(name="", zone=""))
+        known = found.get(alike, IslandKind(island, ()))
+        found[alike] = known._replace(names=(*known.names, name))
+    return list(found.values())
+
+
+def plan_of(config: RunConfig, blueprint: Blueprint) -> FragmentPlan:
+    """Cut the model of a config into fragments.
+
+    Raises:
+      ValueError: it cannot be cut into so many.
+    """
+    return config.fragments.plan(blueprint.shapes, blueprint.kinds, config.protocol.num_fragments)
+
+
+def outline(config: RunConfig, kind: IslandKind) -> IslandOutline:
+    """Work out the needs of a kind of islands; nothing is allocated and nothing compiled.
+
+    Raises:
+      ValueError: the model cannot be loaded or cut, or does not fit the mesh.
+    """
+    blueprint = Blueprint(config.model, config.optimizer, kind.island.mesh, kind.chips, seed=config.seed)
+    plan = plan_of(config, blueprint)
+    return IslandOutline(kind, blueprint, plan, link_needs(config, plan), island_needs(config, kind, blueprint, plan))
+
+
+def outlines(config: RunConfig) -> Iterator[IslandOutline]:
+    """Work out the needs of all islands, kind by kind. Raises as `outline` does."""
+    return (outline(config, kind) for kind in kinds_of(config))
+
+
+def island_needs(config: RunConfig, kind: IslandKind, blueprint: Blueprint, plan: FragmentPlan) -> IslandNeeds:
+    """Add up the needs of each island of a kind, on slices of TPUs or on this machine.
+
+    Args:
+      config: of the run.
+      kind: of the islands.
+      blueprint: of each.
+      plan: of the fragments.
+    """
+    topology, emulated = kind.topology, 0 if kind.topology or not look({}).emulates else kind.chips
+    return IslandNeeds(
+        chip_memory(config, blueprint, plan),
+        topology.generation.hbm_bytes if topology else None,
+        host_memory(config, kind.island, blueprint, plan, emulated),
+        host_limit(topology) if topology else None,
+        (SAVED_KEPT + 1) * blueprint.state_layout.num_bytes if config.protocol.snapshot_every else 0,
+    )
+
+
+def syncer_needs(config: RunConfig, plan: FragmentPlan) -> SyncerNeeds:
+    """Add up the needs of the syncer."""
+    memory = syncer_memory(config, plan)
+    kept = config.checkpoints.keep + 1 if config.protocol.snapshot_every else 0
+    return SyncerNeeds(memory, round(kept * memory.capture))
+
+
+def host_limit(topology: Topology) -> float:
+    """Return the memory of each host of a slice; those with fewer or more than four chips have it in proportion."""
+    return topology.generation.host_bytes * topology.chips_per_host / 4

@@ -1,0 +1,176 @@
+"""Faults done to processes and links from outside, and taken back. No program knows of them but the chaos learner
+(learner.py), which sends bad values when it is told to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from diloco_jax.runtime.records.files import METRICS_FILE, TAPE_FILE
+from diloco_jax.runtime.records.telemetry import write_json
+from diloco_jax.tools.chaos.relay import Relay
+from diloco_jax.tools.chaos.schedule import ChaosFault
+
+CHAOS = "chaos"  # folder in a run's folder: orders to chaos learners, and what they saw
+TAPE_BYTES_MAX = 1 << 24  # that a tail reads at a time
+DONOR_DELAY_S = 0.5  # on the link of a learner that recovers: time enough to hit its donor before all parts are there
+
+
+class Processes(Protocol):
+    """The running processes of a job."""
+
+    def pid(self, name: str) -> int | None:
+        """Return the process of an island or of the syncer; None while it has none."""
+
+    def send(self, name: str, number: signal.Signals) -> bool:
+        """Send a signal; False if there is no process."""
+
+
+def order_file(run_dir: Path, name: str) -> Path:
+    """Return the file in which a chaos learner reads what to send when SIGUSR1 comes."""
+    return run_dir / CHAOS / f"{name}.order.json"
+
+
+class Tail:
+    """A reader of a file of lines that others write, as far as it is whole.
+
+    Args:
+        path: the file; it need not exist yet.
+        from_end: skip what it holds now.
+    """
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        self._path = path
+        self._position = 0
+        if from_end:
+            for _ in self.lines():
+                pass
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the lines that have become whole since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                while (line := file.readline(TAPE_BYTES_MAX)).endswith(b"\n"):
+                    self._position += len(line)
+                    yield line
+        except FileNotFoundError:
+            return
+
+
+class Saboteur:
+    """The one who inflicts faults.
+
+    Args:
+        run_dir: the job's folder.
+        processes: of the job.
+        relays: the link of each island.
+    """
+
+    def __init__(self, run_dir: Path, processes: Processes, relays: Mapping[str, Relay]) -> None:
+        self._run_dir = run_dir
+        self._processes = processes
+        self._relays = relays
+        self._undo: dict[int, Callable[[], object]] = {}  # number of a fault -> how to take it back
+        (run_dir / CHAOS).mkdir(parents=True, exist_ok=True)
+
+    def inflict(self, fault: ChaosFault) -> bool:
+        """Do it; False, and nothing is done, if its target has no process now."""
+        if fault.kind in ("kill", "kill-syncer", "kill-donor"):
+            if fault.kind == "kill-donor":
+                self._relays[fault.target].change("down", delay_s=DONOR_DELAY_S)
+                self._undo[fault.number] = self._relays[fault.target].heal
+            return self._processes.send(fault.target, signal.SIGKILL)
+        if fault.kind in ("stop", "stop-syncer"):
+            return self._stop(fault)
+        if fault.kind == "full-disk":
+            return self._fill_disk(fault)
+        if fault.kind == "nan":
+            write_json(order_file(self._run_dir, fault.target), {"values": fault.amount, "how": fault.how})
+            return self._processes.send(fault.target, signal.SIGUSR1)
+        return self._disturb(fault, self._relays[fault.target])
+
+    def take_back(self, fault: ChaosFault) -> None:
+        """End a fault that lasts; nothing if it is over already."""
+        with contextlib.suppress(ProcessLookupError):  # it died meanwhile
+            self._undo.pop(fault.number, lambda: None)()
+
+    def take_back_all(self) -> None:
+        """End all faults: the run is over, and a stopped process could not hear of it."""
+        for undo in list(self._undo.values()):
+            with contextlib.suppress(ProcessLookupError):
+                undo()
+        self._undo.clear()
+
+    def _stop(self, fault: ChaosFault) -> bool:
+        pid = self._processes.pid(fault.target)
+        if pid is None or not self._processes.send(fault.target, signal.SIGSTOP):
+            return False
+
+        def go_on() -> None:
+            if self._processes.pid(fault.target) == pid:  # a later process of that name was not stopped
+                self._processes.send(fault.target, signal.SIGCONT)
+
+        self._undo[fault.number] = go_on
+        return True
+
+    def _fill_disk(self, fault: ChaosFault) -> bool:
+        """Let no file of the process grow beyond what its tape and metrics are now."""
+        pid = self._processes.pid(fault.target)
+        if pid is None:
+            return False
+        size = min(os.stat(self._run_dir / name).st_size for name in (TAPE_FILE, METRICS_FILE))
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
+
+        def free() -> None:
+            if self._processes.pid(fault.target) == pid:
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
+
+        self._undo[fault.number] = free
+        return True
+
+    def _disturb(self, fault: ChaosFault, relay: Relay) -> bool:
+        if fault.kind == "cut":
+            return relay.cut("rst" if fault.how == "rst" else "fin") > 0
+        if fault.kind == "corrupt":
+            relay.flip(fault.amount, direction=fault.direction)
+        elif fault.kind == "duplicate":
+            relay.repeat(fault.amount, direction=fault.direction)
+        elif fault.kind == "black-hole":
+            relay.change(fault.direction, hold=True)
+            self._undo[fault.number] = relay.heal
+        else:
+            assert fault.kind == "slow-link", f"nobody knows how to do {fault.kind}"
+            relay.change(bytes_per_s=float(fault.amount), delay_s=0.1)
+            self._undo[fault.number] = relay.heal
+        return True
+
+
+class DonorHunt:
+    """The search for the one that gives a learner its state.
+
+    Args:
+        run_dir: the job's folder.
+        receiver: the learner that was killed.
+    """
+
+    def __init__(self, run_dir: Path, receiver: str) -> None:
+        self._tape = Tail(run_dir / TAPE_FILE, from_end=True)
+        self._receiver = receiver
+
+    def donor(self) -> str:
+        """Return who has sent the first part of its state by now; an empty string while nobody has."""
+        for line in self._tape.lines():
+            if line.startswith(b'["StatePart"'):
+                _, _, donor, _, receiver, *_ = json.loads(line)
+                if receiver == self._receiver:
+                    return str(donor)
+        return ""

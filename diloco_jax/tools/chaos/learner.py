@@ -1,0 +1,159 @@
+"""A learner that sends bad values when it is told to, and measures how long it waits between its steps.
+
+`diloco chaos` starts its islands this way. SIGUSR1 makes it read its order (actions.py) and obey: the next so many
+fragment values are NaN, or huge. Nothing of this is in the learner that trains for anybody else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from diloco_jax.core import codec
+from diloco_jax.core.fragments import Fragment
+from diloco_jax.protocol.messages import FragmentValue
+from diloco_jax.runtime.island.host import Host
+from diloco_jax.runtime.island.join import Hosts
+from diloco_jax.runtime.island.payloads import PayloadSender, StagedUpdate
+from diloco_jax.runtime.learner.run import LearnerRun
+from diloco_jax.runtime.records.files import CLOCK_FILE
+from diloco_jax.runtime.records.line_file import LineFile
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.chaos.actions import CHAOS, order_file
+from diloco_jax.tools.chaos.verdict import WAITS_FILE
+from diloco_jax.training.island import StepHandle
+from diloco_jax.transport.link import Link
+
+HUGE = 1e30
+WAIT_TOLD_S = 0.02  # shorter waits are not worth a line
+WAITS_MAX = 100_000  # lines of one life
+
+log = logging.getLogger(__name__)
+
+
+def chaos_learner(
+    config: RunConfig,
+    learner_id: str,
+    incarnation: int,
+    address: str,
+    run_dir: Path,
+    stop: threading.Event,
+    hosts: Hosts | None = None,
+) -> LearnerRun:
+    """Make a LearnerRun that can be told to misbehave. On the main thread: it sets a signal handler."""
+    waits = run_dir / CHAOS / WAITS_FILE.format(name=learner_id, incarnation=incarnation)
+    waits.parent.mkdir(exist_ok=True)
+    return LearnerRun(
+        config,
+        learner_id,
+        incarnation,
+        address,
+        run_dir,
+        stop,
+        hosts,
+        make_host=partial(TimedHost, Waits(waits, run_dir / CLOCK_FILE)),
+        make_sender=partial(BadSender, order_file(run_dir, learner_id), config.wire.up),
+    )
+
+
+class BadSender(PayloadSender):
+    """A sender of bad values in the place of good ones, as many as its newest order says.
+
+    Args:
+        orders: file that SIGUSR1 makes it read.
+        format: of the values.
+        host: knows the fragments.
+        on_failure: called with an error that nobody expected.
+    """
+
+    def __init__(self, orders: Path, format: codec.Format, host: Host, on_failure: Callable[[Exception], None]) -> None:
+        super().__init__(on_failure)
+        self._orders = orders
+        self._format = format
+        self._fragments = host.fragments
+        self._left, self._bad = 0, 0.0
+        signal.signal(signal.SIGUSR1, self._obey)
+
+    def _obey(self, number: int, frame: object) -> None:
+        del number, frame
+        order = json.loads(self._orders.read_text(encoding="utf-8"))
+        self._bad = np.nan if order["how"] == "nan" else HUGE
+        self._left = int(order["values"])
+
+    def value(self, link: Link, message: FragmentValue, staged: StagedUpdate) -> None:
+        """Send a fragment's outer gradient, bad or not."""
+        if self._left > 0:
+            self._left -= 1
+            log.info(f"sends {self._bad} for fragment {message.fragment_id} of round {message.global_step}")
+            staged = _BadUpdate(self._fragments[message.fragment_id], self._bad, self._format)
+        super().value(link, message, staged)
+
+
+class _BadUpdate(NamedTuple):
+    fragment: Fragment
+    value: float
+    format: codec.Format
+
+    def encode(self) -> bytes:
+        values = {key: np.full(shape, self.value, np.float32) for key, shape in self.fragment.keys_shapes}
+        return codec.encode(values, self.format)
+
+
+class Waits:
+    """The record of when, and how long, a learner waited between two inner steps.
+
+    Args:
+        path: file of the waits.
+        clock: file of the run's beginning.
+    """
+
+    def __init__(self, path: Path, clock: Path) -> None:
+        self._file = LineFile(path)
+        self._began_unix_s = float(json.loads(clock.read_text(encoding="utf-8"))["began_unix_s"])
+        self._ended_s: float | None = None
+        self._lines = 0
+
+    def step_begins(self) -> None:
+        """Write down the time since the last step, if it is long."""
+        wait_s = 0.0 if self._ended_s is None else time.monotonic() - self._ended_s
+        if wait_s >= WAIT_TOLD_S and self._lines < WAITS_MAX:
+            self._lines += 1
+            t = round(time.time() - self._began_unix_s, 3)
+            self._file.append((json.dumps([t, round(wait_s, 4)]) + "\n").encode())
+
+    def step_ended(self) -> None:
+        """Remember when it did."""
+        self._ended_s = time.monotonic()
+
+
+class TimedHost(Host):
+    """A Host that tells when its steps begin and end.
+
+    Args:
+        waits: is told.
+        arguments: of a `Host`.
+    """
+
+    def __init__(self, waits: Waits, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._waits = waits
+
+    def step(self, rate: float) -> StepHandle:
+        """See Host.step."""
+        self._waits.step_begins()
+        return super().step(rate)
+
+    def wait(self, handle: StepHandle) -> Mapping[str, float]:
+        """See Host.wait."""
+        figures = super().wait(handle)
+        self._waits.step_ended()
+        return figures

@@ -1,0 +1,163 @@
+"""The fate of every fault of a chaos run, told from the records that the syncer writes while it runs.
+
+All times are seconds since the run began, on the run's clock: those of the records, and of the faults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.tools.chaos.schedule import ChaosFault
+
+SETTLE_S = 1.0  # a recovery counts when nothing went wrong for so long after it
+NOTICED_LATE = {"corrupt", "duplicate", "black-hole"}  # within the lease at worst: a stream may just stand still
+DISRUPTIONS = {"left", "silent", "strike", "expelled"}
+RATE_SPAN_S = 5.0  # over which the pace of the run is measured
+
+
+@dataclass(slots=True)
+class Recovery:
+    """A fault and one whom it hit; a fault with two victims has two."""
+
+    fault: ChaosFault
+    target: str
+    begun_s: float
+    killed: bool  # it comes back as a new incarnation
+    incarnation: int  # of an island, when it was hit
+    settle_s: float = SETTLE_S
+    ended_s: float | None = None  # when the fault was over; what is over at once ends when it begins
+    stepped_s: float | None = None  # the island's first step after that
+    merged_s: float | None = None  # the first merged round with it, or, after a fault of the syncer, of anybody
+    settled: bool = False
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds from the injection, or from the end of a lasting fault, to the first round that was merged again."""
+        if not self.settled or self.merged_s is None or self.ended_s is None:
+            return None
+        return max(0.0, self.merged_s - (self.begun_s if self.killed else self.ended_s))
+
+    def on_step(self, now_s: float, incarnation: int) -> None:
+        """Take note that the island reported a step."""
+        if self.ended_s is None or now_s < self.ended_s or (self.killed and incarnation <= self.incarnation):
+            return
+        if self.stepped_s is None:
+            self.stepped_s = now_s
+
+    def on_merged(self, now_s: float, members: Sequence[str]) -> None:
+        """Take note that a round was merged."""
+        if self.target == SYNCER:
+            since_s = self.ended_s
+        else:
+            since_s = self.stepped_s if self.target in members else None
+        if self.merged_s is None and since_s is not None and now_s > since_s:
+            self.merged_s = now_s
+
+    def on_disruption(self, now_s: float) -> None:
+        """Take note that the island is away after all, or again."""
+        if not self.settled and now_s >= self.begun_s:
+            self.stepped_s = self.merged_s = None
+
+    def on_time(self, now_s: float) -> None:
+        """Take note that the records have come so far."""
+        if self.merged_s is not None and now_s >= self.merged_s + self.settle_s:
+            self.settled = True
+
+
+class Ledger:
+    """The books of a run: `feed` them every record in order, and tell them of every fault.
+
+    Args:
+        lease_s: silence after which the syncer takes an island for dead, in seconds.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self.recoveries: list[Recovery] = []
+        self.survivor_gaps_s: list[float] = []  # between the rounds before and after an island's death
+        self.longest_pause_s = 0.0  # between two merged rounds while the syncer was well
+        self.rounds = 0
+        self.global_step = 0
+        self.finished = False
+        self.merged_once: set[str] = set()
+        self.now_s = 0.0  # time of the newest record
+        self._incarnations: dict[str, int] = {}
+        self._merged_s: float | None = None  # the last merged round
+        self._deaths_s: list[float] = []  # of islands, since the last merged round
+        self._pace: list[tuple[float, int]] = []
+
+    # ---- faults ---------------------------------------------------------------------------------------------------
+
+    def begin(self, fault: ChaosFault, target: str, now_s: float, *, killed: bool) -> None:
+        """Enter a fault that hit `target` now."""
+        ended_s = None if fault.duration_s and not killed else now_s
+        settle_s = SETTLE_S + (self._lease_s if fault.kind in NOTICED_LATE else 0.0)
+        recovery = Recovery(fault, target, now_s, killed, self._incarnations.get(target, -1), settle_s, ended_s)
+        self.recoveries.append(recovery)
+        if killed and target != SYNCER:
+            self._deaths_s.append(now_s)
+
+    def end(self, fault: ChaosFault, now_s: float) -> None:
+        """Enter that a lasting fault is over."""
+        for recovery in self.recoveries:
+            if recovery.fault is fault and recovery.ended_s is None:
+                recovery.ended_s = now_s
+
+    @property
+    def unwell(self) -> set[str]:
+        """Names of those that were hit and have not recovered."""
+        return {recovery.target for recovery in self.recoveries if not recovery.settled}
+
+    def close(self) -> None:
+        """Settle the recoveries: the run is over, and nothing can go wrong after them any more."""
+        for recovery in self.recoveries:
+            recovery.settled = recovery.merged_s is not None
+
+    def steps_per_s(self) -> float:
+        """Return the global steps in a second, lately; 0 while nothing is known."""
+        (then_s, then), (now_s, now) = (self._pace or [(0.0, 0)])[0], (self._pace or [(0.0, 0)])[-1]
+        return (now - then) / (now_s - then_s) if now_s > then_s else 0.0
+
+    # ---- records --------------------------------------------------------------------------------------------------
+
+    def feed(self, record: Mapping[str, Any]) -> None:
+        """Take the next record of metrics.jsonl."""
+        kind, now_s = record["kind"], float(record["t"])
+        self.now_s = max(self.now_s, now_s)
+        self.finished = self.finished or kind == "finished"
+        if kind == "step":
+            self._incarnations[record["learner"]] = record["incarnation"]
+            for recovery in self._open(record["learner"]):
+                recovery.on_step(now_s, record["incarnation"])
+        elif kind == "merged":
+            self._on_merged(now_s, record["global_step"], record["members"])
+        elif kind in DISRUPTIONS:
+            for name in record["members"]:
+                for recovery in self._open(name):
+                    recovery.on_disruption(now_s)
+        for recovery in self._open():
+            recovery.on_time(now_s)
+
+    def _open(self, target: str = "") -> list[Recovery]:
+        return [r for r in self.recoveries if not r.settled and (not target or r.target == target)]
+
+    def _on_merged(self, now_s: float, global_step: int, members: Sequence[str]) -> None:
+        self.rounds += 1
+        self.global_step = max(self.global_step, global_step)
+        self.merged_once.update(members)
+        if self._merged_s is not None and not self._syncer_was_unwell(self._merged_s, now_s):
+            gap_s = now_s - self._merged_s
+            self.longest_pause_s = max(self.longest_pause_s, gap_s)
+            self.survivor_gaps_s += [gap_s for death_s in self._deaths_s if death_s < now_s]
+        self._deaths_s = [death_s for death_s in self._deaths_s if death_s >= now_s]
+        for recovery in self._open():
+            recovery.on_merged(now_s, members)
+        self._merged_s = now_s
+        self._pace = [*(p for p in self._pace if p[0] > now_s - RATE_SPAN_S), (now_s, self.global_step)]
+
+    def _syncer_was_unwell(self, from_s: float, to_s: float) -> bool:
+        faults = [r for r in self.recoveries if r.target == SYNCER and r.begun_s <= to_s]
+        return any(r.merged_s is None or r.merged_s > from_s for r in faults)

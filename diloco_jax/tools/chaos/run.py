@@ -1,0 +1,151 @@
+"""`diloco chaos`: a real local job under a schedule of faults, and what became of it (docs/chaos.md)."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.runtime.local.processes import Child, Process
+from diloco_jax.runtime.local.run import LocalRun, RunFailed
+from diloco_jax.runtime.records.files import ADDRESS_FILE, LOGS, SUMMARY_FILE
+from diloco_jax.runtime.records.signals import stop_on_signals
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.chaos.actions import Saboteur
+from diloco_jax.tools.chaos.driver import Driver
+from diloco_jax.tools.chaos.relay import Relay
+from diloco_jax.tools.chaos.schedule import ChaosFault
+from diloco_jax.tools.chaos.verdict import judge
+from diloco_jax.tools.replay.audit import audit
+from diloco_jax.tools.report.page import write_report
+
+DRIVER_STOP_S = 30.0
+
+
+class ChaosRun(LocalRun):
+    """A local run whose islands dial through relays and obey SIGUSR1.
+
+    Args:
+        config: the run.
+        run_dir: its folder.
+        say: gets lines for people.
+        stop: set from outside to end the run early.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: Path, say: Callable[[str], None], stop: threading.Event) -> None:
+        if several := next((name for name in config.islands.names if config.island(name).hosts > 1), ""):
+            raise ValueError(f"{several} has several hosts, which chaos does not know yet; set islands.hosts to 1")
+        super().__init__(config, run_dir, say, stop)
+        address = run_dir / ADDRESS_FILE
+        self.relays = {name: Relay(lambda: address.read_text(encoding="utf-8")) for name in config.islands.names}
+
+    def close(self) -> None:
+        """Take the relays down."""
+        for relay in self.relays.values():
+            relay.close()
+
+    def pid(self, name: str) -> int | None:
+        """Return the process of an island or of the syncer; None while it has none."""
+        child = self._child(name)
+        return child.process.pid if child is not None and child.process.poll() is None else None
+
+    def send(self, name: str, number: signal.Signals) -> bool:
+        """Send a signal; False if there is no process."""
+        child = self._child(name)
+        if child is None or child.process.poll() is not None:
+            return False
+        child.process.send_signal(number)
+        return True
+
+    def _child(self, name: str) -> Child | None:
+        return self._syncer if name == SYNCER else self._islands.get(name)
+
+    def _start_island(self, name: str, address: str) -> Child:
+        del address  # the relay looks it up at every connection
+        return super()._start_island(name, self.relays[name].address)
+
+    def _start(self, name: str, arguments: list[str], host: int = 0) -> Process:
+        if arguments[0] == "learner":
+            arguments = ["chaos-learner", *arguments[1:]]
+        return super()._start(name, arguments, host)
+
+
+def for_chaos(config: RunConfig, faults: int) -> RunConfig:
+    """The config with as many restarts as so many faults may take.
+
+    Raises:
+        ValueError: the islands are threads of one process, which cannot be killed one by one.
+    """
+    if config.islands.controller == "single":
+        raise ValueError("`diloco chaos` kills the processes of single islands; set islands.controller to processes")
+    islands = replace(config.islands, restarts_max=max(config.islands.restarts_max, 2 * faults))
+    syncer = replace(config.syncer, restarts_max=max(config.syncer.restarts_max, 2 * faults))
+    return replace(config, islands=islands, syncer=syncer)
+
+
+def run_chaos(
+    config: RunConfig, run_dir: Path, schedule: Sequence[ChaosFault], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Run the job to its end under the schedule.
+
+    Args:
+        config: the run, as `for_chaos` made it.
+        run_dir: its folder, with config.yaml in it.
+        schedule: the faults.
+        say: gets lines for people while it runs.
+
+    Returns:
+        What `judge` says; `problems` in it is empty when everything came back and nothing was lost.
+    """
+    stop, over = stop_on_signals(), threading.Event()
+    run = ChaosRun(config, run_dir, say, stop)
+    saboteur = Saboteur(run_dir, run, run.relays)
+    driver = Driver(
+        schedule,
+        config.islands.names,
+        config.train.steps,
+        config.protocol.lease_s,
+        run_dir,
+        run,
+        saboteur,
+        say,
+    )
+    say(f"run folder {run_dir}, logs in {run_dir / LOGS}, {len(schedule)} faults")
+    problems = []
+
+    def drive() -> None:
+        try:
+            driver.run(over)
+        except Exception as error:  # it must not be lost with the thread
+            problems.append(f"the faults ended early: {error!r}")
+            stop.set()
+
+    thread = threading.Thread(target=drive, name="chaos")
+    thread.start()
+    try:
+        run.run()
+    except RunFailed as error:
+        problems.append(str(error))
+    finally:
+        over.set()
+        thread.join(DRIVER_STOP_S)
+        run.close()
+    driver.conclude()
+    path = run_dir / SUMMARY_FILE
+    summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    samples: dict[str, Any] = {}
+    if summary:
+        say(f"report {write_report(run_dir)}")
+    try:
+        samples = audit(run_dir, config.protocol, config.train.steps)
+    except (ValueError, OSError) as error:
+        problems.append(f"the tapes cannot be audited: {error}")
+    result = judge(
+        driver.ledger, run_dir, inflicted=driver.inflicted, skipped=driver.skipped, summary=summary, samples=samples
+    )
+    return result | {"problems": [*problems, *result["problems"]]}

@@ -1,0 +1,140 @@
+"""The faults of a chaos run, drawn from a seed before it begins, so that they can be printed and repeated.
+
+A fault waits for a global step rather than a time: two machines of different speed get the same schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.tools.chaos.relay import Direction
+
+KINDS = (
+    "kill",  # SIGKILL an island
+    "stop",  # SIGSTOP an island, SIGCONT later
+    "kill-syncer",
+    "stop-syncer",
+    "cut",  # end an island's connections, with RST or FIN
+    "black-hole",  # nothing gets through an island's link, nobody is told
+    "slow-link",
+    "corrupt",  # invert bytes on an island's link
+    "duplicate",  # repeat bytes on an island's link
+    "nan",  # an island sends values that are NaN or huge
+    "full-disk",  # the syncer cannot make its files longer
+    "kill-donor",  # SIGKILL an island, and then the one that it recovers from
+)
+SYNCER_KINDS = {"kill-syncer", "stop-syncer", "full-disk"}
+FIRST, LAST = 0.05, 0.9  # share of the run's global steps in which faults happen: the last ones must heal in time
+FAULTS_MAX = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosFault:
+    """One fault of the schedule."""
+
+    number: int
+    """From 1, in the order in which they are due."""
+    kind: str
+    """One of KINDS."""
+    target: str
+    """An island, or the syncer."""
+    at_step: int
+    """The global step of the run at which it is due. It waits while its target has not recovered from another."""
+    duration_s: float = 0.0
+    """Seconds until it is taken back; 0 for what is over at once."""
+    direction: Direction = "both"
+    """Of the link: towards the syncer, from it, or both."""
+    how: str = ""
+    """cut: rst or fin. nan: nan or huge."""
+    amount: int = 0
+    """corrupt: one byte in so many. duplicate: bytes. nan: values. slow-link: bytes per second."""
+
+    def __str__(self) -> str:
+        words = f"#{self.number} step {self.at_step}: {self.kind} {self.target}"
+        if self.kind == "nan":
+            words += f", next {self.amount} values {self.how}"
+        elif self.kind == "cut":
+            words += f" with {self.how.upper()}"
+        elif self.kind in ("corrupt", "duplicate"):
+            unit = "one byte in" if self.kind == "corrupt" else "bytes:"
+            words += f" {self.direction}, {unit} {self.amount}"
+        elif self.kind == "slow-link":
+            words += f" to {self.amount} bytes/s"
+        elif self.kind == "black-hole":
+            words += f" {self.direction}"
+        return words + (f", for {self.duration_s:.1f} s" if self.duration_s else "")
+
+
+def draw_schedule(
+    seed: int, islands: Sequence[str], *, faults: int, steps: int, lease_s: float, kinds: Sequence[str] = KINDS
+) -> tuple[ChaosFault, ...]:
+    """Draw faults, as evenly spread over kinds, islands and the run as their number allows.
+
+    Args:
+        seed: of the draw; equal arguments give an equal schedule.
+        islands: names of the islands.
+        faults: how many.
+        steps: global steps of the run.
+        lease_s: silence after which an island counts as dead; some faults are shorter, some longer.
+        kinds: which kinds to draw from.
+
+    Raises:
+        ValueError: an unknown kind, a number out of range, or a kind that so few islands do not allow.
+    """
+    unknown = sorted(set(kinds) - set(KINDS))
+    if unknown or not kinds:
+        raise ValueError(f"kinds of faults: {', '.join(unknown) or 'none'}; choose from {', '.join(KINDS)}")
+    if not 1 <= faults <= FAULTS_MAX:
+        raise ValueError(f"{faults} faults; use 1 to {FAULTS_MAX}")
+    if len(islands) < 2 or ("kill-donor" in kinds and len(islands) < 3):
+        raise ValueError(f"{len(islands)} islands; use at least 2, and 3 for kill-donor: one must live through it all")
+    random = Random(seed)
+    kind_deck, island_deck = _deck(random, kinds), _deck(random, islands)
+    width = (LAST - FIRST) * steps / faults
+    schedule = []
+    for index in range(faults):
+        kind = next(kind_deck)
+        target = SYNCER if kind in SYNCER_KINDS else next(island_deck)
+        at_step = int(FIRST * steps + (index + random.random()) * width)
+        schedule.append(_fault(random, kind, target, index + 1, at_step, lease_s))
+    return tuple(schedule)
+
+
+def _deck(random: Random, cards: Sequence[str]) -> Iterator[str]:
+    """Yield cards in random order, again and again; each comes as often as any other."""
+    while True:
+        yield from random.sample(cards, len(cards))
+
+
+def _fault(random: Random, kind: str, target: str, number: int, at_step: int, lease_s: float) -> ChaosFault:
+    duration_s, how, amount = 0.0, "", 0
+    direction: Direction = "both"
+    if kind in ("stop", "stop-syncer", "black-hole"):  # half of them outlast the lease
+        duration_s = random.choice((random.uniform(0.2, 0.9), random.uniform(1.1, 2.0))) * lease_s
+    if kind in ("corrupt", "duplicate", "black-hole"):
+        direction = random.choice(("up", "down", "both"))
+    if kind == "cut":
+        how = random.choice(("rst", "fin"))
+    elif kind == "slow-link":
+        duration_s, amount = random.uniform(1.0, 6.0), random.choice((2_000, 20_000, 200_000))
+    elif kind == "corrupt":
+        amount = random.choice((1, 100, 5_000, 50_000))
+    elif kind == "duplicate":
+        amount = random.choice((1, 9, 1_000, 50_000))
+    elif kind == "nan":
+        how, amount = random.choice(("nan", "huge")), random.choice((1, 2, 12))
+    elif kind == "full-disk":
+        duration_s = random.uniform(1.0, 4.0)
+    return ChaosFault(
+        number=number,
+        kind=kind,
+        target=target,
+        at_step=at_step,
+        duration_s=round(duration_s, 3),
+        direction=direction,
+        how=how,
+        amount=amount,
+    )

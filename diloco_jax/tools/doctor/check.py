@@ -1,0 +1,45 @@
+"""One finding of `diloco doctor`."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Status = Literal["ok", "warn", "fail"]
+
+
+class Check(NamedTuple):
+    """The finding of one check.
+
+    Attributes:
+      name: of what was looked at.
+      status: fail: a run would not work, or not for long. warn: it would, but somebody should know.
+      found: what is there.
+      fix: what to do about it; empty if nothing.
+    """
+
+    name: str
+    status: Status
+    found: str
+    fix: str = ""
+
+
+def of_error(name: str, error: Exception, fix: str = "") -> Check:
+    """Make a failed check from an error of this package, whose message ends with the remedy.
+
+    Args:
+        name: of the check.
+        error: "what is wrong; remedy" or "what is wrong: remedy".
+        fix: for a message without a remedy.
+    """
+    text = str(error)
+    for separator in ("; ", ": "):
+        found, _, remedy = text.rpartition(separator)
+        if found:
+            return Check(name, "fail", found, remedy)
+    return Check(name, "fail", text, fix)
+
+
+def mbit(bytes_per_s: float) -> str:
+    """Write a rate for people, in Mbit/s."""
+    value = bytes_per_s * 8 / 1e6
+    return f"{value:,.0f} Mbit/s" if value >= 100 else f"{value:.3g} Mbit/s"

@@ -1,0 +1,141 @@
+"""`diloco doctor`: can this machine take its part in the run, and what is to be done if it cannot."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.runtime.local.machine import look
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.doctor.check import Check, Status
+from diloco_jax.tools.doctor.host import (
+    check_chips,
+    check_data,
+    check_disk,
+    check_environment,
+    check_files,
+    check_memory,
+)
+from diloco_jax.tools.doctor.link import check_link, dialled
+from diloco_jax.tools.doctor.part import part_of
+from diloco_jax.transport.grpc_link import listen
+from diloco_jax.transport.link import check_name, split_address
+from diloco_jax.transport.probe import SECONDS_MAX
+
+WORDS: dict[Status, str] = {"ok": "ok", "warn": "warn", "fail": "FAIL"}
+WIDTH = 140  # of a table that no terminal limits
+STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seconds: float) -> list[Check]:
+    """Make all checks of this machine's part in the run.
+
+    Args:
+        config: the run.
+        run_dir: its folder on this machine, which need not exist.
+        island: the learner that will run here; "" on the syncer's machine.
+        address: host:port of the syncer, as this machine reaches it.
+        seconds: how long throughput is measured in each direction.
+
+    Raises:
+        ValueError: the island's name or the address is not allowed, `seconds` is out of range, or the model cannot be
+            loaded.
+    """
+    if not 0 < seconds <= SECONDS_MAX:
+        raise ValueError(f"--seconds is {seconds}; use more than 0, at most {SECONDS_MAX:g}")
+    name = check_name(island) if island else SYNCER
+    side = dialled(config.transport, name, address)
+    part = part_of(config, island)
+    checks = [_check_config(config, island, part.parameters)]
+    checks += check_link(config, side, part, seconds)
+    checks += [check_data(config), check_memory(part.memory_bytes), check_disk(part.disk_bytes, run_dir)]
+    own = config.island(island)
+    # what the machine has, not what this process was told: looking at it must not take it from a run
+    emulated = not own.topology and look({}).emulates
+    if island and not emulated and not config.islands.pathways:
+        checks.append(check_chips(own.topology))
+    checks.append(check_environment(os.environ, emulated=emulated or not island))
+    learners = 1 if island else config.islands.count
+    checks.append(check_files(2 * learners * (config.transport.stripes + 1)))
+    return checks
+
+
+def _check_config(config: RunConfig, island: str, parameters: int) -> Check:
+    found = f"run {config.name!r}, {config.islands.count} islands, {parameters:,} parameters; "
+    if island and island not in config.islands.names:
+        names = f"{config.islands.names[0]} to {config.islands.names[-1]}"
+        return Check("config", "warn", f"{found}{island} is none of {names}", "correct --island, if it is one of them")
+    return Check("config", "ok", found + (f"checked for {island}" if island else "checked for the syncer"))
+
+
+def as_dict(checks: Sequence[Check]) -> dict[str, Any]:
+    """Return the result as `--json` prints it."""
+    rows = [check._asdict() for check in checks]
+    return {"checks": rows, "ok": not any(check.status == "fail" for check in checks)}
+
+
+def describe(checks: Sequence[Check]) -> str:
+    """Write the result as a table for people."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("", "what", "found", "fix"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        table.add_row(f"[{STYLES[check.status]}]{WORDS[check.status]}[/]", check.name, _plain(check.found),
+                      _plain(check.fix))  # fmt: skip
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip()
+
+
+def _plain(text: str) -> str:
+    """Escape text so that it is not read as markup."""
+    return text.replace("[", "\\[")
+
+
+@contextmanager
+def listening(config: RunConfig) -> Iterator[list[str]]:
+    """Answer the doctors of islands where the syncer and its shards will listen; no learner is admitted.
+
+    Args:
+        config: the run.
+
+    Raises:
+        ValueError: an address is in use, or not allowed, or has no port.
+    """
+    written, port = config.transport.address.rpartition(":")[0], split_address(config.transport.address)[1]
+    if not port:
+        raise ValueError(
+            f"transport.address is {config.transport.address}; --listen needs a port: add "
+            "--transport.address 0.0.0.0:50051"
+        )
+    shards = range(1, config.syncer.shards + 1) if config.syncer.shards > 1 else range(0)
+    settings = part_of(config).settings
+    with ExitStack() as stack:
+        found = []
+        for offset in (0, *shards):
+            transport = replace(config.transport, address=f"{written}:{port + offset}")
+            told = [f":{port + each}" for each in shards] if not offset else []
+            listener = listen(transport, run_id=config.name, shards=told)
+            stack.callback(listener.close, 0.0)
+            listener.stop_admitting()
+            listener.desk.settings = settings
+            found.append(listener.address)
+        yield found
+
+
+def serve(config: RunConfig, stop: threading.Event, say: Callable[[str], None]) -> None:
+    """Listen until stopped; `say` gets one line for people once everything is open. Raises as `listening` does."""
+    with listening(config) as addresses:
+        say(f"answering `diloco doctor` at {', '.join(addresses)} until Ctrl-C; no learner is admitted")
+        stop.wait()

@@ -1,0 +1,162 @@
+"""Checks of `diloco doctor` that need nobody else: data, memory, disk, devices, limits of this host."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from diloco_jax.runtime.local.machine import chip_of
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.slices import Topology
+from diloco_jax.tools.budget.memory import size
+from diloco_jax.tools.doctor.check import Check, mbit, of_error
+from diloco_jax.training.data import load_source
+
+MEMORY = Path("/proc/meminfo")
+TCP = Path("/proc/sys/net/ipv4")
+PCI = Path("/sys/bus/pci/devices")
+FILES_OF_PROCESS = 256  # besides connections
+WINDOW_SHARE = 0.7  # of what the windows allow: a measured rate above it is limited by them
+FAR_S = 0.005  # round trips below it do not limit a connection
+
+
+def check_data(config: RunConfig) -> Check:
+    """Check that the corpus can be read, and is long enough."""
+    try:
+        source = load_source(config.data, config.train.seq_len)
+    except (ValueError, OSError) as error:
+        return of_error("data", error, "correct data.path on this machine")
+    windows = len(source.train)
+    share = config.train.steps * config.train.batch_size / windows
+    read = f"reads them {share:.1f} times" if share > 1 else f"reads {share:.2%} of them"
+    return Check("data", "ok", f"{config.data.path}: {windows:,} training windows, the run {read}")
+
+
+def check_memory(need_bytes: float, path: Path = MEMORY) -> Check:
+    """Compare the free memory of this host with what this process will take.
+
+    Args:
+        need_bytes: estimated.
+        path: what the kernel says of memory.
+    """
+    try:
+        rows = dict(line.split(":", 1) for line in path.read_text(encoding="ascii").splitlines())
+        free = int(rows["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return Check("memory", "ok", f"this process will take about {size(need_bytes)}; what is free is not known here")
+    found = f"{size(free)} available, about {size(need_bytes)} needed"
+    if free < need_bytes:
+        return Check("memory", "fail", found, "use a host with more memory, or end what else runs here")
+    return Check(
+        "memory",
+        "ok" if free > 1.5 * need_bytes else "warn",
+        found,
+        "" if free > 1.5 * need_bytes else "the estimate is rough: leave more room",
+    )
+
+
+def check_disk(need_bytes: int, run_dir: Path) -> Check:
+    """Compare the free space below the run's folder with its snapshots.
+
+    Args:
+        need_bytes: of all snapshots that are kept, and of one being written; 0 if there are none.
+        run_dir: the run's folder, or where it will be.
+    """
+    there = next(folder for folder in [run_dir.absolute(), *run_dir.absolute().parents] if folder.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        wrong = "may not be written" if there.is_dir() else "is no folder"
+        return Check("disk", "fail", f"{there} {wrong}", "correct its rights, or choose another --run-dir or runs_dir")
+    free = shutil.disk_usage(there).free
+    found = f"{size(free)} free at {there}, "
+    found += f"snapshots take up to {size(need_bytes)}" if need_bytes else "and no snapshots (protocol.snapshot_every)"
+    if free < need_bytes:
+        return Check(
+            "disk", "fail", found, "free space, choose another --run-dir or runs_dir, or lower checkpoints.keep"
+        )
+    if free < 2 * need_bytes:
+        return Check("disk", "warn", found, "logs and tapes grow beside them: leave more room")
+    return Check("disk", "ok", found)
+
+
+def check_environment(environment: Mapping[str, str], *, emulated: bool) -> Check:
+    """Check that no variable of a multislice job is set, which would make one JAX job of what are islands.
+
+    Args:
+        environment: of this process.
+        emulated: the island has no real devices.
+    """
+    found = sorted(name for name in environment if name.startswith("MEGASCALE_"))
+    if not found:
+        return Check("environment", "ok", "no MEGASCALE_* variable")
+    fix = "unset them, and start each island as a slice of its own: an island is never part of a multislice job"
+    return Check("environment", "warn" if emulated else "fail", f"{', '.join(found)} set", fix)
+
+
+def check_chips(topology: str, pci: Path = PCI) -> Check:
+    """Compare the TPU chips of this host with islands.topology, without taking them: they are counted on the PCI bus.
+
+    Args:
+        topology: that of the island; empty: not said.
+        pci: devices as the kernel lists them.
+    """
+    found = [name for device in pci.glob("*") if (name := chip_of(device))]
+    seen = (
+        f"{len(found)} TPU chips on this host ({', '.join(sorted(set(found)))})"
+        if found
+        else "no TPU chip on this host"
+    )
+    if not topology:
+        return Check("devices", "ok", f"{seen}; islands.topology is not set, so nothing to compare with")
+    expected = Topology.parse(topology)
+    want = f"{topology} has {expected.chips_per_host} {expected.generation.name} per host"
+    if len(found) == expected.chips_per_host and set(found) == {expected.generation.name}:
+        return Check("devices", "ok", f"{seen}; {want}")
+    fix = "correct islands.topology, or run on a host of that slice"
+    if not found:
+        fix += "; in a container the chips must be passed through"
+    return Check("devices", "fail", f"{seen}, but {want}", fix)
+
+
+def check_files(connections: int) -> Check:
+    """Compare the limit of open files with the connections of this process.
+
+    Args:
+        connections: at most, at one time.
+    """
+    limit, need = resource.getrlimit(resource.RLIMIT_NOFILE)[0], connections + FILES_OF_PROCESS
+    found = f"{limit} open files allowed, up to {need} needed"
+    if limit != resource.RLIM_INFINITY and limit < need:
+        return Check(
+            "open files", "fail", found, f"raise the limit: ulimit -n {2 * need}, or LimitNOFILE of its service"
+        )
+    return Check("open files", "ok", found)
+
+
+def check_windows(bytes_per_s: float, rtt_s: float, stripes: int, folder: Path = TCP) -> Check:
+    """Compare the kernel's TCP windows with rate times round trip.
+
+    Args:
+        bytes_per_s: measured, over all connections.
+        rtt_s: measured.
+        stripes: connections that share the payloads.
+        folder: the kernel's settings.
+    """
+    name = "TCP buffers"
+    try:
+        windows = {key: int((folder / key).read_text(encoding="ascii").split()[2]) for key in ("tcp_rmem", "tcp_wmem")}
+    except (OSError, ValueError, IndexError):
+        return Check(name, "ok", "the kernel's limits are not known here")
+    least = min(windows, key=lambda key: windows[key])
+    window = windows[least]
+    found = f"net.ipv4.{least} allows {size(window)} per connection"
+    if not rtt_s or rtt_s < FAR_S:
+        return Check(name, "ok", found)
+    limit = stripes * window / rtt_s
+    found += f", so {mbit(limit)} with {stripes} stripes at {rtt_s * 1e3:.0f} ms"
+    if bytes_per_s < WINDOW_SHARE * limit:
+        return Check(name, "ok", found)
+    fix = f"raise transport.stripes to {min(16, 2 * stripes)}, or the third number of net.ipv4.tcp_rmem and tcp_wmem"
+    return Check(name, "warn", f"{found}: that is what limits this link ({mbit(bytes_per_s)})", fix)

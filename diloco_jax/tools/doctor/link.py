@@ -1,0 +1,320 @@
+"""Checks of `diloco doctor` on the way to the syncer: address, ports, credentials, clocks, versions, throughput."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import ipaddress
+import math
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from diloco_jax.protocol.membership import OPEN
+from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.budget.links import LinkNeeds
+from diloco_jax.tools.budget.memory import size
+from diloco_jax.tools.doctor.check import Check, mbit, of_error
+from diloco_jax.tools.doctor.host import check_windows
+from diloco_jax.tools.doctor.part import ProcessPart
+from diloco_jax.tools.doctor.probing import Greeting, Rate, greet, measure
+from diloco_jax.transport.link import TransportConfig, TransportError, split_address
+from diloco_jax.transport.probe import RUN_BYTES_MAX, versions
+from diloco_jax.transport.trust.security import credentials, diagnose, is_loopback, valid_until
+
+REACH_TIMEOUT_S = 3.0
+ANSWER_TIMEOUT_S = 10.0
+EXPIRES_SOON = datetime.timedelta(days=14)
+SKEW_WARN_S, SKEW_MAX_S = 5.0, 3600.0  # certificates of `diloco certs` are valid an hour before they are made
+MUST_AGREE = "diloco-jax"
+SHOWN_MAX = 100  # characters of a setting
+LISTEN_HINT = "start the syncer there, or `diloco doctor CONFIG --listen` to try the way to it"
+
+
+class Side(NamedTuple):
+    """The side that asks, and the one that is asked.
+
+    Attributes:
+      name: the island's name, or "syncer" on the syncer's own machine.
+      transport: with the address at which this machine reaches the syncer.
+      listens: the address at which the syncer listens, as the config has it.
+    """
+
+    name: str
+    transport: TransportConfig
+    listens: str
+
+    @property
+    def is_syncer(self) -> bool:
+        """Tell if this is the machine of the syncer."""
+        return self.name == SYNCER
+
+
+def check_link(config: RunConfig, side: Side, part: ProcessPart, seconds: float) -> list[Check]:
+    """Check everything between this machine and the syncer, until a check fails on which others depend.
+
+    Args:
+        config: the run.
+        side: who asks.
+        part: of this side in the run.
+        seconds: how long throughput is measured in each direction.
+    """
+    own = check_credentials(side)
+    checks = [own, *check_reach(side)]
+    if any(check.status == "fail" for check in checks) or checks[-1].name == "listen":
+        return checks
+    trouble = diagnose(side.transport, side.name)
+    if trouble:
+        return [*checks, of_error("handshake", ValueError(trouble))]
+    try:
+        greeting = greet(side.transport, side.name)
+    except (TransportError, ValueError) as error:
+        return [*checks, _unanswered(error)]
+    checks.append(check_run(config, side, greeting))
+    if checks[-1].status == "fail":
+        return checks  # that run is not ours to measure beside
+    checks += check_settings(part.settings, greeting.settings)
+    checks += [check_clock(greeting), check_versions(versions(), greeting.versions)]
+    checks += [_check_shard(address) for address in greeting.shards]
+    return checks + check_throughput(config, side, greeting, part.links, seconds)
+
+
+# ---- credentials --------------------------------------------------------------------------------------------------
+
+
+def check_credentials(side: Side, now: datetime.datetime | None = None) -> Check:
+    """Check our own certificate, key and token before they are shown to the syncer.
+
+    Args:
+        side: whose.
+        now: the time at which they are to be valid; this machine's clock if not given.
+    """
+    transport, name = side.transport, "credentials"
+    try:
+        credentials(transport, side.name)
+        ends = valid_until(transport, side.name) if transport.encrypted else {}
+    except ValueError as error:
+        return of_error(name, error, "make them with `diloco certs`, see docs/security.md")
+    if not ends:
+        if is_loopback(transport.address):
+            return Check(name, "ok", "nothing is encrypted; this link stays on this machine")
+        fix = "set transport.tls_ca, tls_certificate and tls_key (`diloco certs`), if you do not trust the network"
+        return Check(name, "warn", f"nothing is encrypted on the way to {transport.address}", fix)
+    setting = min(ends, key=lambda each: ends[each])
+    left = ends[setting] - (now or datetime.datetime.now(datetime.UTC))
+    found = f"valid for {side.name}; transport.{setting} expires first, on {ends[setting]:%Y-%m-%d}"
+    if left < EXPIRES_SOON:
+        return Check(name, "warn", f"{found}, in {left.days} days", "make new ones with `diloco certs` before that")
+    return Check(name, "ok", found)
+
+
+# ---- address and ports --------------------------------------------------------------------------------------------
+
+
+def check_reach(side: Side) -> list[Check]:
+    """Check that the syncer's address resolves, and that its port answers.
+
+    On the syncer's own machine a port at which nothing listens yet is a check "listen": whether it could.
+    """
+    address = side.transport.address
+    host, port = split_address(address)
+    name = "address"
+    if not port:
+        fix = "for more than one machine, set transport.address to HOST:PORT, or give --syncer HOST:PORT"
+        return [Check(name, "warn" if is_loopback(address) else "fail", f"{address}: a port chosen at start", fix),
+                Check("listen", "ok", "nothing to reach before the run is started")]  # fmt: skip
+    if not side.is_syncer and _is_unspecified(host):
+        fix = "give --syncer HOST:PORT, or set transport.address to what islands can dial"
+        return [Check(name, "fail", f"{address} is where a syncer listens, nobody can dial it", fix)]
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        fix = "correct the name, or this machine's DNS; an IP address will do as well"
+        return [Check(name, "fail", f"{host} does not resolve: {error.strerror or error}", fix)]
+    targets = list(dict.fromkeys((family, target) for family, *_, target in found))
+    outcomes = {str(target[0]): _dial(family, target) for family, target in targets}
+    used = next((each for each, error in outcomes.items() if error is None), None)
+    listed = ", ".join(outcomes)
+    if used is not None:
+        which = f"{host} is {listed}; {used} is used" if len(outcomes) > 1 or listed != host else f"{used} is used"
+        return [Check(name, "ok", which), Check("reach", "ok", f"TCP port {port} of {used} answers")]
+    resolved = Check(name, "ok", f"{host} is {listed}" if listed != host else host)
+    first = next(iter(outcomes.values()))
+    if side.is_syncer and isinstance(first, ConnectionRefusedError):
+        return [resolved, _check_bind(side.listens)]
+    return [resolved, _unreachable("reach", address, first)]
+
+
+def _is_unspecified(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _dial(family: int, target: tuple[object, ...]) -> OSError | None:
+    with socket.socket(family, socket.SOCK_STREAM) as connection:
+        connection.settimeout(REACH_TIMEOUT_S)
+        try:
+            connection.connect(target)
+        except OSError as error:
+            return error
+    return None
+
+
+def _unreachable(name: str, address: str, error: OSError | None) -> Check:
+    port = split_address(address)[1]
+    if isinstance(error, ConnectionRefusedError):
+        return Check(name, "fail", f"{address} refuses connections: nothing listens there", LISTEN_HINT)
+    if isinstance(error, TimeoutError):
+        fix = f"let TCP port {port} through the firewalls between here and there, or correct the address"
+        return Check(name, "fail", f"{address} did not answer within {REACH_TIMEOUT_S:g} s", f"{fix}; {LISTEN_HINT}")
+    words = (error.strerror or str(error)) if error is not None else "unknown"
+    return Check(name, "fail", f"{address} cannot be reached: {words}", "correct the address, or the routes to it")
+
+
+def _check_bind(address: str) -> Check:
+    """Check that this machine could listen, where nothing does yet."""
+    host, port = split_address(address)
+    fix = "correct transport.address: an address of this machine, or 0.0.0.0 for all of them"
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as attempt:
+            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            attempt.bind(target)
+    except OSError as error:
+        fix = "choose a port above 1023" if error.errno == errno.EACCES else fix
+        return Check("listen", "fail", f"cannot listen on {address}: {error.strerror}", fix)
+    found = (
+        f"nothing listens on port {port} yet, and the syncer can; `diloco doctor CONFIG --listen` lets islands try it"
+    )
+    return Check("listen", "ok", found)
+
+
+def _check_shard(address: str) -> Check:
+    host, port = split_address(address)
+    error: OSError | None = None
+    try:
+        socket.create_connection((host, port), REACH_TIMEOUT_S).close()
+    except OSError as failed:
+        error = failed
+    if error is None:
+        return Check("merge shard", "ok", f"TCP port {port} answers")
+    return _unreachable("merge shard", address, error)
+
+
+# ---- the syncer's answers -----------------------------------------------------------------------------------------
+
+
+def _unanswered(error: Exception) -> Check:
+    if "UNIMPLEMENTED" in str(error):
+        return Check("syncer", "fail", "it does not know `diloco doctor`", "install the same version on both sides")
+    return of_error("syncer", error)
+
+
+def check_run(config: RunConfig, side: Side, greeting: Greeting) -> Check:
+    """Check that the syncer that answers is that of this run."""
+    where = f"the syncer at {side.transport.address}"
+    if greeting.run_id != config.name:
+        fix = "correct --syncer or transport.address, or use the config of that run"
+        return Check("syncer", "fail", f"{where} serves run {greeting.run_id!r}, not {config.name!r}", fix)
+    return Check("syncer", "ok", f"{where} accepts us; run {greeting.run_id!r}, {greeting.sessions} learners connected")
+
+
+def check_settings(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[Check]:
+    """Compare the settings on which learners and syncer must agree; skip a syncer that has not begun yet."""
+    differ = [name for name in ours if theirs.get(name) != ours[name] and OPEN not in (ours[name], theirs.get(name))]
+    if not theirs:
+        return []
+    if not differ:
+        return [Check("settings", "ok", f"all {len(ours)} that must agree do")]
+    first = differ[0]
+    found = (
+        f"{', '.join(differ)} differ; {first} is {_short(ours[first])} here, {_short(theirs.get(first, 'none'))} there"
+    )
+    return [
+        Check(
+            "settings",
+            "fail",
+            found,
+            "start both sides from one config file, on the same data: the syncer would refuse this learner",
+        )
+    ]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]} [...]"
+
+
+def check_clock(greeting: Greeting) -> Check:
+    """Compare the syncer's clock with ours."""
+    skew_s, error_s = abs(greeting.skew_s), greeting.skew_error_s
+    side = "ahead of" if greeting.skew_s > 0 else "behind"
+    found = f"the syncer's clock is {skew_s:.3f} s (+- {error_s:.3f}) {side} this machine's"
+    fix = "let NTP (chrony, systemd-timesyncd) set both clocks"
+    if skew_s - error_s > SKEW_MAX_S:
+        return Check("clock", "fail", f"{found}: new certificates are not valid yet on the slower side", fix)
+    if skew_s - error_s > SKEW_WARN_S:
+        return Check("clock", "warn", f"{found}: logs cannot be compared", fix)
+    return Check("clock", "ok", found)
+
+
+def check_versions(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Check:
+    """Compare the versions here with those of the syncer."""
+    names = sorted(set(ours) | set(theirs))
+    differ = [name for name in names if ours.get(name) != theirs.get(name)]
+    if not differ:
+        return Check("versions", "ok", ", ".join(f"{name} {ours[name]}" for name in names))
+    found = ", ".join(f"{name} {ours.get(name, 'none')} here, {theirs.get(name, 'none')} there" for name in differ)
+    status = "fail" if MUST_AGREE in differ else "warn"
+    return Check("versions", "fail" if status == "fail" else "warn", found, "install the same versions on both sides")
+
+
+def check_throughput(
+    config: RunConfig, side: Side, greeting: Greeting, needs: LinkNeeds, seconds: float
+) -> list[Check]:
+    """Measure what the link carries, and compare it with what a learner moves; say what limits it."""
+    try:
+        down = measure(side.transport, side.name, "down", seconds)
+        up = measure(side.transport, side.name, "up", seconds)
+    except (TransportError, ValueError) as error:
+        return [of_error("throughput", error)]
+    if not (up.bytes_per_s and down.bytes_per_s):
+        way = "up" if not up.bytes_per_s else "down"
+        fix = "look for a firewall that inspects traffic, or a path whose MTU is smaller than it says"
+        return [Check("throughput", "fail", f"nothing came through {way} within {seconds:g} s", fix)]
+    checks = [_throughput(config, greeting, needs, up, down)]
+    fastest = max(up.bytes_per_s, down.bytes_per_s)
+    return [*checks, check_windows(fastest, greeting.rtt_s, side.transport.stripes)]
+
+
+def _throughput(config: RunConfig, greeting: Greeting, needs: LinkNeeds, up: Rate, down: Rate) -> Check:
+    rates = up.bytes_per_s, down.bytes_per_s, greeting.rtt_s
+    found = f"up {mbit(up.bytes_per_s)}, down {mbit(down.bytes_per_s)}, round trip {greeting.rtt_s * 1e3:.1f} ms"
+    moved = needs.per_step
+    found += f"; a learner moves {size(moved['up_bytes_per_step'])} up and {size(moved['down_bytes_per_step'])} down"
+    found += " per global step"
+    if greeting.sessions:
+        found += f"; measured beside {greeting.sessions} learners, with {size(RUN_BYTES_MAX)} at most"
+    if config.protocol.lockstep:
+        return Check("throughput", "ok", f"{found}: a round takes at least {needs.round_s(*rates):.3g} s on the way")
+    found += f": enough for steps of {_seconds(needs.step_s(*rates))} or longer"
+    joining_s = needs.joining_bytes / down.bytes_per_s
+    fix = "" if joining_s < 600 else f"joining takes {joining_s / 60:.0f} minutes: this link is slow for this model"
+    return Check("throughput", "warn" if fix else "ok", found, fix)
+
+
+def _seconds(value: float) -> str:
+    return f"{max(1, math.ceil(value * 1e3))} ms" if value < 1 else f"{value:.1f} s"
+
+
+def dialled(transport: TransportConfig, name: str, address: str) -> Side:
+    """Decide the address that a side dials; the syncer's machine dials itself where it listens on all addresses."""
+    host, port = split_address(address)
+    dialled = address
+    if name == SYNCER and _is_unspecified(host):
+        dialled = f"127.0.0.1:{port}" if ":" not in host else f"[::1]:{port}"
+    patience_s = min(transport.connect_timeout_s, ANSWER_TIMEOUT_S)
+    return Side(name, replace(transport, address=dialled, connect_timeout_s=patience_s), address)

@@ -1,0 +1,58 @@
+"""One process's part in a run: its needs, and the settings on which all must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from diloco_jax.settings.run import RunConfig, fingerprint
+from diloco_jax.tools.budget.links import LinkNeeds
+from diloco_jax.tools.budget.memory import num_parameters
+from diloco_jax.tools.budget.needs import IslandKind, outline, syncer_needs
+from diloco_jax.training.data import load_source
+
+
+class ProcessPart(NamedTuple):
+    """One process's part in a run.
+
+    Attributes:
+      parameters: of the model.
+      settings: what both sides must agree on, by name.
+      links: what one learner moves.
+      memory_bytes: of this process on its host, estimated.
+      disk_bytes: of the run's folder on this host; 0 without snapshots.
+    """
+
+    parameters: int
+    settings: Mapping[str, str]
+    links: LinkNeeds
+    memory_bytes: float
+    disk_bytes: int
+
+
+def part_of(config: RunConfig, island: str = "") -> ProcessPart:
+    """Work out the part of an island's process, or of the syncer's.
+
+    Args:
+        config: the run.
+        island: name of the island; "" for the syncer.
+
+    Raises:
+        ValueError: the model cannot be loaded.
+    """
+    found = outline(config, IslandKind(config.island(island), (island,)))
+    settings = dict(fingerprint(config, found.plan.fingerprint, _corpus(config)))
+    if island:
+        memory, disk = sum(found.needs.host), found.needs.disk_bytes
+    else:
+        syncer = syncer_needs(config, found.plan)
+        memory, disk = sum(syncer.memory), syncer.disk_bytes
+    return ProcessPart(num_parameters(found.blueprint), settings, found.links, memory, disk)
+
+
+def _corpus(config: RunConfig) -> str:
+    """Name the corpus that this machine would read; "" if it cannot, which is a check of its own."""
+    try:
+        return load_source(config.data, config.train.seq_len).corpus
+    except (ValueError, OSError):
+        return ""

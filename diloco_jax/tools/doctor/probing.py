@@ -1,0 +1,170 @@
+"""The questions of `diloco doctor` to a syncer: its name, its time, and the rate of the link to it."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple
+
+import grpc
+
+from diloco_jax.transport.calls import SERVICE, open_channel, read_shards
+from diloco_jax.transport.link import TransportConfig, TransportError
+from diloco_jax.transport.probe import HANG_S, PROBE, SECONDS_MAX, noise
+from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.questions import failure
+from diloco_jax.transport.trust.security import credentials
+
+PINGS = 8
+
+
+class Greeting(NamedTuple):
+    """A syncer's answer about itself, with its distance.
+
+    Attributes:
+      run_id: name of its run.
+      versions: of its packages, by name.
+      settings: what learners must agree on, by name; empty if it has not begun yet.
+      sessions: learners that are connected to it.
+      shards: host:port of its merge shards.
+      rtt_s: shortest round trip of several, in seconds.
+      skew_s: by how much its clock is ahead of ours, in seconds.
+      skew_error_s: most that this may be wrong: half of that round trip.
+    """
+
+    run_id: str
+    versions: Mapping[str, str]
+    settings: Mapping[str, str]
+    sessions: int
+    shards: tuple[str, ...]
+    rtt_s: float
+    skew_s: float
+    skew_error_s: float
+
+
+class Rate(NamedTuple):
+    """A measured rate of payload.
+
+    Attributes:
+      moved_bytes: how much was counted.
+      bytes_per_s: over all connections together.
+    """
+
+    moved_bytes: int
+    bytes_per_s: float
+
+
+def greet(config: TransportConfig, name: str, *, pings: int = PINGS) -> Greeting:
+    """Ask the syncer at `config.address` who it is, several times, to see how long that takes.
+
+    Args:
+        config: how; its files are read anew.
+        name: who we are: a learner, or "syncer".
+        pings: how often.
+
+    Raises:
+        TransportError: Nobody answered in time, our credentials do not do, or the syncer knows no such question.
+        ValueError: Our own certificate, key or token cannot be used, or the address is not loopback and plaintext was
+            not allowed.
+    """
+    own = credentials(config, name)
+    ping = pb.ProbeRequest(kind=pb.PROBE_PING).SerializeToString()
+    best = (math.inf, 0.0)
+    with open_channel(config, own) as channel:
+        method = _method(channel)
+        try:
+            for number in range(pings + 1):
+                timeout_s = config.connect_timeout_s
+                before_s = time.time()
+                began_s = time.monotonic()
+                reply = next(method(iter([ping]), timeout=timeout_s, wait_for_ready=True, metadata=own.metadata))
+                rtt_s = time.monotonic() - began_s
+                if number:  # the first one also opened the connection
+                    best = min(best, (rtt_s, reply.unix_s - before_s - rtt_s / 2))
+        except (grpc.RpcError, StopIteration) as error:
+            raise failure(config, error, name) from None
+    try:
+        shards = read_shards(reply.shards, config.address)
+    except ValueError as error:
+        raise TransportError(f"the syncer at {config.address} names unusable shards: {error}") from None
+    return Greeting(
+        run_id=reply.run_id,
+        versions=dict(reply.versions),
+        settings=dict(reply.settings),
+        sessions=reply.sessions,
+        shards=shards,
+        rtt_s=best[0],
+        skew_s=best[1],
+        skew_error_s=best[0] / 2,
+    )
+
+
+def measure(config: TransportConfig, name: str, direction: Literal["up", "down"], seconds: float) -> Rate:
+    """Let noise flow to or from the syncer over `config.stripes` connections, and count it where it arrives.
+
+    Args:
+        config: how.
+        name: who we are.
+        direction: "up" to the syncer, or "down".
+        seconds: how long, at most probe.SECONDS_MAX.
+
+    Raises:
+        TransportError: As for `greet`, or somebody else measures at this moment.
+        ValueError: As for `greet`.
+    """
+    own = credentials(config, name)
+    seconds = min(seconds, SECONDS_MAX)
+    kind = pb.PROBE_UP if direction == "up" else pb.PROBE_DOWN
+    first = pb.ProbeRequest(kind=kind, probe=secrets.randbits(64), seconds=seconds).SerializeToString()
+    timeout_s = config.connect_timeout_s + seconds + HANG_S
+
+    def run(number: int) -> Rate:
+        del number
+        with open_channel(config, own) as channel:
+            requests = _upload(first) if direction == "up" else iter([first])
+            call = _method(channel)(requests, timeout=timeout_s, wait_for_ready=True, metadata=own.metadata)
+            try:
+                if direction == "down":
+                    return _count(call, seconds)
+                reply = next(call)
+                return _rate(reply.received_bytes, reply.received_s)
+            finally:
+                call.cancel()
+
+    try:
+        with ThreadPoolExecutor(config.stripes, "diloco-probe") as pool:
+            rates = list(pool.map(run, range(config.stripes)))
+    except (grpc.RpcError, StopIteration) as error:
+        raise failure(config, error, name) from None
+    return Rate(sum(rate.moved_bytes for rate in rates), sum(rate.bytes_per_s for rate in rates))
+
+
+def _method(channel: grpc.Channel) -> Any:
+    return channel.stream_stream(f"/{SERVICE}/{PROBE}", response_deserializer=pb.ProbeReply.FromString)
+
+
+def _upload(first: bytes) -> Iterator[bytes]:
+    yield first
+    for piece in noise():
+        yield pb.ProbeRequest(noise=piece).SerializeToString()
+
+
+def _count(replies: Iterator[pb.ProbeReply], seconds: float) -> Rate:
+    began_s = ended_s = 0.0
+    received = 0
+    for reply in replies:
+        ended_s = time.monotonic()
+        if not began_s:
+            began_s = ended_s
+            continue
+        received += len(reply.noise)
+        if ended_s - began_s >= seconds:
+            break
+    return _rate(received, ended_s - began_s)
+
+
+def _rate(moved_bytes: int, elapsed_s: float) -> Rate:
+    return Rate(moved_bytes, moved_bytes / elapsed_s if elapsed_s > 0 else 0.0)

@@ -1,0 +1,258 @@
+"""The common parts of all ways of launching: checks of the config, names, and commands of learner and syncer."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias
+
+from diloco_jax.settings.cloud import PORT_MAX
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.slices import Topology
+from diloco_jax.tools.launch.files import Plan, command, sequence_files
+
+CONFIG_PATH = "/etc/diloco/config/config.yaml"  # in containers
+CERTIFICATES_PATH = "/etc/diloco/certs"
+RUN_DIR = "/var/diloco/run"
+ABOUT_SYNCER = "The syncer. `delete` leaves its disk, from which the same run goes on when it is made again."
+NAME_LENGTH_MAX = 40  # of a node pool of GKE; pods and instances, whose names begin with it, may have 63
+Dump: TypeAlias = Callable[[RunConfig], str]
+_VARIABLES = """\
+# What the scripts here have in common, from the run's config. Change it there, and write them anew.
+# shellcheck shell=bash disable=SC2034
+{values}
+export CLOUDSDK_CORE_DISABLE_PROMPTS=1
+
+# Whether something is there. What is not an answer, such as a login that has expired, ends the script.
+have() {{
+  local said
+  if said="$("$@" 2>&1 >/dev/null)"; then
+    return 0
+  fi
+  case "${{said,,}}" in
+    *"not found"* | *not_found*) return 1 ;;
+  esac
+  printf '%s\\n' "$said" >&2
+  exit 1
+}}
+"""
+_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_ZONE = re.compile(r"[a-z]+(-[a-z0-9]+)+-[a-z0-9]+")
+
+
+class IslandMachines(NamedTuple):
+    """One island's machines.
+
+    Attributes:
+      name: of the island.
+      resource: of its machines.
+      topology: its TPU slice.
+      zone: where it is.
+    """
+
+    name: str
+    resource: str
+    topology: Topology
+    zone: str
+
+    @property
+    def region(self) -> str:
+        """Return the region of its zone."""
+        return region_of(self.zone)
+
+    def __str__(self) -> str:
+        hosts = f"{self.topology.hosts} host{'s' * (self.topology.hosts > 1)}"
+        return f"{self.name}: {self.topology} ({self.topology.accelerator_type}, {hosts}) in {self.zone}"
+
+
+def region_of(zone: str) -> str:
+    """Return the region of a zone: us-east5-a -> us-east5."""
+    return zone.rpartition("-")[0]
+
+
+def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[IslandMachines]:
+    """Make the checks of every way, and return the islands' machines.
+
+    Args:
+        config: the run's settings.
+        way: of launching, for messages.
+        needed: settings of `cloud` that must not be empty.
+
+    Raises:
+        ValueError: something that this way needs is missing, or a name cannot be one on Google Cloud.
+    """
+    if config.algorithm != "decoupled":
+        raise ValueError(f"algorithm is {config.algorithm}, which has one process; launch starts islands and a syncer")
+    if missing := [f"cloud.{name}" for name in needed if not getattr(config.cloud, name)]:
+        raise ValueError(
+            f"launch {way} needs {', '.join(missing)}: write {'it' if len(missing) == 1 else 'them'} into the config, "
+            f"or add --{missing[0]} VALUE"
+        )
+    check_label("name", config.name)
+    check_label("cloud.namespace", config.cloud.namespace)
+    check_label("cloud.cluster", config.cloud.cluster)
+    if ports(config)[-1] > PORT_MAX:
+        raise ValueError(
+            f"cloud.port is {config.cloud.port}, and {config.syncer.shards} merge shards take the ports after it, but "
+            f"{PORT_MAX} is the last port; lower cloud.port or syncer.shards"
+        )
+    slices = []
+    for name in config.islands.names:
+        island = config.island(name)
+        for what in ("topology", "zone"):
+            if not getattr(island, what):
+                raise ValueError(f"{name} has no {what}; set islands.{what}, or islands.each.{name}.{what}")
+        check_zone(f"{name}'s zone", island.zone)
+        resource = check_label(f"the name of {name}'s machines (name, island)", f"{config.name}-{name}")
+        slices.append(IslandMachines(name, resource, Topology.parse(island.topology), island.zone))
+    check_zone("cloud.syncer_zone", syncer_zone(config))
+    return slices
+
+
+def check_label(what: str, name: str) -> str:
+    """Return a name that Kubernetes and Compute Engine take.
+
+    Raises:
+        ValueError: it is too long, or has other characters than they allow.
+    """
+    if len(name) > NAME_LENGTH_MAX or not _LABEL.fullmatch(name):
+        raise ValueError(
+            f"{what} is {name!r}; Google Cloud takes a lower-case letter first, then lower-case letters, digits and "
+            f"'-', no '-' at the end, and here at most {NAME_LENGTH_MAX} characters: choose another"
+        )
+    return name
+
+
+def check_zone(what: str, zone: str) -> None:
+    """Raise ValueError when this is no name of a zone."""
+    if not _ZONE.fullmatch(zone):
+        raise ValueError(f"{what} is {zone!r}; write a zone such as us-east5-a")
+
+
+def syncer_zone(config: RunConfig) -> str:
+    """Return the zone of the syncer."""
+    return config.cloud.syncer_zone or config.island(config.islands.names[0]).zone
+
+
+def syncer_region(config: RunConfig) -> str:
+    """Return the region of the syncer's address."""
+    return region_of(syncer_zone(config))
+
+
+def syncer_name(config: RunConfig) -> str:
+    """Name the syncer's machine, disk, address or Service."""
+    return f"{config.name}-syncer"
+
+
+def ports(config: RunConfig) -> range:
+    """Return the ports on which the syncer and its merge shards listen."""
+    shards = config.syncer.shards if config.syncer.shards > 1 else 0
+    return range(config.cloud.port, config.cloud.port + shards + 1)
+
+
+def port_range(config: RunConfig) -> str:
+    """Write the ports as text: 50051, or 50051-50055."""
+    first, *_, last = [*ports(config)] * 2
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def remote(config: RunConfig) -> RunConfig:
+    """Make the settings that all containers read: the syncer listens everywhere, every process has a certificate."""
+    transport = replace(
+        config.transport,
+        address=f"0.0.0.0:{config.cloud.port}",
+        allow_plaintext=False,
+        tls_ca=f"{CERTIFICATES_PATH}/ca.pem",
+        tls_certificate=f"{CERTIFICATES_PATH}/{{name}}.pem",
+        tls_key=f"{CERTIFICATES_PATH}/{{name}}.key",
+        token_file=f"{CERTIFICATES_PATH}/token",
+    )
+    return replace(config, transport=transport)
+
+
+def local(config: RunConfig) -> RunConfig:
+    """Make the settings for commands in the folder of the files: `diloco status ADDRESS --config local.yaml`."""
+    everywhere = remote(config)
+    names = {
+        name: getattr(everywhere.transport, name) for name in ("tls_ca", "tls_certificate", "tls_key", "token_file")
+    }
+    here = {name: path.replace(CERTIFICATES_PATH, "certs") for name, path in names.items()}
+    return replace(everywhere, transport=replace(everywhere.transport, **here))
+
+
+def assembled(
+    config: RunConfig,
+    dump: Dump,
+    files: Mapping[str, str],
+    *,
+    create: Sequence[str],
+    delete: Sequence[str],
+    readme: Callable[[tuple[str, ...]], str],
+) -> Plan:
+    """Put a plan together, with what every way writes.
+
+    Args:
+        config: the run's settings.
+        dump: writes settings as YAML.
+        files: of this way alone.
+        create: commands after the certificates.
+        delete: commands that take away what those made.
+        readme: writes README.md from all commands.
+    """
+    steps = (certificates_command(config), *create)
+    every = {
+        "config.yaml": dump(remote(config)),
+        "local.yaml": dump(local(config)),
+        "variables.sh": variables(config),
+        **files,
+        **sequence_files(steps, delete),
+        "README.md": readme(steps),
+    }
+    return Plan(files=every, create=steps, delete=tuple(delete))
+
+
+def certificate_files(name: str) -> list[str]:
+    """List what this learner, or "syncer", needs of the folder that `diloco certs` makes."""
+    return ["ca.pem", "token", f"{name}.pem", f"{name}.key"]
+
+
+def certificates_command(config: RunConfig) -> str:
+    """Write the command that makes certificates for all processes; those that are there stay."""
+    return command("diloco", "certs", "certs", "--learners", ",".join(config.islands.names))
+
+
+def learner_words(name: str, syncer: str) -> list[str]:
+    """Return the arguments of `diloco` in every host of an island.
+
+    Args:
+        name: of the island.
+        syncer: host:port.
+    """
+    return ["learner", CONFIG_PATH, "--island", name, "--syncer", syncer, "--run-dir", RUN_DIR]
+
+
+def syncer_words() -> list[str]:
+    """Return the arguments of `diloco` in the syncer's container; in a run's folder it goes on."""
+    return ["syncer", CONFIG_PATH, "--run-dir", RUN_DIR]
+
+
+def variables(config: RunConfig) -> str:
+    """Write variables.sh, which all scripts read."""
+    cloud = config.cloud
+    values = {
+        "RUN": config.name,
+        "PROJECT": cloud.project,
+        "IMAGE": cloud.image,
+        "NETWORK": cloud.network,
+        "SUBNETWORK": cloud.subnetwork or cloud.network,
+        "SERVICE_ACCOUNT": cloud.service_account,
+        "CLUSTER": cloud.cluster,
+        "NAMESPACE": cloud.namespace,
+        "PORT": str(cloud.port),
+        "SYNCER_ZONE": syncer_zone(config),
+        "SYNCER_REGION": syncer_region(config),
+    }
+    lines = [f"{name}={shlex.quote(value)}" for name, value in values.items()]
+    return _VARIABLES.format(values="\n".join(lines))

@@ -1,0 +1,126 @@
+"""The result of every way of launching: files, and the commands that use them in their order."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+HEADER = "#!/usr/bin/env bash\n"
+WIDTH = 110
+IN_PROJECT = ("--project", "$PROJECT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A run's launch, as data.
+
+    Attributes:
+      files: relative path -> text. Those that begin with "#!" are made executable.
+      create: command lines of bash, run in the folder of the files, one by one.
+      delete: the same, to take away what they made.
+    """
+
+    files: dict[str, str]
+    create: tuple[str, ...]
+    delete: tuple[str, ...]
+
+
+def word(text: str) -> str:
+    """Write a word of a command line, quoted where it must be; "$NAME" and "$(...)" in it stay to be expanded."""
+    if "$" not in text:
+        return shlex.quote(text)
+    return '"' + text + '"'
+
+
+def command(*words: str) -> str:
+    """Write a command line; long ones go on in the next line, but not between a flag and its value."""
+    parts: list[str] = []
+    for each in words:
+        if parts and parts[-1].startswith("-") and " " not in parts[-1] and "=" not in parts[-1] and each[:1] != "-":
+            parts[-1] += " " + word(each)
+        else:
+            parts.append(word(each))
+    lines: list[str] = [""]
+    for part in parts:
+        if lines[-1] and len(lines[-1]) + len(part) > WIDTH - 2:
+            lines.append("    " + part)
+        else:
+            lines[-1] += (" " if lines[-1] else "") + part
+    return " \\\n".join(lines)
+
+
+class Resource(NamedTuple):
+    """Something on Google Cloud that one of gcloud's groups makes, describes and deletes.
+
+    Attributes:
+      group: words of the group, such as gcloud compute disks.
+      name: of the thing.
+      place: flags that say where it is, in the project.
+    """
+
+    group: tuple[str, ...]
+    name: str
+    place: tuple[str, ...] = ()
+
+    def look(self, *flags: str) -> str:
+        """Write the command that describes it, and fails when it is not there."""
+        return command(*self.group, "describe", self.name, *self.place, *IN_PROJECT, *flags)
+
+    def make(self, *flags: str, kind: tuple[str, ...] = (), place: tuple[str, ...] = (), after: str = "") -> str:
+        """Write a command that makes it if it is not there, so that a script can be run again.
+
+        Args:
+            flags: besides those of its place.
+            kind: words before the name.
+            place: more flags that say where it is to be.
+            after: a command line whose output the making reads.
+        """
+        made = after + command(*self.group, "create", *kind, self.name, *self.place, *place, *IN_PROJECT, *flags)
+        return f"have {self.look()} ||\n{textwrap.indent(made, '  ')}"
+
+    def delete(self, *flags: str) -> str:
+        """Write a command that deletes it if it is there."""
+        gone = command(*self.group, "delete", self.name, *self.place, *IN_PROJECT, *flags, "--quiet")
+        return f"if have {self.look()}; then\n  {gone}\nfi"
+
+
+def script(comment: str, body: str, *, depth: int = 0) -> str:
+    """Write a script that runs in the folder of the files and stops at the first failure.
+
+    Args:
+        comment: what it does; one line or more.
+        body: its commands.
+        depth: of the folder that it lies in.
+    """
+    up = "/.." * depth
+    top = "".join(f"# {line}\n" for line in comment.splitlines())
+    where = f'cd "$(dirname "${{BASH_SOURCE[0]}}"){up}"\nsource variables.sh\n'
+    return f"{HEADER}{top}set -euo pipefail\n{where}\n{body.rstrip()}\n"
+
+
+def verbs(functions: Mapping[str, Sequence[str]]) -> str:
+    """Write the body of a script that is called as SCRIPT VERB: a function for each, and the choice."""
+    text = ""
+    for name, commands in functions.items():
+        text += f"{name}() {{\n" + textwrap.indent("\n".join(commands), "  ") + "\n}\n\n"
+    names = " | ".join(functions)
+    return (
+        text + f'case "${{1:-}}" in\n  {names}) "$1" ;;\n'
+        f'  *)\n    echo "usage: $0 {names}" >&2\n    exit 2\n    ;;\nesac'
+    )
+
+
+def sequence_files(create: Sequence[str], delete: Sequence[str]) -> dict[str, str]:
+    """Write create.sh and delete.sh, which run a plan's commands."""
+    keeps = "Takes away what create.sh made, but for the disk with the run's folder, clusters and certificates.\n"
+    return {
+        "create.sh": script("Makes and starts everything. May be run again: what is there stays.", "\n".join(create)),
+        # one that cannot be deleted must not keep the others
+        "delete.sh": script(
+            keeps + "Goes on after a failure, and ends with status 1 if there was one.",
+            "failed=0\n" + "\n".join(f"{{ {line}; }} || failed=1" for line in delete) + '\nexit "$failed"',
+        ),
+    }

@@ -1,0 +1,259 @@
+"""Google Kubernetes Engine: a cluster per region, a JobSet per island, the syncer a StatefulSet behind a load balancer.
+
+Fields of JobSet: jobset.sigs.k8s.io, API jobset.x-k8s.io/v1alpha2. A host that fails makes its Job fail, and with it
+the JobSet starts all hosts of the island again; the other islands are JobSets of their own and do not notice.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import yaml
+
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.launch import common, readme
+from diloco_jax.tools.launch.common import Dump, IslandMachines
+from diloco_jax.tools.launch.files import Plan
+from diloco_jax.tools.launch.gke_scripts import cluster_script, syncer_script
+
+WAY = "gke"
+NEEDED = ("project", "image", "network")
+Manifest: TypeAlias = dict[str, Any]
+
+EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"  # all pods of a Job in one node pool, that is on one slice
+TPU_PORT = 8471  # where the hosts of a slice find each other
+LEARNER_GRACE_S = 60  # to leave politely; nodes of spot capacity give less
+SYNCER_GRACE_S = 300  # to save the model
+USER = 10001  # of the image
+READABLE = 0o440
+JOB, MOUNT_CONFIG, MOUNT_CERTIFICATES, MOUNT_RUN = "host", "config", "certificates", "run"
+
+
+def plan(config: RunConfig, dump: Dump) -> Plan:
+    """Write manifests and scripts.
+
+    Args:
+        config: the run's settings.
+        dump: writes settings as YAML.
+
+    Raises:
+        ValueError: a setting is missing, or a name cannot be used.
+    """
+    slices = common.slices_of(config, WAY, NEEDED)
+    regions = sorted({each.region for each in slices} | {common.syncer_region(config)})
+    files, settings = {"syncer.sh": syncer_script(config)}, dump(common.remote(config))
+    for region in regions:
+        here = [each for each in slices if each.region == region]
+        folder = f"clusters/{region}"
+        files[f"{folder}/cluster.sh"] = cluster_script(config, region, here)
+        files[f"{folder}/common.yaml"] = manifests(namespace(config), config_map(config, settings))
+        files |= {f"{folder}/{each.name}.yaml": manifests(island(config, each)) for each in here}
+    files[f"clusters/{common.syncer_region(config)}/syncer.yaml"] = manifests(*syncer(config))
+    scripts = [f"clusters/{region}/cluster.sh" for region in regions]
+    return common.assembled(
+        config,
+        dump,
+        files,
+        create=[
+            *(f"{each} create" for each in scripts),
+            *(f"{each} configure" for each in scripts),
+            "./syncer.sh create",
+            *(f"{each} start" for each in scripts),
+        ],
+        delete=[*(f"{each} stop" for each in scripts), "./syncer.sh delete", *(f"{each} delete" for each in scripts)],
+        readme=lambda create: readme.gke(config, slices, regions, create),
+    )
+
+
+# ---- manifests ------------------------------------------------------------------------------------------------------
+
+
+class _Dumper(yaml.SafeDumper):
+    """A dumper for people: texts of several lines as blocks, and nothing by reference."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
+def manifests(*all_of: Manifest) -> str:
+    """Write manifests as one YAML text."""
+    return yaml.dump_all(all_of, Dumper=_Dumper, sort_keys=False, width=common.NAME_LENGTH_MAX * 10)
+
+
+def namespace(config: RunConfig) -> Manifest:
+    """Describe the namespace of the run."""
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": config.cloud.namespace}}
+
+
+def config_map(config: RunConfig, text: str) -> Manifest:
+    """Describe the run's settings, as all containers read them."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(config, f"{config.name}-config"),
+        "data": {"config.yaml": text},
+    }
+
+
+def island(config: RunConfig, each: IslandMachines) -> Manifest:
+    """Describe the JobSet of an island."""
+    taken_away = {"type": "DisruptionTarget", "status": "True"}
+    job = {
+        "parallelism": each.topology.hosts,
+        "completions": each.topology.hosts,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onPodConditions": [taken_away]}]},
+        "template": {"metadata": {"labels": _labels(config, each.name)}, "spec": _learner_pod(config, each)},
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {
+            **_metadata(config, each.resource, each.name),
+            "annotations": {EXCLUSIVE: "cloud.google.com/gke-nodepool"},
+        },
+        "spec": {
+            "failurePolicy": {
+                "maxRestarts": config.cloud.restarts_max,
+                "restartStrategy": "BlockingRecreate",
+                # preempted, or taken for maintenance: that is no fault of the island
+                "rules": [
+                    {
+                        "name": "disrupted",
+                        "action": "RestartJobSetAndIgnoreMaxRestarts",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                    }
+                ],
+            },
+            "replicatedJobs": [{"name": JOB, "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+
+
+def _learner_pod(config: RunConfig, each: IslandMachines) -> Manifest:
+    topology = each.topology
+    chips = {"google.com/tpu": topology.chips_per_host}
+    selector = {
+        "cloud.google.com/gke-tpu-accelerator": topology.generation.gke_accelerator,
+        "cloud.google.com/gke-tpu-topology": topology.dims,
+        "topology.kubernetes.io/zone": each.zone,
+    }
+    if config.cloud.spot:
+        selector["cloud.google.com/gke-spot"] = "true"
+    address = {"configMapKeyRef": {"name": f"{config.name}-syncer", "key": "address"}}
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": LEARNER_GRACE_S,
+        "nodeSelector": selector,
+        "containers": [
+            {
+                "name": "learner",
+                "image": config.cloud.image,
+                "args": common.learner_words(each.name, "$(DILOCO_SYNCER)"),
+                "env": [{"name": "DILOCO_SYNCER", "valueFrom": address}],
+                "ports": [{"name": "tpu", "containerPort": TPU_PORT}],
+                "resources": {"requests": chips, "limits": chips},
+                "securityContext": {"runAsUser": 0},  # TPU devices belong to root
+                "volumeMounts": _mounts(),
+            }
+        ],
+        "volumes": [*_volumes(config, each.name), {"name": MOUNT_RUN, "emptyDir": {}}],
+    }
+
+
+def syncer(config: RunConfig) -> tuple[Manifest, Manifest]:
+    """Describe the syncer's StatefulSet and Service."""
+    labels, ports = _labels(config, "syncer"), common.ports(config)
+    pod = {
+        "terminationGracePeriodSeconds": SYNCER_GRACE_S,
+        "nodeSelector": {"cloud.google.com/gke-nodepool": common.syncer_name(config)},
+        "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER},
+        "containers": [
+            {
+                "name": "syncer",
+                "image": config.cloud.image,
+                "args": common.syncer_words(),
+                "ports": [{"name": f"port-{port}", "containerPort": port} for port in ports],
+                "readinessProbe": {"tcpSocket": {"port": ports[0]}, "periodSeconds": 5},
+                "volumeMounts": _mounts(),
+            }
+        ],
+        "volumes": _volumes(config, "syncer"),
+    }
+    disk = {
+        "metadata": {"name": MOUNT_RUN},
+        "spec": {
+            "accessModes": ["ReadWriteOnce"],
+            "storageClassName": "premium-rwo",
+            "resources": {"requests": {"storage": f"{config.cloud.syncer_disk_gb}Gi"}},
+        },
+    }
+    stateful_set = {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": _metadata(config, common.syncer_name(config), "syncer"),
+        "spec": {
+            "serviceName": common.syncer_name(config),
+            "replicas": 1,
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+            "volumeClaimTemplates": [disk],
+        },
+    }
+    return stateful_set, _service(config, labels)
+
+
+def _service(config: RunConfig, labels: dict[str, str]) -> Manifest:
+    """Describe the syncer's address, the same on every machine."""
+    metadata = _metadata(config, common.syncer_name(config), "syncer")
+    if not config.cloud.external:
+        metadata["annotations"] = {
+            "networking.gke.io/load-balancer-type": "Internal",
+            "networking.gke.io/internal-load-balancer-allow-global-access": "true",  # for islands of other regions
+        }
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata,
+        "spec": {
+            "type": "LoadBalancer",
+            "externalTrafficPolicy": "Local",
+            "loadBalancerSourceRanges": list(config.cloud.source_ranges),
+            "selector": labels,
+            "ports": [{"name": f"port-{p}", "port": p, "targetPort": p} for p in common.ports(config)],
+        },
+    }
+
+
+def _labels(config: RunConfig, part: str) -> dict[str, str]:
+    return {
+        "app.kubernetes.io/name": "diloco",
+        "app.kubernetes.io/instance": config.name,
+        "app.kubernetes.io/component": part,
+    }
+
+
+def _metadata(config: RunConfig, name: str, part: str = "run") -> Manifest:
+    return {"name": name, "namespace": config.cloud.namespace, "labels": _labels(config, part)}
+
+
+def _mounts() -> list[Manifest]:
+    return [
+        {"name": MOUNT_CONFIG, "mountPath": "/etc/diloco/config", "readOnly": True},
+        {"name": MOUNT_CERTIFICATES, "mountPath": common.CERTIFICATES_PATH, "readOnly": True},
+        {"name": MOUNT_RUN, "mountPath": "/var/diloco"},
+    ]
+
+
+def _volumes(config: RunConfig, name: str) -> list[Manifest]:
+    return [
+        {"name": MOUNT_CONFIG, "configMap": {"name": f"{config.name}-config"}},
+        {"name": MOUNT_CERTIFICATES, "secret": {"secretName": f"{config.name}-{name}", "defaultMode": READABLE}},
+    ]

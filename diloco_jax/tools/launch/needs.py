@@ -1,0 +1,57 @@
+"""The needs of a run's machines, told before anything is paid for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.budget.memory import size
+from diloco_jax.tools.budget.needs import outlines, syncer_needs
+
+GB = 1e9
+
+
+def needs_of(config: RunConfig) -> dict[str, Any]:
+    """Work out what hosts, chips, disks and links must carry, as `--json` prints it.
+
+    Raises:
+        ValueError: the model cannot be loaded here.
+    """
+    found = list(outlines(config))
+    syncer = syncer_needs(config, found[0].plan)
+    return {
+        "islands": [{"islands": list(each.kind.names), **each.needs.as_dict()} for each in found],
+        "link": found[0].links.per_step,
+        "syncer": {"memory": syncer.memory._asdict(), "disk_bytes": syncer.disk_bytes},
+    }
+
+
+def describe_needs(config: RunConfig, needs: Mapping[str, Any]) -> Iterator[str]:
+    """Say for people what machines need, beside what the config gives them.
+
+    Args:
+        config: the run.
+        needs: what `needs_of` found.
+    """
+    cloud, syncer = config.cloud, needs["syncer"]
+    for each in needs["islands"]:
+        names = each["islands"]
+        whose = names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
+        yield (
+            f"{whose}: {size(sum(each['host'].values()))} of {size(each['host_limit_bytes'])} on each host, "
+            f"{size(each['hbm_held_bytes'])} and activations of {size(each['hbm_limit_bytes'])} on each chip"
+        )
+        yield from _too_small("host_disk_gb", cloud.host_disk_gb, each["disk_bytes"])
+    yield (
+        f"syncer ({cloud.syncer_machine_type}): {size(sum(syncer['memory'].values()))} of memory, "
+        f"{size(syncer['disk_bytes'])} on a disk of {cloud.syncer_disk_gb} GB"
+    )
+    yield from _too_small("syncer_disk_gb", cloud.syncer_disk_gb, syncer["disk_bytes"])
+    up, down = (size(needs["link"][f"{way}_bytes_per_step"]) for way in ("up", "down"))
+    yield f"links: each learner moves {up} up and {down} down per global step"
+
+
+def _too_small(setting: str, have_gb: int, need: float) -> Iterator[str]:
+    if need > have_gb * GB:
+        yield f"warning: what is kept takes {size(need)}, but cloud.{setting} is {have_gb}; raise it"

@@ -1,0 +1,126 @@
+"""The syncer on a virtual machine of its own, for islands in Compute Engine and on TPU VMs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.launch import boot, common
+from diloco_jax.tools.launch.common import IslandMachines
+from diloco_jax.tools.launch.files import IN_PROJECT, Plan, Resource, command, script, verbs
+
+SCOPES = "cloud-platform"  # what the machine may do is decided by its account
+SECRET_READER = "roles/secretmanager.secretAccessor"
+
+
+class MachineWay(NamedTuple):
+    """A way of launching islands beside a syncer on a virtual machine.
+
+    Attributes:
+      name: as `diloco launch` calls it.
+      needed: settings of `cloud` that must not be empty.
+      learner_file: name of the script that starts a learner's container.
+      learner_script: its text.
+      island_script: writes what is done for one island.
+      verbs: of the islands' scripts, in the order in which a launch calls them.
+      readme: writes README.md.
+    """
+
+    name: str
+    needed: tuple[str, ...]
+    learner_file: str
+    learner_script: str
+    island_script: Callable[[RunConfig, IslandMachines], str]
+    verbs: tuple[str, ...]
+    readme: Callable[[RunConfig, list[IslandMachines], tuple[str, ...]], str]
+
+    def plan(self, config: RunConfig, dump: common.Dump) -> Plan:
+        """Write the scripts.
+
+        Args:
+            config: the run's settings.
+            dump: writes settings as YAML.
+
+        Raises:
+            ValueError: a setting is missing, or a name cannot be used.
+        """
+        slices = common.slices_of(config, self.name, self.needed)
+        scripts = {f"islands/{each.name}.sh": self.island_script(config, each) for each in slices}
+        files = {
+            self.learner_file: self.learner_script,
+            "syncer.sh": syncer_script(config),
+            "syncer-boot.sh": boot.syncer_at_boot(),
+            **scripts,
+        }
+        return common.assembled(
+            config,
+            dump,
+            files,
+            create=["./syncer.sh create", *(f"{each} {verb}" for verb in self.verbs for each in scripts)],
+            delete=[*(f"{each} delete" for each in scripts), "./syncer.sh delete"],
+            readme=lambda create: self.readme(config, slices, create),
+        )
+
+
+def secret_of(name: str) -> Resource:
+    """Name the secret with the certificates of an island, or of the syncer."""
+    return Resource(("gcloud", "secrets"), f"$RUN-{name}")
+
+
+def make_secret(name: str) -> str:
+    """Give the machines of an island, or of the syncer, its certificates."""
+    secret, read = secret_of(name), boot.secret_command(common.certificate_files(name))
+    member = "--member=serviceAccount:$SERVICE_ACCOUNT"
+    return "\n".join(
+        [
+            secret.make("--replication-policy=automatic", "--data-file=-", after=f"{read} |\n  "),
+            command(
+                *(*secret.group, "add-iam-policy-binding", secret.name, *IN_PROJECT, member),
+                *(f"--role={SECRET_READER}", "--format=none"),
+            ),
+        ]
+    )
+
+
+def metadata(words: list[str], secret: str) -> str:
+    """Write what a machine is told, as a flag. No value has a comma, which would divide it."""
+    arguments = " ".join(words)
+    return f"--metadata=diloco-image=$IMAGE,diloco-secret=$RUN-{secret},diloco-arguments={arguments}"
+
+
+def syncer_script(config: RunConfig) -> str:
+    """Write what is done for the syncer's machine."""
+    name, zone, region = "$RUN-syncer", ("--zone", "$SYNCER_ZONE"), ("--region", "$SYNCER_REGION")
+    external = config.cloud.external
+    subnet = () if external else ("--subnet", "$SUBNETWORK")
+    address = Resource(("gcloud", "compute", "addresses"), name, region)
+    disk = Resource(("gcloud", "compute", "disks"), name, zone)
+    machine = Resource(("gcloud", "compute", "instances"), name, zone)
+    rule = Resource(("gcloud", "compute", "firewall-rules"), name)
+    told = metadata(common.syncer_words(), "syncer") + f",diloco-ports={common.port_range(config).replace('-', ':')}"
+    create = [
+        make_secret("syncer"),
+        address.make(place=subnet),
+        rule.make(
+            *("--network", "$NETWORK", "--direction=INGRESS"),
+            *("--allow", f"tcp:{common.port_range(config)}", "--target-tags", name),
+            f"--source-ranges={','.join(config.cloud.source_ranges)}",
+        ),
+        disk.make("--type=pd-ssd", f"--size={config.cloud.syncer_disk_gb}GB"),
+        machine.make(
+            *("--machine-type", config.cloud.syncer_machine_type, "--maintenance-policy=MIGRATE"),
+            *("--image-family=cos-stable", "--image-project=cos-cloud", "--subnet", "$SUBNETWORK"),
+            *("--address" if external else "--private-network-ip", "$(address)", "--tags", name),
+            *("--service-account", "$SERVICE_ACCOUNT", f"--scopes={SCOPES}"),
+            *("--disk", f"name={name},device-name={boot.DISK},auto-delete=no"),
+            told,
+            "--metadata-from-file=startup-script=syncer-boot.sh,diloco-config=config.yaml",
+        ),
+    ]
+    functions = {
+        "address": [address.look("--format=value(address)")],
+        "create": create,
+        "delete": [each.delete() for each in (machine, rule, address, secret_of("syncer"))],
+    }
+    return script(common.ABOUT_SYNCER, verbs(functions))

@@ -1,0 +1,77 @@
+"""The Cloud TPU API: a queued resource per island, files copied and containers started over ssh.
+
+One queued resource per island, never one with several nodes: those would be told to be one multislice job, and a host
+would wait for the hosts of all other islands.
+"""
+
+from __future__ import annotations
+
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.launch import boot, common, readme, syncer_vm
+from diloco_jax.tools.launch.common import IslandMachines
+from diloco_jax.tools.launch.files import IN_PROJECT, Resource, command, script, verbs
+from diloco_jax.tools.launch.syncer_vm import SCOPES
+
+VM = ("gcloud", "compute", "tpus", "tpu-vm")
+HOME = "diloco"  # folder on the TPU VM
+
+
+def island_script(config: RunConfig, each: IslandMachines) -> str:
+    """Write what is done for one island."""
+    name, zone = each.resource, ("--zone", each.zone)
+    generation = each.topology.generation
+    resource = Resource(("gcloud", "compute", "tpus", "queued-resources"), name, zone)
+    make = resource.make(
+        *("--node-id", name, "--accelerator-type", each.topology.accelerator_type),
+        *("--runtime-version", generation.runtime_version),
+        *("--network", "$NETWORK", "--subnetwork", "$SUBNETWORK"),
+        *("--service-account", "$SERVICE_ACCOUNT", f"--scopes={SCOPES}", *(("--spot",) if config.cloud.spot else ())),
+    )
+    state = resource.look("--format=value(state.state)")
+    everywhere = (*zone, *IN_PROJECT, "--worker=all")
+    files = [f"certs/{file}" for file in common.certificate_files(each.name)]
+    words = ["sudo", "bash", f"{HOME}/learner.sh", "$IMAGE", *common.learner_words(each.name, "$syncer:$PORT")]
+    start = [
+        _wait(state, each),
+        'syncer="$(./syncer.sh address)"',
+        command(*VM, "ssh", name, *everywhere, "--command", f"mkdir -p {HOME}/config && mkdir -p -m 700 {HOME}/certs"),
+        command(*VM, "scp", *files, f"{name}:{HOME}/certs/", *everywhere),
+        command(*VM, "scp", "config.yaml", f"{name}:{HOME}/config/", *everywhere),
+        command(*VM, "scp", "learner.sh", f"{name}:{HOME}/", *everywhere),
+        command(*VM, "ssh", name, *everywhere, "--command", " ".join([*words, "--preemption", "gce"])),
+    ]
+    functions = {
+        "create": [make],
+        "start": start,
+        "logs": [command(*VM, "ssh", name, *everywhere, "--command", "sudo docker logs --tail 20 diloco")],
+        "delete": [resource.delete("--force")],
+    }
+    return script(str(each), verbs(functions), depth=1)
+
+
+def _wait(state: str, each: IslandMachines) -> str:
+    """Wait for capacity for the island; a resource that lost it never gets it back, and must be made anew."""
+    return f"""\
+while true; do
+  state="$({state})"
+  case "$state" in
+    ACTIVE) break ;;
+    FAILED | SUSPENDED | SUSPENDING | DELETING)
+      echo "{each.name} is $state; make it anew: $0 delete && $0 create && $0 start" >&2
+      exit 1
+      ;;
+  esac
+  echo "{each.name} is $state; waiting for ACTIVE"
+  sleep 30
+done"""
+
+
+WAY = syncer_vm.MachineWay(
+    "tpu-vm",
+    ("project", "image", "network", "service_account"),
+    "learner.sh",
+    boot.learner_by_hand(),
+    island_script,
+    ("create", "start"),
+    readme.tpu_vm,
+)

@@ -1,0 +1,1 @@
+"""The forecast of what a config asks of links, chips and hosts."""

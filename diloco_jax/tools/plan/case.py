@@ -1,0 +1,166 @@
+"""A config with the assumptions of a forecast, and what follows from the shapes of its model alone.
+
+Nothing is compiled and no parameter allocated.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from diloco_jax.core.codec import Format
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.sim.goodput.assumptions import Assumptions
+from diloco_jax.sim.goodput.bandwidth import Rounds
+from diloco_jax.tools.budget.flops import model_flops
+from diloco_jax.tools.budget.links import link_needs
+from diloco_jax.tools.budget.memory import num_parameters
+from diloco_jax.tools.budget.needs import IslandOutline, outlines, plan_of
+from diloco_jax.training.blueprint import Blueprint
+
+PAYLOAD_SHARE = 0.92  # of a link's rate: 1 Gbit/s, 60 ms, 8 stripes; docs/log.md, 2026-11-21
+WINDOW_SHARE = 2 / 3  # of a window per round trip that one connection moves in practice; docs/benchmarks.md
+ASSUMED_STEP_S = 1.0  # where nothing is known of the chips; the paper's Table 13
+
+
+class TimedKind(NamedTuple):
+    """Islands that are alike, with the time of their inner step.
+
+    Attributes:
+      outline: shapes and needs.
+      step_s: of an inner step.
+      step_from: where that time comes from.
+    """
+
+    outline: IslandOutline
+    step_s: float
+    step_from: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """A config under assumptions, with what follows from shapes alone.
+
+    Attributes:
+      config: of the run.
+      given: the assumptions.
+      kinds: of islands, in the order of their first ones.
+      plan: of the fragments.
+    """
+
+    config: RunConfig
+    given: Assumptions
+    kinds: tuple[TimedKind, ...]
+    plan: FragmentPlan
+
+    @property
+    def learners(self) -> int:
+        """Count the learners, M."""
+        return self.config.islands.count
+
+    @property
+    def sites(self) -> int:
+        """Count the data centres."""
+        return self.given.sites or self.learners
+
+    @property
+    def per_site(self) -> int:
+        """Count the learners of the fullest site."""
+        return math.ceil(self.learners / self.sites)
+
+    @property
+    def chips(self) -> int:
+        """Count the chips of all learners."""
+        return self.given.chips or sum(o.kind.chips * len(o.kind.names) for o in self.outlines)
+
+    @property
+    def step_s(self) -> float:
+        """Return the inner step of the fastest island: links must keep up with it."""
+        return min(kind.step_s for kind in self.kinds)
+
+    @property
+    def outlines(self) -> tuple[IslandOutline, ...]:
+        """Return shapes and needs of each kind of islands."""
+        return tuple(kind.outline for kind in self.kinds)
+
+    @property
+    def blueprint(self) -> Blueprint:
+        """Return the shapes of the model, on the first islands."""
+        return self.outlines[0].blueprint
+
+    @property
+    def parameters(self) -> int:
+        """Count the parameters of the model."""
+        return num_parameters(self.blueprint)
+
+    def usable_gbit_per_s(self, stripes: int) -> float:
+        """Return the payload that a learner gets over its share of the link with so many connections."""
+        return min(self.given.link_gbit_per_s / self.per_site * PAYLOAD_SHARE, stripes * self.stripe_gbit_per_s)
+
+    @property
+    def stripe_gbit_per_s(self) -> float:
+        """Return what one connection moves: most of a window per round trip."""
+        round_trip_s = self.given.round_trip_ms * 1e-3
+        return WINDOW_SHARE * self.given.tcp_window_mb * 8e-3 / round_trip_s if round_trip_s else math.inf
+
+    def rounds(self, up: Format, down: Format, *, round_trip_ms: float | None = None) -> Rounds:
+        """Describe one learner's rounds in these formats."""
+        given = self.given
+        largest = max(fragment.num_elements for fragment in self.plan.fragments)
+        threads = self.config.syncer.merge_threads or given.syncer_cores
+        return link_needs(self.config, self.plan, up, down).rounds(
+            self.step_s,
+            1e-3 * (given.round_trip_ms if round_trip_ms is None else round_trip_ms),
+            given.merge_ns * 1e-9 * largest * self.learners / min(threads, given.syncer_cores),
+        )
+
+
+def case_of(config: RunConfig, given: Assumptions) -> Case:
+    """Look at a config's islands.
+
+    Args:
+      config: of the run.
+      given: links, machines and prices.
+
+    Raises:
+      ValueError: the run has no islands, the model cannot be loaded, or sites or mesh do not fit.
+    """
+    if config.algorithm != "decoupled":
+        raise ValueError(
+            f"algorithm is {config.algorithm!r}, which sends nothing between islands; plan a decoupled run, with data "
+            "parallel beside it: --algorithm decoupled"
+        )
+    if given.sites > config.islands.count:
+        raise ValueError(
+            f"--sites is {given.sites}, but there are only {config.islands.count} islands; use 2 to "
+            f"{config.islands.count}, or raise islands.count"
+        )
+    kinds = tuple(_timed(config, each, given) for each in outlines(config))
+    return Case(config, given, kinds, kinds[0].outline.plan)
+
+
+def changed(case: Case, *, sync_every: int, num_fragments: int, overlap_steps: int) -> Case:
+    """Return the same case with another schedule.
+
+    Raises:
+      ValueError: the model cannot be cut into so many fragments, or another setting forbids it.
+    """
+    protocol = replace(
+        case.config.protocol, sync_every=sync_every, num_fragments=num_fragments, overlap_steps=overlap_steps
+    )
+    config = replace(case.config, protocol=protocol)
+    cut = num_fragments != case.config.protocol.num_fragments
+    return replace(case, config=config, plan=plan_of(config, case.blueprint) if cut else case.plan)
+
+
+def _timed(config: RunConfig, each: IslandOutline, given: Assumptions) -> TimedKind:
+    if given.step_s:
+        return TimedKind(each, given.step_s, "given")
+    topology, seq_len = each.kind.topology, config.train.seq_len
+    if not topology:
+        return TimedKind(each, ASSUMED_STEP_S, "assumed, as no chips are named; say --step-s")
+    flops = model_flops(config.model, each.blueprint.shapes, each.kind.island.batch_size, seq_len).flops
+    how = f"model FLOPs at {given.mfu:.0%} of the peak of {topology}"
+    return TimedKind(each, flops / (topology.peak_flops * given.mfu), how)

@@ -1,0 +1,278 @@
+"""`diloco plan`: what a config asks of links, machines and money, and what comes of it, before anything is paid for.
+
+Sizes are those of the codec and the fragment plan, rates those of sim/goodput/bandwidth.py, goodput that of methods.py
+beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from diloco_jax.core.codec import Format
+from diloco_jax.settings.run import SHARDS_MAX
+from diloco_jax.sim.goodput.bandwidth import (
+    GBIT,
+    UTILISATIONS,
+    data_parallel_gbit_per_s,
+    data_parallel_utilisation,
+    ring_factor,
+)
+from diloco_jax.sim.goodput.hardware import YEAR_S, Hardware
+from diloco_jax.sim.goodput.methods import Wan, expected
+from diloco_jax.tools.budget.links import link_needs
+from diloco_jax.tools.budget.needs import island_needs, syncer_needs
+from diloco_jax.tools.plan.case import PAYLOAD_SHARE, Case
+
+FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4")  # from wide to narrow
+DAY_S = 86400.0
+ROUND_TRIPS_MS = (1.0, 10.0, 50.0, 100.0, 200.0)
+SEED = 0  # of the simulated failures
+FAILURES = 2000  # that are simulated, in the mean
+STEPS_PER_FAILURE = 50  # of one learner, at least: fewer would say where in a step it fails
+STEPS_MIN, STEPS_MAX = 1000, 200_000  # of a learner
+
+
+def _formats(case: Case) -> tuple[Format, Format]:
+    return case.config.wire.up, case.config.wire.down
+
+
+def _rate(case: Case) -> float:
+    """Return Gbit/s of payload for each learner, with the config's connections."""
+    return case.usable_gbit_per_s(case.config.transport.stripes)
+
+
+def wire_bytes(case: Case) -> dict[str, Any]:
+    """Size the largest and the mean round by format, up, and as many bytes down, beside data parallel."""
+    found: dict[str, Any] = {}
+    for way in FORMATS:
+        needs = link_needs(case.config, case.plan, way, way)
+        sizes, per_step = needs.up_bytes, needs.per_step["up_bytes_per_step"]
+        found[way] = {"round_max": max(sizes), "round_mean": sum(sizes) / len(sizes), "per_step": per_step}
+    gradient = 2 * case.parameters
+    found["data_parallel"] = {"gradient": gradient, "per_step": gradient * ring_factor(case.sites)}
+    return found
+
+
+def rate_rows(case: Case) -> list[dict[str, Any]]:
+    """Tabulate Gbit/s per site, each way, by format and utilisation; None where no rate is enough."""
+    rows = []
+    for way in (None, *FORMATS):
+        for share in UTILISATIONS:
+            if way is None:
+                rate = data_parallel_gbit_per_s(2 * case.parameters, case.step_s, case.sites, share)
+            else:
+                rate = case.per_site * case.rounds(way, way).gbit_per_s(share)
+            cell = {"wire": way or "data_parallel", "sites": case.sites, "step_s": case.step_s, "utilisation": share}
+            rows.append({**cell, "gbit_per_s": rate if math.isfinite(rate) else None})
+    return rows
+
+
+def latency_rows(case: Case) -> list[dict[str, Any]]:
+    """Tabulate the steps of overlap that a round trip needs, over the given link and over one of any rate."""
+    own = case.given.round_trip_ms
+    rows = []
+    for round_trip_ms in sorted({*ROUND_TRIPS_MS, own}):
+        there = replace(case, given=replace(case.given, round_trip_ms=round_trip_ms))
+        rounds, rate = there.rounds(*_formats(case)), _rate(there)
+        rows.append(
+            {
+                "round_trip_ms": round_trip_ms,
+                "given": round_trip_ms == own,
+                "overlap_steps": rounds.overlap_needed(math.inf),
+                "overlap_steps_over_link": rounds.overlap_needed(rate),
+                "round_s_over_link": rounds.round_s(rate),
+            }
+        )
+    return rows
+
+
+def link_state(case: Case) -> dict[str, Any]:
+    """Work out what the config does over the given link, and data parallel beside it."""
+    config, given = case.config, case.given
+    rounds, rate = case.rounds(*_formats(case)), _rate(case)
+    return {
+        "gbit_per_s": given.link_gbit_per_s,
+        "learners_per_site": case.per_site,
+        "payload_gbit_per_s_per_learner": rate,
+        "planned_gbit_per_s_per_learner": rounds.planned_gbit_per_s,
+        "utilisation": rounds.utilisation(rate),
+        "round_s": rounds.round_s(rate),
+        "overlap_s": config.protocol.overlap_steps * case.step_s,
+        "merge_s": rounds.merge_s,
+        "data_parallel_utilisation": data_parallel_utilisation(
+            2 * case.parameters, case.step_s, case.sites, given.link_gbit_per_s * PAYLOAD_SHARE
+        ),
+    }
+
+
+def syncer_load(case: Case) -> dict[str, Any]:
+    """Work out processor time, traffic, and shards of the syncer."""
+    protocol, given = case.config.protocol, case.given
+    rounds = case.rounds(*_formats(case))
+    rounds_per_s = protocol.num_fragments / protocol.sync_every / case.step_s
+    in_mb_per_s = case.learners * rounds.planned_gbit_per_s * GBIT / 1e6
+    up_mean = rounds.up_total_bytes / protocol.num_fragments
+    cpu_s = given.syncer_ms_per_mb * 1e-3 * case.learners * up_mean / 1e6
+    shards = min(SHARDS_MAX, math.ceil(in_mb_per_s / given.shard_mb_per_s))
+    return {
+        "cpu_s_per_round": cpu_s,
+        "rounds_per_s": rounds_per_s,
+        "cores": cpu_s * rounds_per_s,
+        "merge_s": rounds.merge_s,
+        "gbit_per_s_each_way": case.learners * rounds.planned_gbit_per_s,
+        "mb_per_s_in": in_mb_per_s,
+        "shards": shards if shards > 1 else 0,
+    }
+
+
+def recovery(case: Case) -> dict[str, Any]:
+    """Work out how long a learner is away that starts anew: processes, global model, a neighbour's state.
+
+    It has no rounds yet, so its own link is free for the global model; the donor's carries rounds beside the state.
+    """
+    given = case.given
+    rate = GBIT * _rate(case)
+    donor = max(rate - GBIT * case.rounds(*_formats(case)).planned_gbit_per_s, rate / 2)
+    model_bytes, state_bytes = 4 * case.parameters, case.blueprint.state_layout.num_bytes
+    model_s, state_s = model_bytes / rate, state_bytes / donor
+    protocol = case.config.protocol
+    limit_s = protocol.sync_every * case.step_s
+    arrives = state_s <= limit_s
+    waits_s = state_s if arrives else protocol.recovery_attempts * limit_s
+    from_peer = protocol.recover_from_peers and case.learners > 1
+    return {
+        "restart_s": given.restart_s,
+        "global_model_bytes": model_bytes,
+        "global_model_s": model_s,
+        "state_bytes": state_bytes if from_peer else 0,
+        "state_s": state_s if from_peer else 0.0,
+        "state_limit_s": limit_s,
+        "state_arrives": from_peer and arrives,
+        "attempts": protocol.recovery_attempts,
+        "seconds": given.restart_s + model_s + (waits_s if from_peer else 0.0),
+    }
+
+
+def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
+    """Simulate goodput and uptime under failures of single chips, for this config and for one job over all chips.
+
+    Args:
+      case: config and assumptions.
+      away_s: how long a returning learner takes to train again.
+
+    Raises:
+      ValueError: there are fewer chips than slices.
+    """
+    given, learners = case.given, case.learners
+    slices = given.slices or learners
+    if slices < learners:
+        raise ValueError(f"--slices is {slices}, but each of {learners} learners has at least one; raise it")
+    if case.chips < slices:
+        raise ValueError(
+            f"{case.chips} chips cannot be cut into {slices} slices; raise --chips, or lower --slices or islands.count"
+        )
+    between_s = given.mtbi_years * YEAR_S / case.chips
+    observed_s = max(FAILURES * between_s, STEPS_MIN * case.step_s)
+    lockstep = case.config.protocol.lockstep
+    # Failures far apart need no step to be drawn one by one; a synchronous round has a number of them.
+    step_s = case.step_s if lockstep else max(case.step_s, learners * between_s / STEPS_PER_FAILURE)
+    hardware = Hardware(step_s=step_s, slices=slices, mtbi_chip_s=given.mtbi_years * YEAR_S)
+    if slices == learners:  # a learner that loses its only slice begins anew
+        hardware = replace(hardware, down_s=0.0, up_s=min(away_s, observed_s))
+    wan, hours = None, observed_s / 3600
+    if lockstep:
+        hours = min(hours, STEPS_MAX * step_s / 3600)
+        wan = Wan(delay_s=0.0, merge_s=case.rounds(*_formats(case)).round_s(_rate(case)))
+    own = expected(
+        hardware,
+        "sync" if lockstep else "decoupled",
+        learners,
+        case.chips,
+        hours=hours,
+        seed=SEED,
+        wan=wan,
+        sync_every=max(1, case.config.protocol.sync_every // case.config.protocol.num_fragments),
+    )
+    alone = replace(hardware, step_s=max(case.step_s, between_s / STEPS_PER_FAILURE), down_s=0.0, up_s=given.restart_s)
+    rigid = expected(alone, "rigid", 1, case.chips, hours=observed_s / 3600, seed=SEED)
+    return {
+        "slices": slices,
+        "hours_between_failures": between_s / 3600,
+        "simulated_hours": hours,
+        "goodput": own.goodput,
+        "uptime": own.uptime,
+        "rigid_goodput": rigid.goodput,
+    }
+
+
+def cost(case: Case, goodput: float) -> dict[str, Any]:
+    """Work out the cost per day of what has a price.
+
+    Args:
+      case: config and assumptions.
+      goodput: share of the chips' time in useful steps.
+    """
+    given, steps = case.given, DAY_S / case.step_s
+    rounds = case.rounds(*_formats(case))
+    moved = case.learners * (rounds.up_total_bytes + rounds.down_total_bytes) / case.config.protocol.sync_every * steps
+    ring = 2 * case.parameters * ring_factor(case.sites) * case.sites * steps
+    found: dict[str, Any] = {"egress_gb_per_day": moved / 1e9, "data_parallel_egress_gb_per_day": ring / 1e9}
+    if given.price_per_chip_hour:
+        found["chips_per_day"] = 24 * case.chips * given.price_per_chip_hour
+        found["chips_wasted_per_day"] = (1 - goodput) * found["chips_per_day"]
+    if given.price_per_egress_gb:
+        found["egress_per_day"] = moved / 1e9 * given.price_per_egress_gb
+        found["data_parallel_egress_per_day"] = ring / 1e9 * given.price_per_egress_gb
+    return found
+
+
+def forecast(case: Case, advice: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Put everything together, as `diloco plan --json` prints it.
+
+    Args:
+      case: config and assumptions.
+      advice: on it.
+    """
+    load, back = syncer_load(case), recovery(case)
+    goodput = expected_goodput(case, back["seconds"])
+    protocol, wire = case.config.protocol, case.config.wire
+    return {
+        "rows": rate_rows(case),
+        "run": {
+            "name": case.config.name,
+            "parameters": case.parameters,
+            "learners": case.learners,
+            "sites": case.sites,
+            "chips": case.chips,
+            "sync_every": protocol.sync_every,
+            "num_fragments": protocol.num_fragments,
+            "overlap_steps": protocol.overlap_steps,
+            "up": wire.up,
+            "down": wire.down,
+            "steps": [
+                {"islands": list(kind.outline.kind.names), "step_s": kind.step_s, "from": kind.step_from}
+                for kind in case.kinds
+            ],
+        },
+        "bytes": wire_bytes(case),
+        "link": link_state(case),
+        "latency": latency_rows(case),
+        "syncer": load,
+        "memory": {
+            "islands": [
+                {
+                    "islands": list(kind.names),
+                    **island_needs(case.config, kind, blueprint, case.plan).as_dict(),
+                }
+                for kind, blueprint, *_ in case.outlines
+            ],
+            "syncer": syncer_needs(case.config, case.plan).memory._asdict(),
+        },
+        "recovery": back,
+        "goodput": goodput,
+        "cost": cost(case, goodput["goodput"]),
+        "advice": list(advice),
+    }

@@ -1,0 +1,1 @@
+"""Compilation of a config's programs for TPU slices, without a TPU."""

@@ -1,0 +1,242 @@
+"""Compiles an island's programs for a TPU slice that is not there, with the compiler that libtpu brings.
+
+Nothing is allocated: the devices are those that the compiler knows of the slice, and programs are lowered for shapes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from diloco_jax.core.fragments import Fragment, FragmentPlan
+from diloco_jax.settings.islands import IslandConfig
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.slices import Topology
+from diloco_jax.tools.budget.memory import Hbm, chip_memory
+from diloco_jax.tools.budget.needs import plan_of
+from diloco_jax.tools.preflight.hlo import Program, read_program
+from diloco_jax.training.blueprint import Blueprint
+
+Say = Callable[[str], None]
+GIB = 2**30
+
+# Each asks for what is not there, or complains about it, when libtpu is loaded on a machine without a TPU.
+QUIET = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v6e-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+# What the compiler says when a program does not fit: of the temporaries alone, or of everything.
+_WANTED_TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMG])\) exceeds")
+_WANTED_IN_ALL = re.compile(r"\b[Uu]sed ([\d.]+)([KMG]) of [\d.]+[KMG] hbm")
+_UNITS = {"K": 2**10, "M": 2**20, "G": GIB}
+
+
+class Memory(NamedTuple):
+    """A program's share of each chip's memory, bytes.
+
+    Attributes:
+      arguments: what it is given.
+      outputs: what it makes.
+      aliased: of the outputs, what lies in place of arguments.
+      temporaries: what it needs while it runs.
+      code: of the program itself.
+    """
+
+    arguments: float
+    outputs: float
+    aliased: float
+    temporaries: float
+    code: float
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A program that was compiled, or did not fit.
+
+    Attributes:
+      kind: create, step, stage, adopt or rebase.
+      fragments: that share it; none for create and step.
+      compile_s: seconds that it took, lowering included.
+      cpu_s: seconds of processor time, all cores together.
+      memory: its own; where the compiler refused, arguments and temporaries as far as it said.
+      program: what it does; None where the compiler refused.
+      compiler_flops: the compiler's cost analysis, whose loops count once, all devices together.
+    """
+
+    kind: str
+    fragments: tuple[int, ...]
+    compile_s: float
+    cpu_s: float
+    memory: Memory
+    program: Program | None
+    compiler_flops: float
+
+    @property
+    def name(self) -> str:
+        """Name the program for people."""
+        return f"{self.kind} {self.fragments[0]}" if self.fragments else self.kind
+
+
+class Compiled(NamedTuple):
+    """All programs of one kind of island.
+
+    Attributes:
+      blueprint: of the island.
+      plan: of the fragments.
+      held: what each chip holds, from shapes.
+      programs: distinct ones, in the order in which an island needs them.
+    """
+
+    blueprint: Blueprint
+    plan: FragmentPlan
+    held: Hbm
+    programs: tuple[Built, ...]
+
+
+def check_libtpu() -> None:
+    """Look for the compiler for TPUs.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError("there is no TPU compiler here, libtpu is missing; pip install 'diloco_jax[tpu]' brings it")
+
+
+def slice_devices(topology: Topology) -> Sequence[jax.Device]:
+    """Return the devices of a slice as the compiler knows them.
+
+    Raises:
+      ValueError: libtpu is missing, or does not know the slice.
+    """
+    check_libtpu()
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    jax.config.update("jax_platforms", "cpu")  # never wait for, or take, a TPU that this machine may have
+    options = {}
+    if topology.hosts == 1 and topology.chips != 4:
+        options["chips_per_host_bounds"] = (*topology.shape, 1, 1)[:3]
+    try:
+        known = topologies.get_topology_desc(platform="tpu", topology_name=str(topology), **options)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"libtpu does not know the slice '{topology}': {str(error).splitlines()[0]}; use one that Google Cloud "
+            "offers, such as v5p:2x2x1 or v5p:4x4x4"
+        ) from error
+    devices: Sequence[jax.Device] = known.devices
+    return devices
+
+
+def compile_island(config: RunConfig, island: IslandConfig, say: Say) -> Compiled:
+    """Compile what an island will run.
+
+    Args:
+      config: of the run.
+      island: whose topology names the slice.
+      say: told what is being compiled, since each program may take minutes.
+
+    Raises:
+      ValueError: the model cannot be loaded, mesh or batch do not fit, or the compiler refuses a program.
+    """
+    topology = Topology.parse(island.topology)
+    blueprint = Blueprint(config.model, config.optimizer, island.mesh, slice_devices(topology), seed=config.seed)
+    plan = plan_of(config, blueprint)
+    held = chip_memory(config, blueprint, plan)
+    say(f"{topology}: creating the state")
+    create = build("create", lambda: blueprint.create.lower().compile(), 0)
+    say(f"{topology}: the inner step of {island.batch_size} sequences, which takes longest")
+    shape = (island.batch_size, config.train.seq_len + 1)
+    step = build("step", lambda: blueprint.lower_step(shape).compile(), held.parameters + held.optimizer)
+    programs = [create, step]
+    if config.algorithm == "decoupled":
+        say(f"{topology}: staging and adoption of {len(plan.fragments)} fragments")
+        programs += exchange_programs(config, blueprint, plan.fragments)
+    return Compiled(blueprint, plan, held, tuple(programs))
+
+
+def exchange_programs(config: RunConfig, blueprint: Blueprint, fragments: Sequence[Fragment]) -> list[Built]:
+    """Compile the programs of the fragments, each once."""
+    exchange = blueprint.exchange(config.wire.up, config.adopt.mode == "rebase")
+    made: dict[int, Built] = {}
+    before, cpu = time.perf_counter(), _cpu_s()
+    for kind, fragment, compiled in exchange.programs(fragments):
+        after, cpu_after = time.perf_counter(), _cpu_s()
+        number = fragment.fragment_id
+        known = made.get(id(compiled))
+        if known is None:
+            made[id(compiled)] = _describe(kind, (number,), compiled, after - before, cpu_after - cpu)
+        else:
+            made[id(compiled)] = Built(
+                kind, (*known.fragments, number), known.compile_s, known.cpu_s, known.memory, known.program, 0.0
+            )
+        before, cpu = time.perf_counter(), _cpu_s()
+    return list(made.values())
+
+
+def build(kind: str, compile: Callable[[], jax.stages.Compiled], arguments: float) -> Built:
+    """Compile one program; one that the compiler refuses for its memory is described by what it said.
+
+    Args:
+      kind: of the program.
+      compile: makes it.
+      arguments: bytes per chip of what it is given.
+
+    Raises:
+      ValueError: the compiler refuses it for another reason.
+    """
+    before, cpu = time.perf_counter(), _cpu_s()
+    try:
+        compiled = compile()
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error)
+        if "RESOURCE_EXHAUSTED" not in text:
+            raise ValueError(f"the compiler refuses the program '{kind}': {text[:500]}") from error
+        memory = _wanted(text, arguments)
+        return Built(kind, (), time.perf_counter() - before, _cpu_s() - cpu, memory, None, 0.0)
+    return _describe(kind, (), compiled, time.perf_counter() - before, _cpu_s() - cpu)
+
+
+def _wanted(text: str, arguments: float) -> Memory:
+    """Read what the compiler said that a program would need."""
+    temporaries = _WANTED_TEMPORARIES.search(text)
+    if temporaries:
+        return Memory(arguments, 0, 0, float(temporaries[1]) * _UNITS[temporaries[2]], 0)
+    in_all = _WANTED_IN_ALL.search(text)
+    wanted = float(in_all[1]) * _UNITS[in_all[2]] if in_all else math.inf
+    return Memory(arguments, 0, 0, max(0.0, wanted - arguments), 0)
+
+
+def _describe(
+    kind: str, fragments: tuple[int, ...], compiled: jax.stages.Compiled, seconds: float, cpu_s: float
+) -> Built:
+    taken: Any = compiled.memory_analysis()
+    memory = Memory(
+        taken.argument_size_in_bytes,
+        taken.output_size_in_bytes,
+        taken.alias_size_in_bytes,
+        taken.temp_size_in_bytes,
+        taken.generated_code_size_in_bytes,
+    )
+    program = read_program(compiled.as_text() or "")
+    cost: Any = compiled.cost_analysis() or {}
+    return Built(kind, fragments, seconds, cpu_s, memory, program, cost.get("flops", 0.0) * program.devices)
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime

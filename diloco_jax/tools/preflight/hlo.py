@@ -1,0 +1,397 @@
+"""The work of a compiled program, read from its HLO text: matrix FLOPs, collectives, and transfers to the host.
+
+The compiler's own cost analysis counts the body of a loop once. Here every computation counts as often as it runs: the
+body of a `while` as often as its condition allows, everything else as often as what calls it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+DTYPE_BYTES = {
+    "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8,
+    "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16,
+}  # fmt: skip
+COLLECTIVES = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+)  # fmt: skip
+HOST_TRANSFERS = ("infeed", "outfeed", "send", "recv")
+KERNEL = 'custom_call_target="tpu_custom_call"'
+HOST_CALLS = ("MoveToHost", "MoveToDevice", "callback", "HostExecute")  # in targets of custom calls
+
+_ARRAY = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,<=]*)\]")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_START = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(r"\b(?:calls|body|true_computation|false_computation|async_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+_KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
+_LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
+
+
+class Tensor(NamedTuple):
+    """An array type."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def num_bytes(self) -> float:
+        return self.elements * DTYPE_BYTES.get(self.dtype, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name: without the sign %.
+      opcode: such as fusion.
+      shape: text of its type.
+      operands: text between the parentheses.
+      attributes: text behind them.
+      root: whether the computation returns it.
+    """
+
+    name: str
+    opcode: str
+    shape: str
+    operands: str
+    attributes: str
+    root: bool
+
+    @property
+    def inputs(self) -> list[str]:
+        """Return the names of the operands."""
+        return _NAME.findall(self.operands)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the array, or the arrays of the tuple, that it makes."""
+        return _tensors(self.shape)
+
+
+Computation = dict[str, Instruction]
+
+
+class Collective(NamedTuple):
+    """A collective operation of a program.
+
+    Attributes:
+      kind: one of COLLECTIVES.
+      results: what each device has of it.
+      times: how often it runs in one run of the program.
+    """
+
+    kind: str
+    results: tuple[Tensor, ...]
+    times: int
+
+    @property
+    def num_bytes(self) -> float:
+        """Count the bytes of one result."""
+        return sum(tensor.num_bytes for tensor in self.results)
+
+    @property
+    def elements(self) -> int:
+        """Count the elements of one result."""
+        return sum(tensor.elements for tensor in self.results)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The work of one run of a program on each device.
+
+    Attributes:
+      matrix_flops: of its dots and convolutions, 2 per multiply-add; additions to padding and holes are not counted.
+      collectives: in it.
+      host_transfers: names of instructions that exchange data with the host in the middle of the program.
+      devices: that run it together.
+      kernels: calls of hand-written kernels, whose FLOPs nobody can read.
+      unread_loops: loops whose number of runs could not be read, counted as one run.
+    """
+
+    matrix_flops: float
+    collectives: tuple[Collective, ...]
+    host_transfers: tuple[str, ...]
+    devices: int
+    kernels: int
+    unread_loops: tuple[str, ...]
+
+    @property
+    def collective_counts(self) -> dict[str, int]:
+        """Count the runs of collectives, by kind."""
+        counts: Counter[str] = Counter()
+        for each in self.collectives:
+            counts[each.kind] += each.times
+        return dict(sorted(counts.items()))
+
+    @property
+    def collective_bytes(self) -> dict[str, float]:
+        """Add up the bytes of results on each device, by kind."""
+        counts: Counter[str] = Counter()
+        for each in self.collectives:
+            counts[each.kind] += int(each.times * each.num_bytes)
+        return dict(sorted(counts.items()))
+
+
+def read_program(text: str) -> Program:
+    """Read the HLO text of a compiled program."""
+    computations, entry = parse(text)
+    runs, unread = _runs(computations, entry)
+    flops, kernels, collectives, transfers = 0.0, 0, [], []
+    for name, times in runs.items():
+        computation = computations[name]
+        for instruction in computation.values():
+            kind = instruction.opcode.removesuffix("-start")
+            if kind in ("dot", "convolution"):
+                flops += times * matrix_flops(instruction, computation)
+            elif kind in COLLECTIVES:
+                collectives.append(_collective(instruction, kind, name, times))
+            elif kind in HOST_TRANSFERS or (
+                kind == "custom-call" and any(word in instruction.attributes for word in HOST_CALLS)
+            ):
+                transfers.append(f"{instruction.opcode} {instruction.name}")
+            elif KERNEL in instruction.attributes:
+                kernels += times
+    devices = math.prod(int(n) for n in re.findall(r"\bnum_(?:partitions|replicas)=(\d+)", text[: text.find("\n")]))
+    return Program(flops, tuple(collectives), tuple(transfers), devices, kernels, tuple(unread))
+
+
+def parse(text: str) -> tuple[dict[str, Computation], str]:
+    """Return the computations by name, and the name of the first to run.
+
+    Raises:
+      ValueError: the text has no entry computation.
+    """
+    computations: dict[str, Computation] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if line == "}":  # alone: notes on kernels go over several lines, which may begin with braces
+            current = None
+        elif current is None:
+            header = _HEADER.match(line)
+            if header:
+                current = computations[header[2]] = {}
+                entry = header[2] if header[1] else entry
+        else:
+            instruction = _instruction(line)
+            if instruction is not None:
+                current[instruction.name] = instruction
+    if not entry:
+        raise ValueError("the compiler gave no HLO text with an entry computation; is this jax too new for preflight?")
+    return computations, entry
+
+
+def _instruction(line: str) -> Instruction | None:
+    start = _START.match(line)
+    if start is None:
+        return None
+    rest = line[start.end() :]
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
+    shape, rest = rest[:end], rest[end:].lstrip()
+    opened = rest.find("(")
+    closed = _closing(rest, opened)
+    return Instruction(
+        start[2], rest[:opened], shape, rest[opened + 1 : closed], rest[closed + 1 :], start[1] is not None
+    )
+
+
+def _closing(text: str, opened: int) -> int:
+    depth = 0
+    for position in range(opened, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[position], 0)
+        if depth == 0:
+            return position
+    return len(text)
+
+
+def _elements(shape: str) -> list[str]:
+    """Split a tuple's type into its elements, which may be tuples themselves."""
+    elements, begin, depth = [], 1, 0
+    for position, sign in enumerate(shape):
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(sign, 0)
+        if (sign == "," and depth == 1) or (sign == ")" and not depth):
+            elements.append(shape[begin:position])
+            begin = position + 1
+    return elements
+
+
+def _tensors(shape: str) -> tuple[Tensor, ...]:
+    return tuple(Tensor(dtype, _dims(dims)) for dtype, dims in _ARRAY.findall(shape))
+
+
+def _dims(text: str) -> tuple[int, ...]:
+    return tuple(int(size.lstrip("<=")) for size in text.split(",") if size)
+
+
+# ---- how often ------------------------------------------------------------------------------------------------------
+
+
+def _runs(computations: Mapping[str, Computation], entry: str) -> tuple[Counter[str], list[str]]:
+    """Count how often every computation runs, and list the loops for which that is unknown."""
+    runs: Counter[str] = Counter()
+    unread: list[str] = []
+
+    def visit(name: str, times: int) -> None:
+        runs[name] += times
+        for instruction in computations[name].values():
+            trips: int | None = 1
+            if instruction.opcode == "while":
+                trips = trip_count(instruction, computations[name], computations)
+                if trips is None:
+                    unread.append(instruction.name)
+            for called in _called(instruction):
+                if called in computations:
+                    visit(called, times * (1 if trips is None else trips))
+
+    visit(entry, 1)
+    return runs, unread
+
+
+def _called(instruction: Instruction) -> Iterator[str]:
+    """List the computations that an instruction runs; the elementwise ones of reductions hold no matrix product."""
+    yield from _CALLED.findall(instruction.attributes)
+    for names in _BRANCHES.findall(instruction.attributes):
+        yield from re.findall(r"[\w.\-]+", names)
+    if instruction.opcode == "call":
+        yield from re.findall(r"\bto_apply=%?([\w.\-]+)", instruction.attributes)
+
+
+def trip_count(loop: Instruction, computation: Computation, computations: Mapping[str, Computation]) -> int | None:
+    """Count the runs of a `while` body: as the compiler notes, or as its condition says; None if neither does.
+
+    Args:
+      loop: the instruction.
+      computation: in which it stands.
+      computations: all, by name.
+    """
+    known = _KNOWN_TRIPS.search(loop.attributes)
+    if known:
+        return int(known[1])
+    parts = [re.search(rf"\b{part}=%?([\w.\-]+)", loop.attributes) for part in ("condition", "body")]
+    if parts[0] is None or parts[1] is None:
+        return None
+    condition, body = computations[parts[0][1]], computations[parts[1][1]]
+    before = computation.get(loop.inputs[0]) if loop.inputs else None
+    compare = next((each for each in condition.values() if each.opcode == "compare"), None)
+    if compare is None or before is None or before.opcode != "tuple":
+        return None
+    direction = re.search(r"\bdirection=(\w+)", compare.attributes)
+    sides = [_element_or_number(condition, name) for name in compare.inputs]
+    index = next((index for index, _ in sides if index is not None), None)
+    if index is None or direction is None or direction[1] not in ("LT", "LE", "GT", "GE"):
+        return None
+
+    def value(side: tuple[int | None, int | None]) -> int | None:
+        return _number(computation, before.inputs[side[0]]) if side[0] is not None else side[1]
+
+    first, last = (value(side) for side in sides)
+    step = _step(body, index)
+    if first is None or last is None or not step:
+        return None
+    inclusive = direction[1] in ("LE", "GE")
+    return max(0, math.ceil((abs(last - first) + inclusive) / abs(step)))
+
+
+def _element_or_number(computation: Computation, name: str) -> tuple[int | None, int | None]:
+    """Return (position in the loop's tuple, None) or (None, constant)."""
+    instruction = _source(computation, name)
+    if instruction is None or instruction.opcode != "get-tuple-element":
+        return None, _number(computation, name)
+    found = re.search(r"\bindex=(\d+)", instruction.attributes)
+    return int(found[1]) if found else None, None
+
+
+def _source(computation: Computation, name: str) -> Instruction | None:
+    """Follow a value to where it comes from, behind copies."""
+    instruction = computation.get(name)
+    while instruction is not None and instruction.opcode in ("copy", "bitcast", "copy-done", "copy-start"):
+        instruction = computation.get(instruction.inputs[0])
+    return instruction
+
+
+def _number(computation: Computation, name: str) -> int | None:
+    instruction = _source(computation, name)
+    if instruction is None or instruction.opcode != "constant":
+        return None
+    return int(instruction.operands) if re.fullmatch(r"-?\d+", instruction.operands) else None
+
+
+def _step(body: Computation, index: int) -> int | None:
+    """Return what a loop adds to its counter, element `index` of its tuple."""
+    root = next((each for each in body.values() if each.root), None)
+    if root is None or root.opcode != "tuple":
+        return None
+    addition = _source(body, root.inputs[index])
+    if addition is None or addition.opcode not in ("add", "subtract"):
+        return 1  # part of a larger fusion: the counters of JAX's loops go up by one
+    numbers = [number for name in addition.inputs if (number := _number(body, name)) is not None]
+    return numbers[0] if numbers else None
+
+
+# ---- what -----------------------------------------------------------------------------------------------------------
+
+
+def _collective(instruction: Instruction, kind: str, where: str, times: int) -> Collective:
+    tensors, elements = instruction.tensors, _elements(instruction.shape)
+    if instruction.opcode.endswith("-start") and len(elements) > 1 and kind != "all-reduce":
+        tensors = _tensors(elements[1])  # (operands, results, what the device counts with)
+    if kind == "all-reduce" and "reduce-scatter" in where:  # how TPUs spell it: a fusion that keeps only one part
+        kind = "reduce-scatter"
+    return Collective(kind, tensors, times)
+
+
+def matrix_flops(instruction: Instruction, computation: Computation) -> float:
+    """Count the FLOPs of one `dot` or `convolution`, 2 per multiply-add of numbers that are no padding or holes."""
+    shapes = [computation[name].tensors[0].dims for name in instruction.inputs[:2]]
+    out = instruction.tensors[0].dims
+    if instruction.opcode == "dot":
+        found = re.search(r"\blhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
+        return 2.0 * math.prod(out) * math.prod(shapes[0][dim] for dim in _dims(found[1] if found else ""))
+    labels = _LABELS.search(instruction.attributes)
+    assert labels is not None, f"a convolution without dim_labels: {instruction.name}"
+    left, right, result = labels[1], labels[2], labels[3]
+    groups = re.search(r"\bbatch_group_count=(\d+)", instruction.attributes)
+    batch = shapes[0][left.index("b")] // (int(groups[1]) if groups else 1)
+    products = batch * shapes[1][right.index("i")] * shapes[1][right.index("o")]
+    window = _window(instruction.attributes)
+    for dim in sorted(set(left) - set("bf")):
+        products *= _positions(
+            shapes[0][left.index(dim)], shapes[1][right.index(dim)], out[result.index(dim)], window.get(int(dim), {})
+        )
+    return 2.0 * products
+
+
+def _window(attributes: str) -> dict[int, dict[str, tuple[int, ...]]]:
+    """Read stride, pad, dilations of every spatial dimension."""
+    found = _WINDOW.search(attributes)
+    settings: dict[int, dict[str, tuple[int, ...]]] = {}
+    for item in found[1].split() if found else ():
+        key, _, values = item.partition("=")
+        for dim, value in enumerate(values.split("x")):
+            settings.setdefault(dim, {})[key] = tuple(map(int, value.split("_")))
+    return settings
+
+
+def _positions(size: int, kernel: int, out: int, window: Mapping[str, tuple[int, ...]]) -> int:
+    """Count the pairs of output and kernel positions that meet an element of the input."""
+    stride, low = window.get("stride", (1,))[0], window.get("pad", (0,))[0]
+    holes, spread = window.get("lhs_dilate", (1,))[0], window.get("rhs_dilate", (1,))[0]
+    if kernel == 1 and low == 0 and holes == 1:
+        return out
+    places = np.arange(out)[:, None] * stride - low + np.arange(kernel)[None, :] * spread
+    return int(np.count_nonzero((places % holes == 0) & (places >= 0) & (places < size * holes)))

@@ -1,0 +1,202 @@
+"""`diloco preflight`: compiles what the islands of a config will run for their TPU slices, and judges what came out.
+
+No TPU and no network are needed. Every kind of island, a slice with a mesh and a batch, is looked at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from diloco_jax.settings.islands import AUTO
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.slices import Topology
+from diloco_jax.tools.budget.flops import ModelFlops, model_flops
+from diloco_jax.tools.budget.memory import num_parameters
+from diloco_jax.tools.budget.needs import IslandKind, island_needs, kinds_of
+from diloco_jax.tools.preflight.advice import GB, Misfit, advise_anchors, advise_hbm
+from diloco_jax.tools.preflight.compile import Built, Compiled, Say, check_libtpu, compile_island
+from diloco_jax.tools.preflight.programs import MFU, program_hbm, step_hbm, weight_gathers, wire
+
+WHOLE_MODEL = 0.9  # share of the parameters whose gathering at once undoes their sharding
+ALL_LAYERS = 0.5  # the same for weights that are joined over all layers, before the loop over layers
+
+
+def preflight(config: RunConfig, slices: Sequence[str], say: Say) -> dict[str, Any]:
+    """Compile and judge; takes minutes for large models.
+
+    Args:
+      config: of the run.
+      slices: names such as v5p:4x4x8, on each of which every island is tried; none: the islands' own.
+      say: told of progress, line by line.
+
+    Returns:
+      rows (one per program), islands (one per kind), problems, advice, and ok: whether there is no problem.
+
+    Raises:
+      ValueError: libtpu is missing, no slice is named, a slice is unknown, or model, mesh or batch do not fit it.
+    """
+    check_libtpu()
+    result: dict[str, Any] = {"rows": [], "islands": [], "problems": [], "advice": []}
+    for there, kind in cases_of(config, slices):
+        _judge(there, kind, compile_island(there, kind.island, say), result)
+    result["ok"] = not result["problems"]
+    result["syncer_gbit_per_s"] = [
+        sum(len(each["islands"]) * each["wire"]["gbit_per_s"][at] for each in result["islands"]) for at in (0, 1)
+    ]
+    return result
+
+
+def cases_of(config: RunConfig, slices: Sequence[str]) -> list[tuple[RunConfig, IslandKind]]:
+    """List the kinds of islands, each with the config of the run on its slice.
+
+    Raises:
+      ValueError: no slice is named, or one does not suit the islands.
+    """
+    configs = [_moved(config, name) for name in dict.fromkeys(slices)] or [config]
+    cases = [(there, kind) for there in configs for kind in kinds_of(there)]
+    if bare := next((kind.names[0] for _, kind in cases if not kind.topology), ""):
+        raise ValueError(
+            f"{bare} names no TPU slice; add --topology v5p:2x2x1, or set islands.topology and islands.devices auto"
+        )
+    return cases
+
+
+def _moved(config: RunConfig, slice_name: str) -> RunConfig:
+    """Move all islands of a run to this slice."""
+    each = {name: replace(own, topology=None, devices=None, hosts=None) for name, own in config.islands.each.items()}
+    islands = replace(config.islands, topology=str(Topology.parse(slice_name)), devices=AUTO, hosts=1, each=each)
+    return replace(config, islands=islands)
+
+
+def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict[str, Any]) -> None:
+    """Add what came out for one kind of island to the result."""
+    topology, island = Topology.parse(kind.island.topology), kind.island
+    step = next(built for built in compiled.programs if built.kind == "step")
+    needs = island_needs(config, kind, compiled.blueprint, compiled.plan)
+    hbm, limit = step_hbm(compiled), topology.generation.hbm_bytes
+    sizes = dict(compiled.blueprint.mesh.shape)
+    parameters = num_parameters(compiled.blueprint)
+    flops = model_flops(config.model, compiled.blueprint.shapes, island.batch_size, config.train.seq_len)
+    compiled_flops = step.program.matrix_flops * topology.chips if step.program else None
+    step_s = tuple(flops.flops / (topology.peak_flops * mfu) for mfu in MFU)
+    gathers = weight_gathers(step, compiled.blueprint)
+    rows = [_row(topology, built, program_hbm(built, compiled, hbm), limit) for built in compiled.programs]
+    largest = gathers.largest
+    result["rows"] += rows
+    result["islands"].append(
+        {
+            "topology": str(topology),
+            "islands": list(kind.names),
+            "chips": topology.chips,
+            "hosts": topology.hosts,
+            "mesh": sizes,
+            "batch_size": island.batch_size,
+            "seq_len": config.train.seq_len,
+            "parameters": parameters,
+            "hbm": hbm._asdict(),
+            "hbm_limit_bytes": limit,
+            "model_flops": flops.flops,
+            "model_flops_are": flops.how,
+            "masked_flops": flops.masked,
+            "compiled_flops": compiled_flops,
+            "flops_ratio": _needed(flops, step) / compiled_flops if compiled_flops else None,
+            "kernels": step.program.kernels if step.program else None,
+            "unread_loops": list(step.program.unread_loops) if step.program else [],
+            "step_s": list(step_s),
+            "largest_all_gather": None
+            if largest is None
+            else {
+                "elements": largest.elements,
+                "bytes": largest.num_bytes,
+                "kind": largest.kind,
+                "share_of_parameters": largest.elements / parameters,
+            },
+            "weight_all_reduces": gathers.all_reduces,
+            "collective_bytes": step.program.collective_bytes if step.program else None,
+            "host_bytes": sum(needs.host),
+            "host_limit_bytes": needs.host_limit_bytes,
+            "wire": wire(config, compiled, (step_s[0], step_s[1])),
+        }
+    )
+    problems = [*_memory_problems(rows, result["islands"][-1]), *program_problems(topology, compiled.programs)]
+    if not all(row["fits"] for row in rows):
+        at_once = compiled.blueprint.layout.batch_parts * config.optimizer.accumulate_steps
+        case = Misfit(topology, sizes, island.batch_size / at_once, config.model, hbm)
+        result["advice"] += [f"{topology}: {line}" for line in advise_hbm(case)]
+    result["advice"] += [f"{topology}: {line}" for line in advise_anchors(hbm, sizes)]
+    if largest is not None and largest.elements >= WHOLE_MODEL * parameters and len(compiled.blueprint.shapes) > 1:
+        problems.append("the inner step gathers the whole model at once, which undoes its sharding")
+    if gathers.stacked_elements >= ALL_LAYERS * parameters:
+        problems.append("the inner step gathers the weights of all layers before its loop over them")
+    result["problems"] += [f"{topology}: {problem}" for problem in problems]
+
+
+def _needed(flops: ModelFlops, step: Built) -> float:
+    """Return the model FLOPs to compare the compiled ones with: a kernel for attention keeps its own from both."""
+    return flops.flops - flops.masked if step.program and step.program.kernels else flops.flops
+
+
+def _row(topology: Topology, built: Built, hbm_bytes: float, limit: float) -> dict[str, Any]:
+    program = built.program
+    return {
+        "topology": str(topology),
+        "program": built.name,
+        "fragments": list(built.fragments),
+        "compile_s": built.compile_s,
+        "cpu_s": built.cpu_s,
+        "hbm_bytes": hbm_bytes,
+        "hbm_limit_bytes": limit,
+        "memory": built.memory._asdict(),
+        "flops": program.matrix_flops * topology.chips if program else None,
+        "compiler_flops": built.compiler_flops if program else None,
+        "collectives": program.collective_counts if program else None,
+        "host_transfers": list(program.host_transfers) if program else None,
+        "fits": program is not None and hbm_bytes <= limit,
+    }
+
+
+def _memory_problems(rows: Sequence[dict[str, Any]], island: dict[str, Any]) -> list[str]:
+    problems = []
+    for row in rows:
+        if not row["fits"]:
+            refused = "; the compiler refuses it" if row["flops"] is None else ""
+            problems.append(
+                f"'{row['program']}' needs {row['hbm_bytes'] / GB:.1f} GB of a chip's memory, which has "
+                f"{row['hbm_limit_bytes'] / GB:.0f} GB{refused}"
+            )
+    if island["host_bytes"] > island["host_limit_bytes"]:
+        problems.append(
+            "every host keeps the global model in float32, what arrives, and its share of what leaves, "
+            f"{island['host_bytes'] / GB:.0f} GB, but has {island['host_limit_bytes'] / GB:.0f} GB; use a smaller "
+            "model or hosts with more memory"
+        )
+    return problems
+
+
+def program_problems(topology: Topology, programs: Sequence[Built]) -> list[str]:
+    """List collectives and transfers where none may be.
+
+    Args:
+      topology: of the island.
+      programs: that were compiled for it.
+    """
+    problems = []
+    for built in programs:
+        if built.program is None:
+            continue
+        if built.fragments and built.program.collectives:
+            kinds = ", ".join(f"{n} {kind}" for kind, n in built.program.collective_counts.items())
+            problems.append(f"'{built.name}' has collectives ({kinds}); fragments must leave and enter without any")
+        if built.program.host_transfers:
+            problems.append(
+                f"'{built.name}' exchanges data with the host while it runs ({built.program.host_transfers[0]}); "
+                "remove callbacks and offloading from the model"
+            )
+        if built.program.devices != topology.chips:
+            problems.append(
+                f"'{built.name}' runs on {built.program.devices} devices, but an island has {topology.chips}; "
+                "islands may not share programs"
+            )
+    return problems

@@ -1,0 +1,1 @@
+"""A run trained again from its tapes, and the audit of its samples."""

@@ -1,0 +1,259 @@
+"""The learners' tapes, read ahead: how far each life must be repeated, and what must be kept on the way.
+
+A life is repeated up to the last value of it that was merged, or the last copy of its state that a life which is
+itself repeated took over. What it did after that left no trace in the global model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diloco_jax.runtime.learner.tape import learner_tape_path
+from diloco_jax.runtime.records.tape_file import read_lines
+from diloco_jax.tools.replay.script import Brought, LearnerLife, MergedRound, Name, Script
+
+
+class TookValue(NamedTuple):
+    """A global fragment was taken over."""
+
+    name: Name
+    merged_round: int  # newest round that merged a value of this life
+
+
+class TookState(NamedTuple):
+    """A whole state was taken over."""
+
+    donor: LearnerLife
+    donor_step: int
+    fragments: tuple[int, ...]
+
+
+class Copied(NamedTuple):
+    """The state was copied, for a receiver or for the disk."""
+
+    local_step: int
+
+
+class SentValue(NamedTuple):
+    """The value of a round left."""
+
+    fragment_id: int
+    global_step: int
+    local_step: int
+
+
+class TapedStep(NamedTuple):
+    """An inner step."""
+
+    local_step: int
+    clock: int
+    ranges: tuple[tuple[int, int], ...]
+    loss: float | None
+
+
+class Begin(NamedTuple):
+    """The first line."""
+
+    learner_id: str
+    incarnation: int
+    step_samples: int
+
+
+class Lost(NamedTuple):
+    """Lines are missing from here on."""
+
+    lines: int
+
+
+Entry = Begin | TookValue | TookState | Copied | SentValue | TapedStep | Lost
+
+
+def read_entries(path: Path) -> Generator[tuple[int, Entry]]:
+    """Yield the lines of one learner tape that a replay needs, with their numbers.
+
+    Raises:
+        ValueError: the tape is missing, or a line is not one that a learner writes; names it.
+    """
+    learner_id = ""
+    try:
+        for number, line in enumerate(read_lines(path), start=1):
+            try:
+                entry = _entry(json.loads(line), learner_id)
+            except (ValueError, TypeError, LookupError) as error:
+                raise ValueError(f"{path} line {number} cannot be read ({error}): {line[:120]!r}") from error
+            if (number == 1) != isinstance(entry, Begin):
+                raise ValueError(f"{path} line {number}: 'begin' must be the first line and no other; is it one tape?")
+            if isinstance(entry, Begin):
+                learner_id = entry.learner_id
+            if entry is not None:
+                yield number, entry
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} is missing: without this learner's tape its share in the model cannot be repeated; copy the tapes "
+            "folder of its machine into the run's folder"
+        ) from None
+
+
+def _entry(fields: list[Any], learner_id: str) -> Entry | None:
+    match fields:
+        case ["begin", str(name), int(incarnation), int(step_samples), *_]:
+            return Begin(name, incarnation, step_samples)
+        case ["adopt", int(fragment_id), int(version), int(), int(digest), int(merged_round)]:
+            return TookValue(Name(fragment_id, version, digest), merged_round)
+        case ["state", str(donor), int(incarnation), int(donor_step), list(fragments)]:
+            return TookState(LearnerLife(donor or learner_id, incarnation), donor_step, tuple(map(int, fragments)))
+        case ["staged_state", int(local_step)] | ["saved", int(local_step), int()]:
+            return Copied(local_step)
+        case ["sent", int(fragment_id), int(global_step), int(local_step)]:
+            return SentValue(fragment_id, global_step, local_step)
+        case ["step", int(local_step), int(clock), list(ranges), (int() | float() | None) as loss]:
+            return TapedStep(local_step, clock, tuple((int(start), int(stop)) for start, stop in ranges), loss)
+        case ["lost", int(lines)]:
+            return Lost(lines)
+        case ["end", *_]:
+            return None
+    raise ValueError("no line of a learner's tape")
+
+
+@dataclass(slots=True)
+class Outline:
+    """One tape at a glance, by line number."""
+
+    path: Path
+    step_samples: int = 0
+    steps: list[int] = field(default_factory=list)  # the line of local step 1, 2, ...
+    adopted: list[tuple[int, Name]] = field(default_factory=list)
+    took: list[TookState] = field(default_factory=list)
+    copied: dict[int, list[int]] = field(default_factory=dict)  # local step -> lines
+    sent: list[tuple[int, SentValue]] = field(default_factory=list)
+    lost_at: int | None = None
+
+    def line_of(self, local_step: int, what: str) -> int:
+        """Return the line of a local step.
+
+        Raises:
+            ValueError: the tape does not reach so far.
+        """
+        if not 1 <= local_step <= len(self.steps):
+            raise ValueError(
+                f"{self.path} ends after local step {len(self.steps)}, but {what} is of local step {local_step}; "
+                "the end of the tape is missing"
+            )
+        return self._whole(self.steps[local_step - 1], what)
+
+    def lines_of_copy(self, local_step: int, what: str) -> list[int]:
+        """Return the lines at which the state was copied after this local step.
+
+        Raises:
+            ValueError: it was not.
+        """
+        if local_step not in self.copied:
+            raise ValueError(f"{self.path} has no copy of the state after local step {local_step}, which {what} took")
+        return [self._whole(line, what) for line in self.copied[local_step]]
+
+    def _whole(self, line: int, what: str) -> int:
+        if self.lost_at is not None and line > self.lost_at:
+            raise ValueError(
+                f"{self.path} lacks lines before line {self.lost_at} (the disk did not take them), and {what} came "
+                "after that; only what was before can be repeated: use --until"
+            )
+        return line
+
+
+def outline(path: Path) -> Outline:
+    """Read one tape through.
+
+    Raises:
+        ValueError: the tape is missing or broken; names it.
+    """
+    found = Outline(path)
+    for number, entry in read_entries(path):
+        if isinstance(entry, Begin):
+            found.step_samples = entry.step_samples
+        elif isinstance(entry, TookValue):
+            found.adopted.append((number, entry.name))
+        elif isinstance(entry, TookState):
+            if found.steps:
+                raise ValueError(f"{path} line {number}: a state is taken over before the first step, or never")
+            found.took.append(entry)
+        elif isinstance(entry, Copied):
+            found.copied.setdefault(entry.local_step, []).append(number)
+        elif isinstance(entry, SentValue):
+            found.sent.append((number, entry))
+        elif isinstance(entry, Lost):
+            found.lost_at = number if found.lost_at is None else found.lost_at
+        else:
+            if found.lost_at is None and entry.local_step != len(found.steps) + 1:
+                raise ValueError(
+                    f"{path} line {number} is of local step {entry.local_step}, expected {len(found.steps) + 1}: "
+                    "steps are missing"
+                )
+            found.steps.append(number)
+    return found
+
+
+@dataclass(slots=True)
+class NeededLife:
+    """The part of one life that must be repeated."""
+
+    outline: Outline
+    stop: int = 0  # the last line
+    values: Counter[tuple[int, int]] = field(default_factory=Counter)  # (fragment, local step) -> merges that used it
+    copies: Counter[int] = field(default_factory=Counter)  # local step -> lives that took the state over
+
+
+class NeededLives:
+    """The parts of all lives that must be repeated.
+
+    Args:
+        run_dir: folder with the tapes.
+        script: the events of the run.
+
+    Raises:
+        ValueError: a tape that is needed is missing, broken or too short; names it.
+    """
+
+    def __init__(self, run_dir: Path, script: Script) -> None:
+        self._run_dir = run_dir
+        self.lives: dict[LearnerLife, NeededLife] = {}
+        self._queue: list[LearnerLife] = []
+        for event in script.events:
+            if isinstance(event, MergedRound):
+                self._require_values(event)
+        while self._queue:
+            life = self._queue.pop()
+            for took in self.lives[life].outline.took:  # before its first step
+                self._require_copy(life, took)
+        self.names = self._names(script)
+
+    def _need(self, life: LearnerLife) -> NeededLife:
+        if life not in self.lives:
+            self.lives[life] = NeededLife(outline(learner_tape_path(self._run_dir, *life)))
+            self._queue.append(life)
+        return self.lives[life]
+
+    def _require_values(self, this: MergedRound) -> None:
+        order = this.order
+        for part, life in zip(order.parts, this.lives, strict=True):
+            what = f"its value in round {order.global_step}"
+            need = self._need(life)
+            need.stop = max(need.stop, need.outline.line_of(part.local_step, what))
+            need.values[order.fragment_id, part.local_step] += 1
+
+    def _require_copy(self, receiver: LearnerLife, took: TookState) -> None:
+        what = f"{receiver.learner_id} (incarnation {receiver.incarnation})"
+        need = self._need(took.donor)
+        need.stop = max(need.stop, *need.outline.lines_of_copy(took.donor_step, what))
+        need.copies[took.donor_step] += 1
+
+    def _names(self, script: Script) -> Counter[Name]:
+        """Count the uses of each global value after it was made, by learners and by restarted syncers."""
+        names = Counter(event.name for event in script.events if isinstance(event, Brought))
+        for need in self.lives.values():
+            names.update(name for line, name in need.outline.adopted if line <= need.stop)
+        return names

@@ -1,0 +1,337 @@
+"""Train an asynchronous run again, in one process, from its tapes, and compare the result bit for bit.
+
+    syncer's tape --machine--> rounds, snapshots, restarts        (script.py)
+    learners' tapes ---------> which steps they need              (lives.py)
+    round after round: the lives that have a share advance to it  (replica.py), then the merge
+
+Nothing of the run's numbers is read but what it learned from: positions of samples, global steps, digests to compare.
+Lives advance as the run did, so a replay holds the states of the lives that ran at one time, and the global values
+that somebody still adopts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diloco_jax.core import codec
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.runtime.model.arithmetic import LocalShares
+from diloco_jax.runtime.model.evaluation import Evaluator
+from diloco_jax.runtime.model.global_model import Capture, make_model, make_setup
+from diloco_jax.runtime.records import checkpoint
+from diloco_jax.runtime.records.files import CHECKPOINTS, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.records.telemetry import write_json
+from diloco_jax.settings.run import RunConfig, fingerprint
+from diloco_jax.tools.replay.lives import NeededLives, TapedStep, TookState
+from diloco_jax.tools.replay.replica import Replica, Trainer, Values, same_loss
+from diloco_jax.tools.replay.script import (
+    Back,
+    Brought,
+    Event,
+    LearnerLife,
+    MergedRound,
+    Moments,
+    Name,
+    Script,
+    SnapshotPoint,
+    differences,
+    read_script,
+)
+from diloco_jax.training.whole_state.layout import HostState
+
+BEGINNING = -1
+
+
+class Replay:
+    """One replay.
+
+    Args:
+        config: of the run.
+        folder: with the tapes.
+        until: stop after the first merged round of this global step or a later one.
+        compare: whether the tapes are those of a run; the digests and losses of a simulation are made up.
+
+    Raises:
+        ValueError: a tape is missing or broken, or the config is not that of the tapes; names file and setting.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path, *, until: int | None = None, compare: bool = True) -> None:
+        self._config = config
+        self._compare = compare
+        self.script = _script(config, folder / TAPE_FILE, until)
+        self.needs = NeededLives(folder, self.script)
+        self.evaluator = Evaluator(config)
+        self._plan = _plan(config, self.evaluator)
+        if compare:
+            self._check_fingerprint()
+        self.trainer = Trainer(config, 1 if compare else config.island("").batch_size)
+        arithmetic = LocalShares(make_setup(config, self._plan))
+        self.model = make_model(config, self._plan, self.evaluator.initial_parameters(), arithmetic)
+        self.merged_rounds = 0
+        self.difference = ""  # the first one between the run and its repetition
+        self.step_difference = ""
+        self.captures: Moments[Capture] = Moments()
+        self._initial = self.model.capture()
+        self._uses: Counter[Name] = self.needs.names
+        self._values: dict[Name, Values] = {}
+        self._replicas: dict[LearnerLife, Replica] = {}
+        self._begin()
+
+    def _check_fingerprint(self) -> None:
+        ours = fingerprint(self._config, self._plan.fingerprint, self.evaluator.corpus)
+        if different := differences(ours, self.script.fingerprint):
+            raise ValueError(f"this is not the program or the config of the run: {'; '.join(different)}")
+
+    def _begin(self) -> None:
+        for fragment_id, (digest, ours) in enumerate(zip(self.script.digests, self.model.digests, strict=True)):
+            if self._compare and digest != ours:
+                self._differ(f"fragment {fragment_id} of the initial model (digest {ours}, the run had {digest})")
+            self._keep(Name(fragment_id, 0, digest))
+
+    def run(self) -> None:
+        """Repeat everything."""
+        for event in self.script.events:
+            self.repeat(event)
+
+    def repeat(self, event: Event) -> None:
+        """Repeat the next event."""
+        match event:
+            case MergedRound():
+                self._round(event)
+            case SnapshotPoint(global_step, taken):
+                self.captures.keep(global_step, taken, self.model.capture())
+            case Back(global_step):
+                self._go_back(global_step)
+            case Brought(name):
+                payload = codec.encode(self.take(name), "float32")
+                self.model.restore(name.fragment_id, name.version, payload)
+
+    def _round(self, this: MergedRound) -> None:
+        order = this.order
+        payloads = {}
+        for part, life in zip(order.parts, this.lives, strict=True):
+            payloads[part.learner_id] = self._replica(life).value(order.fragment_id, part.local_step)
+        # A value that was damaged on its way, or by somebody who tries what happens then, is on no tape.
+        merged = self.model.merge(order, payloads, this.left_out)
+        where = f"fragment {order.fragment_id}, version {order.global_step}"
+        if set(merged.left_out) != set(this.left_out):
+            names, theirs = ", ".join(merged.left_out) or "nobody", ", ".join(this.left_out) or "nobody"
+            self._differ(f"{where} (left out: {names}; the run left out {theirs})")
+        if merged.state is None:
+            raise ValueError(f"{where} cannot be made: no value is usable now; the first difference: {self.difference}")
+        self.merged_rounds += 1
+        self.model.publish(merged)
+        if self._compare and merged.state.digest != this.digest:
+            self._differ(f"{where} (digest {merged.state.digest}, the run had {this.digest})")
+        self._keep(Name(order.fragment_id, order.global_step, this.digest))
+        for life, local_step in this.reported:  # follow the run, so that old global values can go
+            need = self.needs.lives.get(life)
+            if need is not None and need.outline.steps:
+                self._replica(life).advance(need.outline.steps[min(local_step, len(need.outline.steps)) - 1])
+
+    def _go_back(self, global_step: int) -> None:
+        self.model.load(self._initial if global_step == BEGINNING else self.captures.at(global_step))
+
+    def _keep(self, name: Name) -> None:
+        """Remember the newest value of a fragment under this name, if anybody will use it."""
+        if self._uses[name] > 0:
+            self._values.setdefault(name, self.model.slices(self.model.capture(), name.fragment_id))
+
+    def _differ(self, where: str) -> None:
+        self.difference = self.difference or where
+
+    # ---- what lives need of each other --------------------------------------------------------------------------
+
+    def _replica(self, life: LearnerLife) -> Replica:
+        if life not in self._replicas:
+            self._replicas[life] = Replica(life, self.needs.lives[life], self.trainer, self)
+        return self._replicas[life]
+
+    def take(self, name: Name) -> Values:
+        """Return a global value that a life adopts."""
+        if name not in self._values:
+            raise ValueError(
+                f"version {name.version} of fragment {name.fragment_id} with digest {name.digest} was adopted, but no "
+                "round on the syncer's tape made it; are all tapes of one run?"
+            )
+        self._uses[name] -= 1
+        return self._values[name] if self._uses[name] > 0 else self._values.pop(name)
+
+    def state_of(self, took: TookState, receiver: LearnerLife, held: dict[int, int]) -> HostState:
+        """Return the state that a life takes over, of the moment at which its donor copied it."""
+        copies = self._replica(took.donor).copy(took.donor_step)
+        for versions, state in reversed(copies):
+            same = tuple(p for p in sorted(held) if versions.get(p) == held[p])
+            if same == tuple(sorted(took.fragments)):
+                return state
+        return copies[-1][1]
+
+    def on_loss(self, life: LearnerLife, step: TapedStep, loss: float) -> None:
+        """Compare a step with the tape: it tells where a difference began."""
+        if self._compare and not self.step_difference and not same_loss(step.loss, loss):
+            self.step_difference = (
+                f"local step {step.local_step} of {life.learner_id} (incarnation {life.incarnation}): loss {loss}, "
+                f"the run had {step.loss}"
+            )
+
+
+def replay_run(config: RunConfig, run_dir: Path, until: int | None = None) -> dict[str, Any]:
+    """Repeat a run and compare its parameters with those of its newest checkpoint.
+
+    Args:
+        config: the run's settings.
+        run_dir: its folder.
+        until: stop after the first merged round of this global step or a later one.
+
+    Returns:
+        identical, sha256, expected_sha256 (None when no checkpoint is of that moment), merged_rounds, inner_steps,
+        wall_s, difference and step_difference (the first ones, "" without).
+
+    Raises:
+        ValueError: tapes or checkpoints are missing or broken, or are not of this config; names them.
+    """
+    began_s = time.monotonic()
+    _check_alike(config)
+    this = Replay(config, run_dir, until=until)
+    this.run()
+    capture, expected = _expected(this, run_dir)
+    if expected is None and until is None:
+        raise ValueError(
+            f"{run_dir / CHECKPOINTS} holds no readable checkpoint of a moment that the tape reaches; is the run over? "
+            "With --until the rounds alone are compared"
+        )
+    sha256 = digest_of(this.model.parameters(capture))
+    expected_sha256 = digest_of(expected) if expected is not None else None
+    same = expected_sha256 in (None, sha256)
+    return {
+        "identical": same and not this.difference,
+        "sha256": sha256,
+        "expected_sha256": expected_sha256,
+        "merged_rounds": this.merged_rounds,
+        "inner_steps": this.trainer.steps,
+        "wall_s": round(time.monotonic() - began_s, 3),
+        "difference": this.difference or ("" if same else "the final parameters, though every digest was equal"),
+        "step_difference": this.step_difference,
+    }
+
+
+def _check_alike(config: RunConfig) -> None:
+    """Refuse islands that add up in another order than the one mesh and process of a replay."""
+    for name in config.islands.names:
+        own, usual = config.island(name), config.island("")
+        if own.hosts > 1:
+            raise ValueError(
+                f"{name} has {own.hosts} hosts, which add up gradients in another order than the one process of a "
+                "replay: runs with islands.hosts above 1 cannot be replayed bit for bit"
+            )
+        if (own.devices, own.mesh) != (usual.devices, usual.mesh):
+            raise ValueError(
+                f"{name} has other devices or another mesh than the rest: a replay has one mesh for all; runs with "
+                "islands.each.*.devices or mesh cannot be replayed"
+            )
+
+
+def _expected(this: Replay, run_dir: Path) -> tuple[Capture, Mapping[str, np.ndarray] | None]:
+    """Return the moment that is compared, and the newest checkpoint of it."""
+    moments = [this.model.capture(), *this.captures]
+    for path in checkpoint.complete(run_dir / CHECKPOINTS):
+        try:
+            parameters, meta = checkpoint.load_parameters(path)
+        except ValueError:
+            continue
+        for capture in moments:
+            if list(meta.get("versions", ())) == [mark.version for mark in capture.marks]:
+                return capture, parameters
+    return moments[0], None
+
+
+def replay_synthetic(config: RunConfig, folder: Path, out: Path, until: int | None = None) -> dict[str, Any]:
+    """Train as the tapes of a simulation say, on real data.
+
+    Args:
+        config: model, data, optimizer, and the protocol of the simulation (scenario.py). One sample of the
+            simulation stands for as many sequences as an island has in a step.
+        folder: the simulation's tapes.
+        out: folder for the checkpoint and summary.json, which `diloco eval` reads.
+        until: stop after the first merged round of this global step or a later one.
+
+    Returns:
+        What summary.json holds.
+
+    Raises:
+        ValueError: tapes are missing or broken, or of another protocol than the config's.
+    """
+    began_s = time.monotonic()
+    this = Replay(config, folder, until=until, compare=False)
+    this.run()
+    parameters = this.model.parameters()
+    tokens, learners = _work(this, config.island("").batch_size * config.train.seq_len)
+    result = this.evaluator.evaluate(parameters, config.train.final_eval_batches)
+    meta = {"global_step": this.script.global_step, "tokens": tokens, "run": config.name}
+    checkpoint.save_parameters(out / CHECKPOINTS, parameters, meta)
+    summary = {
+        "eval_loss": result["loss"],
+        "eval_bits_per_byte": result["bits_per_byte"],
+        "sha256": digest_of(parameters),
+        "tokens": tokens,
+        "global_steps": this.script.global_step,
+        "merged_rounds": this.merged_rounds,
+        "inner_steps": this.trainer.steps,
+        "wall_s": round(time.monotonic() - began_s, 3),
+        "num_parameters": this.evaluator.num_parameters,
+        "learners": learners,
+        "complete": True,
+    }
+    write_json(out / SUMMARY_FILE, summary)
+    return summary
+
+
+def _work(this: Replay, sample_tokens: int) -> tuple[int, dict[str, dict[str, int]]]:
+    """Return the tokens of all repeated steps, and local steps and tokens of each learner."""
+    learners: dict[str, dict[str, int]] = {}
+    for life, need in sorted(this.needs.lives.items()):
+        steps = sum(line <= need.stop for line in need.outline.steps)
+        row = learners.setdefault(life.learner_id, {"local_steps": 0, "tokens": 0})
+        row["local_steps"] += steps
+        row["tokens"] += steps * need.outline.step_samples * sample_tokens
+    return sum(row["tokens"] for row in learners.values()), learners
+
+
+def digest_of(parameters: Mapping[str, np.ndarray]) -> str:
+    """Return the SHA-256 of a model's parameters: path, shape and float32 bytes of each, in the order of the paths."""
+    hasher = hashlib.sha256()
+    for path in sorted(parameters):
+        value = np.ascontiguousarray(parameters[path], np.float32)
+        hasher.update(f"{path} {value.shape}\0".encode())
+        hasher.update(value.reshape(-1).view(np.uint8).data)
+    return hasher.hexdigest()
+
+
+def _script(config: RunConfig, tape: Path, until: int | None) -> Script:
+    return read_script(tape, lambda pairs: Syncer(config.protocol, config.train.steps, pairs), until)
+
+
+def _plan(config: RunConfig, evaluator: Evaluator) -> FragmentPlan:
+    return config.fragments.plan(evaluator.shapes, evaluator.kinds, config.protocol.num_fragments)
+
+
+def describe(result: Mapping[str, Any]) -> str:
+    """Return a result in words."""
+    done = f"{result['merged_rounds']} merged rounds, {result['inner_steps']} inner steps, {result['wall_s']:.1f} s"
+    if "identical" not in result:
+        return f"trained as the tapes say: evaluation loss {result['eval_loss']:.4f}, {done}; see {result['run_dir']}"
+    if result["identical"]:
+        what = "the parameters" if result["expected_sha256"] else "every merged round (no checkpoint is of this moment)"
+        return f"identical: {what}; {done}\nsha256 {result['sha256']}"
+    words = [f"DIFFERENT, first in {result['difference']}; {done}", f"sha256 {result['sha256']}"]
+    words += [f"  not  {result['expected_sha256']}"] if result["expected_sha256"] else []
+    words += [f"the first step that differs: {result['step_difference']}"] if result["step_difference"] else []
+    return "\n".join(words)

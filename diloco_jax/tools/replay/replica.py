@@ -1,0 +1,229 @@
+"""One life of a learner, repeated from its tape: the same steps on the same data, with the same values coming in.
+
+All lives of a replay share one island and its compiled programs; each has a training state, anchors and residuals of
+its own, which are on the island only while its life advances. Between two lives nothing is shared but global values and
+copies of whole states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from diloco_jax.core import codec
+from diloco_jax.core.fragments import Fragment
+from diloco_jax.runtime.island.adoptions import Adoptions
+from diloco_jax.runtime.island.host import Host
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.replay.lives import (
+    Copied,
+    Entry,
+    NeededLife,
+    SentValue,
+    TapedStep,
+    TookState,
+    TookValue,
+    read_entries,
+)
+from diloco_jax.tools.replay.script import LearnerLife, Name
+from diloco_jax.training.exchange.outgoing import HeldFragment
+from diloco_jax.training.island import Island
+from diloco_jax.training.optimizers import learning_rate
+from diloco_jax.training.train_step import TrainState
+from diloco_jax.training.whole_state.layout import HostState
+
+Values = dict[str, np.ndarray]
+
+
+class Trainer:
+    """The island that all lives share, one after the other.
+
+    Args:
+        config: of the run.
+        sequences: that one sample on the tapes stands for.
+
+    Raises:
+        ValueError: model or data cannot be loaded.
+    """
+
+    def __init__(self, config: RunConfig, sequences: int = 1) -> None:
+        devices = jax.devices()[: config.island("").devices or None]  # as many as an island has
+        self._host = Host(config, "", devices)
+        self._rate = learning_rate(config.optimizer, config.train.steps)
+        self._sequences = sequences
+        self._compiled: set[int] = set()  # sizes of a batch
+        self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self.island.state)
+        self._first = jax.device_get(self.island.state)
+        self.how = config.adopt
+        self.steps = 0
+
+    @property
+    def island(self) -> Island:
+        """The devices, and the life that is on them."""
+        return self._host.island
+
+    @property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """The fragments of the run's model."""
+        return self._host.fragments
+
+    def fresh(self) -> TrainState:
+        """Make the state of an island that has just started."""
+        # Copies of our own: the next step writes to this memory.
+        state: TrainState = jax.tree.map(lambda v, s: jax.device_put(np.array(v), s), self._first, self._shardings)
+        return state
+
+    def step(self, entry: TapedStep) -> float:
+        """Repeat an inner step on the island; returns its loss."""
+        ranges = [(start * self._sequences, stop * self._sequences) for start, stop in entry.ranges]
+        size = sum(stop - start for start, stop in ranges)
+        if size not in self._compiled:  # in the same way as a learner does
+            self._compiled.add(size)
+            self.island.warm_up((size, self._host.batch_shape[1]))
+        self._host.put_batch(ranges)
+        self.steps += 1
+        return self._host.wait(self._host.step(self._rate(entry.clock)))["loss"]
+
+
+class OtherLives(Protocol):
+    """The services of the other lives that one life needs."""
+
+    def take(self, name: Name) -> Values:
+        """Return a global value that this life adopts."""
+
+    def state_of(self, took: TookState, receiver: LearnerLife, held: dict[int, int]) -> HostState:
+        """Return the state that this life takes over; `held` are the versions of its fragments."""
+
+    def on_loss(self, life: LearnerLife, step: TapedStep, loss: float) -> None:
+        """Take note that a step was repeated; `loss` is what came of it now."""
+
+
+class Replica:
+    """One life. `advance` repeats it up to a line of its tape.
+
+    Args:
+        life: whose it is.
+        need: what is needed of it.
+        trainer: what all lives share.
+        world: the others.
+    """
+
+    def __init__(self, life: LearnerLife, need: NeededLife, trainer: Trainer, world: OtherLives) -> None:
+        self.life = life
+        self._need = need
+        self._trainer = trainer
+        self._world = world
+        self._entries = read_entries(need.outline.path)
+        self._line = 0  # the last one that was repeated
+        self._state: TrainState | None = None
+        self._held: dict[int, HeldFragment] = {}
+        self._versions: dict[int, int] = {}
+        self._stage_at = self._fragments_by_step()
+        self._adoptions = self._fresh_adoptions()
+        self._payloads: dict[tuple[int, int], bytes] = {}  # (fragment, local step) -> encoded outer gradient
+        self._copies: dict[int, list[tuple[dict[int, int], HostState]]] = {}  # local step -> (versions, state)
+
+    def _fresh_adoptions(self) -> Adoptions:
+        return Adoptions(self._trainer.island, self._trainer.fragments, self._trainer.how)
+
+    def _fragments_by_step(self) -> dict[int, set[int]]:
+        wanted: dict[int, set[int]] = {}
+        for fragment_id, local_step in self._need.values:
+            wanted.setdefault(local_step, set()).add(fragment_id)
+        for line, sent in self._need.outline.sent:
+            if line <= self._need.stop:
+                wanted.setdefault(sent.local_step, set()).add(sent.fragment_id)
+        return wanted
+
+    def value(self, fragment_id: int, local_step: int) -> bytes:
+        """Return the encoded outer gradient of a fragment after a local step, as the learner sent it."""
+        self.advance(self._need.outline.steps[local_step - 1])
+        key = (fragment_id, local_step)
+        return self._payloads.pop(key) if _used_up(self._need.values, key) else self._payloads[key]
+
+    def copy(self, local_step: int) -> list[tuple[dict[int, int], HostState]]:
+        """Return the states that were copied after a local step, each with the versions that the learner held."""
+        self.advance(max(self._need.outline.copied[local_step]))
+        last = _used_up(self._need.copies, local_step)
+        return self._copies.pop(local_step) if last else self._copies[local_step]
+
+    def advance(self, line: int) -> None:
+        """Repeat everything up to this line."""
+        line = min(line, self._need.stop)
+        if line <= self._line:
+            return
+        self._enter()
+        while self._line < line:
+            number, entry = next(self._entries)
+            if number > line:
+                raise ValueError(f"{self._need.outline.path} was changed while it was replayed; start again")
+            self._repeat(entry)
+            self._line = number
+        self._exit()
+        if self._line >= self._need.stop:  # what is left are payloads and copies that somebody will ask for
+            self._entries.close()
+            self._state = None
+            self._held.clear()
+            self._adoptions = self._fresh_adoptions()
+
+    def _enter(self) -> None:
+        self._trainer.island.state = self._state if self._state is not None else self._trainer.fresh()
+        self._trainer.island.exchange.held = self._held
+
+    def _exit(self) -> None:
+        self._state = self._trainer.island.state
+
+    def _repeat(self, entry: Entry) -> None:
+        if isinstance(entry, TapedStep):
+            loss = self._trainer.step(entry)
+            self._world.on_loss(self.life, entry, loss)
+            for fragment_id in sorted(self._stage_at.get(entry.local_step, ())):
+                self._stage(fragment_id, entry.local_step)
+        elif isinstance(entry, TookValue):
+            self._adopt(entry)
+        elif isinstance(entry, TookState):
+            self._exit()  # the donor's life may have to advance
+            state = self._world.state_of(entry, self.life, self._versions)
+            self._enter()
+            self._trainer.island.load_state(state, [self._trainer.fragments[p] for p in entry.fragments])
+        elif isinstance(entry, Copied):
+            if self._need.copies[entry.local_step]:
+                copy = (dict(self._versions), self._trainer.island.stage_state().value())
+                self._copies.setdefault(entry.local_step, []).append(copy)
+        elif isinstance(entry, SentValue):
+            self._adoptions.send(*entry)
+
+    def _stage(self, fragment_id: int, local_step: int) -> None:
+        staged = self._adoptions.stage(fragment_id, local_step)
+        if not self._need.values[fragment_id, local_step]:
+            return
+        try:
+            payload = staged.encode()
+        except codec.NotFinite:  # the learner sent nothing either
+            payload = b""
+        assert isinstance(payload, bytes), "a replay has all devices in one process"
+        self._payloads[fragment_id, local_step] = payload
+
+    def _adopt(self, entry: TookValue) -> None:
+        fragment_id, version, _ = entry.name
+        self._versions[fragment_id] = version
+        self._adoptions.unstage_all(fragment_id)
+        self._adoptions.adopt(fragment_id, version, entry.merged_round, self._world.take(entry.name))
+
+
+def _used_up(uses: Counter[Any], key: object) -> bool:
+    """Count one use; return True if it was the last."""
+    uses[key] -= 1
+    if uses[key] > 0:
+        return False
+    del uses[key]
+    return True
+
+
+def same_loss(recorded: float | None, repeated: float) -> bool:
+    """Tell if a repeated step had the loss that its tape says; NaN and infinity are written as null."""
+    return not math.isfinite(repeated) if recorded is None else recorded == repeated

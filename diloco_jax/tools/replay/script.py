@@ -1,0 +1,244 @@
+"""The script of a replay, read from the syncer's tape alone: which rounds merged what, and when the model went back.
+
+The syncer's machine takes its decisions again (protocol/syncer/tape.py); what they ask of its driver is written down
+here, in their order. Nothing is trained yet, so everything that the tapes lack is found before the first step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Restore, SaveSnapshot
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.tape import SNAPSHOTS_MAX, replay
+from diloco_jax.runtime.records.tape_file import read_lines
+
+T = TypeVar("T")
+Fingerprint = tuple[tuple[str, str], ...]
+
+
+class LearnerLife(NamedTuple):
+    """One incarnation of a learner."""
+
+    learner_id: str
+    incarnation: int
+
+
+class Name(NamedTuple):
+    """A global value of a fragment. The digest tells values apart that lives of the syncer gave one version."""
+
+    fragment_id: int
+    version: int
+    digest: int
+
+
+class MergedRound(NamedTuple):
+    """A merge that came through."""
+
+    order: Merge
+    lives: tuple[LearnerLife, ...]  # of the order's parts
+    digest: int  # of the new value, as the run had it
+    left_out: tuple[str, ...]
+    reported: tuple[tuple[LearnerLife, int], ...]  # newest local steps that were reported since the round before
+
+
+class SnapshotPoint(NamedTuple):
+    """The model as it is now may be gone back to."""
+
+    global_step: int
+    taken: bool  # else the machine asked for it, and its driver may have been busy
+
+
+class Back(NamedTuple):
+    """The model is again what it was at a snapshot; -1: at the beginning."""
+
+    global_step: int
+
+
+class Brought(NamedTuple):
+    """A learner brought a value that the syncer had lost."""
+
+    name: Name
+
+
+Event = MergedRound | SnapshotPoint | Back | Brought
+
+
+class Moments(Generic[T]):
+    """The values of the newest snapshots, by global step, as protocol/syncer/tape.py remembers them."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, T] = {}
+        self._taken: dict[int, T] = {}
+
+    def keep(self, global_step: int, taken: bool, value: T) -> None:
+        """Remember what is now."""
+        moments = self._taken if taken else self._asked
+        moments.pop(global_step, None)
+        moments[global_step] = value
+        while len(moments) > SNAPSHOTS_MAX:
+            del moments[next(iter(moments))]
+
+    def at(self, global_step: int) -> T:
+        """Return what was then.
+
+        Raises:
+            ValueError: it is forgotten, or was never.
+        """
+        for moments in (self._taken, self._asked):
+            if global_step in moments:
+                return moments[global_step]
+        raise ValueError(f"the run went back to a snapshot at global step {global_step}, which is not on its tape")
+
+    def __iter__(self) -> Iterator[T]:
+        yield from self._taken.values()
+        yield from self._asked.values()
+
+
+@dataclass(slots=True)
+class Script:
+    """The events of a run, in their order."""
+
+    fingerprint: Fingerprint
+    digests: tuple[int, ...] = ()  # of the initial fragments
+    events: list[Event] = field(default_factory=list)
+    global_step: int = 0  # closed rounds at the end
+    ended: bool = False  # whether the tape was read to its end
+
+
+class _Reader:
+    """A collector of the events while the machine runs."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._values: dict[tuple[int, str], LearnerLife] = {}  # (round, learner) -> whose value the syncer keeps
+        self._orders: dict[int, tuple[Merge, tuple[LearnerLife, ...]]] = {}
+        self._reported: dict[LearnerLife, int] = {}
+
+    def take(self, line: list[Any], effects: list[Effect]) -> None:
+        """Take one input and what it led to."""
+        kind = line[0]
+        if kind == "merged":
+            self._merged(line)
+        elif kind == "StepReport":
+            life = LearnerLife(line[2], line[3])
+            self._reported[life] = max(line[4], self._reported.get(life, 0))
+        elif kind == "FragmentValue" and not any(isinstance(e, Drop) and e.peer == line[2] for e in effects):
+            self._values[line[4], line[2]] = LearnerLife(line[2], line[3])
+        elif kind == "begin":
+            self._script.digests = tuple(line[2])
+        elif kind == "snapshot":
+            self._script.events.append(SnapshotPoint(line[2], True))
+        elif kind in ("restart", "rewind"):
+            self._values.clear()
+            self._orders.clear()
+            self._script.events.append(Back(line[4] if kind == "restart" else line[2]))
+        for effect in effects:
+            if isinstance(effect, Merge):
+                lives = tuple(self._values.pop((effect.global_step, part.learner_id)) for part in effect.parts)
+                self._orders[effect.global_step] = (effect, lives)
+            elif isinstance(effect, SaveSnapshot):
+                self._script.events.append(SnapshotPoint(effect.global_step, False))
+            elif isinstance(effect, Restore):  # an AnchorValue: its digest is that of the value
+                self._script.events.append(Brought(Name(effect.fragment_id, effect.version, line[6])))
+            elif isinstance(effect, Discard):
+                self._values = {key: life for key, life in self._values.items() if key[0] != effect.global_step}
+
+    def _merged(self, line: list[Any]) -> None:
+        _, _, global_step, digest, left_out = line
+        order, lives = self._orders.pop(global_step)
+        if len(left_out) < len(order.parts):
+            reported, self._reported = tuple(self._reported.items()), {}
+            self._script.events.append(MergedRound(order, lives, digest, tuple(left_out), reported))
+
+
+def read_script(tape: Path, make_machine: Any, until: int | None = None) -> Script:
+    """Let a machine take the decisions of a run again, and note what they ask for.
+
+    Args:
+        tape: the syncer's tape.
+        make_machine: (fingerprint) -> fresh machine of the run's settings.
+        until: stop after the first merged round of this global step or a later one; None reads to the end.
+
+    Raises:
+        ValueError: the tape is missing, holds no learner, or cannot be replayed; names it.
+    """
+    fingerprint = fingerprint_of(tape)
+    machine: Syncer = make_machine(fingerprint)
+    script = Script(fingerprint)
+    reader = _Reader(script)
+    for line, effects in inputs(tape, machine):
+        reader.take(line, effects)
+        if until is not None and line[0] == "merged" and line[2] >= until:
+            break
+    else:
+        script.ended = True
+    script.global_step = machine.global_step
+    if until is not None and script.ended and machine.global_step < until:
+        raise ValueError(f"--until is {until}, but {tape} ends at global step {machine.global_step}; use a smaller one")
+    if not script.digests:
+        raise ValueError(f"{tape} does not begin with the digests of the initial model; it is no whole tape")
+    return script
+
+
+def inputs(tape: Path, machine: Syncer) -> Iterator[tuple[list[Any], list[Effect]]]:
+    """Yield every input on a tape with what it leads to in the machine.
+
+    Raises:
+        ValueError: a line cannot be replayed; names tape and line.
+    """
+    newest: list[str] = [""]
+
+    def remembered() -> Iterator[str]:
+        for line in read_lines(tape):
+            newest[0] = line
+            yield line
+
+    try:
+        for effects in replay(remembered(), machine):
+            yield json.loads(newest[0]), effects
+    except ValueError as error:
+        raise ValueError(f"{tape}: {error}; is it whole, and is the config that of its run?") from error
+
+
+def fingerprint_of(tape: Path) -> Fingerprint:
+    """Return what the learners of a run agreed on with its syncer: the first greeting that steps followed.
+
+    Raises:
+        ValueError: there is no tape, or nobody trained on it; names it.
+    """
+    greetings: dict[tuple[Any, Any], Any] = {}
+    try:
+        for number, line in enumerate(read_lines(tape), start=1):
+            if line.startswith('["Hello"'):
+                hello = _loaded(tape, number, line)
+                greetings.setdefault((hello[2], hello[3]), hello[4])
+            elif line.startswith('["StepReport"'):
+                report = _loaded(tape, number, line)
+                if (report[2], report[3]) in greetings:
+                    return tuple((str(w), str(v)) for w, v in greetings[report[2], report[3]])
+    except FileNotFoundError:
+        raise ValueError(f"{tape} does not exist; give the folder of a run, such as runs/NAME") from None
+    raise ValueError(f"{tape} holds no step of any learner: there is nothing to look at")
+
+
+def _loaded(tape: Path, number: int, line: str) -> list[Any]:
+    try:
+        fields: list[Any] = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{tape}: tape line {number} cannot be read ({error}): {line[:120]!r}") from error
+    return fields
+
+
+def differences(ours: Fingerprint, theirs: Iterable[tuple[str, str]]) -> list[str]:
+    """Say in words where two fingerprints differ."""
+    mine, other = dict(ours), dict(theirs)
+    return [
+        f"{what} is {mine.get(what)}, the tape has {other.get(what)}"
+        for what in sorted(mine.keys() | other.keys())
+        if mine.get(what) != other.get(what)
+    ]

@@ -1,0 +1,1 @@
+"""The live view, and the page that a finished run leaves."""

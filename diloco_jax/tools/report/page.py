@@ -1,0 +1,399 @@
+"""A self-contained page about a run, report.html, readable offline, made from what lies in the run's folder.
+
+Read from metrics.jsonl, and where present summary.json (its numbers win over those counted here) and config.yaml. A run
+that was stopped in the middle has no summary.json and gets a page with what its records say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.drawing import charts
+from diloco_jax.drawing.charts import HALF, WIDE, Line, Point, format_bytes, format_count
+from diloco_jax.drawing.page import figure, legend, page
+from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.protocol.watch.stats import never_merged, participation, step_overhead
+from diloco_jax.runtime.records.files import CONFIG_FILE, METRICS_FILE, REPORT_FILE, SUMMARY_FILE
+from diloco_jax.runtime.records.telemetry import read_metrics, replace_text
+from diloco_jax.tools.report import plots as plots
+from diloco_jax.tools.report.live import format_duration
+from diloco_jax.tools.report.plots import MARKS, DrawnRound, LearnerMark
+
+POINTS_MAX = 320  # per curve: about one for every three pixels
+SMOOTHING = 60  # a curve's moving average spans one part in so many of its length
+WARM_UP = 0.08  # share of a run that may lie outside the axes, so that the rest can be told apart
+
+
+@dataclass(slots=True)
+class Track:
+    """One learner's steps: when, tokens of all learners by then, loss."""
+
+    steps: list[tuple[float, float, float]] = field(default_factory=list)
+    tokens: int = 0
+    local_steps: int = 0
+    restarts: int = 0
+    busy_s: float = 0.0
+    span_s: float = 0.0
+    merged: int = 0
+    _last: tuple[int, int, float] | None = None  # incarnation, local step, time
+
+    def add(self, record: Mapping[str, Any], all_tokens: int) -> None:
+        """Count one step record; records of some steps may be missing."""
+        now = (record["incarnation"], record["local_step"], record["t"])
+        step_s = record["step_s"] or 0.0
+        if self._last is not None and self._last[0] == now[0]:
+            steps, passed_s = now[1] - self._last[1], now[2] - self._last[2]
+        else:
+            # nothing is known of the time before an incarnation's first record
+            steps, passed_s = now[1], now[1] * step_s
+            self.restarts += self._last is not None
+        self.local_steps += steps
+        self.busy_s += min(steps * step_s, passed_s)
+        self.span_s += passed_s
+        self.tokens = record["tokens"]
+        if record["loss"] is not None:
+            self.steps.append((record["t"], all_tokens, record["loss"]))
+        self._last = now
+
+
+@dataclass(slots=True)
+class Story:
+    """Figures and events that the records of a run tell."""
+
+    tracks: dict[str, Track] = field(default_factory=dict)
+    rounds: list[DrawnRound] = field(default_factory=list)
+    marks: list[LearnerMark] = field(default_factory=list)
+    wire: list[tuple[float, int, int]] = field(default_factory=list)  # time, up, down
+    evals: list[tuple[float, float, float]] = field(default_factory=list)  # time, tokens, loss
+    progress: list[tuple[float, int]] = field(default_factory=list)  # time, tokens of all learners
+    bits_per_byte: float | None = None
+    abandoned: int = 0
+    global_step: int = 0
+    end_s: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return sum(track.tokens for track in self.tracks.values())
+
+    @property
+    def begin_s(self) -> float:
+        """Return the time at which the first inner step was reported."""
+        return self.progress[0][0] if self.progress else 0.0
+
+    @property
+    def settled_s(self) -> float:
+        """Return the time at which the part of the run begins that the axes are made for."""
+        return self.begin_s + WARM_UP * (self.end_s - self.begin_s)
+
+    def counted(self) -> dict[str, Any]:
+        """Return the keys of summary.json as far as the records tell them."""
+        rounds = len(self.rounds)
+        learners = {
+            name: {
+                "local_steps": track.local_steps,
+                "tokens": track.tokens,
+                "participation": participation(track.merged, rounds) if rounds else None,
+                "restarts": track.restarts,
+                "step_overhead": step_overhead(track.busy_s, track.span_s),
+            }
+            for name, track in self.tracks.items()
+        }
+        return {
+            "eval_loss": self.evals[-1][2] if self.evals else None,
+            "eval_bits_per_byte": self.bits_per_byte,
+            "tokens": self.tokens,
+            "wall_s": self.end_s,
+            "global_steps": self.global_step,
+            "contributors_per_round": sum(len(r.members) for r in self.rounds) / rounds if rounds else None,
+            "wire": {"up_bytes": self.wire[-1][1], "down_bytes": self.wire[-1][2]} if self.wire else {},
+            "learners": learners,
+        }
+
+
+def read_story(path: Path) -> Story:
+    """Go through the records once."""
+    story = Story()
+    finished = False
+    lives: dict[str, str] = {}  # of learners: their newest incarnation, in the words of the records
+    back: set[str] = set()  # who has connected to the newest life of the syncer
+    for record in read_metrics(path):
+        kind, t = record["kind"], record["t"]
+        story.end_s = max(story.end_s, t)
+        story.global_step = max(story.global_step, record["global_step"])
+        if kind == "step":
+            track = story.tracks.setdefault(record["learner"], Track())
+            all_tokens = story.tokens - track.tokens + record["tokens"]
+            track.add(record, all_tokens)
+            story.progress.append((t, all_tokens))
+        elif kind == "merged":
+            story.rounds.append(DrawnRound(t, record["global_step"], frozenset(record["members"])))
+            for name in record["members"]:
+                story.tracks.setdefault(name, Track()).merged += 1
+        elif kind == "wire":
+            story.wire.append((t, record["up_bytes"], record["down_bytes"]))
+        elif kind == "eval" and record["loss"] is not None:
+            story.evals.append((t, record["tokens"], record["loss"]))
+            story.bits_per_byte = record["bits_per_byte"]
+        elif kind == "restarted":
+            story.marks.append(LearnerMark(t, kind, SYNCER, record["reason"]))
+            back.clear()
+        elif kind in MARKS and not finished:  # that everybody leaves when the run is complete is no news
+            for name in record["members"]:
+                story.tracks.setdefault(name, Track())
+                again = kind == "joined" and lives.get(name) == record["reason"]  # the same process, another connection
+                if not (again and name not in back):
+                    story.marks.append(LearnerMark(t, "back" if again else kind, name, record["reason"]))
+                if kind == "joined":
+                    lives[name] = record["reason"]
+                    back.add(name)
+        story.abandoned += kind == "abandoned"
+        finished = finished or kind == "finished"
+    story.tracks = dict(sorted(story.tracks.items(), key=lambda item: (len(item[0]), item[0])))
+    return story
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """A centred moving average, thinned to at most POINTS_MAX points that include the first and the last."""
+    half = len(points) // (2 * SMOOTHING)
+    sums = [0.0]
+    for _, value in points:
+        sums.append(sums[-1] + value)
+    every = max(1, -(-len(points) // POINTS_MAX))
+    chosen = [*range(0, len(points) - 1, every), *([len(points) - 1] if points else [])]
+    out = []
+    for index in chosen:
+        reach = min(half, index)  # narrow at the begin, where the curve is steep
+        first, last = index - reach, min(index + reach + 1, len(points))
+        out.append((points[index][0], (sums[last] - sums[first]) / (last - first)))
+    return out
+
+
+def _thin(points: Sequence[Point]) -> list[Point]:
+    every = max(1, -(-len(points) // POINTS_MAX))
+    return [*points[::every], *(points[-1:] if (len(points) - 1) % every else [])]
+
+
+def _style(index: int, count: int) -> str:
+    """The colour class of one of `count` islands; too many to tell apart share one colour."""
+    return f"k{index}" if count <= charts.NUM_COLOURS else "many"
+
+
+def _loss_charts(story: Story) -> str:
+    """Loss over tokens and over time, islands and global model, on one scale of losses."""
+    count = len(story.tracks)
+    values = [
+        loss
+        for track in story.tracks.values()
+        for _, loss in smooth([(step[0], step[2]) for step in track.steps if step[0] >= story.settled_s])
+    ]
+    values += [loss for t, _, loss in story.evals if t >= story.settled_s]
+    if not values:
+        return ""
+    y_axis = charts.number_axis(values, "loss")
+    out = []
+    for title, note, column, x_axis in (
+        (
+            "Loss over tokens",
+            "Training loss of every island (moving average) against the tokens that all islands had trained on by "
+            "then, and the evaluation of the global model on held-out data, in nats per token.",
+            1,
+            charts.count_axis(story.tokens, "tokens, all islands together"),
+        ),
+        (
+            "Loss over time",
+            "The same losses against time.",
+            0,
+            charts.time_axis(story.end_s, "time since the run began"),
+        ),
+    ):
+        lines = []
+        for index, (name, track) in enumerate(story.tracks.items()):
+            points = smooth([(step[column], step[2]) for step in track.steps])
+            lines += [Line(name=name, points=points, style=_style(index, count))] if points else []
+        entries = [(line.name, line.style) for line in lines]
+        if count > charts.NUM_COLOURS:
+            entries = [(f"{len(lines)} islands", "many")]
+        if story.evals:
+            points = [(point[column], point[2]) for point in story.evals]
+            lines.append(Line(name="global model (eval)", points=points, style="main", dots=True))
+            entries.append(("global model (eval)", "main"))
+        chart = charts.line_chart(title, lines, x_axis, y_axis, width=WIDE, height=340 if column else 280)
+        out.append(figure(title, note, chart, legend(entries)))
+    return "".join(out)
+
+
+def _timeline(story: Story) -> str:
+    if not story.rounds and not story.marks:
+        return ""
+    note = (
+        f"{len(story.rounds)} rounds merged, {story.abandoned} abandoned. A cell is full when the island was merged in "
+        "every round of that stretch, pale when in few, empty when in none."
+    )
+    signs = "".join(
+        f'<li><svg viewBox="-8 -8 16 16"><g class="mark">{plots.glyph(kind)}</g></svg>{words}</li>'
+        for kind, words in MARKS.items()
+        if any(mark.kind == kind for mark in story.marks)
+    )
+    title = "Rounds and their members"
+    rows = [*story.tracks, *([SYNCER] if any(mark.learner == SYNCER for mark in story.marks) else [])]
+    chart = plots.timeline(title, rows, story.rounds, story.marks, (story.begin_s, story.end_s))
+    return figure(title, note, chart, f'<ul class="legend">{signs}</ul>')
+
+
+def _wire_chart(story: Story, wire: Mapping[str, Any]) -> str:
+    if not story.wire or story.wire[-1][1] + story.wire[-1][2] == 0:
+        return ""
+    up, down = wire["up_bytes"], wire["down_bytes"]
+    lines = [
+        Line(name=f"up, {format_bytes(up)}", points=_thin([(t, u) for t, u, _ in story.wire if u]), style="k0"),
+        Line(name=f"down, {format_bytes(down)}", points=_thin([(t, d) for t, _, d in story.wire if d]), style="k4"),
+    ]
+    note = "Bytes moved between islands and syncer since the run began, on a logarithmic scale."
+    data_parallel = wire.get("data_parallel_bytes")
+    if data_parallel and story.tokens:
+        scale = data_parallel / story.tokens
+        points = _thin([(t, tokens * scale) for t, tokens in story.progress])
+        name = f"data parallel, {format_bytes(data_parallel)}"
+        lines.append(Line(name=name, points=points, style="main dashed"))
+        note += (
+            " Averaging bfloat16 gradients in every step would have moved "
+            f"{data_parallel / max(1, up + down):.0f} times as much, up and down together."
+        )
+    else:
+        note += " The comparison with data parallel needs summary.json, which is written when a run ends."
+    values = [y for line in lines for x, y in line.points if x >= story.settled_s]
+    chart = charts.line_chart(
+        "Bytes on the wire",
+        [line for line in lines if line.points],
+        charts.time_axis(story.end_s, "time since the run began"),
+        charts.bytes_axis(values, "bytes"),
+        width=WIDE,
+        height=280,
+    )
+    return figure("Bytes on the wire", note, chart, legend([(line.name, line.style) for line in lines]))
+
+
+def _island_bars(learners: Mapping[str, Mapping[str, Any]]) -> str:
+    def values(key: str) -> list[tuple[str, float, str]]:
+        rows = enumerate(learners.items())
+        count = len(learners)
+        return [(name, row[key], _style(index, count)) for index, (name, row) in rows if row[key] is not None]
+
+    out = ""
+    if participation := values("participation"):
+        chart = plots.bars("Participation", participation, high=1.0, width=HALF)
+        out += figure("Participation", "Share of the merged rounds that an island was in.", chart, wide=False)
+    if overhead := values("step_overhead"):
+        high = max(1, math.ceil(10 * max(value for _, value, _ in overhead))) / 10
+        chart = plots.bars("Step overhead", overhead, high=high, width=HALF)
+        note = f"Share of an island's time between two steps. A full bar is {high:.0%}."
+        out += figure("Step overhead", note, chart, wide=False)
+    return out
+
+
+def _figures(summary: Mapping[str, Any]) -> str:
+    """The key figures; what a run does not have is left out."""
+    wire, fates = summary["wire"], summary.get("samples", {"merged": 0, "overwritten": 0})
+    settled = fates["merged"] + fates["overwritten"]
+    cells: list[tuple[str, Any, Callable[[Any], str]]] = [
+        ("eval loss", summary["eval_loss"], "{:.4f}".format),
+        ("bits per byte", summary["eval_bits_per_byte"], "{:.4f}".format),
+        ("tokens", summary["tokens"], format_count),
+        ("wall time", summary["wall_s"], format_duration),
+        ("global steps", summary["global_steps"], str),
+        ("goodput", summary.get("goodput"), "{:.1%}".format),
+        ("uptime", summary.get("uptime"), "{:.1%}".format),
+        ("contributors per round", summary["contributors_per_round"], "{:.2f}".format),
+        ("steps per round", summary.get("steps_per_round"), "{:.2f}".format),
+        ("samples overwritten", fates["overwritten"] / settled if settled else None, "{:.1%}".format),
+        ("wire, up", wire.get("up_bytes") or None, format_bytes),
+        ("wire, down", wire.get("down_bytes") or None, format_bytes),
+        ("wire, data parallel", wire.get("data_parallel_bytes") or None, format_bytes),
+        ("restarts", sum(row["restarts"] for row in summary["learners"].values()), str),
+    ]
+    shown = (f"<div><dt>{name}</dt><dd>{form(value)}</dd></div>" for name, value, form in cells if value is not None)
+    return f'<dl class="figures">{"".join(shown)}</dl>'
+
+
+def _island_table(learners: Mapping[str, Mapping[str, Any]]) -> str:
+    columns: list[tuple[str, str, Callable[[Any], str]]] = [
+        ("local steps", "local_steps", str),
+        ("tokens", "tokens", format_count),
+        ("participation", "participation", "{:.1%}".format),
+        ("step overhead", "step_overhead", "{:.1%}".format),
+        ("restarts", "restarts", str),
+    ]
+    columns = [column for column in columns if any(row[column[1]] is not None for row in learners.values())]
+    heads = "".join(f'<th scope="col">{head}</th>' for head in ("island", *(head for head, _, _ in columns)))
+    rows = ""
+    for name, row in learners.items():
+        cells = "".join(f"<td>{form(row[key])}</td>" for _, key, form in columns)
+        rows += f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>'
+    return (
+        f'<figure class="wide"><h2>Islands</h2><div class="scroll"><table><thead><tr>{heads}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div></figure>"
+    )
+
+
+def read_summary(story: Story, path: Path) -> dict[str, Any]:
+    """Read summary.json, if there is one, over what was counted here; learners stay in the order of the charts."""
+    counted = story.counted()
+    if not path.is_file():
+        return {**counted, "complete": False}
+    written = json.loads(path.read_text(encoding="utf-8"))
+    learners = {**counted["learners"]}
+    for name, row in written["learners"].items():
+        learners[name] = {**learners.get(name, {}), **row}
+    summary = {**counted, **written, "learners": learners, "wire": {**counted["wire"], **written["wire"]}}
+    if not story.rounds:  # data parallel: nothing to take part in
+        summary["contributors_per_round"] = None
+        for row in learners.values():
+            row["participation"] = None
+    return summary
+
+
+def write_report(run_dir: str | os.PathLike[str]) -> Path:
+    """Write report.html into a run's folder and return its path.
+
+    Raises:
+        ValueError: the folder holds no metrics.jsonl, or one without a single record.
+    """
+    folder = Path(run_dir)
+    metrics = folder / METRICS_FILE
+    if not metrics.is_file():
+        raise ValueError(f"{metrics} does not exist; give the folder of a run, one that `diloco train` made")
+    story = read_story(metrics)
+    if not story.tracks and not story.evals:
+        raise ValueError(f"{metrics} has no step of any learner yet; wait until the run has begun to train")
+    summary = read_summary(story, folder / SUMMARY_FILE)
+    config_file, name = folder / CONFIG_FILE, folder.resolve().name
+    learners = f"{len(story.tracks)} learner{'s' if len(story.tracks) != 1 else ''}"
+    subtitle = f"{summary['global_steps']} global steps, {format_count(summary['tokens'])} tokens, {learners}, "
+    subtitle += format_duration(summary["wall_s"])
+    if not summary["complete"]:
+        subtitle += '. <b class="warning">Not complete: the numbers are those up to the last record.</b>'
+    unmerged = never_merged(summary.get("unmerged_fragments", ()))  # unknown before the run has ended
+    said = [*summary.get("alarms", []), *([f"Warning: {unmerged}"] if unmerged else [])]
+    alarms = "".join(f'<p><b class="warning">{escape(alarm)}.</b></p>' for alarm in said)
+    parts = [
+        f"<header><h1>{escape(name)}</h1><p>{subtitle}</p>{alarms}</header>",
+        _figures(summary),
+        _loss_charts(story),
+        _timeline(story),
+        _wire_chart(story, summary["wire"]),
+        _island_bars(summary["learners"]),
+        _island_table(summary["learners"]),
+    ]
+    if config_file.is_file():
+        text = config_file.read_text(encoding="utf-8")
+        parts.append(f"<details><summary>Configuration</summary><pre>{escape(text)}</pre></details>")
+    target = folder / REPORT_FILE
+    replace_text(target, page(name, parts))
+    return target

@@ -1,0 +1,1 @@
+"""Ways of a fragment between an island's devices and its host."""

@@ -1,0 +1,161 @@
+"""The exchange of fragments: all that an island holds of them, and the programs that take them out and in.
+
+    out  `stage`: an update, anchor - local, encoded on the devices (outgoing.py).
+    in   `adopt`: a new value is laid out like the tensor that it goes into, and blended elementwise, in place.
+
+Both are one program per fragment, on all devices, each with its own shards: no collective, no step that waits. They are
+compiled once, by `warm_up` or when they are first needed, and cannot be compiled again behind a step; fragments that
+differ only in which tensors of one shape they hold, or where they begin in them, share them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from diloco_jax.core.codec import Format
+from diloco_jax.core.fragments import Fragment
+from diloco_jax.training.exchange.incoming import IncomingProgram
+from diloco_jax.training.exchange.outgoing import DeviceArrays, HeldFragment, OutgoingProgram, StagedFragment
+from diloco_jax.training.exchange.windows import Window, windows_of
+from diloco_jax.training.models.protocol import Params
+from diloco_jax.training.sharding import put_array
+
+AdoptMode = Literal["overwrite", "blend", "rebase"]
+HostValues = dict[str, Float[np.ndarray, "..."]]  # Slice.key -> float32
+
+
+class Exchange:
+    """Anchors, residuals and programs of an island's fragments. Only `warm_up` may be called from another thread.
+
+    Attributes:
+      held: by fragment_id, from the first adoption on; the owner may exchange it for that of another life.
+
+    Args:
+      tensors: shape, dtype and layout of every parameter, by path; they may not change afterwards.
+      format: of the updates on the wire.
+      rebase: whether `adopt` will be asked to keep what was done since a fragment was staged.
+    """
+
+    def __init__(self, tensors: Mapping[str, jax.ShapeDtypeStruct], format: Format, rebase: bool) -> None:
+        self.held: dict[int, HeldFragment] = {}
+        self._tensors = tensors
+        self._format: Format = format
+        self._rebase = rebase
+        self._windows: dict[Fragment, tuple[Window, ...]] = {}
+        self._outgoing: dict[Fragment, OutgoingProgram] = {}
+        self._incoming: dict[tuple[Fragment, bool], IncomingProgram] = {}  # bool: rebase
+        self._compiled: dict[object, jax.stages.Compiled] = {}
+        self._compiling = threading.Lock()
+
+    def warm_up(self, fragments: Iterable[Fragment]) -> None:
+        """Compile what these fragments need; from any thread, at any time."""
+        for _ in self.programs(fragments):
+            pass
+
+    def programs(self, fragments: Iterable[Fragment]) -> Iterator[tuple[str, Fragment, jax.stages.Compiled]]:
+        """Compile what these fragments need, one after the other.
+
+        Args:
+          fragments: of a plan made for this model.
+
+        Returns:
+          (`adopt`, `stage` or `rebase`, fragment, program); fragments that share a program give the same one.
+        """
+        for fragment in fragments:
+            yield "adopt", fragment, _made(self._incoming_program(fragment, rebase=False))  # the first that arrives
+            yield "stage", fragment, _made(self._outgoing_program(fragment))
+            if self._rebase:
+                yield "rebase", fragment, _made(self._incoming_program(fragment, rebase=True))
+
+    def stage(self, params: Params, fragment: Fragment) -> StagedFragment:
+        """Queue a fragment's update, as the parameters are now, to host memory; returns at once."""
+        assert fragment.fragment_id in self.held, f"fragment {fragment.fragment_id} was never adopted"
+        return self._outgoing_program(fragment).stage(params, self.held[fragment.fragment_id])
+
+    def adopt(
+        self,
+        params: Params,
+        fragment: Fragment,
+        values: HostValues,
+        mode: AdoptMode,
+        alpha: float,
+        sent: StagedFragment | None,
+    ) -> Params:
+        """Adopt as `Island.adopt` does; return the new tensors of the fragment, in place of the old ones."""
+        if mode == "rebase" and (sent is None or not sent.local):
+            raise ValueError("adopt with mode 'rebase' needs `sent`, of an island that was told to rebase")
+        new = self._put(fragment, values)
+        base = sent.local if sent is not None and mode == "rebase" else ()
+        touched = self._blend(params, fragment, new, base, alpha if mode == "blend" else 0.0)
+        residual = sent.residual() if sent is not None else None
+        if residual is None:
+            held = self.held.get(fragment.fragment_id)
+            residual = held.residual if held is not None else self._outgoing_program(fragment).no_residual()
+        self.held[fragment.fragment_id] = HeldFragment(new, residual)
+        return touched
+
+    def overwrite(self, params: Params, fragment: Fragment, values: HostValues) -> Params:
+        """Replace a fragment by values that are no anchor; returns the new tensors, in place of the old ones.
+
+        Raises:
+          ValueError: values of other names or shapes.
+        """
+        return self._blend(params, fragment, self._put(fragment, values), (), 0.0)
+
+    def _blend(self, params: Params, fragment: Fragment, new: DeviceArrays, base: DeviceArrays, alpha: float) -> Params:
+        return self._incoming_program(fragment, rebase=bool(base)).blend(params, new, base, alpha)
+
+    def _put(self, fragment: Fragment, values: HostValues) -> DeviceArrays:
+        for part, shape in zip(fragment.slices, fragment.shapes, strict=True):
+            got = values[part.key].shape if part.key in values else None
+            if got != tuple(shape):
+                raise ValueError(
+                    f"fragment {fragment.fragment_id}: '{part.key}' has shape {got}, expected {tuple(shape)}; "
+                    "do both sides use the same model and fragment plan?"
+                )
+        windows = self._windows_of(fragment)
+        return [put_array(values[w.part.key].astype(np.float32, copy=False), w.value_sharding) for w in windows]
+
+    # ---- programs -------------------------------------------------------------------------------------------------
+
+    def _windows_of(self, fragment: Fragment) -> tuple[Window, ...]:
+        if fragment not in self._windows:
+            self._windows[fragment] = windows_of(fragment, self._tensors)
+        return self._windows[fragment]
+
+    def _outgoing_program(self, fragment: Fragment) -> OutgoingProgram:
+        if fragment not in self._outgoing:
+            program = OutgoingProgram(self._windows_of(fragment), self._format, self._rebase)
+            program.compiled = self._once(("out", program.key, self._dtypes(fragment)), program.compile)
+            self._outgoing[fragment] = program
+        return self._outgoing[fragment]
+
+    def _incoming_program(self, fragment: Fragment, rebase: bool) -> IncomingProgram:
+        if (fragment, rebase) not in self._incoming:
+            program = IncomingProgram(self._windows_of(fragment), rebase)
+            program.compiled = self._once(("in", program.key, self._dtypes(fragment)), program.compile)
+            self._incoming[fragment, rebase] = program
+        return self._incoming[fragment, rebase]
+
+    def _dtypes(self, fragment: Fragment) -> tuple[str, ...]:
+        """Return the dtypes of its slices: fragments share a program only if these and their geometry are equal."""
+        return tuple(str(self._tensors[part.path].dtype) for part in fragment.slices)
+
+    def _once(
+        self, key: object, compile: Callable[[Mapping[str, jax.ShapeDtypeStruct]], jax.stages.Compiled]
+    ) -> jax.stages.Compiled:
+        with self._compiling:
+            if key not in self._compiled:
+                self._compiled[key] = compile(self._tensors)
+            return self._compiled[key]
+
+
+def _made(program: IncomingProgram | OutgoingProgram) -> jax.stages.Compiled:
+    assert program.compiled is not None, "made when the program was"
+    return program.compiled

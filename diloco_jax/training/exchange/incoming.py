@@ -1,0 +1,108 @@
+"""The way in of a fragment: one program on all devices blends its new value into the parameters, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Float32, Int32, Shaped
+
+from diloco_jax.training.exchange.outgoing import DeviceArrays, as_held
+from diloco_jax.training.exchange.windows import Shape, Starts, Window, tensors_of
+from diloco_jax.training.models.protocol import Params
+from diloco_jax.training.sharding import put_array
+
+
+class IncomingProgram:
+    """The program that adopts one fragment.
+
+    Attributes:
+      key: equal for fragments that may share what `compile` makes.
+      compiled: what `compile` made, set by the owner.
+
+    Args:
+      windows: of its slices.
+      rebase: new + (local - sent); else alpha local + (1 - alpha) new, where alpha = 0 does not look at local.
+    """
+
+    def __init__(self, windows: Sequence[Window], rebase: bool) -> None:
+        self.compiled: jax.stages.Compiled | None = None
+        self._windows = windows
+        self._rebase = rebase
+        self._paths, self._tensor_of = tensors_of(windows)
+        self._starts = Starts(windows)
+        self._everywhere = NamedSharding(windows[0].sharding.mesh, PartitionSpec())
+        self.key = (rebase, self._tensor_of, *(window.geometry for window in windows))
+
+    def blend(self, params: Params, new: DeviceArrays, sent: DeviceArrays, alpha: float) -> Params:
+        """Return the new tensors of the fragment, in place of those in `params`, which are gone.
+
+        Args:
+          params: of the island.
+          new: value of each slice, laid out as its window says (`value_sharding`).
+          sent: windows of the parameters as they were sent; none without `rebase`.
+          alpha: share of the local values, in [0, 1]; without meaning for `rebase`.
+        """
+        assert self.compiled is not None, "the program was not compiled"
+        share = put_array(np.asarray(alpha, np.float32), self._everywhere)
+        with jax.transfer_guard("disallow"):
+            updated = self.compiled([params[path] for path in self._paths], new, sent, share, self._starts.on_devices)
+        return dict(zip(self._paths, updated, strict=True))
+
+    def compile(self, tensors: Mapping[str, jax.ShapeDtypeStruct]) -> jax.stages.Compiled:
+        """Compile for parameters of these shapes, dtypes and layouts, by path, which may not change afterwards."""
+
+        def described(shape: Shape, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+
+        inputs: tuple[Any, ...] = (
+            [tensors[path] for path in self._paths],
+            [described(window.shape, window.value_sharding) for window in self._windows],
+            [described(window.global_shape, window.sharding) for window in self._windows] if self._rebase else (),
+            described((), self._everywhere),
+            self._starts.described,
+        )
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, inputs)
+        mesh = self._everywhere.mesh
+        program = jax.shard_map(self._on_each_device, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+        shardings = [tensors[path].sharding for path in self._paths]
+        return jax.jit(program, donate_argnums=0, out_shardings=shardings).lower(*inputs).compile()
+
+    def _on_each_device(
+        self,
+        tensors: DeviceArrays,
+        new: DeviceArrays,
+        sent: DeviceArrays,
+        alpha: Float[Array, ""],
+        starts: Int32[Array, "slices"],
+    ) -> list[Shaped[Array, "..."]]:
+        out = list(tensors)
+        for number, (position, window) in enumerate(zip(self._tensor_of, self._windows, strict=True)):
+            start = starts[number]
+            local = window.cut(out[position], start)
+            value = as_held(window.of_value(new[number], start), local.dtype)
+            if self._rebase:
+                met = (value + (local.astype(jnp.float32) - sent[number])).astype(local.dtype)
+            else:
+                met = _blended(local, value, alpha)
+            out[position] = window.paste(out[position], met, start)
+        return out
+
+
+def _blended(local: Float[Array, "..."], value: Float32[Array, "..."], alpha: Float[Array, ""]) -> Shaped[Array, "..."]:
+    """Compute alpha local + (1 - alpha) value, in the type of the local one, which is not read if alpha is 0.
+
+    It is rounded towards the global value. To the nearest, a difference of one unit in the last place would stay for
+    ever: who lags behind by it would pull back in every round what the others had moved.
+    """
+    # Whoever is where the value is stays there: so not as a sum of two products, which rounds.
+    exact = jnp.where(alpha == 0, value, value + alpha * (local.astype(jnp.float32) - value))
+    if local.dtype == jnp.float32:
+        return exact
+    near = jax.lax.optimization_barrier(exact.astype(local.dtype))
+    beyond = jnp.abs(near.astype(jnp.float32) - value) > jnp.abs(exact - value)
+    return jnp.where(beyond, jnp.nextafter(near, value.astype(local.dtype)), near)

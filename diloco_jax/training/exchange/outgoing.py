@@ -1,0 +1,283 @@
+"""The way out of a fragment: one program on all devices makes its update, anchor - local, as it goes on the wire.
+
+It runs behind the inner step that is under way and before the next one, which donates the parameters. What goes to host
+memory is the encoded update, for int4 an eighth of the bytes of the parameters; the caller waits for nothing.
+
+Error feedback: what rounding takes from an update, its residual, is added to the next one. A staged copy carries the
+residual that there is once this copy was used; the island takes it over when it adopts the version that the copy went
+into. Where shards cut the format's blocks (small or odd tensors), float32 goes to the host, which does the same there.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float32, Shaped
+
+from diloco_jax.core import codec
+from diloco_jax.core.codec import Bytes
+from diloco_jax.core.parts import Buffer
+from diloco_jax.training.exchange.outgoing_bytes import Copies, HostArrays, OutgoingBytes, Stream, flat_spec
+from diloco_jax.training.exchange.windows import Axes, Shape, Starts, Window, tensors_of
+from diloco_jax.training.models.protocol import Params
+from diloco_jax.training.sharding import put_array
+
+DeviceArrays = Sequence[Shaped[Array, "..."]]
+
+
+class Residual(NamedTuple):
+    """The sum of what rounding has kept back of a fragment's updates so far.
+
+    Attributes:
+      on_devices: flat, the windows one after the other, for all tensors that are shared out over the same mesh axes.
+      on_host: of tensors that the host encodes, by key.
+    """
+
+    on_devices: Mapping[Axes, Float32[Array, "n"]]
+    on_host: HostArrays
+
+
+class HeldFragment(NamedTuple):
+    """An island's data of a fragment beside its parameters.
+
+    Attributes:
+      anchor: the global value that it adopted last, float32 on the devices, in the order of the slices.
+      residual: of the updates that it sent.
+    """
+
+    anchor: DeviceArrays
+    residual: Residual
+
+
+class _Outputs(NamedTuple):
+    """The results of the program.
+
+    Attributes:
+      streams: flat arrays of what goes to the host, the windows one after the other.
+      residual: `Residual.on_devices` that there is once this copy was used.
+      local: windows of the parameters, if the island wants them.
+    """
+
+    streams: Mapping[Stream, Any]
+    residual: Mapping[Axes, Any]
+    local: Sequence[Any]
+
+
+class StagedFragment:
+    """A fragment's update as it was after the step before `stage`. Any thread may call the methods.
+
+    Attributes:
+      local: windows of the parameters at that step, on the devices; empty if the island does not want them.
+      of_others: waits for what `loose` gave on the other processes, by process; the owner sets it on the first one.
+    """
+
+    def __init__(self, bytes_of: OutgoingBytes, copies: Copies, before: Residual, out: _Outputs) -> None:
+        self.local = out.local
+        self.of_others: Callable[[], Mapping[int, Bytes]] = dict
+        self._bytes = bytes_of
+        self._copies = copies
+        self._before = before
+        self._on_devices = out.residual
+        self._lock = threading.Lock()
+        self._loose: list[Buffer] | None = None
+        self._encoded: tuple[bytes | list[Buffer], Residual] | codec.NotFinite | None = None
+
+    @property
+    def has_loose(self) -> bool:
+        """Return whether the first of several processes needs what `loose` gives on the others, as `of_others`."""
+        return self._bytes.in_parts and bool(self._bytes.on_host)
+
+    def loose(self) -> list[Buffer]:
+        """Wait for the copies; what the first process encodes of what this one has, as pieces."""
+        with self._lock:
+            if self._loose is None:
+                self._loose = self._bytes.loose(self._copies)
+            return self._loose
+
+    def encode(self) -> bytes | list[Buffer]:
+        """Wait for the copies and return the payload: `codec.encode` of anchor - local + residual.
+
+        With devices on several processes: this process's part of it (core/parts.py).
+
+        Raises:
+          NotFinite: the update, or this part of it, is not, and the format cannot say so.
+        """
+        return self._result()[0]
+
+    def residual(self) -> Residual | None:
+        """Return what rounding keeps back once this copy was used; None if it could not be sent."""
+        try:
+            return self._result()[1]
+        except codec.NotFinite:
+            return None
+
+    def _result(self) -> tuple[bytes | list[Buffer], Residual]:
+        with self._lock:
+            if self._encoded is None:
+                if self.has_loose and self._loose is None:
+                    self._loose = self._bytes.loose(self._copies)
+                try:
+                    self._encoded = self._encode()
+                except codec.NotFinite as error:
+                    self._encoded = error
+                self._copies = ()
+            if isinstance(self._encoded, codec.NotFinite):
+                raise self._encoded
+            return self._encoded
+
+    def _encode(self) -> tuple[bytes | list[Buffer], Residual]:
+        payload: bytes | list[Buffer]
+        if self._bytes.in_parts:
+            payload, on_host = self._bytes.part(self._copies, self._before.on_host, self.of_others())
+        else:
+            payload, on_host = self._bytes.whole(self._copies, self._before.on_host)
+        return payload, Residual(self._on_devices, on_host)
+
+
+class OutgoingProgram:
+    """The program that stages one fragment.
+
+    Attributes:
+      key: equal for fragments that may share what `compile` makes.
+      compiled: what `compile` made, set by the owner.
+
+    Args:
+      windows: of its slices.
+      format: of the wire.
+      keep_local: whether staged copies hold the parameters too, on the devices (for `rebase`).
+    """
+
+    def __init__(self, windows: Sequence[Window], format: codec.Format, keep_local: bool) -> None:
+        self.compiled: jax.stages.Compiled | None = None
+        self._bytes = OutgoingBytes(windows, format)
+        self._format = format
+        self._keep_local = keep_local
+        self._mesh = windows[0].sharding.mesh
+        self._paths, self._tensor_of = tensors_of(windows)
+        self._starts = Starts(windows)
+        self.key = (self._tensor_of, *(window.geometry for window in windows))
+        self._integer = codec.is_integer(format)
+
+    def stage(self, params: Params, held: HeldFragment) -> StagedFragment:
+        """Dispatch the program, and copies of what it makes to the host; returns at once."""
+        assert self.compiled is not None, "the program was not compiled"
+        tensors = [params[path] for path in self._paths]
+        out: _Outputs = self.compiled(tensors, held.anchor, held.residual.on_devices, self._starts.on_devices)
+        named = [(stream, number, out.streams[stream].addressable_data(i)) for stream, number, i in self._bytes.local]
+        for _, _, part in named:  # nobody donates these: no copies of them on another kind of memory are needed
+            part.copy_to_host_async()
+        return StagedFragment(self._bytes, named, held.residual, out)
+
+    def no_residual(self) -> Residual:
+        """Return the residual of a fragment of which nothing was sent."""
+        on_devices = {
+            axes: put_array(np.zeros(leaf.shape, np.float32), leaf.sharding) for axes, leaf in self._residuals().items()
+        }
+        on_host = {key: np.zeros(self._bytes.windows[key].shape, np.float32) for key in self._bytes.on_host}
+        return Residual(on_devices, on_host)
+
+    # ---- the program ----------------------------------------------------------------------------------------------
+
+    def compile(self, tensors: Mapping[str, jax.ShapeDtypeStruct]) -> jax.stages.Compiled:
+        """Compile for parameters of these shapes, dtypes and layouts, by path, which may not change afterwards."""
+
+        def described(shape: Shape, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+
+        windows = self._bytes.windows.values()
+        anchors = [described(window.shape, window.value_sharding) for window in windows]
+        inputs: tuple[Any, ...] = (
+            [tensors[path] for path in self._paths],
+            anchors,
+            self._residuals(),
+            self._starts.described,
+        )
+        outputs = _Outputs(
+            {stream: flat_spec(stream[1]) for stream in self._bytes.streams},
+            {axes: flat_spec(axes) for axes in self._residuals()},
+            [window.spec for window in windows] if self._keep_local else [],
+        )
+        program = jax.shard_map(
+            self._on_each_device,
+            mesh=self._mesh,
+            in_specs=jax.tree.map(lambda leaf: leaf.sharding.spec, inputs),
+            out_specs=outputs,
+            check_vma=False,  # it would refuse outputs that are equal on several devices only because the inputs are
+        )
+        return jax.jit(program).lower(*inputs).compile()
+
+    def _residuals(self) -> dict[Axes, jax.ShapeDtypeStruct]:
+        sizes: dict[Axes, int] = {}
+        for window in self._bytes.rounded.values():
+            size = window.num_blocks * codec.BLOCK if self._integer else math.prod(window.local_shape)
+            sizes[window.axes] = sizes.get(window.axes, 0) + size
+        return {
+            axes: jax.ShapeDtypeStruct(
+                (size * len(self._bytes.devices[axes]),),
+                np.float32,
+                sharding=NamedSharding(self._mesh, flat_spec(axes)),
+            )
+            for axes, size in sizes.items()
+        }
+
+    def _on_each_device(
+        self, tensors: DeviceArrays, anchors: DeviceArrays, residuals: Mapping[Axes, Array], starts: Array
+    ) -> _Outputs:
+        kept: list[Array] = []
+        plain: dict[Axes, list[Array]] = {}
+        rounded: dict[Axes, list[Array]] = {}
+        for (key, window), anchor, tensor, start in zip(
+            self._bytes.windows.items(), anchors, [tensors[i] for i in self._tensor_of], starts, strict=True
+        ):
+            cut = window.cut(tensor, start)
+            local = cut.astype(jnp.float32)
+            if self._keep_local:
+                kept.append(jnp.copy(local))
+            # Against what these parameters held of the anchor: else rounding it would look like an update.
+            update = (as_held(window.of_value(anchor, start), cut.dtype) - local).reshape(-1)
+            if key not in self._bytes.rounded:
+                plain.setdefault(window.axes, []).append(update)
+            elif self._integer:
+                rounded.setdefault(window.axes, []).append(codec.to_blocks(jnp, update).reshape(-1))
+            else:
+                rounded.setdefault(window.axes, []).append(update)
+        streams: dict[Stream, Array] = {}
+        after = {}
+        for axes, parts in rounded.items():  # all tensors together: fewer and larger loops, less to compile
+            update = jnp.concatenate(parts) + residuals[axes]
+            streams["codes", axes], scales, after[axes] = _round(update, self._format)
+            if scales is not None:
+                plain.setdefault(axes, []).insert(0, scales)
+        for axes, parts in plain.items():
+            streams["floats", axes] = jnp.concatenate(parts)
+        return _Outputs(streams, after, kept)
+
+
+def as_held(value: Float32[Array, "..."], dtype: jnp.dtype) -> Float32[Array, "..."]:
+    """Return a global value as parameters of this dtype hold it, in float32; to be called inside of a program."""
+    if dtype == jnp.float32:
+        return value
+    # Without a barrier XLA may drop a cast and its way back. Its other means, `reduce_precision`, loses subnormals.
+    return jax.lax.optimization_barrier(value.astype(dtype)).astype(jnp.float32)
+
+
+def _round(update: Float32[Array, "n"], format: codec.Format) -> tuple[Array, Array | None, Float32[Array, "n"]]:
+    """Return flat codes, scales if the format has them, and what rounding keeps back."""
+    if format == "bfloat16":
+        rounded = codec.round_elements(jnp, update, format)
+        # XLA may drop a cast to bfloat16 and back; this it may not.
+        decoded = jax.lax.reduce_precision(rounded.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+        # NaN and infinity are sent as such; nothing is kept back of them.
+        return rounded, None, jnp.where(jnp.isfinite(update), update - decoded, 0)
+    # Without barriers XLA computes updates and maxima anew for each element that needs them: several times the work.
+    blocks = jax.lax.optimization_barrier(codec.to_blocks(jnp, update))
+    numbers, scales = codec.scale_blocks(jnp, blocks, format)
+    kept_back = blocks - numbers * scales[:, None]
+    return codec.pack_codes(jnp, numbers, format).reshape(-1), scales, kept_back.reshape(-1)

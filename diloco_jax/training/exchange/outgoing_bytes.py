@@ -1,0 +1,279 @@
+"""The way out of a fragment, on the host: from what each device sent to the payload, or to one host's part of it.
+
+With one process an island's payload is joined here as a whole. With several each process makes its part of it
+(core/parts.py) from what its own devices sent, and nothing is gathered, but for tensors of which shards cut the
+format's blocks (small or odd ones): their float32 goes to the first process, which encodes it in its part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float32, Shaped
+
+from diloco_jax.core import codec
+from diloco_jax.core.codec import Bytes
+from diloco_jax.core.parts import Buffer, Runs, concat, pack_part, runs_of_box
+from diloco_jax.training.exchange.windows import Axes, Index, Shape, Window
+
+HostArrays = Mapping[str, Shaped[np.ndarray, "..."]]
+Kind = Literal["codes", "floats"]
+Stream = tuple[Kind, Axes]  # what travels in one array: its kind, and over what it is shared out
+Copies = Sequence[tuple[Stream, int, Array]]  # stream, position in the mesh of the device that sent it, flat array
+LEADER = 0  # the process that encodes what the devices cannot
+
+
+class _Item(NamedTuple):
+    """The place of a part of a stream: `stream[start:stop].reshape(grid)[take]` to `result[where]`."""
+
+    key: str
+    start: int
+    stop: int
+    grid: Shape
+    take: Index
+    where: Index
+
+    def piece(self, flat: Shaped[np.ndarray, "n"]) -> Shaped[np.ndarray, "..."]:
+        """Return this part of a stream."""
+        return np.asarray(flat[self.start : self.stop].reshape(self.grid)[self.take])  # also of an array without axes
+
+    @property
+    def shape(self) -> Shape:
+        """Return the shape of the piece, if it counts in elements."""
+        return tuple(index.stop - index.start for index in self.where)
+
+
+class OutgoingBytes:
+    """The contents of one fragment's streams, and the way from them to a payload.
+
+    Attributes:
+      windows: of its slices, by key.
+      on_host: keys of the tensors that the host encodes.
+      rounded: windows of those that the devices round, by key.
+      streams: what the devices send.
+      devices: for each set of axes, (position in the mesh, device) that sends each part of what these share out.
+      local: (stream, position in the mesh, position among this process's devices) of what this process gets.
+      in_parts: whether other processes have devices of the mesh too.
+
+    Args:
+      windows: of the fragment's slices.
+      format: of the wire.
+    """
+
+    def __init__(self, windows: Sequence[Window], format: codec.Format) -> None:
+        self.windows = {window.part.key: window for window in windows}
+        self._format = format
+        self._integer = codec.is_integer(format)
+        self.on_host = {key for key, window in self.windows.items() if self._integer and window.block_dim is None}
+        self.rounded = {key: w for key, w in self.windows.items() if format != "float32" and key not in self.on_host}
+        self.streams = sorted(
+            {(kind, window.axes) for key, window in self.windows.items() for kind in self._kinds(key)}
+        )
+        mesh = windows[0].sharding.mesh
+        assert isinstance(mesh, Mesh), "an island has devices"
+        self.devices = {window.axes: _senders(mesh, window.axes) for window in windows}
+        self._items = {
+            (stream, number): list(self._items_of(stream, device))
+            for stream in self.streams
+            for number, device in self.devices[stream[1]]
+        }
+        self._process = jax.process_index()
+        self._process_of = [device.process_index for device in mesh.devices.flat]
+        self.in_parts = any(process != self._process for process in self._process_of)
+        mine = [number for number, process in enumerate(self._process_of) if process == self._process]
+        self.local = [(stream, number, mine.index(number)) for stream, number in self._items if number in mine]
+
+    def whole(self, copies: Copies, before: HostArrays) -> tuple[bytes, dict[str, Float32[np.ndarray, "..."]]]:
+        """Wait for what the devices sent, join it, and encode what they left to the host.
+
+        Args:
+          copies: of one staged fragment, from all devices.
+          before: residuals of the tensors that the host encodes.
+
+        Returns:
+          (payload, residuals of these tensors afterwards)
+
+        Raises:
+          NotFinite: the update is not, and the format cannot say so.
+        """
+        results: dict[str, dict[str, np.ndarray]] = {"codes": {}, "floats": {}}
+        for stream, number, copy in copies:
+            flat, joined = np.asarray(copy), results[stream[0]]
+            for item in self._items[stream, number]:
+                if item.key not in joined:
+                    grid = self._grid(stream[0], item.key, self.windows[item.key].shape)
+                    joined[item.key] = np.empty(grid, flat.dtype)
+                joined[item.key][item.where] = item.piece(flat)
+        nothing, after = np.zeros(0, np.float32), {}
+        parts = {}
+        for key in self.windows:
+            codes, floats = results["codes"].get(key, nothing), results["floats"].get(key, nothing)
+            if key in self.on_host:
+                codes, floats, after[key] = self._encode(key, floats, before)
+            elif self._format == "float32":
+                codes, floats = floats, nothing
+            parts[key] = codes, floats
+        return codec.pack(parts), after
+
+    def part(
+        self, copies: Copies, before: HostArrays, others: Mapping[int, Bytes]
+    ) -> tuple[list[Buffer], dict[str, Float32[np.ndarray, "..."]]]:
+        """Wait for what this process's devices sent and make its part of the payload, as pieces.
+
+        Args:
+          copies: of one staged fragment, from this process's devices.
+          before: residuals of the tensors that the host encodes; on the first process.
+          others: what `loose` gave on the other processes; on the first process.
+
+        Returns:
+          (part, residuals of these tensors afterwards)
+
+        Raises:
+          NotFinite: this part of the update is not, and the format cannot say so.
+          ValueError: `others` do not fit.
+        """
+        data = []
+        for stream, number, copy in copies:
+            flat = np.asarray(copy)
+            for item in self._items[stream, number]:
+                if item.key in self.on_host:
+                    continue
+                piece = item.piece(flat)
+                if stream[0] == "floats" and self._integer and not np.isfinite(piece).all():
+                    raise codec.NotFinite(f"{item.key!r} holds NaN or infinity, which {self._format} cannot carry")
+                data.append(codec.as_bytes(piece))
+        after = {}
+        if self._process == LEADER:
+            for key, floats in self._joined(copies, others).items():
+                codes, scales, after[key] = self._encode(key, floats, before)
+                if not np.isfinite(scales).all():
+                    raise codec.NotFinite(f"{key!r} holds NaN or infinity, which {self._format} cannot carry")
+                data += [codec.as_bytes(scales), codec.as_bytes(codes)]
+        return pack_part(self._runs, data), after
+
+    def loose(self, copies: Copies) -> list[Buffer]:
+        """Wait for what this process's devices sent of the tensors that the first process encodes; as pieces."""
+        arrays = {(stream, number): copy for stream, number, copy in copies}
+        items = self._loose_items(self._process)
+        return [codec.as_bytes(item.piece(np.asarray(arrays[source]))) for source, item in items]
+
+    def _joined(self, copies: Copies, others: Mapping[int, Bytes]) -> dict[str, Float32[np.ndarray, "..."]]:
+        """Join whole tensors that the host encodes, from the pieces of all processes."""
+        joined = {key: np.empty(self.windows[key].shape, np.float32) for key in self.windows if key in self.on_host}
+        own = b"".join(self.loose(copies))
+        for process in sorted(set(self._process_of)):
+            flat, at = np.frombuffer(own if process == self._process else others.get(process, b""), np.float32), 0
+            items = [item for _, item in self._loose_items(process)]
+            expected = sum(math.prod(item.shape) for item in items)
+            if flat.size != expected:
+                raise ValueError(f"host {process} sent {flat.size} numbers of small tensors, expected {expected}")
+            for item in items:
+                size = math.prod(item.shape)
+                joined[item.key][item.where] = flat[at : at + size].reshape(item.shape)
+                at += size
+        return joined
+
+    def _encode(
+        self, key: str, floats: Float32[np.ndarray, "..."], before: HostArrays
+    ) -> tuple[Shaped[np.ndarray, "..."], Float32[np.ndarray, "nb"], Float32[np.ndarray, "..."]]:
+        """Return codes and scales of a tensor on the host, and what rounding keeps back."""
+        update = (floats + before[key]).reshape(-1)
+        codes, scales = codec.quantize_on_host(update, self._format)
+        kept_back = update - codec.dequantize_on_host(codes, scales, update.size, self._format)
+        return codes, scales, kept_back.reshape(self.windows[key].shape)
+
+    # ---- what travels ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _runs(self) -> Runs:
+        """Return the bytes of the payload that this process's part has."""
+        offsets = self._offsets()
+        runs = []
+        for stream, number, _ in self.local:
+            kind = stream[0]
+            item_bytes = 4 if kind == "floats" else 1 if self._integer else codec.element_bytes(self._format)
+            for item in self._items[stream, number]:
+                if item.key in self.on_host:
+                    continue
+                grid = self._grid(kind, item.key, self.windows[item.key].shape)
+                box = (*item.where, *(slice(0, n) for n in grid[len(item.where) :]))
+                runs.append(runs_of_box(offsets[kind, item.key], grid, box, item_bytes))
+        if self._process == LEADER:
+            for key in (key for key in self.windows if key in self.on_host):
+                size = codec.encoded_size([self.windows[key].shape], self._format)
+                runs.append(runs_of_box(offsets["floats", key], (size,), (slice(0, size),), 1))
+        return concat(*runs)
+
+    def _offsets(self) -> dict[tuple[Kind, str], int]:
+        """Return where the floats and the codes of each tensor begin in the payload, as `codec.pack` joins them."""
+        offsets: dict[tuple[Kind, str], int] = {}
+        start = 0
+        for key in sorted(self.windows):
+            shape = self.windows[key].shape
+            scales = 4 * math.ceil(math.prod(shape) / codec.BLOCK) if self._integer else 0
+            offsets["floats", key], offsets["codes", key] = start, start + scales
+            start += codec.encoded_size([shape], self._format)
+        return offsets
+
+    def _loose_items(self, process: int) -> list[tuple[tuple[Stream, int], _Item]]:
+        """Return what a process's devices send of tensors that the host encodes; every process has the same order."""
+        return [
+            (source, item)
+            for source, items in self._items.items()
+            if self._process_of[source[1]] == process
+            for item in items
+            if item.key in self.on_host
+        ]
+
+    def _kinds(self, key: str) -> tuple[Kind, ...]:
+        """Return a tensor's streams: integer formats have codes, scales go with floats; the host encodes floats."""
+        if key not in self.rounded:
+            return ("floats",)
+        return ("codes", "floats") if self._integer else ("codes",)
+
+    def _grid(self, kind: str, key: str, shape: Shape) -> Shape:
+        """Return the shape of what a stream holds of a slice or window of this shape."""
+        if key not in self.rounded or not self._integer:
+            return shape
+        grid = self.windows[key].block_grid(shape)
+        return (*grid, codec.block_bytes(self._format)) if kind == "codes" else grid
+
+    def _items_of(self, stream: Stream, device: jax.Device) -> Iterator[_Item]:
+        kind, axes = stream
+        start = 0
+        # As the program joins them: the scales of what it rounded come first, then what it did not round.
+        for key, window in sorted(self.windows.items(), key=lambda item: item[0] not in self.rounded):
+            if window.axes != axes or kind not in self._kinds(key):
+                continue
+            grid = self._grid(kind, key, window.local_shape)
+            stop = start + math.prod(grid)
+            shard = window.sharding.devices_indices_map(window.tensor)[device]
+            place = window.place(shard, blocks=key in self.rounded and self._integer)
+            if place is not None:
+                where, take = place
+                yield _Item(key, start, stop, grid, take, where)
+            start = stop
+
+
+def flat_spec(axes: Axes) -> PartitionSpec:
+    """Return the spec of a flat array with one part for each place along these axes."""
+    return PartitionSpec(axes) if axes else PartitionSpec()
+
+
+def _senders(mesh: Mesh, axes: Axes) -> list[tuple[int, jax.Device]]:
+    """Return one holder of each part that is shared out over `axes`, as the device's position in the mesh.
+
+    The k-th part is sent by the k-th of its holders, so that hosts which hold the same share the work.
+    """
+    parts = math.prod(mesh.shape[axis] for axis in axes)
+    held = NamedSharding(mesh, flat_spec(axes)).devices_indices_map((parts,))
+    holders: dict[str, list[tuple[int, jax.Device]]] = {}
+    for number, device in enumerate(mesh.devices.flat):
+        holders.setdefault(repr(held[device]), []).append((number, device))
+    return [found[part % len(found)] for part, found in enumerate(holders.values())]

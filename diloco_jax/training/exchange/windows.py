@@ -1,0 +1,235 @@
+"""Windows: the part of a fragment's slice that one shard of its tensor holds, in the same shape on every device.
+
+Staging and adoption run as one program on all devices (`jax.shard_map`), each on its own shard, so neither can hold a
+collective. Where a slice cuts its tensor along a sharded axis, shards hold different numbers of its rows: their windows
+are then as long as any shard may need, and rows outside of the slice are computed and thrown away.
+
+Where a slice begins in its tensor is an input of the programs, so that slices of one size share them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Int32, Shaped
+
+from diloco_jax.core.codec import BLOCK
+from diloco_jax.core.fragments import Fragment, Slice
+from diloco_jax.training.sharding import put_array
+
+Shape = tuple[int, ...]
+Index = tuple[slice, ...]
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Attributes:
+    part: the slice.
+    shape: of the slice.
+    tensor: shape of the whole tensor.
+    sharding: of the tensor; every sharded dimension is divided evenly.
+    """
+
+    part: Slice
+    shape: Shape
+    tensor: Shape
+    sharding: NamedSharding
+
+    @cached_property
+    def spec(self) -> PartitionSpec:
+        """Return the spec of the tensor and of arrays of windows, with an entry for every dimension."""
+        entries = tuple(self.sharding.spec)
+        return PartitionSpec(*entries, *(None,) * (len(self.tensor) - len(entries)))
+
+    @cached_property
+    def axes(self) -> Axes:
+        """Return the mesh axes over which shards differ, in the order of the mesh."""
+        used = {axis for dim in range(len(self.tensor)) for axis in self._axes_of(dim)}
+        return tuple(axis for axis in self.sharding.mesh.axis_names if axis in used)
+
+    @cached_property
+    def value_sharding(self) -> NamedSharding:
+        """Return the layout of the slice's value on its way in: the tensor's, whole along axes that the slice cuts."""
+        spec = list(self.spec)
+        if self._split:
+            spec[self.part.axis] = None
+        return NamedSharding(self.sharding.mesh, PartitionSpec(*spec))
+
+    @cached_property
+    def local_shape(self) -> Shape:
+        """Return the shape of the window that each device holds."""
+        if not self._split:
+            return tuple(n // self._parts(dim) for dim, n in enumerate(self.shape))
+        local = list(self.sharding.shard_shape(self.tensor))
+        local[self.part.axis] = min(local[self.part.axis], self.shape[self.part.axis])
+        return tuple(local)
+
+    @cached_property
+    def global_shape(self) -> Shape:
+        """Return the shape of an array that holds every device's window, laid out like the tensor."""
+        return tuple(n * self._parts(dim) for dim, n in enumerate(self.local_shape))
+
+    @property
+    def geometry(self) -> tuple[object, ...]:
+        """Return a key that is equal for windows that may share programs."""
+        return self.tensor, self.shape, self.part.axis, self.spec
+
+    # ---- inside of a program on all devices; `start` is `part.start` ----------------------------------------------
+
+    def cut(self, tensor: Shaped[Array, "..."], start: Int32[Array, ""]) -> Shaped[Array, "..."]:
+        """Return the window of a device's shard of the tensor."""
+        if self.part.axis < 0:
+            return tensor
+        first, rows = self._first(start), self.local_shape[self.part.axis]
+        return jax.lax.dynamic_slice_in_dim(tensor, first, rows, self.part.axis)
+
+    def of_value(self, value: Shaped[Array, "..."], start: Int32[Array, ""]) -> Shaped[Array, "..."]:
+        """Return the window of a value that lies as `value_sharding` says; rows outside of the slice hold anything."""
+        if not self._split:
+            return value
+        rows = jnp.clip(self._rows(start), 0, self.shape[self.part.axis] - 1)
+        return jnp.take(value, rows, axis=self.part.axis)
+
+    def paste(
+        self, tensor: Shaped[Array, "..."], window: Shaped[Array, "..."], start: Int32[Array, ""]
+    ) -> Shaped[Array, "..."]:
+        """Return the shard with its window replaced, where that belongs to the slice."""
+        if self.part.axis < 0:
+            return window
+        if self._split:
+            window = jnp.where(self._inside(start), window, self.cut(tensor, start))
+        return jax.lax.dynamic_update_slice_in_dim(tensor, window, self._first(start), self.part.axis)
+
+    def _first(self, start: Int32[Array, ""]) -> Int32[Array, ""]:
+        """Return the shard's row with which the window begins."""
+        if not self._split:
+            return start
+        dim = self.part.axis
+        rows = self.tensor[dim] // self._parts(dim)
+        low = jax.lax.axis_index(self._axes_of(dim)) * rows
+        return jnp.clip(start - low, 0, rows - self.local_shape[dim])
+
+    def _rows(self, start: Int32[Array, ""]) -> Shaped[Array, "rows"]:
+        """Return where the window's rows lie in the slice: some may lie before its first or behind its last."""
+        dim = self.part.axis
+        low = jax.lax.axis_index(self._axes_of(dim)) * (self.tensor[dim] // self._parts(dim))
+        return jnp.arange(self.local_shape[dim]) + (low + self._first(start) - start)
+
+    def _inside(self, start: Int32[Array, ""]) -> Bool[Array, "..."]:
+        rows, dim = self._rows(start), self.part.axis
+        inside = (rows >= 0) & (rows < self.shape[dim])
+        return jnp.expand_dims(inside, [d for d in range(len(self.shape)) if d != dim])
+
+    # ---- on the host ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def block_dim(self) -> int | None:
+        """Return the last dimension that devices share out, if every window has whole blocks of the flattened slice.
+
+        -1 if one device holds all of the slice. None if shards cut blocks.
+        """
+        dim = max((d for d in range(len(self.shape)) if self._parts(d) > 1), default=-1)
+        if dim < 0:
+            return -1
+        unit = math.prod(self.shape[dim + 1 :])
+        run = unit if self._split and dim == self.part.axis else unit * self.local_shape[dim]
+        return None if run % BLOCK else dim
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks of one device's window, if it has whole ones."""
+        return math.ceil(math.prod(self.local_shape) / BLOCK)
+
+    def block_grid(self, shape: Shape) -> Shape:
+        """Return the shape in which the blocks of the slice, or of a window of it (`local_shape`), are arranged."""
+        dim = self.block_dim
+        assert dim is not None, "shards cut blocks"
+        if dim < 0:
+            return (math.ceil(math.prod(shape) / BLOCK),)
+        return (*shape[:dim], math.prod(shape[dim:]) // BLOCK)
+
+    def place(self, shard: Index, blocks: bool) -> tuple[Index, Index] | None:
+        """Return where in the slice a shard's window belongs, and the part of it that does; None if nothing does.
+
+        Args:
+            shard: the tensor's elements that the shard holds.
+            blocks: count in blocks (`block_grid`), not in elements.
+        """
+        bounds = [s.indices(n)[:2] for s, n in zip(shard, self.tensor, strict=True)]
+        where, take = [slice(*b) for b in bounds], [slice(0, n) for n in self.local_shape]
+        if (dim := self.part.axis) >= 0:
+            low, high = bounds[dim]
+            start, stop = max(low, self.part.start), min(high, self.part.stop)
+            if start >= stop:
+                return None
+            where[dim] = slice(start - self.part.start, stop - self.part.start)
+            first = low + max(0, min(self.part.start - low, high - low - self.local_shape[dim]))
+            take[dim] = slice(start - first, stop - first)
+        if not blocks:
+            return tuple(where), tuple(take)
+        return self._in_blocks(where), self._in_blocks(take)
+
+    def _in_blocks(self, index: list[slice]) -> Index:
+        dim = self.block_dim
+        assert dim is not None, "shards cut blocks"
+        if dim < 0:
+            return (slice(None),)
+        unit = math.prod(self.shape[dim + 1 :])
+        scaled = slice(index[dim].start * unit // BLOCK, index[dim].stop * unit // BLOCK)
+        return (*index[:dim], scaled)
+
+    # ---- how the tensor is sharded --------------------------------------------------------------------------------
+
+    @cached_property
+    def _split(self) -> bool:
+        """Return whether the slice cuts its tensor along a dimension that is sharded."""
+        return self.part.axis >= 0 and self._parts(self.part.axis) > 1
+
+    def _axes_of(self, dim: int) -> Axes:
+        entry = self.spec[dim]
+        names: Axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        return tuple(name for name in names if self.sharding.mesh.shape[name] > 1)
+
+    def _parts(self, dim: int) -> int:
+        return math.prod(self.sharding.mesh.shape[name] for name in self._axes_of(dim))
+
+
+def windows_of(fragment: Fragment, tensors: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[Window, ...]:
+    """Return the windows of a fragment's slices, in their order.
+
+    Args:
+      fragment: of a plan made for these tensors.
+      tensors: shape and layout of every parameter, by path.
+    """
+    return tuple(
+        Window(part, shape, tensors[part.path].shape, tensors[part.path].sharding)
+        for part, shape in zip(fragment.slices, fragment.shapes, strict=True)
+    )
+
+
+class Starts:
+    """The beginnings of slices in their tensors, int32 [slices] on every device; put there when first needed."""
+
+    def __init__(self, windows: Sequence[Window]) -> None:
+        self._host = np.array([window.part.start for window in windows], np.int32)
+        everywhere = NamedSharding(windows[0].sharding.mesh, PartitionSpec())
+        self.described = jax.ShapeDtypeStruct(self._host.shape, np.int32, sharding=everywhere)
+
+    @cached_property
+    def on_devices(self) -> Int32[Array, "slices"]:
+        """Return the array, put on the devices by the first call."""
+        return put_array(self._host, self.described.sharding)
+
+
+def tensors_of(windows: Sequence[Window]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the paths of the slices' tensors, each once, and for each slice the position of its tensor."""
+    paths = tuple(dict.fromkeys(window.part.path for window in windows))
+    return paths, tuple(paths.index(window.part.path) for window in windows)

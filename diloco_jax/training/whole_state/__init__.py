@@ -1,0 +1,1 @@
+"""A learner's whole state as bytes, for recovery."""

@@ -1,0 +1,1 @@
+"""The connections among the hosts of one island."""

@@ -1,0 +1,181 @@
+"""The words that pass between the hosts of one island: what the leader tells the others, and what they answer.
+
+The leader's commands are obeyed in the order in which they were sent. A command with a `number` is answered once by
+every host, by a `HostAnswer` with that number; numbers begin at 1. Payloads travel beside their command, as on every
+other connection of a run.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias, get_args
+
+from diloco_jax.protocol.messages import FragmentValue, GlobalFragment
+
+
+class SampleRange(NamedTuple):
+    """Samples of the global order, from `start` up to, but without, `stop`."""
+
+    start: int
+    stop: int
+
+
+class HostMeet(NamedTuple):
+    """First command of the leader: the incarnation that all take, and the settings that all must have."""
+
+    life: int
+    fingerprint: tuple[tuple[str, str], ...]
+
+
+class HostVerdict(NamedTuple):
+    """Answer to HostMeet, and the leader's last word on it: the reason why the island cannot begin, or ""."""
+
+    reason: str
+
+
+class HostWarmUp(NamedTuple):
+    """Compile what the island runs, and answer."""
+
+    number: int
+
+
+class HostConnect(NamedTuple):
+    """Open a link of your own to the syncer, of the leader's session, and answer."""
+
+    number: int
+    epoch: int
+    session: int
+
+
+class HostPutBatch(NamedTuple):
+    """Copy the samples of the next step to the devices."""
+
+    ranges: tuple[SampleRange, ...]
+
+
+class HostStep(NamedTuple):
+    """Dispatch one inner step with this learning rate."""
+
+    rate: float
+
+
+class HostStage(NamedTuple):
+    """Queue a copy of a fragment's update."""
+
+    fragment_id: int
+    local_step: int
+
+
+class HostUnstage(NamedTuple):
+    """Drop a copy that was queued."""
+
+    fragment_id: int
+    local_step: int
+
+
+class HostSend(NamedTuple):
+    """Send your part of a staged copy; unless `number` is 0, answer with what the leader has to encode."""
+
+    number: int
+    value: FragmentValue
+
+
+class HostArrival(NamedTuple):
+    """A global fragment came, its payload comes along: read and check it, and answer."""
+
+    number: int
+    value: GlobalFragment
+
+
+class HostSupersede(NamedTuple):
+    """Drop the fragment's values that came before this arrival."""
+
+    fragment_id: int
+    arrival: int  # number of a HostArrival
+
+
+class HostAdopt(NamedTuple):
+    """Replace a fragment by the value that came with this arrival."""
+
+    arrival: int
+    value: GlobalFragment
+
+
+class HostStageState(NamedTuple):
+    """Queue a copy of the whole state under this name."""
+
+    name: int
+
+
+class HostUnstageState(NamedTuple):
+    """Drop a copy of the whole state."""
+
+    name: int
+
+
+class HostLeaf(NamedTuple):
+    """Answer with what only you have of one leaf of a copied state."""
+
+    number: int
+    name: int
+    leaf: str
+
+
+class HostLoadState(NamedTuple):
+    """Load the state that the leader holds, asking for its leaves one by one, and answer at the end."""
+
+    number: int
+    fragments: tuple[int, ...]
+
+
+class HostHave(NamedTuple):
+    """Answer to HostWant: the leaf's bytes come along."""
+
+    leaf: str
+
+
+class HostEnd(NamedTuple):
+    """Last command: end with this exit status."""
+
+    status: int
+
+
+class HostAnswer(NamedTuple):
+    """Answer to the command with this number, or the reason why it cannot be obeyed."""
+
+    number: int
+    reason: str = ""
+
+
+class HostWant(NamedTuple):
+    """Request for one leaf of the state that is being loaded."""
+
+    leaf: str
+
+
+class HostStop(NamedTuple):
+    """Notice that this host shall end; the leader decides when the island does."""
+
+
+Command: TypeAlias = (
+    HostMeet
+    | HostVerdict
+    | HostWarmUp
+    | HostConnect
+    | HostPutBatch
+    | HostStep
+    | HostStage
+    | HostUnstage
+    | HostSend
+    | HostArrival
+    | HostSupersede
+    | HostAdopt
+    | HostStageState
+    | HostUnstageState
+    | HostLeaf
+    | HostLoadState
+    | HostHave
+    | HostEnd
+)
+Reply: TypeAlias = HostVerdict | HostAnswer | HostWant | HostStop
+COMMANDS: tuple[type, ...] = get_args(Command)
+REPLIES: tuple[type, ...] = get_args(Reply)

@@ -1,0 +1,264 @@
+"""The network of one island of several hosts: its leader, host 0, serves the others, over gRPC.
+
+It is protected as the connections with the syncer are (docs/security.md), with the island's own certificate on both
+sides. Every other host has one connection and one session with the leader, of the bulk lane only, so that commands and
+payloads keep their order. A host that is silent for SILENCE_S is lost. One that is lost or has left does not come back:
+the island is what fails, and starts again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import grpc
+
+from diloco_jax.transport.calls import (
+    FOLLOW,
+    ISLAND_SERVICE,
+    call_metadata,
+    keep_freed_memory,
+    open_server,
+    read_header,
+)
+from diloco_jax.transport.group.commands import COMMANDS, REPLIES, Command, Reply
+from diloco_jax.transport.link import LinkClosed, Payload, TransportConfig, TransportError, payload_parts
+from diloco_jax.transport.partials import Partials
+from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session.dialled import DialledStreams
+from diloco_jax.transport.session.inbox import Inbox
+from diloco_jax.transport.session.sessions import Refused
+from diloco_jax.transport.session.stream import REFUSAL, Lane, StreamSession
+from diloco_jax.transport.trust.security import Denied, Gate, auth_context, credentials, island_host
+
+LEADER = 0
+SILENCE_S = 20.0  # without a word from a host, after which it is lost
+CONNECT_S = 60.0  # for which a host tries to reach its leader
+PAYLOAD_BYTES_MAX = 1 << 36  # the largest leaf of a state, in practice
+COMMANDS_MAX = 1024  # that wait for one host, in each direction
+STRANGERS_MAX = 64  # calls beside those of the hosts
+_LANE = (pb.LANE_BULK, 0)
+
+
+class GroupError(TransportError):
+    """The leader cannot be reached, or does not take this host."""
+
+
+class GroupItem(NamedTuple):
+    """A message of another host, or its end.
+
+    Attributes:
+        host: that sent it; 0 is the leader.
+        message: None: the host left or was lost, and nothing more comes from it.
+        payload: of the message.
+        reason: why the host is gone.
+    """
+
+    host: int
+    message: Command | Reply | None
+    payload: bytes | memoryview = b""
+    reason: str = ""
+
+
+def group_config(config: TransportConfig, address: str) -> TransportConfig:
+    """Return the settings of an island's network: the files and permissions of the run, and limits of its own."""
+    return replace(
+        config,
+        address=address,
+        stripes=1,
+        payload_bytes_max=PAYLOAD_BYTES_MAX,
+        queue_payloads_max=COMMANDS_MAX,
+        connect_timeout_s=CONNECT_S,
+        keepalive_s=SILENCE_S / 4,
+        keepalive_timeout_s=3 * SILENCE_S / 4,
+    )
+
+
+class GroupLeader:
+    """The leader's side: listens, and has one session with each other host.
+
+    Args:
+        config: as `group_config` returns it; its address is where to listen, port 0 lets the system choose one.
+        run_id: name of the run.
+        learner_id: name of the island.
+        hosts: number of hosts of the island with the leader, at least 1.
+
+    Attributes:
+        address: where members dial, with the real port.
+        number: of this group, drawn at random: members of an earlier one are refused.
+
+    Raises:
+        ValueError: the address cannot be listened at, is not loopback while plaintext was not allowed, or certificate,
+            key or token cannot be used.
+    """
+
+    def __init__(self, config: TransportConfig, run_id: str, learner_id: str, hosts: int) -> None:
+        config = replace(config, connections_max=hosts + STRANGERS_MAX)
+        own = credentials(config, learner_id, server=island_host(learner_id))
+        keep_freed_memory()
+        self._gate = Gate(encrypted=config.encrypted, token=own.token)
+        self.number = secrets.randbits(62)
+        self._config = config
+        self._header = pb.Header(run_id=run_id, sender=learner_id, session=self.number, stripes=1, hosts=hosts)
+        self._inbox = Inbox()
+        self._others = {host: self._session_with(host) for host in range(1, hosts)}
+        handlers = {FOLLOW: grpc.stream_stream_rpc_method_handler(self._serve)}
+        self._server, self.address = open_server(config, ISLAND_SERVICE, handlers, own.server)
+
+    def _session_with(self, host: int) -> StreamSession:
+        header = pb.Header()
+        header.CopyFrom(self._header)
+        header.host = host
+        return _new_session(self._inbox, header, self._config, REPLIES, f"host {host}")
+
+    def send(self, command: Command, payload: Payload = b"", to: int | None = None) -> None:
+        """Queue a command to one host, or to all others, in order; never blocks. Any thread.
+
+        A host that has not joined yet gets it when it does. One that is lost or left gets nothing; a host whose queue
+        is full is lost.
+
+        Args:
+            command: for the host.
+            payload: shared, not copied: nobody may change it any more.
+            to: the host, or None for all.
+
+        Raises:
+            ValueError: command or payload can never be sent, or there is no such host.
+        """
+        if to is not None and to not in self._others:
+            raise ValueError(f"there is no host {to} to send to: this island has 1 to {len(self._others)}")
+        for host in self._others if to is None else (to,):
+            _send(self._others[host], command, payload, COMMANDS)
+
+    def receive(self, timeout_s: float) -> GroupItem | None:
+        """Return the next item of any host, or None after `timeout_s` seconds; 0 only looks."""
+        return _receive(self._inbox, timeout_s)
+
+    def close(self, grace_s: float = 5.0) -> None:
+        """Send what is queued for at most `grace_s` seconds, tell all hosts, and end; safe to call again."""
+        until_s = time.monotonic() + grace_s
+        for session in self._others.values():
+            session.retire("the leader closed")
+        for session in self._others.values():
+            session.wait_written(until_s)
+        left_s = max(0.2, until_s - time.monotonic())
+        self._server.stop(left_s).wait(left_s + 1.0)
+
+    def _serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Serve one host: this generator writes, a thread of its own reads."""
+        try:
+            session, lane = self._admit(context)
+        except Denied as error:
+            context.abort(error.code, str(error))
+        except Refused as error:
+            context.abort(REFUSAL, str(error))
+        if not context.add_callback(lambda: session.fail_lost(lane)):
+            session.fail_lost(lane)
+        session.mark_ready(lane)
+        session.start_reader(lane, requests)
+        yield session.ready_frame(lane)
+        yield from session.write(lane)
+
+    def _admit(self, context: Any) -> tuple[StreamSession, Lane]:
+        """Check the caller's credentials before anything that it says, then return its session.
+
+        Raises:
+            Denied: it is not of this island.
+            Refused: it is not of this group, or has joined before.
+        """
+        metadata = call_metadata(context)
+        self._gate.check(metadata)
+        self._gate.check_speaks_for(self._header.sender, auth_context(context))
+        header = read_header(metadata)
+        ours = self._header
+        if (header.run_id, header.sender, header.session) != (ours.run_id, ours.sender, ours.session):
+            raise Refused(f"host {header.host} is of another island, or of an earlier start of this one")
+        if header.hosts != ours.hosts:
+            raise Refused(f"host {header.host} says {header.hosts} hosts, the leader {ours.hosts}")
+        session = self._others.get(header.host)
+        if session is None or not session.bind(session.lanes[_LANE], context.cancel) or not session.open:
+            raise Refused(f"host {header.host} joined before, or is none of the {ours.hosts} hosts of this island")
+        return session, session.lanes[_LANE]
+
+
+class GroupMember:
+    """The side of a host that is not the leader: dials it, for at most `config.connect_timeout_s`.
+
+    Args:
+        config: as `group_config` returns it; its address is the leader's.
+        run_id: name of the run.
+        learner_id: name of the island.
+        host: which one we are, 1 or more.
+        hosts: number of hosts of the island with the leader.
+        number: of the group, as the leader has it.
+
+    Raises:
+        GroupError: nobody answered in time, or the leader refused.
+        ValueError: there is no such host, the address is not loopback while plaintext was not allowed, or certificate,
+            key or token cannot be used.
+    """
+
+    def __init__(
+        self, config: TransportConfig, run_id: str, learner_id: str, host: int, hosts: int, number: int
+    ) -> None:
+        if not 1 <= host < hosts:
+            raise ValueError(f"host {host} of an island of {hosts} cannot dial its leader: use 1 to {hosts - 1}")
+        own = credentials(config, learner_id, server=island_host(learner_id))
+        keep_freed_memory()
+        header = pb.Header(run_id=run_id, sender=learner_id, session=number, stripes=1, host=host, hosts=hosts)
+        self._inbox = Inbox()
+        self._session = session = _new_session(self._inbox, header, config, COMMANDS, "the leader")
+        self._streams = DialledStreams(session, own, f"/{ISLAND_SERVICE}/{FOLLOW}")
+        if not session.wait_ready(config.connect_timeout_s):
+            answered, reason = not session.open, session.reason
+            session.fail("not connected")
+            session.cancel()
+            self._streams.close("not connected", 1.0)
+            if answered:
+                raise GroupError(f"the leader of this island at {config.address} refused this host: {reason}")
+            raise GroupError(
+                f"the leader of this island at {config.address} cannot be reached within "
+                f"{config.connect_timeout_s:g} s: check that it runs, its address, and that all hosts have the same "
+                "certificates"
+            )
+
+    def send(self, reply: Reply, payload: Payload = b"") -> None:
+        """Queue a reply to the leader; never blocks. See GroupLeader.send."""
+        _send(self._session, reply, payload, REPLIES)
+
+    def receive(self, timeout_s: float) -> GroupItem | None:
+        """Return the next item of the leader, or None after `timeout_s` seconds; 0 only looks."""
+        item = _receive(self._inbox, timeout_s)
+        return None if item is None else item._replace(host=LEADER)
+
+    def close(self, grace_s: float = 5.0) -> None:
+        """Send what is queued for at most `grace_s` seconds, tell the leader, and end; safe to call again."""
+        self._streams.close("the host closed", grace_s)
+
+
+def _new_session(
+    inbox: Inbox, header: pb.Header, config: TransportConfig, readable: tuple[type, ...], name: str
+) -> StreamSession:
+    """Return one end of a session that keeps nothing of a payload that is cut: the island starts again."""
+    sender, nothing = header.sender, Partials(0, config.resume_s)
+    session = StreamSession(inbox, header, sender, sender, config, nothing, readable, name=name, control=False)
+    session.announced = True
+    return session
+
+
+def _send(session: StreamSession, message: Command | Reply, payload: Payload, allowed: tuple[type, ...]) -> None:
+    parts = payload_parts(message, payload, allowed, session.config.payload_bytes_max)
+    with contextlib.suppress(LinkClosed):  # the inbox tells of it
+        session.send(message, parts)
+
+
+def _receive(inbox: Inbox, timeout_s: float) -> GroupItem | None:
+    item = inbox.get(timeout_s)
+    if item is None:
+        return None
+    session, delivery = item
+    return GroupItem(session.host, cast(Command | Reply | None, delivery.message), delivery.payload, delivery.reason)

@@ -1,0 +1,1 @@
+"""Sessions: order, repetition and assembly of what travels on one link."""

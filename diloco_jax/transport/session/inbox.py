@@ -1,0 +1,126 @@
+"""Inboxes with room per session: sessions put deliveries into them, drivers take them out.
+
+An Inbox belongs to one driver and holds the deliveries of all its sessions. Room is counted per session and lane,
+so that neither a talkative learner nor bulk data can keep the control messages of others out.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+
+from diloco_jax.protocol.messages import FragmentValue, Message
+from diloco_jax.transport.link import Delivery, Traffic, TransportConfig, is_bulk
+
+
+class Inbox:
+    """Deliveries that wait for one driver, in order of arrival."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.waiting: deque[tuple[Session, Delivery]] = deque()
+        self._woken = False
+        self._counting = threading.Lock()
+        self._traffic = Traffic(0, 0)
+
+    def get(self, timeout_s: float) -> tuple[Session, Delivery] | None:
+        """Take the oldest delivery, or None after `timeout_s` seconds or a `wake`."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.waiting or self._woken, timeout=max(0.0, timeout_s))
+            self._woken = False
+            if not self.waiting:
+                return None
+            session, delivery = self.waiting.popleft()
+            if delivery.message is not None:
+                session.room[is_bulk(delivery.message)] += 1
+                session.waiting_bytes -= len(delivery.payload)
+                self.changed.notify_all()
+            return session, delivery
+
+    def wake(self) -> None:
+        """Let a waiting `get` return at once."""
+        with self.changed:
+            self._woken = True
+            self.changed.notify_all()
+
+    def count(self, received_bytes: int = 0, sent_bytes: int = 0) -> None:
+        """Add to the traffic of all sessions of this inbox; any thread."""
+        with self._counting:
+            self._traffic = Traffic(
+                self._traffic.received_bytes + received_bytes, self._traffic.sent_bytes + sent_bytes
+            )
+
+    @property
+    def traffic(self) -> Traffic:
+        """Return what all sessions moved so far."""
+        return self._traffic
+
+
+class Session(ABC):
+    """One end of a session: puts what its peer sends into an inbox, until it is over."""
+
+    def __init__(self, inbox: Inbox, peer: str, config: TransportConfig) -> None:
+        self.inbox = inbox
+        self.peer = peer
+        self.config = config
+        self.room = {False: config.queue_messages_max, True: config.queue_payloads_max}  # by is_bulk
+        self.waiting_bytes = 0  # of payloads in the inbox
+        self.open = True
+        self.announced = False  # until it is set the driver knows nothing of the session, and is not told of its end
+        self.reason = ""
+        self.number = 0
+        self.host, self.hosts = 0, 1  # of the learner's hosts: which one this is, and how many there are
+        self.on_value: Callable[[FragmentValue, bytes | memoryview], bool] | None = None  # in place of the inbox
+        self.on_end: Callable[[str], object] | None = None  # gets the reason, once
+
+    @abstractmethod
+    def send(self, message: Message, parts: tuple[memoryview, ...]) -> None:
+        """Queue a message to the peer; LinkClosed if the session is over or its queue full, which ends it."""
+
+    @abstractmethod
+    def fail(self, reason: str) -> None:
+        """End the session on both sides, at once, telling the peer if that is still possible."""
+
+    def offer(self, message: Message, payload: bytes | memoryview) -> bool:
+        """Hand on what the peer sent; False if nothing becomes of it. See `put`."""
+        if self.on_value is not None and isinstance(message, FragmentValue):
+            return self.on_value(message, payload)
+        return self.put(message, payload)
+
+    def put(self, message: Message, payload: bytes | memoryview) -> bool:
+        """Wait for room, and put a message into the inbox; False if the session is over.
+
+        There is room when all payloads in the inbox together stay below the limit of one, so that a peer that sends
+        faster than the driver reads cannot fill the memory.
+        """
+        bulk, size = is_bulk(message), len(payload)
+        with self.inbox.changed:
+            self.inbox.changed.wait_for(lambda: not self.open or (self.room[bulk] > 0 and self._fits(size)))
+            if not self.open:
+                return False
+            self.room[bulk] -= 1
+            self.waiting_bytes += size
+            self.inbox.waiting.append((self, Delivery("message", self.peer, message, payload, session=self.number)))
+            self.inbox.changed.notify_all()
+            return True
+
+    def _fits(self, size: int) -> bool:
+        return not self.waiting_bytes or self.waiting_bytes + size <= self.config.payload_bytes_max
+
+    def finish(self, reason: str, *, tell: bool = True) -> bool:
+        """End this side and put "disconnected" into the inbox; False, and nothing happens, if it was over already."""
+        with self.inbox.changed:
+            if not self.open:
+                return False
+            self.open = False
+            self.reason = reason
+            if tell and self.announced:
+                self.inbox.waiting.append(
+                    (self, Delivery("disconnected", self.peer, reason=reason, session=self.number))
+                )
+            self.inbox.changed.notify_all()
+        if self.on_end is not None:
+            self.on_end(reason)
+        return True

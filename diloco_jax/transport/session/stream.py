@@ -1,0 +1,265 @@
+"""A session over several streams of frames; the same class serves the learner's and the syncer's side.
+
+One stream carries the control lane, the others, the stripes, share the bulk lane: whichever is free takes the next
+chunk. Each lane has an outbox that `send` fills, each stream a writer thread that empties it and a reader thread that
+fills the inbox. A stream ends with a Goodbye frame. When the first one ends without, or anything is wrong, the whole
+session fails.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import grpc
+
+from diloco_jax.protocol.messages import SYNCER, Message
+from diloco_jax.transport import wire
+from diloco_jax.transport.group.commands import Command, Reply
+from diloco_jax.transport.link import (
+    BULK_TYPES,
+    LinkClosed,
+    TransportConfig,
+    is_bulk,
+)
+from diloco_jax.transport.partials import Partials, PeerHoldings
+from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session.assembly import Assembly
+from diloco_jax.transport.session.inbox import Inbox, Session
+from diloco_jax.transport.session.outbox import Outbox, Outgoing, Pieces
+
+REFUSAL = grpc.StatusCode.FAILED_PRECONDITION  # the answer to a learner that need not try again
+DENIALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.ABORTED)
+LINGER_S = 1.0  # how long a failed session may try to tell the peer why, before its streams are cut
+
+
+class Lane:
+    """One stream in both directions: the control lane, or a stripe of the bulk lane."""
+
+    def __init__(self, ours: pb.Header, theirs: pb.Header, outbox: Outbox, readable: tuple[type, ...]) -> None:
+        self.bulk = ours.lane == pb.LANE_BULK
+        self.name = "bulk" if self.bulk else "control"
+        self.title = f"{self.name}-{ours.stripe}" if self.bulk else self.name  # of its threads
+        self.ours = ours
+        self.header = wire.pack_header(ours)
+        self.outbox = outbox
+        allowed = tuple(kind for kind in readable if (kind in BULK_TYPES) == self.bulk)
+        self.reader = wire.Reader(theirs, allowed)
+        self.cancel: Callable[[], object] | None = None
+        self.ready = False
+        self.said_goodbye = False
+        self.written = threading.Event()
+
+
+def lane_header(header: pb.Header, lane: pb.Lane, stripe: int, sender: str) -> pb.Header:
+    """Return a copy of the header for one stream and direction."""
+    copy = pb.Header()
+    copy.CopyFrom(header)
+    copy.lane, copy.stripe, copy.sender = lane, stripe, sender
+    return copy
+
+
+class StreamSession(Session):
+    """One end of a session over several streams.
+
+    Args:
+        header: Names the run, the epoch, the learner's incarnation, the session, the host and the number of stripes;
+            sender, lane and stripe are set here.
+        sender: Our name in the frames that we send: a learner_id or "syncer".
+        peer: The other side's name in the frames that it sends.
+        partials: What earlier sessions with this peer left.
+        readable: The message classes that the peer may send.
+        name: The other side's name in deliveries, if it is not `peer`.
+        control: Whether there is a control lane beside the bulk lane.
+    """
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        header: pb.Header,
+        sender: str,
+        peer: str,
+        config: TransportConfig,
+        partials: Partials,
+        readable: tuple[type, ...],
+        name: str = "",
+        control: bool = True,
+    ) -> None:
+        super().__init__(inbox, name or peer, config)
+        self.number = header.session
+        self.host, self.hosts = header.host, max(1, header.hosts)
+        self._dialled = peer == SYNCER
+        self.partials = partials
+        outboxes = {True: Outbox(config.queue_payloads_max), False: Outbox(config.queue_messages_max)}
+        self._outboxes = outboxes  # by is_bulk
+        self.pieces = Pieces(outboxes[True], config.chunk_bytes)
+        self._assembly = Assembly(config.payload_bytes_max, partials)
+        streams = [(pb.LANE_BULK, stripe) for stripe in range(header.stripes)]
+        self.lanes = {
+            (lane, stripe): Lane(
+                lane_header(header, lane, stripe, sender),
+                lane_header(header, lane, stripe, peer),
+                outboxes[lane == pb.LANE_BULK],
+                readable,
+            )
+            for lane, stripe in ([(pb.LANE_CONTROL, 0)] if control else []) + streams
+        }
+        self.refused = False  # the other side answered that it does not take us
+        self._lock = threading.Lock()
+        self._settled = threading.Event()  # all streams are ready, or the session is over
+
+    def bind(self, lane: Lane, cancel: Callable[[], object]) -> bool:
+        """Give the lane its stream; False if it has one already."""
+        with self._lock:
+            if lane.cancel is not None:
+                return False
+            lane.cancel = cancel
+            return True
+
+    def mark_ready(self, lane: Lane) -> None:
+        """Note that the stream is open on both sides; the session is, when all are."""
+        with self._lock:
+            lane.ready = True
+            if all(each.ready for each in self.lanes.values()):
+                self.announced = self.announced or self._dialled  # the syncer's side: once it is established
+                self._settled.set()
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until all streams are open; False after `timeout_s` or when the session is over."""
+        return self._settled.wait(timeout_s) and self.open
+
+    def send(self, message: Message | Command | Reply, parts: tuple[memoryview, ...]) -> None:
+        """Queue a message for its lane's writers. See Session.send."""
+        bulk = is_bulk(message)
+        if self._outboxes[bulk].put(Outgoing(wire.pack_body(message), parts)):
+            return
+        lane = "bulk" if bulk else "control"
+        self.fail(f"the {lane} queue to {self.peer!r} is full: it does not read what it is sent")
+        raise LinkClosed(f"the session with {self.peer!r} is over: {self.reason}")
+
+    def fail(self, reason: str) -> None:
+        """End the session; writers say goodbye with the reason, and streams that do not end soon are cut."""
+        if not self.finish(reason):
+            return
+        for outbox in self._outboxes.values():
+            outbox.close(reason, flush=False)
+        self._assembly.close()
+        self._settled.set()
+        timer = threading.Timer(LINGER_S, self.cancel)
+        timer.name, timer.daemon = f"diloco-linger-{self.peer}", True
+        timer.start()
+
+    def retire(self, reason: str) -> None:
+        """End this side without a delivery here; writers send what waits, then say goodbye."""
+        self.finish(reason, tell=False)
+        for outbox in self._outboxes.values():
+            outbox.close(reason, flush=True)
+        self._assembly.close()
+        self._settled.set()
+
+    def ready_frame(self, lane: Lane) -> bytes:
+        """Return the frame with which the syncer begins; call it when earlier sessions of the peer are over."""
+        return wire.ready_frame(lane.header, pb.Holdings() if lane.bulk else self.partials.announce())
+
+    def wait_written(self, until_s: float) -> None:
+        """Wait until the writers are done, or until the monotonic clock shows `until_s`."""
+        for lane in self.lanes.values():
+            if lane.cancel is not None:
+                lane.written.wait(max(0.0, until_s - time.monotonic()))
+
+    def cancel(self) -> None:
+        """Cut all streams; nothing happens to a stream that has ended."""
+        for lane in self.lanes.values():
+            if lane.cancel is not None:
+                lane.cancel()
+
+    def write(self, lane: Lane) -> Iterator[bytes]:
+        """Yield the stream's frames until its outbox is closed; the thread that draws them is the stream's writer."""
+        threading.current_thread().name = f"diloco-write-{lane.title}-{self.peer}"
+        try:
+            for frame in self._bulk_frames(lane) if lane.bulk else self._control_frames(lane):
+                self.inbox.count(sent_bytes=len(frame))
+                yield frame
+            yield wire.goodbye_frame(lane.header, lane.outbox.reason)
+        finally:
+            lane.written.set()
+
+    def _control_frames(self, lane: Lane) -> Iterator[bytes]:
+        while (item := lane.outbox.take()) is not None:
+            yield lane.header + item.body
+
+    def _bulk_frames(self, lane: Lane) -> Iterator[bytes]:
+        while (piece := self.pieces.take()) is not None:
+            frame = wire.piece_frame(lane.header, piece)
+            del piece  # do not keep the payload while waiting for the next one
+            yield frame
+
+    def read(self, lane: Lane, stream: Iterable[bytes]) -> None:
+        """Put what the stream brings into the inbox until it ends; the body of the stream's reader thread."""
+        try:
+            for raw in stream:
+                self.inbox.count(received_bytes=len(raw))
+                event = lane.reader.read(raw)
+                if isinstance(event, wire.Ready):
+                    self._hear_ready(lane, event.holdings)
+                elif isinstance(event, wire.Goodbye):
+                    self._hear_goodbye(lane, event.reason)
+                elif lane.bulk:
+                    self._assembly.add(event)
+                    self._assembly.deliver(self._offer)
+                elif event.message is not None:
+                    self._offer(event.message, event.data)
+                del event, raw
+            if not lane.said_goodbye:
+                self.fail_lost(lane)
+        except wire.WireError as error:
+            self.fail(f"{self.peer!r} sent on the {lane.name} connection what cannot be used: {error}")
+        except Exception as error:  # a reader that dies silently would leave a session that never ends
+            self.fail_lost(lane, error)
+
+    def _offer(self, message: Message, payload: memoryview) -> None:
+        self.offer(message, payload)  # when the session is over: drain the stream
+
+    def start_reader(self, lane: Lane, stream: Iterable[bytes]) -> None:
+        """Run `read` in a thread of its own."""
+        name = f"diloco-read-{lane.title}-{self.peer}"
+        threading.Thread(target=self.read, args=(lane, stream), name=name, daemon=True).start()
+
+    def fail_lost(self, lane: Lane, error: object = None) -> None:
+        """Fail because a stream broke, in gRPC's words if there are any, or in those of the syncer that refused."""
+        if isinstance(error, grpc.Call) and error.code() is REFUSAL:
+            self.refused = True
+            self.fail(error.details())
+            return
+        if isinstance(error, grpc.Call) and error.code() in DENIALS:
+            self.fail(error.details())
+            return
+        lost = f"the {lane.name} connection to {self.peer!r} was lost"
+        if isinstance(error, grpc.Call):
+            self.fail(f"{lost}: {error.details()} ({error.code().name})")
+        else:
+            self.fail(f"{lost}: {error!r}" if error is not None and str(error) else lost)
+
+    def _hear_ready(self, lane: Lane, holdings: pb.Holdings) -> None:
+        if not lane.bulk:
+            self.hear_holdings(holdings)
+        self.mark_ready(lane)
+
+    def hear_holdings(self, holdings: pb.Holdings) -> None:
+        """Leave out, from now on, what the peer says that it has.
+
+        Raises:
+            WireError: It says what cannot be.
+        """
+        try:
+            self.pieces.held = PeerHoldings(holdings)
+        except ValueError as error:
+            raise wire.WireError(f"unusable holdings: {error}") from None
+
+    def _hear_goodbye(self, lane: Lane, reason: str) -> None:
+        with self._lock:
+            lane.said_goodbye = True
+            complete = all(each.said_goodbye for each in self.lanes.values())
+        if complete:
+            self.fail(f"{self.peer!r} ended the session: {reason}")

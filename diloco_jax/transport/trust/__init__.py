@@ -1,0 +1,1 @@
+"""Certificates, tokens, and who may speak to whom."""

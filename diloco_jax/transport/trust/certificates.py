@@ -1,0 +1,329 @@
+"""X.509: make the certificates of a small run, and find out what is wrong with given ones before they are used.
+
+Whose certificate it is
+  * the syncer's names the host `syncer.diloco` (SAN, DNS);
+  * a learner's names the learner (SAN: the URI diloco://learner/NAME, or the DNS name NAME; without either, the CN),
+    and the host `NAME.island.diloco` (SAN, DNS), as which the leader of an island of several hosts serves the others.
+Both may be used by a client and by a server. A learner's does not name the syncer's host, so none can pose as it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import os
+import secrets
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.transport.link import ISLAND_HOSTS, SYNCER_HOST, check_name
+
+LEARNER_URI = "diloco://learner/"
+CA_FILE, CA_KEY_FILE, TOKEN_FILE = "ca.pem", "ca.key", "token"
+CA_DAYS = 3650
+LEARNERS_MAX = 4096
+CLOCK_SKEW = datetime.timedelta(hours=1)  # a machine whose clock is late accepts a new certificate all the same
+
+# ---- looking at certificates ------------------------------------------------------------------------------------
+
+
+class Defect(ValueError):
+    """Fault of a certificate or key; the caller knows which setting named the file."""
+
+
+def parse_certificates(pem: bytes) -> list[x509.Certificate]:
+    """Return the certificates of a PEM file, the first one's issuer next.
+
+    Raises:
+        Defect: There is none, or one is damaged.
+    """
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError as error:
+        raise Defect(f"holds no readable certificate ({_first_line(error)})") from None
+
+
+def check_key(pem: bytes, certificate: x509.Certificate) -> None:
+    """Check that a PEM file holds the private key of the certificate.
+
+    Raises:
+        Defect: It holds no key, one with a password, or that of another certificate.
+    """
+    try:
+        key = serialization.load_pem_private_key(pem, None)
+    except TypeError:
+        raise Defect("is protected by a password, which nobody would be there to type: store it without") from None
+    except ValueError as error:
+        raise Defect(f"holds no readable private key ({_first_line(error)})") from None
+    if _public_bytes(key.public_key()) != _public_bytes(certificate.public_key()):
+        raise Defect("is not the key of the certificate")
+
+
+def check_dates(certificate: x509.Certificate, now: datetime.datetime) -> None:
+    """Check that the certificate is valid now.
+
+    Raises:
+        Defect: It has expired, or is not valid yet.
+    """
+    if now > certificate.not_valid_after_utc:
+        raise Defect(f"expired on {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: make a new one")
+    if now < certificate.not_valid_before_utc:
+        raise Defect(f"is valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on: is this clock right?")
+
+
+def check_issued(chain: Sequence[x509.Certificate], authorities: Iterable[x509.Certificate]) -> None:
+    """Check that each certificate of the chain was signed by the next one, and the last by an authority.
+
+    Raises:
+        Defect: It was not.
+    """
+    for certificate, issuer in itertools.pairwise(chain):
+        if not _issued(certificate, issuer):
+            raise Defect("holds certificates that did not sign one another in the order of the file")
+    last = chain[-1]
+    if not any(_issued(last, authority) for authority in authorities):
+        raise Defect(f"was not signed by the authority, but by {last.issuer.rfc4514_string()[:200]!r}")
+
+
+def learner_names(common_name: str, dns: Iterable[str], uris: Iterable[str]) -> set[str]:
+    """Return the learners for which a certificate with these names speaks."""
+    dns = [name for name in dns if not name.endswith(ISLAND_HOSTS)]
+    names = {uri.removeprefix(LEARNER_URI) for uri in uris if uri.startswith(LEARNER_URI)} | set(dns)
+    return names if names else {common_name}
+
+
+def check_owner(certificate: x509.Certificate, name: str) -> None:
+    """Check that the certificate speaks for a learner, or for the syncer.
+
+    Raises:
+        Defect: It speaks for others.
+    """
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        dns = names.get_values_for_type(x509.DNSName)
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    except x509.ExtensionNotFound:
+        dns, uris = [], []
+    except ValueError as error:
+        raise Defect(f"has unreadable extensions ({_first_line(error)})") from None
+    common = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    known = learner_names(str(common[0].value) if common else "", dns, uris)
+    wanted = SYNCER_HOST if name == SYNCER else name
+    if wanted not in known:
+        raise Defect(f"belongs to {', '.join(sorted(known))[:200]!r}, not to {wanted!r}")
+
+
+def check_serves(certificate: x509.Certificate, host: str) -> None:
+    """Check that the leader of an island can serve its other hosts with the island's certificate.
+
+    Raises:
+        Defect: The certificate lacks the DNS name, or may not be used by a server.
+    """
+    remedy = "the hosts of an island need that of theirs: make a new one with `diloco certs`"
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uses = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound as error:
+        raise Defect(f"has no {error.oid._name}; {remedy}") from None
+    if host not in names.get_values_for_type(x509.DNSName):
+        raise Defect(f"lacks the DNS name {host!r}; {remedy}")
+    if ExtendedKeyUsageOID.SERVER_AUTH not in uses:
+        raise Defect(f"is for clients only; {remedy}")
+
+
+def _issued(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
+def _public_bytes(key: object) -> bytes:
+    made: bytes = key.public_bytes(  # type: ignore[attr-defined]
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return made
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+# ---- making certificates ----------------------------------------------------------------------------------------
+
+
+class Made(NamedTuple):
+    """Files that `make` wrote, and those that were there already and stayed as they are."""
+
+    written: list[Path]
+    kept: list[Path]
+
+
+def make(folder: Path, learners: Sequence[str], *, days: int = 365) -> Made:
+    """Make an authority, a token and certificates, each only where there is none yet.
+
+    Args:
+        folder: Where the files go; made, for its owner only, if missing.
+        learners: Names of the learners that get a certificate.
+        days: How long the certificates are valid; the authority is valid for ten years.
+
+    Raises:
+        ValueError: A name or `days` is not allowed, or half of a certificate's two files is missing.
+        OSError: A file cannot be read or written.
+    """
+    if not 1 <= days <= CA_DAYS:
+        raise ValueError(f"--days is {days}: use 1 to {CA_DAYS}")
+    if len(learners) > LEARNERS_MAX:
+        raise ValueError(f"{len(learners)} learners were named, the limit is {LEARNERS_MAX}: call it several times")
+    for name in learners:
+        check_name(name)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    made = Made([], [])
+    now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    if not _kept(folder, "ca", made):
+        _write_pair(folder, "ca", *_new_authority(now), made)
+    authority = _read_authority(folder)
+    until = min(now + datetime.timedelta(days=days), authority[1].not_valid_after_utc)
+    for name in dict.fromkeys((SYNCER, *learners)):
+        if not _kept(folder, name, made):
+            _write_pair(folder, name, *_new_certificate(name, authority, now, until), made)
+    token = folder / TOKEN_FILE
+    if token.exists():
+        made.kept.append(token)
+    else:
+        _write(token, secrets.token_urlsafe(32).encode() + b"\n", 0o600, made)
+    return made
+
+
+def settings(folder: Path) -> dict[str, str]:
+    """Return the settings of section `transport` that use the folder's files; each process replaces "{name}"."""
+    path = folder.absolute()
+    return {
+        "tls_ca": str(path / CA_FILE),
+        "tls_certificate": str(path / "{name}.pem"),
+        "tls_key": str(path / "{name}.key"),
+        "token_file": str(path / TOKEN_FILE),
+    }
+
+
+def describe(folder: Path, made: Made) -> str:
+    """Say to people what `make` did and how to use it."""
+    lines = [f"wrote {path}" for path in made.written] + [f"kept  {path}" for path in made.kept]
+    lines += ["", "in the config of every process ({name} stands for the syncer or the learner):", "", "transport:"]
+    lines += [f"  {key}: {json.dumps(value)}" for key, value in settings(folder).items()]
+    return "\n".join([*lines, "", "a learner's machine needs ca.pem, token, NAME.pem and NAME.key; ca.key stays here"])
+
+
+def _kept(folder: Path, name: str, made: Made) -> bool:
+    """Tell whether the certificate is there already, with its key."""
+    pair = [folder / f"{name}.key", folder / f"{name}.pem"]
+    there = [path for path in pair if path.exists()]
+    if len(there) == 1:
+        (missing,) = set(pair) - set(there)
+        raise ValueError(f"{there[0]} is there but {missing} is not: bring it back, or remove the other one too")
+    made.kept.extend(there)
+    return bool(there)
+
+
+def _new_authority(now: datetime.datetime) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _name(f"diloco test authority {secrets.token_hex(4)}")  # two of them must not look alike
+    until = now + datetime.timedelta(days=CA_DAYS)
+    builder = _builder(name, name, key, now, until)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(_usage(authority=True), critical=True)
+    return key, builder.sign(key, hashes.SHA256())
+
+
+def _new_certificate(
+    name: str,
+    authority: tuple[ec.EllipticCurvePrivateKey, x509.Certificate],
+    now: datetime.datetime,
+    until: datetime.datetime,
+) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    ca_key, ca = authority
+    uses = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
+    names: list[x509.GeneralName] = [x509.DNSName(SYNCER_HOST if name == SYNCER else name + ISLAND_HOSTS)]
+    if name != SYNCER:
+        names.append(x509.UniformResourceIdentifier(LEARNER_URI + name))
+    builder = _builder(_name(name), ca.subject, key, now, until)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(_usage(authority=False), critical=True)
+    builder = builder.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+    builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
+    return key, builder.add_extension(issuer, critical=False).sign(ca_key, hashes.SHA256())
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    now: datetime.datetime,
+    until: datetime.datetime,
+) -> x509.CertificateBuilder:
+    builder = x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - CLOCK_SKEW).not_valid_after(until)
+    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _usage(*, authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not authority,
+        key_cert_sign=authority,
+        crl_sign=authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _read_authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    certificate_path, key_path = folder / CA_FILE, folder / CA_KEY_FILE
+    pem = key_path.read_bytes()
+    path = certificate_path
+    try:
+        certificate = parse_certificates(certificate_path.read_bytes())[0]
+        check_dates(certificate, datetime.datetime.now(datetime.UTC))
+        path = key_path
+        check_key(pem, certificate)
+    except Defect as error:
+        raise ValueError(f"the authority's file {path} {error}") from None
+    key = serialization.load_pem_private_key(pem, None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError(f"{key_path} was not made by `diloco certs`: use another folder, or your own tools")
+    return key, certificate
+
+
+def _write_pair(
+    folder: Path, name: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate, made: Made
+) -> None:
+    plain = serialization.NoEncryption()
+    key_pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+    _write(folder / f"{name}.key", key_pem, 0o600, made)
+    _write(folder / f"{name}.pem", certificate.public_bytes(serialization.Encoding.PEM), 0o644, made)
+
+
+def _write(path: Path, content: bytes, mode: int, made: Made) -> None:
+    """Write a new file; FileExistsError rather than change one that somebody made at the same time."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
+    made.written.append(path)

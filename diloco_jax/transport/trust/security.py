@@ -1,0 +1,363 @@
+"""The one place that decides how a connection is protected, and who may do what on it (docs/security.md).
+
+Three kinds of connection
+  * plaintext, on loopback or by explicit permission;
+  * plaintext with a token: keeps out whoever does not know it, but hides nothing;
+  * mutual TLS, with or without a token: encrypted, and both sides prove who they are.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hmac
+import ipaddress
+import logging
+import os
+import socket
+import ssl
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import grpc
+import grpc.experimental
+
+from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.transport.link import ISLAND_HOSTS, SYNCER_HOST, TransportConfig, TransportError, split_address
+from diloco_jax.transport.trust import certificates
+from diloco_jax.transport.trust.certificates import Defect
+
+PEM_BYTES_MAX = 1 << 20
+TOKEN_BYTES_MAX = 4096
+TOKEN_KEY = "diloco-token-bin"
+PROBE_TIMEOUT_S = 2.0
+
+log = logging.getLogger(__name__)
+
+
+class Denied(TransportError):
+    """The caller's token or certificate does not allow what it asks for.
+
+    Args:
+        code: what gRPC calls that.
+        reason: names the setting of the caller that is to be changed.
+    """
+
+    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class Credentials(NamedTuple):
+    """Secrets and options with which gRPC opens a channel or a port."""
+
+    channel: grpc.ChannelCredentials
+    server: grpc.ServerCredentials
+    options: tuple[tuple[str, str], ...]  # of a channel
+    metadata: tuple[tuple[str, bytes], ...]  # of every call
+    token: bytes  # that a server asks for; empty: none
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether "host:port" stays on this machine; a host name other than localhost counts as leaving it."""
+    host, _ = split_address(address)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def credentials(config: TransportConfig, name: str, *, owner: bool = True, server: str = SYNCER_HOST) -> Credentials:
+    """Return the credentials for `config.address`, read from their files now, so that renewed ones are used.
+
+    Args:
+        config: Which files; "{name}" in their names is replaced.
+        name: Who we are: a learner, or "syncer".
+        owner: Whether the certificate must be that of `name`; whoever only asks for the status may use any.
+        server: What the certificate of whoever listens must name, at whatever address: SYNCER_HOST, or among the hosts
+            of an island what `island_host` returns; they use one certificate for both sides.
+
+    Raises:
+        ValueError: A file is missing, too large, damaged, expired, of somebody else or of another authority; or
+            plaintext would leave this machine and nobody allowed it.
+    """
+    token = _read_token(config.token_file)
+    metadata = ((TOKEN_KEY, token),) if token else ()
+    if not config.encrypted:
+        _check_plaintext(config)
+        channel, server = grpc.experimental.insecure_channel_credentials(), grpc.insecure_server_credentials()
+        return Credentials(channel, server, (), metadata, token)
+    ca, certificate, key = (_read(setting, path) for setting, path in _files(config, name).items())
+    _check_files(config, name, owner, server, ca, certificate, key)
+    return Credentials(
+        grpc.ssl_channel_credentials(ca, key, certificate),
+        grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True),
+        (("grpc.ssl_target_name_override", server),),
+        metadata,
+        token,
+    )
+
+
+def _check_plaintext(config: TransportConfig) -> None:
+    if is_loopback(config.address):
+        return
+    token = bool(config.token_file)
+    if not config.allow_plaintext:
+        alone = " (the token alone does not change that: it would travel readably)" if token else ""
+        raise ValueError(
+            f"transport.address {config.address!r} is not loopback and nothing would be encrypted{alone}: set "
+            "transport.tls_ca, tls_certificate and tls_key (`diloco certs` makes them), tunnel to a loopback address, "
+            "or set transport.allow_plaintext if you trust the network"
+        )
+    if token:
+        log.warning(
+            f"plaintext to {config.address}: whoever can read the traffic learns the token and all parameters, and can "
+            "then pose as any learner or as the syncer; set transport.tls_ca, tls_certificate and tls_key"
+        )
+
+
+def island_host(learner_id: str) -> str:
+    """Return the name that an island's certificate has for the island's own hosts."""
+    return learner_id + ISLAND_HOSTS
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+def _files(config: TransportConfig, name: str) -> dict[str, str]:
+    """Return the path of each setting, in the order authority, certificate, key."""
+    return {
+        "tls_ca": config.tls_ca,
+        "tls_certificate": config.tls_certificate.replace("{name}", name),
+        "tls_key": config.tls_key.replace("{name}", name),
+    }
+
+
+def _read(setting: str, path: str, limit: int = PEM_BYTES_MAX) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise ValueError(
+            f"transport.{setting} {path} cannot be read: {error.strerror}; correct the path, or make the files with "
+            "`diloco certs`"
+        ) from None
+    if len(content) > limit:
+        raise ValueError(f"transport.{setting} {path} has more than {limit} bytes: is it the right file?")
+    return content
+
+
+def _read_token(path: str) -> bytes:
+    if not path:
+        return b""
+    token = _read("token_file", path, TOKEN_BYTES_MAX).strip()
+    if not token:
+        raise ValueError(f"transport.token_file {path} is empty: write a secret into it, or let `diloco certs` do so")
+    return token
+
+
+def _check_files(
+    config: TransportConfig, name: str, owner: bool, server: str, ca: bytes, certificate: bytes, key: bytes
+) -> None:
+    """Find out here what the other side would only answer with a closed connection."""
+    files = _files(config, name)
+    now = datetime.datetime.now(datetime.UTC)
+    setting = "tls_ca"
+    try:
+        authorities = certificates.parse_certificates(ca)
+        for authority in authorities:
+            certificates.check_dates(authority, now)
+        setting = "tls_certificate"
+        chain = certificates.parse_certificates(certificate)
+        certificates.check_dates(chain[0], now)
+        if owner:
+            certificates.check_owner(chain[0], name)
+        if server != SYNCER_HOST:
+            certificates.check_serves(chain[0], server)
+        setting = "tls_key"
+        certificates.check_key(key, chain[0])
+        setting = "tls_certificate"
+        certificates.check_issued(chain, authorities)
+    except Defect as error:
+        beside = f" (transport.tls_ca is {config.tls_ca})" if "authority" in str(error) else ""
+        raise ValueError(f"transport.{setting} {files[setting]} {error}{beside}") from None
+    if os.name == "posix" and os.stat(files["tls_key"]).st_mode & 0o077:
+        log.warning(f"transport.tls_key {files['tls_key']} can be read by others on this machine: chmod 600 it")
+
+
+def valid_until(config: TransportConfig, name: str) -> dict[str, datetime.datetime]:
+    """Return when the certificates of an encrypted transport expire, by setting: the earliest in each file.
+
+    Raises:
+        ValueError: A file is missing, too large or damaged.
+    """
+    ends = {}
+    for setting, path in _files(config, name).items():
+        if setting != "tls_key":
+            found = certificates.parse_certificates(_read(setting, path))
+            ends[setting] = min(certificate.not_valid_after_utc for certificate in found)
+    return ends
+
+
+# ---- the syncer's gate --------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """Says who may do what, before anything else about a call is believed.
+
+    Args:
+        encrypted: Whether callers have certificates, which gRPC has verified against the authority.
+        token: What callers must send; empty asks for none.
+    """
+
+    def __init__(self, *, encrypted: bool, token: bytes) -> None:
+        self._encrypted = encrypted
+        self._token = token
+
+    def check(self, metadata: Mapping[str, str | bytes]) -> None:
+        """Let whoever has the run's token pass.
+
+        Raises:
+            Denied: The token is missing or wrong.
+        """
+        if not self._token:
+            return
+        sent = metadata.get(TOKEN_KEY, b"")
+        sent = sent.encode() if isinstance(sent, str) else sent
+        if hmac.compare_digest(sent, self._token):
+            return
+        what = "is not the syncer's" if sent else "was not sent"
+        raise Denied(
+            grpc.StatusCode.UNAUTHENTICATED,
+            f"the token {what}: set transport.token_file to a copy of the file that the syncer was started with",
+        )
+
+    def check_speaks_for(self, learner_id: str, context: Mapping[str, list[bytes]], *, or_syncer: bool = False) -> None:
+        """Let the owner of the learner's certificate pass, and with `or_syncer` that of the syncer's.
+
+        Args:
+            learner_id: In whose name the caller acts.
+            context: What gRPC knows of the caller (`auth_context`).
+
+        Raises:
+            Denied: The certificate is that of somebody else.
+        """
+        if not self._encrypted:
+            return
+        dns, uris, common = (_texts(context, key) for key in ("peer_dns", "peer_uri", "x509_common_name"))
+        if or_syncer and SYNCER_HOST in dns:
+            return
+        names = certificates.learner_names(common[0] if common else "", dns, uris)
+        if learner_id in names:
+            return
+        owners = ", ".join(sorted(names))[:200]
+        allowed = f"{learner_id!r} or that of the syncer" if or_syncer else repr(learner_id)
+        raise Denied(
+            grpc.StatusCode.PERMISSION_DENIED,
+            f"the certificate is that of {owners!r}: set transport.tls_certificate and tls_key to those of {allowed}",
+        )
+
+
+def _texts(context: Mapping[str, list[bytes]], key: str) -> list[str]:
+    return [value.decode("utf-8", "replace") for value in context.get(key, ())]
+
+
+# ---- what is wrong ------------------------------------------------------------------------------------------------
+
+
+def diagnose(config: TransportConfig, name: str) -> str:
+    """Say why the syncer at `config.address` and we cannot agree on a connection; "" if that cannot be told.
+
+    gRPC tries again in silence, and a gRPC server closes the connection without an answer. So this makes one TLS
+    handshake by hand; it takes at most a few seconds.
+    """
+    files = _files(config, name)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    try:
+        if config.encrypted:
+            context.load_verify_locations(files["tls_ca"])
+            context.load_cert_chain(files["tls_certificate"], files["tls_key"])
+        else:  # look only whether the other side speaks TLS at all
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with _dial(context, config.address) as stream:
+            if not config.encrypted:
+                return "the syncer wants TLS: set transport.tls_ca, tls_certificate and tls_key here too"
+            if stream.recv(1):
+                return ""
+        return _DISLIKED
+    except ssl.SSLCertVerificationError as error:
+        return _verdict(error.verify_message)
+    except ssl.SSLEOFError:
+        return ""
+    except ssl.SSLError as error:
+        if not config.encrypted:
+            return ""
+        if "ALERT" in (error.reason or ""):
+            return f"{_DISLIKED} ({error.reason})"
+        return (
+            "the syncer does not speak TLS: give it transport.tls_ca, tls_certificate and tls_key too, or correct "
+            f"transport.address ({error.reason})"
+        )
+    except OSError:
+        return ""
+
+
+def _dial(context: ssl.SSLContext, address: str) -> ssl.SSLSocket:
+    """Open a TLS connection to the first address of a host that answers.
+
+    The socket is wrapped before it connects: wrapping a connection that was reset meanwhile raises and leaks it.
+
+    Raises:
+        OSError: nobody answers, or not in TLS.
+    """
+    host, port = split_address(address)
+    refused: OSError = ConnectionRefusedError(f"{address} has no address")
+    for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        stream = context.wrap_socket(socket.socket(family, kind, protocol), server_hostname=SYNCER_HOST)
+        stream.settimeout(PROBE_TIMEOUT_S)
+        try:
+            stream.connect(where)
+        except ssl.SSLError:
+            stream.close()
+            raise
+        except OSError as error:
+            stream.close()
+            refused = error
+        else:
+            return stream
+    raise refused
+
+
+_DISLIKED = (
+    "the syncer did not accept our certificate: by its clock transport.tls_certificate may have expired, or its "
+    "transport.tls_ca is another authority than ours"
+)
+
+
+def _verdict(message: str) -> str:
+    """Say to people what OpenSSL's verdict on the syncer's certificate means."""
+    if "expired" in message or "not yet valid" in message:
+        return f"the syncer's certificate is out of date ({message}): renew it, or correct the clock of this machine"
+    if "ostname" in message or "purpose" in message:
+        return (
+            f"what listens there has no syncer's certificate ({message}): correct transport.address, or start the "
+            f"syncer with a certificate for {SYNCER_HOST}"
+        )
+    return (
+        f"the syncer's certificate was signed by another authority ({message}): set transport.tls_ca to the one that "
+        "signed it"
+    )
+
+
+def syncer_credentials(config: TransportConfig) -> tuple[grpc.ServerCredentials, Gate]:
+    """Return what the syncer opens its port with, and the gate for what comes in. Raises as `credentials` does."""
+    own = credentials(config, SYNCER)
+    return own.server, Gate(encrypted=config.encrypted, token=own.token)
+
+
+def auth_context(context: Any) -> Mapping[str, list[bytes]]:
+    """Return what gRPC knows about the caller of a call, typed."""
+    known: Mapping[str, list[bytes]] = context.auth_context()
+    return known

@@ -1,0 +1,176 @@
+"""A cluster whose processes take as long as those of a local run, and what it has done, counted as of a real run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from diloco_jax.protocol.effects import Effect, Note, Send
+from diloco_jax.protocol.learner.machine import Learner
+from diloco_jax.protocol.messages import SYNCER, FragmentValue, LearnerMessage, StepReport
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.watch.stats import RunStats
+from diloco_jax.sim.cluster import Cluster
+from diloco_jax.sim.faults import Fault
+from diloco_jax.sim.network import NetworkOptions
+from diloco_jax.sim.node import LearnerProcess, Observer
+from diloco_jax.sim.pace import Steady
+from diloco_jax.sim.scenario import Scenario
+from twin.calibration import Calibration
+from twin.real_run import RunSettings
+
+BAD_VALUES = "bad_values"  # a fault of the twin's own: so many values of a process are of no use
+
+
+def restart_s(settings: RunSettings, calibration: Calibration) -> float:
+    """Return the seconds from the end of an island's process to the greeting of the next one."""
+    return calibration.notice_s + settings.restart_delay_s + calibration.boot_s
+
+
+class LocalPace(Steady):
+    """Steps of about equal length; before the first one of a process something is loaded."""
+
+    __slots__ = ("ready_s",)
+
+    def __init__(self, step_s: float, noise: float, random: Random) -> None:
+        super().__init__(step_s / (1 + noise / 2), noise, random)
+        self.ready_s = 0.0
+
+    def begins_s(self, now_s: float) -> float:
+        return max(now_s, self.ready_s)
+
+
+class BadValues(Observer):
+    """The values that are of no use, counted where they are sent."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._left: dict[tuple[str, int], int] = {}  # name and incarnation of a process -> bad values to come
+
+    def begin(self, fault: Fault) -> None:
+        """Let the next values of the processes that run be bad."""
+        for name in fault.learners:
+            process = self._cluster.nodes[name].process
+            if process is not None:
+                self._left[process.key] = round(fault.factor)
+
+    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
+        if not self._left.get((source, incarnation)) or self._cluster.running(source).link is None:
+            return
+        for effect in effects:
+            sent = effect.message if isinstance(effect, Send) else None
+            if isinstance(sent, FragmentValue) and self._left[source, incarnation]:
+                self._left[source, incarnation] -= 1
+                self._cluster.world.useless.add((source, sent.global_step))
+
+
+class LocalRun:
+    """A simulated run like a local one. Let observers `watch` it, and run its `cluster`.
+
+    Args:
+        settings: of the run.
+        calibration: how long things take.
+        faults: what goes wrong, times counted from the first step.
+        seed: of everything that is drawn.
+    """
+
+    def __init__(
+        self, settings: RunSettings, calibration: Calibration, faults: Sequence[Fault] = (), seed: int = 0
+    ) -> None:
+        self.settings = settings
+        self.calibration = calibration
+        self._paces = {
+            name: LocalPace(step_s, calibration.step_noise, Random(f"{seed} {name}"))
+            for name, step_s in calibration.step_s.items()
+        }
+        joins = [Fault(after_s, "join", (name,)) for name, after_s in calibration.first_step_s.items()]
+        known = [fault for fault in faults if fault.kind != BAD_VALUES]
+        self.cluster = Cluster(
+            Scenario(
+                config=settings.protocol,
+                learners=len(settings.names),
+                total_steps=settings.total_steps,
+                network=NetworkOptions(delay_s=calibration.delay_s),
+                faults=tuple(sorted([*joins, *known])),
+                merge_s=calibration.merge_s,
+                payload_bytes=calibration.value_bytes,
+                redials_s=calibration.reconnects_s,
+                restart_s=restart_s(settings, calibration),
+                connect_timeout_s=settings.connect_timeout_s,
+                seed=seed,
+            ),
+            make_learner=self._boot,
+            paces=self._paces,
+        )
+        self._bad_values = BadValues(self.cluster)
+        self.cluster.watch(self._bad_values)
+        for fault in faults:
+            if fault.kind == BAD_VALUES:
+                self.inflict(fault)
+
+    def _boot(self, name: str, incarnation: int, *args: Any, **described: Any) -> Learner:
+        """Build a learner's machine; whoever was started again has to load what was compiled."""
+        if incarnation > 1:
+            self._paces[name].ready_s = self.cluster.engine.now_s + self.calibration.ready_s
+        return Learner(name, incarnation, *args, **described)
+
+    def inflict(self, fault: Fault) -> None:
+        """Let a fault happen at its time, of which the scenario knows nothing."""
+        if fault.kind == BAD_VALUES:
+            self.cluster.engine.at(fault.at_s, self._bad_values.begin, fault)
+        else:
+            self.cluster.plan(fault)
+
+
+class Meter(Observer):
+    """Counts a simulated run as the syncer of a real one counts (protocol/watch/stats.py)."""
+
+    def __init__(self, run: LocalRun) -> None:
+        self.began_s: float | None = None
+        self._run = run
+        self._stats = RunStats(run.settings.names, 0, run.cluster.syncer)
+
+    def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
+        if self.began_s is None:
+            self.began_s = now_s
+
+    def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
+        if isinstance(message, StepReport):
+            gap_s = self._run.calibration.gap_s
+            self._stats.on_report(message._replace(step_s=max(0.0, message.step_s - gap_s)), now_s)
+
+    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
+        if source == SYNCER:
+            for effect in effects:
+                if isinstance(effect, Note) and effect.kind == "merged":
+                    self._stats.on_merged(effect.members, effect.global_step)
+
+    def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
+        counted = self._stats.state()
+        self._stats = RunStats(self._run.settings.names, 0, machine)
+        self._stats.restore(counted)
+
+    def measured(self) -> dict[str, float]:
+        """Return the figures that are compared, after the run.
+
+        Raises:
+            ValueError: the run did not come to its end.
+        """
+        cluster, total_steps = self._run.cluster, self._run.settings.total_steps
+        if not cluster.syncer.finished or self.began_s is None:
+            raise ValueError(
+                f"the simulated run stood still at global step {cluster.syncer.global_step} of "
+                f"{total_steps}; are the faults survivable?"
+            )
+        summary = self._stats.summary({}, cluster.finished_s)
+        rounds = cluster.syncer.merged_rounds
+        wall_s = cluster.finished_s - self.began_s
+        return {
+            "goodput": summary["goodput"],
+            "uptime": summary["uptime"],
+            "contributors_per_round": summary["contributors_per_round"],
+            "rounds": rounds,
+            "rounds_per_s": rounds / wall_s,
+            "wall_s": wall_s,
+        }

@@ -1,0 +1,118 @@
+"""Every bench runs to its end with its smallest settings, so that none rots while nobody looks.
+
+What the figures are is not tested here: with so small settings they say nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.bench.test_wan_lab import NEEDS_ROOT
+from tests.runtime.helpers import write_config
+
+ROOT = Path(__file__).parents[2]
+BENCHES = ROOT / "scripts" / "bench"
+SMALL_MODEL = {"dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "mlp_dim": 64}
+SMALL_JOB = tuple(word for name, value in SMALL_MODEL.items() for word in (f"--model.args.{name}", str(value)))
+SMALL_JOB += ("--train.seq_len", "32", "--train.final_eval_batches", "1", "--optimizer.warmup_steps", "2")
+TWO_ISLANDS = ("--islands.count", "2", "--islands.devices", "1", "--train.batch_size", "4")
+
+
+class Bench(NamedTuple):
+    """A bench and its smallest settings."""
+
+    program: str
+    words: str  # SMALL is the path of a small job's config
+    job: tuple[str, ...] = ()  # settings of the runs that it makes
+    results: int = 1  # lines of JSON, at least
+
+
+ISLAND = "--dim 32 --layers 1 --batch-size 2 --seq-len 16 --pairs 1 --steps 2"
+QUICK = [
+    Bench("donor", f"{ISLAND} --json"),
+    Bench("fuzz", "--inputs 100"),
+    Bench("merge", "--mbytes 16 --threads 2 --runs 1 --no-mend --json"),
+    Bench("overhead", f"{ISLAND} --nice 0 --json"),
+    Bench("scaling", "--learners 4 --shards 2 --elements 65536 --rounds 1 --runs 1 --json", results=7),
+    Bench("transport", "--stripes 1 2 --payload-mb 1 --payloads 2 --runs 1 --json", results=2),
+]
+REALITY = "--seeds 1 --islands 2 --step-s 0.05 --steps 100 --faults 1 --kinds kill --simulations 1 --json"
+SLOW = [
+    Bench("cold", "--runs 1 --steps 24 --at 12 --json", (*SMALL_JOB, *TWO_ISLANDS)),
+    Bench("mixed", "--seeds 0 --steps 12 --json", (*SMALL_JOB, "--islands.batch_size", "4")),
+    Bench("parity", "--seeds 0 --steps 12 --json", (*SMALL_JOB, *TWO_ISLANDS)),
+    Bench("reality", REALITY, results=7),
+    Bench("sweep", "--grid merge --steps 12 --json", (*SMALL_JOB, *TWO_ISLANDS), results=3),
+    Bench("wire", "--config SMALL --seeds 0 --steps 12 --learners 2 --format int8 --json"),
+]
+LINKS = {  # `bytes` is in test_wan_run.py; the learning rate of `slow` warms up for 100 steps
+    "transport": "--profiles 100mbit --programs transport --connections 1 --seconds 1 --repeats 1",
+    "slow": "--islands 2 --model 1m --rate-mbit 100 --steps 150",
+    "utilisation": "--islands 2 --multiples 20 --step-s 0.1 --steps 24",
+    "downlink": "--islands 2 --shares 0.5 --step-s 0.1 --steps 24",
+    "vs_data_parallel": "--islands 2 --rate-mbit 100 --steps 30 --batch-size 1 --seq-len 16 --timed-steps 1",
+}
+
+
+def results_of(program: str, words: list[str], timeout_s: float) -> list[dict[str, object]]:
+    """Return what a bench says."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "NPROC"))}
+    environment = kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(BENCHES / f"{program}.py"), *words]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=timeout_s)
+    assert ran.returncode == 0, ran.stderr
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+def check(bench: Bench, folder: Path, timeout_s: float) -> None:
+    words = [str(write_config(folder)) if word == "SMALL" else word for word in bench.words.split()]
+    results = results_of(bench.program, [*words, *bench.job], timeout_s)
+    assert len(results) >= bench.results
+    for result in results:
+        assert result["name"] and result["unit"] and isinstance(result["value"], int | float), result
+        assert math.isfinite(result["value"]), result
+
+
+@pytest.mark.net
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("bench", QUICK, ids=lambda bench: bench.program)
+def test_it_runs(bench: Bench, tmp_path: Path) -> None:
+    check(bench, tmp_path, 380)
+
+
+@pytest.mark.slow
+@pytest.mark.net
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("bench", SLOW, ids=lambda bench: bench.program)
+def test_one_that_trains_runs(bench: Bench, tmp_path: Path) -> None:
+    check(bench, tmp_path, 880)
+
+
+@NEEDS_ROOT
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", LINKS)
+def test_one_over_links_runs(name: str) -> None:
+    [result] = results_of("wan", [name, *LINKS[name].split(), "--json"], 580)
+    assert "value" in result
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_kill_of_one_of_three_beside_torchft_runs() -> None:
+    if not (ROOT / ".bench" / "torchft" / ".stamp").exists():
+        pytest.skip("PyTorch and torchft are not here; ./scripts/bench/vs_torchft installs them once")
+    assert len(results_of("vs_torchft", ["--repeats", "1"], 880)) > 4
+
+
+def test_no_bench_is_left_out() -> None:
+    programs = {path.name for path in BENCHES.iterdir() if path.is_file() and not path.suffix}
+    assert programs == {bench.program for bench in QUICK + SLOW} | {"wan", "vs_torchft"}

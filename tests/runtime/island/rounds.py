@@ -1,0 +1,184 @@
+"""Whole rounds of several islands and a global model, with everything but processes, messages and training.
+
+What training would do is said by the test: how far each island's parameters move between two adoptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from diloco_jax.core import codec
+from diloco_jax.core.fragments import Fragment, FragmentPlan, plan_fragments
+from diloco_jax.core.merge import MergeConfig, Method
+from diloco_jax.core.outer import OuterConfig, make_outer
+from diloco_jax.core.shards import share
+from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.messages import NO_VERSION
+from diloco_jax.runtime.island.adoptions import Adoptions
+from diloco_jax.runtime.island.arrivals import Values
+from diloco_jax.runtime.model.arithmetic import LocalShares, Setup
+from diloco_jax.runtime.model.global_model import GlobalModel, Merged
+from diloco_jax.settings.run import AdoptConfig
+from diloco_jax.training.exchange.exchange import AdoptMode, Exchange
+from diloco_jax.training.exchange.outgoing import HeldFragment, StagedFragment
+from diloco_jax.training.sharding import put_array
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@cache
+def sharding() -> NamedSharding:
+    """Everything on one device."""
+    return NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec())
+
+
+@cache
+def exchange(
+    shapes: tuple[tuple[str, tuple[int, ...]], ...], dtype: np.dtype, up: codec.Format, rebase: bool
+) -> Exchange:
+    """Its programs are compiled once; what an island holds is set by whoever uses it."""
+    tensors = {path: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding()) for path, shape in shapes}
+    return Exchange(tensors, up, rebase)
+
+
+class IslandOf:
+    """One island: parameters of a dtype on one device, and what it exchanges.
+
+    Args:
+        initial: values by path, float32.
+        dtype: of the parameters.
+        plan: how they are cut.
+        up: format of its updates.
+        how: how it adopts.
+    """
+
+    def __init__(
+        self, initial: Arrays, dtype: np.dtype, plan: FragmentPlan, up: codec.Format, how: AdoptConfig
+    ) -> None:
+        self._dtype = dtype
+        shapes = tuple((path, value.shape) for path, value in initial.items())
+        self._shared = exchange(shapes, dtype, up, how.mode == "rebase")
+        self._held: dict[int, HeldFragment] = {}
+        self.adoptions = Adoptions(self, plan.fragments, how)
+        self.params = {path: put_array(value.astype(dtype), sharding()) for path, value in initial.items()}
+
+    @property
+    def _exchange(self) -> Exchange:
+        self._shared.held = self._held
+        return self._shared
+
+    def values(self) -> dict[str, np.ndarray]:
+        """Copies of the parameters, in their dtype."""
+        return {path: np.array(value) for path, value in self.params.items()}
+
+    def put(self, values: Arrays) -> None:
+        """Training has led here."""
+        self.params = {path: put_array(np.asarray(value, self._dtype), sharding()) for path, value in values.items()}
+
+    def stage(self, fragment: Fragment) -> StagedFragment:
+        """See Island.stage."""
+        return self._exchange.stage(self.params, fragment)
+
+    def adopt(
+        self, fragment: Fragment, values: Values, *, mode: AdoptMode, alpha: float, sent: StagedFragment | None
+    ) -> None:
+        """See Island.adopt."""
+        self.params |= self._exchange.adopt(self.params, fragment, values, mode, alpha, sent)
+
+    def send(self, fragment_id: int, global_step: int) -> StagedFragment:
+        """Give the fragment as it is now to a round."""
+        self.adoptions.unstage_all(fragment_id)
+        self.adoptions.stage(fragment_id, global_step)
+        return self.adoptions.send(fragment_id, global_step, global_step)
+
+
+class Rounds:
+    """Islands and their global model.
+
+    Args:
+        initial: values by path, float32.
+        learners: how many islands.
+        dtype: of their parameters.
+        up: format of updates.
+        down: format of global steps.
+        how: how islands adopt.
+        merge: how their updates are merged.
+        fragments: number of them.
+    """
+
+    def __init__(
+        self,
+        initial: Arrays,
+        learners: int = 4,
+        *,
+        dtype: str = "float32",
+        up: codec.Format = "float32",
+        down: codec.Format = "float32",
+        how: AdoptConfig | None = None,
+        merge: Method = "rda",
+        fragments: int = 1,
+    ) -> None:
+        plan = plan_fragments({path: value.shape for path, value in initial.items()}, fragments)
+        settings = MergeConfig(method=merge)
+        outer = make_outer(OuterConfig(learning_rate=1.0, momentum=0.0))
+        arithmetic = LocalShares(Setup(share(plan, settings, 1, cut=True), outer, up, down, 2))
+        self.model = GlobalModel(
+            plan, initial, arithmetic, weights="tokens2_per_step", outlier_factor=settings.outlier_factor
+        )
+        self.plan = plan
+        adopt = how or AdoptConfig()
+        self.islands = [IslandOf(initial, np.dtype(dtype), plan, up, adopt) for _ in range(learners)]
+        self.round = 0
+        self.merged_rounds = [[NO_VERSION] * fragments for _ in range(learners)]
+        self._staged: list[StagedFragment] = []
+        for number in range(fragments):
+            self._broadcast(number)
+
+    def _broadcast(self, fragment_id: int) -> None:
+        values = self.model.slices(self.model.capture(), fragment_id)
+        for island, merged in zip(self.islands, self.merged_rounds, strict=True):
+            island.adoptions.adopt(fragment_id, self.model.versions[fragment_id], merged[fragment_id], values)
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """Of the global model, float32."""
+        return self.model.parameters()
+
+    def send(self, fragment_id: int = 0) -> None:
+        """A round opens: every island gives what it has now."""
+        self.round += 1
+        self._staged = [island.send(fragment_id, self.round) for island in self.islands]
+
+    def merge(self, fragment_id: int = 0) -> Merged:
+        """The round ends: merge, publish, and let everybody adopt, unless nothing could be used."""
+        base = self.model.versions[fragment_id]
+        names = [str(number) for number in range(len(self.islands))]
+        parts = tuple(Part(name, self.round, 1, 64, base, 4) for name in names)
+        payloads = {name: encoded(staged) for name, staged in zip(names, self._staged, strict=True)}
+        merged = self.model.merge(Merge(self.round, fragment_id, parts), payloads)
+        if merged.state is not None:
+            self.model.publish(merged)
+            for name in names:
+                if name not in merged.left_out:
+                    self.merged_rounds[int(name)][fragment_id] = self.round
+            self._broadcast(fragment_id)
+        return merged
+
+    def step_norm(self, before: Arrays) -> float:
+        """How far the global model is from what it was."""
+        after = self.parameters()
+        return float(np.sqrt(sum(((after[path] - value).astype(float) ** 2).sum() for path, value in before.items())))
+
+
+def encoded(staged: StagedFragment) -> bytes:
+    """Its payload; none if it is not finite and the format cannot say so."""
+    try:
+        payload = staged.encode()
+    except ValueError:
+        return b""
+    assert isinstance(payload, bytes), "one process has all devices"
+    return payload

@@ -1,0 +1,311 @@
+"""A leading host and one that follows, in one process, and what surrounds them; real islands: test_island_hosts.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diloco_jax.core import codec
+from diloco_jax.core.layout import value_digest
+from diloco_jax.protocol.messages import FragmentValue, GlobalFragment
+from diloco_jax.runtime.island import follower as follower_module
+from diloco_jax.runtime.island import join as hosts
+from diloco_jax.runtime.island import leader as host_leader
+from diloco_jax.runtime.island.follower import Follower
+from diloco_jax.runtime.island.join import Hosts, join
+from diloco_jax.runtime.island.leader import LeadingHost
+from diloco_jax.runtime.local import processes as island_processes
+from diloco_jax.runtime.local.processes import Child, Process
+from diloco_jax.runtime.records.signals import USER_ERROR
+from diloco_jax.training.whole_state.staging import CopyGone
+from diloco_jax.transport.group.commands import HostWarmUp
+from diloco_jax.transport.group.group import GroupLeader, GroupMember, group_config
+from diloco_jax.transport.link import TransportConfig, TransportError
+from tests.runtime.helpers import wait_for
+from tests.runtime.learner.test_run import CONFIG
+from tests.sockets import free_port
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
+
+TWO_HOSTS = replace(CONFIG, islands=replace(CONFIG.islands, devices=4, hosts=2))
+
+
+def group_of(count: int) -> tuple[GroupLeader, list[GroupMember]]:
+    """Both sides of an island's network, in one process."""
+    leader = GroupLeader(group_config(TransportConfig(), "127.0.0.1:0"), "run", "island-0", count)
+    there = group_config(TransportConfig(), leader.address)
+    return leader, [GroupMember(there, "run", "island-0", host, count, leader.number) for host in range(1, count)]
+
+
+class Pair:
+    """Both hosts of an island, each with all of the model: what they are told is all that they share."""
+
+    def __init__(self, deaths: list[str]) -> None:
+        config = replace(CONFIG, transport=replace(CONFIG.transport, connect_timeout_s=1.0))
+        group, (member,) = group_of(2)
+        self.stop, self.asked = threading.Event(), threading.Event()
+        nobody = f"127.0.0.1:{free_port()}"
+        self.leader = LeadingHost(config, "island-0", Hosts(0, 2, group, 1), self.stop)
+        self.follower = Follower(config, "island-0", nobody, self.asked, Hosts(1, 2, member, 1))
+        self.follows = self.follower._host
+        self.statuses: list[int] = []
+        self.deaths = deaths
+        self.thread = threading.Thread(target=lambda: self.statuses.append(self.follower.run()), daemon=True)
+        self.thread.start()
+
+    def give(self, version: int, fill: float, *, damage: bool = False) -> tuple[GlobalFragment, dict[str, np.ndarray]]:
+        """A global value of fragment 0 that both hosts get."""
+        shapes = self.leader.fragments[0].keys_shapes
+        values = {key: np.full(shape, fill, np.float32) for key, shape in shapes}
+        payload = codec.encode(values, "float32")
+        message = GlobalFragment(version, 0, version, 1, value_digest(values) + damage, len(payload))
+        self.leader.arrived(message, payload)()
+        self.leader.supersede(message)
+        return message, values
+
+    def settle(self) -> None:
+        """Wait until the follower has done what it was told."""
+        self.leader._ask(HostWarmUp).payloads()
+
+    def same(self) -> bool:
+        theirs = self.follows.island.parameters()
+        return all(np.array_equal(value, theirs[key]) for key, value in self.leader.island.parameters().items())
+
+
+@pytest.fixture
+def deaths(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Why a host would have ended its process."""
+    found: list[str] = []
+
+    def die(reason: str) -> None:
+        found.append(reason)
+        threading.Event().wait()  # the process would be gone
+
+    monkeypatch.setattr(host_leader, "die", die)
+    monkeypatch.setattr(follower_module, "die", die)
+    return found
+
+
+@pytest.fixture
+def pair(deaths: list[str]) -> Iterator[Pair]:
+    made = Pair(deaths)
+    yield made
+    if made.thread.is_alive() and not deaths:
+        made.leader.end(0)
+    made.leader._group.close()
+    made.follower._group.close()
+
+
+def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
+    pair.leader.warm_up()
+    pair.leader.adopt(*pair.give(0, 0.5))
+    for step in range(3):
+        pair.leader.put_batch([(8 * step, 8 * step + 8)])
+        pair.leader.island.wait(pair.leader.step(0.01))
+    pair.leader.stage(0, 3)
+    staged = pair.leader.send(FragmentValue("island-0", 1, 1, 0, 3, 3, 24, 0, 0, 0))
+    assert staged.encode()
+    pair.settle()
+    assert pair.same()
+    pair.give(3, 0.25)
+    late = pair.give(2, 0.125)  # of a syncer that went back
+    pair.leader.adopt(*late)
+    pair.leader.unstage(0, 3)
+    pair.settle()
+    assert pair.same() and not pair.follows._adoptions._staged and len(pair.follower._arrived) == 1
+    copy = pair.leader.stage_state(7)
+    assert copy.of_others(copy.layout.leaves[0].name).keys() == {1}
+    pair.leader.put_batch([(0, 8)])
+    pair.leader.island.wait(pair.leader.step(0.01))
+    pair.leader.load_state(copy.value(), [0, 1])
+    pair.settle()
+    assert pair.same()
+    pair.leader.unstage_state(7)
+    with pytest.raises(CopyGone, match="step 7"):
+        copy.of_others(copy.layout.leaves[0].name)
+    pair.leader.end(130)
+    pair.thread.join(20)
+    assert pair.statuses == [130] and not pair.deaths
+
+
+def test_a_value_counts_only_when_all_hosts_can_read_it(pair: Pair) -> None:
+    with pytest.raises(ValueError, match=r"host 1: arrived damaged"):
+        pair.give(0, 0.5, damage=True)
+    with pytest.raises(TransportError, match=r"host 1: .*all hosts of the island try again"):
+        pair.leader.connect(0, 5)
+
+
+def test_a_state_of_another_model_is_refused_before_any_host_begins(pair: Pair) -> None:
+    state = dict(pair.leader.island.stage_state().value())
+    name, value = next(iter(state.items()))
+    with pytest.raises(ValueError, match="another model"):
+        pair.leader.load_state(state | {name: value.reshape(-1)[:1]}, [0])
+    pair.settle()
+    assert pair.same()
+
+
+def test_a_follower_that_is_asked_to_end_tells_the_leader(pair: Pair) -> None:
+    pair.asked.set()
+    assert pair.stop.wait(20)
+
+
+def test_who_loses_a_host_ends(pair: Pair) -> None:
+    pair.follower._group.close()
+    wait_for(lambda: pair.deaths, "the leader's end", 20)
+    assert "host 1 is gone" in pair.deaths[0]
+
+
+@pytest.mark.parametrize(
+    ("host", "coordinator", "message"),
+    [
+        (2, "127.0.0.1:1", "has hosts 0 to 1"),
+        (0, "", "belong together"),
+        (0, "nowhere", "--coordinator is 'nowhere'"),
+        (0, "127.0.0.1:0", "--coordinator is '127.0.0.1:0'"),
+    ],
+)
+def test_wrong_places_are_refused_before_jax_begins(host: int, coordinator: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        join(TWO_HOSTS, "island-0", 1, host, coordinator)
+
+
+@pytest.mark.parametrize("where", ["127.0.0.1", "192.0.2.1", "nobody.invalid"])
+def test_a_coordinator_that_cannot_listen_is_one_error(where: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"{where}:{taken.getsockname()[1]}"
+        with pytest.raises(ConnectionError, match="cannot listen at --coordinator"):
+            join(TWO_HOSTS, "island-0", 1, 0, address)
+
+
+def test_a_host_of_an_island_that_has_only_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="island-0 has 1"):
+        join(CONFIG, "island-0", 1, 1, "127.0.0.1:1")
+
+
+def test_a_host_whose_others_do_not_come_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    died, words = threading.Event(), list[str]()
+
+    def die(reason: str) -> None:
+        words.append(reason)
+        died.set()
+
+    def initialize(*where: Any, **how: Any) -> None:
+        assert died.wait(30), "JAX would abort"
+        raise RuntimeError("the process would be gone")
+
+    monkeypatch.setattr(hosts, "START_S", 0.1)
+    monkeypatch.setattr(hosts, "die", die)
+    monkeypatch.setattr(hosts.jax.distributed, "initialize", initialize)
+    with pytest.raises(ConnectionError, match="would be gone"):
+        join(TWO_HOSTS, "island-0", 1, 1, "127.0.0.1:1")
+    assert "start all 2 of them, with the same --coordinator (here 127.0.0.1:1)" in words[0]
+
+
+def agreed(*same: dict[str, str]) -> list[Any]:
+    """What hosts with these settings find, each with an incarnation of its own: that of the leader, or an error."""
+    count = len(same)
+    leader, members = group_of(count)
+    groups = [leader, *members]
+    found: list[Any] = [None] * count
+
+    def agree(host: int) -> None:
+        try:
+            found[host] = hosts._agree(Hosts(host, count, groups[host], 100 + host), same[host])
+        except ValueError as error:
+            found[host] = str(error)
+
+    threads = [threading.Thread(target=agree, args=(host,)) for host in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for group in groups[::-1]:
+        group.close(0.1)
+    return found
+
+
+def test_all_hosts_take_the_leaders_incarnation() -> None:
+    assert agreed({"seed": "0"}, {"seed": "0"}, {"seed": "0"}) == [100, 100, 100]
+
+
+def test_hosts_with_other_settings_are_refused_on_all_hosts() -> None:
+    found = agreed({"seed": "0"}, {"seed": "0"}, {"seed": "1"})
+    assert all("host 2 has seed '1', host 0 has '0'" in each for each in found)
+
+
+def test_an_island_forgets_that_it_could_be_a_part_of_a_multislice_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
+    assert join(CONFIG, "island-0", 1, None, "") is None
+    assert "MEGASCALE_NUM_SLICES" not in os.environ
+
+
+class _Metadata:
+    def __init__(self, words: bytes) -> None:
+        self.words = words
+
+    def open(self, request: Any, timeout: float) -> _Metadata:
+        return self
+
+    def __enter__(self) -> _Metadata:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def read(self, size: int) -> bytes:
+        return self.words[:size]
+
+
+def test_a_slice_of_a_multislice_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "exists", lambda path: str(path).startswith("/dev/"))
+    words = b"TYPE: 'V5P'\nMEGASCALE_NUM_SLICES: '2'\n"
+    monkeypatch.setattr(hosts.urllib.request, "build_opener", lambda *handlers: _Metadata(words))
+    with pytest.raises(ValueError, match="MEGASCALE_NUM_SLICES: '2'"):
+        hosts._refuse_multislice()
+    monkeypatch.setattr(hosts.urllib.request, "build_opener", lambda *handlers: _Metadata(b"TYPE: 'V5P'\n"))
+    hosts._refuse_multislice()
+
+
+# ---- the supervisor's side -----------------------------------------------------------------------------------------
+
+
+def child_of(folder: Path, *bodies: str) -> Child:
+    """An island whose processes run these words of Python."""
+    processes = []
+    for host, body in enumerate(bodies):
+        log = folder / f"{host}.log"
+        with log.open("wb") as stream:
+            process = subprocess.Popen([sys.executable, "-c", body], stdout=stream, stderr=stream)
+        processes.append(Process(f"island-0.host-{host}", process, log))
+    return Child("island-0", processes)
+
+
+def ended(child: Child) -> int:
+    return int(wait_for(lambda: None if child.poll() is None else (child.poll(),), "the end", 30)[0])
+
+
+def test_what_is_left_of_an_island_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(island_processes, "GRACE_S", 0.2)
+    child = child_of(tmp_path, "import time; time.sleep(600)", "import time; time.sleep(600)")
+    assert child.poll() is None
+    child.hosts[1].process.kill()
+    assert ended(child) == -signal.SIGKILL
+    assert "island-0.host-1 killed by SIGKILL" in child.obituary()
+
+
+def test_the_status_of_an_island_is_that_of_who_knows_why(tmp_path: Path) -> None:
+    assert ended(child_of(tmp_path, "", "")) == 0
+    wrong = child_of(tmp_path, f"import time; time.sleep(1); print('bad'); raise SystemExit({USER_ERROR})", "exit(1)")
+    assert ended(wrong) == USER_ERROR and "host-0 ended with status 2: bad" in wrong.obituary()
+    assert ended(child_of(tmp_path, "", "exit(1)")) == 1

@@ -1,0 +1,158 @@
+"""Islands of two processes with two devices each, as real runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diloco_jax.runtime.records import checkpoint
+from diloco_jax.runtime.records.telemetry import read_metrics
+from diloco_jax.settings.text import load
+from diloco_jax.tools.replay.replay import Replay
+from tests.runtime.helpers import kill_processes, processes_of, run, start, status, wait_for, write_config
+
+pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.timeout(900)]
+
+PATIENCE_S = 400.0
+ISLANDS = {"devices": 4, "hosts": 2, "mesh": {"fsdp": 4}}
+
+
+def pids_of(run_dir: Path, words: str) -> set[int]:
+    return {pid for pid, command in processes_of(run_dir).items() if re.search(words, command)}
+
+
+def pid_of(run_dir: Path, words: str) -> int:
+    return pids_of(run_dir, words).pop()
+
+
+def shares(run_dir: Path, name: str) -> int:
+    """Rounds that merged a value of this island."""
+    path = run_dir / "metrics.jsonl"
+    rows = read_metrics(path) if path.exists() else []
+    return sum(row["kind"] == "merged" and name in row["members"] for row in rows)
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Any]:
+    """`running(**changes)` starts a run in the background: (process, run_dir)."""
+    started = []
+
+    def begin(**changes: Any) -> Any:
+        config = write_config(tmp_path, islands=ISLANDS, **changes)
+        process = start("train", config, "--run-dir", tmp_path / "run", "--quiet")
+        started.append(process)
+        return process, tmp_path / "run"
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+    kill_processes(tmp_path)
+
+
+def test_hosts_train_what_one_process_trains_from_the_same_tape(tmp_path: Path) -> None:
+    """Every sum over devices is made in another order, by gloo between processes: equal up to that, and no more.
+
+    float32 on the wire, because rounding to 4 bits would turn a last bit into a whole step of the format. The distance
+    that remains is compared with the way that training went.
+    """
+    config = write_config(
+        tmp_path, islands=ISLANDS, train={"steps": 30, "eval_every": 0}, wire={"up": "float32", "down": "float32"}
+    )
+    done = run("train", config, "--run-dir", tmp_path / "run", "--quiet", timeout_s=PATIENCE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = tmp_path / "run"
+    assert min(shares(run_dir, name) for name in ("island-0", "island-1")) > 3
+    [path] = checkpoint.complete(run_dir / "checkpoints")[:1]
+    trained, _ = checkpoint.load_parameters(path)
+    replay = Replay(load(run_dir / "config.yaml"), run_dir)
+    first = {key: np.array(value) for key, value in replay.model.parameters(replay.model.capture()).items()}
+    replay.run()
+    again = replay.model.parameters(replay.model.capture())
+    way = sum(float(np.sum((again[key] - first[key]) ** 2)) for key in first) ** 0.5
+    apart = sum(float(np.sum((again[key] - trained[key]) ** 2)) for key in first) ** 0.5
+    assert replay.trainer.steps > 30 and way > 0.1
+    assert apart < 1e-4 * way, f"{apart} apart after a way of {way}"
+    refused = run("replay", run_dir)
+    assert refused.returncode == 2 and "hosts" in refused.stderr
+
+
+def test_merge_shards_get_their_parts_from_every_host(tmp_path: Path) -> None:
+    config = write_config(tmp_path, islands=ISLANDS, train={"steps": 20, "eval_every": 0}, syncer={"shards": 2})
+    done = run("train", config, "--run-dir", tmp_path / "run", "--quiet", timeout_s=PATIENCE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert min(shares(tmp_path / "run", name) for name in ("island-0", "island-1")) > 3
+
+
+@pytest.mark.parametrize(
+    ("host", "how", "words"),
+    [
+        (0, signal.SIGKILL, "island-1 killed by SIGKILL"),
+        (1, signal.SIGKILL, "island-1.host-1 killed by SIGKILL"),
+        (
+            0,
+            signal.SIGSTOP,
+            "island-1.host-1 ended with status 1: .*the leader is gone .*connection to 'the leader' was lost",
+        ),
+        (1, signal.SIGSTOP, "island-1 ended with status 1: .*host 1 is gone .*connection to 'host 1' was lost"),
+    ],
+)
+def test_an_island_that_loses_a_host_is_started_again_as_a_whole_and_alone(
+    running: Any, host: int, how: signal.Signals, words: str
+) -> None:
+    process, run_dir = running(train={"steps": 100_000, "eval_every": 0})
+    wait_for(lambda: shares(run_dir, "island-1") > 2 and shares(run_dir, "island-0") > 2, "training", PATIENCE_S)
+    before, other = shares(run_dir, "island-1"), pid_of(run_dir, "--island island-0")
+    own = pids_of(run_dir, "--island island-1")
+    assert len(own) == 2
+    os.kill(pid_of(run_dir, f"--island island-1 .*--host {host}"), how)
+    wait_for(lambda: not own & pids_of(run_dir, "--island island-1"), "the island's end", PATIENCE_S)
+    wait_for(lambda: shares(run_dir, "island-1") > before + 2, "the return of island-1", PATIENCE_S)
+    now = pids_of(run_dir, "--island island-1")
+    assert len(now) == 2 and not own & now and other in processes_of(run_dir)
+    assert "took over the state of" in (run_dir / "logs" / "island-1.log").read_text()
+    assert status(run_dir)["global_step"] > 0
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, output
+    assert re.search(words, output), output
+    assert not processes_of(run_dir)
+
+
+def test_all_hosts_find_a_syncer_that_was_started_again(running: Any) -> None:
+    process, run_dir = running(train={"steps": 100_000, "eval_every": 0}, protocol={"snapshot_every": 6})
+    names = ("island-0", "island-1")
+    wait_for(lambda: min(shares(run_dir, name) for name in names) > 2, "training", PATIENCE_S)
+    hosts = pids_of(run_dir, " learner ")
+    os.kill(pid_of(run_dir, "diloco_jax syncer"), signal.SIGKILL)
+    wait_for(lambda: status(run_dir)["epoch"] == 2, "another syncer", PATIENCE_S)
+    before = [shares(run_dir, name) for name in names]
+    for name, count in zip(names, before, strict=True):
+        wait_for(lambda: shares(run_dir, name) > count + 2, f"shares of {name}", PATIENCE_S)  # noqa: B023
+    assert hosts == pids_of(run_dir, " learner ")
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, output
+
+
+def test_a_host_that_is_asked_to_end_ends_its_island_politely(running: Any) -> None:
+    process, run_dir = running(train={"steps": 100_000, "eval_every": 0}, protocol={"quorum": 1})
+    wait_for(lambda: shares(run_dir, "island-1") > 1, "training", PATIENCE_S)
+    leader, follower = (pid_of(run_dir, f"--island island-1 .*--host {host}") for host in (0, 1))
+    os.kill(follower, signal.SIGTERM)
+    words = run_dir / "logs" / "syncer.log"
+    wait_for(lambda: "island-1 left: stopped from outside" in words.read_text(), "a polite leave", PATIENCE_S)
+    before = {leader, follower}
+    wait_for(lambda: len(now := pids_of(run_dir, "--island island-1")) == 2 and not now & before, "a life", PATIENCE_S)
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, output
+    assert "ended with status 130" in output

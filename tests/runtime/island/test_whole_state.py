@@ -1,0 +1,292 @@
+"""A learner's state off its island: parts from a donor, copies on disk, what is sent first, and the tape."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from diloco_jax.core import codec
+from diloco_jax.protocol.effects import AdoptState
+from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, StatePart
+from diloco_jax.runtime.island.payloads import PayloadSender
+from diloco_jax.runtime.island.whole_state import STATE_PART_BYTES, ReceivedState, SavedStates
+from diloco_jax.runtime.learner import tape as learner_tape
+from diloco_jax.runtime.learner.tape import LearnerTape, learner_tape_path
+from diloco_jax.runtime.records import checkpoint
+from diloco_jax.training.whole_state.layout import StateLayout
+from diloco_jax.training.whole_state.staging import StagedState, stage_leaves
+from diloco_jax.transport.link import LinkClosed
+
+pytestmark = pytest.mark.timeout(60)
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+def test_parts_make_the_state_whatever_their_order() -> None:
+    state = np.random.default_rng(0).bytes(2 * STATE_PART_BYTES + 5)
+    received = ReceivedState(len(state))
+    for part in (2, 0, 1, 1):
+        start = part * STATE_PART_BYTES
+        received.keep(part, 3, memoryview(state)[start : start + STATE_PART_BYTES], 7)
+    assert received.donor_incarnation == 7
+    assert received.take() == state
+    with pytest.raises(ValueError, match="no part"):
+        received.take()
+
+
+@pytest.mark.parametrize(
+    ("part", "parts", "size"), [(0, 4, STATE_PART_BYTES), (2, 3, 6), (0, 3, 9), (3, 3, 0), (9, 3, 5)]
+)
+def test_parts_of_another_state_are_refused_and_cost_no_memory(part: int, parts: int, size: int) -> None:
+    received = ReceivedState(2 * STATE_PART_BYTES + 5)
+    received.keep(part, parts, bytes(size), 1)
+    with pytest.raises(ValueError, match=f"part {part} of {parts} has {size} bytes"):
+        received.take()
+    received.keep(part, parts, bytes(size), 1)
+    received.drop()
+    with pytest.raises(ValueError, match="no part"):
+        received.take()
+
+
+# ---- on disk --------------------------------------------------------------------------------------------------------
+
+
+def staged_state(seed: float = 0.0) -> StagedState:
+    arrays = {
+        "params/a/b": jnp.arange(12, dtype=jnp.bfloat16).reshape(3, 4) + seed,
+        "optimizer/0/count": jnp.asarray(7, jnp.int32),
+        "optimizer/0/mu/a/b": jnp.full((3, 4), np.float32(1 / 3) + seed),
+    }
+    return stage_leaves(arrays, StateLayout(arrays))
+
+
+def save(saves: SavedStates, global_step: int, seed: float = 0.0) -> None:
+    saves.save(
+        staged_state(seed), lambda: None, incarnation=5, local_step=40, global_step=global_step, digests=[1 << 63, 0, 3]
+    )
+    assert saves._saving is not None
+    saves._saving.result()
+
+
+def steps(run_dir: Path) -> list[str]:
+    return [path.name for path in checkpoint.complete(run_dir / "checkpoints" / "learners" / "x")]
+
+
+def test_a_saved_state_comes_back_exactly_and_two_are_kept(tmp_path: Path) -> None:
+    saves = SavedStates(tmp_path, "x")
+    assert saves.find().result() is None
+    for step in (24, 48, 72):
+        save(saves, step, step)
+    assert steps(tmp_path) == ["step_00000072", "step_00000048"]
+    found = SavedStates(tmp_path, "x").find().result()
+    assert found is not None and found[:4] == (5, 40, 72, (1 << 63, 0, 3))
+    want = staged_state(72).value()
+    assert found.values.keys() == want.keys()
+    for name, value in want.items():
+        assert found.values[name].dtype == value.dtype and found.values[name].shape == value.shape
+        np.testing.assert_array_equal(found.values[name], value)
+    assert found.values["params/a/b"].dtype == ml_dtypes.bfloat16
+    assert SavedStates(tmp_path, "y").find().result() is None
+    several = SavedStates(tmp_path, "x", hosts=2)
+    assert not several.kept and several.find().result() is None
+
+
+def test_a_damaged_state_is_skipped_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saves = SavedStates(tmp_path, "x")
+    save(saves, 24)
+    save(saves, 48)
+    folder = tmp_path / "checkpoints" / "learners" / "x" / "step_00000048"
+    for file in folder.rglob("*"):
+        if file.is_file() and file.stat().st_size > 30:
+            file.write_bytes(file.read_bytes()[:20])
+    with caplog.at_level(logging.WARNING):
+        found = saves.find().result()
+    assert found is not None and found.global_step == 24
+    assert "step_00000048" in caplog.text
+
+
+def test_states_of_a_history_that_is_void_make_room(tmp_path: Path) -> None:
+    saves = SavedStates(tmp_path, "x")
+    for step in (72, 96, 48):
+        save(saves, step)
+    assert steps(tmp_path) == ["step_00000048"]
+
+
+def test_a_disk_that_takes_nothing_costs_the_state_and_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "checkpoints").write_text("a file where a folder should be")
+    saves = SavedStates(tmp_path, "x")
+    with caplog.at_level(logging.WARNING):
+        save(saves, 24)
+    assert "the state of global step 24 was not saved" in caplog.text
+    assert not saves.busy
+
+
+# ---- payloads -------------------------------------------------------------------------------------------------------
+
+
+class Wire:
+    """A link whose first message waits for `go`."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.sent: list[tuple[Any, bytes]] = []
+        self.done = threading.Semaphore(0)
+        self.closed = False
+
+    def send(self, message: Any, payload: Any = b"") -> None:
+        self.go.wait(30)
+        if self.closed:
+            self.done.release()
+            raise LinkClosed("gone")
+        self.sent.append((message, bytes(payload) if isinstance(payload, bytes) else b"".join(payload)))
+        self.done.release()
+
+    def await_messages(self, count: int) -> None:
+        for _ in range(count):
+            assert self.done.acquire(timeout=30)
+
+    receive: Any = None
+    close: Any = None
+
+
+class Update:
+    """A staged fragment."""
+
+    def __init__(self, payload: bytes | Exception) -> None:
+        self._payload = payload
+
+    def encode(self) -> bytes:
+        if isinstance(self._payload, Exception):
+            raise self._payload
+        return self._payload
+
+
+def part(index: int) -> StatePart:
+    return StatePart("x", 1, "y", 9, (0,), index, 0, 0, 0)
+
+
+VALUE = FragmentValue("x", 1, 3, 0, 9, 2, 10, 1, 4, 16)
+ANCHOR = {"w": np.arange(4, dtype=np.float32)}
+
+
+def test_what_a_round_waits_for_goes_before_a_state() -> None:
+    failures: list[Exception] = []
+    sender, wire, big = PayloadSender(failures.append), Wire(), big_state()
+    for index in range(3):
+        sender.part(wire, part(index), big)
+    sender.value(wire, VALUE, Update(b"update"))
+    sender.anchor(wire, AnchorValue("x", 1, 0, 3, 99, 0), ANCHOR)
+    sender.part(wire, part(big.count(STATE_PART_BYTES)), big)  # there is no such part: no answer
+    wire.go.set()
+    wire.await_messages(5)
+    kinds = [type(message).__name__ for message, _ in wire.sent]
+    urgent = [kinds.index("FragmentValue"), kinds.index("AnchorValue")]
+    assert max(urgent) <= 2, kinds  # at most the part that was being made comes before them
+    payloads = {type(m).__name__: p for m, p in wire.sent}
+    assert payloads["FragmentValue"] == b"update"
+    assert payloads["AnchorValue"] == ANCHOR["w"].tobytes()
+    parts = [(m, p) for m, p in wire.sent if isinstance(m, StatePart)]
+    assert b"".join(p for _, p in parts) == big.serialize()[: 3 * STATE_PART_BYTES]
+    for message, payload in parts:
+        assert (message.parts, message.payload_bytes) == (big.count(STATE_PART_BYTES), len(payload))
+        assert message.digest == codec.digest(payload)
+    assert failures == []
+
+
+def big_state() -> StagedState:
+    arrays = {"params/w": jnp.arange(STATE_PART_BYTES, dtype=jnp.float32)}
+    return stage_leaves(arrays, StateLayout(arrays))
+
+
+def test_a_lost_link_is_no_failure_and_a_value_that_does_not_fit_is_an_empty_answer() -> None:
+    failures: list[Exception] = []
+    sender, wire = PayloadSender(failures.append), Wire()
+    wire.go.set()
+    wire.closed = True
+    sender.value(wire, VALUE, Update(b"update"))
+    wire.await_messages(1)
+    wire.closed = False
+    sender.value(wire, VALUE, Update(codec.NotFinite("NaN")))
+    wire.await_messages(1)
+    assert wire.sent == [(VALUE, b"")] and failures == []
+    sender.value(wire, VALUE, Update(KeyError("w")))  # a mistake of ours is told
+    sender.anchor(wire, AnchorValue("x", 1, 0, 3, 99, 0), ANCHOR)
+    wire.await_messages(1)
+    assert [type(error) for error in failures] == [KeyError]
+    sender.close()
+    sender.anchor(wire, AnchorValue("x", 1, 0, 3, 99, 0), ANCHOR)
+    assert len(wire.sent) == 2
+
+
+# ---- tape -----------------------------------------------------------------------------------------------------------
+
+
+def lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_tape_has_a_line_for_everything_at_once(tmp_path: Path) -> None:
+    tape = LearnerTape(tmp_path, "island-0", 17, 8)
+    path = learner_tape_path(tmp_path, "island-0", 17)
+    assert path == tmp_path / "tapes" / "island-0.17.jsonl"
+    tape.adopt(GlobalFragment(9, 2, 7, 1, 2**64 - 1, 100, merged_round=5))
+    tape.state(AdoptState("island-1", 30, (0, 2)), 11, 30)
+    tape.step(1, 9, ((0, 4), (90, 94)), float("nan"))
+    tape.staged_state(1)
+    tape.saved(1, 24)
+    tape.sent(2, 10, 1)
+    want = [
+        ["begin", "island-0", 17, 8],
+        ["adopt", 2, 7, 1, 2**64 - 1, 5],
+        ["state", "island-1", 11, 30, [0, 2]],
+        ["step", 1, 9, [[0, 4], [90, 94]], None],
+        ["staged_state", 1],
+        ["saved", 1, 24],
+        ["sent", 2, 10, 1],
+    ]
+    assert lines(path) == want  # nothing waits for a flush
+    tape.end("the run is complete", [5, 6])
+    assert lines(path) == [*want, ["end", "the run is complete", [5, 6]]]
+
+
+def test_a_full_disk_costs_lines_that_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tape = LearnerTape(tmp_path, "x", 1, 8)
+    write: Callable[..., int] = os.pwrite
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with caplog.at_level(logging.WARNING):
+        tape.step(1, 0, ((0, 8),), 1.0)
+        monkeypatch.setattr(os, "pwrite", full)
+        for step in (2, 3, 4):
+            tape.step(step, 0, ((0, 8),), 1.0)
+        monkeypatch.setattr(os, "pwrite", write)
+        tape.step(5, 0, ((0, 8),), 1.0)
+        tape.step(6, 0, ((0, 8),), 1.0)
+    found = lines(learner_tape_path(tmp_path, "x", 1))
+    assert [line[:2] for line in found] == [["begin", "x"], ["step", 1], ["lost", 3], ["step", 5], ["step", 6]]
+    assert len([r for r in caplog.records if r.name == learner_tape.__name__]) == 1
+
+
+def test_a_tape_that_cannot_even_begin_does_not_stop_a_learner(tmp_path: Path) -> None:
+    (tmp_path / "tapes").write_text("a file where a folder should be")
+    tape = LearnerTape(tmp_path, "x", 1, 8)
+    tape.step(1, 0, ((0, 8),), 1.0)
+    (tmp_path / "tapes").unlink()
+    tape.end("stopped", [])
+    assert lines(learner_tape_path(tmp_path, "x", 1)) == [["lost", 2], ["end", "stopped", []]]

@@ -1,0 +1,372 @@
+"""A real LearnerRun in a thread, and a syncer played by the test, message by message."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from diloco_jax.core import codec
+from diloco_jax.core.layout import value_digest
+from diloco_jax.protocol.messages import (
+    AnchorRequest,
+    AnchorValue,
+    Expel,
+    FragmentValue,
+    GlobalFragment,
+    Heartbeat,
+    Hello,
+    Lease,
+    Leave,
+    PullRequest,
+    Refuse,
+    StateDone,
+    StatePart,
+    StatePull,
+    StateRequest,
+    StateUnavailable,
+    StepReport,
+    Stop,
+    SyncerMessage,
+    Welcome,
+)
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.runtime.island.whole_state import STATE_PART_BYTES
+from diloco_jax.runtime.learner.run import LearnerRun
+from diloco_jax.runtime.learner.tape import learner_tape_path
+from diloco_jax.settings.run import IslandsConfig, RunConfig, TrainConfig
+from diloco_jax.training.island import Island, StepHandle
+from diloco_jax.training.models.protocol import ModelConfig
+from diloco_jax.training.optimizers import OptimizerConfig
+from diloco_jax.transport.grpc_link import listen
+from diloco_jax.transport.link import TransportConfig
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
+
+M = TypeVar("M")
+WAIT_S = 60.0
+WIDTH = 30_000  # wide enough for a state of several parts
+
+
+class Tiny(nnx.Module):
+    """A model that compiles fast."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.scale = nnx.Param(jnp.ones((WIDTH, 4)))
+        self.bias = nnx.Param(jnp.zeros((5,)))
+
+    @classmethod
+    def from_config(cls, args: Mapping[str, Any], *, rngs: nnx.Rngs) -> Tiny:
+        return cls(rngs)
+
+    def loss(self, batch: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        wanted = batch["tokens"].astype(jnp.float32).mean() / 256
+        return jnp.mean((self.scale[...] - wanted) ** 2) + jnp.mean((self.bias[...] - wanted) ** 2), {}
+
+
+CONFIG = RunConfig(
+    name="scripted",
+    islands=IslandsConfig(count=1, devices=8),
+    train=TrainConfig(steps=1000, batch_size=8, seq_len=16),
+    model=ModelConfig(module=f"{__name__}:Tiny"),
+    optimizer=OptimizerConfig(warmup_steps=0),
+    protocol=ProtocolConfig(sync_every=4, num_fragments=2, heartbeat_s=0.2, resend_s=0.3),
+    tensorboard=False,
+)
+NAME, INCARNATION = "island-0", 7
+
+
+class Script:
+    """The syncer's part of a conversation, with a learner in a thread."""
+
+    def __init__(self, run_dir: Path, config: RunConfig = CONFIG, incarnation: int = INCARNATION) -> None:
+        self.listener = listen(TransportConfig(), run_id=config.name)
+        self.stop = threading.Event()
+        self.learner = LearnerRun(config, NAME, incarnation, self.listener.address, run_dir, self.stop)
+        self.reason = ""
+        self.error: Exception | None = None
+        self.heard: list[Any] = []
+        self.path = learner_tape_path(run_dir, NAME, incarnation)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.reason = self.learner.run()
+        except Exception as error:
+            self.error = error
+
+    def say(self, message: SyncerMessage, payload: bytes = b"") -> None:
+        self.listener.send(NAME, message, payload)
+
+    def await_message(self, kind: type[M], payload: bool = False) -> Any:
+        """The next message of a kind; others are remembered in `heard`."""
+        ends_s = time.monotonic() + WAIT_S
+        while time.monotonic() < ends_s:
+            delivery = self.listener.receive(1.0)
+            if delivery is None or delivery.message is None:
+                continue
+            self.heard.append(delivery.message)
+            if isinstance(delivery.message, kind):
+                return (delivery.message, bytes(delivery.payload)) if payload else delivery.message
+        raise AssertionError(f"no {kind.__name__} came; heard {[type(m).__name__ for m in self.heard]}")
+
+    def values(self, fragment_id: int, fill: float) -> bytes:
+        shapes = self.learner.host.fragments[fragment_id].keys_shapes
+        return codec.encode({key: np.full(shape, fill, np.float32) for key, shape in shapes}, "float32")
+
+    def digest(self, fragment_id: int, fill: float) -> int:
+        shapes = self.learner.host.fragments[fragment_id].keys_shapes
+        return value_digest({key: np.full(shape, fill, np.float32) for key, shape in shapes})
+
+    def give(self, fragment_id: int, version: int, fill: float, *, epoch: int = 1, damage: bool = False) -> None:
+        payload, digest = self.values(fragment_id, fill), self.digest(fragment_id, fill)
+        message = GlobalFragment(version, fragment_id, version, epoch, digest, len(payload))
+        self.say(message, payload[:-1] + b"\x7f" if damage else payload)
+
+    def admit(self, global_step: int = 0, fill: float = 1.0) -> Hello:
+        hello: Hello = self.await_message(Hello)
+        self.say(Welcome(global_step, (global_step,) * 2, 1))
+        for fragment_id in range(2):
+            self.give(fragment_id, global_step, fill)
+        self.say(Lease(0, 100, 500))
+        return hello
+
+    def tape(self, *kinds: str) -> list[Any]:
+        lines = [json.loads(line) for line in self.path.read_text().splitlines()]
+        return [line for line in lines if not kinds or line[0] in kinds]
+
+    def end(self) -> None:
+        self.stop.set()
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        self.listener.close(0.0)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Script]:
+    script = Script(tmp_path)
+    yield script
+    script.end()
+
+
+def test_a_conversation_from_hello_to_stop_and_its_tape(script: Script) -> None:
+    hello = script.admit()
+    assert (hello.versions, hello.digests, hello.epoch, hello.step_samples) == ((-1, -1), (0, 0), 0, 8)
+    first = script.await_message(StepReport)
+    assert (first.local_step, first.samples, first.granted, first.tokens) == (1, 8, 400, 8 * 16)
+    script.say(PullRequest(1, 1, 1))
+    value, payload = script.await_message(FragmentValue, payload=True)
+    assert (value.fragment_id, value.base_version) == (1, 0) and len(payload) == value.payload_bytes
+    script.give(1, 1, 2.0)
+    while script.await_message(StepReport).adopted[1].version != 1:
+        pass
+    script.say(AnchorRequest(1, 1))
+    anchor, payload = script.await_message(AnchorValue, payload=True)
+    assert payload == script.values(1, 2.0) and anchor.digest == script.digest(1, 2.0)
+    assert anchor.payload_bytes == len(payload)
+    script.say(Stop(3, "the run is complete"))
+    assert script.await_message(Leave).reason == "the run is complete"
+    script._thread.join(WAIT_S)
+    assert script.reason == "the run is complete"
+    tape = script.tape()
+    assert tape[0] == ["begin", NAME, INCARNATION, 8]
+    assert [line[1:3] for line in script.tape("adopt")] == [[0, 0], [1, 0], [1, 1]]
+    steps = script.tape("step")
+    assert [line[1] for line in steps] == list(range(1, len(steps) + 1))
+    assert [line[3] for line in steps[:3]] == [[[100, 108]], [[108, 116]], [[116, 124]]]
+    assert script.tape("sent") == [["sent", 1, 1, value.local_step]]
+    assert tape[-1][:2] == ["end", "the run is complete"]
+    assert tape[-1][2] == [script.digest(0, 1.0), script.digest(1, 2.0)]
+
+
+def test_a_step_is_on_the_tape_before_anybody_hears_of_it(script: Script) -> None:
+    script.admit()
+    for _ in range(5):
+        report = script.await_message(StepReport)
+        assert script.tape("step")[report.local_step - 1][1] == report.local_step
+
+
+def test_a_damaged_fragment_is_dropped_and_asked_for(script: Script) -> None:
+    script.await_message(Hello)
+    script.say(Welcome(0, (0, 0), 1))
+    script.say(Lease(0, 0, 400))
+    script.give(0, 0, 1.0)
+    script.give(1, 0, 1.0, damage=True)
+    again = script.await_message(Hello)
+    while again.versions == (-1, -1):  # fragment 0 may not be taken yet
+        again = script.await_message(Hello)
+    assert again.versions == (0, -1) and again.digests == (script.digest(0, 1.0), 0)
+    assert not any(isinstance(message, StepReport) for message in script.heard)
+    script.give(1, 0, 1.0)
+    assert script.await_message(StepReport).local_step == 1
+
+
+def test_of_the_values_that_came_during_a_step_only_the_newest_is_adopted(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_end, wait = threading.Event(), threading.Event(), Island.wait
+
+    def wait_long(island: Island, handle: StepHandle) -> dict[str, float]:
+        began.set()
+        may_end.wait(WAIT_S)
+        return wait(island, handle)
+
+    monkeypatch.setattr(Island, "wait", wait_long)
+    script.admit()
+    while not began.is_set():
+        script.await_message(Heartbeat)
+    for version in (1, 3, 2):
+        payload, digest = script.values(0, version), script.digest(0, version)
+        message = GlobalFragment(version, 0, version, 1, digest, len(payload))
+        script.learner.inbox.take(message, payload)  # as its link thread does
+    may_end.set()
+    while not script.await_message(StepReport).adopted[0].version:
+        pass
+    assert [line[2] for line in script.tape("adopt") if line[1] == 0] == [0, 3]
+
+
+def test_expulsion_ends_this_incarnation_and_says_why(script: Script) -> None:
+    script.admit()
+    script.await_message(StepReport)
+    script.say(Expel("three values were NaN"))
+    script._thread.join(WAIT_S)
+    assert isinstance(script.error, ConnectionAbortedError)
+    assert "expelled this incarnation: three values were NaN" in str(script.error)
+    assert script.tape()[-1][:2] == ["end", "expelled: three values were NaN"]
+
+
+def test_refusal_is_wrong_input_at_first_and_bad_luck_later(script: Script, tmp_path: Path) -> None:
+    script.await_message(Hello)
+    script.say(Refuse("model layout differs"))
+    script._thread.join(WAIT_S)
+    assert type(script.error) is ValueError and "refused this learner: model layout differs" in str(script.error)
+    script.end()
+    later = Script(tmp_path, incarnation=8)
+    later.admit()
+    later.await_message(StepReport)
+    later.say(Refuse("the run went back to a snapshot; start the learner again"))
+    later._thread.join(WAIT_S)
+    later.end()
+    assert isinstance(later.error, ConnectionAbortedError) and "start the learner again" in str(later.error)
+
+
+def test_leaving_before_the_first_step_is_polite_too(script: Script) -> None:
+    script.await_message(Hello)
+    script.stop.set()
+    assert script.await_message(Leave).reason == "stopped from outside"
+    script.end()
+    assert script.reason == "stopped from outside"
+    assert script.tape() == [["begin", NAME, INCARNATION, 8], ["end", "stopped from outside", [0, 0]]]
+
+
+def test_without_new_data_old_data_is_read_again_and_no_step_waits(script: Script) -> None:
+    script.await_message(Hello)
+    script.say(Welcome(0, (0, 0), 1))
+    for fragment_id in range(2):
+        script.give(fragment_id, 0, 1.0)
+    script.say(Lease(0, 0, 24))
+    while (report := script.await_message(StepReport)).local_step < 8:
+        pass
+    assert report.samples == report.granted == 24
+    assert [line[3] for line in script.tape("step")[:6]] == [[[8 * i % 24, 8 * i % 24 + 8]] for i in range(6)]
+    script.say(Lease(24, 50, 66))
+    while script.await_message(StepReport).samples < 32:
+        pass
+    assert [[50, 58]] in [line[3] for line in script.tape("step")]
+
+
+def test_a_state_is_given_in_parts_and_taken_by_another(
+    script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script.admit()
+    while script.await_message(StepReport).local_step < 3:
+        pass
+    script.say(StatePull("island-1", 0, 0, 0))
+    parts = [script.await_message(StatePart, payload=True)]
+    first = parts[0][0]
+    assert first.receiver == "island-1" and first.versions == (0, 0) and first.parts >= 2
+    for number in range(1, first.parts):
+        script.say(StatePull("island-1", 0, first.local_step, number))
+        parts.append(script.await_message(StatePart, payload=True))
+    assert [part.part for part, _ in parts] == list(range(first.parts))
+    assert {len(payload) for _, payload in parts[:-1]} == {STATE_PART_BYTES}
+    assert all(part.digest == codec.digest(payload) for part, payload in parts)
+    assert script.tape("staged_state") == [["staged_state", first.local_step]]
+    script.say(StatePull("island-1", 0, first.local_step, first.parts))  # there is no such part
+    script.end()
+    taker = Script(tmp_path / "taker", incarnation=9)
+    taker.admit(4, fill=5.0)  # of fragment 0 a newer version than the donor had
+    asked = taker.await_message(StateRequest)
+    assert (asked.donor, asked.donor_step, asked.part, asked.clock) == ("", 0, 0, 4)
+    relayed = [
+        (part._replace(receiver=NAME, learner_id="donor", versions=(3, 4), clock=4), payload) for part, payload in parts
+    ]
+    taker.say(relayed[0][0], relayed[0][1][:-1] + b"\x55")  # damaged: asked for again
+    assert taker.await_message(StateRequest).part == 0
+    for part, payload in relayed:
+        taker.say(part, payload)
+    assert taker.await_message(StateDone).donor == "donor"
+    assert "part 0 of the state of donor arrived damaged" in caplog.text
+    taker.await_message(StepReport)
+    taker.end()
+    assert taker.tape("state") == [["state", "donor", INCARNATION, first.local_step, [1]]]
+    lines = [line[0] for line in taker.tape()]
+    assert lines.index("state") < lines.index("step")
+    state = script.learner.host.island.state_layout.decode(b"".join(payload for _, payload in parts))
+    moments = [name for name in state if "/mu/" in name]
+    assert moments and all(np.abs(state[name]).max() > 0 for name in moments)
+
+
+def test_a_foreign_state_is_refused_and_training_begins_without(script: Script) -> None:
+    script.admit(4)
+    script.await_message(StateRequest)
+    payload = b"no state of this model"
+    part = StatePart("donor", 3, NAME, 30, (4, 4), 0, 1, codec.digest(payload), len(payload), clock=4)
+    script.say(part, payload)
+    script.await_message(StateDone)
+    script.await_message(StateRequest)  # somebody else may have a better one
+    script.say(StateUnavailable("", "nobody is there"))
+    assert script.await_message(StepReport).local_step == 1
+    assert script.tape("state") == []
+
+
+def test_hearts_beat_while_the_compiler_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+    monkeypatch.setattr(Island, "warm_up", lambda island, shape, fragments: may_end.wait(WAIT_S))
+    script = Script(tmp_path)
+    script.admit()
+    for _ in range(3):
+        script.await_message(Heartbeat)
+    assert not any(isinstance(message, StepReport) for message in script.heard)
+    may_end.set()
+    script.await_message(StepReport)
+    script.end()
+
+
+def test_an_own_saved_state_is_taken_when_it_is_recent(tmp_path: Path) -> None:
+    config = replace(CONFIG, protocol=replace(CONFIG.protocol, snapshot_every=2))
+    first = Script(tmp_path, config)
+    first.admit()
+    first.await_message(StepReport)
+    first.give(0, 2, 3.0)  # passes the marker of global step 2
+    while not first.tape("saved"):
+        first.await_message(StepReport)
+    first.end()
+    (_, local_step, global_step), *_ = first.tape("saved")
+    assert global_step == 2
+    second = Script(tmp_path, config, incarnation=8)
+    second.admit(2, fill=3.0)
+    second.await_message(StepReport)
+    second.end()
+    assert second.tape("state") == [["state", "", INCARNATION, local_step, [0]]]
+    assert not any(isinstance(message, StateRequest) for message in second.heard)

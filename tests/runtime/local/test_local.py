@@ -1,0 +1,231 @@
+"""The supervisor keeps a run going with processes that do as they are told: what it starts again, and when it gives up.
+
+The processes are shell scripts, so that each way to end can be had at will. Real ones are in test_run, test_failover.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.runtime.local.compiling import shared_by_several
+from diloco_jax.runtime.local.machine import Machine
+from diloco_jax.runtime.local.processes import Process
+from diloco_jax.runtime.local.run import LocalRun, RunFailed
+from diloco_jax.settings.islands import IslandOverride
+from diloco_jax.settings.run import IslandsConfig, RunConfig, SyncerConfig, TrainConfig
+
+FOREVER = "exec sleep 1000"
+
+
+class Scripted(LocalRun):
+    """Starts scripts: the n-th start of a name runs its n-th script, the last one again and again."""
+
+    scripts: dict[str, list[str]]
+    started: list[str]
+    words: dict[str, list[list[str]]]  # of every start of a name
+
+    def _start_process(self, name: str, arguments: list[str], environment: Mapping[str, str]) -> Process:
+        self.words.setdefault(name, []).append(arguments)
+        number = sum(started == name for started in self.started)
+        self.started.append(name)
+        scripts = self.scripts.get(name, ["exit 1"])  # nothing could be compiled ahead
+        script = scripts[min(number, len(scripts) - 1)]
+        log = self._run_dir / "logs" / f"{name}.log"
+        with log.open("ab") as stream:
+            process = subprocess.Popen(["sh", "-c", script], stdout=stream, stderr=stream, cwd=self._run_dir)
+        return Process(name, process, log)
+
+
+class Told:
+    """A supervised run of scripts, and what came of it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        syncer: Sequence[str],
+        islands: Sequence[Sequence[str]],
+        *,
+        quorum: int = 1,
+        syncer_restarts: int = 3,
+        island_restarts: int = 3,
+        hosts: int = 1,
+    ) -> None:
+        config = replace(
+            RunConfig(),
+            islands=IslandsConfig(
+                count=len(islands),
+                devices=4,
+                hosts=hosts,
+                batch_size=32,
+                restart_delay_s=0.0,
+                restarts_max=island_restarts,
+            ),
+            syncer=SyncerConfig(restart_delay_s=0.0, restarts_max=syncer_restarts),
+            protocol=ProtocolConfig(quorum=quorum),
+        )
+        self.lines: list[str] = []
+        self.stop = threading.Event()
+        self.run = Scripted(config, folder, self.lines.append, self.stop)
+        self.run.started, self.run.words = [], {}
+        listen = "echo 127.0.0.1:1 > syncer.address; "
+        self.run.scripts = {f"island-{n}": list(scripts) for n, scripts in enumerate(islands)}
+        self.run.scripts["syncer"] = [listen + script for script in syncer]
+
+    @property
+    def said(self) -> str:
+        return "\n".join(self.lines)
+
+    def starts(self, name: str) -> int:
+        return self.run.started.count(name)
+
+
+def until(condition: str) -> str:
+    """A script that goes on when a shell condition holds."""
+    return f"while ! {condition}; do sleep 0.02; done; "
+
+
+def lines_in(name: str, count: int) -> str:
+    return f"[ $(cat {name} 2>/dev/null | wc -l) -ge {count} ]"
+
+
+def test_a_dead_syncer_is_started_again_and_islands_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text(json.dumps({"state": "running"}))
+    told = Told(tmp_path, ["kill -9 $$", "exit 1", "exit 0"], [[FOREVER], [FOREVER]])
+    told.run.run()
+    assert told.said.count("starting it again, islands train on") == 2
+    assert told.starts("syncer") == 3
+    assert told.starts("island-0") == told.starts("island-1") == 1
+    assert "syncer killed by SIGKILL" in told.said and "syncer ended with status 1" in told.said
+
+
+def test_islands_begin_when_their_programs_are_compiled(tmp_path: Path) -> None:
+    told = Told(tmp_path, [until("[ -e began ]")], [["[ -e compiled ] && touch began; " + FOREVER], [FOREVER]])
+    told.run.scripts["compile-island-0"] = ["sleep 0.3; touch compiled"]
+    told.run.run()
+    assert told.run.started == ["compile-island-0", "syncer", "island-0", "island-1"]
+
+
+ALIKE, TWO = IslandsConfig(count=3, devices=1), IslandOverride(devices=2)
+
+
+@pytest.mark.parametrize(
+    ("islands", "compiled"),
+    [
+        (ALIKE, ["island-0"]),
+        (replace(ALIKE, each={"island-0": TWO}), ["island-1"]),
+        (replace(ALIKE, each={"island-0": TWO, "island-1": replace(TWO, zone="a"), "island-2": TWO}), ["island-0"]),
+        (replace(ALIKE, count=2, each={"island-0": TWO}), []),
+        (replace(ALIKE, controller="single"), []),
+        (replace(ALIKE, devices=2, hosts=2), []),
+    ],
+)
+def test_one_island_of_each_kind_is_compiled(islands: IslandsConfig, compiled: list[str]) -> None:
+    config = RunConfig(islands=islands, train=TrainConfig(batch_size=12))
+    assert shared_by_several(config, Machine()) == compiled
+    assert shared_by_several(config, Machine(gpus=("0", "1"))) == []
+
+
+def test_a_syncer_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    told = Told(tmp_path, ["echo gone; exit 1"], [[FOREVER]], syncer_restarts=2)
+    with pytest.raises(RunFailed, match=r"gone .*given up after 3 starts \(syncer.restarts_max\)") as failed:
+        told.run.run()
+    assert not failed.value.wrong_input and "train on" not in told.said, "nobody trained yet"
+    assert told.starts("syncer") == 3
+
+
+def test_a_syncer_with_a_wrong_setting_is_not_started_again(tmp_path: Path) -> None:
+    told = Told(tmp_path, ["exit 2"], [[FOREVER]])
+    with pytest.raises(RunFailed, match="syncer ended with status 2") as failed:
+        told.run.run()
+    assert failed.value.wrong_input
+    assert told.starts("syncer") == 1
+
+
+def test_islands_and_syncer_are_counted_apart(tmp_path: Path) -> None:
+    died = "echo x >> died; kill -9 $$"
+    syncer = [until(lines_in("died", 3)) + "kill -9 $$", until(lines_in("back", 1)) + "exit 0"]
+    told = Told(
+        tmp_path, syncer, [[died, died, died, f"echo x >> back; {FOREVER}"]], island_restarts=3, syncer_restarts=1
+    )
+    told.run.run()
+    assert told.starts("island-0") == 4 and told.starts("syncer") == 2
+
+
+def test_an_expelled_island_comes_back_as_a_new_incarnation(tmp_path: Path) -> None:
+    told = Told(tmp_path, [until(lines_in("back", 1)) + "exit 0"], [["exit 1", f"echo x >> back; {FOREVER}"]])
+    told.run.run()
+    assert told.starts("island-0") == 2
+
+
+def test_the_hosts_of_an_island_are_started_again_together_and_alone(tmp_path: Path) -> None:
+    dies = until("[ -e began ]") + "kill -9 $$"
+    told = Told(tmp_path, [until(lines_in("back", 2)) + "exit 0"], [["touch began; " + FOREVER], [FOREVER]], hosts=2)
+    told.run.scripts["island-0"].append(f"echo x >> back; {FOREVER}")
+    told.run.scripts["island-0.host-1"] = [dies, f"echo x >> back; {FOREVER}"]
+    told.run.scripts["island-1.host-1"] = [FOREVER]
+    told.run.run()
+    assert [told.starts(f"island-0{host}") for host in ("", ".host-1")] == [2, 2]
+    assert [told.starts(f"island-1{host}") for host in ("", ".host-1")] == [1, 1]
+    assert "island-0.host-1 killed by SIGKILL" in told.said
+    leader, follower = (dict(zip(w[2::2], w[3::2], strict=True)) for w in _lives(told, "island-0", 0))
+    assert (leader.pop("--host"), follower.pop("--host")) == ("0", "1") and leader == follower
+    again = dict(zip(_lives(told, "island-0", 1)[0][2::2], _lives(told, "island-0", 1)[0][3::2], strict=True))
+    assert again["--coordinator"] != leader["--coordinator"] and again["--incarnation"] > leader["--incarnation"]
+
+
+def _lives(told: Told, name: str, life: int) -> list[list[str]]:
+    """The words with which the two hosts of an island were started."""
+    return [told.run.words[f"{name}{host}"][life] for host in ("", ".host-1")]
+
+
+def test_a_drained_island_stays_away_and_others_are_still_looked_after(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text(json.dumps({"state": "running"}))
+    leaves = "echo drained; echo x >> left; exit 0"
+    dies = until(lines_in("left", 1)) + "kill -9 $$"
+    syncer = until(lines_in("back", 1)) + "exit 0"
+    told = Told(tmp_path, [syncer], [[leaves], [dies, f"echo x >> back; {FOREVER}"]], quorum=2)
+    told.run.run()
+    assert told.starts("island-0") == 1 and told.starts("island-1") == 2
+    assert told.said.count("island-0 left: drained") == 1
+
+
+def test_too_few_islands_end_the_run(tmp_path: Path) -> None:
+    told = Told(tmp_path, [FOREVER], [["echo broken; exit 2"], [FOREVER]], quorum=2)
+    with pytest.raises(
+        RunFailed, match=r"1 islands are left, fewer than protocol.quorum = 2: island-0 .* broken"
+    ) as failed:
+        told.run.run()
+    assert failed.value.wrong_input
+
+
+def test_islands_that_end_with_the_run_are_not_started_again(tmp_path: Path) -> None:
+    """The syncer is busy with the last evaluation; an island is killed on its way out."""
+    complete = """echo '{"state": "complete"}' > status.json; echo x >> told; """
+    syncer = complete + until(lines_in("ended", 2)) + "sleep 0.5; exit 0"
+    ends = until(lines_in("told", 1)) + "echo x >> ended; "
+    told = Told(tmp_path, [syncer], [[ends + "exit 0"], [ends + "kill -9 $$"]], quorum=2)
+    told.run.run()
+    assert told.starts("island-0") == told.starts("island-1") == 1
+    assert len(told.lines) == 1 and "emulated" in told.said, "what islands run on, and nothing else"
+
+
+def test_stopping_while_the_syncer_is_away_says_how_to_go_on(tmp_path: Path) -> None:
+    told = Told(tmp_path, ["kill -9 $$", FOREVER], [[FOREVER]])
+    told.run._say = lambda line: told.stop.set()  # the moment at which its death is noticed
+    with pytest.raises(RunFailed, match="--resume"):
+        told.run.run()
+
+
+def test_nobody_is_left_behind(tmp_path: Path) -> None:
+    told = Told(tmp_path, [until(lines_in("up", 2)) + "exit 0"], [[f"echo x >> up; {FOREVER}"]] * 2)
+    told.run.run()
+    children = [*told.run._islands.values(), told.run._syncer]
+    assert all(child is not None and child.process.poll() is not None for child in children)

@@ -1,0 +1,146 @@
+"""Every process is gone, only the folder is left, and the run goes on from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.runtime.local.resume import check_resumable, check_same_run
+from diloco_jax.runtime.local.run import next_incarnation
+from diloco_jax.runtime.records.checkpoint import complete
+from diloco_jax.runtime.records.files import newest_run_dir
+from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND, RunClock, mode_of
+from diloco_jax.settings.run import RunConfig, SyncerConfig
+from tests.runtime.helpers import run, wait_for, write_config
+from tests.runtime.syncer.test_failover import STEPS, Job, check_end, folder, tape_of
+from tests.runtime.syncer.test_snapshots import damage
+
+__all__ = ["folder"]  # a fixture
+
+
+@pytest.mark.net
+@pytest.mark.timeout(500)
+def test_everybody_killed_and_the_newest_snapshot_broken(folder: Path) -> None:
+    job = Job(folder)
+    wait_for(lambda: len(complete(job.run_dir / "checkpoints")) >= 2, "two snapshots", 200)
+    job.kill_everybody()
+    snapshots = [path.name for path in complete(job.run_dir / "checkpoints")]
+    damage(job.run_dir / "checkpoints" / snapshots[0])
+    before = tape_of_killed(job.run_dir)
+    other = run("train", job.config, "--run-dir", job.run_dir, "--resume", "--outer.learning_rate", "0.5")
+    assert other.returncode == 2 and "outer.learning_rate is 0.5, but the run" in other.stderr
+    again = run("train", job.config, "--run-dir", job.run_dir)
+    assert again.returncode == 2 and "go on with it (--resume)" in again.stderr
+
+    job.process = job.begin("--resume")
+    _, summary = job.finish()
+    assert summary["complete"] and summary["global_steps"] == STEPS
+    log = (job.run_dir / "logs" / "syncer.log").read_text()
+    assert f"skipped {snapshots[0]}, trying the one before" in log
+    assert f"the run goes on from {snapshots[1]}" in log
+    tape = tape_of(job.run_dir)
+    assert tape[: len(before)] == before
+    kind, now_s, global_step, epoch = tape[len(before)]
+    assert (kind, f"step_{global_step:08d}", epoch) == ("rewind", snapshots[1], 2)
+    assert now_s >= before[-1][1]
+    check_end(job.run_dir)
+    lives = {}
+    for path in (job.run_dir / "tapes").iterdir():
+        lives.setdefault(path.name.split(".")[0], []).append(int(path.name.split(".")[1]))
+    assert all(len(set(numbers)) == 2 for numbers in lives.values()), lives
+    done = run("train", job.config, "--run-dir", job.run_dir, "--resume")
+    assert done.returncode == 2 and "complete" in done.stderr
+
+
+def tape_of_killed(run_dir: Path) -> list[list[object]]:
+    """The whole lines of a tape whose writer was killed."""
+    lines = (run_dir / "tape.jsonl").read_bytes().split(b"\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
+    began = RunConfig()
+    check_same_run(began, replace(began, tensorboard=False, syncer=SyncerConfig(restarts_max=3)), tmp_path)
+    with pytest.raises(ValueError, match=r"protocol\.quorum is 2, but the run in .* began with 1; go on with the same"):
+        check_same_run(began, replace(began, protocol=ProtocolConfig(quorum=2)), tmp_path)
+    with pytest.raises(ValueError, match="seed is 1, but"):
+        check_same_run(began, replace(began, seed=1), tmp_path)
+
+
+def test_only_a_run_that_ended_early_can_go_on(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no run"):
+        check_resumable(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match="data-parallel"):
+        check_resumable(tmp_path)
+    (tmp_path / "tape.jsonl").touch()
+    check_resumable(tmp_path)
+    (tmp_path / "summary.json").write_text('{"complete": false}')
+    check_resumable(tmp_path)
+    (tmp_path / "summary.json").write_text('{"complete": true}')
+    with pytest.raises(ValueError, match="complete"):
+        check_resumable(tmp_path)
+
+
+def test_the_run_that_was_active_last_goes_on(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no run named small"):
+        newest_run_dir(tmp_path, "small")
+    for age, name in enumerate(["small-2", "small", "small-10", "smaller", "small-x", "small-11"]):
+        (tmp_path / name).mkdir()
+        if name != "small-11":  # which never began
+            (tmp_path / name / "tape.jsonl").touch()
+            os.utime(tmp_path / name / "tape.jsonl", (1000 - age, 1000 - age))
+    assert newest_run_dir(tmp_path, "small").name == "small-2"
+    os.utime(tmp_path / "small-10" / "tape.jsonl", (2000, 2000))
+    assert newest_run_dir(tmp_path, "small").name == "small-10"
+
+
+def test_without_a_run_to_resume_the_command_says_so(tmp_path: Path) -> None:
+    result = run("train", write_config(tmp_path, runs_dir=str(tmp_path / "runs")), "--resume")
+    assert result.returncode == 2
+    assert "holds no run named small that could go on" in result.stderr
+
+
+def test_incarnations_never_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert abs(next_incarnation(tmp_path, "island-0") - time.time() * 1000) < 60_000
+    (tmp_path / "tapes").mkdir()
+    for name in (
+        "island-0.5000000000000.jsonl",
+        "island-0.4.jsonl",
+        "island-00.9000000000000.jsonl",
+        "island-0.x.jsonl",
+    ):
+        (tmp_path / "tapes" / name).touch()
+    assert next_incarnation(tmp_path, "island-0") == 5_000_000_000_001, "the clock was set back"
+    assert next_incarnation(tmp_path, "island-1") < 5_000_000_000_000
+
+
+def test_time_goes_on_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("diloco_jax.runtime.syncer.begin.time.time", lambda: now[0])
+    monkeypatch.setattr("diloco_jax.runtime.syncer.begin.time.monotonic", lambda: 77.0)
+    assert RunClock(tmp_path, 0.0).now_s() == 0.0
+    now[0] = 1030.0
+    assert RunClock(tmp_path, 12.0).now_s() == 30.0, "the time without a process counts"
+    now[0] = 500.0
+    assert RunClock(tmp_path, 12.0).now_s() == 12.0, "a clock that was set back does not turn time round"
+    (tmp_path / "clock.json").write_text("{broken")
+    now[0] = 2000.0
+    assert RunClock(tmp_path, 12.0).now_s() == 12.0, "without a record it goes on from the tape"
+    now[0] = 2001.0
+    assert RunClock(tmp_path, 12.5).now_s() == 13.0, "and that is recorded"
+
+
+def test_how_a_syncer_begins(tmp_path: Path) -> None:
+    assert mode_of(tmp_path, rewind=False) == mode_of(tmp_path, rewind=True) == FRESH
+    (tmp_path / "tape.jsonl").write_text('["begin",0.0')
+    assert mode_of(tmp_path, rewind=False) == FRESH, "its first line is not whole"
+    (tmp_path / "tape.jsonl").write_text('["begin",0.0,[1,2]]\n["tick",1')
+    assert mode_of(tmp_path, rewind=False) == FAILOVER
+    assert mode_of(tmp_path, rewind=True) == REWIND

@@ -1,0 +1,81 @@
+"""The evaluator holds the parameters at most once, and never a state of an optimizer."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from diloco_jax.runtime.model import evaluation
+from diloco_jax.runtime.model.evaluation import Evaluator
+from diloco_jax.settings.text import load
+from diloco_jax.training.island import Island
+from diloco_jax.training.sharding import MeshConfig
+from tests.runtime.helpers import write_config
+
+
+def live_bytes() -> int:
+    """Bytes of all arrays that JAX holds."""
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_one_model_at_most_and_no_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(write_config(tmp_path))
+    before, during = live_bytes(), list[int]()
+    evaluator = Evaluator(config)
+    model_bytes = 4 * evaluator.num_parameters
+    assert live_bytes() == before, "what is only described takes no memory"
+    parameters = evaluator.initial_parameters()
+    assert live_bytes() == before
+
+    def watched(*arguments: Any) -> Iterator[np.ndarray]:
+        for batch in batches(*arguments):
+            during.append(live_bytes() - before)
+            yield batch
+
+    batches = evaluation.eval_batches
+    monkeypatch.setattr(evaluation, "eval_batches", watched)
+    result = evaluator.evaluate(parameters, 3)
+    assert len(during) == 3 and model_bytes <= max(during) < model_bytes + 20_000, "the parameters, and a batch"
+    assert live_bytes() == before
+    assert 5 < result["loss"] < 6 and result["bits_per_byte"] == pytest.approx(result["loss"] / np.log(2))
+
+
+def test_the_initial_parameters_are_those_of_an_island(tmp_path: Path) -> None:
+    config = load(write_config(tmp_path))
+    drawn = Evaluator(config).initial_parameters()
+    island = Island(
+        config.model, config.optimizer, MeshConfig(data=2, fsdp=2), seed=config.seed, devices=jax.devices()[:4]
+    )
+    expected = island.parameters()
+    assert list(drawn) == list(expected)
+    for path, value in drawn.items():
+        np.testing.assert_array_equal(value, expected[path])
+
+
+def test_parameters_of_another_model_are_refused(tmp_path: Path) -> None:
+    evaluator = Evaluator(load(write_config(tmp_path)))
+    parameters = evaluator.initial_parameters()
+    path = next(iter(parameters))
+    with pytest.raises(ValueError, match=r"another model"):
+        evaluator.evaluate(parameters | {"extra": np.zeros(2, np.float32)}, 1)
+    with pytest.raises(ValueError, match=rf"'{path}' has shape \(3,\)"):
+        evaluator.evaluate(parameters | {path: np.zeros(3, np.float32)}, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--data.format", "tokens"], "nothing here turns them into text"),
+        (["--model.module", "tests.natural_models:Language"], "has no method `generate`"),
+    ],
+)
+def test_a_run_that_cannot_write_says_why(tmp_path: Path, changes: list[str], message: str) -> None:
+    assert message in evaluation.cannot_write(load(write_config(tmp_path), changes))
+    assert not evaluation.cannot_write(load(write_config(tmp_path, model={"args": {}})))

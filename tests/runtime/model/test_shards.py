@@ -1,0 +1,253 @@
+"""Merge shards in processes of their own: real ones, with learners that send made-up values over the real transport."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diloco_jax.core import codec
+from diloco_jax.core.fragments import FragmentPlan, plan_fragments
+from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.messages import NO_VERSION, FragmentValue, GlobalFragment, Heartbeat, Hello
+from diloco_jax.runtime.model.arithmetic import LocalShares
+from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_setup
+from diloco_jax.runtime.model.remote_shares import RemoteShares
+from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, open_listeners
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.text import load
+from diloco_jax.transport.link import Delivery, Link
+from diloco_jax.transport.sharded import Dialler, ShardedLink
+from tests.runtime.helpers import kill_processes, processes_of, run, start, status, wait_for, write_config
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(500)]
+
+SHAPES = {"embed": (1 << 10, 600), "norm": (300,), **{f"layer_{n}/kernel": (64, 40 + n) for n in range(5)}}
+PLAN: FragmentPlan = plan_fragments(SHAPES, 2)
+FINGERPRINT = (("run", "small"),)
+NAMES = ("a", "b")
+
+
+class Bench:
+    """A syncer's listener and shards in front of a model, and learners that say what they are told to."""
+
+    def __init__(self, folder: Path, shards: int) -> None:
+        path = write_config(folder, protocol={"sync_every": 2, "num_fragments": 2}, syncer={"shards": shards})
+        self.config: RunConfig = load(path)
+        self.deaths: list[Exception] = []
+        self.arithmetic = RemoteShares(make_setup(self.config, PLAN), PLAN, path, 1, self.deaths.append)
+        self.model = model(self.config, self.arithmetic)
+        life = Life("fresh", 1, threading.Event())
+        listener = open_listeners(self.config, folder, life, self.arithmetic, FINGERPRINT)
+        assert isinstance(listener, ShardedListener)
+        self.listener = listener
+        self.links = {name: self.dial(name) for name in NAMES}
+
+    def dial(self, name: str) -> Link:
+        wire, setup = self.config.wire, self.model.setup
+        transport = replace(self.config.transport, address=self.listener.address)
+        dialler = Dialler(
+            transport, run_id="small", learner_id=name, incarnation=1, shares=setup.shares, up=wire.up, down=wire.down
+        )
+        return dialler.connect(0)
+
+    def hear(self, kind: type, count: int) -> list[Delivery]:
+        """The next messages of this kind, by the names of their senders."""
+        found: list[Delivery] = []
+        ends_s = time.monotonic() + 60
+        while len(found) < count and time.monotonic() < ends_s:
+            delivery = self.listener.receive(0.2)
+            if delivery is not None and isinstance(delivery.message, kind):
+                found.append(delivery)
+        assert len(found) == count, f"{len(found)} of {count} {kind.__name__} came"
+        return sorted(found, key=lambda delivery: delivery.peer)
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close(0.1)
+        self.listener.close(0.1)
+        self.arithmetic.close()
+
+
+def model(config: RunConfig, arithmetic: LocalShares | RemoteShares) -> GlobalModel:
+    rng = np.random.default_rng(7)
+    parameters = {path: rng.normal(size=shape).astype(np.float32) for path, shape in SHAPES.items()}
+    return make_model(config, PLAN, parameters, arithmetic)
+
+
+def payload(fragment_id: int, seed: int, format: codec.Format) -> bytes:
+    rng = np.random.default_rng(seed)
+    shapes = PLAN.fragments[fragment_id].keys_shapes
+    return codec.encode({key: rng.normal(size=shape).astype(np.float32) for key, shape in shapes}, format)
+
+
+def hello(name: str, fingerprint: tuple[tuple[str, str], ...] = FINGERPRINT) -> Hello:
+    return Hello(name, 1, fingerprint, (-1, -1), (0, 0), 0, 1, 0)
+
+
+def receive(link: Link) -> Delivery:
+    delivery = wait_for(lambda: link.receive(0.2), "a delivery")
+    assert isinstance(delivery, Delivery)
+    return delivery
+
+
+@pytest.fixture
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    this = Bench(tmp_path, getattr(request, "param", 2))
+    yield this
+    this.close()
+    assert this.deaths == []
+
+
+@pytest.mark.parametrize("bench", [2, 3], indirect=True)
+def test_shards_give_the_bits_of_one_process(bench: Bench) -> None:
+    one = replace(bench.config, syncer=replace(bench.config.syncer, shards=1))
+    alone = model(one, LocalShares(make_setup(one, PLAN)))
+    assert bench.model.digests == alone.digests
+    for name, link in bench.links.items():
+        link.send(hello(name))
+    bench.hear(Hello, len(NAMES))
+    capture, initial = bench.model.capture(), alone.parameters()
+    for step in range(1, 6):
+        fragment_id = step % 2
+        newest = alone.versions[fragment_id]
+        values = {name: payload(fragment_id, 10 * step + n, "int4") for n, name in enumerate(NAMES)}
+        for name, link in bench.links.items():
+            link.send(
+                FragmentValue(name, 1, step, fragment_id, step, 1, 64, newest, step, len(values[name])), values[name]
+            )
+        came = {delivery.peer: delivery.payload for delivery in bench.hear(FragmentValue, len(NAMES))}
+        order = Merge(step, fragment_id, tuple(Part(name, step, 1, 64 + n, newest, 1) for n, name in enumerate(NAMES)))
+        merged, expected = bench.model.merge(order, came), alone.merge(order, values)
+        assert merged == expected and merged.state is not None
+        bench.model.publish(merged)
+        alone.publish(expected)
+        for base in (newest, NO_VERSION):
+            message = GlobalFragment(step, fragment_id, step, 1, merged.state.digest, 0, base)
+            for name in NAMES:
+                bench.listener.send(name, message)
+            for link in bench.links.values():
+                delivery = receive(link)
+                assert delivery.message == message and delivery.payload == alone.payload(fragment_id, base)
+    parameters = alone.parameters()
+    assert all(np.array_equal(parameters[path], value) for path, value in bench.model.parameters().items())
+    newer = bench.model.capture()
+    captured = bench.model.parameters(capture)
+    assert all(np.array_equal(initial[path], value) for path, value in captured.items()), "it stays as it was"
+    groups, plain = bench.model.packed(newer)
+    expected_groups, expected_plain = alone.packed(alone.capture())
+    assert plain == expected_plain and groups["outer"].keys() == expected_groups["outer"].keys()
+    assert all(np.array_equal(array, expected_groups["outer"][name]) for name, array in groups["outer"].items())
+    sent = 2 * sum(len(payload(step % 2, step, "int4")) for step in range(1, 6))
+    wait_for(lambda: bench.listener.receive(0.1) or bench.listener.traffic.received_bytes > sent, "the count of bytes")
+    bench.model.load(bench.model.unpacked(groups, plain))
+    restored = bench.model.parameters()
+    assert all(np.array_equal(parameters[path], value) for path, value in restored.items())
+
+
+def test_a_hello_waits_for_the_shards_and_one_of_another_config_does_not(bench: Bench) -> None:
+    link = bench.links["a"]
+    assert isinstance(link, ShardedLink)
+    link._control.send(hello("a"))  # as if the shards' connections were slow
+    link._control.send(Heartbeat("a", 1))
+    assert bench.listener.receive(0.5) is None
+    link._control.send(hello("a", (("run", "other"),)))
+    assert bench.hear(Hello, 1)[0].message == hello("a", (("run", "other"),))
+    link.send(hello("a"))
+    assert bench.hear(Hello, 1)[0].message == hello("a")
+
+
+def test_values_of_which_parts_are_missing_are_bounded_and_freed_with_their_session(bench: Bench) -> None:
+    link, freed = bench.links["a"], []
+    link.send(hello("a"))
+    bench.hear(Hello, 1)
+    assert isinstance(link, ShardedLink)
+    holder = bench.model.setup.shares.holders(0)[0]
+    proxy, tell = bench.arithmetic.proxies[holder], bench.arithmetic.proxies[holder].tell
+
+    def watched(op: str, arrays: Sequence[np.ndarray] = (), **said: Any) -> None:
+        freed.append(said["number"])
+        tell(op, arrays, **said)
+
+    proxy.tell = watched  # type: ignore[method-assign]
+    for step in range(10):
+        link._links[holder].send(FragmentValue("a", 1, step, 0, 1, 1, 64, 0, 1, 10), b"0123456789")
+    wait_for(lambda: bench.listener.receive(0.1) or len(freed) == 6, "the oldest to be freed")
+    assert [len(each) for each in bench.listener._values.values()] == [4], "twice the rounds in flight"
+    link.close(0.1)
+    delivery = wait_for(lambda: bench.listener.receive(0.2), "the end of the session")
+    assert delivery.kind == "disconnected" and not bench.listener._values
+    assert sorted(freed) == list(range(10))
+    proxy.tell = tell  # type: ignore[method-assign]
+
+
+def test_an_unusable_value_is_left_out(bench: Bench) -> None:
+    for name, link in bench.links.items():
+        link.send(hello(name))
+    bench.hear(Hello, 2)
+    good = payload(0, 1, "int4")
+    for name, data in (("a", good), ("b", b"")):
+        bench.links[name].send(FragmentValue(name, 1, 1, 0, 1, 1, 64, 0, 1, len(good)), data)
+    came = {delivery.peer: delivery.payload for delivery in bench.hear(FragmentValue, 2)}
+    merged = bench.model.merge(Merge(1, 0, tuple(Part(name, 1, 1, 64, 0, 1) for name in NAMES)), came)
+    assert merged.left_out.keys() == {"b"} and merged.state is not None
+
+
+def test_the_death_of_a_shard_is_told_and_ends_what_waits_for_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, 2)
+    capture = bench.model.capture()
+    bench.arithmetic.proxies[1].process.kill()
+    wait_for(lambda: bench.deaths, "the news")
+    assert "merge shard 1" in str(bench.deaths[0])
+    with pytest.raises(ConnectionError, match="merge shard 1"):
+        bench.model.parameters(capture)
+    for link in bench.links.values():
+        delivery = receive(link)
+        assert delivery.kind == "disconnected" and delivery.peer == "syncer"
+    del capture
+    gc.collect()
+    bench.close()
+
+
+@pytest.mark.slow
+def test_a_run_with_shards_outlives_a_shard_and_its_syncer_and_can_be_replayed(tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path,
+        islands={"count": 2, "devices": 1, "restart_delay_s": 0.1},
+        train={"steps": 300, "eval_every": 0},
+        protocol={"snapshot_every": 50, "quorum": 2},
+        syncer={"shards": 2},
+    )
+    run_dir = tmp_path / "run"
+    process = start("train", config, "--run-dir", run_dir, "--quiet")
+    try:
+        for epoch, victim in ((1, "--shard 1"), (2, " syncer ")):
+            wait_for(lambda e=epoch: _reached(run_dir, 80 * e, e), f"step {80 * epoch} of life {epoch}", 200)
+            shards = [pid for pid, words in processes_of(run_dir).items() if "--shard" in words]
+            os.kill(next(pid for pid, words in processes_of(run_dir).items() if victim in words), signal.SIGKILL)
+            wait_for(lambda old=shards: not set(old) & set(processes_of(run_dir)), "the end of all shards")
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+        assert "merge shard 1" in output and "syncer killed by SIGKILL" in output
+    finally:
+        process.kill()
+        kill_processes(tmp_path)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["complete"] and summary["global_steps"] == 300
+    replayed = run("replay", run_dir, "--json", timeout_s=200, step_s=0)
+    assert json.loads(replayed.stdout)["identical"], replayed.stdout + replayed.stderr
+
+
+def _reached(run_dir: Path, global_step: int, epoch: int) -> bool:
+    now = status(run_dir) or {"epoch": 0, "global_step": 0}
+    return now["epoch"] == epoch and now["global_step"] >= global_step and len(processes_of(run_dir)) >= 5

@@ -1,0 +1,158 @@
+"""`diloco status` of a folder must not believe a file: what it says goes on has a process that says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_jax.cli import main as cli
+from diloco_jax.runtime.records.liveness import judge, signature
+from diloco_jax.runtime.records.status import read_earlier, read_status, start_again
+from diloco_jax.tools.report.live import describe
+from tests.runtime.helpers import SLOW_STEP_S, kill_processes, processes_of, start, wait_for, write_config
+
+
+def folder(tmp_path: Path, *files: str) -> Path:
+    """The folder of a run with these files."""
+    for name in ("tape.jsonl", *files):
+        (tmp_path / name).write_text("{}")
+    return tmp_path
+
+
+def word(state: str = "running", age_s: float = 0.0, **said: Any) -> dict[str, Any]:
+    """A status that this process wrote, some time ago."""
+    own = signature()
+    own |= {"unix_s": time.time() - age_s, "supervisor": own["process"]} | said
+    return {"run": "small", "state": state, "global_step": 3, "total_steps": 80, "wall_s": 9.0, "said": own}
+
+
+def nobody() -> None:
+    return None
+
+
+def test_a_process_that_speaks_is_believed(tmp_path: Path) -> None:
+    status = word()
+    assert judge(folder(tmp_path), status, nobody) == status
+
+
+@pytest.mark.parametrize("state", ["starting", "running", "complete", "stopped"])
+def test_who_ended_without_a_summary_does_not_run(tmp_path: Path, state: str) -> None:
+    pid, began = signature()["process"]
+    for name in ([pid, began + 1], [2**22 + 1, began]):  # the number was given to another process; nobody has it
+        found = judge(folder(tmp_path), word(state, age_s=40, process=name, supervisor=name), nobody)
+        assert found["state"] == "not running" and found["said_s_ago"] == pytest.approx(40, abs=5)
+        assert "--resume" in found["remedy"] and str(tmp_path) in found["remedy"]
+
+
+def test_a_run_that_ended_needs_no_process(tmp_path: Path) -> None:
+    for state in ("complete", "stopped"):
+        status = word(state, age_s=1e6, process=[2**22 + 1, 0], machine="elsewhere")
+        assert judge(folder(tmp_path, "summary.json"), status, nobody) == status
+
+
+def test_the_last_evaluation_says_nothing_for_long(tmp_path: Path) -> None:
+    status = word("complete", age_s=3600)
+    assert judge(folder(tmp_path), status, nobody) == status
+
+
+def test_a_dead_syncer_with_a_supervisor_comes_back(tmp_path: Path) -> None:
+    status = word(process=[2**22 + 1, 0])
+    found = judge(folder(tmp_path), status, nobody)
+    assert found["state"] == "syncer away" and "starts it again" in found["remedy"]
+
+
+def test_who_has_no_supervisor_is_told_of_the_syncer(tmp_path: Path) -> None:
+    status = word(process=[2**22 + 1, 0])
+    status["said"]["supervisor"] = None
+    found = judge(folder(tmp_path), status, nobody)
+    assert found["state"] == "not running"
+    assert "diloco syncer" in found["remedy"] and "--rewind" in found["remedy"] and "--resume" in found["remedy"]
+
+
+def test_a_full_disk_keeps_an_old_file_while_the_syncer_is_well(tmp_path: Path) -> None:
+    old, new = word(age_s=100), word()
+    assert judge(folder(tmp_path), old, lambda: new) == new
+    other = word(process=[1, 1])  # another run listens there now
+    assert judge(folder(tmp_path), old, lambda: other)["state"] == "silent"
+    assert judge(folder(tmp_path), old, lambda: word(age_s=90))["state"] == "silent", "its loop hangs"
+
+
+def test_on_another_machine_the_age_of_the_last_word_decides(tmp_path: Path) -> None:
+    near, far = word(age_s=20, machine="host-7"), word(age_s=100, machine="host-7")
+    assert judge(folder(tmp_path), near, nobody)["state"] == "running"
+    found = judge(folder(tmp_path), far, nobody)
+    assert found["state"] == "not running" and "it ran on host-7" in found["remedy"]
+    assert judge(folder(tmp_path), far, lambda: word(machine="host-7"))["state"] == "running"
+
+
+def test_a_data_parallel_run_cannot_go_on(tmp_path: Path) -> None:
+    found = judge(tmp_path, word(age_s=40, process=[2**22 + 1, 0], supervisor=[2**22 + 1, 0]), nobody)
+    assert "data-parallel" in found["remedy"] and "--resume" not in found["remedy"]
+
+
+def test_a_run_that_starts_again_says_so(tmp_path: Path) -> None:
+    earlier = word(age_s=1e5, process=[2**22 + 1, 0]) | {"wire": {"up_bytes": 5, "down_bytes": 7}, "eval_loss": 1.5}
+    (tmp_path / "status.json").write_text(json.dumps(earlier))
+    start_again(tmp_path)
+    told = read_status(str(tmp_path))
+    assert told["state"] == "starting" and told["learners"] == [] and told["global_step"] == 3
+    assert read_earlier(tmp_path) == ({"up_bytes": 5, "down_bytes": 7}, 1.5), "what only it tells stays"
+    (tmp_path / "status.json").unlink()
+    start_again(tmp_path)
+    assert not (tmp_path / "status.json").exists()
+
+
+def test_a_folder_in_which_nobody_has_spoken_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config(tmp_path)
+    assert cli.main(["status", str(tmp_path)]) == 2
+    assert "has said nothing yet" in capsys.readouterr().err
+
+
+@pytest.mark.net
+@pytest.mark.timeout(500)
+def test_a_run_that_is_stopped_and_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path, train={"steps": 4000}, model={"args": {"dim": 32, "num_layers": 1}})
+    train = start("train", config, "--run-dir", run_dir, "--quiet", step_s=SLOW_STEP_S)
+
+    def state() -> str:
+        return str(read_status(str(run_dir))["state"]) if (run_dir / "status.json").exists() else ""
+
+    def syncer() -> int:
+        return next((pid for pid, command in processes_of(run_dir).items() if " syncer " in command), 0)
+
+    try:
+        wait_for(lambda: state() == "running", "training", 250)
+        os.kill(syncer(), signal.SIGSTOP)
+        assert wait_for(lambda: state() == "silent", "a word about the process that was stopped", 30)
+        assert cli.main(["status", str(run_dir)]) == 1
+        assert f"kill -CONT {syncer()}" in capsys.readouterr().out
+        os.kill(syncer(), signal.SIGCONT)
+        wait_for(lambda: state() == "running", "going on", 30)
+
+        os.kill(syncer(), signal.SIGKILL)
+        assert wait_for(lambda: state() == "syncer away", "a word about the syncer's death", 10)
+        assert cli.main(["status", str(run_dir)]) == 0
+        capsys.readouterr()
+        train.kill()
+        kill_processes(run_dir)
+        wait_for(lambda: not processes_of(run_dir), "the end of all processes", 30)
+    finally:
+        train.kill()
+        kill_processes(run_dir)
+        train.communicate(timeout=60)
+    assert '"state": "running"' in (run_dir / "status.json").read_text(), "the file goes on to say so"
+    assert cli.main(["status", str(run_dir)]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("small is not running: last word ") and " s ago, at global step " in text
+    assert f"diloco train {run_dir}/config.yaml --run-dir {run_dir} --resume" in text and " left" not in text
+    assert cli.main(["status", str(run_dir), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["state"] == "not running" and told["said_s_ago"] >= 0 and "--resume" in told["remedy"]
+    assert describe(told).startswith("small is not running")

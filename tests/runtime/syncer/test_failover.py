@@ -1,0 +1,158 @@
+"""The syncer dies, or its disk is full, and learners notice nothing but a pause between two rounds."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_jax.runtime.records.checkpoint import latest, load_parameters
+from diloco_jax.runtime.records.status import read_status
+from diloco_jax.runtime.records.telemetry import read_metrics
+from tests.runtime.helpers import kill_processes, processes_of, start, status, wait_for, write_config
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(500)]
+
+STEPS = 400
+FRAGMENTS = 6
+
+
+class Job:
+    """A small run of two islands with snapshots, in the background."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        self.run_dir = folder / "run"
+        self.config = write_config(
+            folder,
+            **{
+                "islands": {"count": 2, "devices": 1, "restart_delay_s": 0.1},
+                "train": {"steps": STEPS, "eval_every": 0},
+                "protocol": {"sync_every": FRAGMENTS, "num_fragments": FRAGMENTS, "snapshot_every": 50, "quorum": 2},
+                **changes,
+            },
+        )
+        self.process = self.begin()
+
+    def begin(self, *options: str) -> subprocess.Popen[str]:
+        return start("train", self.config, "--run-dir", self.run_dir, "--quiet", *options)
+
+    def reached(self, global_step: int, epoch: int = 1) -> None:
+        """Wait until this life of the syncer has come so far."""
+        wait_for(
+            lambda: self.status["epoch"] == epoch and self.status["global_step"] >= global_step,
+            f"global step {global_step} in life {epoch} of the syncer",
+            200,
+        )
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return status(self.run_dir) or {"epoch": 0, "global_step": 0}
+
+    def pid_of(self, word: str) -> int:
+        return next(pid for pid, command in processes_of(self.run_dir).items() if f" {word} " in command)
+
+    def finish(self) -> tuple[str, dict[str, Any]]:
+        """Wait for the end; what was said, and the summary."""
+        output, _ = self.process.communicate(timeout=300)
+        assert self.process.returncode == 0, output
+        return output, json.loads((self.run_dir / "summary.json").read_text())
+
+    def kill_everybody(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        kill_processes(self.run_dir)
+        wait_for(lambda: not processes_of(self.run_dir), "the end of all processes")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder of which no process is left after the test."""
+    yield tmp_path
+    kill_processes(tmp_path)
+
+
+def tape_of(run_dir: Path) -> list[list[Any]]:
+    data = (run_dir / "tape.jsonl").read_bytes()
+    assert data.endswith(b"\n"), "the tape's last line is torn"
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def check_end(run_dir: Path) -> None:
+    """Every global step is done, no round merged twice, and learners ended with the values that the syncer saved."""
+    tape = tape_of(run_dir)
+    times = [line[1] for line in tape]
+    assert times == sorted(times), "the run's clock went back"
+    newest = latest(run_dir / "checkpoints")
+    assert newest is not None and newest.name == f"step_{STEPS:08d}"
+    meta = load_parameters(newest)[1]
+    assert min(meta["versions"]) > STEPS - FRAGMENTS - 3
+    ends = [json.loads(p.read_text().splitlines()[-1]) for p in sorted((run_dir / "tapes").iterdir())]
+    finals = [end[2] for end in ends if end[:2] == ["end", "run complete"]]
+    assert len(finals) == 2, ends
+    made = {line[3] for line in tape if line[0] == "merged"}
+    for digests in finals:
+        # Stop may overtake the values of the last rounds, which travel on a connection of their own
+        same = sum(ours == theirs for ours, theirs in zip(digests, meta["digests"], strict=True))
+        assert same >= FRAGMENTS - 2 and set(digests) <= made
+
+
+def test_syncer_killed_twice(folder: Path) -> None:
+    job = Job(folder)
+    for epoch in (1, 2):
+        job.reached(80 * epoch, epoch)
+        os.kill(job.pid_of("syncer"), signal.SIGKILL)
+    output, summary = job.finish()
+    assert output.count("syncer killed by SIGKILL") == 2 and "islands train on" in output
+    assert summary["complete"] and summary["global_steps"] == STEPS
+    assert all(row["restarts"] == 0 for row in summary["learners"].values()), "no island was lost with the syncer"
+    check_end(job.run_dir)
+    tape = tape_of(job.run_dir)
+    assert [line[0] for line in tape].count("restart") == 2
+    merged = [line[2] for line in tape if line[0] == "merged"]
+    assert len(merged) == len(set(merged)), "a round was merged twice"
+    # what was counted before the kills is counted still
+    told = {row["learner"]: row["tokens"] for row in job.status["learners"]}
+    assert told == {name: row["tokens"] for name, row in summary["learners"].items()}
+    records = list(read_metrics(job.run_dir / "metrics.jsonl"))
+    steps = [r for r in records if r["kind"] == "step"]
+    assert summary["tokens"] >= sum(
+        max(r["tokens"] for r in steps if r["learner"] == name) for name in {r["learner"] for r in steps}
+    )
+    wire = [r for r in records if r["kind"] == "wire"]
+    assert all(a["up_bytes"] <= b["up_bytes"] for a, b in itertools.pairwise(wire))
+
+
+def test_full_disk_of_the_syncer(folder: Path) -> None:
+    job = Job(folder)
+    job.reached(60)
+    syncer = job.pid_of("syncer")
+    soft, hard = resource.prlimit(syncer, resource.RLIMIT_FSIZE)
+    resource.prlimit(syncer, resource.RLIMIT_FSIZE, (0, hard))
+    address = (job.run_dir / "syncer.address").read_text()
+    told = wait_for(lambda: read_status(address)["alarms"], "an alarm")
+    assert "the tape cannot be written" in told[0] and "free space" in told[0]
+    rests = read_status(address)
+    lines = [len((p).read_text().splitlines()) for p in sorted((job.run_dir / "tapes").iterdir())]
+    wait_for(
+        lambda: any(
+            len(p.read_text().splitlines()) > before + 20
+            for p, before in zip(sorted((job.run_dir / "tapes").iterdir()), lines, strict=False)
+        ),
+        "inner steps while the disk is full",
+    )
+    assert read_status(address)["global_step"] == rests["global_step"], "nothing is decided that is not on the tape"
+    resource.prlimit(syncer, resource.RLIMIT_FSIZE, (soft, hard))
+    _, summary = job.finish()
+    assert summary["complete"] and summary["global_steps"] == STEPS
+    assert job.status["alarms"] == []
+    assert [line[0] for line in tape_of(job.run_dir)].count("restart") == 0
+    list(read_metrics(job.run_dir / "metrics.jsonl"))
+    check_end(job.run_dir)

@@ -1,0 +1,168 @@
+"""A snapshot is whole or it is not there, and a run never starts from a damaged one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.runtime.model.global_model import GlobalModel
+from diloco_jax.runtime.records import checkpoint
+from diloco_jax.runtime.syncer import snapshots
+from diloco_jax.runtime.syncer.snapshots import Snapshot, SnapshotWriter, read_snapshot, write_snapshot
+from tests.runtime.models import gradient, make_model, merge
+
+# Orbax leaves coroutines behind when it finds a damaged folder
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
+]
+
+
+def taken(model: GlobalModel, step: int) -> Snapshot:
+    machine = Syncer(ProtocolConfig(sync_every=2, num_fragments=2), 100)
+    machine.on_begin(model.digests, 0.0)
+    stats = {"learners": {}, "began_s": None, "covered_s": [0.0, 0.1 + 0.2], "outrun": {}}
+    return Snapshot(step, model.capture(), json.dumps(machine.state()), 1234, 77, stats, 12.5)
+
+
+def damage(path: Path) -> None:
+    """What a disk does that lost the end of every file."""
+    for file in path.rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
+    model = make_model()
+    for step in range(1, 5):
+        merge(model, step, {"a": gradient(model, step % 2, step)}, step % 2)
+    snapshot = taken(model, 4)
+    path = write_snapshot(tmp_path, "run", model, snapshot, keep=3)
+    assert path == tmp_path / "step_00000004"
+    back = read_snapshot(path, make_model())
+    assert back._replace(model=snapshot.model) == snapshot._replace(machine=back.machine)
+    assert json.loads(back.machine) == json.loads(snapshot.machine)
+    assert [mark.digest for mark in back.model.marks] == model.digests
+    assert [mark.rates for mark in back.model.marks] == [mark.rates for mark in snapshot.model.marks]
+    parameters, meta = checkpoint.load_parameters(path)
+    assert all(np.array_equal(value, parameters[name]) for name, value in model.parameters().items())
+    assert (meta["global_step"], meta["tokens"], meta["run"], meta["epoch"]) == (4, 77, "run", 1)
+    assert meta["versions"] == model.versions and meta["digests"] == model.digests
+
+
+def test_only_the_newest_stay(tmp_path: Path) -> None:
+    model = make_model()
+    (tmp_path / "step_00000009.orbax-checkpoint-tmp-3").mkdir()  # a writer died here
+    (tmp_path / "learners").mkdir()
+    for step in (8, 9, 10, 100):
+        write_snapshot(tmp_path, "run", model, taken(model, step), keep=2)
+    assert [path.name for path in checkpoint.complete(tmp_path)] == ["step_00000100", "step_00000010"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["learners", "step_00000010", "step_00000100"]
+
+
+def test_a_half_written_one_is_none(tmp_path: Path) -> None:
+    (tmp_path / "step_00000009.orbax-checkpoint-tmp-3").mkdir()
+    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.latest(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize("how", ["truncated", "empty", "one byte", "without machine", "other model"])
+def test_a_damaged_one_is_named_and_the_one_before_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    model = make_model()
+    write_snapshot(tmp_path, "run", model, taken(model, 3), keep=3)
+    newest = write_snapshot(tmp_path, "run", model, taken(model, 6), keep=3)
+    if how == "truncated":
+        damage(newest)
+    elif how == "empty":
+        for file in newest.rglob("*"):
+            if file.is_file():
+                file.unlink()
+    elif how == "one byte":
+        path = newest / "meta" / "data.json"
+        path.write_text(path.read_text().replace('"tape_bytes": 1234', '"tape_bytes": 1235'))
+    elif how == "without machine":
+        checkpoint.save_parameters(tmp_path, model.parameters(), {"global_step": 6})
+    else:
+        groups, plain = model.packed(model.capture())
+        checkpoint.save(tmp_path, {**groups, "parameters": {"x": np.zeros(3, np.float32)}}, {**plain, "global_step": 6})
+    with caplog.at_level(logging.WARNING):
+        found = checkpoint.newest_readable(tmp_path, lambda path: read_snapshot(path, model))
+    assert found is not None and found[0].name == "step_00000003" and found[1].global_step == 3
+    assert "skipped step_00000006, trying the one before" in caplog.text
+
+
+def test_nothing_readable_is_nothing(tmp_path: Path) -> None:
+    model = make_model()
+    damage(write_snapshot(tmp_path, "run", model, taken(model, 3), keep=3))
+    assert checkpoint.newest_readable(tmp_path, lambda path: read_snapshot(path, model)) is None
+
+
+def test_what_is_set_aside_is_no_checkpoint_any_more(tmp_path: Path) -> None:
+    model = make_model()
+    for _ in range(2):
+        checkpoint.set_aside(write_snapshot(tmp_path, "run", model, taken(model, 3), keep=3))
+    assert [path.name for path in tmp_path.iterdir()] == ["unreadable_step_00000003"]
+    assert checkpoint.complete(tmp_path) == []
+
+
+def test_one_at_a_time_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, begun, go_on = make_model(), threading.Event(), threading.Event()
+    steps = []
+
+    def slow(folder: Path, run: str, model: GlobalModel, snapshot: Snapshot, keep: int) -> Path:
+        begun.set()
+        assert go_on.wait(30)
+        steps.append(snapshot.global_step)
+        return folder
+
+    monkeypatch.setattr(snapshots, "write_snapshot", slow)
+    writer = SnapshotWriter(tmp_path, "run", model, 3)
+    assert writer.submit(taken(model, 1))
+    assert begun.wait(30)
+    assert not writer.submit(taken(model, 2)), "the one before is still being written"
+    go_on.set()
+    writer.wait()
+    assert writer.submit(taken(model, 3))
+    writer.close()
+    assert steps == [1, 3]
+
+
+def test_a_failure_is_told_and_the_next_one_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, write = make_model(), snapshots.write_snapshot
+
+    def full(*arguments: Any) -> Path:
+        raise OSError(28, "No space left on device")
+
+    writer = SnapshotWriter(tmp_path, "run", model, 3)
+    monkeypatch.setattr(snapshots, "write_snapshot", full)
+    writer.submit(taken(model, 1))
+    writer.wait()
+    assert "global step 1 cannot be written" in writer.condition and "No space left" in writer.condition
+    monkeypatch.setattr(snapshots, "write_snapshot", write)
+    writer.submit(taken(model, 2))
+    writer.wait()
+    assert writer.condition == ""
+    writer.close()
+    assert [path.name for path in checkpoint.complete(tmp_path)] == ["step_00000002"]
+
+
+def test_a_rescued_model_never_replaces_a_snapshot(tmp_path: Path) -> None:
+    model = make_model()
+    writer = SnapshotWriter(tmp_path, "run", model, 3)
+    writer.write(taken(model, 5))
+    writer.rescue(5, 100)
+    read_snapshot(tmp_path / "step_00000005", model)
+    writer.rescue(6, 100)
+    assert checkpoint.load_parameters(tmp_path / "step_00000006")[1]["tokens"] == 100
+    writer.close()

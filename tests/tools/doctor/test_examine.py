@@ -1,0 +1,299 @@
+"""`diloco doctor` between two sides: every way in which they can miss each other is found, with what to do about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from diloco_jax.cli import main as cli
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.text import dump, load
+from diloco_jax.tools.chaos.relay import Relay
+from diloco_jax.tools.doctor import link as doctor_link
+from diloco_jax.tools.doctor.check import Check
+from diloco_jax.tools.doctor.examine import listening
+from diloco_jax.tools.doctor.part import ProcessPart, part_of
+from diloco_jax.tools.doctor.probing import greet
+from diloco_jax.transport import grpc_link, probe
+from diloco_jax.transport.grpc_link import GrpcListener
+from diloco_jax.transport.link import TransportError
+from diloco_jax.transport.trust import certificates, security
+from tests.runtime.helpers import start, write_config
+
+pytestmark = pytest.mark.net
+WAIT_S = 20.0
+PAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of one run; island-9's certificate has expired."""
+    folder = tmp_path_factory.mktemp("ours")
+    made = certificates.make(folder, ["island-0"])
+    authority = certificates._read_authority(folder)
+    pair = certificates._new_certificate("island-9", authority, PAST, PAST + datetime.timedelta(days=1))
+    certificates._write_pair(folder, "island-9", *pair, made)
+    (folder / "wrong-token").write_text("not the run's")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of another authority, with the same names."""
+    folder = tmp_path_factory.mktemp("theirs")
+    certificates.make(folder, ["island-0"])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the time that a loaded machine needs."""
+    monkeypatch.setattr(security, "PROBE_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr(doctor_link, "REACH_TIMEOUT_S", WAIT_S)
+
+
+@pytest.fixture
+def config(tmp_path: Path, ours: Path) -> RunConfig:
+    base = load(write_config(tmp_path))
+    changes: dict[str, Any] = {**certificates.settings(ours), "connect_timeout_s": WAIT_S}
+    transport = dataclasses.replace(base.transport, **changes)
+    return dataclasses.replace(base, transport=transport)
+
+
+@pytest.fixture
+def listener(config: RunConfig) -> Iterator[GrpcListener]:
+    made = grpc_link.listen(config.transport, run_id=config.name)
+    yield made
+    made.close(0.0)
+
+
+@pytest.fixture(scope="module")
+def need(tmp_path_factory: pytest.TempPathFactory) -> ProcessPart:
+    return part_of(load(write_config(tmp_path_factory.mktemp("need"))), "island-0")
+
+
+Look = Callable[..., dict[str, Check]]
+
+
+@pytest.fixture
+def look(config: RunConfig, need: ProcessPart, listener: GrpcListener) -> Look:
+    """Checks of the link by name; keyword arguments change the transport."""
+
+    def run(name: str = "island-0", address: str = "", **changes: Any) -> dict[str, Check]:
+        transport = dataclasses.replace(config.transport, **changes)
+        side = doctor_link.dialled(transport, name, address or listener.address)
+        return {check.name: check for check in doctor_link.check_link(config, side, need, 0.3)}
+
+    return run
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def test_a_good_link_is_good_in_all_points(look: Look) -> None:
+    found = look()
+    expected = {"credentials", "address", "reach", "syncer", "clock", "versions", "throughput", "TCP buffers"}
+    assert found.keys() == expected
+    assert {check.status for check in found.values()} == {"ok"}, found
+    assert "enough for steps of" in found["throughput"].found and "kB up and" in found["throughput"].found
+
+
+def test_wrong_port_says_that_nothing_listens(look: Look) -> None:
+    found = look(address=f"127.0.0.1:{free_port()}")
+    assert found["credentials"].status == "ok"
+    assert found["reach"].status == "fail" and "nothing listens there" in found["reach"].found
+    assert "--listen" in found["reach"].fix
+    assert "syncer" not in found
+
+
+def test_silence_is_a_firewall(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_link, "_dial", lambda *_: TimeoutError("timed out"))
+    found = look(address="127.0.0.1:7000")
+    assert found["reach"].status == "fail" and "did not answer" in found["reach"].found
+    assert "TCP port 7000 through the firewalls" in found["reach"].fix
+
+
+def test_name_that_does_not_resolve(look: Look) -> None:
+    found = look(address="no-such-host.invalid:7000")
+    assert found["address"].status == "fail" and "does not resolve" in found["address"].found
+
+
+def test_nobody_can_dial_every_address(look: Look) -> None:
+    assert look(address="0.0.0.0:7000")["address"].status == "fail"
+    assert look(address="10.0.0.1:0")["address"].status == "fail"
+    assert look(address="127.0.0.1:0")["address"].status == "warn"  # a run on one machine
+
+
+def test_on_the_syncers_machine_nothing_need_listen_yet(look: Look) -> None:
+    assert look("syncer", f"0.0.0.0:{free_port()}")["listen"].status == "ok"
+    assert look("syncer")["syncer"].status == "ok"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, and not listening: refuses, and cannot be had
+        found = look("syncer", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert found["listen"].status == "fail" and "cannot listen" in found["listen"].found
+
+
+def test_certificate_of_another_authority(look: Look, theirs: Path) -> None:
+    found = look(**certificates.settings(theirs))
+    assert found["credentials"].status == "ok"
+    assert found["handshake"].status == "fail" and "another authority" in found["handshake"].found
+    assert "transport.tls_ca" in found["handshake"].fix
+
+
+def test_expired_and_missing_certificates(look: Look) -> None:
+    expired = look("island-9")["credentials"]
+    assert expired.status == "fail" and "expired on 2020-01-02" in expired.found and expired.fix == "make a new one"
+    missing = look("island-5")["credentials"]
+    assert missing.status == "fail" and "cannot be read" in missing.found and "diloco certs" in missing.fix
+
+
+def test_certificate_that_expires_soon(config: RunConfig, listener: GrpcListener) -> None:
+    side = doctor_link.dialled(config.transport, "island-0", listener.address)
+    now = datetime.datetime.now(datetime.UTC)
+    assert doctor_link.check_credentials(side, now).status == "ok"
+    late = doctor_link.check_credentials(side, now + datetime.timedelta(days=360))
+    assert late.status == "warn" and "tls_certificate expires first" in late.found and "in 4 days" in late.found
+
+
+def test_plaintext_away_from_this_machine(config: RunConfig) -> None:
+    bare = dict.fromkeys(("tls_ca", "tls_certificate", "tls_key", "token_file"), "")
+    transport = dataclasses.replace(config.transport, **bare)
+    refused = doctor_link.check_credentials(doctor_link.dialled(transport, "island-0", "10.0.0.1:7000"))
+    assert refused.status == "fail" and "not loopback" in refused.found
+    trusted = dataclasses.replace(transport, allow_plaintext=True)
+    assert doctor_link.check_credentials(doctor_link.dialled(trusted, "island-0", "10.0.0.1:7000")).status == "warn"
+    assert doctor_link.check_credentials(doctor_link.dialled(transport, "island-0", "127.0.0.1:7000")).status == "ok"
+
+
+def test_wrong_token(look: Look, ours: Path) -> None:
+    found = look(token_file=str(ours / "wrong-token"))["syncer"]
+    assert found.status == "fail" and "the token is not the syncer's" in found.found
+    assert "transport.token_file" in found.fix
+
+
+def test_another_run(look: Look, config: RunConfig, listener: GrpcListener, need: ProcessPart) -> None:
+    other = dataclasses.replace(config, name="other")
+    side = doctor_link.dialled(config.transport, "island-0", listener.address)
+    found = {check.name: check for check in doctor_link.check_link(other, side, need, 0.1)}
+    assert found["syncer"].status == "fail" and "serves run 'small', not 'other'" in found["syncer"].found
+    assert "throughput" not in found, "nothing is measured beside a run that is not ours"
+
+
+def test_settings_that_differ_are_named(look: Look, listener: GrpcListener, need: ProcessPart) -> None:
+    listener.desk.settings = need.settings
+    assert look()["settings"].status == "ok"
+    listener.desk.settings = {**need.settings, "seed": "7", "wire": "float32 up, float32 down"}
+    found = look()["settings"]
+    assert found.status == "fail" and "seed, wire differ; seed is 0 here, 7 there" in found.found
+
+
+@pytest.mark.parametrize(("ahead_s", "status"), [(1.0, "ok"), (-90.0, "warn"), (7200.0, "fail")])
+def test_skewed_clock(look: Look, monkeypatch: pytest.MonkeyPatch, ahead_s: float, status: str) -> None:
+    clock = SimpleNamespace(time=lambda: time.time() + ahead_s, monotonic=time.monotonic)
+    monkeypatch.setattr(probe, "time", clock)
+    found = look()["clock"]
+    assert found.status == status, found
+    assert ("ahead of" if ahead_s > 0 else "behind") in found.found and (status == "ok" or "NTP" in found.fix)
+
+
+@pytest.mark.parametrize(("name", "status"), [("numpy", "warn"), ("diloco-jax", "fail")])
+def test_other_versions(look: Look, monkeypatch: pytest.MonkeyPatch, name: str, status: str) -> None:
+    theirs = probe.versions() | {name: "0.0.1"}
+    monkeypatch.setattr(probe, "versions", lambda: theirs)
+    found = look()["versions"]
+    assert found.status == status and f"{name} " in found.found and "0.0.1 there" in found.found
+    assert "python" not in found.found  # what agrees is not listed
+
+
+def test_a_syncer_that_knows_no_doctor(config: RunConfig, need: ProcessPart) -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    credentials, _ = security.syncer_credentials(config.transport)
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    server.start()
+    side = doctor_link.dialled(config.transport, "island-0", f"127.0.0.1:{port}")
+    found = doctor_link.check_link(config, side, need, 0.1)[-1]
+    server.stop(0)
+    assert found.name == "syncer" and "does not know" in found.found and "same version" in found.fix
+
+
+def test_throughput_of_a_slow_link(look: Look, listener: GrpcListener) -> None:
+    """4 Mbit/s up, 8 down."""
+    with Relay(listener.address) as relay:
+        relay.change("up", bytes_per_s=125_000.0)  # of each of four connections
+        relay.change("down", bytes_per_s=250_000.0)
+        found = look(address=relay.address)["throughput"]
+    words = found.found.replace(",", "").split()
+    up, down = float(words[1]), float(words[4])
+    assert 1 < up < 10 and 2 < down < 20 and words[2] == words[5] == "Mbit/s", found
+
+
+def test_a_shard_behind_a_firewall(config: RunConfig, need: ProcessPart) -> None:
+    listener = grpc_link.listen(config.transport, run_id=config.name, shards=[f":{free_port()}"])
+    side = doctor_link.dialled(config.transport, "island-0", listener.address)
+    found = {check.name: check for check in doctor_link.check_link(config, side, need, 0.1)}
+    listener.close(0.0)
+    assert found["merge shard"].status == "fail" and "nothing listens" in found["merge shard"].found
+
+
+def test_listen_answers_doctors_and_no_learner(config: RunConfig, look: Look) -> None:
+    port = free_port()
+    transport = dataclasses.replace(config.transport, address=f"127.0.0.1:{port}")
+    with listening(dataclasses.replace(config, transport=transport)) as addresses:
+        assert addresses == [transport.address]
+        assert look(address=transport.address)["throughput"].status == "ok"
+        with pytest.raises(TransportError, match="refused 'island-0'"):
+            grpc_link.connect(transport, run_id=config.name, learner_id="island-0", incarnation=1)
+    assert look(address=transport.address)["reach"].status == "fail"
+    with pytest.raises(ValueError, match="--listen needs a port"), listening(config):
+        pass
+
+
+def test_the_command_listens_until_it_is_interrupted(tmp_path: Path, config: RunConfig) -> None:
+    transport = dataclasses.replace(config.transport, address=f"127.0.0.1:{free_port()}")
+    path = tmp_path / "listen.yaml"
+    path.write_text(dump(dataclasses.replace(config, transport=transport)), encoding="utf-8")
+    process = start("doctor", path, "--listen")
+    try:
+        assert process.stdout is not None
+        assert "answering `diloco doctor` at 127.0.0.1:" in process.stdout.readline()
+        greeting = greet(transport, "island-0", pings=1)
+        assert greeting.run_id == "small" and greeting.settings["sequence length"] == "32"
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0
+
+
+def test_the_command_prints_every_check_and_fails_with_one(
+    tmp_path: Path, config: RunConfig, listener: GrpcListener, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "doctor.yaml"
+    path.write_text(dump(config), encoding="utf-8")
+    words = ["doctor", str(path), "--run-dir", str(tmp_path), "--island", "island-0", "--seconds", "0.2"]
+    assert cli.main([*words, "--syncer", listener.address, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] and told["checks"][0].keys() == {"name", "status", "found", "fix"}
+    names = {check["name"] for check in told["checks"]}
+    assert names >= {"config", "syncer", "throughput", "data", "memory", "disk", "environment", "open files"}
+    assert cli.main([*words, "--syncer", f"127.0.0.1:{free_port()}", "--data.path", str(tmp_path / "none")]) == 1
+    table = capsys.readouterr().out
+    assert table.count("FAIL") == 2 and "nothing listens there" in table and "does not exist" in table
+    assert cli.main([*words, "--seconds", "0"]) == cli.WRONG_INPUT
+    assert cli.main(["doctor", str(tmp_path / "no.yaml")]) == cli.WRONG_INPUT
+    assert "--seconds is 0.0" in capsys.readouterr().err

@@ -1,0 +1,144 @@
+"""`diloco doctor` on one machine: what its kernel says is faked, what it means for the run is checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from diloco_jax.settings.text import load
+from diloco_jax.tools.budget.links import LinkNeeds
+from diloco_jax.tools.budget.memory import PROCESS_BYTES
+from diloco_jax.tools.doctor import host as doctor_host
+from diloco_jax.tools.doctor.check import of_error
+from diloco_jax.tools.doctor.part import part_of
+from tests.runtime.helpers import write_config
+
+GIB = 1 << 30
+
+
+def test_errors_fall_into_finding_and_remedy() -> None:
+    assert of_error("x", ValueError("a: b is wrong; do c"))[2:] == ("a: b is wrong", "do c")
+    assert of_error("x", ValueError("b is wrong: do c"))[2:] == ("b is wrong", "do c")
+    assert of_error("x", ValueError("b is wrong"), "do d")[2:] == ("b is wrong", "do d")
+
+
+def test_data_that_is_missing_or_short(tmp_path: Path) -> None:
+    config = load(write_config(tmp_path))
+    assert doctor_host.check_data(config).status == "ok"
+
+    def check(path: Path) -> doctor_host.Check:
+        data = dataclasses.replace(config.data, path=str(path))
+        return doctor_host.check_data(dataclasses.replace(config, data=data))
+
+    missing = check(tmp_path / "none")
+    assert missing.status == "fail" and "does not exist" in missing.found and "give a file" in missing.fix
+    (tmp_path / "short").write_text("few words")
+    short = check(tmp_path / "short")
+    assert short.status == "fail" and "0 training" in short.found and "give more text" in short.fix
+
+
+@pytest.mark.parametrize(("free_gb", "status"), [(9.216, "fail"), (12.288, "warn"), (20.48, "ok")])
+def test_memory(tmp_path: Path, free_gb: float, status: str) -> None:
+    path = tmp_path / "meminfo"
+    path.write_text(f"MemTotal:  99 kB\nMemAvailable:  {round(free_gb * 1e9) // 1024} kB\n")
+    found = doctor_host.check_memory(10e9, path)
+    assert found.status == status and f"{free_gb:.3g} GB available, about 10 GB needed" in found.found
+    assert "not known" in doctor_host.check_memory(GIB, tmp_path / "none").found
+
+
+@pytest.mark.parametrize(("free_gib", "status"), [(9, "fail"), (15, "warn"), (30, "ok")])
+def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: int, status: str) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=free_gib * GIB))
+    assert doctor_host.check_disk(10 * GIB, tmp_path / "runs" / "new").status == status
+    assert asked == [tmp_path]  # the folder is not there yet
+
+
+def test_a_folder_in_which_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    found = doctor_host.check_disk(0, tmp_path / "file" / "run")
+    assert found.status == "fail" and "file is no folder" in found.found and "--run-dir" in found.fix
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    found = doctor_host.check_disk(0, tmp_path / "run")
+    assert found.status == "fail" and f"{tmp_path} may not be written" in found.found
+
+
+def test_environment_of_a_multislice_job() -> None:
+    stray = {"MEGASCALE_NUM_SLICES": "2", "PATH": ""}
+    found = doctor_host.check_environment(stray, emulated=False)
+    assert found.status == "fail" and "MEGASCALE_NUM_SLICES set" in found.found and "unset" in found.fix
+    assert doctor_host.check_environment(stray, emulated=True).status == "warn"
+    assert doctor_host.check_environment({"PATH": ""}, emulated=False).status == "ok"
+
+
+def bus(folder: Path, *devices: tuple[str, str]) -> Path:
+    for number, (vendor, device) in enumerate(devices):
+        place = folder / f"0000:00:{number:02x}.0"
+        place.mkdir(parents=True)
+        (place / "vendor").write_text(f"{vendor}\n")
+        (place / "device").write_text(f"{device}\n")
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def test_chips_of_this_host(tmp_path: Path) -> None:
+    google, other = "0x1ae0", "0x8086"
+    four = bus(tmp_path / "four", *[(google, "0x0062")] * 4, (other, "0x0062"), (google, "0x001f"))
+    two = bus(tmp_path / "two", *[(google, "0x0062")] * 2)
+    none = bus(tmp_path / "none", (other, "0x1237"))
+    assert doctor_host.check_chips("v5p:4x4x8", four).status == "ok"
+    assert doctor_host.check_chips("", four).status == "ok"
+    fewer = doctor_host.check_chips("v5p:4x4x8", two)
+    assert fewer.status == "fail" and "2 TPU chips on this host (v5p), but v5p:4x4x8 has 4 v5p" in fewer.found
+    assert doctor_host.check_chips("v6e:4x4", four).status == "fail"
+    assert "passed through" in doctor_host.check_chips("v6e:4x4", none).fix
+
+
+def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 4096))
+    assert doctor_host.check_files(100).status == "ok"
+    found = doctor_host.check_files(1000)
+    assert found.status == "fail" and "1024 open files allowed, up to 1256 needed" in found.found
+    assert "ulimit -n" in found.fix
+
+
+def test_windows_that_limit_a_long_link(tmp_path: Path) -> None:
+    (tmp_path / "tcp_rmem").write_text("4096\t131072\t6291456\n")
+    (tmp_path / "tcp_wmem").write_text("4096\t16384\t4194304\n")
+    limited = doctor_host.check_windows(60e6, 0.06, 1, tmp_path)  # 70 MB/s would be all
+    assert limited.status == "warn" and "tcp_wmem allows 4.19 MB" in limited.found
+    assert "transport.stripes to 2" in limited.fix and "tcp_rmem" in limited.fix
+    assert doctor_host.check_windows(60e6, 0.06, 4, tmp_path).status == "ok"
+    assert doctor_host.check_windows(3e9, 0.001, 1, tmp_path).status == "ok"
+    assert doctor_host.check_windows(60e6, 0.06, 1, tmp_path / "none").status == "ok"
+
+
+def test_step_time_that_a_link_suffices_for() -> None:
+    needs = LinkNeeds((100, 300), (200, 200), 4000, sync_every=4, overlap_steps=2)
+    # carried: 400 bytes each way in 4 steps; in time: 300 up and 200 down and 1.5 round trips, within 2 steps less the
+    # half of one in which the quorum reports
+    assert needs.step_s(1000.0, 1000.0, 0.0) == pytest.approx(0.5 / 1.5)
+    assert needs.step_s(1000.0, 1000.0, 1.0) == pytest.approx(2.0 / 1.5)
+    just = needs.rounds(needs.step_s(1000.0, 1000.0, 1.0), round_trip_s=1.0)
+    assert just.overlap_needed(8e-6) == 2 and just.utilisation(8e-6) == pytest.approx(1.0), "the forecast agrees"
+    wide = needs._replace(overlap_steps=100)
+    assert wide.step_s(100.0, 1000.0, 0.0) == pytest.approx(1.0)  # what a step moves on average
+
+
+def test_needs_follow_the_config(tmp_path: Path) -> None:
+    config = load(write_config(tmp_path, protocol={"snapshot_every": 0, "sync_every": 6, "num_fragments": 6}))
+    island, syncer = part_of(config, "island-0"), part_of(config)
+    size = 4 * island.parameters
+    assert island.links.joining_bytes == size and len(island.links.up_bytes) == 6
+    assert island.parameters / 2 < sum(island.links.up_bytes) < island.parameters  # four bits and scales
+    assert island.disk_bytes == syncer.disk_bytes == 0
+    assert island.memory_bytes > PROCESS_BYTES + 3 * size and syncer.memory_bytes > PROCESS_BYTES + 3 * size
+    saving = load(write_config(tmp_path, protocol={"snapshot_every": 5}))
+    assert part_of(saving, "island-0").disk_bytes >= 3 * 3 * size  # Adam's moments, three states
+    assert part_of(saving).disk_bytes >= 4 * 2 * size

@@ -1,0 +1,88 @@
+"""Configs, plans, and stand-ins for gcloud and kubectl that write down how they were called."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+from diloco_jax.settings.text import dump, load
+from diloco_jax.tools.launch.files import Plan
+from diloco_jax.tools.launch.write import WAYS, write
+
+TESTDATA = Path(__file__).parent / "testdata"
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+# Every call is words ended by NUL, and RECORD. What is "there" is what $THERE says: all, or nothing.
+RECORD = "\x1e"
+STAND_IN = """\
+#!/usr/bin/env bash
+own="$CALLS.$$"
+{ printf '%s\\0' "$(basename "$0")" "$@"; printf '\\x1e'; } >"$own"
+cat "$own" >>"$CALLS"  # at once: the two ends of a pipe write at the same time
+rm "$own"
+case "$*" in
+  *"value(address)"* | *jsonpath*) echo 10.1.2.3 ;;
+  *"value(state.state)"*) echo "${STATE:-ACTIVE}" ;;
+  *" describe "*)
+    if [ "$THERE" = nothing ]; then echo "ERROR: it was not found" >&2; exit 1; fi
+    if [ "$THERE" = unknown ]; then echo "ERROR: your login has expired" >&2; exit 1; fi
+    ;;
+  "certs certs --learners "*)
+    mkdir -p certs
+    touch certs/ca.pem certs/token
+    for name in syncer ${4//,/ }; do touch "certs/$name.pem" "certs/$name.key"; done
+    ;;
+  *" -f -") cat >/dev/null ;;
+  *--data-file=-*) tar -tz ;;
+esac
+if [ -n "${FAIL:-}" ] && [[ "$*" == *"$FAIL"* ]]; then echo "no capacity" >&2; exit 3; fi
+"""
+
+
+def plan(way: str, *overrides: str) -> Plan:
+    """The plan of testdata/small.yaml."""
+    return WAYS[way](load(TESTDATA / "small.yaml", overrides), dump)
+
+
+def stand_ins(folder: Path) -> Path:
+    """A folder with gcloud, kubectl and diloco that only write down their calls."""
+    folder.mkdir(exist_ok=True)
+    for name in ("gcloud", "kubectl", "diloco"):
+        path = folder / name
+        path.write_text(STAND_IN, encoding="utf-8")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return folder
+
+
+class Stage:
+    """A written plan, whose scripts run with stand-ins.
+
+    Args:
+      folder: empty.
+      plan: what is written there.
+    """
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self.plan, self.out, self._calls = plan, folder / "out", folder / "calls"
+        self._bin = stand_ins(folder / "bin")
+        write(plan, self.out, force=True)
+
+    def environment(self, there: str = "nothing", **more: str) -> dict[str, str]:
+        """Of a process that finds the stand-ins first."""
+        path = f"{self._bin}{os.pathsep}{os.environ['PATH']}"
+        return {**os.environ, "PATH": path, "CALLS": str(self._calls), "THERE": there, **more}
+
+    def run(self, *words: str, there: str = "nothing", **more: str) -> subprocess.CompletedProcess[str]:
+        """Run one of the scripts."""
+        self._calls.unlink(missing_ok=True)
+        environment = self.environment(there, **more)
+        return subprocess.run(words, cwd=self.out, env=environment, capture_output=True, text=True, timeout=60)
+
+    @property
+    def calls(self) -> list[list[str]]:
+        """Words of every call of a stand-in since the last run began."""
+        if not self._calls.exists():
+            return []
+        return [each.split("\0")[:-1] for each in self._calls.read_text(encoding="utf-8").split(RECORD)[:-1]]

@@ -1,0 +1,169 @@
+"""The command: what it writes, runs, prints and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from diloco_jax.cli.main import main
+from diloco_jax.settings.text import load
+from tests.tools.launch.helpers import TESTDATA, plan, stand_ins
+
+SMALL = str(TESTDATA / "small.yaml")
+
+
+def test_without_out_it_only_prints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    os.chdir(tmp_path)
+    assert main(["launch", "gce", SMALL]) == 0
+    text = capsys.readouterr().out
+    assert "==> islands/island-1.sh <==" in text and "Nothing was written" in text
+    assert main(["launch", "gce", SMALL, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["out"] is None and answer["ran"] is False and answer["commands"][1] == "./syncer.sh create"
+    assert answer["texts"].keys() == set(answer["files"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_out_is_not_overwritten(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "launch"
+    assert main(["launch", "gke", SMALL, "--out", str(out)]) == 0
+    assert "README.md" in capsys.readouterr().out and (out / "create.sh").stat().st_mode & 0o100
+    assert main(["launch", "gke", SMALL, "--out", str(out)]) == 2
+    assert "--force" in capsys.readouterr().err
+    (out / "create.sh").write_text("changed", encoding="utf-8")
+    assert main(["launch", "gke", SMALL, "--out", str(out), "--force", "--json"]) == 0
+    assert (out / "create.sh").read_text(encoding="utf-8") == plan("gke").files["create.sh"]
+    assert json.loads(capsys.readouterr().out)["texts"] == {}
+
+
+@pytest.mark.parametrize("out", ["file", "file/below"])
+def test_out_that_is_a_file(out: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    assert main(["launch", "gke", SMALL, "--out", str(tmp_path / out), "--force"]) == 2
+    assert f"{tmp_path / 'file'} is no folder; choose another --out" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
+
+
+def test_force_does_not_overwrite_what_no_launch_wrote(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    text = "# mine\n" + Path(SMALL).read_text(encoding="utf-8")
+    config.write_text(text, encoding="utf-8")
+    assert main(["launch", "gke", str(config), "--out", str(tmp_path), "--force"]) == 2
+    assert "files that are not of a launch; choose another --out" in capsys.readouterr().err
+    assert config.read_text(encoding="utf-8") == text and list(tmp_path.iterdir()) == [config]
+
+
+def test_run_without_its_tools_makes_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["launch", "gke", SMALL, "--run", "--out", str(tmp_path / "out")]) == 2
+    assert "--run calls gcloud and kubectl, not found in PATH; install" in capsys.readouterr().err
+    assert main(["launch", "gce", SMALL, "--run", "--out", str(tmp_path / "out")]) == 2
+    assert "--run calls gcloud, not" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_settings_point_to_the_command_that_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "gke", SMALL, "--cloud.port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "cloud.port is 0" in said and f"`diloco launch gke {SMALL} --settings` lists all settings" in said
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", "gke", SMALL, "--settings"])
+    assert ended.value.code == 0 and "--cloud.port" in capsys.readouterr().out
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What stand-ins were called with, in the process that the command runs in."""
+    path = tmp_path / "calls"
+    folder = stand_ins(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(path))
+    monkeypatch.setenv("THERE", "nothing")
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+def test_run_runs_everything_in_order(calls: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["launch", "tpu-vm", SMALL, "--run"]) == 0
+    heard = capsys.readouterr().out
+    lines = plan("tpu-vm").create
+    places = [heard.index(f"[{number}/{len(lines)}] {line}") for number, line in enumerate(lines, 1)]
+    assert places == sorted(places)
+    assert (tmp_path / "runs" / "small-tpu-vm" / "certs" / "island-1.key").exists()
+    said = calls.read_text(encoding="utf-8")
+    assert said.index("queued-resources\0create\0small-island-1") < said.index("scp\0")
+
+
+def test_run_stops_and_says_how_to_undo(
+    calls: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAIL", "queued-resources create small-island-0")
+    assert main(["launch", "tpu-vm", SMALL, "--run", "--out", "there", "--json"]) == 1
+    output = capsys.readouterr()
+    assert output.out == "" and "no capacity" in output.err
+    assert "status 3" in output.err and "there/delete.sh" in output.err and "there/create.sh" in output.err
+    assert "small-island-1\0--zone" not in calls.read_text(encoding="utf-8")
+
+
+WRONG = {
+    "no project": ((), "launch gke needs cloud.project, cloud.image"),
+    "no network": (("--cloud.network", ""), "launch gke needs cloud.network"),
+    "name": (("--name", "My_Run"), "name is 'My_Run'"),
+    "long name": (("--name", "a" * 33), "at most 40 characters"),
+    "namespace": (("--cloud.namespace", "Team"), "cloud.namespace is 'Team'"),
+    "cluster": (("--cloud.cluster=-c",), "cloud.cluster is '-c'"),
+    "zone": (("--cloud.syncer_zone", "us"), "cloud.syncer_zone is 'us'"),
+    "ports": (("--cloud.port", "65533", "--syncer.shards", "3"), "65535 is the last port"),
+    "baseline": (("--algorithm", "data_parallel"), "algorithm is data_parallel"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_settings_are_one_message(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides, message = WRONG[name]
+    config = tmp_path / "config.yaml"
+    text = Path(SMALL).read_text(encoding="utf-8")
+    config.write_text(text[: text.index("cloud:")] if name == "no project" else text, encoding="utf-8")
+    assert main(["launch", "gke", str(config), *overrides]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("what", ["topology", "zone"])
+def test_an_island_that_is_nowhere(what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    text = Path(SMALL).read_text(encoding="utf-8")
+    gone = {"topology": 'topology: "v6e:2x4", ', "zone": ", zone: europe-west4-a"}[what]
+    assert gone in text
+    config.write_text(text.replace(gone, ""), encoding="utf-8")
+    assert main(["launch", "gce", str(config)]) == 2
+    assert f"islands.each.island-1.{what}" in capsys.readouterr().err
+
+
+BAD_CLOUD = {
+    "--cloud.port=0": "cloud.port is 0",
+    "--cloud.syncer_disk_gb=1": "cloud.syncer_disk_gb is 1",
+    "--cloud.host_disk_gb=1": "cloud.host_disk_gb is 1",
+    "--cloud.restarts_max=-1": "cloud.restarts_max is -1",
+    "--cloud.source_ranges=everybody": "cloud.source_ranges has 'everybody'",
+    "--cloud.external=True": "nobody on the internet has",
+    "--cloud.image=a b": "cloud.image is 'a b'",
+    "--cloud.project=$(reboot)": "cloud.project is '$(reboot)'",
+    "--cloud.service_account=--x": "cloud.service_account is '--x'",
+    "--cloud.syncer_machine_type=n$(reboot)": "cloud.syncer_machine_type is 'n$(reboot)'",
+    "--cloud.syncer_disk_gb=70000": "cloud.syncer_disk_gb is 70000; use 50 to 65536",
+}
+
+
+@pytest.mark.parametrize("override", BAD_CLOUD)
+def test_cloud_settings_are_checked(override: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(BAD_CLOUD[override])):
+        load(SMALL, [override])

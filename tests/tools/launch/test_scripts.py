@@ -1,0 +1,127 @@
+"""The scripts do what they say, in the right order, with stand-ins for gcloud, kubectl and diloco."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.tools.launch.helpers import Stage, plan
+
+WAYS = ("gke", "gce", "tpu-vm")
+
+
+@pytest.fixture(params=WAYS)
+def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Stage:
+    return Stage(tmp_path, plan(request.param))
+
+
+def test_bash_reads_every_script(stage: Stage) -> None:
+    scripts = [path for path in stage.out.rglob("*.sh")]
+    assert len(scripts) >= 5
+    for path in scripts:
+        result = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
+        assert result.returncode == 0, f"{path}: {result.stderr}"
+        if path.name != "variables.sh":
+            assert path.stat().st_mode & 0o100, f"{path} cannot be executed"
+            assert "set -euo pipefail" in path.read_text(encoding="utf-8")
+
+
+def test_a_second_time_makes_nothing(stage: Stage) -> None:
+    assert stage.run("./create.sh").returncode == 0
+    made = [words for words in stage.calls if words[0] == "gcloud" and "create" in words]
+    assert made
+    assert stage.run("./create.sh", there="all").returncode == 0
+    assert [words for words in stage.calls if words[0] == "gcloud" and "create" in words] == []
+
+
+def test_delete_takes_away_what_create_made_but_the_disk(stage: Stage) -> None:
+    def things(verb: str) -> set[tuple[str, ...]]:
+        kept = ("clusters", "disks")
+        found = set()
+        for words in stage.calls:
+            if words[0] == "gcloud" and verb in words and not any(each in words for each in kept):
+                name = next(
+                    w for w in words[words.index(verb) + 1 :] if not w.startswith("-") and w != "workload-policy"
+                )
+                found.add((*words[1 : words.index(verb)], name))
+        return found
+
+    stage.run("./create.sh")
+    made = things("create")
+    assert stage.run("./delete.sh", there="all").returncode == 0
+    assert made and things("delete") == made
+    assert not any("disks" in words for words in stage.calls)
+
+
+def test_delete_goes_on_after_a_failure(stage: Stage) -> None:
+    result = stage.run("./delete.sh", there="all", FAIL="delete small-island-0")
+    assert result.returncode == 1
+    assert any("small-syncer" in words or "syncer" in " ".join(words) for words in stage.calls)
+    assert any("small-island-1" in words for words in stage.calls if "delete" in words)
+
+
+def test_an_unanswered_question_is_not_a_no(stage: Stage) -> None:
+    """With a login that has expired nothing is made anew, and delete.sh does not say that all is gone."""
+    for name in ("./create.sh", "./delete.sh"):
+        result = stage.run(name, there="unknown")
+        assert result.returncode == 1 and "your login has expired" in result.stderr
+        assert not any("create" in words or "delete" in words for words in stage.calls if words[0] == "gcloud")
+
+
+def test_create_stops_at_the_first_failure(stage: Stage) -> None:
+    result = stage.run("./create.sh", FAIL="create small-island-0")
+    assert result.returncode == 3 and "no capacity" in result.stderr
+    assert "create small-island-0" in " ".join(stage.calls[-1])
+
+
+def test_islands_get_the_address_and_only_their_own_certificates(stage: Stage) -> None:
+    result = stage.run("./create.sh")
+    everything = "\n".join(" ".join(words) for words in stage.calls)
+    assert "10.1.2.3:50051" in everything
+    for_island_1 = [words for words in stage.calls if any("island-1" in word for word in words)]
+    own = [words for words in for_island_1 if words[0] != "diloco"]
+    assert own and not any(
+        "island-0.key" in word or "syncer.key" in word or "ca.key" in word for w in own for word in w
+    )
+    assert "ca.key" not in result.stdout  # names in the archives for Secret Manager
+    assert "ca.key" not in everything
+
+
+def test_gce_archives_hold_what_a_machine_needs(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, plan("gce"))
+    assert stage.run("./syncer.sh", "create").returncode != 0, "there are no certificates yet"
+    stage.run("diloco", "certs", "certs", "--learners", "island-0,island-1")
+    result = stage.run("./syncer.sh", "create")
+    assert result.stdout.split() == ["ca.pem", "token", "syncer.pem", "syncer.key"]
+    result = stage.run("islands/island-1.sh", "create")
+    assert result.stdout.split() == ["ca.pem", "token", "island-1.pem", "island-1.key"]
+
+
+def test_tpu_vm_says_how_to_replace_what_was_preempted(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, plan("tpu-vm"))
+    result = stage.run("islands/island-0.sh", "start", STATE="SUSPENDED")
+    assert result.returncode == 1 and "island-0 is SUSPENDED" in result.stderr and "delete && " in result.stderr
+
+
+def test_gce_one_host_has_no_workload_policy(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, plan("gce"))
+    stage.run("./create.sh")
+    policies = [words for words in stage.calls if "workload-policy" in words]
+    assert [words[5] for words in policies] == ["small-island-0"]  # island-1 is one host
+    assert "--accelerator-topology=2x2x2" in policies[0]
+
+
+def test_wrong_verb_says_which_there_are(stage: Stage) -> None:
+    result = stage.run("./syncer.sh", "creat")
+    assert result.returncode == 2 and "create" in result.stderr
+
+
+def test_merge_shards_get_their_ports(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, plan("gce", "--syncer.shards", "4"))
+    stage.run("./create.sh")
+    rule = next(words for words in stage.calls if words[2:4] == ["firewall-rules", "create"])
+    assert "tcp:50051-50055" in rule
+    machine = next(words for words in stage.calls if words[2:4] == ["instances", "create"])
+    assert any(word.endswith("diloco-ports=50051:50055") for word in machine)

@@ -1,0 +1,326 @@
+"""What `diloco plan` says of a config, against payloads, programs and arithmetic by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from diloco_jax.cli import main as cli
+from diloco_jax.core.codec import Format, encode
+from diloco_jax.core.fragments import take
+from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX
+from diloco_jax.settings.text import load, parse
+from diloco_jax.sim.goodput.assumptions import Assumptions
+from diloco_jax.tools.budget.memory import anchor_bytes, chip_memory, syncer_memory
+from diloco_jax.tools.plan.advice import advise
+from diloco_jax.tools.plan.case import Case, case_of
+from diloco_jax.tools.plan.forecast import (
+    expected_goodput,
+    forecast,
+    rate_rows,
+    recovery,
+    syncer_load,
+    wire_bytes,
+)
+from diloco_jax.tools.plan.report import describe
+from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.sharding import MeshConfig
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+SETTINGS: dict[str, Any] = {
+    "name": "small",
+    "islands": {"count": 4, "devices": 4, "mesh": {"fsdp": 4}, "batch_size": 8},
+    "train": {"seq_len": 32},
+    "model": {"args": {"dim": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "mlp_dim": 130,
+                       "seq_len_max": 32}},
+    "protocol": {"sync_every": 8, "num_fragments": 4, "overlap_steps": 2, "quorum": 1},
+}  # fmt: skip
+QUIET = Assumptions(step_s=1.0)
+
+
+def small(**changes: Any) -> Case:
+    """The small config with sections changed, and the assumptions `given`."""
+    given = changes.pop("given", QUIET)
+    sections = {key: {**SETTINGS.get(key, {}), **value} for key, value in changes.items()}
+    return case_of(parse({**SETTINGS, **sections}, "test"), given)
+
+
+def test_bytes_are_those_of_payloads() -> None:
+    case = small()
+    random = np.random.default_rng(0)
+    values = {path: random.standard_normal(shape, np.float32) for path, shape in case.blueprint.shapes.items()}
+    found = wire_bytes(case)
+    ways: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4")
+    for way in ways:
+        sizes = [len(encode(take(values, fragment), way)) for fragment in case.plan.fragments]
+        assert found[way]["round_max"] == max(sizes)
+        assert found[way]["round_mean"] == sum(sizes) / 4
+        assert found[way]["per_step"] == sum(sizes) / 8
+        rounds = case.rounds(way, way)
+        assert (rounds.up_bytes, rounds.down_total_bytes) == (max(sizes), sum(sizes))
+    parameters = sum(value.size for value in values.values())
+    assert found["data_parallel"] == {"gradient": 2 * parameters, "per_step": 2 * parameters * 1.5}
+
+
+@pytest.mark.parametrize(
+    ("up", "mesh", "adopt"),
+    [
+        ("int4", {"fsdp": 4}, "overwrite"),
+        ("int8", {"data": 2, "tensor": 2}, "overwrite"),
+        ("bfloat16", {"fsdp": 4}, "rebase"),
+        ("float32", {"data": 2, "tensor": 2}, "overwrite"),
+    ],
+)
+def test_chip_memory_is_that_of_the_programs(up: Format, mesh: dict[str, int], adopt: str) -> None:
+    """Held bytes, without devices, equal what compiled programs take and give."""
+    case = small(wire={"up": up}, islands={"mesh": mesh}, adopt={"mode": adopt})
+    config, blueprint = case.config, case.blueprint
+    real = Blueprint(config.model, config.optimizer, MeshConfig(**mesh), jax.devices()[:4], seed=0)
+    programs = real.exchange(up, adopt == "rebase").programs(case.plan.fragments)
+    staging = [compiled for kind, _, compiled in programs if kind == "stage"]
+    anchors, residuals, staged = (
+        [shard_bytes(shapes, shardings) for shapes, shardings in each]
+        for each in (
+            [(program.in_avals[0][1], program.input_shardings[0][1]) for program in staging],
+            [(program.in_avals[0][2], program.input_shardings[0][2]) for program in staging],
+            [(program.out_info, program.output_shardings) for program in staging],
+        )
+    )
+    found = chip_memory(config, blueprint, case.plan)
+    shapes, shardings = real.state_shapes, real.state_shardings
+    assert found.parameters == shard_bytes(shapes.params, shardings.params)
+    assert found.parameters + found.optimizer == shard_bytes(shapes, shardings)
+    assert (found.anchors, found.residuals) == (sum(anchors), sum(residuals))
+    assert anchors == [anchor_bytes(blueprint, fragment) for fragment in case.plan.fragments]
+    assert found.staged == sum(sorted(staged)[-2:])  # tau P / H + 1 at once
+
+
+def shard_bytes(shapes: Any, shardings: Any) -> float:
+    """Bytes of one chip's shards of all arrays of a tree."""
+    leaves = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, jax.sharding.Sharding))
+    return sum(
+        math.prod(sharding.shard_shape(tuple(leaf.shape))) * np.dtype(leaf.dtype).itemsize
+        for leaf, sharding in zip(jax.tree.leaves(shapes), leaves, strict=True)
+    )
+
+
+def test_memory_of_the_syncer_by_hand() -> None:
+    case = small(syncer={"shards": 2})
+    found = syncer_memory(case.config, case.plan)
+    assert found.capture == found.values + found.outer + found.residuals == 3 * 4 * case.parameters
+    assert found.anchors == 2 * 4 * case.parameters, "protocol.anchor_history versions"
+    assert found.payloads == 2 * 4 * wire_bytes(case)["int4"]["round_max"], "tau rounds of all learners"
+    assert found.shard_processes == 700e6
+
+
+def test_a_site_with_two_learners_needs_twice_as_much() -> None:
+    four, two = (
+        {(row["wire"], row["utilisation"]): row["gbit_per_s"] for row in rate_rows(small(given=given))}
+        for given in (QUIET, replace(QUIET, sites=2))
+    )
+    assert two["int4", 0.9] == pytest.approx(2 * four["int4", 0.9])
+    assert two["data_parallel", 0.9] == pytest.approx(four["data_parallel", 0.9] * 1.0 / 1.5)
+
+
+def test_where_no_rate_is_enough_there_is_none() -> None:
+    rows = rate_rows(small(given=replace(QUIET, round_trip_ms=1500.0)))  # of 2 steps, 2.75 s are spent waiting
+    never = [row for row in rows if row["gbit_per_s"] is None]
+    assert {(row["wire"], row["utilisation"]) for row in never} == {
+        (wire, share) for wire in ("float32", "bfloat16", "int8", "int4") for share in (0.75, 0.9, 0.95, 0.99)
+    }
+
+
+def test_load_of_the_syncer_by_hand() -> None:
+    case = small(given=replace(QUIET, step_s=2.0, syncer_ms_per_mb=1e6, shard_mb_per_s=1e-3, merge_ns=1e9))
+    up = wire_bytes(case)["int4"]["round_mean"]
+    load = syncer_load(case)
+    assert load["rounds_per_s"] == 0.25  # 4 rounds in 8 steps of 2 s
+    assert load["cpu_s_per_round"] == pytest.approx(1000 * 4 * up / 1e6)
+    assert load["mb_per_s_in"] == pytest.approx(4 * 4 * up / 16 / 1e6)
+    assert load["shards"] == math.ceil(load["mb_per_s_in"] / 1e-3)
+    largest = max(fragment.num_elements for fragment in case.plan.fragments)
+    assert load["merge_s"] == pytest.approx(largest * 4 / 16)
+
+
+@pytest.mark.parametrize(("gbit_per_s", "half"), [(1e-3, False), (8e-5, True)])
+def test_recovery_by_hand(gbit_per_s: float, half: bool) -> None:
+    case = small(given=replace(QUIET, link_gbit_per_s=gbit_per_s, round_trip_ms=0.0, restart_s=7.0))
+    rate = 0.92e9 * gbit_per_s / 8
+    back = recovery(case)
+    state = case.blueprint.state_layout.num_bytes
+    assert back["global_model_s"] == pytest.approx(4 * case.parameters / rate)
+    rounds = case.rounds("int4", "int4").up_total_bytes / 8
+    assert (rate - rounds < rate / 2) == half, "rounds leave the donor less than half of its link"
+    assert back["state_s"] == pytest.approx(state / (rate / 2 if half else rate - rounds))
+    assert not back["state_arrives"]
+    assert back["seconds"] == pytest.approx(7 + back["global_model_s"] + 3 * 8)
+    alone = recovery(small(protocol={"recover_from_peers": False}, given=case.given))
+    assert alone["seconds"] == pytest.approx(7 + back["global_model_s"]) and not alone["state_bytes"]
+    (single,) = {recovery(small(islands={"count": 1}, given=case.given))["state_bytes"]}
+    assert not single, "one learner has no neighbour"
+
+
+def test_goodput_by_hand() -> None:
+    """Rare failures cost the return of the slice (64 s in the mean) and the recovery of its learner."""
+    case = small(given=replace(QUIET, chips=1000, mtbi_years=0.1))
+    found = expected_goodput(case, 100.0)
+    failures_per_s = 250 / (0.1 * 31_536_000)
+    assert 1 - found["goodput"] == pytest.approx(failures_per_s * (64.5 + 100), rel=0.1)
+    assert found["uptime"] == pytest.approx(1, abs=1e-4)  # all four at once are rare
+    assert found["rigid_goodput"] < found["goodput"]
+    assert found["hours_between_failures"] == pytest.approx(0.876)
+    with pytest.raises(ValueError, match="3 chips cannot be cut into 4 slices"):
+        expected_goodput(small(given=replace(QUIET, chips=3)), 1.0)
+    with pytest.raises(ValueError, match="--slices is 2"):
+        expected_goodput(small(given=replace(QUIET, slices=2)), 1.0)
+
+
+# ---- advice ---------------------------------------------------------------------------------------------------------
+
+Changes = dict[str, Any]
+
+
+def changes(case: Case) -> Changes:
+    """Settings that the advice would change."""
+    return {each["setting"]: each["value"] for each in advise(case) if each["change"]}
+
+
+def test_a_good_link_changes_nothing() -> None:
+    advice = advise(small())
+    assert not changes(small())
+    assert [each["setting"] for each in advice] == [
+        "protocol.sync_every", "protocol.num_fragments", "protocol.overlap_steps", "wire.up", "wire.down",
+        "transport.stripes",
+    ]  # fmt: skip
+    assert all(each["why"] for each in advice)
+
+
+LINKS: list[tuple[Changes, Changes, set[str]]] = [
+    # what is there, what is given, and what must be among the changes
+    ({}, {"link_gbit_per_s": 6e-5}, {"protocol.sync_every"}),
+    ({"protocol": {"num_fragments": 1}}, {"link_gbit_per_s": 1.16e-4}, {"protocol.num_fragments"}),  # 8 steps a round
+    ({"protocol": {"overlap_steps": 1}}, {}, {"protocol.overlap_steps"}),  # no room for the grace window
+    ({"wire": {"up": "float32", "down": "float32"}}, {"link_gbit_per_s": 4e-4}, {"wire.up", "wire.down"}),
+    ({}, {"round_trip_ms": 1500.0, "tcp_window_mb": 64.0}, {"protocol.overlap_steps"}),
+    ({"protocol": {"overlap_steps": 0, "quorum": 4}}, {}, {"protocol.overlap_steps"}),
+    ({}, {"step_s": 1e-3, "round_trip_ms": 1.0, "tcp_window_mb": 0.01}, {"transport.stripes"}),
+    ({}, {"shard_mb_per_s": 1e-2}, {"syncer.shards"}),
+    ({"transport": {"payload_bytes_max": 65536}}, {}, {"transport.payload_bytes_max"}),
+    ({"protocol": {"pull_timeout_s": 1.0}}, {"step_s": 4.0}, {"protocol.pull_timeout_s"}),
+    ({}, {"link_gbit_per_s": 8e-4}, {"protocol.recover_from_peers"}),
+]
+
+
+@pytest.mark.parametrize(("config", "given", "expected"), LINKS)
+def test_advice_is_followed_once(config: Changes, given: Changes, expected: set[str], tmp_path: Path) -> None:
+    """What is recommended is valid, makes rounds come back in time, and calls for nothing more."""
+    assumed = replace(QUIET, **given)
+    case = small(**config, given=assumed)
+    wanted = changes(case)
+    assert expected <= set(wanted), wanted
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**SETTINGS, **{k: {**SETTINGS.get(k, {}), **v} for k, v in config.items()}}))
+    printed = describe(forecast(case, advise(case))).partition("change:\n")[2].partition("keep:\n")[0].splitlines()
+    words = [word for line in printed if line.startswith("  --") for word in line.partition("(now")[0].split()]
+    assert words[::2] == [f"--{name}" for name in wanted], "as people copy it"
+    after = case_of(load(path, words), assumed)
+    assert not changes(after), words
+    state = forecast(after, [])["link"]
+    assert state["utilisation"] == 1.0 and state["round_s"] <= state["overlap_s"]
+
+
+def test_latency_alone_does_not_raise_h() -> None:
+    """Steps that are short against the round trip need overlap; rarer rounds would not help."""
+    found = changes(small(given=replace(QUIET, step_s=0.05, round_trip_ms=400.0, tcp_window_mb=64.0)))
+    assert found.keys() == {"protocol.overlap_steps"}
+    assert found["protocol.overlap_steps"] >= 13  # 1.5 x 0.4 s are 12 steps, and half a step for reports
+
+
+def test_no_more_overlap_is_advised_than_a_config_takes() -> None:
+    assert changes(small(given=replace(QUIET, step_s=1e-6)))["protocol.overlap_steps"] == OVERLAP_STEPS_MAX
+
+
+# ---- the whole ------------------------------------------------------------------------------------------------------
+
+
+def test_large_configs_allocate_nothing() -> None:
+    before = len(jax.live_arrays())
+    for name in ("gemma_12b_4x_v5p", "mixed_v5p_v6e"):
+        case = case_of(load(CONFIGS / "tpu" / f"{name}.yaml"), Assumptions())
+        result = forecast(case, advise(case))
+        assert len(describe(result)) > 2000
+    assert len(jax.live_arrays()) == before
+    assert [each["step_s"] for each in result["run"]["steps"]] == pytest.approx([0.73, 0.73], rel=0.01)
+    assert all("v5p" in each["from"] or "v6e" in each["from"] for each in result["run"]["steps"])
+    assert {row["wire"] for row in result["rows"]} == {"data_parallel", "float32", "bfloat16", "int8", "int4"}
+    assert result["memory"]["islands"][1]["hbm_limit_bytes"] == 32e9
+
+
+def test_cost_where_prices_are_given() -> None:
+    case = small(given=replace(QUIET, price_per_chip_hour=2.0, price_per_egress_gb=0.1))
+    cost = forecast(case, [])["cost"]
+    per_step = 2 * 4 * wire_bytes(case)["int4"]["per_step"]  # both ways of four learners
+    assert cost["egress_gb_per_day"] == pytest.approx(per_step * 86400 / 1e9)
+    assert cost["egress_per_day"] == pytest.approx(cost["egress_gb_per_day"] * 0.1)
+    assert cost["chips_per_day"] == 24 * 16 * 2.0
+    assert "chips_per_day" not in forecast(small(), [])["cost"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit status, output and errors of `diloco plan`."""
+    platforms = os.environ["JAX_PLATFORMS"]
+    try:
+        code = cli.main(["plan", *words])
+    finally:
+        os.environ["JAX_PLATFORMS"] = platforms
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(CONFIGS / "quickstart.yaml")
+    code, out, _ = run(capsys, config, "--json", "--step-s", "0.01", "--round-trip-ms", "200", "--train.steps", "7")
+    result = json.loads(out)
+    assert code == 0 and len(result["rows"]) == 25
+    assert {"memory", "advice", "latency", "syncer", "recovery", "goodput", "cost", "link", "bytes"} <= result.keys()
+    assert result["rows"][-1]["gbit_per_s"] is None, "200 ms do not fit into two steps of 10 ms at any rate"
+    assert result["rows"][-1]["step_s"] == 0.01
+    code, out, _ = run(capsys, config, "--round-trip-ms", "25", "--price-per-egress-gb", "0.1")
+    assert code == 0 and "assumed, as no chips are named" in out and "traffic costs" in out
+    assert "  25 " in out and "keep:" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no config is named"),
+        (["missing.yaml"], "cannot be read"),
+        (["missing.yaml", "--preset", "table13"], "leave missing.yaml out"),
+        (["--preset", "table13", "--link-gbit-per-s", "1"], "leave --link-gbit-per-s out"),
+        (["quickstart", "--mtbi-years", "1e-12"], "--mtbi-years is 1e-12, less than a second"),
+        (["quickstart", "--slices", "2000000"], "--slices is 2000000; use at most 1e+06"),
+        (["quickstart", "--link-gbit-per-s", "0"], "--link-gbit-per-s is 0.0; use a number above 0"),
+        (["quickstart", "--sites", "9"], "only 4 islands"),
+        (["quickstart", "--chips", "2"], "2 chips cannot be cut into 4 slices"),
+        (["data_parallel"], "--algorithm decoupled"),
+        (["quickstart", "--protocol.num_fragments", "99999", "--protocol.sync_every", "99999"], "queue_payloads_max"),
+    ],
+)
+def test_wrong_input_is_one_message(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    known = [str(CONFIGS / f"{word}.yaml") if word in ("quickstart", "data_parallel") else word for word in words]
+    try:
+        code, out, err = run(capsys, *known)
+    except SystemExit as end:  # an override that is wrong
+        said_there = capsys.readouterr()
+        code, out, err = int(end.code or 0), said_there.out, said_there.err
+    assert code == 2 and not out
+    assert said in " ".join(err.split()).replace("│ ", "") and "Traceback" not in err

@@ -1,0 +1,384 @@
+"""Replay: what it reads from tapes, what it asks for when they are broken, and that a life repeats its steps exactly.
+
+That a real run is repeated bit for bit is in test_replay_run.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from diloco_jax.core.fragments import take
+from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.runtime.records.checkpoint import latest, load_parameters
+from diloco_jax.settings.run import AdoptConfig, RunConfig
+from diloco_jax.settings.text import parse
+from diloco_jax.tools.replay.lives import NeededLife, NeededLives, TapedStep, TookState, outline, read_entries
+from diloco_jax.tools.replay.replay import Replay, digest_of, replay_run, replay_synthetic
+from diloco_jax.tools.replay.replica import Replica, Trainer, Values
+from diloco_jax.tools.replay.script import (
+    Back,
+    Brought,
+    LearnerLife,
+    MergedRound,
+    Name,
+    Script,
+    SnapshotPoint,
+    read_script,
+)
+from tests.runtime.helpers import SMALL, merged
+from tests.runtime.taped_pair import TapedPair
+
+STEPS = 100
+SAMPLES = 4
+
+
+def config_of(pair: TapedPair, **changes: Any) -> RunConfig:
+    """A run with the protocol of a story."""
+    settings = {
+        "islands": {"count": 2, "devices": 1, "batch_size": SAMPLES},
+        "train": {"steps": STEPS, "eval_every": 0},
+        "protocol": asdict(pair.config),
+    }
+    return parse(merged(merged(SMALL, settings), changes), "the test")
+
+
+def script_of(pair: TapedPair, until: int | None = None) -> Script:
+    tape = pair.finish() / "tape.jsonl"
+    return read_script(tape, lambda pairs: Syncer(pair.config, STEPS, pairs), until)
+
+
+def eventful(folder: Path, **settings: Any) -> TapedPair:
+    """Learners come, die and recover; the syncer dies; at last everybody does, and the run goes on."""
+    pair = TapedPair(folder, step_samples=SAMPLES, recover_from_peers=True, snapshot_every=4, **settings)
+    pair.join("a", "b")
+    pair.steps(6, "a", "b")
+    pair.join("c")
+    pair.steps(3, "a", "b")
+    pair.steps(3, "a", "b", "c")
+    pair.crash("b")
+    pair.steps(2, "a", "c")
+    pair.join("b", incarnation=2)
+    pair.steps(4, "a", "b", "c")
+    pair.restart_syncer()
+    pair.connect("a", "b", "c")
+    pair.steps(3, "a", "b", "c")
+    pair.rewind()
+    pair.join("a", "b", incarnation=3)
+    pair.steps(4, "a", "b")
+    return pair
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def test_script_tells_what_happened(tmp_path: Path) -> None:
+    pair = eventful(tmp_path)
+    script = script_of(pair)
+    rounds = [event for event in script.events if isinstance(event, MergedRound)]
+    orders = {(order.global_step, order.fragment_id) for order in pair.merges()}
+    assert {(this.order.global_step, this.order.fragment_id) for this in rounds} == orders
+    assert len(rounds) == sum('["merged"' in line for line in pair.tape)
+    assert all(len(this.lives) == len(this.order.parts) for this in rounds)
+    assert {life for this in rounds for life in this.lives} >= {
+        LearnerLife("b", 1),
+        LearnerLife("b", 2),
+        LearnerLife("b", 3),
+        LearnerLife("c", 1),
+    }
+    restart = next(json.loads(line) for line in pair.tape if line.startswith('["restart"'))
+    rewind = next(json.loads(line) for line in pair.tape if line.startswith('["rewind"'))
+    assert [event.global_step for event in script.events if isinstance(event, Back)] == [restart[4], rewind[2]]
+    assert any(isinstance(event, Brought) for event in script.events)
+    at = {type(event): index for index, event in reversed(list(enumerate(script.events)))}
+    assert at[SnapshotPoint] < at[Back] < at[Brought]
+    assert script.global_step == pair.syncer.global_step and script.ended
+
+
+def test_script_until(tmp_path: Path) -> None:
+    pair = TapedPair(tmp_path)
+    pair.join("a")
+    pair.steps(9, "a")
+    rounds = script_of(pair, until=5).events
+    assert [event.order.global_step for event in rounds if isinstance(event, MergedRound)] == [1, 2, 3, 4, 5]
+    with pytest.raises(ValueError, match=r"--until is 90, but .* ends at global step"):
+        script_of(pair, until=90)
+
+
+def test_script_leaves_out_rounds_without_a_usable_value(tmp_path: Path) -> None:
+    pair = TapedPair(tmp_path, strikes_max=100)
+    pair.join("a")
+    pair.steps(2, "a")
+    pair.poisoned = {"a"}
+    pair.steps(3, "a")
+    events = script_of(pair).events
+    assert len([event for event in events if isinstance(event, MergedRound)]) < len(pair.merges())
+
+
+def test_only_what_is_needed_is_asked_for(tmp_path: Path) -> None:
+    """Of c nothing was merged, so its tape may be missing; of a what the receiver took, and the last merged value."""
+    pair = TapedPair(tmp_path, step_samples=SAMPLES, recover_from_peers=True)
+    pair.join("a")
+    pair.steps(6, "a")
+    pair.join("b")
+    pair.steps(2, "a")
+    pair.steps(2, "a", "b")
+    took = next(e for _, e in read_entries(pair.path_of("b")) if isinstance(e, TookState))
+    pair.join("c")
+    pair.path_of("c").unlink()
+    script = script_of(pair)
+    needs = NeededLives(tmp_path, script)
+    assert set(needs.lives) == {LearnerLife("a", 1), LearnerLife("b", 1)}
+    need = needs.lives[LearnerLife("a", 1)]
+    assert took.donor == LearnerLife("a", 1) and need.copies == Counter({took.donor_step: 1})
+    parts = [
+        (event.order.fragment_id, part.local_step)
+        for event in script.events
+        if isinstance(event, MergedRound)
+        for part in event.order.parts
+        if part.learner_id == "a"
+    ]
+    assert need.values == Counter(parts)
+    assert need.stop == need.outline.steps[max(step for _, step in parts) - 1]
+
+
+def test_a_donor_is_repeated_as_far_as_its_receiver_needs(tmp_path: Path) -> None:
+    """Nothing of the donor was merged; it is needed all the same, with the donor that it had itself."""
+    script = Script((), (0,), [])
+    _write_tape(tmp_path, "a", [["step", 1, 0, [[0, 1]], 1.0], ["staged_state", 1], ["step", 2, 0, [[1, 2]], 1.0]])
+    _write_tape(tmp_path, "b", [["state", "a", 1, 1, [0]], ["step", 1, 0, [[2, 3]], 1.0], ["saved", 1, 4]])
+    _write_tape(tmp_path, "c", [["state", "b", 1, 1, []], ["step", 1, 0, [[3, 4]], 1.0]])
+    order = Merge(1, 0, (Part("c", 1, 1, 10, 0, 1),))
+    script.events.append(MergedRound(order, (LearnerLife("c", 1),), 5, (), ()))
+    needs = NeededLives(tmp_path, script)
+    assert {life.learner_id: need.stop for life, need in needs.lives.items()} == {"a": 3, "b": 4, "c": 3}
+
+
+def _write_tape(folder: Path, name: str, lines: list[list[Any]]) -> Path:
+    path = folder / "tapes" / f"{name}.1.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in [["begin", name, 1, 1], *lines]))
+    return path
+
+
+# ---- broken tapes ---------------------------------------------------------------------------------------------------
+
+
+def test_missing_learner_tape_is_named(tmp_path: Path) -> None:
+    pair = TapedPair(tmp_path)
+    pair.join("a", "b")
+    pair.steps(4, "a", "b")
+    pair.path_of("b").unlink()
+    with pytest.raises(ValueError, match=r"tapes/b\.1\.jsonl is missing: .* copy the tapes folder"):
+        NeededLives(tmp_path, script_of(pair))
+
+
+def test_short_learner_tape_is_named(tmp_path: Path) -> None:
+    pair = TapedPair(tmp_path)
+    pair.join("a", "b")
+    pair.steps(6, "a", "b")
+    path = pair.path_of("b")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith(('["step",5', '["step",6'))))
+    with pytest.raises(ValueError, match=r"b\.1\.jsonl ends after local step 4, but its value in round"):
+        NeededLives(tmp_path, script_of(pair))
+
+
+def test_torn_last_line_does_no_harm(tmp_path: Path) -> None:
+    pair = TapedPair(tmp_path)
+    pair.join("a")
+    pair.steps(4, "a")
+    path = pair.path_of("a")
+    whole = list(read_entries(path))
+    path.write_text(path.read_text() + '["step",5,4,[[8,')
+    assert list(read_entries(path)) == whole
+
+
+@pytest.mark.parametrize(
+    ("number", "line", "says"),
+    [
+        (3, '["step",2,1', "line 3 cannot be read"),
+        (3, '["step","2",1,[[0,1]],2.0]', "line 3 cannot be read"),
+        (3, '["walk",2]', "line 3 cannot be read"),
+        (3, '["step",3,1,[[0,1]],2.0]', "line 3 is of local step 3, expected 2: steps are missing"),
+        (3, '["state","b",1,1,[0]]', "line 3: a state is taken over before the first step"),
+        (3, '["begin","a",1,1]', "line 3: 'begin' must be the first line"),
+        (1, '["step",1,1,[[0,1]],2.0]', "line 1: 'begin' must be the first line"),
+    ],
+)
+def test_broken_line_is_named(tmp_path: Path, number: int, line: str, says: str) -> None:
+    path = _write_tape(tmp_path, "a", [["step", n, 0, [[n, n + 1]], None] for n in (1, 2, 3)])
+    lines = path.read_text().splitlines()
+    lines[number - 1] = line
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=rf"a\.1\.jsonl {says}"):
+        outline(path)
+
+
+def test_lines_that_a_full_disk_refused(tmp_path: Path) -> None:
+    """What was before can be repeated, what came after cannot."""
+    steps = [["step", n, 0, [[n, n + 1]], 1.0] for n in (1, 2, 4)]
+    found = outline(_write_tape(tmp_path, "a", [*steps[:2], ["lost", 3], steps[2]]))
+    assert found.line_of(2, "it") == 3
+    with pytest.raises(ValueError, match=r"lacks lines before line 4 .* use --until"):
+        found.line_of(3, "it")
+
+
+def test_broken_syncer_tapes_are_named(tmp_path: Path) -> None:
+    pair = TapedPair(tmp_path)
+    config = config_of(pair)
+    with pytest.raises(ValueError, match=r"tape\.jsonl does not exist; give the folder of a run"):
+        Replay(config, tmp_path)
+    pair.finish()
+    with pytest.raises(ValueError, match=r"tape\.jsonl holds no step of any learner"):
+        Replay(config, tmp_path)
+    pair.join("a")
+    pair.steps(3, "a")
+    good = list(pair.tape)
+    pair.tape[-1] = '["merged",1.0,99,1,[]]'
+    pair.finish()
+    with pytest.raises(ValueError, match=rf"tape\.jsonl: tape line {len(good)} cannot be replayed"):
+        Replay(config, tmp_path)
+    pair.tape = good[1:]
+    pair.finish()
+    with pytest.raises(ValueError, match="does not begin with the digests"):
+        Replay(config, tmp_path)
+
+
+def test_another_config_is_refused(tmp_path: Path) -> None:
+    pair = TapedPair(tmp_path)
+    pair.join("a")
+    pair.steps(3, "a")
+    pair.finish()
+    with pytest.raises(ValueError, match="seed is 0, the tape has None"):
+        replay_run(config_of(pair), tmp_path)
+    with pytest.raises(ValueError, match=r"2 initial fragments, not 1.*is the config that of its run\?"):
+        Replay(config_of(pair, protocol={"num_fragments": 1}), tmp_path)
+
+
+# ---- repeating ------------------------------------------------------------------------------------------------------
+
+
+class Alone:
+    """The world of a life that has no others, with these global values."""
+
+    def __init__(self, values: Mapping[Name, Values]) -> None:
+        self.values = values
+        self.losses: list[float] = []
+
+    def take(self, name: Name) -> Values:
+        return self.values[name]
+
+    def state_of(self, took: TookState, receiver: LearnerLife, held: dict[int, int]) -> Any:
+        raise AssertionError("nobody gives a state")
+
+    def on_loss(self, life: LearnerLife, step: TapedStep, loss: float) -> None:
+        self.losses.append(loss)
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """One island for all tests of single lives."""
+    return Trainer(
+        config_of(TapedPair(tmp_path_factory.mktemp("trainer")), wire={"up": "int8"}, adopt={"mode": "rebase"})
+    )
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mode", ["overwrite", "blend", "rebase"])
+def test_life_is_repeated_step_by_step(
+    tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, mode: Literal["overwrite", "blend", "rebase"]
+) -> None:
+    """Against an island that is led by hand; another life that advances in between changes nothing."""
+    adopt = AdoptConfig(mode=mode, alpha=0.25)
+    monkeypatch.setattr(trainer, "how", adopt)
+    island, rate = trainer.island, trainer._rate
+    first = trainer.fragments[0]
+    island.state, island.exchange.held = trainer.fresh(), {}
+    start = island.parameters()
+    moved = {path: value + np.float32(0.01) for path, value in start.items()}
+    names = {p: Name(p, 0, 10 + p) for p in (0, 1)}
+    values = {names[p]: take(start, trainer.fragments[p]) for p in (0, 1)}
+    values[Name(0, 2, 22)] = take(moved, first)
+    reads = [[[0, SAMPLES]], [[SAMPLES, 2 * SAMPLES]], [[4 * SAMPLES, 5 * SAMPLES]]]
+    lines = [["adopt", 0, 0, 1, 10, -1], ["adopt", 1, 0, 1, 11, -1], ["step", 1, 3, reads[0], 1.0], ["sent", 0, 2, 1]]
+    lines += [["step", 2, 4, reads[1], 1.0], ["adopt", 0, 2, 1, 22, 2], ["step", 3, 5, reads[2], 1.0]]
+    found = outline(_write_tape(tmp_path, "a", lines))
+
+    def replica(world: Alone) -> Replica:
+        need = NeededLife(found, found.steps[2], Counter({(0, 1): 1, (0, 3): 1, (1, 3): 1}))
+        return Replica(LearnerLife("a", 1), need, trainer, world)
+
+    for p in (0, 1):
+        island.adopt(trainer.fragments[p], values[names[p]])
+    order = [trainer._host._order.batch([tuple(r) for r in read]) for read in reads]
+    losses = []
+    staged = None
+    for index, batch in enumerate(order):
+        losses.append(island.wait(island.step(island.put_batch(batch), rate(3 + index)))["loss"])
+        if index == 0:
+            staged = island.stage(first)
+        if index == 1:
+            kept_back = staged.residual()
+            assert kept_back is not None and any(np.asarray(v).any() for v in kept_back.on_devices.values())
+            island.adopt(first, take(moved, first), mode=mode, alpha=0.25, sent=staged)
+    assert staged is not None
+    payloads = {p: island.stage(trainer.fragments[p]).encode() for p in (0, 1)}
+    island.exchange.held = {}
+    world = Alone(values)
+    this, other = replica(world), replica(Alone(values))
+    assert this.value(0, 1) == staged.encode()
+    other.advance(found.steps[1])
+    assert this.value(0, 3) == payloads[0]
+    assert this.value(1, 3) == payloads[1]
+    assert world.losses == losses
+    assert other.value(0, 3) == payloads[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_synthetic_tapes_train_a_model(tmp_path: Path) -> None:
+    """Twice the same; and the checkpoint is that of the model."""
+    pair = eventful(tmp_path / "tapes")
+    pair.finish()
+    config = config_of(pair)
+    result = replay_synthetic(config, pair.folder, tmp_path / "out")
+    again = Replay(config, pair.folder, compare=False)
+    again.run()
+    assert digest_of(again.model.parameters()) == result["sha256"]
+    assert result["merged_rounds"] == sum(isinstance(e, MergedRound) for e in script_of(pair).events)
+    assert result["eval_loss"] < 5.5, "below the uniform ln 256: something was learned"
+    assert json.loads((tmp_path / "out" / "summary.json").read_text()) == result
+    checkpoint = latest(tmp_path / "out" / "checkpoints")
+    assert checkpoint is not None
+    parameters, meta = load_parameters(checkpoint)
+    assert digest_of(parameters) == result["sha256"] and meta["global_step"] == result["global_steps"]
+
+
+@pytest.mark.timeout(300)
+def test_going_back_leaves_no_trace(tmp_path: Path) -> None:
+    """Rounds between a snapshot and the moment at which everybody died do not change the model that goes on."""
+    pair = TapedPair(tmp_path, step_samples=SAMPLES, snapshot_every=4)
+    pair.join("a", "b")
+    pair.steps(10, "a", "b")
+    pair.rewind()
+    rewound = json.loads(pair.tape[-1])[2]
+    pair.join("a", "b", incarnation=2)
+    pair.finish()
+    this = Replay(config_of(pair), tmp_path, compare=False)
+    captured = ""
+    for event in this.script.events:
+        if isinstance(event, Back):
+            assert digest_of(this.model.parameters()) != captured
+        this.repeat(event)
+        if isinstance(event, SnapshotPoint) and event.global_step == rewound:
+            captured = digest_of(this.model.parameters())
+    assert isinstance(event, Back) and digest_of(this.model.parameters()) == captured

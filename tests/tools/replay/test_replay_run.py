@@ -1,0 +1,138 @@
+"""A real run with a late joiner, kills and learners of different speed is trained again bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_jax.runtime.local.run import child_environment
+from diloco_jax.runtime.records.telemetry import read_metrics
+from diloco_jax.settings.text import load
+from tests.runtime.helpers import (
+    SLOW_STEP_S,
+    environment,
+    kill_processes,
+    processes_of,
+    run,
+    start,
+    status,
+    wait_for,
+    write_config,
+)
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(900)]
+
+PATIENCE_S = 200.0
+
+
+def pid_of(run_dir: Path, words: str) -> int:
+    return next(pid for pid, command in processes_of(run_dir).items() if f" {words} " in f"{command} ")
+
+
+def merged_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """Rounds that were merged, as far as they are in the metrics."""
+    path = run_dir / "metrics.jsonl"
+    return [row for row in read_metrics(path) if row["kind"] == "merged"] if path.exists() else []
+
+
+def has_share(run_dir: Path, name: str, after: int = 0) -> bool:
+    return any(name in row["members"] for row in merged_rows(run_dir)[after:])
+
+
+@pytest.fixture(scope="module")
+def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a run in which everything happened; ended by Ctrl-C when that was so."""
+    folder = tmp_path_factory.mktemp("eventful")
+    run_dir = folder / "run"
+    config = write_config(
+        folder,
+        train={"steps": 100_000, "eval_every": 0},
+        protocol={"sync_every": 6, "num_fragments": 6, "quorum": 2, "snapshot_every": 10},
+        adopt={"mode": "rebase"},
+        wire={"up": "int4"},
+    )
+    # every step is trained again by the tests
+    process = start("train", config, "--run-dir", run_dir, "--quiet", step_s=SLOW_STEP_S)
+    try:
+        wait_for(lambda: has_share(run_dir, "island-1") and status(run_dir)["global_step"] > 12, "training", PATIENCE_S)
+        joiner = _join(run_dir)
+        wait_for(lambda: has_share(run_dir, "late"), "a share of the learner that joined late", PATIENCE_S)
+        before = len(merged_rows(run_dir))
+        os.kill(pid_of(run_dir, "--island island-1"), signal.SIGKILL)
+        slow = pid_of(run_dir, "--island island-0")
+        os.kill(slow, signal.SIGSTOP)
+        wait_for(lambda: has_share(run_dir, "island-1", before), "the return of island-1", PATIENCE_S)
+        os.kill(slow, signal.SIGCONT)
+        before = len(merged_rows(run_dir))
+        os.kill(pid_of(run_dir, "syncer"), signal.SIGKILL)
+        wait_for(lambda: status(run_dir)["epoch"] == 2, "another syncer", PATIENCE_S)
+        for name in ("island-0", "island-1", "late"):
+            wait_for(lambda: has_share(run_dir, name, before), f"a share of {name}", PATIENCE_S)  # noqa: B023
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 130, output
+        joiner.wait(PATIENCE_S)
+        yield run_dir
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+        kill_processes(folder)
+
+
+def _join(run_dir: Path) -> subprocess.Popen[bytes]:
+    """A learner of a larger batch whose steps take half as long, started by hand."""
+    words = ["learner", run_dir / "config.yaml", "--island", "late", "--islands.batch_size", "12"]
+    settings = {**child_environment(load(run_dir / "config.yaml"), "late"), **environment(SLOW_STEP_S / 2)}
+    with (run_dir / "logs" / "late.log").open("wb") as log:
+        command = [sys.executable, "-m", "diloco_jax", *map(str, words), "--run-dir", str(run_dir)]
+        return subprocess.Popen(command, env=settings, stdout=log, stderr=log, start_new_session=True)
+
+
+def test_parameters_are_the_same_bit_for_bit(eventful: Path) -> None:
+    lives = {path.name.rsplit(".", 2)[0]: 0 for path in (eventful / "tapes").iterdir()}
+    assert lives.keys() == {"island-0", "island-1", "late"} and len(list((eventful / "tapes").iterdir())) >= 4
+    taken = [
+        line for path in (eventful / "tapes").iterdir() for line in path.read_text().splitlines() if '["state"' in line
+    ]
+    assert taken, "nobody took over a state"
+    assert '["restart"' in (eventful / "tape.jsonl").read_text()
+    result = run("replay", eventful, "--json", timeout_s=600, step_s=0)
+    found = json.loads(result.stdout)
+    assert result.returncode == 0 and found["identical"], found
+    assert found["sha256"] == found["expected_sha256"]
+    assert found["merged_rounds"] == (eventful / "tape.jsonl").read_text().count('["merged"')
+    assert not found["difference"] and not found["step_difference"]
+
+
+def test_every_sample_has_one_fate(eventful: Path) -> None:
+    result = run("audit", eventful, "--json")
+    found = json.loads(result.stdout)
+    assert result.returncode == 0 and found["violations"] == 0, found
+    assert found["leased"] == sum(found[fate] for fate in ("merged", "overwritten", "released", "out"))
+    assert found["released"] > 0 and found["merged"] > 0 and found["learner_tapes"] >= 4
+
+
+def test_one_wrong_number_is_noticed(eventful: Path, tmp_path: Path) -> None:
+    """A value is said to be of one step earlier than it was: the round that it went into differs, and is named."""
+    copy = tmp_path / "run"
+    shutil.copytree(eventful, copy, ignore=shutil.ignore_patterns("checkpoints", "logs"))
+    tape = copy / "tape.jsonl"
+    lines = tape.read_text().splitlines()
+    at = next(n for n, line in enumerate(lines) if line.startswith('["FragmentValue"') and json.loads(line)[6] > 3)
+    fields = json.loads(lines[at])
+    fields[6] -= 1
+    lines[at] = json.dumps(fields)
+    tape.write_text("\n".join(lines) + "\n")
+    result = run("replay", copy, "--until", fields[4] + 1, timeout_s=300, step_s=0)
+    assert result.returncode == 1, result.stderr
+    assert f"DIFFERENT, first in fragment {fields[5]}, version {fields[4]} (digest" in result.stdout

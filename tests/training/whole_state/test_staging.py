@@ -1,0 +1,230 @@
+"""A whole state on its way from one island to another: bit for bit, whatever the meshes; all of it or nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.training.island import Island
+from diloco_jax.training.optimizers import OptimizerConfig
+from diloco_jax.training.whole_state.layout import StateLayout
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+MakeIsland = Callable[..., Island]
+MUON = OptimizerConfig(name="muon", learning_rate=2e-2, warmup_steps=0)
+PART_BYTES = 1000  # no divisor of anything
+
+
+def train(island: Island, batches: list[np.ndarray]) -> list[float]:
+    return [island.wait(island.step(island.put_batch(b), 1e-2))["loss"] for b in batches]
+
+
+def leaves(island: Island) -> dict[str, np.ndarray]:
+    found = jax.tree_util.tree_flatten_with_path(island.state)[0]
+    return {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in found}
+
+
+def assert_same(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name].dtype == want[name].dtype
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "there"),
+    [(None, {"data": 2}), (None, {"fsdp": 2, "tensor": 2}), (MUON, {"fsdp": 2})],
+    ids=["adamw-data2", "adamw-four", "muon-fsdp2"],
+)
+def test_a_state_moves_bit_for_bit_between_meshes(
+    make_island: MakeIsland, batches: list[np.ndarray], optimizer: OptimizerConfig | None, there: dict[str, int]
+) -> None:
+    donor, receiver = make_island(optimizer=optimizer), make_island(optimizer=optimizer, **there)
+    for source, target in ((donor, receiver), (receiver, donor)):
+        train(source, batches[:3])
+        staged = source.stage_state()
+        want = leaves(source)
+        train(source, batches[3:4])  # donates what was staged
+        count = staged.count(PART_BYTES)
+        parts: list[bytes] = []
+        thread = threading.Thread(
+            target=lambda: parts.extend(b"".join(staged.part(i, PART_BYTES)) for i in range(count))  # noqa: B023
+        )
+        thread.start()
+        thread.join()
+        assert {len(part) for part in parts[:-1]} == {PART_BYTES} and 0 < len(parts[-1]) <= PART_BYTES
+        assert b"".join(parts) == staged.serialize()
+        programs = target._blueprint.step._cache_size()
+        target.load_state(bytearray(b"".join(parts)))
+        assert_same(leaves(target), want)
+        assert target.stage_state().serialize() == b"".join(parts)
+        source.load_state(staged.value())
+        assert_same(leaves(source), want)
+        np.testing.assert_allclose(train(target, batches[4:]), train(source, batches[4:]), rtol=2e-4)
+        assert target._blueprint.step._cache_size() == max(1, programs), "a loaded state was compiled for anew"
+
+
+def test_a_loaded_state_trains_on_as_the_donor_does(make_island: MakeIsland, batches: list[np.ndarray]) -> None:
+    """On equal meshes exactly so; and the receiver writes neither to the bytes nor to memory that devices share."""
+    donor = make_island(data=2)
+    train(donor, batches[:3])
+    state = donor.stage_state().serialize()
+    want = train(donor, batches[3:]), leaves(donor)
+    buffer = bytearray(state)
+    donor.load_state(buffer)
+    buffer[:] = bytes(len(buffer))
+    assert train(donor, batches[3:]) == want[0]
+    assert_same(leaves(donor), want[1])
+    donor.load_state(state)
+    train(donor, batches[:2])
+    assert donor.stage_state().layout.decode(state).keys() == {leaf.name for leaf in donor.state_layout.leaves}
+
+
+def test_only_the_named_fragments_are_taken(make_island: MakeIsland, batches: list[np.ndarray]) -> None:
+    donor, receiver = make_island(), make_island(data=2)
+    fragments = plan_fragments(donor.shapes, 6, split_axis={}).fragments
+    train(donor, batches[:3])
+    train(receiver, batches[4:5])
+    mine, theirs = receiver.parameters(), donor.parameters()
+    receiver.load_state(donor.stage_state().serialize(), fragments[:2])
+    taken = {part.path: (part.axis, part.start, part.stop) for f in fragments[:2] for part in f.slices}
+    for path, value in receiver.parameters().items():
+        want = mine[path].copy()
+        if path in taken:
+            axis, start, stop = taken[path]
+            at = (slice(None),) * axis + (slice(start, stop),) if axis >= 0 else ...
+            want[at] = theirs[path][at]
+        np.testing.assert_array_equal(value, want, err_msg=path)
+    receiver.load_state(donor.stage_state().serialize(), [])
+    moments = {name: v for name, v in leaves(donor).items() if "opt_state" in name}
+    assert_same({name: v for name, v in leaves(receiver).items() if "opt_state" in name}, moments)
+
+
+def damaged(layout: StateLayout, state: bytes, other: bytes) -> dict[str, tuple[bytes, str]]:
+    foreign = state.replace(
+        b'["params/norm_final/scale","float32",[16]]', b'["params/norm_final/scale","float16",[16]]'
+    )
+    renamed = state.replace(b"params/norm_final/scale", b"params/norm_other/scale")
+    length = len(layout.header)
+    return {
+        "short": (state[:-1], "bytes instead of"),
+        "long": (state + b"\0", "bytes instead of"),
+        "empty": (b"", "not an island's state"),
+        "header cut": (state[: length - 3], "not an island's state"),
+        "another magic": (b"x" + state[1:], "not an island's state"),
+        "huge length": (state[:8] + b"\xff" * 4 + state[12:], "not an island's state"),
+        "no json": (state[:12] + b"{" * (length - 12) + state[length:], "cannot be read"),
+        "deep json": (state[:12] + b"[" * (length - 12) + state[length:], "cannot be read"),
+        "another dtype": (foreign, r"norm_final/scale' is float16 \(16,\) there, float32 \(16,\) here"),
+        "another name": (renamed, "it has not 'params/norm_final/scale'"),
+        "another optimizer": (other, "another model or optimizer"),
+    }
+
+
+def test_a_damaged_or_foreign_state_is_refused_and_nothing_changes(
+    make_island: MakeIsland, batches: list[np.ndarray]
+) -> None:
+    island = make_island(data=2)
+    state = island.stage_state().serialize()
+    train(island, batches[:2])
+    before = leaves(island)
+    for what, (bad, message) in damaged(
+        island.state_layout, state, make_island(optimizer=MUON).stage_state().serialize()
+    ).items():
+        assert bad != state, what
+        with pytest.raises(ValueError, match=message):
+            island.load_state(bad)
+    values = island.stage_state().value()
+    name = next(iter(values))
+    for bad_values in (
+        {k: v for k, v in values.items() if k != name},
+        {**values, "extra": np.zeros(1)},
+        {**values, name: values[name].astype(np.float64)},
+        {**values, name: values[name][None]},
+    ):
+        with pytest.raises(ValueError, match="another model or optimizer"):
+            island.load_state(bad_values)
+    assert_same(leaves(island), before)
+    train(island, batches[2:3])
+
+
+def test_staging_costs_the_next_step_neither_its_donation_nor_a_wait(
+    make_island: MakeIsland, batches: list[np.ndarray]
+) -> None:
+    island = make_island(fsdp=2)
+    train(island, batches[:1])
+    path = "blocks/0/up/kernel"
+    where = [s.data.unsafe_buffer_pointer() for s in island.state.params[path].addressable_shards]
+    with jax.transfer_guard("disallow"):
+        handle = island.step(island.put_batch(batches[1]), 1e-2)
+        staged = island.stage_state()
+        following = island.step(island.put_batch(batches[2]), 1e-2)
+        assert len(staged._pieces) == len(island.state_layout.leaves)
+    island.wait(handle)
+    island.wait(following)
+    assert [s.data.unsafe_buffer_pointer() for s in island.state.params[path].addressable_shards] == where
+    copies = [piece.copy for pieces in staged._pieces.values() for piece in pieces]
+    assert sum(c.nbytes for c in copies) + len(staged.layout.header) == staged.layout.num_bytes
+    assert {c.sharding.memory_kind for c in copies} == {"pinned_host"}
+
+
+def test_a_step_that_was_compiled_ahead_compiles_nothing(
+    make_island: MakeIsland, batches: list[np.ndarray], compilations: list[str]
+) -> None:
+    island = make_island(data=2, fsdp=2, args={"mlp_dim": 48})  # a program that no other test has compiled
+    donor = make_island(args={"mlp_dim": 48})
+    train(donor, batches[:2])
+    state = donor.stage_state().serialize()
+    batch = batches[2]
+    compilations.clear()
+    thread = threading.Thread(target=island.warm_up, args=(batch.shape,))
+    thread.start()
+    island.load_state(state)  # as recovery does meanwhile
+    thread.join()
+    assert any("train_step" in name for name in compilations)
+    compilations.clear()
+    losses = train(island, [batch, *batches[3:]])
+    assert compilations == []
+    np.testing.assert_allclose(losses, train(donor, [batch, *batches[3:]]), rtol=2e-4)
+    train(island, [batch[:4]])  # another size still works
+    assert any("train_step" in name for name in compilations)
+
+
+ARRAYS = st.dictionaries(
+    st.text("abc/", min_size=1, max_size=6),
+    st.tuples(st.sampled_from(["float32", "bfloat16", "int32", "bool"]), st.lists(st.integers(0, 4), max_size=3)),
+    max_size=6,
+)
+
+
+@given(ARRAYS, st.integers(1, 64), st.randoms(use_true_random=False))
+def test_any_arrays_survive_in_parts_of_any_size(
+    described: dict[str, tuple[str, list[int]]], part_bytes: int, rng: object
+) -> None:
+    dtypes = {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
+    arrays = {}
+    for number, (name, (dtype, shape)) in enumerate(described.items()):
+        size = int(np.prod(shape))
+        arrays[name] = ((np.arange(size) + number) % 2).reshape(shape).astype(dtypes.get(dtype, dtype))
+    layout = StateLayout(arrays)
+    bounds = range(0, layout.num_bytes, part_bytes)
+    parts = [
+        b"".join(layout.slices(start, min(start + part_bytes, layout.num_bytes), arrays.__getitem__))
+        for start in bounds
+    ]
+    assert [len(part) for part in parts[:-1]] == [part_bytes] * (len(bounds) - 1)
+    assert (
+        json.loads(layout.header[12:])[:1]
+        == [[n, arrays[n].dtype.name, list(arrays[n].shape)] for n in sorted(arrays)][:1]
+    )
+    assert_same(layout.decode(b"".join(parts)), arrays)
