@@ -45,12 +45,11 @@ def doctor(arguments: argparse.Namespace) -> int:
 def launch(arguments: argparse.Namespace) -> int:
     from functools import partial
 
-    from diloco_jax.settings.text import dump
     from diloco_jax.tools.launch.needs import describe_needs, needs_of
     from diloco_jax.tools.launch.write import WAYS, check_tools, describe, run, write
 
     config = load_config(arguments)
-    plan = WAYS[arguments.way](config, dump)
+    plan = WAYS[arguments.way].plan(config)
     if arguments.run:
         check_tools(plan)
     target = arguments.out or (arguments.run and str(Path(config.runs_dir) / f"{config.name}-{arguments.way}"))

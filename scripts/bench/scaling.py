@@ -81,13 +81,13 @@ def main() -> None:
 
 def measure(cases: list[Case], folder: Path, arguments: argparse.Namespace) -> dict[Case, list[Measured]]:
     """All cases in turn, as often as there are runs."""
-    spawn = multiprocessing.get_context("spawn")
+    processes = multiprocessing.get_context("forkserver")  # which imports all this once, for every process
     pipes: dict[Case, Connection] = {}
     for case in cases:
-        ours, theirs = spawn.Pipe()
-        spawn.Process(target=serve, args=(case, folder, arguments.elements, theirs)).start()
+        ours, theirs = processes.Pipe()
+        processes.Process(target=serve, args=(case, folder, arguments.elements, theirs)).start()
         address = ours.recv()
-        spawn.Process(target=learn, args=(case, address, arguments.elements), daemon=True).start()
+        processes.Process(target=learn, args=(case, address, arguments.elements), daemon=True).start()
         pipes[case] = ours
     measured: dict[Case, list[Measured]] = {case: [] for case in cases}
     for run in range(-1, arguments.runs):  # the first run warms up

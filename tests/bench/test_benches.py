@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.bench.test_wan_lab import NEEDS_ROOT
-from tests.runtime.helpers import write_config
+from tests.runtime.helpers import environment, write_config
 
 ROOT = Path(__file__).parents[2]
 BENCHES = ROOT / "scripts" / "bench"
@@ -40,7 +39,7 @@ QUICK = [
     Bench("donor", f"{ISLAND} --json"),
     Bench("fuzz", "--inputs 100"),
     Bench("merge", "--mbytes 16 --threads 2 --runs 1 --no-mend --json"),
-    Bench("overhead", f"{ISLAND} --nice 0 --json"),
+    Bench("overhead", f"{ISLAND} --devices 1 --fragments 2 --nice 0 --json"),
     Bench("scaling", "--learners 4 --shards 2 --elements 65536 --rounds 1 --runs 1 --json", results=7),
     Bench("transport", "--stripes 1 2 --payload-mb 1 --payloads 2 --runs 1 --json", results=2),
 ]
@@ -64,10 +63,8 @@ LINKS = {  # `bytes` is in test_wan_run.py; the learning rate of `slow` warms up
 
 def results_of(program: str, words: list[str], timeout_s: float) -> list[dict[str, object]]:
     """Return what a bench says."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "NPROC"))}
-    environment = kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(BENCHES / f"{program}.py"), *words]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=timeout_s)
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=timeout_s)
     assert ran.returncode == 0, ran.stderr
     return [json.loads(line) for line in ran.stdout.splitlines()]
 

@@ -1,43 +1,21 @@
-"""The common parts of all ways of launching: checks of the config, names, and commands of learner and syncer."""
+"""The common ground of all ways of launching: checks of the config, names, and commands of learner and syncer."""
 
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from diloco_jax.settings.cloud import PORT_MAX
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
-from diloco_jax.tools.launch.files import Plan, command, sequence_files
 
 CONFIG_PATH = "/etc/diloco/config/config.yaml"  # in containers
 CERTIFICATES_PATH = "/etc/diloco/certs"
 RUN_DIR = "/var/diloco/run"
 ABOUT_SYNCER = "The syncer. `delete` leaves its disk, from which the same run goes on when it is made again."
 NAME_LENGTH_MAX = 40  # of a node pool of GKE; pods and instances, whose names begin with it, may have 63
-Dump: TypeAlias = Callable[[RunConfig], str]
-_VARIABLES = """\
-# What the scripts here have in common, from the run's config. Change it there, and write them anew.
-# shellcheck shell=bash disable=SC2034
-{values}
-export CLOUDSDK_CORE_DISABLE_PROMPTS=1
-
-# Whether something is there. What is not an answer, such as a login that has expired, ends the script.
-have() {{
-  local said
-  if said="$("$@" 2>&1 >/dev/null)"; then
-    return 0
-  fi
-  case "${{said,,}}" in
-    *"not found"* | *not_found*) return 1 ;;
-  esac
-  printf '%s\\n' "$said" >&2
-  exit 1
-}}
-"""
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _ZONE = re.compile(r"[a-z]+(-[a-z0-9]+)+-[a-z0-9]+")
 
@@ -172,55 +150,9 @@ def remote(config: RunConfig) -> RunConfig:
     return replace(config, transport=transport)
 
 
-def local(config: RunConfig) -> RunConfig:
-    """Make the settings for commands in the folder of the files: `diloco status ADDRESS --config local.yaml`."""
-    everywhere = remote(config)
-    names = {
-        name: getattr(everywhere.transport, name) for name in ("tls_ca", "tls_certificate", "tls_key", "token_file")
-    }
-    here = {name: path.replace(CERTIFICATES_PATH, "certs") for name, path in names.items()}
-    return replace(everywhere, transport=replace(everywhere.transport, **here))
-
-
-def assembled(
-    config: RunConfig,
-    dump: Dump,
-    files: Mapping[str, str],
-    *,
-    create: Sequence[str],
-    delete: Sequence[str],
-    readme: Callable[[tuple[str, ...]], str],
-) -> Plan:
-    """Put a plan together, with what every way writes.
-
-    Args:
-        config: the run's settings.
-        dump: writes settings as YAML.
-        files: of this way alone.
-        create: commands after the certificates.
-        delete: commands that take away what those made.
-        readme: writes README.md from all commands.
-    """
-    steps = (certificates_command(config), *create)
-    every = {
-        "config.yaml": dump(remote(config)),
-        "local.yaml": dump(local(config)),
-        "variables.sh": variables(config),
-        **files,
-        **sequence_files(steps, delete),
-        "README.md": readme(steps),
-    }
-    return Plan(files=every, create=steps, delete=tuple(delete))
-
-
 def certificate_files(name: str) -> list[str]:
     """List what this learner, or "syncer", needs of the folder that `diloco certs` makes."""
     return ["ca.pem", "token", f"{name}.pem", f"{name}.key"]
-
-
-def certificates_command(config: RunConfig) -> str:
-    """Write the command that makes certificates for all processes; those that are there stay."""
-    return command("diloco", "certs", "certs", "--learners", ",".join(config.islands.names))
 
 
 def learner_words(name: str, syncer: str) -> list[str]:
@@ -236,23 +168,3 @@ def learner_words(name: str, syncer: str) -> list[str]:
 def syncer_words() -> list[str]:
     """Return the arguments of `diloco` in the syncer's container; in a run's folder it goes on."""
     return ["syncer", CONFIG_PATH, "--run-dir", RUN_DIR]
-
-
-def variables(config: RunConfig) -> str:
-    """Write variables.sh, which all scripts read."""
-    cloud = config.cloud
-    values = {
-        "RUN": config.name,
-        "PROJECT": cloud.project,
-        "IMAGE": cloud.image,
-        "NETWORK": cloud.network,
-        "SUBNETWORK": cloud.subnetwork or cloud.network,
-        "SERVICE_ACCOUNT": cloud.service_account,
-        "CLUSTER": cloud.cluster,
-        "NAMESPACE": cloud.namespace,
-        "PORT": str(cloud.port),
-        "SYNCER_ZONE": syncer_zone(config),
-        "SYNCER_REGION": syncer_region(config),
-    }
-    lines = [f"{name}={shlex.quote(value)}" for name, value in values.items()]
-    return _VARIABLES.format(values="\n".join(lines))

@@ -7,12 +7,21 @@ of spot capacity again by itself.
 from __future__ import annotations
 
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.launch import boot, common, readme, syncer_vm
+from diloco_jax.tools.launch import boot, common, syncer_vm
 from diloco_jax.tools.launch.common import IslandMachines
-from diloco_jax.tools.launch.files import Resource, script, verbs
+from diloco_jax.tools.launch.files import Plan, Resource, script, verbs
 from diloco_jax.tools.launch.syncer_vm import SCOPES
+from diloco_jax.tools.launch.way import Guide, Way
 
 IMAGE_PROJECT = "ubuntu-os-accelerator-images"
+_BEFORE = """\
+You need quota for the slices above, and `gcloud`. Hosts need a way to the image and to Google's APIs: their external
+address, or Cloud NAT and Private Google Access. The account that they run as must be allowed to read the image
+(`roles/artifactregistry.reader`); the scripts let it read the certificates."""
+_LOSSES = """\
+A host whose container fails starts it again, and with it the island as a whole. A slice of spot capacity that was taken
+away has to be made anew: `islands/{first}.sh delete && islands/{first}.sh create`. The syncer's machine starts again by
+itself, with its disk; islands train on meanwhile."""
 
 
 def island_script(config: RunConfig, each: IslandMachines) -> str:
@@ -53,12 +62,28 @@ def island_script(config: RunConfig, each: IslandMachines) -> str:
     return script(str(each), verbs({"create": create, "delete": [thing.delete() for thing in made]}), depth=1)
 
 
-WAY = syncer_vm.MachineWay(
-    "gce",
-    ("project", "image", "network", "service_account", "tpu_image_family"),
-    "learner-boot.sh",
-    boot.learner_at_boot(),
-    island_script,
-    ("create",),
-    readme.gce,
-)
+def parts(config: RunConfig, slices: list[IslandMachines]) -> Plan:
+    """Write the scripts."""
+    islands = {each.name: island_script(config, each) for each in slices}
+    return syncer_vm.parts(config, {"learner-boot.sh": boot.learner_at_boot()}, islands, ("create",))
+
+
+def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
+    """Write this way's words of README.md."""
+    first, project = slices[0], config.cloud.project
+    group = f"gcloud compute instance-groups managed list-instances {first.resource}"
+    host = f"gcloud compute ssh HOST --zone {first.zone} --project {project} --command"
+    return Guide(
+        title="one managed instance group per island on Compute Engine",
+        apis="compute.googleapis.com secretmanager.googleapis.com",
+        before=_BEFORE,
+        doctor=f"{group} --zone {first.zone} --project {project}    # names of its hosts\n"
+        f"{host} '{syncer_vm.doctor(config, first)}'",
+        look=f"{host} 'sudo docker logs --tail 20 diloco'\n"
+        f"{host} 'sudo journalctl --unit google-startup-scripts --lines 30'    # if there is no container",
+        losses=_LOSSES.format(first=first.name),
+        disk=syncer_vm.delete_disk(config),
+    )
+
+
+WAY = Way("gce", ("project", "image", "network", "service_account", "tpu_image_family"), parts, guide)

@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 import yaml
 
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.launch import common, readme
-from diloco_jax.tools.launch.common import Dump, IslandMachines
+from diloco_jax.settings.text import dump
+from diloco_jax.tools.launch import common
+from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.files import Plan
-from diloco_jax.tools.launch.gke_scripts import cluster_script, syncer_script
+from diloco_jax.tools.launch.gke_scripts import cluster_script, regions_of, syncer_script
+from diloco_jax.tools.launch.way import Guide, Way
 
-WAY = "gke"
-NEEDED = ("project", "image", "network")
 Manifest: TypeAlias = dict[str, Any]
 
 EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"  # all pods of a Job in one node pool, that is on one slice
@@ -29,39 +29,27 @@ READABLE = 0o440
 JOB, MOUNT_CONFIG, MOUNT_CERTIFICATES, MOUNT_RUN = "host", "config", "certificates", "run"
 
 
-def plan(config: RunConfig, dump: Dump) -> Plan:
-    """Write manifests and scripts.
-
-    Args:
-        config: the run's settings.
-        dump: writes settings as YAML.
-
-    Raises:
-        ValueError: a setting is missing, or a name cannot be used.
-    """
-    slices = common.slices_of(config, WAY, NEEDED)
-    regions = sorted({each.region for each in slices} | {common.syncer_region(config)})
+def parts(config: RunConfig, slices: list[IslandMachines]) -> Plan:
+    """Write manifests and scripts."""
+    regions = regions_of(config, slices)
     files, settings = {"syncer.sh": syncer_script(config)}, dump(common.remote(config))
     for region in regions:
         here = [each for each in slices if each.region == region]
         folder = f"clusters/{region}"
         files[f"{folder}/cluster.sh"] = cluster_script(config, region, here)
-        files[f"{folder}/common.yaml"] = manifests(namespace(config), config_map(config, settings))
+        files[f"{folder}/common.yaml"] = manifests(*common_manifests(config, settings))
         files |= {f"{folder}/{each.name}.yaml": manifests(island(config, each)) for each in here}
     files[f"clusters/{common.syncer_region(config)}/syncer.yaml"] = manifests(*syncer(config))
     scripts = [f"clusters/{region}/cluster.sh" for region in regions]
-    return common.assembled(
-        config,
-        dump,
-        files,
-        create=[
+    return Plan(
+        files=files,
+        create=(
             *(f"{each} create" for each in scripts),
             *(f"{each} configure" for each in scripts),
             "./syncer.sh create",
             *(f"{each} start" for each in scripts),
-        ],
-        delete=[*(f"{each} stop" for each in scripts), "./syncer.sh delete", *(f"{each} delete" for each in scripts)],
-        readme=lambda create: readme.gke(config, slices, regions, create),
+        ),
+        delete=(*(f"{each} stop" for each in scripts), "./syncer.sh delete", *(f"{each} delete" for each in scripts)),
     )
 
 
@@ -86,19 +74,16 @@ def manifests(*all_of: Manifest) -> str:
     return yaml.dump_all(all_of, Dumper=_Dumper, sort_keys=False, width=common.NAME_LENGTH_MAX * 10)
 
 
-def namespace(config: RunConfig) -> Manifest:
-    """Describe the namespace of the run."""
-    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": config.cloud.namespace}}
-
-
-def config_map(config: RunConfig, text: str) -> Manifest:
-    """Describe the run's settings, as all containers read them."""
-    return {
+def common_manifests(config: RunConfig, text: str) -> tuple[Manifest, Manifest]:
+    """Describe the namespace of the run, and its settings as all containers read them."""
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": config.cloud.namespace}}
+    settings = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _metadata(config, f"{config.name}-config"),
         "data": {"config.yaml": text},
     }
+    return namespace, settings
 
 
 def island(config: RunConfig, each: IslandMachines) -> Manifest:
@@ -257,3 +242,41 @@ def _volumes(config: RunConfig, name: str) -> list[Manifest]:
         {"name": MOUNT_CONFIG, "configMap": {"name": f"{config.name}-config"}},
         {"name": MOUNT_CERTIFICATES, "secret": {"secretName": f"{config.name}-{name}", "defaultMode": READABLE}},
     ]
+
+
+# ---- README.md ------------------------------------------------------------------------------------------------------
+
+_BEFORE = """\
+You need quota for the slices above, `gcloud` with its `gke-gcloud-auth-plugin`, and `kubectl`. A cluster that is there
+under the name `cloud.cluster` is used as it is."""
+_LOSSES = """\
+Nothing is to be done. A pod that is preempted gets SIGTERM, on which its island leaves politely; the JobSet starts the
+island again as a whole when GKE has capacity for its node pool. The syncer comes back with its disk, and islands train
+on meanwhile. An island whose status is `Completed` was drained, or the run is over; the syncer's pod then starts again
+and again, until it is deleted."""
+
+
+def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
+    """Write this way's words of README.md."""
+    cloud, first, syncer = config.cloud, slices[0], common.syncer_name(config)
+
+    def kubectl(region: str) -> str:
+        return f"kubectl --context gke_{cloud.project}_{region}_{cloud.cluster} --namespace {cloud.namespace}"
+
+    there, beside_syncer = kubectl(first.region), kubectl(common.syncer_region(config))
+    looks = [f"{kubectl(region)} get jobsets,pods" for region in regions_of(config, slices)]
+    return Guide(
+        title="one JobSet per island on Google Kubernetes Engine",
+        apis="container.googleapis.com compute.googleapis.com",
+        before=_BEFORE,
+        doctor=f"pod=$({there} get pod -o name -l app.kubernetes.io/component={first.name} | head -n 1)\n"
+        f'{there} exec "$pod" -- \\\n'
+        f'  diloco doctor {common.CONFIG_PATH} --island {first.name} --syncer "$syncer"',
+        look="\n".join([*looks, f"{beside_syncer} logs statefulset/{syncer} --tail 20"]),
+        losses=_LOSSES,
+        disk=f"{beside_syncer} delete pvc run-{syncer}-0",
+        leaves=", and clusters",
+    )
+
+
+WAY = Way("gke", ("project", "image", "network"), parts, guide)

@@ -10,6 +10,11 @@ from diloco_jax.tools.launch.files import IN_PROJECT, Resource, command, script,
 JOBSET = "https://github.com/kubernetes-sigs/jobset/releases/download/v0.10.1/manifests.yaml"
 
 
+def regions_of(config: RunConfig, slices: list[IslandMachines]) -> list[str]:
+    """List the regions that have a cluster."""
+    return sorted({each.region for each in slices} | {common.syncer_region(config)})
+
+
 def cluster_script(config: RunConfig, region: str, slices: list[IslandMachines]) -> str:
     """Write what is done in one region's cluster."""
     folder = f"clusters/{region}"

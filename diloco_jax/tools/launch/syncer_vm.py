@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import boot, common
@@ -14,53 +13,34 @@ SCOPES = "cloud-platform"  # what the machine may do is decided by its account
 SECRET_READER = "roles/secretmanager.secretAccessor"
 
 
-class MachineWay(NamedTuple):
-    """A way of launching islands beside a syncer on a virtual machine.
+def parts(config: RunConfig, learner: Mapping[str, str], islands: Mapping[str, str], steps: Sequence[str]) -> Plan:
+    """Write the scripts of a way whose syncer is a virtual machine.
 
-    Attributes:
-      name: as `diloco launch` calls it.
-      needed: settings of `cloud` that must not be empty.
-      learner_file: name of the script that starts a learner's container.
-      learner_script: its text.
-      island_script: writes what is done for one island.
-      verbs: of the islands' scripts, in the order in which a launch calls them.
-      readme: writes README.md.
+    Args:
+      config: the run's settings.
+      learner: script that starts a learner's container, by its file's name.
+      islands: script of each island, by the island's name.
+      steps: verbs of the islands' scripts, in the order in which a launch calls them.
     """
+    scripts = {f"islands/{name}.sh": text for name, text in islands.items()}
+    syncer = {"syncer.sh": syncer_script(config), "syncer-boot.sh": boot.syncer_at_boot()}
+    return Plan(
+        files={**learner, **syncer, **scripts},
+        create=("./syncer.sh create", *(f"{each} {verb}" for verb in steps for each in scripts)),
+        delete=(*(f"{each} delete" for each in scripts), "./syncer.sh delete"),
+    )
 
-    name: str
-    needed: tuple[str, ...]
-    learner_file: str
-    learner_script: str
-    island_script: Callable[[RunConfig, IslandMachines], str]
-    verbs: tuple[str, ...]
-    readme: Callable[[RunConfig, list[IslandMachines], tuple[str, ...]], str]
 
-    def plan(self, config: RunConfig, dump: common.Dump) -> Plan:
-        """Write the scripts.
+def doctor(config: RunConfig, island: IslandMachines) -> str:
+    """Write the command that runs `diloco doctor` in the container of one of an island's hosts."""
+    asked = f"diloco doctor {common.CONFIG_PATH} --island {island.name} --syncer ADDRESS:{config.cloud.port}"
+    return f"sudo docker exec diloco {asked}"
 
-        Args:
-            config: the run's settings.
-            dump: writes settings as YAML.
 
-        Raises:
-            ValueError: a setting is missing, or a name cannot be used.
-        """
-        slices = common.slices_of(config, self.name, self.needed)
-        scripts = {f"islands/{each.name}.sh": self.island_script(config, each) for each in slices}
-        files = {
-            self.learner_file: self.learner_script,
-            "syncer.sh": syncer_script(config),
-            "syncer-boot.sh": boot.syncer_at_boot(),
-            **scripts,
-        }
-        return common.assembled(
-            config,
-            dump,
-            files,
-            create=["./syncer.sh create", *(f"{each} {verb}" for verb in self.verbs for each in scripts)],
-            delete=[*(f"{each} delete" for each in scripts), "./syncer.sh delete"],
-            readme=lambda create: self.readme(config, slices, create),
-        )
+def delete_disk(config: RunConfig) -> str:
+    """Write the command that deletes the disk with the run's folder."""
+    where = f"--zone {common.syncer_zone(config)} --project {config.cloud.project}"
+    return f"gcloud compute disks delete {common.syncer_name(config)} {where}"
 
 
 def secret_of(name: str) -> Resource:

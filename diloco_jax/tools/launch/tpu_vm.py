@@ -7,13 +7,21 @@ would wait for the hosts of all other islands.
 from __future__ import annotations
 
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.launch import boot, common, readme, syncer_vm
+from diloco_jax.tools.launch import boot, common, syncer_vm
 from diloco_jax.tools.launch.common import IslandMachines
-from diloco_jax.tools.launch.files import IN_PROJECT, Resource, command, script, verbs
+from diloco_jax.tools.launch.files import IN_PROJECT, Plan, Resource, command, script, verbs
 from diloco_jax.tools.launch.syncer_vm import SCOPES
+from diloco_jax.tools.launch.way import Guide, Way
 
 VM = ("gcloud", "compute", "tpus", "tpu-vm")
 HOME = "diloco"  # folder on the TPU VM
+_BEFORE = """\
+You need quota for the slices above, and `gcloud` with an ssh key (`gcloud compute config-ssh`). The account that the
+machines run as must be allowed to read the image (`roles/artifactregistry.reader`)."""
+_LOSSES = """\
+A host whose container fails starts it again, and with it the island as a whole. A resource that is SUSPENDED was
+preempted, and has to be made anew: `islands/{first}.sh delete && islands/{first}.sh create && islands/{first}.sh
+start`. The syncer's machine starts again by itself, with its disk; islands train on meanwhile."""
 
 
 def island_script(config: RunConfig, each: IslandMachines) -> str:
@@ -66,12 +74,26 @@ while true; do
 done"""
 
 
-WAY = syncer_vm.MachineWay(
-    "tpu-vm",
-    ("project", "image", "network", "service_account"),
-    "learner.sh",
-    boot.learner_by_hand(),
-    island_script,
-    ("create", "start"),
-    readme.tpu_vm,
-)
+def parts(config: RunConfig, slices: list[IslandMachines]) -> Plan:
+    """Write the scripts."""
+    islands = {each.name: island_script(config, each) for each in slices}
+    return syncer_vm.parts(config, {"learner.sh": boot.learner_by_hand()}, islands, ("create", "start"))
+
+
+def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
+    """Write this way's words of README.md."""
+    first = slices[0]
+    where = f"--zone {first.zone} --project {config.cloud.project}"
+    return Guide(
+        title="one queued resource per island with the Cloud TPU API",
+        apis="tpu.googleapis.com compute.googleapis.com secretmanager.googleapis.com",
+        before=_BEFORE,
+        doctor=f"gcloud compute tpus tpu-vm ssh {first.resource} {where} --worker=0 --command \\\n"
+        f"  '{syncer_vm.doctor(config, first)}'",
+        look=f"islands/{first.name}.sh logs    # the last lines of every host",
+        losses=_LOSSES.format(first=first.name),
+        disk=syncer_vm.delete_disk(config),
+    )
+
+
+WAY = Way("tpu-vm", ("project", "image", "network", "service_account"), parts, guide)

@@ -9,16 +9,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import gce, gke, tpu_vm
-from diloco_jax.tools.launch.common import Dump
 from diloco_jax.tools.launch.files import HEADER, Plan
 
-WAYS: dict[str, Callable[[RunConfig, Dump], Plan]] = {
-    gke.WAY: gke.plan,
-    gce.WAY.name: gce.WAY.plan,
-    tpu_vm.WAY.name: tpu_vm.WAY.plan,
-}
+WAYS = {way.name: way for way in (gke.WAY, gce.WAY, tpu_vm.WAY)}
 MARK = "variables.sh"  # a folder with this file was written by us
 TOOLS = {  # what scripts call, and where it comes from
     "gcloud": "install the Google Cloud CLI",

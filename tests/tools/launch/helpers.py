@@ -7,7 +7,7 @@ import stat
 import subprocess
 from pathlib import Path
 
-from diloco_jax.settings.text import dump, load
+from diloco_jax.settings.text import load
 from diloco_jax.tools.launch.files import Plan
 from diloco_jax.tools.launch.write import WAYS, write
 
@@ -43,7 +43,7 @@ if [ -n "${FAIL:-}" ] && [[ "$*" == *"$FAIL"* ]]; then echo "no capacity" >&2; e
 
 def plan(way: str, *overrides: str) -> Plan:
     """The plan of testdata/small.yaml."""
-    return WAYS[way](load(TESTDATA / "small.yaml", overrides), dump)
+    return WAYS[way].plan(load(TESTDATA / "small.yaml", overrides))
 
 
 def stand_ins(folder: Path) -> Path:

@@ -11,6 +11,8 @@ import pytest
 
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
+from diloco_jax.tools.launch import gke
+from diloco_jax.tools.launch import way as common_way
 from diloco_jax.tools.launch.write import WAYS
 from tests.tools.launch.helpers import CONFIGS, TESTDATA
 
@@ -35,9 +37,11 @@ def say_where(config: RunConfig) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_golden(name: str) -> None:
+def test_golden(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, way, overrides = CASES[name]
-    files = WAYS[way](load(path, overrides), say_where).files
+    for module in (gke, common_way):
+        monkeypatch.setattr(module, "dump", say_where)
+    files = WAYS[way].plan(load(path, overrides)).files
     text = "\n".join(f"==> {each} <==\n{files[each]}" for each in files)
     golden = TESTDATA / f"{name}.txt"
     if os.environ.get(BLESS):

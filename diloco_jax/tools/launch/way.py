@@ -1,0 +1,141 @@
+"""A way of launching, and the files that all ways write."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.text import dump
+from diloco_jax.tools.launch import common
+from diloco_jax.tools.launch.common import CERTIFICATES_PATH, IslandMachines
+from diloco_jax.tools.launch.files import Plan, command, sequence_files
+
+README = Path(__file__).with_name("readme.md")
+_VARIABLES = """\
+# What the scripts here have in common, from the run's config. Change it there, and write them anew.
+# shellcheck shell=bash disable=SC2034
+{values}
+export CLOUDSDK_CORE_DISABLE_PROMPTS=1
+
+# Whether something is there. What is not an answer, such as a login that has expired, ends the script.
+have() {{
+  local said
+  if said="$("$@" 2>&1 >/dev/null)"; then
+    return 0
+  fi
+  case "${{said,,}}" in
+    *"not found"* | *not_found*) return 1 ;;
+  esac
+  printf '%s\\n' "$said" >&2
+  exit 1
+}}
+"""
+
+
+class Guide(NamedTuple):
+    """The words of README.md that differ between the ways.
+
+    Attributes:
+      title: what is made.
+      apis: of Google Cloud, to be enabled.
+      before: what the user must have.
+      doctor: commands that run `diloco doctor` on a host of the first island.
+      look: commands that show what goes on.
+      losses: what happens, or is to be done, when machines go away.
+      disk: the command that deletes the disk with the run's folder.
+      leaves: what else delete.sh leaves.
+    """
+
+    title: str
+    apis: str
+    before: str
+    doctor: str
+    look: str
+    losses: str
+    disk: str
+    leaves: str = ""
+
+
+class Way(NamedTuple):
+    """A way of launching.
+
+    Attributes:
+      name: as `diloco launch` calls it.
+      needed: settings of `cloud` that must not be empty.
+      parts: writes the files and commands of this way alone.
+      guide: writes its words of README.md.
+    """
+
+    name: str
+    needed: tuple[str, ...]
+    parts: Callable[[RunConfig, list[IslandMachines]], Plan]
+    guide: Callable[[RunConfig, list[IslandMachines]], Guide]
+
+    def plan(self, config: RunConfig) -> Plan:
+        """Write all files and commands.
+
+        Raises:
+          ValueError: a setting is missing, or a name cannot be used.
+        """
+        slices = common.slices_of(config, self.name, self.needed)
+        own = self.parts(config, slices)
+        # certificates that are there stay
+        certificates = command("diloco", "certs", "certs", "--learners", ",".join(config.islands.names))
+        create = (certificates, *own.create)
+        files = {
+            "config.yaml": dump(common.remote(config)),
+            "local.yaml": dump(local(config)),
+            "variables.sh": variables(config),
+            **own.files,
+            **sequence_files(create, own.delete),
+            "README.md": self.readme(config, slices, create),
+        }
+        return Plan(files=files, create=create, delete=own.delete)
+
+    def readme(self, config: RunConfig, slices: list[IslandMachines], create: tuple[str, ...]) -> str:
+        """Write README.md: what to do in which order, and how to look at the run."""
+        cloud = config.cloud
+        return README.read_text(encoding="utf-8").format(
+            way=self.name,
+            name=config.name,
+            project=cloud.project,
+            image=cloud.image,
+            islands="\n".join(f"* {each}" for each in slices) + f"\n* syncer in {common.syncer_zone(config)}",
+            create="\n".join(create),
+            port=cloud.port,
+            ports=common.port_range(config),
+            ranges=", ".join(cloud.source_ranges),
+            first=slices[0].name,
+            **self.guide(config, slices)._asdict(),
+        )
+
+
+def local(config: RunConfig) -> RunConfig:
+    """Make the settings for commands in the folder of the files: `diloco status ADDRESS --config local.yaml`."""
+    everywhere = common.remote(config)
+    names = ("tls_ca", "tls_certificate", "tls_key", "token_file")
+    here = {name: getattr(everywhere.transport, name).replace(CERTIFICATES_PATH, "certs") for name in names}
+    return replace(everywhere, transport=replace(everywhere.transport, **here))
+
+
+def variables(config: RunConfig) -> str:
+    """Write variables.sh, which all scripts read."""
+    cloud = config.cloud
+    values = {
+        "RUN": config.name,
+        "PROJECT": cloud.project,
+        "IMAGE": cloud.image,
+        "NETWORK": cloud.network,
+        "SUBNETWORK": cloud.subnetwork or cloud.network,
+        "SERVICE_ACCOUNT": cloud.service_account,
+        "CLUSTER": cloud.cluster,
+        "NAMESPACE": cloud.namespace,
+        "PORT": str(cloud.port),
+        "SYNCER_ZONE": common.syncer_zone(config),
+        "SYNCER_REGION": common.syncer_region(config),
+    }
+    return _VARIABLES.format(values="\n".join(f"{name}={shlex.quote(value)}" for name, value in values.items()))
