@@ -10,7 +10,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -52,7 +52,7 @@ SLOW = [
     Bench("sweep", "--grid merge --steps 12 --json", (*SMALL_JOB, *TWO_ISLANDS), results=3),
     Bench("wire", "--config SMALL --seeds 0 --steps 12 --learners 2 --format int8 --json"),
 ]
-LINKS = {  # `bytes` is in test_wan_run.py; the learning rate of `slow` warms up for 100 steps
+LINKS = {  # the learning rate of `slow` warms up for 100 steps
     "transport": "--profiles 100mbit --programs transport --connections 1 --seconds 1 --repeats 1",
     "slow": "--islands 2 --model 1m --rate-mbit 100 --steps 150",
     "utilisation": "--islands 2 --multiples 20 --step-s 0.1 --steps 24",
@@ -61,7 +61,7 @@ LINKS = {  # `bytes` is in test_wan_run.py; the learning rate of `slow` warms up
 }
 
 
-def results_of(program: str, words: list[str], timeout_s: float) -> list[dict[str, object]]:
+def results_of(program: str, words: list[str], timeout_s: float) -> list[dict[str, Any]]:
     """Return what a bench says."""
     command = [sys.executable, str(BENCHES / f"{program}.py"), *words]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=timeout_s)
@@ -69,28 +69,19 @@ def results_of(program: str, words: list[str], timeout_s: float) -> list[dict[st
     return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
-def check(bench: Bench, folder: Path, timeout_s: float) -> None:
-    words = [str(write_config(folder)) if word == "SMALL" else word for word in bench.words.split()]
-    results = results_of(bench.program, [*words, *bench.job], timeout_s)
+@pytest.mark.net
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "bench",
+    [pytest.param(each, id=each.program, marks=[pytest.mark.slow] * (each in SLOW)) for each in QUICK + SLOW],
+)
+def test_it_runs(bench: Bench, tmp_path: Path) -> None:
+    words = [str(write_config(tmp_path)) if word == "SMALL" else word for word in bench.words.split()]
+    results = results_of(bench.program, [*words, *bench.job], 880)
     assert len(results) >= bench.results
     for result in results:
         assert result["name"] and result["unit"] and isinstance(result["value"], int | float), result
         assert math.isfinite(result["value"]), result
-
-
-@pytest.mark.net
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("bench", QUICK, ids=lambda bench: bench.program)
-def test_it_runs(bench: Bench, tmp_path: Path) -> None:
-    check(bench, tmp_path, 380)
-
-
-@pytest.mark.slow
-@pytest.mark.net
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("bench", SLOW, ids=lambda bench: bench.program)
-def test_one_that_trains_runs(bench: Bench, tmp_path: Path) -> None:
-    check(bench, tmp_path, 880)
 
 
 @NEEDS_ROOT
@@ -100,6 +91,20 @@ def test_one_that_trains_runs(bench: Bench, tmp_path: Path) -> None:
 def test_one_over_links_runs(name: str) -> None:
     [result] = results_of("wan", [name, *LINKS[name].split(), "--json"], 580)
     assert "value" in result
+
+
+@NEEDS_ROOT
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_bytes_of_a_run_are_its_payload_and_little_else() -> None:
+    words = "bytes --islands 2 --model 1m --steps 48 --rate-mbit 200 --json --up bfloat16"
+    [result] = results_of("wan", words.split(), 380)
+    rows = {row["what"]: row for row in result["rows"]}
+    payload, planned = rows["of that payload"], rows["planned"]
+    assert payload["down"] == pytest.approx(planned["down"], rel=0.1)
+    assert 0.4 * planned["up"] < payload["up"] < 1.05 * planned["up"], "one of two learners at least, in each round"
+    assert 1.02 < result["value"] / payload["both"] < 1.3, "headers, and reports of a small model"
+    assert result["global_steps"] >= 48 and 1 <= result["contributors"] <= 2
 
 
 @pytest.mark.slow

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,23 +67,28 @@ def left_behind(lab: Lab) -> list[str]:
     return [path.name for folder in folders for path in folder.iterdir() if path.name.startswith(own)]
 
 
-def wait_until_gone(pid: int) -> None:
-    for _ in range(1200):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return
-        except FileNotFoundError:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"process {pid} is still there")
+def state_of(pid: int) -> tuple[str, str]:
+    """Name and state of a process; one that is gone is a zombie too."""
+    try:
+        name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+    except FileNotFoundError:
+        return "", "Z"
+    return name, rest.split()[0]
 
 
-def wait_until_named(name: str, pid: int) -> None:
+def wait_until(condition: Callable[[], bool], what: str) -> None:
     for _ in range(1200):
-        if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+        if condition():
             return
         time.sleep(0.05)
-    raise AssertionError(f"process {pid} did not become {name}")
+    raise AssertionError(what)
+
+
+def start_noise(lab: Lab, size: int) -> None:
+    """Send from an island to the syncer, which says the digest of what arrives."""
+    address = lab.address(SYNCER)
+    lab.spawn("receive", SYNCER, [sys.executable, "-c", RECEIVE, address], stdout=subprocess.PIPE)
+    lab.spawn("send", "island-0", [sys.executable, "-c", SEND, address, size])
 
 
 def test_somebody_else_than_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,16 +101,10 @@ def test_somebody_else_than_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("wan", [Wan(), Wan(rate_bit_s=50e6), Wan(rate_bit_s=50e6, one_way_s=0.02)], ids=str)
 def test_what_passes_is_whole_and_counted(wan: Wan) -> None:
     with Lab(ISLANDS, wan) as lab:
-        address = lab.address(SYNCER)
-        lab.spawn("receive", SYNCER, [sys.executable, "-c", RECEIVE, address], stdout=subprocess.PIPE)
-        lab.spawn("send", "island-0", [sys.executable, "-c", SEND, address, PAYLOAD_BYTES])
+        start_noise(lab, PAYLOAD_BYTES)
         seen = lab.output("receive", 60)
         traffic, other = lab.traffic("island-0"), lab.traffic("island-1")
-    sent = subprocess.run(
-        [sys.executable, "-c", "import random, sys; sys.stdout.buffer.write(random.Random(0).randbytes(3_000_000))"],
-        capture_output=True,
-    )
-    assert seen.strip() == hashlib.sha256(sent.stdout).hexdigest()
+    assert seen.strip() == hashlib.sha256(random.Random(0).randbytes(PAYLOAD_BYTES)).hexdigest()
     assert PAYLOAD_BYTES < traffic.up < 1.5 * PAYLOAD_BYTES, "a machine that is busy sends some of it twice"
     assert 0 < traffic.down < 0.1 * PAYLOAD_BYTES
     assert max(other.up, other.down) < 10_000, "neighbour discovery and the like"
@@ -126,9 +127,7 @@ def test_a_rate_holds_in_both_directions_and_can_be_changed() -> None:
 def test_a_link_that_becomes_narrower_under_load_goes_on() -> None:
     size = 8 * PAYLOAD_BYTES
     with Lab(ISLANDS, Wan(rate_bit_s=400e6)) as lab:  # packets come in large pieces
-        address = lab.address(SYNCER)
-        lab.spawn("receive", SYNCER, [sys.executable, "-c", RECEIVE, address], stdout=subprocess.PIPE)
-        lab.spawn("send", "island-0", [sys.executable, "-c", SEND, address, size])
+        start_noise(lab, size)
         lab.wait_for(lambda: lab.traffic("island-0").up > size / 4, 60, "the first quarter")
         lab.shape(30e6)
         assert lab.output("receive", 60)
@@ -171,10 +170,10 @@ def test_the_next_lab_removes_what_a_killed_one_left_and_nothing_that_lives() ->
         with killed.stdout:
             namespace, pid = killed.stdout.readline().decode().split()
         assert (NAMESPACES / namespace).exists()
-        wait_until_named("sleep", int(pid))  # it has asked for its signal by then
+        wait_until(lambda: state_of(int(pid))[0] == "sleep", "it does not sleep")  # it has asked for its signal by then
         killed.send_signal(signal.SIGKILL)
         killed.wait()
-        wait_until_gone(int(pid))
+        wait_until(lambda: state_of(int(pid))[1] == "Z", f"process {pid} is still there")
         sweep()
         assert not (NAMESPACES / namespace).exists()
         assert (NAMESPACES / living.namespace(SYNCER)).exists()

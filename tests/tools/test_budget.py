@@ -29,7 +29,7 @@ from diloco_jax.training.blueprint import Blueprint
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-FAR = Greeting("run", {}, {}, 0, (), 0.05, 0.0, 0.0)
+FAR = Greeting("run", {}, {}, 0, (), 0.05, 0.0)
 EMPTY = Memory(0, 0, 0, 0, 0)
 
 
@@ -54,7 +54,6 @@ def preflight(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
         programs = tuple(Built(kind, (), 0.0, 0.0, EMPTY, None, 0.0) for kind in ("create", "step"))
         return Compiled(blueprint, plan, chip_memory(config, blueprint, plan), programs)
 
-    monkeypatch.setattr(judge, "check_libtpu", lambda: None)
     monkeypatch.setattr(judge, "compile_island", compiled)
     return judge.preflight(config, [], print)
 

@@ -34,7 +34,7 @@ def config_of(listener: GrpcListener, **changes: Any) -> TransportConfig:
 
 
 def test_greeting_says_run_versions_shards_and_time(listener: GrpcListener) -> None:
-    greeting = greet(config_of(listener), "island-0", pings=3)
+    greeting = greet(config_of(listener), "island-0")
     assert (greeting.run_id, greeting.sessions, greeting.shards) == ("run", 0, ("127.0.0.1:7001", "127.0.0.1:7002"))
     assert greeting.versions == probe.versions() and greeting.versions["python"]
     assert 0 < greeting.rtt_s < WAIT_S and greeting.skew_error_s == greeting.rtt_s / 2
@@ -46,7 +46,7 @@ def test_skew_of_a_clock_is_seen_through_a_slow_link(listener: GrpcListener, mon
     monkeypatch.setattr(probe, "time", ahead)
     with Relay(listener.address) as relay:
         relay.change("up", delay_s=0.05)  # all on one way: the worst case for the estimate
-        greeting = greet(config_of(listener, address=relay.address), "island-0", pings=2)
+        greeting = greet(config_of(listener, address=relay.address), "island-0")
     assert greeting.rtt_s >= 0.05
     assert abs(greeting.skew_s - 100.0) <= greeting.skew_error_s + 1e-3
 
@@ -67,7 +67,7 @@ def test_bytes_are_bounded_and_fewer_beside_learners(listener: GrpcListener, mon
     link = grpc_link.connect(config_of(listener), run_id="run", learner_id="island-1", incarnation=1)
     busy = [measure(config_of(listener), "island-0", way, 9.0).moved_bytes for way in ("up", "down")]
     assert all(1 << 18 < moved <= 2 << 20 for moved in busy), busy
-    assert greet(config_of(listener), "island-0", pings=1).sessions == 1
+    assert greet(config_of(listener), "island-0").sessions == 1
     link.close(1.0)
 
 
@@ -82,7 +82,7 @@ def test_one_measurement_at_a_time(listener: GrpcListener) -> None:
             time.sleep(0.01)
         with pytest.raises(TransportError, match="refused: somebody else measures at this moment: try again later"):
             measure(config_of(listener), "island-1", "down", 0.1)
-        assert greet(config_of(listener), "island-1", pings=1).run_id == "run"  # a ping disturbs nobody
+        assert greet(config_of(listener), "island-1").run_id == "run"  # a ping disturbs nobody
         other.join()
     until_s = time.monotonic() + WAIT_S
     while True:  # the place is free when the syncer has noticed

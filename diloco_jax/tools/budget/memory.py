@@ -110,13 +110,7 @@ def payload_bytes(plan: FragmentPlan, format: Format) -> tuple[int, ...]:
 
 
 def chip_memory(config: RunConfig, blueprint: Blueprint, plan: FragmentPlan) -> Hbm:
-    """Add up a chip's memory in the inner step; of the temporaries only the gradients, not the activations.
-
-    Args:
-      config: of the run.
-      blueprint: of the island; that of a mesh which is not there is enough.
-      plan: of the fragments.
-    """
+    """Add up a chip's memory in the inner step; of the temporaries only the gradients, not the activations."""
     shards = jax.tree.map(_shard_bytes, blueprint.state_shapes, blueprint.state_shardings)
     parameters = sum(jax.tree.leaves(shards.params))
     optimizer = sum(jax.tree.leaves((shards.opt_state, shards.other)))
@@ -161,12 +155,7 @@ def host_memory(
 
 
 def syncer_memory(config: RunConfig, plan: FragmentPlan) -> SyncerMemory:
-    """Add up the memory of the syncer's host, its merge shards included.
-
-    Args:
-      config: of the run.
-      plan: of the fragments.
-    """
+    """Add up the memory of the syncer's host, its merge shards included."""
     protocol, shards = config.protocol, config.syncer.shards
     model = 4.0 * sum(fragment.num_elements for fragment in plan.fragments)
     residuals = model if config.wire.down != "float32" else 0.0

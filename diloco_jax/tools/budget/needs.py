@@ -61,11 +61,6 @@ class IslandNeeds(NamedTuple):
     host_limit_bytes: float | None
     disk_bytes: int
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the needs as `--json` prints them."""
-        parts = {"hbm": self.hbm._asdict(), "hbm_held_bytes": self.hbm.fixed, "host": self.host._asdict()}
-        return {**self._asdict(), **parts}
-
 
 class SyncerNeeds(NamedTuple):
     """The needs of the syncer.
@@ -95,6 +90,17 @@ class IslandOutline(NamedTuple):
     plan: FragmentPlan
     links: LinkNeeds
     needs: IslandNeeds
+
+    @property
+    def chips(self) -> int:
+        """Count the devices of all islands of this kind."""
+        return self.kind.chips * len(self.kind.names)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the needs as `--json` prints them."""
+        hbm, host = self.needs.hbm, self.needs.host
+        parts = {"hbm": hbm._asdict(), "hbm_held_bytes": hbm.fixed, "host": host._asdict()}
+        return {"islands": list(self.kind.names), **self.needs._asdict(), **parts}
 
 
 def kinds_of(config: RunConfig) -> list[IslandKind]:
@@ -134,14 +140,7 @@ def outlines(config: RunConfig) -> Iterator[IslandOutline]:
 
 
 def island_needs(config: RunConfig, kind: IslandKind, blueprint: Blueprint, plan: FragmentPlan) -> IslandNeeds:
-    """Add up the needs of each island of a kind, on slices of TPUs or on this machine.
-
-    Args:
-      config: of the run.
-      kind: of the islands.
-      blueprint: of each.
-      plan: of the fragments.
-    """
+    """Add up the needs of each island of a kind, on slices of TPUs or on this machine."""
     topology, emulated = kind.topology, 0 if kind.topology or not look({}).emulates else kind.chips
     return IslandNeeds(
         chip_memory(config, blueprint, plan),

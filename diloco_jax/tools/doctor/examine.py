@@ -107,9 +107,6 @@ def _plain(text: str) -> str:
 def listening(config: RunConfig) -> Iterator[list[str]]:
     """Answer the doctors of islands where the syncer and its shards will listen; no learner is admitted.
 
-    Args:
-        config: the run.
-
     Raises:
         ValueError: an address is in use, or not allowed, or has no port.
     """

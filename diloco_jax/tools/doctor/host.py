@@ -36,12 +36,7 @@ def check_data(config: RunConfig) -> Check:
 
 
 def check_memory(need_bytes: float, path: Path = MEMORY) -> Check:
-    """Compare the free memory of this host with what this process will take.
-
-    Args:
-        need_bytes: estimated.
-        path: what the kernel says of memory.
-    """
+    """Compare the free memory of this host with what this process will take."""
     try:
         rows = dict(line.split(":", 1) for line in path.read_text(encoding="ascii").splitlines())
         free = int(rows["MemAvailable"].split()[0]) * 1024
@@ -50,12 +45,9 @@ def check_memory(need_bytes: float, path: Path = MEMORY) -> Check:
     found = f"{size(free)} available, about {size(need_bytes)} needed"
     if free < need_bytes:
         return Check("memory", "fail", found, "use a host with more memory, or end what else runs here")
-    return Check(
-        "memory",
-        "ok" if free > 1.5 * need_bytes else "warn",
-        found,
-        "" if free > 1.5 * need_bytes else "the estimate is rough: leave more room",
-    )
+    if free <= 1.5 * need_bytes:
+        return Check("memory", "warn", found, "the estimate is rough: leave more room")
+    return Check("memory", "ok", found)
 
 
 def check_disk(need_bytes: int, run_dir: Path) -> Check:
@@ -73,21 +65,15 @@ def check_disk(need_bytes: int, run_dir: Path) -> Check:
     found = f"{size(free)} free at {there}, "
     found += f"snapshots take up to {size(need_bytes)}" if need_bytes else "and no snapshots (protocol.snapshot_every)"
     if free < need_bytes:
-        return Check(
-            "disk", "fail", found, "free space, choose another --run-dir or runs_dir, or lower checkpoints.keep"
-        )
+        fix = "free space, choose another --run-dir or runs_dir, or lower checkpoints.keep"
+        return Check("disk", "fail", found, fix)
     if free < 2 * need_bytes:
         return Check("disk", "warn", found, "logs and tapes grow beside them: leave more room")
     return Check("disk", "ok", found)
 
 
 def check_environment(environment: Mapping[str, str], *, emulated: bool) -> Check:
-    """Check that no variable of a multislice job is set, which would make one JAX job of what are islands.
-
-    Args:
-        environment: of this process.
-        emulated: the island has no real devices.
-    """
+    """Check that no variable of a multislice job is set, which would make one JAX job of what are islands."""
     found = sorted(name for name in environment if name.startswith("MEGASCALE_"))
     if not found:
         return Check("environment", "ok", "no MEGASCALE_* variable")
@@ -103,11 +89,8 @@ def check_chips(topology: str, pci: Path = PCI) -> Check:
         pci: devices as the kernel lists them.
     """
     found = [name for device in pci.glob("*") if (name := chip_of(device))]
-    seen = (
-        f"{len(found)} TPU chips on this host ({', '.join(sorted(set(found)))})"
-        if found
-        else "no TPU chip on this host"
-    )
+    kinds = ", ".join(sorted(set(found)))
+    seen = f"{len(found)} TPU chips on this host ({kinds})" if found else "no TPU chip on this host"
     if not topology:
         return Check("devices", "ok", f"{seen}; islands.topology is not set, so nothing to compare with")
     expected = Topology.parse(topology)
@@ -121,17 +104,12 @@ def check_chips(topology: str, pci: Path = PCI) -> Check:
 
 
 def check_files(connections: int) -> Check:
-    """Compare the limit of open files with the connections of this process.
-
-    Args:
-        connections: at most, at one time.
-    """
+    """Compare the limit of open files with the connections of this process."""
     limit, need = resource.getrlimit(resource.RLIMIT_NOFILE)[0], connections + FILES_OF_PROCESS
     found = f"{limit} open files allowed, up to {need} needed"
     if limit != resource.RLIM_INFINITY and limit < need:
-        return Check(
-            "open files", "fail", found, f"raise the limit: ulimit -n {2 * need}, or LimitNOFILE of its service"
-        )
+        fix = f"raise the limit: ulimit -n {2 * need}, or LimitNOFILE of its service"
+        return Check("open files", "fail", found, fix)
     return Check("open files", "ok", found)
 
 

@@ -16,7 +16,7 @@ from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.budget.links import LinkNeeds
 from diloco_jax.tools.budget.memory import size
-from diloco_jax.tools.doctor.check import Check, mbit, of_error
+from diloco_jax.tools.doctor.check import Check, Status, mbit, of_error
 from diloco_jax.tools.doctor.host import check_windows
 from diloco_jax.tools.doctor.part import ProcessPart
 from diloco_jax.tools.doctor.probing import Greeting, Rate, greet, measure
@@ -53,14 +53,7 @@ class Side(NamedTuple):
 
 
 def check_link(config: RunConfig, side: Side, part: ProcessPart, seconds: float) -> list[Check]:
-    """Check everything between this machine and the syncer, until a check fails on which others depend.
-
-    Args:
-        config: the run.
-        side: who asks.
-        part: of this side in the run.
-        seconds: how long throughput is measured in each direction.
-    """
+    """Check everything between this machine and the syncer, until a check fails on which others depend."""
     own = check_credentials(side)
     checks = [own, *check_reach(side)]
     if any(check.status == "fail" for check in checks) or checks[-1].name == "listen":
@@ -133,15 +126,15 @@ def check_reach(side: Side) -> list[Check]:
     except OSError as error:
         fix = "correct the name, or this machine's DNS; an IP address will do as well"
         return [Check(name, "fail", f"{host} does not resolve: {error.strerror or error}", fix)]
-    targets = list(dict.fromkeys((family, target) for family, *_, target in found))
+    targets = dict.fromkeys((family, target) for family, *_, target in found)
     outcomes = {str(target[0]): _dial(family, target) for family, target in targets}
     used = next((each for each, error in outcomes.items() if error is None), None)
     listed = ", ".join(outcomes)
     if used is not None:
-        which = f"{host} is {listed}; {used} is used" if len(outcomes) > 1 or listed != host else f"{used} is used"
+        which = f"{host} is {listed}; {used} is used" if listed != host else f"{used} is used"
         return [Check(name, "ok", which), Check("reach", "ok", f"TCP port {port} of {used} answers")]
     resolved = Check(name, "ok", f"{host} is {listed}" if listed != host else host)
-    first = next(iter(outcomes.values()))
+    first = next(error for error in outcomes.values() if error)
     if side.is_syncer and isinstance(first, ConnectionRefusedError):
         return [resolved, _check_bind(side.listens)]
     return [resolved, _unreachable("reach", address, first)]
@@ -164,14 +157,14 @@ def _dial(family: int, target: tuple[object, ...]) -> OSError | None:
     return None
 
 
-def _unreachable(name: str, address: str, error: OSError | None) -> Check:
+def _unreachable(name: str, address: str, error: OSError) -> Check:
     port = split_address(address)[1]
     if isinstance(error, ConnectionRefusedError):
         return Check(name, "fail", f"{address} refuses connections: nothing listens there", LISTEN_HINT)
     if isinstance(error, TimeoutError):
         fix = f"let TCP port {port} through the firewalls between here and there, or correct the address"
         return Check(name, "fail", f"{address} did not answer within {REACH_TIMEOUT_S:g} s", f"{fix}; {LISTEN_HINT}")
-    words = (error.strerror or str(error)) if error is not None else "unknown"
+    words = error.strerror or str(error)
     return Check(name, "fail", f"{address} cannot be reached: {words}", "correct the address, or the routes to it")
 
 
@@ -187,22 +180,16 @@ def _check_bind(address: str) -> Check:
     except OSError as error:
         fix = "choose a port above 1023" if error.errno == errno.EACCES else fix
         return Check("listen", "fail", f"cannot listen on {address}: {error.strerror}", fix)
-    found = (
-        f"nothing listens on port {port} yet, and the syncer can; `diloco doctor CONFIG --listen` lets islands try it"
-    )
-    return Check("listen", "ok", found)
+    found = f"nothing listens on port {port} yet, and the syncer can"
+    return Check("listen", "ok", f"{found}; `diloco doctor CONFIG --listen` lets islands try it")
 
 
 def _check_shard(address: str) -> Check:
-    host, port = split_address(address)
-    error: OSError | None = None
     try:
-        socket.create_connection((host, port), REACH_TIMEOUT_S).close()
-    except OSError as failed:
-        error = failed
-    if error is None:
-        return Check("merge shard", "ok", f"TCP port {port} answers")
-    return _unreachable("merge shard", address, error)
+        socket.create_connection(split_address(address), REACH_TIMEOUT_S).close()
+    except OSError as error:
+        return _unreachable("merge shard", address, error)
+    return Check("merge shard", "ok", f"TCP port {split_address(address)[1]} answers")
 
 
 # ---- the syncer's answers -----------------------------------------------------------------------------------------
@@ -231,17 +218,10 @@ def check_settings(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[C
     if not differ:
         return [Check("settings", "ok", f"all {len(ours)} that must agree do")]
     first = differ[0]
-    found = (
-        f"{', '.join(differ)} differ; {first} is {_short(ours[first])} here, {_short(theirs.get(first, 'none'))} there"
-    )
-    return [
-        Check(
-            "settings",
-            "fail",
-            found,
-            "start both sides from one config file, on the same data: the syncer would refuse this learner",
-        )
-    ]
+    here, there = _short(ours[first]), _short(theirs.get(first, "none"))
+    found = f"{', '.join(differ)} differ; {first} is {here} here, {there} there"
+    fix = "start both sides from one config file, on the same data: the syncer would refuse this learner"
+    return [Check("settings", "fail", found, fix)]
 
 
 def _short(text: str) -> str:
@@ -268,8 +248,8 @@ def check_versions(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Check:
     if not differ:
         return Check("versions", "ok", ", ".join(f"{name} {ours[name]}" for name in names))
     found = ", ".join(f"{name} {ours.get(name, 'none')} here, {theirs.get(name, 'none')} there" for name in differ)
-    status = "fail" if MUST_AGREE in differ else "warn"
-    return Check("versions", "fail" if status == "fail" else "warn", found, "install the same versions on both sides")
+    status: Status = "fail" if MUST_AGREE in differ else "warn"
+    return Check("versions", status, found, "install the same versions on both sides")
 
 
 def check_throughput(

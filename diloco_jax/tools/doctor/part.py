@@ -31,11 +31,7 @@ class ProcessPart(NamedTuple):
 
 
 def part_of(config: RunConfig, island: str = "") -> ProcessPart:
-    """Work out the part of an island's process, or of the syncer's.
-
-    Args:
-        config: the run.
-        island: name of the island; "" for the syncer.
+    """Work out the part of an island's process, or of the syncer's where no island is named.
 
     Raises:
         ValueError: the model cannot be loaded.

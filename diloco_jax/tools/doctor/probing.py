@@ -32,7 +32,6 @@ class Greeting(NamedTuple):
       shards: host:port of its merge shards.
       rtt_s: shortest round trip of several, in seconds.
       skew_s: by how much its clock is ahead of ours, in seconds.
-      skew_error_s: most that this may be wrong: half of that round trip.
     """
 
     run_id: str
@@ -42,7 +41,11 @@ class Greeting(NamedTuple):
     shards: tuple[str, ...]
     rtt_s: float
     skew_s: float
-    skew_error_s: float
+
+    @property
+    def skew_error_s(self) -> float:
+        """Return the most by which `skew_s` may be wrong: half of that round trip."""
+        return self.rtt_s / 2
 
 
 class Rate(NamedTuple):
@@ -57,13 +60,12 @@ class Rate(NamedTuple):
     bytes_per_s: float
 
 
-def greet(config: TransportConfig, name: str, *, pings: int = PINGS) -> Greeting:
+def greet(config: TransportConfig, name: str) -> Greeting:
     """Ask the syncer at `config.address` who it is, several times, to see how long that takes.
 
     Args:
         config: how; its files are read anew.
         name: who we are: a learner, or "syncer".
-        pings: how often.
 
     Raises:
         TransportError: Nobody answered in time, our credentials do not do, or the syncer knows no such question.
@@ -76,7 +78,7 @@ def greet(config: TransportConfig, name: str, *, pings: int = PINGS) -> Greeting
     with open_channel(config, own) as channel:
         method = _method(channel)
         try:
-            for number in range(pings + 1):
+            for number in range(PINGS + 1):
                 timeout_s = config.connect_timeout_s
                 before_s = time.time()
                 began_s = time.monotonic()
@@ -98,7 +100,6 @@ def greet(config: TransportConfig, name: str, *, pings: int = PINGS) -> Greeting
         shards=shards,
         rtt_s=best[0],
         skew_s=best[1],
-        skew_error_s=best[0] / 2,
     )
 
 
@@ -121,8 +122,7 @@ def measure(config: TransportConfig, name: str, direction: Literal["up", "down"]
     first = pb.ProbeRequest(kind=kind, probe=secrets.randbits(64), seconds=seconds).SerializeToString()
     timeout_s = config.connect_timeout_s + seconds + HANG_S
 
-    def run(number: int) -> Rate:
-        del number
+    def run(_: int) -> Rate:
         with open_channel(config, own) as channel:
             requests = _upload(first) if direction == "up" else iter([first])
             call = _method(channel)(requests, timeout=timeout_s, wait_for_ready=True, metadata=own.metadata)

@@ -63,54 +63,36 @@ docker run --detach --name diloco --restart on-failure --net host --stop-timeout
   "$image" "${{arguments[@]}}"
 """
 _TPU_FLAGS = "--user root --privileged"  # TPU devices belong to root, and locked memory must not be limited
-_HOME = "export HOME={home}\n"
-_HOME_AT_BOOT = "/var/lib/diloco"
+_HOME_AT_BOOT = "export HOME=/var/lib/diloco\n"
 
 
-def learner_at_boot() -> str:
-    """Write the script of every host of a TPU slice in a managed instance group."""
-    return _script(
-        "Starts an island's container on a TPU host, at every start of the host.",
-        _HOME.format(home=_HOME_AT_BOOT),
-        _METADATA,
-        _SECRET,
-        _DOCKER,
-        _container(_TPU_FLAGS),
-    )
+def _script(about: str, *parts: str, flags: str) -> str:
+    lines = (*parts, _CONTAINER.format(flags=flags, stop=STOP_S))
+    return HEADER + f"# {about}\nset -euo pipefail\n" + "\n".join(lines)
 
 
-def syncer_at_boot() -> str:
-    """Write the script of the syncer's machine."""
-    return _script(
-        "Starts the syncer's container, at every start of its machine. The run's folder is on a disk of its own.",
-        _HOME.format(home=_HOME_AT_BOOT),
-        _METADATA,
-        _SECRET,
-        _DISK,
-        _container(f"--user {USER}"),
-    )
-
-
-def learner_by_hand() -> str:
-    """Write the script of a TPU VM, to which the files were copied; called as learner.sh IMAGE ARGUMENT..."""
-    return _script(
-        "Starts an island's container on a TPU VM: learner.sh IMAGE ARGUMENT... Run as root.",
-        'HOME="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\nexport HOME\n',
-        _METADATA,
-        'image="$1"\narguments=("${@:2}")\nmkdir -p "$HOME/var"\n',
-        _DOCKER,
-        _container(_TPU_FLAGS),
-    )
+# of every host of a TPU slice in a managed instance group
+LEARNER_AT_BOOT = _script(
+    "Starts an island's container on a TPU host, at every start of the host.",
+    *(_HOME_AT_BOOT, _METADATA, _SECRET, _DOCKER),
+    flags=_TPU_FLAGS,
+)
+SYNCER_AT_BOOT = _script(
+    "Starts the syncer's container, at every start of its machine. The run's folder is on a disk of its own.",
+    *(_HOME_AT_BOOT, _METADATA, _SECRET, _DISK),
+    flags=f"--user {USER}",
+)
+# of a TPU VM, to which the files were copied
+LEARNER_BY_HAND = _script(
+    "Starts an island's container on a TPU VM: learner.sh IMAGE ARGUMENT... Run as root.",
+    'HOME="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\nexport HOME\n',
+    _METADATA,
+    'image="$1"\narguments=("${@:2}")\nmkdir -p "$HOME/var"\n',
+    _DOCKER,
+    flags=_TPU_FLAGS,
+)
 
 
 def secret_command(files: list[str]) -> str:
     """Pack certificates as the scripts unpack them, for the standard input of `gcloud secrets`."""
     return f"tar -cz -C certs {' '.join(map(shlex.quote, files))}"
-
-
-def _container(flags: str) -> str:
-    return _CONTAINER.format(flags=flags, stop=STOP_S)
-
-
-def _script(about: str, *parts: str) -> str:
-    return HEADER + f"# {about}\nset -euo pipefail\n" + "\n".join(parts)

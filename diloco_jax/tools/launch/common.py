@@ -156,12 +156,7 @@ def certificate_files(name: str) -> list[str]:
 
 
 def learner_words(name: str, syncer: str) -> list[str]:
-    """Return the arguments of `diloco` in every host of an island.
-
-    Args:
-        name: of the island.
-        syncer: host:port.
-    """
+    """Return the arguments of `diloco` in every host of an island; the syncer is at host:port."""
     return ["learner", CONFIG_PATH, "--island", name, "--syncer", syncer, "--run-dir", RUN_DIR]
 
 

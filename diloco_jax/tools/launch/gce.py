@@ -10,8 +10,8 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import boot, common, syncer_vm
 from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.files import Plan, Resource, script, verbs
+from diloco_jax.tools.launch.launcher import Guide, Launcher
 from diloco_jax.tools.launch.syncer_vm import SCOPES
-from diloco_jax.tools.launch.way import Guide, Way
 
 IMAGE_PROJECT = "ubuntu-os-accelerator-images"
 _BEFORE = """\
@@ -65,7 +65,7 @@ def island_script(config: RunConfig, each: IslandMachines) -> str:
 def parts(config: RunConfig, slices: list[IslandMachines]) -> Plan:
     """Write the scripts."""
     islands = {each.name: island_script(config, each) for each in slices}
-    return syncer_vm.parts(config, {"learner-boot.sh": boot.learner_at_boot()}, islands, ("create",))
+    return syncer_vm.parts(config, {"learner-boot.sh": boot.LEARNER_AT_BOOT}, islands, ("create",))
 
 
 def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
@@ -86,4 +86,4 @@ def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
     )
 
 
-WAY = Way("gce", ("project", "image", "network", "service_account", "tpu_image_family"), parts, guide)
+LAUNCHER = Launcher("gce", ("project", "image", "network", "service_account", "tpu_image_family"), parts, guide)

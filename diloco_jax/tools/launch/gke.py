@@ -16,7 +16,7 @@ from diloco_jax.tools.launch import common
 from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.files import Plan
 from diloco_jax.tools.launch.gke_scripts import cluster_script, regions_of, syncer_script
-from diloco_jax.tools.launch.way import Guide, Way
+from diloco_jax.tools.launch.launcher import Guide, Launcher
 
 Manifest: TypeAlias = dict[str, Any]
 
@@ -279,4 +279,4 @@ def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
     )
 
 
-WAY = Way("gke", ("project", "image", "network"), parts, guide)
+LAUNCHER = Launcher("gke", ("project", "image", "network"), parts, guide)

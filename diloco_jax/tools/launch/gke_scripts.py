@@ -17,12 +17,13 @@ def regions_of(config: RunConfig, slices: list[IslandMachines]) -> list[str]:
 
 def cluster_script(config: RunConfig, region: str, slices: list[IslandMachines]) -> str:
     """Write what is done in one region's cluster."""
-    folder = f"clusters/{region}"
+    files = [f"clusters/{region}/{each.name}.yaml" for each in slices]
     names = [each.name for each in slices]
-    pools = [_pool(config, each) for each in slices]
+    pools = [_island_pool(config, each) for each in slices]
     if region == common.syncer_region(config):
         names.append("syncer")
-        pools.append(_syncer_pool(config))
+        where = common.syncer_name(config), common.syncer_zone(config)
+        pools.append(_node_pool(*where, config.cloud.syncer_machine_type, 1))
     where = ("--location", region)
     cluster = Resource(("gcloud", "container", "clusters"), "$CLUSTER", where)
     create = [
@@ -36,51 +37,40 @@ def cluster_script(config: RunConfig, region: str, slices: list[IslandMachines])
     ]
     address = 'address="$(./syncer.sh address)"'
     mapping = ("create", "configmap", "$RUN-syncer", "--from-literal=address=$address:$PORT")
-    apply = [_kubectl(region, "apply", "-f", f"{folder}/{each.name}.yaml") for each in slices]
+    apply = [_kubectl(region, "apply", "-f", file) for file in files]
+    stop = [_kubectl(region, "delete", "--ignore-not-found", "-f", file) for file in files]
     functions = {
         "create": create,
         "configure": [
-            _kubectl(region, "apply", "-f", f"{folder}/common.yaml"),
+            _kubectl(region, "apply", "-f", f"clusters/{region}/common.yaml"),
             *(_secret(region, name) for name in names),
         ],
         "start": [address, _applied(region, *mapping), *apply] if slices else [":"],
-        "stop": [
-            _kubectl(region, "delete", "--ignore-not-found", "-f", f"{folder}/{each.name}.yaml") for each in slices
-        ]
-        or [":"],
+        "stop": stop or [":"],
         "delete": [pool.delete() for pool, _ in pools],
     }
     about = "\n".join(map(str, slices)) or "the syncer alone"
     return script(f"The cluster in {region}. In it:\n{about}", verbs(functions), depth=2)
 
 
-def _pool(config: RunConfig, each: IslandMachines) -> tuple[Resource, tuple[str, ...]]:
+def _island_pool(config: RunConfig, each: IslandMachines) -> tuple[Resource, tuple[str, ...]]:
     topology = each.topology
     shape = ("--tpu-topology", topology.dims) if topology.hosts > 1 else ()  # one host: its machine type says it
     spot = ("--spot",) if config.cloud.spot else ()
     more = (*shape, *spot, "--disk-size", str(config.cloud.host_disk_gb))
-    return _node_pool(each.resource, each.zone, topology.machine_type, topology.hosts, more)
+    return _node_pool(each.resource, each.zone, topology.machine_type, topology.hosts, *more)
 
 
-def _syncer_pool(config: RunConfig) -> tuple[Resource, tuple[str, ...]]:
-    return _node_pool(common.syncer_name(config), common.syncer_zone(config), config.cloud.syncer_machine_type, 1, ())
-
-
-def _node_pool(
-    name: str, zone: str, machine: str, count: int, more: tuple[str, ...]
-) -> tuple[Resource, tuple[str, ...]]:
+def _node_pool(name: str, zone: str, machine: str, count: int, *more: str) -> tuple[Resource, tuple[str, ...]]:
     """Return a pool, and the flags that make it."""
     where = ("--cluster", "$CLUSTER", "--location", common.region_of(zone))
     flags = ("--node-locations", zone, "--machine-type", machine, "--num-nodes", str(count), *more)
     return Resource(("gcloud", "container", "node-pools"), name, where), flags
 
 
-def _context(region: str) -> str:
-    return f"gke_${{PROJECT}}_{region}_${{CLUSTER}}"  # as `clusters get-credentials` names it
-
-
 def _kubectl(region: str, *words: str) -> str:
-    return command("kubectl", "--context", _context(region), *words)
+    context = f"gke_${{PROJECT}}_{region}_${{CLUSTER}}"  # as `clusters get-credentials` names it
+    return command("kubectl", "--context", context, *words)
 
 
 def _applied(region: str, *create: str) -> str:
@@ -99,20 +89,14 @@ def syncer_script(config: RunConfig) -> str:
     region = common.syncer_region(config)
     path = f"clusters/{region}/syncer.yaml"
     inside = ("--namespace", "$NAMESPACE")
-    look = _kubectl(
-        region, *inside, "get", "service", "$RUN-syncer", "-o", "jsonpath={.status.loadBalancer.ingress[0].ip}"
-    )
+    ip = ("-o", "jsonpath={.status.loadBalancer.ingress[0].ip}")
+    look = _kubectl(region, *inside, "get", "service", "$RUN-syncer", *ip)
     functions = {
         "create": [
             _kubectl(region, "apply", "-f", path),
             _kubectl(region, *inside, "rollout", "status", "statefulset/$RUN-syncer", "--timeout=30m"),
         ],
-        "address": [
-            f'until address="$({look})" && [ -n "$address" ]; do',
-            "  sleep 5",
-            "done",
-            'echo "$address"',
-        ],
+        "address": [f'until address="$({look})" && [ -n "$address" ]; do', "  sleep 5", "done", 'echo "$address"'],
         "delete": [_kubectl(region, "delete", "--ignore-not-found", "-f", path)],
     }
     return script(common.ABOUT_SYNCER, verbs(functions))

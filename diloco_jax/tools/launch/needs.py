@@ -21,19 +21,14 @@ def needs_of(config: RunConfig) -> dict[str, Any]:
     found = list(outlines(config))
     syncer = syncer_needs(config, found[0].plan)
     return {
-        "islands": [{"islands": list(each.kind.names), **each.needs.as_dict()} for each in found],
+        "islands": [each.as_dict() for each in found],
         "link": found[0].links.per_step,
         "syncer": {"memory": syncer.memory._asdict(), "disk_bytes": syncer.disk_bytes},
     }
 
 
 def describe_needs(config: RunConfig, needs: Mapping[str, Any]) -> Iterator[str]:
-    """Say for people what machines need, beside what the config gives them.
-
-    Args:
-        config: the run.
-        needs: what `needs_of` found.
-    """
+    """Say for people what machines need, beside what the config gives them."""
     cloud, syncer = config.cloud, needs["syncer"]
     for each in needs["islands"]:
         names = each["islands"]

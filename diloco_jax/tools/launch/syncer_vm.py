@@ -23,7 +23,7 @@ def parts(config: RunConfig, learner: Mapping[str, str], islands: Mapping[str, s
       steps: verbs of the islands' scripts, in the order in which a launch calls them.
     """
     scripts = {f"islands/{name}.sh": text for name, text in islands.items()}
-    syncer = {"syncer.sh": syncer_script(config), "syncer-boot.sh": boot.syncer_at_boot()}
+    syncer = {"syncer.sh": syncer_script(config), "syncer-boot.sh": boot.SYNCER_AT_BOOT}
     return Plan(
         files={**learner, **syncer, **scripts},
         create=("./syncer.sh create", *(f"{each} {verb}" for verb in steps for each in scripts)),

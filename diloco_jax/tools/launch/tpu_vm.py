@@ -10,8 +10,8 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import boot, common, syncer_vm
 from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.files import IN_PROJECT, Plan, Resource, command, script, verbs
+from diloco_jax.tools.launch.launcher import Guide, Launcher
 from diloco_jax.tools.launch.syncer_vm import SCOPES
-from diloco_jax.tools.launch.way import Guide, Way
 
 VM = ("gcloud", "compute", "tpus", "tpu-vm")
 HOME = "diloco"  # folder on the TPU VM
@@ -77,7 +77,7 @@ done"""
 def parts(config: RunConfig, slices: list[IslandMachines]) -> Plan:
     """Write the scripts."""
     islands = {each.name: island_script(config, each) for each in slices}
-    return syncer_vm.parts(config, {"learner.sh": boot.learner_by_hand()}, islands, ("create", "start"))
+    return syncer_vm.parts(config, {"learner.sh": boot.LEARNER_BY_HAND}, islands, ("create", "start"))
 
 
 def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
@@ -96,4 +96,4 @@ def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
     )
 
 
-WAY = Way("tpu-vm", ("project", "image", "network", "service_account"), parts, guide)
+LAUNCHER = Launcher("tpu-vm", ("project", "image", "network", "service_account"), parts, guide)

@@ -12,7 +12,7 @@ from pathlib import Path
 from diloco_jax.tools.launch import gce, gke, tpu_vm
 from diloco_jax.tools.launch.files import HEADER, Plan
 
-WAYS = {way.name: way for way in (gke.WAY, gce.WAY, tpu_vm.WAY)}
+WAYS = {way.name: way for way in (gke.LAUNCHER, gce.LAUNCHER, tpu_vm.LAUNCHER)}
 MARK = "variables.sh"  # a folder with this file was written by us
 TOOLS = {  # what scripts call, and where it comes from
     "gcloud": "install the Google Cloud CLI",
@@ -64,12 +64,7 @@ def check_tools(plan: Plan) -> None:
 
 
 def run(plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
-    """Run the commands one by one in the folder of the files.
-
-    Args:
-        plan: what was written there.
-        folder: where it was written.
-        say: gets every command before it runs, and what it prints.
+    """Run the commands one by one in the folder of the files; `say` gets each of them, and what it prints.
 
     Raises:
         ConnectionError: one failed; says with what output, and how to undo the others.

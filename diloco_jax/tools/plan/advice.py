@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-from diloco_jax.core.codec import Format
 from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX
-from diloco_jax.sim.goodput.bandwidth import GBIT
+from diloco_jax.sim.goodput.bandwidth import GBIT, Rounds
 from diloco_jax.tools.budget.memory import size
 from diloco_jax.tools.plan.case import Case, changed
 from diloco_jax.tools.plan.forecast import FORMATS, recovery, syncer_load
@@ -26,13 +24,21 @@ Advice = dict[str, Any]
 
 
 class ScheduleChoice(NamedTuple):
-    """A schedule with formats, as a case, and what the link makes of it."""
+    """A case whose config has the schedule and formats of this choice, and the link that is to carry it."""
 
     case: Case
-    up: Format
-    down: Format
-    overlap_needed: int
-    busy: float  # planned rate over the payload rate of the link
+    rounds: Rounds
+    rate: float  # of payload, Gbit/s
+
+    @property
+    def overlap_needed(self) -> int:
+        """Count the steps that a round takes."""
+        return self.rounds.overlap_needed(self.rate)
+
+    @property
+    def busy(self) -> float:
+        """Return the planned rate over the payload rate of the link."""
+        return self.rounds.planned_gbit_per_s / self.rate
 
     @property
     def fits(self) -> bool:
@@ -41,14 +47,10 @@ class ScheduleChoice(NamedTuple):
 
 
 def advise(case: Case) -> list[Advice]:
-    """Make one entry per setting: its name, the value that is recommended, the config's, and the reason.
-
-    Args:
-      case: config and assumptions.
-    """
+    """Make one entry per setting: its name, the value that is recommended, the config's, and the reason."""
     stripes = stripes_for(case)
     choice = choose(case, stripes)
-    return [*_schedule(case, choice), _stripes(case, stripes), *_others(case, choice, stripes)]
+    return [*_schedule(case, choice), _stripes(case, stripes), *_others(choice, stripes)]
 
 
 def stripes_for(case: Case) -> int:
@@ -56,28 +58,21 @@ def stripes_for(case: Case) -> int:
     now, share = case.config.transport.stripes, case.given.link_gbit_per_s / case.per_site
     fill = min(STRIPES_MAX, max(1, math.ceil(share / case.stripe_gbit_per_s)))
     back = recovery(case)
-    wire = case.config.wire
-    own, most = (_choice(case, wire.up, wire.down, count) for count in (now, max(now, fill)))
+    own, most = (_choice(case, count) for count in (now, max(now, fill)))
     carries = own.busy <= BUSY_MAX and own.overlap_needed <= max(OVERLAP_MAX, most.overlap_needed)
     enough = carries and back["global_model_s"] + back["state_s"] <= back["state_limit_s"]
     return now if enough else max(now, fill)
 
 
-def _choice(case: Case, up: Format, down: Format, stripes: int) -> ScheduleChoice:
-    rate, rounds = case.usable_gbit_per_s(stripes), case.rounds(up, down)
-    return ScheduleChoice(case, up, down, rounds.overlap_needed(rate), rounds.planned_gbit_per_s / rate)
+def _choice(case: Case, stripes: int) -> ScheduleChoice:
+    return ScheduleChoice(case, case.rounds(), case.usable_gbit_per_s(stripes))
 
 
 def choose(case: Case, stripes: int) -> ScheduleChoice:
-    """Find the first choice that fits, else one with nearly the shortest overlap, or that fills the link least.
-
-    Args:
-      case: config and assumptions.
-      stripes: connections of each learner.
-    """
+    """Find the first choice that fits, else one with nearly the shortest overlap, or that fills the link least."""
     tried = []
-    for there, up, down in _candidates(case):
-        tried.append(_choice(there, up, down, stripes))
+    for there in _candidates(case):
+        tried.append(_choice(there, stripes))
         if tried[-1].fits:
             return tried[-1]
     carried = [each for each in tried if each.busy <= BUSY_MAX]
@@ -87,23 +82,22 @@ def choose(case: Case, stripes: int) -> ScheduleChoice:
     return next(each for each in carried if each.overlap_needed <= least + 1)  # latency alone calls for that much
 
 
-def _candidates(case: Case) -> Iterator[tuple[Case, Format, Format]]:
+def _candidates(case: Case) -> Iterator[Case]:
     protocol, wire = case.config.protocol, case.config.wire
     pieces_max = case.config.transport.queue_payloads_max  # a joining learner gets all fragments at once
     narrower = FORMATS[max(FORMATS.index(wire.up), FORMATS.index(wire.down)) :]
-    formats = [(wire.up, wire.down), *((each, each) for each in narrower if (each, each) != (wire.up, wire.down))]
-    sync_every = protocol.sync_every
+    formats = dict.fromkeys([(wire.up, wire.down), *zip(narrower, narrower, strict=True)])
+    overlap_steps, sync_every = max(1, protocol.overlap_steps), protocol.sync_every
     while True:
         own = min(protocol.num_fragments, sync_every)
         for fragments in dict.fromkeys((own, min(sync_every, pieces_max))):
+            schedule = {"sync_every": sync_every, "num_fragments": fragments, "overlap_steps": overlap_steps}
             try:
-                there = changed(
-                    case, sync_every=sync_every, num_fragments=fragments, overlap_steps=max(1, protocol.overlap_steps)
-                )
+                there = changed(case, protocol=schedule)
             except ValueError:  # the model has not so many pieces
                 continue
             for up, down in formats:
-                yield there, up, down
+                yield changed(there, wire={"up": up, "down": down})
         if sync_every >= SYNC_EVERY_MAX:
             return
         sync_every = min(2 * sync_every, SYNC_EVERY_MAX)
@@ -116,20 +110,16 @@ def _entry(setting: str, value: object, now: object, why: str) -> Advice:
 def _schedule(case: Case, choice: ScheduleChoice) -> list[Advice]:
     """Advise on H, P, tau and the formats."""
     protocol, wire = case.config.protocol, case.config.wire
-    there = choice.case.config.protocol
-    rounds = choice.case.rounds(choice.up, choice.down)
-    own = case.rounds(wire.up, wire.down)
-    rate = rounds.planned_gbit_per_s / choice.busy
+    there, formats, rounds, rate = choice.case.config.protocol, choice.case.config.wire, choice.rounds, choice.rate
+    own, own_round_s = case.rounds(), case.rounds().round_s(rate)
+    travel_s = (rounds.up_bytes + rounds.down_bytes) / (rate * GBIT)
     overlap = min(max(choice.overlap_needed, OVERLAP_MIN), OVERLAP_STEPS_MAX)
-    if protocol.overlap_steps >= overlap:
-        overlap = protocol.overlap_steps
-    period_s = there.sync_every * case.step_s
     carries = f"each learner moves {rounds.planned_gbit_per_s:.3g} of {rate:.3g} Gbit/s on average"
     if choice.busy <= BUSY_MAX:
         why_h = (
-            f"{carries}, {choice.busy:.0%}, with every fragment once per {there.sync_every} steps ({period_s:.3g} s)"
+            f"{carries}, {choice.busy:.0%}, with every fragment once per {there.sync_every} steps "
+            f"({there.sync_every * case.step_s:.3g} s); a smaller H means less drift, so it is not raised without need"
         )
-        why_h += "; a smaller H means less drift, so it is not raised without need"
     else:
         why_h = f"{carries}: {choice.busy:.0%}, more than {BUSY_MAX:.0%} even with the largest H that is tried"
     if there.num_fragments == there.sync_every:
@@ -137,34 +127,33 @@ def _schedule(case: Case, choice: ScheduleChoice) -> list[Advice]:
     else:
         why_p = (
             f"the largest of {there.num_fragments} fragments is {size(rounds.up_bytes)} and moves up and down in "
-            f"{(rounds.up_bytes + rounds.down_bytes) / (rate * GBIT):.3g} s; more fragments are not needed"
+            f"{travel_s:.3g} s; more fragments are not needed"
         )
-    takes = f"a round takes {rounds.round_s(rate):.3g} s over this link"
-    parts = (
-        f"half a step for reports, {1.5 * case.given.round_trip_ms:.3g} ms for 1.5 round trips, {rounds.merge_s:.2g} s "
-        f"to merge, {(rounds.up_bytes + rounds.down_bytes) / (rate * GBIT):.2g} s up and down"
+    why_tau = (
+        f"a round takes {rounds.round_s(rate):.3g} s over this link (half a step for reports, "
+        f"{1.5 * case.given.round_trip_ms:.3g} ms for 1.5 round trips, {rounds.merge_s:.2g} s to merge, "
+        f"{travel_s:.2g} s up and down), which is {rounds.round_s(rate) / case.step_s:.2g} steps of {case.step_s:.3g} "
+        f"s; at least {OVERLAP_MIN} leave room for the grace window"
     )
-    why_tau = f"{takes} ({parts}), which is {rounds.round_s(rate) / case.step_s:.2g} steps of {case.step_s:.3g} s"
-    why_tau += f"; at least {OVERLAP_MIN} leave room for the grace window"
     if choice.overlap_needed > OVERLAP_MAX:
         why_tau += f"; more than {OVERLAP_MAX} costs quality (arXiv 2501.18512): make steps longer by larger batches"
         why_tau += ", or bring the syncer nearer"
     if protocol.lockstep:
-        waits = 1 - case.rounds(wire.up, wire.down).utilisation(rate)
+        waits = 1 - own.utilisation(rate)
         why_tau += f"; with 0 learners wait for {waits:.1%} of the time, which is right for synchronous DiLoCo only"
-    own_busy = own.planned_gbit_per_s / rate
-    if (choice.up, choice.down) == (wire.up, wire.down):
+    if formats == wire:
         why_wire = f"{carries} in these formats"
     else:
-        why_wire = f"{wire.up} up and {wire.down} down would fill {own_busy:.0%} of {rate:.3g} Gbit/s on average"
-        why_wire += f", or take {case.rounds(wire.up, wire.down).round_s(rate) / case.step_s:.2g} steps a round"
+        busy = own.planned_gbit_per_s / rate
+        why_wire = f"{wire.up} up and {wire.down} down would fill {busy:.0%} of {rate:.3g} Gbit/s on average"
+        why_wire += f", or take {own_round_s / case.step_s:.2g} steps a round"
     why_wire += "; int4 both ways with error feedback cost 0.2 % of the loss in our runs (docs/log.md)"
     return [
         _entry("protocol.sync_every", there.sync_every, protocol.sync_every, why_h),
         _entry("protocol.num_fragments", there.num_fragments, protocol.num_fragments, why_p),
-        _entry("protocol.overlap_steps", overlap, protocol.overlap_steps, why_tau),
-        _entry("wire.up", choice.up, wire.up, why_wire),
-        _entry("wire.down", choice.down, wire.down, why_wire.replace(" moves ", " gets ", 1)),
+        _entry("protocol.overlap_steps", max(overlap, protocol.overlap_steps), protocol.overlap_steps, why_tau),
+        _entry("wire.up", formats.up, wire.up, why_wire),
+        _entry("wire.down", formats.down, wire.down, why_wire.replace(" moves ", " gets ", 1)),
     ]
 
 
@@ -184,23 +173,21 @@ def _stripes(case: Case, stripes: int) -> Advice:
     return _entry("transport.stripes", stripes, now, why)
 
 
-def _others(case: Case, choice: ScheduleChoice, stripes: int) -> list[Advice]:
+def _others(choice: ScheduleChoice, stripes: int) -> list[Advice]:
     """Advise on payloads, the syncer's load and recoveries, but only where something must change."""
-    config = choice.case.config
-    wire = replace(config.wire, up=choice.up, down=choice.down)
-    transport = replace(config.transport, stripes=stripes)
-    there = replace(choice.case, config=replace(config, wire=wire, transport=transport))
-    rounds = there.rounds(choice.up, choice.down)
+    there = changed(choice.case, transport={"stripes": stripes})
+    config, round_s = there.config, choice.rounds.round_s(choice.rate)
     found: list[Advice] = []
-    rate = rounds.planned_gbit_per_s / choice.busy
     load = syncer_load(there)
     if load["shards"] > max(1, config.syncer.shards):
-        why = f"learners send {load['mb_per_s_in']:.3g} MB/s, of which one process merged {case.given.shard_mb_per_s:g}"
+        why = (
+            f"learners send {load['mb_per_s_in']:.3g} MB/s, of which one process merged {there.given.shard_mb_per_s:g}"
+        )
         found.append(_entry("syncer.shards", load["shards"], config.syncer.shards, f"{why} in our measurements"))
-    if rounds.round_s(rate) > config.protocol.pull_timeout_s:
-        wait = math.ceil(2 * rounds.round_s(rate))
-        why = f"a round takes {rounds.round_s(rate):.3g} s, and after this time it goes on without who is late"
-        found.append(_entry("protocol.pull_timeout_s", float(wait), config.protocol.pull_timeout_s, why))
+    if round_s > config.protocol.pull_timeout_s:
+        why = f"a round takes {round_s:.3g} s, and after this time it goes on without who is late"
+        wait = float(math.ceil(2 * round_s))
+        found.append(_entry("protocol.pull_timeout_s", wait, config.protocol.pull_timeout_s, why))
     whole = 4 * max(each.num_elements for each in there.plan.fragments) / max(1, config.syncer.shards)
     if whole > config.transport.payload_bytes_max:
         why = f"a joining learner gets fragments whole, in float32, and the largest has {size(whole)}"

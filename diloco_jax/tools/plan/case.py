@@ -6,8 +6,9 @@ Nothing is compiled and no parameter allocated.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import FragmentPlan
@@ -73,7 +74,7 @@ class Case:
     @property
     def chips(self) -> int:
         """Count the chips of all learners."""
-        return self.given.chips or sum(o.kind.chips * len(o.kind.names) for o in self.outlines)
+        return self.given.chips or sum(each.outline.chips for each in self.kinds)
 
     @property
     def step_s(self) -> float:
@@ -81,23 +82,14 @@ class Case:
         return min(kind.step_s for kind in self.kinds)
 
     @property
-    def outlines(self) -> tuple[IslandOutline, ...]:
-        """Return shapes and needs of each kind of islands."""
-        return tuple(kind.outline for kind in self.kinds)
-
-    @property
     def blueprint(self) -> Blueprint:
         """Return the shapes of the model, on the first islands."""
-        return self.outlines[0].blueprint
+        return self.kinds[0].outline.blueprint
 
     @property
     def parameters(self) -> int:
         """Count the parameters of the model."""
         return num_parameters(self.blueprint)
-
-    def usable_gbit_per_s(self, stripes: int) -> float:
-        """Return the payload that a learner gets over its share of the link with so many connections."""
-        return min(self.given.link_gbit_per_s / self.per_site * PAYLOAD_SHARE, stripes * self.stripe_gbit_per_s)
 
     @property
     def stripe_gbit_per_s(self) -> float:
@@ -105,24 +97,25 @@ class Case:
         round_trip_s = self.given.round_trip_ms * 1e-3
         return WINDOW_SHARE * self.given.tcp_window_mb * 8e-3 / round_trip_s if round_trip_s else math.inf
 
-    def rounds(self, up: Format, down: Format, *, round_trip_ms: float | None = None) -> Rounds:
-        """Describe one learner's rounds in these formats."""
+    def usable_gbit_per_s(self, stripes: int | None = None) -> float:
+        """Return a learner's payload rate over its share of the link, with the config's connections or others."""
+        stripes = stripes or self.config.transport.stripes
+        return min(self.given.link_gbit_per_s / self.per_site * PAYLOAD_SHARE, stripes * self.stripe_gbit_per_s)
+
+    def rounds(self, up: Format | None = None, down: Format | None = None) -> Rounds:
+        """Describe one learner's rounds, in the config's formats or others."""
         given = self.given
         largest = max(fragment.num_elements for fragment in self.plan.fragments)
         threads = self.config.syncer.merge_threads or given.syncer_cores
         return link_needs(self.config, self.plan, up, down).rounds(
             self.step_s,
-            1e-3 * (given.round_trip_ms if round_trip_ms is None else round_trip_ms),
+            1e-3 * given.round_trip_ms,
             given.merge_ns * 1e-9 * largest * self.learners / min(threads, given.syncer_cores),
         )
 
 
 def case_of(config: RunConfig, given: Assumptions) -> Case:
     """Look at a config's islands.
-
-    Args:
-      config: of the run.
-      given: links, machines and prices.
 
     Raises:
       ValueError: the run has no islands, the model cannot be loaded, or sites or mesh do not fit.
@@ -141,17 +134,15 @@ def case_of(config: RunConfig, given: Assumptions) -> Case:
     return Case(config, given, kinds, kinds[0].outline.plan)
 
 
-def changed(case: Case, *, sync_every: int, num_fragments: int, overlap_steps: int) -> Case:
-    """Return the same case with another schedule.
+def changed(case: Case, **sections: Mapping[str, Any]) -> Case:
+    """Return the same case with settings of some sections changed.
 
     Raises:
       ValueError: the model cannot be cut into so many fragments, or another setting forbids it.
     """
-    protocol = replace(
-        case.config.protocol, sync_every=sync_every, num_fragments=num_fragments, overlap_steps=overlap_steps
-    )
-    config = replace(case.config, protocol=protocol)
-    cut = num_fragments != case.config.protocol.num_fragments
+    now = case.config
+    config = replace(now, **{name: replace(getattr(now, name), **new) for name, new in sections.items()})
+    cut = config.protocol.num_fragments != now.protocol.num_fragments
     return replace(case, config=config, plan=plan_of(config, case.blueprint) if cut else case.plan)
 
 

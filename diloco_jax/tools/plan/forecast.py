@@ -23,7 +23,7 @@ from diloco_jax.sim.goodput.bandwidth import (
 from diloco_jax.sim.goodput.hardware import YEAR_S, Hardware
 from diloco_jax.sim.goodput.methods import Wan, expected
 from diloco_jax.tools.budget.links import link_needs
-from diloco_jax.tools.budget.needs import island_needs, syncer_needs
+from diloco_jax.tools.budget.needs import syncer_needs
 from diloco_jax.tools.plan.case import PAYLOAD_SHARE, Case
 
 FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4")  # from wide to narrow
@@ -33,15 +33,6 @@ SEED = 0  # of the simulated failures
 FAILURES = 2000  # that are simulated, in the mean
 STEPS_PER_FAILURE = 50  # of one learner, at least: fewer would say where in a step it fails
 STEPS_MIN, STEPS_MAX = 1000, 200_000  # of a learner
-
-
-def _formats(case: Case) -> tuple[Format, Format]:
-    return case.config.wire.up, case.config.wire.down
-
-
-def _rate(case: Case) -> float:
-    """Return Gbit/s of payload for each learner, with the config's connections."""
-    return case.usable_gbit_per_s(case.config.transport.stripes)
 
 
 def wire_bytes(case: Case) -> dict[str, Any]:
@@ -76,7 +67,7 @@ def latency_rows(case: Case) -> list[dict[str, Any]]:
     rows = []
     for round_trip_ms in sorted({*ROUND_TRIPS_MS, own}):
         there = replace(case, given=replace(case.given, round_trip_ms=round_trip_ms))
-        rounds, rate = there.rounds(*_formats(case)), _rate(there)
+        rounds, rate = there.rounds(), there.usable_gbit_per_s()
         rows.append(
             {
                 "round_trip_ms": round_trip_ms,
@@ -92,7 +83,7 @@ def latency_rows(case: Case) -> list[dict[str, Any]]:
 def link_state(case: Case) -> dict[str, Any]:
     """Work out what the config does over the given link, and data parallel beside it."""
     config, given = case.config, case.given
-    rounds, rate = case.rounds(*_formats(case)), _rate(case)
+    rounds, rate = case.rounds(), case.usable_gbit_per_s()
     return {
         "gbit_per_s": given.link_gbit_per_s,
         "learners_per_site": case.per_site,
@@ -111,7 +102,7 @@ def link_state(case: Case) -> dict[str, Any]:
 def syncer_load(case: Case) -> dict[str, Any]:
     """Work out processor time, traffic, and shards of the syncer."""
     protocol, given = case.config.protocol, case.given
-    rounds = case.rounds(*_formats(case))
+    rounds = case.rounds()
     rounds_per_s = protocol.num_fragments / protocol.sync_every / case.step_s
     in_mb_per_s = case.learners * rounds.planned_gbit_per_s * GBIT / 1e6
     up_mean = rounds.up_total_bytes / protocol.num_fragments
@@ -134,8 +125,8 @@ def recovery(case: Case) -> dict[str, Any]:
     It has no rounds yet, so its own link is free for the global model; the donor's carries rounds beside the state.
     """
     given = case.given
-    rate = GBIT * _rate(case)
-    donor = max(rate - GBIT * case.rounds(*_formats(case)).planned_gbit_per_s, rate / 2)
+    rate = GBIT * case.usable_gbit_per_s()
+    donor = max(rate - GBIT * case.rounds().planned_gbit_per_s, rate / 2)
     model_bytes, state_bytes = 4 * case.parameters, case.blueprint.state_layout.num_bytes
     model_s, state_s = model_bytes / rate, state_bytes / donor
     protocol = case.config.protocol
@@ -185,7 +176,7 @@ def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
     wan, hours = None, observed_s / 3600
     if lockstep:
         hours = min(hours, STEPS_MAX * step_s / 3600)
-        wan = Wan(delay_s=0.0, merge_s=case.rounds(*_formats(case)).round_s(_rate(case)))
+        wan = Wan(delay_s=0.0, merge_s=case.rounds().round_s(case.usable_gbit_per_s()))
     own = expected(
         hardware,
         "sync" if lockstep else "decoupled",
@@ -209,14 +200,9 @@ def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
 
 
 def cost(case: Case, goodput: float) -> dict[str, Any]:
-    """Work out the cost per day of what has a price.
-
-    Args:
-      case: config and assumptions.
-      goodput: share of the chips' time in useful steps.
-    """
+    """Work out the cost per day of what has a price."""
     given, steps = case.given, DAY_S / case.step_s
-    rounds = case.rounds(*_formats(case))
+    rounds = case.rounds()
     moved = case.learners * (rounds.up_total_bytes + rounds.down_total_bytes) / case.config.protocol.sync_every * steps
     ring = 2 * case.parameters * ring_factor(case.sites) * case.sites * steps
     found: dict[str, Any] = {"egress_gb_per_day": moved / 1e9, "data_parallel_egress_gb_per_day": ring / 1e9}
@@ -230,12 +216,7 @@ def cost(case: Case, goodput: float) -> dict[str, Any]:
 
 
 def forecast(case: Case, advice: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Put everything together, as `diloco plan --json` prints it.
-
-    Args:
-      case: config and assumptions.
-      advice: on it.
-    """
+    """Put everything together, as `diloco plan --json` prints it."""
     load, back = syncer_load(case), recovery(case)
     goodput = expected_goodput(case, back["seconds"])
     protocol, wire = case.config.protocol, case.config.wire
@@ -262,13 +243,7 @@ def forecast(case: Case, advice: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "latency": latency_rows(case),
         "syncer": load,
         "memory": {
-            "islands": [
-                {
-                    "islands": list(kind.names),
-                    **island_needs(case.config, kind, blueprint, case.plan).as_dict(),
-                }
-                for kind, blueprint, *_ in case.outlines
-            ],
+            "islands": [kind.outline.as_dict() for kind in case.kinds],
             "syncer": syncer_needs(case.config, case.plan).memory._asdict(),
         },
         "recovery": back,

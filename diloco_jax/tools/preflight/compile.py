@@ -9,10 +9,8 @@ import importlib.util
 import math
 import os
 import re
-import resource
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -64,8 +62,7 @@ class Memory(NamedTuple):
     code: float
 
 
-@dataclass(frozen=True, slots=True)
-class Built:
+class Built(NamedTuple):
     """A program that was compiled, or did not fit.
 
     Attributes:
@@ -143,12 +140,7 @@ def slice_devices(topology: Topology) -> Sequence[jax.Device]:
 
 
 def compile_island(config: RunConfig, island: IslandConfig, say: Say) -> Compiled:
-    """Compile what an island will run.
-
-    Args:
-      config: of the run.
-      island: whose topology names the slice.
-      say: told what is being compiled, since each program may take minutes.
+    """Compile what an island will run; `say` is told of each program, which may take minutes.
 
     Raises:
       ValueError: the model cannot be loaded, mesh or batch do not fit, or the compiler refuses a program.
@@ -173,18 +165,12 @@ def exchange_programs(config: RunConfig, blueprint: Blueprint, fragments: Sequen
     """Compile the programs of the fragments, each once."""
     exchange = blueprint.exchange(config.wire.up, config.adopt.mode == "rebase")
     made: dict[int, Built] = {}
-    before, cpu = time.perf_counter(), _cpu_s()
+    began = _clocks()
     for kind, fragment, compiled in exchange.programs(fragments):
-        after, cpu_after = time.perf_counter(), _cpu_s()
-        number = fragment.fragment_id
-        known = made.get(id(compiled))
-        if known is None:
-            made[id(compiled)] = _describe(kind, (number,), compiled, after - before, cpu_after - cpu)
-        else:
-            made[id(compiled)] = Built(
-                kind, (*known.fragments, number), known.compile_s, known.cpu_s, known.memory, known.program, 0.0
-            )
-        before, cpu = time.perf_counter(), _cpu_s()
+        key = id(compiled)
+        known = made.get(key) or _describe(kind, compiled, began)
+        made[key] = known._replace(fragments=(*known.fragments, fragment.fragment_id))
+        began = _clocks()
     return list(made.values())
 
 
@@ -199,31 +185,27 @@ def build(kind: str, compile: Callable[[], jax.stages.Compiled], arguments: floa
     Raises:
       ValueError: the compiler refuses it for another reason.
     """
-    before, cpu = time.perf_counter(), _cpu_s()
+    began = _clocks()
     try:
-        compiled = compile()
+        return _describe(kind, compile(), began)
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
         if "RESOURCE_EXHAUSTED" not in text:
             raise ValueError(f"the compiler refuses the program '{kind}': {text[:500]}") from error
-        memory = _wanted(text, arguments)
-        return Built(kind, (), time.perf_counter() - before, _cpu_s() - cpu, memory, None, 0.0)
-    return _describe(kind, (), compiled, time.perf_counter() - before, _cpu_s() - cpu)
+        return Built(kind, (), *_since(began), _wanted(text, arguments), None, 0.0)
 
 
 def _wanted(text: str, arguments: float) -> Memory:
     """Read what the compiler said that a program would need."""
-    temporaries = _WANTED_TEMPORARIES.search(text)
-    if temporaries:
+    if temporaries := _WANTED_TEMPORARIES.search(text):
         return Memory(arguments, 0, 0, float(temporaries[1]) * _UNITS[temporaries[2]], 0)
     in_all = _WANTED_IN_ALL.search(text)
     wanted = float(in_all[1]) * _UNITS[in_all[2]] if in_all else math.inf
     return Memory(arguments, 0, 0, max(0.0, wanted - arguments), 0)
 
 
-def _describe(
-    kind: str, fragments: tuple[int, ...], compiled: jax.stages.Compiled, seconds: float, cpu_s: float
-) -> Built:
+def _describe(kind: str, compiled: jax.stages.Compiled, began: tuple[float, float]) -> Built:
+    taken_s = _since(began)
     taken: Any = compiled.memory_analysis()
     memory = Memory(
         taken.argument_size_in_bytes,
@@ -234,9 +216,13 @@ def _describe(
     )
     program = read_program(compiled.as_text() or "")
     cost: Any = compiled.cost_analysis() or {}
-    return Built(kind, fragments, seconds, cpu_s, memory, program, cost.get("flops", 0.0) * program.devices)
+    return Built(kind, (), *taken_s, memory, program, cost.get("flops", 0.0) * program.devices)
 
 
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _since(began: tuple[float, float]) -> tuple[float, float]:
+    wall_s, cpu_s = _clocks()
+    return wall_s - began[0], cpu_s - began[1]

@@ -272,13 +272,7 @@ def _called(instruction: Instruction) -> Iterator[str]:
 
 
 def trip_count(loop: Instruction, computation: Computation, computations: Mapping[str, Computation]) -> int | None:
-    """Count the runs of a `while` body: as the compiler notes, or as its condition says; None if neither does.
-
-    Args:
-      loop: the instruction.
-      computation: in which it stands.
-      computations: all, by name.
-    """
+    """Count the runs of a `while` body: as the compiler notes, or as its condition says; None if neither does."""
     known = _KNOWN_TRIPS.search(loop.attributes)
     if known:
         return int(known[1])

@@ -13,11 +13,12 @@ from diloco_jax.settings.islands import AUTO
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.tools.budget.flops import ModelFlops, model_flops
+from diloco_jax.tools.budget.links import link_needs
 from diloco_jax.tools.budget.memory import num_parameters
 from diloco_jax.tools.budget.needs import IslandKind, island_needs, kinds_of
 from diloco_jax.tools.preflight.advice import GB, Misfit, advise_anchors, advise_hbm
-from diloco_jax.tools.preflight.compile import Built, Compiled, Say, check_libtpu, compile_island
-from diloco_jax.tools.preflight.programs import MFU, program_hbm, step_hbm, weight_gathers, wire
+from diloco_jax.tools.preflight.compile import Built, Compiled, Say, compile_island
+from diloco_jax.tools.preflight.programs import MFU, program_hbm, step_hbm, weight_gathers
 
 WHOLE_MODEL = 0.9  # share of the parameters whose gathering at once undoes their sharding
 ALL_LAYERS = 0.5  # the same for weights that are joined over all layers, before the loop over layers
@@ -37,7 +38,6 @@ def preflight(config: RunConfig, slices: Sequence[str], say: Say) -> dict[str, A
     Raises:
       ValueError: libtpu is missing, no slice is named, a slice is unknown, or model, mesh or batch do not fit it.
     """
-    check_libtpu()
     result: dict[str, Any] = {"rows": [], "islands": [], "problems": [], "advice": []}
     for there, kind in cases_of(config, slices):
         _judge(there, kind, compile_island(there, kind.island, say), result)
@@ -82,6 +82,7 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
     compiled_flops = step.program.matrix_flops * topology.chips if step.program else None
     step_s = tuple(flops.flops / (topology.peak_flops * mfu) for mfu in MFU)
     gathers = weight_gathers(step, compiled.blueprint)
+    links = link_needs(config, compiled.plan)
     rows = [_row(topology, built, program_hbm(built, compiled, hbm), limit) for built in compiled.programs]
     largest = gathers.largest
     result["rows"] += rows
@@ -117,7 +118,10 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
             "collective_bytes": step.program.collective_bytes if step.program else None,
             "host_bytes": sum(needs.host),
             "host_limit_bytes": needs.host_limit_bytes,
-            "wire": wire(config, compiled, (step_s[0], step_s[1])),
+            "wire": {
+                **links.per_step,  # and the rates that these steps need
+                "gbit_per_s": [links.rounds(seconds).planned_gbit_per_s for seconds in step_s],
+            },
         }
     )
     problems = [*_memory_problems(rows, result["islands"][-1]), *program_problems(topology, compiled.programs)]
@@ -176,12 +180,7 @@ def _memory_problems(rows: Sequence[dict[str, Any]], island: dict[str, Any]) -> 
 
 
 def program_problems(topology: Topology, programs: Sequence[Built]) -> list[str]:
-    """List collectives and transfers where none may be.
-
-    Args:
-      topology: of the island.
-      programs: that were compiled for it.
-    """
+    """List collectives and transfers where none may be."""
     problems = []
     for built in programs:
         if built.program is None:

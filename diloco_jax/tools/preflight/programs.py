@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.budget.links import link_needs
 from diloco_jax.tools.budget.memory import Hbm, anchor_bytes
 from diloco_jax.tools.preflight.compile import Built, Compiled
 from diloco_jax.tools.preflight.hlo import Collective
@@ -36,21 +34,6 @@ def program_hbm(built: Built, compiled: Compiled, hbm: Hbm) -> float:
     # the value that arrived, beside the anchor that it replaces
     new = anchor_bytes(compiled.blueprint, compiled.plan.fragments[built.fragments[0]])
     return hbm.fixed + own + new + memory.outputs - memory.aliased
-
-
-def wire(config: RunConfig, compiled: Compiled, step_s: tuple[float, float]) -> dict[str, Any]:
-    """Return what an island sends and gets.
-
-    Args:
-      config: of the run.
-      compiled: the island.
-      step_s: slowest and fastest inner step that are planned for.
-
-    Returns:
-      bytes per global step up and down, of the largest fragment up, and the rates that these steps need, Gbit/s.
-    """
-    needs = link_needs(config, compiled.plan)
-    return {**needs.per_step, "gbit_per_s": [needs.rounds(seconds).planned_gbit_per_s for seconds in step_s]}
 
 
 # ---- gathers --------------------------------------------------------------------------------------------------------

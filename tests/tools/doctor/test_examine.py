@@ -270,7 +270,7 @@ def test_the_command_listens_until_it_is_interrupted(tmp_path: Path, config: Run
     try:
         assert process.stdout is not None
         assert "answering `diloco doctor` at 127.0.0.1:" in process.stdout.readline()
-        greeting = greet(transport, "island-0", pings=1)
+        greeting = greet(transport, "island-0")
         assert greeting.run_id == "small" and greeting.settings["sequence length"] == "32"
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=WAIT_S)

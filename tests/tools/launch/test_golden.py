@@ -11,8 +11,7 @@ import pytest
 
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
-from diloco_jax.tools.launch import gke
-from diloco_jax.tools.launch import way as common_way
+from diloco_jax.tools.launch import gke, launcher
 from diloco_jax.tools.launch.write import WAYS
 from tests.tools.launch.helpers import CONFIGS, TESTDATA
 
@@ -39,7 +38,7 @@ def say_where(config: RunConfig) -> str:
 @pytest.mark.parametrize("name", CASES)
 def test_golden(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, way, overrides = CASES[name]
-    for module in (gke, common_way):
+    for module in (gke, launcher):
         monkeypatch.setattr(module, "dump", say_where)
     files = WAYS[way].plan(load(path, overrides)).files
     text = "\n".join(f"==> {each} <==\n{files[each]}" for each in files)

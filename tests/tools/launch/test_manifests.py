@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 import kubernetes_validate
 import pytest
 import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from diloco_jax.settings.slices import Topology
 from diloco_jax.settings.text import parse
@@ -20,59 +21,54 @@ VARIANTS = (
     ("--cloud.spot", "True", "--cloud.external", "True", "--cloud.source_ranges", "34.1.2.0/24"),
     ("--syncer.shards", "3"),
 )
+
+
 # Fields of jobset.x-k8s.io/v1alpha2 and their types: kubernetes-sigs/jobset, api/jobset/v1alpha2/jobset_types.go.
-ANY, JOB = object(), object()
-JOBSET = {
-    "apiVersion": str,
-    "kind": str,
-    "metadata": ANY,
-    "spec": {
-        "replicatedJobs": [{"name": str, "groupName": str, "replicas": int, "template": JOB, "dependsOn": ANY}],
-        "network": {"enableDNSHostnames": bool, "subdomain": str, "publishNotReadyAddresses": bool},
-        "successPolicy": {"operator": str, "targetReplicatedJobs": [str]},
-        "failurePolicy": {
-            "maxRestarts": int,
-            "restartStrategy": {"Recreate", "BlockingRecreate"},
-            "rules": [
-                {
-                    "name": str,
-                    "action": {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"},
-                    "onJobFailureReasons": [str],
-                    "onJobFailureMessagePatterns": [str],
-                    "targetReplicatedJobs": [str],
-                }
-            ],
-        },
-        "suspend": bool,
-        "coordinator": {"replicatedJob": str, "jobIndex": int, "podIndex": int},
-        "managedBy": str,
-        "ttlSecondsAfterFinished": int,
-    },
-}
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
-def problems(value: Any, shape: Any, where: str) -> Iterator[str]:
-    """What of a JobSet is not in the table."""
-    if shape is JOB:
-        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x", **value.get("metadata", {})}}
-        try:
-            kubernetes_validate.validate({**job, "spec": value["spec"]}, KUBERNETES, strict=True)
-        except kubernetes_validate.ValidationError as error:
-            yield f"{where}: {error}"
-    elif isinstance(shape, dict):
-        for key in value:
-            if key not in shape:
-                yield f"{where}: no field {key}"
-            else:
-                yield from problems(value[key], shape[key], f"{where}.{key}")
-    elif isinstance(shape, list):
-        for index, each in enumerate(value):
-            yield from problems(each, shape[0], f"{where}[{index}]")
-    elif isinstance(shape, set):
-        if value not in shape:
-            yield f"{where}: {value!r} is none of {sorted(shape)}"
-    elif shape is not ANY and type(value) is not shape:
-        yield f"{where}: {value!r} is no {shape}"
+def valid_job(template: dict[str, Any]) -> dict[str, Any]:
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x", **template.get("metadata", {})}}
+    try:
+        kubernetes_validate.validate({**job, "spec": template["spec"]}, KUBERNETES, strict=True)
+    except kubernetes_validate.ValidationError as error:
+        raise ValueError(error) from error
+    return template
+
+
+class ReplicatedJob(Strict):
+    name: str
+    groupName: str = ""
+    replicas: int
+    template: Annotated[dict[str, Any], AfterValidator(valid_job)]
+    dependsOn: Any = None
+
+
+class Rule(Strict):
+    name: str
+    action: Literal["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"]
+    onJobFailureReasons: list[str] = []
+    onJobFailureMessagePatterns: list[str] = []
+    targetReplicatedJobs: list[str] = []
+
+
+class FailurePolicy(Strict):
+    maxRestarts: int
+    restartStrategy: Literal["Recreate", "BlockingRecreate"]
+    rules: list[Rule]
+
+
+class Spec(Strict):
+    replicatedJobs: list[ReplicatedJob]
+    failurePolicy: FailurePolicy
+
+
+class JobSet(Strict):
+    apiVersion: Literal["jobset.x-k8s.io/v1alpha2"]
+    kind: Literal["JobSet"]
+    metadata: Any
+    spec: Spec
 
 
 def manifests(*overrides: str) -> list[dict[str, Any]]:
@@ -97,20 +93,25 @@ def test_kubernetes_takes_core_types(overrides: tuple[str, ...]) -> None:
 def test_jobset_has_these_fields(overrides: tuple[str, ...]) -> None:
     found = of_kind("JobSet", *overrides)
     assert [each["metadata"]["name"] for each in found] == ["small-island-1", "small-island-0"]
-    assert [text for each in found for text in problems(each, JOBSET, each["metadata"]["name"])] == []
+    for each in found:
+        JobSet.model_validate(each)
 
 
-def test_wrong_jobsets_are_caught() -> None:
-    def spoiled(change: Any) -> int:
-        (each, *_) = of_kind("JobSet")
-        change(each["spec"])
-        return len(list(problems(each, JOBSET, "x")))
-
-    job = lambda spec: spec["replicatedJobs"][0]["template"]["spec"]  # noqa: E731
-    assert spoiled(lambda spec: spec.update(failPolicy={})) == 1
-    assert spoiled(lambda spec: spec["failurePolicy"].update(maxRestarts="3")) == 1
-    assert spoiled(lambda spec: spec["failurePolicy"]["rules"][0].update(action="RestartJob")) == 1
-    assert spoiled(lambda spec: job(spec).update(parallelsm=2)) == 1
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda spec: spec.update(failPolicy={}),
+        lambda spec: spec["failurePolicy"].update(maxRestarts="3"),
+        lambda spec: spec["failurePolicy"]["rules"][0].update(action="RestartJob"),
+        lambda spec: spec["replicatedJobs"][0]["template"]["spec"].update(parallelsm=2),
+    ],
+)
+def test_wrong_jobsets_are_caught(change: Callable[[dict[str, Any]], None]) -> None:
+    (each, *_) = of_kind("JobSet")
+    change(each["spec"])
+    with pytest.raises(ValidationError) as caught:
+        JobSet.model_validate(each)
+    assert caught.value.error_count() == 1
 
 
 def test_an_island_is_one_slice_and_restarts_as_a_whole() -> None:

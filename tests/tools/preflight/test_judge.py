@@ -6,8 +6,8 @@ import importlib.util
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -124,6 +124,15 @@ def test_report_for_people(compiled: dict[str, Any]) -> None:
     assert len(text.splitlines()) < 60
 
 
+def test_a_program_that_fragments_share_is_described_once() -> None:
+    compiled = jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile()
+    exchange = SimpleNamespace(programs=lambda fragments: [("stage", each, compiled) for each in fragments])
+    blueprint: Any = SimpleNamespace(exchange=lambda *_: exchange)
+    fragments: Any = [SimpleNamespace(fragment_id=number) for number in (3, 5)]
+    [built] = compiling.exchange_programs(parse(SETTINGS, "test"), blueprint, fragments)
+    assert (built.name, built.fragments) == ("stage 3", (3, 5)) and built.compiler_flops > 0
+
+
 def test_flops_of_a_scan_on_a_slice() -> None:
     mesh = make_mesh(MeshConfig(fsdp=-1), slice_devices(Topology.parse("v5p:2x2x1")))
     spread = NamedSharding(mesh, PartitionSpec("fsdp"))
@@ -139,15 +148,8 @@ def test_flops_of_a_scan_on_a_slice() -> None:
 
 
 def test_model_flops_by_hand() -> None:
-    args = {
-        "dim": 8,
-        "num_layers": 3,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 4,
-        "mlp_dim": 16,
-        "vocab_size": 10,
-    }
+    args = {"dim": 8, "num_layers": 3, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "mlp_dim": 16}
+    args |= {"vocab_size": 10}
     layer = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16  # q, k and v, out, MLP
     found = model_flops(ModelConfig(args=args), {}, batch=5, seq_len=7)
     scores = 2 * 2 * 7 * 2 * 4  # per token and layer: q k^T and the mixing of v, 2 heads of 4, unmasked
@@ -161,6 +163,7 @@ def test_model_flops_by_hand() -> None:
     assert other.flops == 6 * 35 * 17
 
 
+NOTHING = Memory(0, 0, 0, 0, 0)
 REFUSED = "RESOURCE_EXHAUSTED: Ran out of memory "  # how libtpu begins both messages
 
 
@@ -181,40 +184,32 @@ def test_what_does_not_fit_names_settings(
     def refuse(*_: Any) -> Any:
         raise jax.errors.JaxRuntimeError(REFUSED + message)
 
-    def compiled_at_once(kind: str, *_: Any) -> Built:
-        return Built(kind, (), 0.0, 0.0, Memory(0, 0, 0, 0, 0), Program(0.0, (), (), 4, 0, ()), 0.0)
+    real = compiling.build
 
-    build = compiling.build
+    def build(kind: str, *rest: Any) -> Built:
+        done = Built(kind, (), 0.0, 0.0, NOTHING, Program(0.0, (), (), 4, 0, ()), 0.0)
+        return real(kind, *rest) if kind == "step" else done
+
     monkeypatch.setattr(Blueprint, "lower_step", refuse)
     monkeypatch.setattr(compiling, "exchange_programs", lambda *_: [])
-    monkeypatch.setattr(
-        compiling, "build", lambda kind, *rest: (build if kind == "step" else compiled_at_once)(kind, *rest)
-    )
+    monkeypatch.setattr(compiling, "build", build)
     model = {"args": {**DECODER, "dtype": "float32"}}
     path = write(tmp_path, model=model, islands={"count": 1, "each": {}, "topology": "v6e:2x2"})
     assert cli.main(["preflight", str(path)]) == 1
     said = capsys.readouterr().out
     assert f"'step' needs {gigabytes:.1f} GB of a chip's memory, which has 32 GB; the compiler refuses it" in said
-    assert (
-        "model.args.remat full" in said
-        and "model.args.dtype bfloat16" in said
-        and "islands.batch_size (now 12 sequences" in said
-    )
-    assert "does not fit as it is" in said
-
-
-def test_the_next_slice_after_one_chip_has_four() -> None:
-    case = situation({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, 1, 20e9, 1e9)
-    assert "v6e:2x2 " in " ".join(advise_hbm(case._replace(topology=Topology.parse("v6e:1x1"))))
+    advised = ("model.args.remat full", "model.args.dtype bfloat16", "islands.batch_size (now 12 sequences")
+    assert all(words in said for words in (*advised, "does not fit as it is"))
 
 
 def situation(mesh: dict[str, int], sequences: float, fixed: float, temporaries: float, **args: Any) -> Misfit:
     hbm = Hbm(fixed / 3, fixed * 2 / 3, 0, 0, 0, temporaries)
     model = ModelConfig(args={**DECODER, "remat": "full", **args})
-    return Misfit(Topology.parse("v6e:4x4"), mesh, sequences, model, hbm)
+    return Misfit(Topology.parse("v6e:1x1" if mesh == ALONE else "v6e:4x4"), mesh, sequences, model, hbm)
 
 
 SHARDED, COPIED = {"data": 1, "fsdp": 16, "tensor": 1}, {"data": 16, "fsdp": 1, "tensor": 1}
+ALONE = {"data": 1, "fsdp": 1, "tensor": 1}
 
 
 @pytest.mark.parametrize(
@@ -227,6 +222,7 @@ SHARDED, COPIED = {"data": 1, "fsdp": 16, "tensor": 1}, {"data": 16, "fsdp": 1, 
         (SHARDED, 4, 2e9, 40e9, {"dtype": "float32", "remat": "none"}, ["dtype bfloat16", "remat full"]),
         (SHARDED, 1, 2e9, 40e9, {"vocab_size": 65536}, ["model.args.loss_chunk"]),
         (SHARDED, 1, 4e12, 0, {}, ["no v6e slice is large enough"]),
+        (ALONE, 1, 20e9, 1e9, {}, ["v6e:2x2 "]),  # the next slice after one chip has four
     ],
 )
 def test_advice(
@@ -247,7 +243,7 @@ def gathering(kind: str, blueprint: Blueprint, shape: str, times: int = 1) -> Ga
         "HloModule m, num_partitions=4\n\nENTRY %main (a: f32[8]) -> f32[8] {\n"
         f"  %a = f32[8]{{0}} parameter(0)\n  ROOT %g = bf16[{shape}]{{0}} {kind}(%a)\n}}\n"
     )
-    built = Built("step", (), 1.0, 1.0, Memory(0, 0, 0, 0, 0), read_program(text), 0.0)
+    built = Built("step", (), 1.0, 1.0, NOTHING, read_program(text), 0.0)
     return weight_gathers(built, blueprint)
 
 
@@ -271,10 +267,10 @@ def test_a_collective_in_staging_is_a_problem() -> None:
         "HloModule m, num_partitions=16\n\nENTRY %main (a: f32[8]) -> f32[8] {\n"
         "  %a = f32[8]{0} parameter(0)\n  ROOT %g = f32[8]{0} all-reduce(%a), to_apply=%add\n}\n"
     )
-    built = Built("stage", (3,), 1.0, 1.0, Memory(0, 0, 0, 0, 0), read_program(text), 0.0)
+    built = Built("stage", (3,), 1.0, 1.0, NOTHING, read_program(text), 0.0)
     found = judging.program_problems(Topology.parse("v6e:4x4"), [built])
     assert len(found) == 1 and "'stage 3' has collectives (1 all-reduce)" in found[0]
-    other = judging.program_problems(Topology.parse("v6e:4x8"), [replace(built, kind="step", fragments=())])
+    other = judging.program_problems(Topology.parse("v6e:4x8"), [built._replace(kind="step", fragments=())])
     assert len(other) == 1 and "runs on 16 devices, but an island has 32" in other[0]
 
 
@@ -289,17 +285,16 @@ def test_slices_in_place_of_the_islands_own() -> None:
     ]
 
 
+NOWHERE: dict[str, Any] = {"topology": "", "each": {}}
+
+
 @pytest.mark.parametrize(
     ("changes", "arguments", "words"),
     [
-        ({"islands": {"topology": "", "each": {}}}, [], ["names no TPU slice", "--topology v5p:2x2x1"]),
+        ({"islands": NOWHERE}, [], ["names no TPU slice", "--topology v5p:2x2x1"]),
         ({}, ["--topology", "v4:2x2x1"], ["no generation 'v4'"]),
-        (
-            {"islands": {"mesh": {"fsdp": 3}, "topology": "", "each": {}}},
-            ["--topology", "v6e:4x4"],
-            ["does not fit 16"],
-        ),
-        ({"islands": {"batch_size": 7, "topology": "", "each": {}}}, ["--topology", "v6e:4x4"], ["batch of 7"]),
+        ({"islands": {**NOWHERE, "mesh": {"fsdp": 3}}}, ["--topology", "v6e:4x4"], ["does not fit 16"]),
+        ({"islands": {**NOWHERE, "batch_size": 7}}, ["--topology", "v6e:4x4"], ["batch of 7"]),
     ],
 )
 def test_wrong_input(

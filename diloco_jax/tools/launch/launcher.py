@@ -1,4 +1,4 @@
-"""A way of launching, and the files that all ways write."""
+"""A way of launching, and the files that all of them write."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Guide(NamedTuple):
     leaves: str = ""
 
 
-class Way(NamedTuple):
+class Launcher(NamedTuple):
     """A way of launching.
 
     Attributes:
