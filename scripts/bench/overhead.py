@@ -35,7 +35,6 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--devices", type=int, default=2, help="emulated devices of the island")
     parser.add_argument("--wire", default="int4", help="format of the learner's updates")
-    parser.add_argument("--fragments", type=int, default=24, help="one of them has its turn in each step")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--steps", type=int, default=24, help="in each block")
     parser.add_argument("--nice", type=int, default=19, help="of the syncer: 19 is the lowest priority")
@@ -69,12 +68,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "islands": {"count": 1, "devices": arguments.devices},
         "train": {"steps": 10**6, "batch_size": arguments.batch_size, "seq_len": arguments.seq_len, "eval_every": 0},
         "model": {"args": args},
-        "protocol": {
-            "num_fragments": arguments.fragments,
-            "sync_every": arguments.fragments,
-            "overlap_steps": 2,
-            "snapshot_every": 0,
-        },
+        "protocol": {"num_fragments": 24, "sync_every": 24, "overlap_steps": 2, "snapshot_every": 0},
         "wire": {"up": arguments.wire},
         "tensorboard": False,
     }

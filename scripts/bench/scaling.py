@@ -81,7 +81,8 @@ def main() -> None:
 
 def measure(cases: list[Case], folder: Path, arguments: argparse.Namespace) -> dict[Case, list[Measured]]:
     """All cases in turn, as often as there are runs."""
-    processes = multiprocessing.get_context("forkserver")  # which imports all this once, for every process
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([GlobalModel.__module__, ShardedListener.__module__])  # once, for all of them
     pipes: dict[Case, Connection] = {}
     for case in cases:
         ours, theirs = processes.Pipe()

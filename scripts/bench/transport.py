@@ -162,14 +162,15 @@ def measure_network(arguments: argparse.Namespace) -> dict[str, object]:
 def compare(arguments: argparse.Namespace) -> list[dict[str, object]]:
     """All measurements on this machine."""
     payload = os.urandom(round(arguments.payload_mb * 1e6))
-    spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe()
-    spawn.Process(target=serve_plain, args=(there, len(payload)), daemon=True).start()
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([GrpcLink.__module__])  # once, for all of them
+    here, there = processes.Pipe()
+    processes.Process(target=serve_plain, args=(there, len(payload)), daemon=True).start()
     plain = socket.create_connection(here.recv())
-    pipes = [spawn.Pipe() for _ in arguments.stripes]
+    pipes = [processes.Pipe() for _ in arguments.stripes]
     links: dict[int, GrpcLink] = {}
     for stripes, (ours, theirs) in zip(arguments.stripes, pipes, strict=True):
-        spawn.Process(target=serve, args=("127.0.0.1:0", arguments.chunk_bytes, theirs), daemon=True).start()
+        processes.Process(target=serve, args=("127.0.0.1:0", arguments.chunk_bytes, theirs), daemon=True).start()
         config = config_of(ours.recv(), arguments.chunk_bytes, stripes)
         links[stripes] = connect(config, run_id=RUN, learner_id=LEARNER, incarnation=0)
     number = arguments.payloads

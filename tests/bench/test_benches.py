@@ -39,7 +39,7 @@ QUICK = [
     Bench("donor", f"{ISLAND} --json"),
     Bench("fuzz", "--inputs 100"),
     Bench("merge", "--mbytes 16 --threads 2 --runs 1 --no-mend --json"),
-    Bench("overhead", f"{ISLAND} --devices 1 --fragments 2 --nice 0 --json"),
+    Bench("overhead", f"{ISLAND} --devices 1 --nice 0 --json"),
     Bench("scaling", "--learners 4 --shards 2 --elements 65536 --rounds 1 --runs 1 --json", results=7),
     Bench("transport", "--stripes 1 2 --payload-mb 1 --payloads 2 --runs 1 --json", results=2),
 ]

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.local.machine import look
@@ -90,17 +91,12 @@ def describe(checks: Sequence[Check]) -> str:
     for column in ("", "what", "found", "fix"):
         table.add_column(column, overflow="fold")
     for check in checks:
-        table.add_row(f"[{STYLES[check.status]}]{WORDS[check.status]}[/]", check.name, _plain(check.found),
-                      _plain(check.fix))  # fmt: skip
+        word = Text(WORDS[check.status], STYLES[check.status])
+        table.add_row(word, check.name, Text(check.found), Text(check.fix))
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip()
-
-
-def _plain(text: str) -> str:
-    """Escape text so that it is not read as markup."""
-    return text.replace("[", "\\[")
 
 
 @contextmanager

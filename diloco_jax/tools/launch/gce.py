@@ -6,10 +6,12 @@ of spot capacity again by itself.
 
 from __future__ import annotations
 
+from functools import partial
+
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import boot, common, syncer_vm
 from diloco_jax.tools.launch.common import IslandMachines
-from diloco_jax.tools.launch.files import Plan, Resource, script, verbs
+from diloco_jax.tools.launch.files import Resource, script, verbs
 from diloco_jax.tools.launch.launcher import Guide, Launcher
 from diloco_jax.tools.launch.syncer_vm import SCOPES
 
@@ -62,12 +64,6 @@ def island_script(config: RunConfig, each: IslandMachines) -> str:
     return script(str(each), verbs({"create": create, "delete": [thing.delete() for thing in made]}), depth=1)
 
 
-def parts(config: RunConfig, slices: list[IslandMachines]) -> Plan:
-    """Write the scripts."""
-    islands = {each.name: island_script(config, each) for each in slices}
-    return syncer_vm.parts(config, {"learner-boot.sh": boot.LEARNER_AT_BOOT}, islands, ("create",))
-
-
 def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
     """Write this way's words of README.md."""
     first, project = slices[0], config.cloud.project
@@ -86,4 +82,9 @@ def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
     )
 
 
-LAUNCHER = Launcher("gce", ("project", "image", "network", "service_account", "tpu_image_family"), parts, guide)
+LAUNCHER = Launcher(
+    "gce",
+    ("project", "image", "network", "service_account", "tpu_image_family"),
+    partial(syncer_vm.parts, {"learner-boot.sh": boot.LEARNER_AT_BOOT}, island_script, ("create",)),
+    guide,
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import boot, common
@@ -13,16 +13,23 @@ SCOPES = "cloud-platform"  # what the machine may do is decided by its account
 SECRET_READER = "roles/secretmanager.secretAccessor"
 
 
-def parts(config: RunConfig, learner: Mapping[str, str], islands: Mapping[str, str], steps: Sequence[str]) -> Plan:
+def parts(
+    learner: Mapping[str, str],
+    island_script: Callable[[RunConfig, IslandMachines], str],
+    steps: Sequence[str],
+    config: RunConfig,
+    slices: Sequence[IslandMachines],
+) -> Plan:
     """Write the scripts of a way whose syncer is a virtual machine.
 
     Args:
-      config: the run's settings.
       learner: script that starts a learner's container, by its file's name.
-      islands: script of each island, by the island's name.
+      island_script: writes what is done for one island.
       steps: verbs of the islands' scripts, in the order in which a launch calls them.
+      config: the run's settings.
+      slices: of its islands.
     """
-    scripts = {f"islands/{name}.sh": text for name, text in islands.items()}
+    scripts = {f"islands/{each.name}.sh": island_script(config, each) for each in slices}
     syncer = {"syncer.sh": syncer_script(config), "syncer-boot.sh": boot.SYNCER_AT_BOOT}
     return Plan(
         files={**learner, **syncer, **scripts},

@@ -6,10 +6,12 @@ would wait for the hosts of all other islands.
 
 from __future__ import annotations
 
+from functools import partial
+
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import boot, common, syncer_vm
 from diloco_jax.tools.launch.common import IslandMachines
-from diloco_jax.tools.launch.files import IN_PROJECT, Plan, Resource, command, script, verbs
+from diloco_jax.tools.launch.files import IN_PROJECT, Resource, command, script, verbs
 from diloco_jax.tools.launch.launcher import Guide, Launcher
 from diloco_jax.tools.launch.syncer_vm import SCOPES
 
@@ -74,12 +76,6 @@ while true; do
 done"""
 
 
-def parts(config: RunConfig, slices: list[IslandMachines]) -> Plan:
-    """Write the scripts."""
-    islands = {each.name: island_script(config, each) for each in slices}
-    return syncer_vm.parts(config, {"learner.sh": boot.LEARNER_BY_HAND}, islands, ("create", "start"))
-
-
 def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
     """Write this way's words of README.md."""
     first = slices[0]
@@ -96,4 +92,9 @@ def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
     )
 
 
-LAUNCHER = Launcher("tpu-vm", ("project", "image", "network", "service_account"), parts, guide)
+LAUNCHER = Launcher(
+    "tpu-vm",
+    ("project", "image", "network", "service_account"),
+    partial(syncer_vm.parts, {"learner.sh": boot.LEARNER_BY_HAND}, island_script, ("create", "start")),
+    guide,
+)

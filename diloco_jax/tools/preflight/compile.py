@@ -105,23 +105,14 @@ class Compiled(NamedTuple):
     programs: tuple[Built, ...]
 
 
-def check_libtpu() -> None:
-    """Look for the compiler for TPUs.
-
-    Raises:
-      ValueError: there is none.
-    """
-    if importlib.util.find_spec("libtpu") is None:
-        raise ValueError("there is no TPU compiler here, libtpu is missing; pip install 'diloco_jax[tpu]' brings it")
-
-
 def slice_devices(topology: Topology) -> Sequence[jax.Device]:
     """Return the devices of a slice as the compiler knows them.
 
     Raises:
       ValueError: libtpu is missing, or does not know the slice.
     """
-    check_libtpu()
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError("there is no TPU compiler here, libtpu is missing; pip install 'diloco_jax[tpu]' brings it")
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")  # never wait for, or take, a TPU that this machine may have

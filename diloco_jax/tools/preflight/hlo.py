@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -53,8 +52,7 @@ class Tensor(NamedTuple):
         return self.elements * DTYPE_BYTES.get(self.dtype, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(NamedTuple):
     """One line of a computation.
 
     Attributes:
@@ -63,7 +61,7 @@ class Instruction:
       shape: text of its type.
       operands: text between the parentheses.
       attributes: text behind them.
-      root: whether the computation returns it.
+      root: true if the computation returns it.
     """
 
     name: str
@@ -102,17 +100,14 @@ class Collective(NamedTuple):
 
     @property
     def num_bytes(self) -> float:
-        """Count the bytes of one result."""
         return sum(tensor.num_bytes for tensor in self.results)
 
     @property
     def elements(self) -> int:
-        """Count the elements of one result."""
         return sum(tensor.elements for tensor in self.results)
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
+class Program(NamedTuple):
     """The work of one run of a program on each device.
 
     Attributes:
@@ -134,18 +129,16 @@ class Program:
     @property
     def collective_counts(self) -> dict[str, int]:
         """Count the runs of collectives, by kind."""
-        counts: Counter[str] = Counter()
-        for each in self.collectives:
-            counts[each.kind] += each.times
-        return dict(sorted(counts.items()))
+        return self._sums(lambda each: each.times)
 
     @property
-    def collective_bytes(self) -> dict[str, float]:
+    def collective_bytes(self) -> dict[str, int]:
         """Add up the bytes of results on each device, by kind."""
-        counts: Counter[str] = Counter()
-        for each in self.collectives:
-            counts[each.kind] += int(each.times * each.num_bytes)
-        return dict(sorted(counts.items()))
+        return self._sums(lambda each: int(each.times * each.num_bytes))
+
+    def _sums(self, of: Callable[[Collective], int]) -> dict[str, int]:
+        kinds = sorted({each.kind for each in self.collectives})
+        return {kind: sum(of(each) for each in self.collectives if each.kind == kind) for kind in kinds}
 
 
 def read_program(text: str) -> Program:
@@ -183,14 +176,11 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
         if line == "}":  # alone: notes on kernels go over several lines, which may begin with braces
             current = None
         elif current is None:
-            header = _HEADER.match(line)
-            if header:
+            if header := _HEADER.match(line):
                 current = computations[header[2]] = {}
                 entry = header[2] if header[1] else entry
-        else:
-            instruction = _instruction(line)
-            if instruction is not None:
-                current[instruction.name] = instruction
+        elif instruction := _instruction(line):
+            current[instruction.name] = instruction
     if not entry:
         raise ValueError("the compiler gave no HLO text with an entry computation; is this jax too new for preflight?")
     return computations, entry

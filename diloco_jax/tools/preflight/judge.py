@@ -18,6 +18,7 @@ from diloco_jax.tools.budget.memory import num_parameters
 from diloco_jax.tools.budget.needs import IslandKind, island_needs, kinds_of
 from diloco_jax.tools.preflight.advice import GB, Misfit, advise_anchors, advise_hbm
 from diloco_jax.tools.preflight.compile import Built, Compiled, Say, compile_island
+from diloco_jax.tools.preflight.hlo import Collective
 from diloco_jax.tools.preflight.programs import MFU, program_hbm, step_hbm, weight_gathers
 
 WHOLE_MODEL = 0.9  # share of the parameters whose gathering at once undoes their sharding
@@ -106,14 +107,7 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
             "kernels": step.program.kernels if step.program else None,
             "unread_loops": list(step.program.unread_loops) if step.program else [],
             "step_s": list(step_s),
-            "largest_all_gather": None
-            if largest is None
-            else {
-                "elements": largest.elements,
-                "bytes": largest.num_bytes,
-                "kind": largest.kind,
-                "share_of_parameters": largest.elements / parameters,
-            },
+            "largest_all_gather": largest and _gather(largest, parameters),
             "weight_all_reduces": gathers.all_reduces,
             "collective_bytes": step.program.collective_bytes if step.program else None,
             "host_bytes": sum(needs.host),
@@ -135,6 +129,12 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
     if gathers.stacked_elements >= ALL_LAYERS * parameters:
         problems.append("the inner step gathers the weights of all layers before its loop over them")
     result["problems"] += [f"{topology}: {problem}" for problem in problems]
+
+
+def _gather(largest: Collective, parameters: int) -> dict[str, Any]:
+    share = largest.elements / parameters
+    sizes = {"elements": largest.elements, "bytes": largest.num_bytes}
+    return {**sizes, "kind": largest.kind, "share_of_parameters": share}
 
 
 def _needed(flops: ModelFlops, step: Built) -> float:
