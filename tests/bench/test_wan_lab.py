@@ -47,7 +47,7 @@ with Lab(["island-0"], Wan(one_way_s=0.01)) as lab:
 
 
 def why_not() -> str:
-    """Why no lab can be built here; empty: one can."""
+    """Say why no lab can be built here; empty: one can."""
     try:
         check_root()
     except LabError as error:

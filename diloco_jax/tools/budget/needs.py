@@ -62,18 +62,6 @@ class IslandNeeds(NamedTuple):
     disk_bytes: int
 
 
-class SyncerNeeds(NamedTuple):
-    """The needs of the syncer.
-
-    Attributes:
-      memory: of its host.
-      disk_bytes: of the run's folder, for the snapshots that are kept; 0 without snapshots.
-    """
-
-    memory: SyncerMemory
-    disk_bytes: int
-
-
 class IslandOutline(NamedTuple):
     """A kind of islands with the shapes of its model.
 
@@ -151,11 +139,11 @@ def island_needs(config: RunConfig, kind: IslandKind, blueprint: Blueprint, plan
     )
 
 
-def syncer_needs(config: RunConfig, plan: FragmentPlan) -> SyncerNeeds:
-    """Add up the needs of the syncer."""
+def syncer_needs(config: RunConfig, plan: FragmentPlan) -> tuple[SyncerMemory, int]:
+    """Add up the memory of the syncer's host, and the bytes of the snapshots that are kept; 0 without snapshots."""
     memory = syncer_memory(config, plan)
     kept = config.checkpoints.keep + 1 if config.protocol.snapshot_every else 0
-    return SyncerNeeds(memory, round(kept * memory.capture))
+    return memory, round(kept * memory.capture)
 
 
 def host_limit(topology: Topology) -> float:

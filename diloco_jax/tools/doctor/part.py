@@ -38,12 +38,8 @@ def part_of(config: RunConfig, island: str = "") -> ProcessPart:
     """
     found = outline(config, IslandKind(config.island(island), (island,)))
     settings = dict(fingerprint(config, found.plan.fingerprint, _corpus(config)))
-    if island:
-        memory, disk = sum(found.needs.host), found.needs.disk_bytes
-    else:
-        syncer = syncer_needs(config, found.plan)
-        memory, disk = sum(syncer.memory), syncer.disk_bytes
-    return ProcessPart(num_parameters(found.blueprint), settings, found.links, memory, disk)
+    own = (found.needs.host, found.needs.disk_bytes) if island else syncer_needs(config, found.plan)
+    return ProcessPart(num_parameters(found.blueprint), settings, found.links, sum(own[0]), own[1])
 
 
 def _corpus(config: RunConfig) -> str:

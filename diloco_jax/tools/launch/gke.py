@@ -76,14 +76,9 @@ def manifests(*all_of: Manifest) -> str:
 
 def common_manifests(config: RunConfig, text: str) -> tuple[Manifest, Manifest]:
     """Describe the namespace of the run, and its settings as all containers read them."""
-    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": config.cloud.namespace}}
-    settings = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": _metadata(config, f"{config.name}-config"),
-        "data": {"config.yaml": text},
-    }
-    return namespace, settings
+    namespace = _manifest("v1", "Namespace", {"name": config.cloud.namespace})
+    metadata = _metadata(config, f"{config.name}-config")
+    return namespace, _manifest("v1", "ConfigMap", metadata, data={"config.yaml": text})
 
 
 def island(config: RunConfig, each: IslandMachines) -> Manifest:
@@ -97,29 +92,23 @@ def island(config: RunConfig, each: IslandMachines) -> Manifest:
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onPodConditions": [taken_away]}]},
         "template": {"metadata": {"labels": _labels(config, each.name)}, "spec": _learner_pod(config, each)},
     }
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {
-            **_metadata(config, each.resource, each.name),
-            "annotations": {EXCLUSIVE: "cloud.google.com/gke-nodepool"},
-        },
-        "spec": {
-            "failurePolicy": {
-                "maxRestarts": config.cloud.restarts_max,
-                "restartStrategy": "BlockingRecreate",
-                # preempted, or taken for maintenance: that is no fault of the island
-                "rules": [
-                    {
-                        "name": "disrupted",
-                        "action": "RestartJobSetAndIgnoreMaxRestarts",
-                        "onJobFailureReasons": ["PodFailurePolicy"],
-                    }
-                ],
-            },
-            "replicatedJobs": [{"name": JOB, "replicas": 1, "template": {"spec": job}}],
-        },
+    # preempted, or taken for maintenance: that is no fault of the island
+    disrupted = {
+        "name": "disrupted",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
     }
+    spec = {
+        "failurePolicy": {
+            "maxRestarts": config.cloud.restarts_max,
+            "restartStrategy": "BlockingRecreate",
+            "rules": [disrupted],
+        },
+        "replicatedJobs": [{"name": JOB, "replicas": 1, "template": {"spec": job}}],
+    }
+    metadata = _metadata(config, each.resource, each.name)
+    metadata["annotations"] = {EXCLUSIVE: "cloud.google.com/gke-nodepool"}
+    return _manifest("jobset.x-k8s.io/v1alpha2", "JobSet", metadata, spec=spec)
 
 
 def _learner_pod(config: RunConfig, each: IslandMachines) -> Manifest:
@@ -133,22 +122,20 @@ def _learner_pod(config: RunConfig, each: IslandMachines) -> Manifest:
     if config.cloud.spot:
         selector["cloud.google.com/gke-spot"] = "true"
     address = {"configMapKeyRef": {"name": f"{config.name}-syncer", "key": "address"}}
+    learner = _container(
+        config,
+        "learner",
+        common.learner_words(each.name, "$(DILOCO_SYNCER)"),
+        env=[{"name": "DILOCO_SYNCER", "valueFrom": address}],
+        ports=[{"name": "tpu", "containerPort": TPU_PORT}],
+        resources={"requests": chips, "limits": chips},
+        securityContext={"runAsUser": 0},  # TPU devices belong to root
+    )
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": LEARNER_GRACE_S,
         "nodeSelector": selector,
-        "containers": [
-            {
-                "name": "learner",
-                "image": config.cloud.image,
-                "args": common.learner_words(each.name, "$(DILOCO_SYNCER)"),
-                "env": [{"name": "DILOCO_SYNCER", "valueFrom": address}],
-                "ports": [{"name": "tpu", "containerPort": TPU_PORT}],
-                "resources": {"requests": chips, "limits": chips},
-                "securityContext": {"runAsUser": 0},  # TPU devices belong to root
-                "volumeMounts": _mounts(),
-            }
-        ],
+        "containers": [learner],
         "volumes": [*_volumes(config, each.name), {"name": MOUNT_RUN, "emptyDir": {}}],
     }
 
@@ -156,20 +143,18 @@ def _learner_pod(config: RunConfig, each: IslandMachines) -> Manifest:
 def syncer(config: RunConfig) -> tuple[Manifest, Manifest]:
     """Describe the syncer's StatefulSet and Service."""
     labels, ports = _labels(config, "syncer"), common.ports(config)
+    container = _container(
+        config,
+        "syncer",
+        common.syncer_words(),
+        ports=[{"name": f"port-{port}", "containerPort": port} for port in ports],
+        readinessProbe={"tcpSocket": {"port": ports[0]}, "periodSeconds": 5},
+    )
     pod = {
         "terminationGracePeriodSeconds": SYNCER_GRACE_S,
         "nodeSelector": {"cloud.google.com/gke-nodepool": common.syncer_name(config)},
         "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER},
-        "containers": [
-            {
-                "name": "syncer",
-                "image": config.cloud.image,
-                "args": common.syncer_words(),
-                "ports": [{"name": f"port-{port}", "containerPort": port} for port in ports],
-                "readinessProbe": {"tcpSocket": {"port": ports[0]}, "periodSeconds": 5},
-                "volumeMounts": _mounts(),
-            }
-        ],
+        "containers": [container],
         "volumes": _volumes(config, "syncer"),
     }
     disk = {
@@ -180,19 +165,15 @@ def syncer(config: RunConfig) -> tuple[Manifest, Manifest]:
             "resources": {"requests": {"storage": f"{config.cloud.syncer_disk_gb}Gi"}},
         },
     }
-    stateful_set = {
-        "apiVersion": "apps/v1",
-        "kind": "StatefulSet",
-        "metadata": _metadata(config, common.syncer_name(config), "syncer"),
-        "spec": {
-            "serviceName": common.syncer_name(config),
-            "replicas": 1,
-            "selector": {"matchLabels": labels},
-            "template": {"metadata": {"labels": labels}, "spec": pod},
-            "volumeClaimTemplates": [disk],
-        },
+    spec = {
+        "serviceName": common.syncer_name(config),
+        "replicas": 1,
+        "selector": {"matchLabels": labels},
+        "template": {"metadata": {"labels": labels}, "spec": pod},
+        "volumeClaimTemplates": [disk],
     }
-    return stateful_set, _service(config, labels)
+    metadata = _metadata(config, common.syncer_name(config), "syncer")
+    return _manifest("apps/v1", "StatefulSet", metadata, spec=spec), _service(config, labels)
 
 
 def _service(config: RunConfig, labels: dict[str, str]) -> Manifest:
@@ -203,18 +184,18 @@ def _service(config: RunConfig, labels: dict[str, str]) -> Manifest:
             "networking.gke.io/load-balancer-type": "Internal",
             "networking.gke.io/internal-load-balancer-allow-global-access": "true",  # for islands of other regions
         }
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata,
-        "spec": {
-            "type": "LoadBalancer",
-            "externalTrafficPolicy": "Local",
-            "loadBalancerSourceRanges": list(config.cloud.source_ranges),
-            "selector": labels,
-            "ports": [{"name": f"port-{p}", "port": p, "targetPort": p} for p in common.ports(config)],
-        },
+    spec = {
+        "type": "LoadBalancer",
+        "externalTrafficPolicy": "Local",
+        "loadBalancerSourceRanges": list(config.cloud.source_ranges),
+        "selector": labels,
+        "ports": [{"name": f"port-{p}", "port": p, "targetPort": p} for p in common.ports(config)],
     }
+    return _manifest("v1", "Service", metadata, spec=spec)
+
+
+def _manifest(version: str, kind: str, metadata: Manifest, **parts: Manifest) -> Manifest:
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **parts}
 
 
 def _labels(config: RunConfig, part: str) -> dict[str, str]:
@@ -229,12 +210,13 @@ def _metadata(config: RunConfig, name: str, part: str = "run") -> Manifest:
     return {"name": name, "namespace": config.cloud.namespace, "labels": _labels(config, part)}
 
 
-def _mounts() -> list[Manifest]:
-    return [
+def _container(config: RunConfig, name: str, words: list[str], **more: Any) -> Manifest:
+    mounts = [
         {"name": MOUNT_CONFIG, "mountPath": "/etc/diloco/config", "readOnly": True},
         {"name": MOUNT_CERTIFICATES, "mountPath": common.CERTIFICATES_PATH, "readOnly": True},
         {"name": MOUNT_RUN, "mountPath": "/var/diloco"},
     ]
+    return {"name": name, "image": config.cloud.image, "args": words, **more, "volumeMounts": mounts}
 
 
 def _volumes(config: RunConfig, name: str) -> list[Manifest]:

@@ -19,11 +19,11 @@ def needs_of(config: RunConfig) -> dict[str, Any]:
         ValueError: the model cannot be loaded here.
     """
     found = list(outlines(config))
-    syncer = syncer_needs(config, found[0].plan)
+    memory, disk_bytes = syncer_needs(config, found[0].plan)
     return {
         "islands": [each.as_dict() for each in found],
         "link": found[0].links.per_step,
-        "syncer": {"memory": syncer.memory._asdict(), "disk_bytes": syncer.disk_bytes},
+        "syncer": {"memory": memory._asdict(), "disk_bytes": disk_bytes},
     }
 
 

@@ -244,7 +244,7 @@ def forecast(case: Case, advice: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "syncer": load,
         "memory": {
             "islands": [kind.outline.as_dict() for kind in case.kinds],
-            "syncer": syncer_needs(case.config, case.plan).memory._asdict(),
+            "syncer": syncer_needs(case.config, case.plan)[0]._asdict(),
         },
         "recovery": back,
         "goodput": goodput,

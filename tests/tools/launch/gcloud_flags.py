@@ -67,11 +67,11 @@ FLAGS: dict[str, set[str]] = {
 
 
 def command_of(words: list[str]) -> str:
-    """Which of the commands this is; "" if none."""
+    """Name the command among those above; "" if it is none of them."""
     text = " ".join(words[1:]) + " "
     return max((name for name in FLAGS if text.startswith(name + " ")), key=len, default="")
 
 
 def flags_of(words: list[str]) -> set[str]:
-    """The names of its flags."""
+    """Return the names of its flags."""
     return {word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")}

@@ -42,12 +42,12 @@ if [ -n "${FAIL:-}" ] && [[ "$*" == *"$FAIL"* ]]; then echo "no capacity" >&2; e
 
 
 def plan(way: str, *overrides: str) -> Plan:
-    """The plan of testdata/small.yaml."""
+    """Make the plan of testdata/small.yaml."""
     return WAYS[way].plan(load(TESTDATA / "small.yaml", overrides))
 
 
 def stand_ins(folder: Path) -> Path:
-    """A folder with gcloud, kubectl and diloco that only write down their calls."""
+    """Make a folder with gcloud, kubectl and diloco that only write down their calls."""
     folder.mkdir(exist_ok=True)
     for name in ("gcloud", "kubectl", "diloco"):
         path = folder / name
@@ -70,7 +70,7 @@ class Stage:
         write(plan, self.out, force=True)
 
     def environment(self, there: str = "nothing", **more: str) -> dict[str, str]:
-        """Of a process that finds the stand-ins first."""
+        """Make the environment of a process that finds the stand-ins first."""
         path = f"{self._bin}{os.pathsep}{os.environ['PATH']}"
         return {**os.environ, "PATH": path, "CALLS": str(self._calls), "THERE": there, **more}
 
@@ -82,7 +82,7 @@ class Stage:
 
     @property
     def calls(self) -> list[list[str]]:
-        """Words of every call of a stand-in since the last run began."""
+        """List the words of every call of a stand-in since the last run began."""
         if not self._calls.exists():
             return []
         return [each.split("\0")[:-1] for each in self._calls.read_text(encoding="utf-8").split(RECORD)[:-1]]

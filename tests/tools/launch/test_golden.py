@@ -1,4 +1,4 @@
-"""What launch writes for a few configs, word for word. ./scripts/bless_launch takes a difference.
+"""The texts that launch writes for a few configs, word for word. ./scripts/bless_launch takes a difference.
 
 Without the settings themselves, in which every new setting would be a difference here.
 """

@@ -77,7 +77,7 @@ def test_wrong_settings_point_to_the_command_that_lists_them(capsys: pytest.Capt
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What stand-ins were called with, in the process that the command runs in."""
+    """Put stand-ins before the real tools for this process; returns the file that lists their calls."""
     path = tmp_path / "calls"
     folder = stand_ins(tmp_path / "bin")
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")

@@ -28,25 +28,26 @@ def test_bash_reads_every_script(stage: Stage) -> None:
             assert "set -euo pipefail" in path.read_text(encoding="utf-8")
 
 
+def gcloud(stage: Stage, verb: str) -> list[list[str]]:
+    """List the calls of gcloud with this verb."""
+    return [words for words in stage.calls if words[0] == "gcloud" and verb in words]
+
+
 def test_a_second_time_makes_nothing(stage: Stage) -> None:
     assert stage.run("./create.sh").returncode == 0
-    made = [words for words in stage.calls if words[0] == "gcloud" and "create" in words]
-    assert made
+    assert gcloud(stage, "create")
     assert stage.run("./create.sh", there="all").returncode == 0
-    assert [words for words in stage.calls if words[0] == "gcloud" and "create" in words] == []
+    assert not gcloud(stage, "create")
 
 
 def test_delete_takes_away_what_create_made_but_the_disk(stage: Stage) -> None:
     def things(verb: str) -> set[tuple[str, ...]]:
-        kept = ("clusters", "disks")
         found = set()
-        for words in stage.calls:
-            if words[0] == "gcloud" and verb in words and not any(each in words for each in kept):
-                name = next(
-                    w for w in words[words.index(verb) + 1 :] if not w.startswith("-") and w != "workload-policy"
-                )
-                found.add((*words[1 : words.index(verb)], name))
-        return found
+        for words in gcloud(stage, verb):
+            where = words.index(verb)
+            name = next(w for w in words[where + 1 :] if not w.startswith("-") and w != "workload-policy")
+            found.add((*words[1:where], name))
+        return {each for each in found if not {"clusters", "disks"} & set(each)}
 
     stage.run("./create.sh")
     made = things("create")
@@ -67,7 +68,7 @@ def test_an_unanswered_question_is_not_a_no(stage: Stage) -> None:
     for name in ("./create.sh", "./delete.sh"):
         result = stage.run(name, there="unknown")
         assert result.returncode == 1 and "your login has expired" in result.stderr
-        assert not any("create" in words or "delete" in words for words in stage.calls if words[0] == "gcloud")
+        assert not gcloud(stage, "create") and not gcloud(stage, "delete")
 
 
 def test_create_stops_at_the_first_failure(stage: Stage) -> None:
@@ -81,10 +82,8 @@ def test_islands_get_the_address_and_only_their_own_certificates(stage: Stage) -
     everything = "\n".join(" ".join(words) for words in stage.calls)
     assert "10.1.2.3:50051" in everything
     for_island_1 = [words for words in stage.calls if any("island-1" in word for word in words)]
-    own = [words for words in for_island_1 if words[0] != "diloco"]
-    assert own and not any(
-        "island-0.key" in word or "syncer.key" in word or "ca.key" in word for w in own for word in w
-    )
+    own = " ".join(word for words in for_island_1 if words[0] != "diloco" for word in words)
+    assert own and not any(key in own for key in ("island-0.key", "syncer.key", "ca.key"))
     assert "ca.key" not in result.stdout  # names in the archives for Secret Manager
     assert "ca.key" not in everything
 

@@ -1,4 +1,4 @@
-"""What `diloco plan` says of a config, against payloads, programs and arithmetic by hand."""
+"""The forecast of `diloco plan` for a config, against payloads, programs and arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from diloco_jax.tools.plan.case import Case, case_of
 from diloco_jax.tools.plan.forecast import (
     expected_goodput,
     forecast,
+    link_state,
     rate_rows,
     recovery,
     syncer_load,
@@ -218,7 +219,7 @@ LINKS: list[tuple[Changes, Changes, set[str]]] = [
 
 @pytest.mark.parametrize(("config", "given", "expected"), LINKS)
 def test_advice_is_followed_once(config: Changes, given: Changes, expected: set[str], tmp_path: Path) -> None:
-    """What is recommended is valid, makes rounds come back in time, and calls for nothing more."""
+    """The advice is valid, makes rounds come back in time, and calls for nothing more."""
     assumed = replace(QUIET, **given)
     case = small(**config, given=assumed)
     wanted = changes(case)
@@ -230,7 +231,7 @@ def test_advice_is_followed_once(config: Changes, given: Changes, expected: set[
     assert words[::2] == [f"--{name}" for name in wanted], "as people copy it"
     after = case_of(load(path, words), assumed)
     assert not changes(after), words
-    state = forecast(after, [])["link"]
+    state = link_state(after)
     assert state["utilisation"] == 1.0 and state["round_s"] <= state["overlap_s"]
 
 

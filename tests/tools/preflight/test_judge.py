@@ -65,7 +65,7 @@ def write(folder: Path, **changes: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the command prints for islands of two generations."""
+    """Return what the command prints for islands of two generations."""
     config = write(tmp_path_factory.mktemp("preflight"))
     command = [sys.executable, "-m", "diloco_jax", "preflight", str(config), "--json"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
