@@ -43,7 +43,8 @@ def model_flops(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch
     tokens = batch * seq_len
     config = _decoder_of(model)
     if config is not None:
-        attention = tokens * config.num_layers * _attention(config, seq_len)
+        # scores and mixing of values: 4 T N H per token and layer, of which half is masked
+        attention = tokens * config.num_layers * (2.0 * seq_len * config.num_heads * config.head_dim)
         forward = 2.0 * tokens * _decoder_weights(config) + attention
         return ModelFlops(3 * forward, 3 * attention, "matrix products and half of the attention scores")
     parameters = sum(map(math.prod, shapes.values()))
@@ -66,8 +67,3 @@ def _decoder_weights(config: DecoderConfig) -> int:
     else:
         layer += mlp
     return config.num_layers * layer + config.vocab_size * config.dim
-
-
-def _attention(config: DecoderConfig, seq_len: int) -> float:
-    """Count the FLOPs per token of a layer's scores and of mixing values: 4 T N H, of which half is masked."""
-    return 2.0 * seq_len * config.num_heads * config.head_dim
