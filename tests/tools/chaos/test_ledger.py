@@ -121,10 +121,10 @@ def test_who_never_comes_back_is_a_problem(tmp_path: Path) -> None:
     result = judge(
         run.ledger,
         tmp_path,
-        inflicted=2,
-        skipped=3,
-        summary={"complete": True, "goodput": 0.5, "learners": {"b": {"participation": 1.0}}},
-        samples=samples | {"first_violations": ["position 3 was leased twice"]},
+        2,
+        3,
+        {"complete": True, "goodput": 0.5, "learners": {"b": {"participation": 1.0}}},
+        samples | {"first_violations": ["position 3 was leased twice"]},
     )
     assert result["problems"] == ["#1 kill: a did not come back", "data: position 3 was leased twice"]
     assert (result["faults"], result["recoveries"], result["recovered"], result["skipped"]) == (2, 2, 1, 3)
