@@ -77,6 +77,10 @@ class Trainer:
         state: TrainState = jax.tree.map(lambda v, s: jax.device_put(np.array(v), s), self._first, self._shardings)
         return state
 
+    def fresh_adoptions(self) -> Adoptions:
+        """Return what a life has adopted and sent when it begins: nothing."""
+        return Adoptions(self.island, self.fragments, self.how)
+
     def step(self, entry: TapedStep) -> float:
         """Repeat an inner step on the island; returns its loss."""
         ranges = [(start * self._sequences, stop * self._sequences) for start, stop in entry.ranges]
@@ -123,12 +127,9 @@ class Replica:
         self._held: dict[int, HeldFragment] = {}
         self._versions: dict[int, int] = {}
         self._stage_at = self._fragments_by_step()
-        self._adoptions = self._fresh_adoptions()
+        self._adoptions = trainer.fresh_adoptions()
         self._payloads: dict[tuple[int, int], bytes] = {}  # (fragment, local step) -> encoded outer gradient
         self._copies: dict[int, list[tuple[dict[int, int], HostState]]] = {}  # local step -> (versions, state)
-
-    def _fresh_adoptions(self) -> Adoptions:
-        return Adoptions(self._trainer.island, self._trainer.fragments, self._trainer.how)
 
     def _fragments_by_step(self) -> dict[int, set[int]]:
         wanted: dict[int, set[int]] = {}
@@ -163,39 +164,38 @@ class Replica:
                 raise ValueError(f"{self._need.outline.path} was changed while it was replayed; start again")
             self._repeat(entry)
             self._line = number
-        self._exit()
+        self._state = self._trainer.island.state
         if self._line >= self._need.stop:  # what is left are payloads and copies that somebody will ask for
             self._entries.close()
             self._state = None
             self._held.clear()
-            self._adoptions = self._fresh_adoptions()
+            self._adoptions = self._trainer.fresh_adoptions()
 
     def _enter(self) -> None:
         self._trainer.island.state = self._state if self._state is not None else self._trainer.fresh()
         self._trainer.island.exchange.held = self._held
 
-    def _exit(self) -> None:
-        self._state = self._trainer.island.state
-
     def _repeat(self, entry: Entry) -> None:
-        if isinstance(entry, TapedStep):
-            loss = self._trainer.step(entry)
-            self._world.on_loss(self.life, entry, loss)
-            for fragment_id in sorted(self._stage_at.get(entry.local_step, ())):
-                self._stage(fragment_id, entry.local_step)
-        elif isinstance(entry, TookValue):
-            self._adopt(entry)
-        elif isinstance(entry, TookState):
-            self._exit()  # the donor's life may have to advance
-            state = self._world.state_of(entry, self.life, self._versions)
-            self._enter()
-            self._trainer.island.load_state(state, [self._trainer.fragments[p] for p in entry.fragments])
-        elif isinstance(entry, Copied):
-            if self._need.copies[entry.local_step]:
+        match entry:
+            case TapedStep():
+                loss = self._trainer.step(entry)
+                self._world.on_loss(self.life, entry, loss)
+                for fragment_id in sorted(self._stage_at.get(entry.local_step, ())):
+                    self._stage(fragment_id, entry.local_step)
+            case TookValue((fragment_id, version, _) as name, merged_round):
+                self._versions[fragment_id] = version
+                self._adoptions.unstage_all(fragment_id)
+                self._adoptions.adopt(fragment_id, version, merged_round, self._world.take(name))
+            case TookState():
+                self._state = self._trainer.island.state  # the donor's life may have to advance
+                state = self._world.state_of(entry, self.life, self._versions)
+                self._enter()
+                self._trainer.island.load_state(state, [self._trainer.fragments[p] for p in entry.fragments])
+            case Copied(local_step) if self._need.copies[local_step]:
                 copy = (dict(self._versions), self._trainer.island.stage_state().value())
-                self._copies.setdefault(entry.local_step, []).append(copy)
-        elif isinstance(entry, SentValue):
-            self._adoptions.send(*entry)
+                self._copies.setdefault(local_step, []).append(copy)
+            case SentValue():
+                self._adoptions.send(*entry)
 
     def _stage(self, fragment_id: int, local_step: int) -> None:
         staged = self._adoptions.stage(fragment_id, local_step)
@@ -207,12 +207,6 @@ class Replica:
             payload = b""
         assert isinstance(payload, bytes), "a replay has all devices in one process"
         self._payloads[fragment_id, local_step] = payload
-
-    def _adopt(self, entry: TookValue) -> None:
-        fragment_id, version, _ = entry.name
-        self._versions[fragment_id] = version
-        self._adoptions.unstage_all(fragment_id)
-        self._adoptions.adopt(fragment_id, version, entry.merged_round, self._world.take(entry.name))
 
 
 def _used_up(uses: Counter[Any], key: object) -> bool:

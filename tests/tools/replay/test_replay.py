@@ -17,7 +17,6 @@ import pytest
 
 from diloco_jax.core.fragments import take
 from diloco_jax.protocol.effects import Merge, Part
-from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.runtime.records.checkpoint import latest, load_parameters
 from diloco_jax.settings.run import AdoptConfig, RunConfig
 from diloco_jax.settings.text import parse
@@ -53,7 +52,7 @@ def config_of(pair: TapedPair, **changes: Any) -> RunConfig:
 
 def script_of(pair: TapedPair, until: int | None = None) -> Script:
     tape = pair.finish() / "tape.jsonl"
-    return read_script(tape, lambda pairs: Syncer(pair.config, STEPS, pairs), until)
+    return read_script(tape, pair.config, STEPS, until)
 
 
 def eventful(folder: Path, **settings: Any) -> TapedPair:
