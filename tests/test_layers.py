@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -86,6 +87,9 @@ IO_BUILTINS = {"open", "input", "print"}
 LATE_IMPORTS_ALLOWED = {"cli"}  # so that `diloco simulate` starts without JAX
 
 
+parsed = cache(ast.parse)
+
+
 class Import(NamedTuple):
     """One imported module, `package.module` or `package.module.name`, and where it stands."""
 
@@ -96,7 +100,7 @@ class Import(NamedTuple):
 
 def imports_of(source: str, module: str, is_package: bool = False) -> Iterator[Import]:
     """Every import of a file, those of TYPE_CHECKING blocks too: a type is a dependency like any other."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     late = {
         id(node)
         for function in ast.walk(tree)
@@ -170,7 +174,7 @@ def violations_of(source: str, module: str, is_package: bool = False) -> list[st
 
 def io_calls(source: str) -> Iterator[tuple[str, int]]:
     """Calls of builtins that need no import and do I/O."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in IO_BUILTINS:
             yield node.func.id, node.lineno
 
@@ -237,7 +241,7 @@ def test_rooms_are_of_a_size() -> None:
 def test_no_two_classes_share_a_name() -> None:
     homes: dict[str, list[str]] = {}
     for module, source in package_sources()[0].items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(module)
     found = [

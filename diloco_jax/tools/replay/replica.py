@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from diloco_jax.core import codec
-from diloco_jax.core.fragments import Fragment
 from diloco_jax.runtime.island.adoptions import Adoptions
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.settings.run import RunConfig
@@ -31,7 +30,6 @@ from diloco_jax.tools.replay.lives import (
 )
 from diloco_jax.tools.replay.script import LearnerLife, Name
 from diloco_jax.training.exchange.outgoing import HeldFragment
-from diloco_jax.training.island import Island
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.training.train_step import TrainState
 from diloco_jax.training.whole_state.layout import HostState
@@ -46,13 +44,20 @@ class Trainer:
         config: of the run.
         sequences: that one sample on the tapes stands for.
 
+    Attributes:
+        island: the devices, and the life that is on them.
+        fragments: of the run's model.
+        how: the learners adopt.
+        steps: inner steps that were repeated.
+
     Raises:
         ValueError: model or data cannot be loaded.
     """
 
     def __init__(self, config: RunConfig, sequences: int = 1) -> None:
         devices = jax.devices()[: config.island("").devices or None]  # as many as an island has
-        self._host = Host(config, "", devices)
+        self._host = host = Host(config, "", devices)
+        self.island, self.fragments = host.island, host.fragments
         self._rate = learning_rate(config.optimizer, config.train.steps)
         self._sequences = sequences
         self._compiled: set[int] = set()  # sizes of a batch
@@ -60,16 +65,6 @@ class Trainer:
         self._first = jax.device_get(self.island.state)
         self.how = config.adopt
         self.steps = 0
-
-    @property
-    def island(self) -> Island:
-        """The devices, and the life that is on them."""
-        return self._host.island
-
-    @property
-    def fragments(self) -> tuple[Fragment, ...]:
-        """The fragments of the run's model."""
-        return self._host.fragments
 
     def fresh(self) -> TrainState:
         """Make the state of an island that has just started."""

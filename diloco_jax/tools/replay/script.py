@@ -109,7 +109,6 @@ class Script:
     digests: tuple[int, ...] = ()  # of the initial fragments
     events: list[Event] = field(default_factory=list)
     global_step: int = 0  # closed rounds at the end
-    ended: bool = False  # the tape was read to its end
 
 
 class _Reader:
@@ -174,11 +173,9 @@ def read_script(tape: Path, protocol: ProtocolConfig, total_steps: int, until: i
         reader.take(line, effects)
         if until is not None and line[0] == "merged" and line[2] >= until:
             break
-    else:
-        script.ended = True
-    script.global_step = machine.global_step
-    if until is not None and script.ended and machine.global_step < until:
-        raise ValueError(f"--until is {until}, but {tape} ends at global step {machine.global_step}; use a smaller one")
+    script.global_step = ended = machine.global_step
+    if until is not None and ended < until:
+        raise ValueError(f"--until is {until}, but {tape} ends at global step {ended}; use a smaller one")
     if not script.digests:
         raise ValueError(f"{tape} does not begin with the digests of the initial model; it is no whole tape")
     return script

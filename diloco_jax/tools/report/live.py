@@ -202,8 +202,8 @@ class LiveView:
         console: where to draw.
     """
 
-    def __init__(self, status_path: str | Path, console: Console) -> None:
-        self._path = Path(status_path)
+    def __init__(self, status_path: Path, console: Console) -> None:
+        self._path = status_path
         self._console = console
         self._status: dict[str, Any] | None = None
         self._heard_s = time.monotonic()

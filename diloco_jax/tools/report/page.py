@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -353,13 +352,12 @@ def read_summary(story: Story, path: Path) -> dict[str, Any]:
     return summary
 
 
-def write_report(run_dir: str | os.PathLike[str]) -> Path:
+def write_report(folder: Path) -> Path:
     """Write report.html into a run's folder and return its path.
 
     Raises:
         ValueError: the folder holds no metrics.jsonl, or one without a single record.
     """
-    folder = Path(run_dir)
     metrics = folder / METRICS_FILE
     if not metrics.is_file():
         raise ValueError(f"{metrics} does not exist; give the folder of a run, one that `diloco train` made")
@@ -369,8 +367,8 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     summary = read_summary(story, folder / SUMMARY_FILE)
     config_file, name = folder / CONFIG_FILE, folder.resolve().name
     learners = f"{len(story.tracks)} learner{'s' if len(story.tracks) != 1 else ''}"
-    subtitle = f"{summary['global_steps']} global steps, {format_count(summary['tokens'])} tokens, {learners}, "
-    subtitle += format_duration(summary["wall_s"])
+    steps, tokens = summary["global_steps"], format_count(summary["tokens"])
+    subtitle = f"{steps} global steps, {tokens} tokens, {learners}, {format_duration(summary['wall_s'])}"
     if not summary["complete"]:
         subtitle += '. <b class="warning">Not complete: the numbers are those up to the last record.</b>'
     unmerged = never_merged(summary.get("unmerged_fragments", ()))  # unknown before the run has ended

@@ -67,6 +67,11 @@ def read(end: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
+def passes(source: socket.socket, sink: socket.socket, data: bytes) -> None:
+    source.sendall(data)
+    assert read(sink, len(data)) == data
+
+
 def silent(end: socket.socket) -> bool:
     """Tell if nothing has come by now."""
     end.setblocking(False)
@@ -92,8 +97,7 @@ def test_forwards_both_ways_and_counts(ends: Ends) -> None:
     sender.start()
     assert read(ends.server, len(data)) == data
     sender.join()
-    ends.server.sendall(b"answer")
-    assert read(ends.client, 6) == b"answer"
+    passes(ends.server, ends.client, b"answer")
     wait_for(lambda: forwarded(ends.relay) == (300_001, 6), "the count")  # and one of `connect`
 
 
@@ -102,8 +106,7 @@ def test_end_of_one_stream_leaves_the_other(ends: Ends) -> None:
     ends.client.shutdown(socket.SHUT_WR)
     assert read(ends.server, 4) == b"last"
     assert ends.server.recv(1) == b""
-    ends.server.sendall(b"still here")
-    assert read(ends.client, 10) == b"still here"
+    passes(ends.server, ends.client, b"still here")
 
 
 def test_cut_with_reset(ends: Ends) -> None:
@@ -113,8 +116,7 @@ def test_cut_with_reset(ends: Ends) -> None:
             end.recv(1)
     assert ends.relay.cut("rst") == 0
     client, server = ends.connect()
-    client.sendall(b"again")
-    assert read(server, 5) == b"again"
+    passes(client, server, b"again")
 
 
 def test_cut_with_fin_throws_away_what_comes_after(ends: Ends) -> None:
@@ -151,8 +153,7 @@ def test_black_hole_keeps_everything_and_takes_little(ends: Ends) -> None:
 
 def test_black_hole_of_one_direction(ends: Ends) -> None:
     ends.relay.change("down", hold=True)
-    ends.client.sendall(b"up")
-    assert read(ends.server, 2) == b"up"
+    passes(ends.client, ends.server, b"up")
     ends.server.sendall(b"down")
     assert silent(ends.client)
     ends.relay.heal()
@@ -162,8 +163,7 @@ def test_black_hole_of_one_direction(ends: Ends) -> None:
 def test_delay_is_a_lower_bound(ends: Ends) -> None:
     ends.relay.change("up", delay_s=0.2)
     began_s = time.monotonic()
-    ends.client.sendall(b"late")
-    assert read(ends.server, 4) == b"late"
+    passes(ends.client, ends.server, b"late")
     assert time.monotonic() - began_s >= 0.2
 
 
@@ -191,10 +191,8 @@ def test_repeats_a_chunk(ends: Ends) -> None:
     ends.relay.damage("up", repeat=4)
     ends.client.sendall(b"abcdefgh")
     assert read(ends.server, 12) == b"abcdabcdefgh"
-    ends.client.sendall(b"once")
-    assert read(ends.server, 4) == b"once"
-    ends.server.sendall(b"ok")
-    assert read(ends.client, 2) == b"ok"
+    passes(ends.client, ends.server, b"once")
+    passes(ends.server, ends.client, b"ok")
 
 
 def test_healing_calls_damage_off(ends: Ends) -> None:
@@ -202,8 +200,7 @@ def test_healing_calls_damage_off(ends: Ends) -> None:
     ends.relay.change(delay_s=3000.0, bytes_per_s=1.0)
     ends.relay.heal()
     for words in (b"whole", b"again"):
-        ends.client.sendall(words)
-        assert read(ends.server, 5) == words
+        passes(ends.client, ends.server, words)
 
 
 def test_target_is_asked_at_every_connection_and_may_be_away() -> None:
@@ -219,8 +216,7 @@ def test_target_is_asked_at_every_connection_and_may_be_away() -> None:
         with socket.create_connection(split_address(relay.address), timeout=WAIT_S) as client:
             server, _ = target.accept()
             with server:
-                client.sendall(b"hi")
-                assert read(server, 2) == b"hi"
+                passes(client, server, b"hi")
 
 
 def test_close_ends_everything(ends: Ends) -> None:
