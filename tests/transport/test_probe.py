@@ -78,7 +78,7 @@ def test_one_measurement_at_a_time(listener: GrpcListener) -> None:
         other = threading.Thread(target=measure, args=(slow, "island-0", "down", 3.0))
         other.start()
         until_s = time.monotonic() + WAIT_S
-        while not relay.forwarded_bytes("down") > 50_000 and time.monotonic() < until_s:
+        while not relay.counts.down_bytes > 50_000 and time.monotonic() < until_s:
             time.sleep(0.01)
         with pytest.raises(TransportError, match="refused: somebody else measures at this moment: try again later"):
             measure(config_of(listener), "island-1", "down", 0.1)

@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 from diloco_jax.transport.link import split_address
 from diloco_jax.transport.trust.security import is_loopback
@@ -71,9 +71,10 @@ class Relay:
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(CALL_TIMEOUT_S)
 
-    def forwarded_bytes(self, direction: Literal["up", "down"]) -> int:
-        """Return how much has passed in this direction so far."""
-        return self._weather[direction].forwarded_bytes
+    @property
+    def counts(self) -> RelayCounts:
+        """Return what was forwarded so far."""
+        return RelayCounts(self._weather["up"].forwarded_bytes, self._weather["down"].forwarded_bytes)
 
     # ---- faults ---------------------------------------------------------------------------------------------------
 
@@ -144,18 +145,19 @@ class Relay:
         self._loop.close()
 
     async def _listen(self, listener: socket.socket) -> None:
-        async with await asyncio.start_server(self._serve, sock=listener):
+        async with await asyncio.start_server(self._accept, sock=listener):
             await self._closing.wait()
             for task in self._serving:
                 task.cancel()
             await asyncio.gather(*self._serving, return_exceptions=True)
 
-    async def _serve(self, *client: *Stream) -> None:
-        """Dial the target and forward until the connection is over."""
-        task = asyncio.current_task()
-        assert task is not None
+    def _accept(self, *client: *Stream) -> None:
+        task = self._loop.create_task(self._serve(client))
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, client: Stream) -> None:
+        """Dial the target and forward until the connection is over."""
         try:
             if len(self._serving) > CONNECTIONS_MAX:
                 raise OSError("too many connections")
@@ -170,6 +172,13 @@ class Relay:
             await connection.run()
         finally:
             self._connections.discard(connection)
+
+
+class RelayCounts(NamedTuple):
+    """The bytes that a relay has forwarded, towards its target and from it."""
+
+    up_bytes: int
+    down_bytes: int
 
 
 class Weather:
@@ -259,18 +268,17 @@ class RelayedConnection:
         """Forward until nothing is left of the connection."""
         whole = False
         try:
-            await asyncio.wait([self._forwarding])
+            (trouble,) = await asyncio.gather(self._forwarding, return_exceptions=True)
+            whole = trouble is None
             if self._parting:
                 await self._drain()
-            else:  # neither side may take a broken stream for a finished one
-                whole = not self._forwarding.cancelled() and self._forwarding.exception() is None
         finally:
-            self._forwarding.cancel()
             for _, writer in self._ends:
                 if whole or self._parting:
                     writer.close()
-                else:
+                else:  # neither side may take a broken stream for a finished one
                     _reset(writer)
+            await asyncio.gather(self._forwarding, return_exceptions=True)  # it may have been cancelled with us
 
     def cut(self, how: Literal["rst", "fin"]) -> None:
         """End it: with a reset, or with a FIN to both sides, after which what they say is thrown away."""

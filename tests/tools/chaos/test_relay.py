@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import socket
 import threading
 import time
@@ -83,10 +84,6 @@ def silent(end: socket.socket) -> bool:
         end.settimeout(WAIT_S)
 
 
-def forwarded(relay: Relay) -> tuple[int, int]:
-    return relay.forwarded_bytes("up"), relay.forwarded_bytes("down")
-
-
 def pattern(size: int) -> bytes:
     return bytes(range(251)) * (size // 251) + bytes(size % 251)
 
@@ -98,7 +95,7 @@ def test_forwards_both_ways_and_counts(ends: Ends) -> None:
     assert read(ends.server, len(data)) == data
     sender.join()
     passes(ends.server, ends.client, b"answer")
-    wait_for(lambda: forwarded(ends.relay) == (300_001, 6), "the count")  # and one of `connect`
+    wait_for(lambda: ends.relay.counts == (300_001, 6), "the count")  # and one of `connect`
 
 
 def test_end_of_one_stream_leaves_the_other(ends: Ends) -> None:
@@ -123,7 +120,7 @@ def test_cut_with_fin_throws_away_what_comes_after(ends: Ends) -> None:
     assert ends.relay.cut("fin") == 1
     ends.client.sendall(b"into the void")
     assert ends.client.recv(1) == b"" and ends.server.recv(1) == b""
-    assert forwarded(ends.relay) == (1, 0)  # of `connect`
+    assert ends.relay.counts == (1, 0)  # of `connect`
 
 
 def test_a_reset_of_one_side_reaches_the_other(ends: Ends) -> None:
@@ -143,7 +140,7 @@ def test_black_hole_keeps_everything_and_takes_little(ends: Ends) -> None:
     late.sendall(b"x")
     ends.server.sendall(b"y")
     assert silent(ends.client) and silent(ends.server)
-    assert forwarded(ends.relay) == (1, 0)  # the one of `connect`
+    assert ends.relay.counts == (1, 0)  # the one of `connect`
     assert sender.is_alive(), "somebody took 32 MiB"
     ends.relay.change()
     assert read(ends.server, len(data)) == data
@@ -219,7 +216,7 @@ def test_target_is_asked_at_every_connection_and_may_be_away() -> None:
                 passes(client, server, b"hi")
 
 
-def test_close_ends_everything(ends: Ends) -> None:
+def test_close_ends_everything(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
     ends.relay.cut("fin")
     client, _ = ends.connect()
     ends.relay.change(hold=True)
@@ -229,6 +226,8 @@ def test_close_ends_everything(ends: Ends) -> None:
     with pytest.raises(OSError, match="closed"):
         ends.relay.cut()
     ends.relay.close()
+    gc.collect()
+    assert not caplog.records, "a task was left behind, or its error"
 
 
 def test_only_loopback_is_listened_on() -> None:
