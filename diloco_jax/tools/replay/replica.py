@@ -47,7 +47,7 @@ class Trainer:
     Attributes:
         island: the devices, and the life that is on them.
         fragments: of the run's model.
-        how: the learners adopt.
+        how: what a learner does with a global value, as the config says.
         steps: inner steps that were repeated.
 
     Raises:
