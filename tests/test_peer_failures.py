@@ -16,23 +16,13 @@ import numpy as np
 import pytest
 
 from diloco_jax.core.outer import OuterConfig
+from diloco_jax.protocol import messages
 from diloco_jax.protocol.effects import Drop
 from diloco_jax.protocol.learner.machine import RECOVERING, TRAINING
-from diloco_jax.protocol.messages import (
-    SYNCER,
-    Adopted,
-    FragmentValue,
-    GlobalFragment,
-    Heartbeat,
-    LearnerMessage,
-    PullRequest,
-    StepReport,
-    SyncerMessage,
-)
+from diloco_jax.protocol.messages import SYNCER, Adopted, FragmentValue, GlobalFragment, Heartbeat, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.health import conditions
-from diloco_jax.runtime.model.global_model import SavedModel
 from diloco_jax.runtime.syncer.snapshots import Snapshot, read_snapshot, write_snapshot
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.transport import grpc_link
@@ -40,7 +30,7 @@ from diloco_jax.transport.grpc_link import GrpcListener
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from tests.protocol.pair import Pair
-from tests.runtime.models import gradient, make_model, merge, order
+from tests.runtime.models import gradient, make_model, merge
 from tests.sockets import listening
 
 WAIT_S = 30.0
@@ -205,16 +195,16 @@ def test_4_merge_fails_and_nothing_is_committed() -> None:
 
 
 def test_4_a_merge_without_a_usable_value_leaves_model_and_momentum_alone() -> None:
-    model = make_model()
-    merge(model, 1, {"a": gradient(model, 0, 1)})
-    before = model.capture()
+    model, calm = make_model(OuterConfig(momentum=0.9)), make_model(OuterConfig(momentum=0.9))
+    for one in (model, calm):
+        merge(one, 1, {"a": gradient(one, 0, 1)})
     broken = np.full(len(gradient(model, 0, 2)) // 4, np.nan, np.float32).tobytes()
-    merged = model.merge(order(model, 2, 0, "ab"), {"a": broken, "b": b"torn"})
-    assert merged.state is None and merged.left_out.keys() == {"a", "b"}
-    assert model.capture().marks == before.marks
-    model.publish(merged)  # keeps in mind what was left out, and changes no value
-    for mine, its in zip(before.moment.states(), model.capture().moment.states(), strict=True):
-        assert np.array_equal(mine.value, its.value) and np.array_equal(mine.outer["trace"], its.outer["trace"])
+    failed = merge(model, 2, {"a": broken, "b": b"torn"})
+    assert failed.state is None and failed.left_out.keys() == {"a", "b"}
+    assert model.payload(0) == calm.payload(0)
+    for one in (model, calm):
+        merge(one, 3, {"a": gradient(one, 0, 3)})
+    assert model.payload(0) == calm.payload(0), "nor is anything left of it in the next round"
 
 
 # ---- 5 -------------------------------------------------------------------------------------------------------------
@@ -237,7 +227,9 @@ def test_5_fragments_seen_in_a_different_order(tau: int) -> None:
         told = pair.messages(GlobalFragment, "b")
         newest = {p: max(m.version for m in told if m.fragment_id == p) for p in range(4)}
         assert {p: a.version for p, a in enumerate(pair.learners["b"].adopted)} == newest, "adopted in any order"
-    asked, answered = ({m.global_step for m in pair.messages(kind, "b")} for kind in (PullRequest, FragmentValue))
+    asked, answered = (
+        {m.global_step for m in pair.messages(kind, "b")} for kind in (messages.PullRequest, FragmentValue)
+    )
     assert asked == answered and len(asked) >= 6 * tau - 4, "answered in any order"
     assert all(names == ("a", "b") for names in pair.contributors()), "and merged"
     pair.check_bits()
@@ -254,17 +246,9 @@ def test_6_outer_momentum_is_in_the_snapshot(tmp_path: Path, outer: OuterConfig)
         merge(model, step, {"a": gradient(model, step % 2, step)}, step % 2)
     machine = Syncer(ProtocolConfig(sync_every=2, num_fragments=2), 100)
     snapshot = Snapshot(4, model.capture(), json.dumps(machine.state()), 0, 0, {}, 0.0)
-    loaded = read_snapshot(write_snapshot(tmp_path, "run", model, snapshot, keep=1), other)
-    moved = 0
-    assert isinstance(loaded.model, SavedModel)
-    for before, after in zip(snapshot.model.moment.states(), loaded.model.states, strict=True):
-        assert before.outer.keys() == after.outer.keys() and before.outer
-        for name, mine in before.outer.items():
-            its = after.outer[name]
-            assert mine.dtype == its.dtype and np.array_equal(mine, its), name
-            moved += bool(np.any(its))
-    assert moved > 0, "there is something to lose"
-    other.load(loaded.model)
+    states = snapshot.model.moment.states()
+    assert any(np.any(moment) for state in states for moment in state.outer.values()), "there is something to lose"
+    other.load(read_snapshot(write_snapshot(tmp_path, "run", model, snapshot, keep=1), other).model)
     for one in (model, other):
         merge(one, 5, {"a": gradient(one, 1, 77)}, 1)
     assert other.payload(1) == model.payload(1), "the next round comes out bit for bit"
@@ -337,19 +321,10 @@ def test_8_no_island_advertises_an_address(listener: GrpcListener) -> None:
     finally:
         child.kill()
         child.wait()
-    for kind in (*typing.get_args(LearnerMessage), *typing.get_args(SyncerMessage)):
+    for kind in (*typing.get_args(messages.LearnerMessage), *typing.get_args(messages.SyncerMessage)):
         assert not {"address", "host", "port", "url"} & set(kind._fields), kind
     fields = pb.Header.DESCRIPTOR.fields_by_name  # its host is a number
     assert {name for name in fields if isinstance(getattr(pb.Header(), name), str)} == {"run_id", "sender"}
-
-
-@pytest.mark.net
-def test_8_who_cannot_be_reached_is_named_with_the_address_that_was_tried() -> None:
-    with Relay("127.0.0.1:1") as relay:
-        relay.refuse(True)
-        config = dataclasses.replace(TRANSPORT, address=relay.address, connect_timeout_s=1.0)
-        with pytest.raises(ConnectionError, match=relay.address):
-            grpc_link.connect(config, run_id="run", learner_id="a", incarnation=0)
 
 
 # ---- 9 -------------------------------------------------------------------------------------------------------------
@@ -388,9 +363,9 @@ def test_10_an_island_that_is_alive_but_never_merged_raises_an_alarm() -> None:
     assert pair.syncer.membership.members["b"].state == "active" and pair.notes("silent") == []
     assert not any("b" in names for names in pair.contributors())
     assert [note.members for note in pair.notes("unmerged")] == [("b",)], "one alarm, not one per round"
-    said = {c.learner_id: c for c in conditions(pair.syncer, pair.now_s)}
-    assert said["a"].condition == "training" and said["b"].condition == "unmerged"
-    assert "had no share in the last" in said["b"].reason
+    a, b = conditions(pair.syncer, pair.now_s)
+    assert (a.learner_id, a.condition, b.learner_id, b.condition) == ("a", "training", "b", "unmerged")
+    assert "had no share in the last" in b.reason
     pair.held = set()
     pair.lose_wire("b")
     for _ in range(4):

@@ -21,6 +21,7 @@ PYTHON_SHEBANG = re.compile(r"#!.*\bpython")
 LEFTOVER = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.:/~}-])/(home|root|Users|wor" + r"k|private|tm" + r"p)/\w")
 PRINTING = {"cli", "report", "__main__"}  # files and folders that talk to people; all others emit records or raise
+RIDDLES = {"What", "Whether", "Of", "Who", "Which", "How", "Where", "When"}  # no sentence of a docstring begins so
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
 
 
@@ -65,6 +66,12 @@ def package_problems(text: str, parts: tuple[str, ...]) -> Iterator[str]:
         yield "1: no module docstring; say in one line what the file is for"
     may_print = not PRINTING.isdisjoint(parts)
     for node in ast.walk(tree):
+        # Not the text below a field: it answers what its value is.
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = re.match(r"\w*", ast.get_docstring(node) or "")
+            if first and first[0] in RIDDLES:
+                line = 1 if isinstance(node, ast.Module) else node.lineno
+                yield f"{line}: a docstring begins with {first[0]}; begin with a verb (functions) or a noun"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print" and not may_print:
             yield f"{node.lineno}: print(); emit a telemetry record, or raise"
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -121,8 +128,9 @@ def test_bad_python_is_caught() -> None:
 
 
 def test_bad_package_files_are_caught() -> None:
-    doc = '"""What it is for."""\n'
+    doc = '"""Something for somebody. What it is not for."""\n'
     bad = ["import json\n", doc + "print('hello')\n", doc + "import pickle\n", doc + "from cloudpickle import loads\n"]
+    bad += ['"""Of a run."""\n', doc + 'class A:\n    def f(self):\n        """Whether: or not."""\n']
     assert [len(list(package_problems(text, ("training", "island")))) for text in bad] == [1] * len(bad)
     assert not list(package_problems(doc + "print('hello')\n", ("cli", "main")))
     assert not list(package_problems("", ("__init__",))), "an empty file has no job to explain"

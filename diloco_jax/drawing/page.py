@@ -5,46 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-LIGHT = {
-    "page": "#fbfbfa",
-    "ink": "#1d2126",
-    "soft": "#5d6670",
-    "line": "#e3e5e8",
-    "axis": "#aab1b9",
-    "track": "#eef0f2",
-    "accent": "#0072b2",
-    "good": "#00795a",
-    "warn": "#b26a00",
-    "bad": "#c0392b",
-    "k0": "#0072b2",
-    "k1": "#d55e00",
-    "k2": "#009e73",
-    "k3": "#cc79a7",
-    "k4": "#e69f00",
-    "k5": "#56b4e9",
-    "k6": "#806000",
-    "k7": "#6a4fa3",
+COLOURS = {  # by daylight, and in the dark
+    "page": ("#fbfbfa", "#15181c"),
+    "ink": ("#1d2126", "#e7eaed"),
+    "soft": ("#5d6670", "#98a2ad"),
+    "line": ("#e3e5e8", "#2a2f36"),
+    "axis": ("#aab1b9", "#59626d"),
+    "track": ("#eef0f2", "#20252b"),
+    "accent": ("#0072b2", "#4aa8e0"),
+    "good": ("#00795a", "#35c79c"),
+    "warn": ("#b26a00", "#f0b24a"),
+    "bad": ("#c0392b", "#ff7b6b"),
+    "k0": ("#0072b2", "#4aa8e0"),
+    "k1": ("#d55e00", "#f5864a"),
+    "k2": ("#009e73", "#2fc79c"),
+    "k3": ("#cc79a7", "#e59cc5"),
+    "k4": ("#e69f00", "#f2b84b"),
+    "k5": ("#56b4e9", "#a5dcfa"),
+    "k6": ("#806000", "#c9b061"),
+    "k7": ("#6a4fa3", "#b39ae8"),
 }
-DARK = {
-    "page": "#15181c",
-    "ink": "#e7eaed",
-    "soft": "#98a2ad",
-    "line": "#2a2f36",
-    "axis": "#59626d",
-    "track": "#20252b",
-    "accent": "#4aa8e0",
-    "good": "#35c79c",
-    "warn": "#f0b24a",
-    "bad": "#ff7b6b",
-    "k0": "#4aa8e0",
-    "k1": "#f5864a",
-    "k2": "#2fc79c",
-    "k3": "#e59cc5",
-    "k4": "#f2b84b",
-    "k5": "#a5dcfa",
-    "k6": "#c9b061",
-    "k7": "#b39ae8",
-}
+LIGHT, DARK = ({name: pair[tone] for name, pair in COLOURS.items()} for tone in (0, 1))
 IN_THE_DARK = "@media(prefers-color-scheme:dark)"
 
 PAGE_STYLE = """

@@ -11,11 +11,11 @@ import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from diloco_jax.runtime.records.files import METRICS_FILE, TAPE_FILE
+from diloco_jax.runtime.records.files import CLOCK_FILE, METRICS_FILE, TAPE_FILE
 from diloco_jax.runtime.records.telemetry import write_json
-from diloco_jax.tools.chaos.relay import Relay
+from diloco_jax.tools.chaos.relay import Direction, Relay
 from diloco_jax.tools.chaos.schedule import ChaosFault
 
 CHAOS = "chaos"  # folder in a run's folder: orders to chaos learners, and what they saw
@@ -36,6 +36,12 @@ class Processes(Protocol):
 def order_file(run_dir: Path, name: str) -> Path:
     """Return the file in which a chaos learner reads what to send when SIGUSR1 comes."""
     return run_dir / CHAOS / f"{name}.order.json"
+
+
+def began_unix_s(run_dir: Path) -> float:
+    """Return when the run began; FileNotFoundError before that."""
+    clock: dict[str, float] = json.loads((run_dir / CLOCK_FILE).read_text(encoding="utf-8"))
+    return clock["began_unix_s"]
 
 
 class Tail:
@@ -83,19 +89,30 @@ class Saboteur:
 
     def inflict(self, fault: ChaosFault) -> bool:
         """Do it; False, and nothing is done, if its target has no process now."""
-        if fault.kind in ("kill", "kill-syncer", "kill-donor"):
-            if fault.kind == "kill-donor":
-                self._relays[fault.target].change("down", delay_s=DONOR_DELAY_S)
-                self._undo[fault.number] = self._relays[fault.target].heal
-            return self._processes.send(fault.target, signal.SIGKILL)
-        if fault.kind in ("stop", "stop-syncer"):
-            return self._stop(fault)
-        if fault.kind == "full-disk":
-            return self._fill_disk(fault)
-        if fault.kind == "nan":
-            write_json(order_file(self._run_dir, fault.target), {"values": fault.amount, "how": fault.how})
-            return self._processes.send(fault.target, signal.SIGUSR1)
-        return self._disturb(fault, self._relays[fault.target])
+        match fault.kind:
+            case "kill" | "kill-syncer":
+                return self._processes.send(fault.target, signal.SIGKILL)
+            case "kill-donor":
+                self._change_link(fault, "down", delay_s=DONOR_DELAY_S)
+                return self._processes.send(fault.target, signal.SIGKILL)
+            case "stop" | "stop-syncer":
+                return self._stop(fault)
+            case "full-disk":
+                return self._fill_disk(fault)
+            case "nan":
+                write_json(order_file(self._run_dir, fault.target), {"values": fault.amount, "how": fault.how})
+                return self._processes.send(fault.target, signal.SIGUSR1)
+            case "cut":
+                return self._relays[fault.target].cut("rst" if fault.how == "rst" else "fin") > 0
+            case "corrupt":
+                self._relays[fault.target].damage(fault.direction, flip_after=fault.amount)
+            case "duplicate":
+                self._relays[fault.target].damage(fault.direction, repeat=fault.amount)
+            case "black-hole":
+                self._change_link(fault, fault.direction, hold=True)
+            case "slow-link":
+                self._change_link(fault, "both", bytes_per_s=float(fault.amount), delay_s=0.1)
+        return True
 
     def take_back(self, fault: ChaosFault) -> None:
         """End a fault that lasts; nothing if it is over already."""
@@ -108,6 +125,11 @@ class Saboteur:
             with contextlib.suppress(ProcessLookupError):
                 undo()
         self._undo.clear()
+
+    def _change_link(self, fault: ChaosFault, direction: Direction, **weather: Any) -> None:
+        relay = self._relays[fault.target]
+        relay.change(direction, **weather)
+        self._undo[fault.number] = relay.heal
 
     def _stop(self, fault: ChaosFault) -> bool:
         pid = self._processes.pid(fault.target)
@@ -135,22 +157,6 @@ class Saboteur:
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
 
         self._undo[fault.number] = free
-        return True
-
-    def _disturb(self, fault: ChaosFault, relay: Relay) -> bool:
-        if fault.kind == "cut":
-            return relay.cut("rst" if fault.how == "rst" else "fin") > 0
-        if fault.kind == "corrupt":
-            relay.flip(fault.amount, direction=fault.direction)
-        elif fault.kind == "duplicate":
-            relay.repeat(fault.amount, direction=fault.direction)
-        elif fault.kind == "black-hole":
-            relay.change(fault.direction, hold=True)
-            self._undo[fault.number] = relay.heal
-        else:
-            assert fault.kind == "slow-link", f"nobody knows how to do {fault.kind}"
-            relay.change(bytes_per_s=float(fault.amount), delay_s=0.1)
-            self._undo[fault.number] = relay.heal
         return True
 
 

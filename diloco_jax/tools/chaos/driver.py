@@ -8,13 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from diloco_jax.protocol.messages import SYNCER
-from diloco_jax.runtime.records.files import CLOCK_FILE, METRICS_FILE
+from diloco_jax.runtime.records.files import METRICS_FILE
 from diloco_jax.runtime.records.line_file import LineFile
-from diloco_jax.tools.chaos.actions import CHAOS, DonorHunt, Processes, Saboteur, Tail
-from diloco_jax.tools.chaos.ledger import Ledger, Recovery
+from diloco_jax.tools.chaos.actions import CHAOS, DonorHunt, Processes, Saboteur, Tail, began_unix_s
+from diloco_jax.tools.chaos.ledger import Ledger
 from diloco_jax.tools.chaos.schedule import SYNCER_KINDS, ChaosFault
 
 POLL_S = 0.02
@@ -26,7 +25,7 @@ DETAILS = ("at_step", "duration_s", "direction", "how", "amount")  # of a fault,
 
 
 class Driver:
-    """The one who begins each fault when it is due, its target is well and enough others are.
+    """A worker through a schedule: begins each fault when it is due, its target is well and enough others are.
 
     Args:
         schedule: faults, in the order in which they are due.
@@ -51,7 +50,7 @@ class Driver:
         say: Callable[[str], None],
     ) -> None:
         self._waiting = list(schedule)
-        self._islands = tuple(islands)
+        self._islands = islands
         self._steps = steps
         self._run_dir = run_dir
         self._processes = processes
@@ -65,9 +64,9 @@ class Driver:
         self._lasting: list[tuple[float, ChaosFault]] = []  # when to take it back
         self._hunts: list[tuple[float, ChaosFault, DonorHunt]] = []  # when to give up
         self._told: set[int] = set()  # recoveries that were announced
-        self._began_unix_s: float | None = None
+        self._began_unix_s = 0.0  # unknown yet
         self._slowest_s = 0.0  # of all recoveries, and of the start of the run
-        self._lease_s = lease_s
+        self._heal_s = HEAL_LEASES * lease_s
 
     @property
     def skipped(self) -> int:
@@ -94,15 +93,20 @@ class Driver:
     def poll(self) -> None:
         """Read what is new, take back what is over, and begin what is due."""
         self._read()
+        if not self._began_unix_s:
+            try:
+                self._began_unix_s = began_unix_s(self._run_dir)
+            except FileNotFoundError:
+                return
         now_s = self._now_s()
-        if now_s is None:
-            return
         if self.ledger.finished:
             self._saboteur.take_back_all()
             return
         for due_s, fault in self._lasting:
             if now_s >= due_s:
-                self._end(fault, now_s)
+                self._saboteur.take_back(fault)
+                self.ledger.end(fault, now_s)
+                self._write("end", now_s, fault, fault.target)
         self._lasting = [each for each in self._lasting if each[0] > now_s]
         for hunt in list(self._hunts):
             self._follow(hunt, now_s)
@@ -117,22 +121,17 @@ class Driver:
         if not ledger.merged_once.issuperset(self._islands):
             self._slowest_s = ledger.now_s
             return False
-        if ledger.global_step < fault.at_step:
-            return False
         unwell = ledger.unwell
-        if fault.target in unwell:
+        if ledger.global_step < fault.at_step or fault.target in unwell:
             return False
-        if fault.target != SYNCER:
-            hit = 2 if fault.kind == "kill-donor" else 1
-            if len(unwell - {SYNCER}) + hit > len(self._islands) - 1:
-                return False
+        hit = 2 if fault.kind == "kill-donor" else 1
+        if fault.target != SYNCER and len(unwell - {SYNCER}) + hit >= len(self._islands):
+            return False
         return ledger.steps_per_s() > 0 and self._fits(fault)
 
     def _fits(self, fault: ChaosFault) -> bool:
         """Tell if enough is left of the run to recover from the fault; skip it if not."""
-        heal_s = HEAL_LEASES * self._lease_s
-        if fault.kind in RESTARTS:
-            heal_s = max(heal_s, 2 * self._slowest_s)
+        heal_s = max(self._heal_s, 2 * self._slowest_s if fault.kind in RESTARTS else 0.0)
         left_s = (self._steps - self.ledger.global_step) / self.ledger.steps_per_s()
         if left_s > heal_s + fault.duration_s:
             return True
@@ -144,21 +143,14 @@ class Driver:
         hunt = DonorHunt(self._run_dir, fault.target) if fault.kind == "kill-donor" else None
         if not self._saboteur.inflict(fault):
             return  # its process is just being started again; later
-        now_s = self._clock_s()
         self._waiting.remove(fault)
         self.inflicted += 1
-        self.ledger.begin(fault, fault.target, now_s, killed=fault.kind.startswith("kill"))
-        self._write("begin", now_s, fault, fault.target)
+        now_s = self._enter(fault, fault.target, killed=fault.kind.startswith("kill"))
         self._say(f"{now_s:7.1f} s  {fault}")
         if hunt is not None:
             self._hunts.append((now_s + HUNT_S, fault, hunt))
         elif fault.duration_s:
             self._lasting.append((now_s + fault.duration_s, fault))
-
-    def _end(self, fault: ChaosFault, now_s: float) -> None:
-        self._saboteur.take_back(fault)
-        self.ledger.end(fault, now_s)
-        self._write("end", now_s, fault, fault.target)
 
     def _follow(self, hunt: tuple[float, ChaosFault, DonorHunt], now_s: float) -> None:
         """Kill the donor once there is one; give up when the learner is well without."""
@@ -169,21 +161,28 @@ class Driver:
             return
         self._hunts.remove(hunt)
         if donor and donor != fault.target and self._processes.send(donor, signal.SIGKILL):
-            now_s = self._clock_s()
-            self.ledger.begin(fault, donor, now_s, killed=True)
-            self._write("begin", now_s, fault, donor)
+            now_s = self._enter(fault, donor, killed=True)
             self._say(f"{now_s:7.1f} s  #{fault.number} kill {donor}, the donor of {fault.target}")
         else:
             self._say(f"{now_s:7.1f} s  #{fault.number} {fault.target} had no donor that could be killed")
         self._saboteur.take_back(fault)
 
+    def _enter(self, fault: ChaosFault, target: str, *, killed: bool) -> float:
+        """Write down that a fault has hit its target, and return when: what came before tells nothing of it."""
+        now_s = self._now_s()
+        self.ledger.begin(fault, target, now_s, killed=killed)
+        self._write("begin", now_s, fault, target)
+        return now_s
+
     def _announce(self) -> None:
         for number, recovery in enumerate(self.ledger.recoveries):
             if recovery.settled and number not in self._told:
                 self._told.add(number)
-                self._slowest_s = max(self._slowest_s, recovery.seconds or 0.0)
-                self._write("recovered", recovery.merged_s or 0.0, recovery.fault, recovery.target)
-                self._say(f"{recovery.merged_s or 0.0:7.1f} s  {_news(recovery)}")
+                fault, merged_s, seconds = recovery.fault, recovery.merged_s or 0.0, recovery.seconds or 0.0
+                self._slowest_s = max(self._slowest_s, seconds)
+                self._write("recovered", merged_s, fault, recovery.target)
+                what = "rounds go on" if fault.kind in SYNCER_KINDS else f"{recovery.target} is merged again"
+                self._say(f"{merged_s:7.1f} s  #{fault.number} {what} after {seconds:.2f} s")
 
     # ---- time and records -----------------------------------------------------------------------------------------
 
@@ -191,27 +190,10 @@ class Driver:
         for line in self._metrics.lines():
             self.ledger.feed(json.loads(line))
 
-    def _now_s(self) -> float | None:
-        """Return the time on the run's clock; None before the run has one."""
-        if self._began_unix_s is None:
-            try:
-                clock: dict[str, Any] = json.loads((self._run_dir / CLOCK_FILE).read_text(encoding="utf-8"))
-            except FileNotFoundError:
-                return None
-            self._began_unix_s = float(clock["began_unix_s"])
+    def _now_s(self) -> float:
         return time.time() - self._began_unix_s
-
-    def _clock_s(self) -> float:
-        now_s = self._now_s()
-        assert now_s is not None, "a fault before the run began"
-        return now_s
 
     def _write(self, event: str, now_s: float, fault: ChaosFault, target: str) -> None:
         record = {"event": event, "t": round(now_s, 3), "fault": fault.number, "kind": fault.kind, "target": target}
         details = {name: getattr(fault, name) for name in DETAILS}
         self._book.append((json.dumps(record | details | {"what": str(fault)}) + "\n").encode())
-
-
-def _news(recovery: Recovery) -> str:
-    what = "rounds go on" if recovery.fault.kind in SYNCER_KINDS else f"{recovery.target} is merged again"
-    return f"#{recovery.fault.number} {what} after {recovery.seconds or 0.0:.2f} s"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,13 +21,11 @@ from diloco_jax.core import codec
 from diloco_jax.core.fragments import Fragment
 from diloco_jax.protocol.messages import FragmentValue
 from diloco_jax.runtime.island.host import Host
-from diloco_jax.runtime.island.join import Hosts
 from diloco_jax.runtime.island.payloads import PayloadSender, StagedUpdate
 from diloco_jax.runtime.learner.run import LearnerRun
-from diloco_jax.runtime.records.files import CLOCK_FILE
 from diloco_jax.runtime.records.line_file import LineFile
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.chaos.actions import CHAOS, order_file
+from diloco_jax.tools.chaos.actions import CHAOS, began_unix_s, order_file
 from diloco_jax.tools.chaos.verdict import WAITS_FILE
 from diloco_jax.training.island import StepHandle
 from diloco_jax.transport.link import Link
@@ -41,28 +38,15 @@ log = logging.getLogger(__name__)
 
 
 def chaos_learner(
-    config: RunConfig,
-    learner_id: str,
-    incarnation: int,
-    address: str,
-    run_dir: Path,
-    stop: threading.Event,
-    hosts: Hosts | None = None,
+    config: RunConfig, learner_id: str, incarnation: int, address: str, run_dir: Path, *others: Any
 ) -> LearnerRun:
     """Make a LearnerRun that can be told to misbehave. On the main thread: it sets a signal handler."""
     waits = run_dir / CHAOS / WAITS_FILE.format(name=learner_id, incarnation=incarnation)
     waits.parent.mkdir(exist_ok=True)
-    return LearnerRun(
-        config,
-        learner_id,
-        incarnation,
-        address,
-        run_dir,
-        stop,
-        hosts,
-        make_host=partial(TimedHost, Waits(waits, run_dir / CLOCK_FILE)),
-        make_sender=partial(BadSender, order_file(run_dir, learner_id), config.wire.up),
-    )
+    make_host = partial(TimedHost, LineFile(waits), began_unix_s(run_dir))
+    make_sender = partial(BadSender, order_file(run_dir, learner_id), config.wire.up)
+    arguments = (config, learner_id, incarnation, address, run_dir, *others)
+    return LearnerRun(*arguments, make_host=make_host, make_sender=make_sender)
 
 
 class BadSender(PayloadSender):
@@ -108,52 +92,33 @@ class _BadUpdate(NamedTuple):
         return codec.encode(values, self.format)
 
 
-class Waits:
-    """The record of when, and how long, a learner waited between two inner steps.
-
-    Args:
-        path: file of the waits.
-        clock: file of the run's beginning.
-    """
-
-    def __init__(self, path: Path, clock: Path) -> None:
-        self._file = LineFile(path)
-        self._began_unix_s = float(json.loads(clock.read_text(encoding="utf-8"))["began_unix_s"])
-        self._ended_s: float | None = None
-        self._lines = 0
-
-    def step_begins(self) -> None:
-        """Write down the time since the last step, if it is long."""
-        wait_s = 0.0 if self._ended_s is None else time.monotonic() - self._ended_s
-        if wait_s >= WAIT_TOLD_S and self._lines < WAITS_MAX:
-            self._lines += 1
-            t = round(time.time() - self._began_unix_s, 3)
-            self._file.append((json.dumps([t, round(wait_s, 4)]) + "\n").encode())
-
-    def step_ended(self) -> None:
-        """Remember when it did."""
-        self._ended_s = time.monotonic()
-
-
 class TimedHost(Host):
-    """A Host that tells when its steps begin and end.
+    """A Host that writes down when, and how long, it waited between two inner steps.
 
     Args:
-        waits: is told.
+        waits: file of the waits.
+        began_unix_s: when the run began.
         arguments: of a `Host`.
     """
 
-    def __init__(self, waits: Waits, *arguments: Any) -> None:
+    def __init__(self, waits: LineFile, began_unix_s: float, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._waits = waits
+        self._began_unix_s = began_unix_s
+        self._step_ended_s: float | None = None
+        self._lines = 0
 
     def step(self, rate: float) -> StepHandle:
-        """See Host.step."""
-        self._waits.step_begins()
+        """Begin an inner step; a long wait before it is written down."""
+        wait_s = 0.0 if self._step_ended_s is None else time.monotonic() - self._step_ended_s
+        if wait_s >= WAIT_TOLD_S and self._lines < WAITS_MAX:
+            self._lines += 1
+            t = round(time.time() - self._began_unix_s, 3)
+            self._waits.append((json.dumps([t, round(wait_s, 4)]) + "\n").encode())
         return super().step(rate)
 
     def wait(self, handle: StepHandle) -> Mapping[str, float]:
-        """See Host.wait."""
+        """Wait for the step and return its figures."""
         figures = super().wait(handle)
-        self._waits.step_ended()
+        self._step_ended_s = time.monotonic()
         return figures

@@ -42,9 +42,8 @@ class Recovery:
 
     def on_step(self, now_s: float, incarnation: int) -> None:
         """Take note that the island reported a step."""
-        if self.ended_s is None or now_s < self.ended_s or (self.killed and incarnation <= self.incarnation):
-            return
-        if self.stepped_s is None:
+        back = not self.killed or incarnation > self.incarnation
+        if self.stepped_s is None and self.ended_s is not None and now_s >= self.ended_s and back:
             self.stepped_s = now_s
 
     def on_merged(self, now_s: float, members: Sequence[str]) -> None:
@@ -55,16 +54,6 @@ class Recovery:
             since_s = self.stepped_s if self.target in members else None
         if self.merged_s is None and since_s is not None and now_s > since_s:
             self.merged_s = now_s
-
-    def on_disruption(self, now_s: float) -> None:
-        """Take note that the island is away after all, or again."""
-        if not self.settled and now_s >= self.begun_s:
-            self.stepped_s = self.merged_s = None
-
-    def on_time(self, now_s: float) -> None:
-        """Take note that the records have come so far."""
-        if self.merged_s is not None and now_s >= self.merged_s + self.settle_s:
-            self.settled = True
 
 
 class Ledger:
@@ -118,7 +107,9 @@ class Ledger:
 
     def steps_per_s(self) -> float:
         """Return the global steps in a second, lately; 0 while nothing is known."""
-        (then_s, then), (now_s, now) = (self._pace or [(0.0, 0)])[0], (self._pace or [(0.0, 0)])[-1]
+        if not self._pace:
+            return 0.0
+        (then_s, then), (now_s, now) = self._pace[0], self._pace[-1]
         return (now - then) / (now_s - then_s) if now_s > then_s else 0.0
 
     # ---- records --------------------------------------------------------------------------------------------------
@@ -137,9 +128,10 @@ class Ledger:
         elif kind in DISRUPTIONS:
             for name in record["members"]:
                 for recovery in self._open(name):
-                    recovery.on_disruption(now_s)
+                    if now_s >= recovery.begun_s:  # away after all, or again
+                        recovery.stepped_s = recovery.merged_s = None
         for recovery in self._open():
-            recovery.on_time(now_s)
+            recovery.settled = recovery.merged_s is not None and now_s >= recovery.merged_s + recovery.settle_s
 
     def _open(self, target: str = "") -> list[Recovery]:
         return [r for r in self.recoveries if not r.settled and (not target or r.target == target)]

@@ -1,7 +1,7 @@
 """A TCP relay that misbehaves on command: what a bad network does to one island's connections, on loopback.
 
 It stands between learners and the syncer and forwards bytes of which it understands nothing. One thread runs it;
-every public method may be called from any other and returns when the fault is in place.
+every public method of `Relay` may be called from any other and returns when the fault is in place.
 """
 
 from __future__ import annotations
@@ -9,29 +9,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 import threading
-from collections.abc import Callable, Coroutine
-from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
-from diloco_jax.tools.chaos.weather import RelayCounts, RelayedConnection, Way, Weather, end_tasks, reset_on_close
 from diloco_jax.transport.link import split_address
 from diloco_jax.transport.trust.security import is_loopback
 
 Direction: TypeAlias = Literal["up", "down", "both"]
+Stream: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 T = TypeVar("T")
 
 CONNECTIONS_MAX = 256
 DIAL_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 10.0
+LINGER_S = 5.0  # how long a connection that got a FIN from us may go on talking
+READ_BYTES_MAX = 1 << 16
+PIECES_MAX = 64  # that wait per connection and direction; beyond them the sender feels the fault as back-pressure
+SLICE_S = 0.05  # a limited rate is paid out in pieces of so many seconds
 
 
 class Relay:
     """A listener on loopback that forwards every connection to a target; a context manager.
 
-    `connection` in the methods is the number of one connection, 0 for the first that was accepted; None means all that
-    are open and, for what lasts, all that will come. `direction` is "up" towards the target, "down", or "both".
+    `direction` in the methods is "up" towards the target, "down", or "both".
 
     Args:
         target: host:port to forward to, on loopback, or a function that returns it, asked at every connection.
@@ -46,18 +48,15 @@ class Relay:
         if not is_loopback(address):
             raise ValueError(f"a relay would listen on {address}; it is for tests, use an address of loopback")
         self._target = target
-        self._counts = RelayCounts()
         self._weather = {"up": Weather(), "down": Weather()}
-        self._refusing = False
-        self._connections: dict[int, RelayedConnection] = {}
+        self._connections: set[RelayedConnection] = set()
         self._serving: set[asyncio.Task[None]] = set()
-        self._listener = socket.create_server(split_address(address))
-        self._listener.setblocking(False)
-        host, port = self._listener.getsockname()[:2]
+        listener = socket.create_server(split_address(address))
+        host, port = listener.getsockname()[:2]
         self.address = f"{host}:{port}"
+        self._closing = asyncio.Event()
         self._loop = asyncio.new_event_loop()
-        self._main = self._loop.create_task(self._accept())
-        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(listener,), name="relay", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Relay:
@@ -67,185 +66,251 @@ class Relay:
         self.close()
 
     def close(self) -> None:
-        """End all connections and stop listening; safe to call again."""
+        """Reset all connections and stop listening; safe to call again."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._main.cancel)
+            self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(CALL_TIMEOUT_S)
-
-    # ---- faults ---------------------------------------------------------------------------------------------------
-
-    def cut(self, how: Literal["rst", "fin"] = "rst", connection: int | None = None) -> int:
-        """End connections at once; new ones are welcome. Returns how many were cut."""
-
-        async def run() -> int:
-            chosen = self._chosen(connection)
-            for each in chosen:
-                await each.cut(how)
-            self._counts.cut += len(chosen)
-            return len(chosen)
-
-        return self._await(run())
-
-    def refuse(self, on: bool) -> None:
-        """Reset every new connection at once, until told otherwise."""
-
-        self._refusing = on
-
-    def change(self, direction: Direction = "both", connection: int | None = None, **changes: Any) -> None:
-        """Change what lasts: the fields of `Weather` by name.
-
-        Raises:
-            ValueError: a value is out of range.
-        """
-
-        def run() -> None:
-            for name in _names(direction):
-                changed = replace(self._weather[name], **changes)
-                if connection is None:
-                    self._weather[name] = changed
-            for way in self._ways(direction, connection):
-                way.set(replace(way.weather, **changes))
-
-        self._call(run)
-
-    def heal(self) -> None:
-        """Forward as if nothing had been; open connections stay open, ordered damage is called off."""
-        self.change(hold=False, lose=False, delay_s=0.0, bytes_per_s=0.0)
-        self.refuse(False)
-        self.flip(1, times=0)
-        self.repeat(0)
-
-    def flip(
-        self, every_bytes: int, times: int = 1, direction: Direction = "both", connection: int | None = None
-    ) -> None:
-        """Invert one byte in `every_bytes`, so many times, on each open connection and direction.
-
-        Raises:
-            ValueError: a number is out of range.
-        """
-        if every_bytes < 1 or times < 0:
-            raise ValueError(f"flip of {times} bytes, one in {every_bytes}: use at least 0 and 1")
-        self._call_ways(direction, connection, lambda way: way.flip(every_bytes, times))
-
-    def repeat(self, size: int, direction: Direction = "both", connection: int | None = None) -> None:
-        """Forward the next `size` bytes twice, on each open connection and direction.
-
-        Raises:
-            ValueError: the size is negative.
-        """
-        if size < 0:
-            raise ValueError(f"repeat of {size} bytes: use at least 0")
-        self._call_ways(direction, connection, lambda way: way.repeat(size))
-
-    # ---- what it knows --------------------------------------------------------------------------------------------
 
     @property
     def counts(self) -> RelayCounts:
-        """Counts of what was done so far."""
-        return self._call(lambda: replace(self._counts))
+        """Return what was forwarded so far."""
+        return RelayCounts(self._weather["up"].forwarded_bytes, self._weather["down"].forwarded_bytes)
 
-    @property
-    def open_connections(self) -> tuple[int, ...]:
-        """Numbers of the connections that are open."""
-        return self._call(lambda: tuple(self._connections))
+    # ---- faults ---------------------------------------------------------------------------------------------------
 
-    def _chosen(self, connection: int | None) -> list[RelayedConnection]:
-        if connection is None:
-            return list(self._connections.values())
-        return [self._connections[connection]] if connection in self._connections else []
+    def cut(self, how: Literal["rst", "fin"] = "rst") -> int:
+        """End the open connections at once; new ones are welcome. Returns how many were cut."""
 
-    def _ways(self, direction: Direction, connection: int | None) -> list[Way]:
-        names = _names(direction)
-        return [way for each in self._chosen(connection) for way in each.ways if way.name in names]
+        def cut() -> int:
+            chosen = list(self._connections)
+            self._connections.clear()
+            for each in chosen:
+                each.cut(how)
+            return len(chosen)
+
+        return self._call(cut)
+
+    def change(
+        self, direction: Direction = "both", *, hold: bool = False, delay_s: float = 0.0, bytes_per_s: float = 0.0
+    ) -> None:
+        """Set what lasts, on connections that are open and those that will come.
+
+        Args:
+            direction: which weather changes.
+            hold: forward nothing and lose nothing: a black hole. Once it ends, everything arrives.
+            delay_s: seconds that every byte is late.
+            bytes_per_s: most bytes that pass in a second on one connection; 0 is no limit.
+        """
+
+        def change() -> None:
+            for name in _names(direction):
+                self._weather[name].change(hold, delay_s, bytes_per_s)
+
+        self._call(change)
+
+    def heal(self) -> None:
+        """Forward as if nothing had been; open connections stay open, ordered damage is called off."""
+        self.change()
+        self.damage()
+
+    def damage(self, direction: Direction = "both", *, flip_after: int = 0, repeat: int = 0) -> None:
+        """Damage what open connections carry next, once on each; what was ordered before is called off.
+
+        Args:
+            direction: of the bytes.
+            flip_after: invert the last of the next so many bytes; 0 for none.
+            repeat: forward the next so many bytes twice.
+        """
+
+        def damage() -> None:
+            for way in (each.ways[name] for each in self._connections for name in _names(direction)):
+                way.until_flip, way.repeat_bytes = flip_after, repeat
+
+        self._call(damage)
 
     # ---- its thread -----------------------------------------------------------------------------------------------
 
-    def _call_ways(self, direction: Direction, connection: int | None, job: Callable[[Way], None]) -> None:
-        def run() -> None:
-            for way in self._ways(direction, connection):
-                job(way)
-
-        self._call(run)
-
     def _call(self, job: Callable[[], T]) -> T:
         """Call a function on the relay's thread and return its result."""
+        if not self._thread.is_alive():
+            raise OSError(f"the relay at {self.address} is closed")
 
         async def run() -> T:
             return job()
 
-        return self._await(run())
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(CALL_TIMEOUT_S)
 
-    def _await(self, job: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the relay's thread and return its result."""
-        if not self._thread.is_alive():
-            job.close()
-            raise OSError(f"the relay at {self.address} is closed")
-        return asyncio.run_coroutine_threadsafe(job, self._loop).result(CALL_TIMEOUT_S)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        with contextlib.suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._main)
+    def _run(self, listener: socket.socket) -> None:
+        self._loop.run_until_complete(self._listen(listener))
         self._loop.close()
 
-    async def _accept(self) -> None:
-        try:
-            while True:
-                client, _ = await self._loop.sock_accept(self._listener)
-                if self._refusing or len(self._serving) >= CONNECTIONS_MAX:
-                    self._refuse(client)
-                    continue
-                number = self._counts.accepted
-                self._counts.accepted += 1
-                task = self._loop.create_task(self._serve(number, client))
-                self._serving.add(task)
-                task.add_done_callback(self._serving.discard)
-                task.add_done_callback(partial(_close, client))
-        finally:
-            self._listener.close()
-            await end_tasks(list(self._serving))
+    async def _listen(self, listener: socket.socket) -> None:
+        async with await asyncio.start_server(self._accept, sock=listener):
+            await self._closing.wait()
+            for task in self._serving:
+                task.cancel()
+            await asyncio.gather(*self._serving, return_exceptions=True)
 
-    def _refuse(self, client: socket.socket) -> None:
-        self._counts.refused += 1
-        reset_on_close(client)
-        client.close()
+    def _accept(self, *client: *Stream) -> None:
+        task = self._loop.create_task(self._serve(client))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
 
-    async def _serve(self, number: int, client: socket.socket) -> None:
+    async def _serve(self, client: Stream) -> None:
         """Dial the target and forward until the connection is over."""
-        client.setblocking(False)
         try:
-            server = await self._dial()
-        except (OSError, ValueError):  # ValueError: the target has no address yet; a timeout is an OSError
-            self._counts.unanswered += 1
-            self._refuse(client)
+            if len(self._serving) > CONNECTIONS_MAX:
+                raise OSError("too many connections")
+            host, port = split_address(self._target() if callable(self._target) else self._target)
+            server = await asyncio.wait_for(asyncio.open_connection(host, port), DIAL_TIMEOUT_S)
+        except (OSError, ValueError):  # ValueError: the target has no address yet
+            _reset(client[1])
             return
-        for each in (client, server):
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        ways = (Way(name, self._weather[name], self._counts) for name in ("up", "down"))
-        connection = self._connections[number] = RelayedConnection(client, server, *ways)
+        connection = RelayedConnection(client, server, self._weather)
+        self._connections.add(connection)
         try:
-            await connection.ended()
+            await connection.run()
         finally:
-            del self._connections[number]
-            await connection.cut("rst")  # nothing is left to cut, unless the relay is being closed
+            self._connections.discard(connection)
 
-    async def _dial(self) -> socket.socket:
-        host, port = split_address(self._target() if callable(self._target) else self._target)
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        server = socket.socket(family, kind, protocol)
-        server.setblocking(False)
+
+class RelayCounts(NamedTuple):
+    """The bytes that a relay has forwarded, towards its target and from it."""
+
+    up_bytes: int
+    down_bytes: int
+
+
+class Weather:
+    """The treatment of bytes in one direction, on all connections, until it is changed again."""
+
+    def __init__(self) -> None:
+        self.passable = asyncio.Event()
+        self.passable.set()
+        self.delay_s = 0.0
+        self.bytes_per_s = 0.0
+        self.forwarded_bytes = 0
+
+    def change(self, hold: bool, delay_s: float, bytes_per_s: float) -> None:
+        """See `Relay.change`."""
+        self.delay_s, self.bytes_per_s = delay_s, bytes_per_s
+        if hold:
+            self.passable.clear()
+        else:
+            self.passable.set()
+
+
+class Way:
+    """One direction of one connection: a bounded queue between a task that reads and one that writes."""
+
+    def __init__(self, weather: Weather) -> None:
+        self._weather = weather
+        self._queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(PIECES_MAX)  # when it is due; b"" is the end
+        self.until_flip = 0  # bytes up to the one that is inverted; 0 for none
+        self.repeat_bytes = 0
+
+    async def read(self, source: asyncio.StreamReader) -> None:
+        """Fill the queue until the stream ends."""
+        data = b"?"
+        while data:
+            data = await source.read(READ_BYTES_MAX)
+            due_s = asyncio.get_running_loop().time() + self._weather.delay_s
+            await self._queue.put((due_s, self._damaged(data)))
+
+    async def write(self, sink: asyncio.StreamWriter) -> None:
+        """Empty the queue, as fast as the weather allows, until the stream ends."""
+        weather = self._weather
+        while True:
+            due_s, data = await self._queue.get()
+            await asyncio.sleep(due_s - asyncio.get_running_loop().time())
+            await weather.passable.wait()
+            if not data:
+                sink.write_eof()
+                return
+            while data:
+                await weather.passable.wait()
+                rate = weather.bytes_per_s
+                size = min(len(data), max(1, int(rate * SLICE_S))) if rate else len(data)
+                sink.write(data[:size])
+                await sink.drain()
+                weather.forwarded_bytes += size
+                data = data[size:]
+                await asyncio.sleep(size / rate if rate else 0)
+
+    def _damaged(self, data: bytes) -> bytes:
+        damaged = bytearray(data)
+        if 0 < self.until_flip <= len(damaged):
+            damaged[self.until_flip - 1] ^= 0xFF
+        self.until_flip = max(0, self.until_flip - len(damaged))
+        twice = damaged[: self.repeat_bytes]
+        self.repeat_bytes -= len(twice)
+        return bytes(twice + damaged)
+
+
+class RelayedConnection:
+    """A client's connection and ours to the target."""
+
+    def __init__(self, client: Stream, server: Stream, weather: dict[str, Weather]) -> None:
+        self.ways = {name: Way(each) for name, each in weather.items()}
+        self._ends = (client, server)
+        self._parting = False  # both sides got a FIN from us
+        self._forwarding = asyncio.create_task(self._forward())
+
+    async def _forward(self) -> None:
+        """Carry bytes both ways until both streams ended, or one broke."""
+        (from_client, to_client), (from_server, to_server) = self._ends
+        up, down = self.ways["up"], self.ways["down"]
+        async with asyncio.TaskGroup() as group:
+            for job in (up.read(from_client), up.write(to_server), down.read(from_server), down.write(to_client)):
+                group.create_task(job)
+
+    async def run(self) -> None:
+        """Forward until nothing is left of the connection."""
+        whole = False
         try:
-            await asyncio.wait_for(self._loop.sock_connect(server, address), DIAL_TIMEOUT_S)
-        except BaseException:
-            server.close()
-            raise
-        return server
+            (trouble,) = await asyncio.gather(self._forwarding, return_exceptions=True)
+            whole = trouble is None
+            if self._parting:
+                await self._drain()
+        finally:
+            for _, writer in self._ends:
+                if whole or self._parting:
+                    writer.close()
+                else:  # neither side may take a broken stream for a finished one
+                    _reset(writer)
+            await asyncio.gather(self._forwarding, return_exceptions=True)  # it may have been cancelled with us
+
+    def cut(self, how: Literal["rst", "fin"]) -> None:
+        """End it: with a reset, or with a FIN to both sides, after which what they say is thrown away."""
+        self._parting = how == "fin"
+        for _, writer in self._ends:
+            if self._parting:
+                with contextlib.suppress(OSError):
+                    writer.write_eof()
+            else:
+                _reset(writer)
+        self._forwarding.cancel()
+
+    async def _drain(self) -> None:
+        """Listen until the others say FIN too, for a while."""
+
+        async def drain(reader: asyncio.StreamReader) -> None:
+            with contextlib.suppress(OSError):
+                while await reader.read(READ_BYTES_MAX):
+                    pass
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                await asyncio.gather(*(drain(reader) for reader, _ in self._ends))
 
 
-def _close(client: socket.socket, task: asyncio.Task[None]) -> None:
-    del task
-    client.close()
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """Close with a reset instead of a FIN."""
+    with contextlib.suppress(OSError):
+        linger = struct.pack("ii", 1, 0)  # on, for 0 seconds
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    writer.transport.abort()
 
 
-def _names(direction: Direction) -> tuple[str, ...]:
+def _names(direction: Direction) -> tuple[Literal["up", "down"], ...]:
     return ("up", "down") if direction == "both" else (direction,)

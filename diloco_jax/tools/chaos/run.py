@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -51,19 +52,19 @@ class ChaosRun(LocalRun):
 
     def pid(self, name: str) -> int | None:
         """Return the process of an island or of the syncer; None while it has none."""
-        child = self._child(name)
-        return child.process.pid if child is not None and child.process.poll() is None else None
+        process = self._process(name)
+        return None if process is None else process.pid
 
     def send(self, name: str, number: signal.Signals) -> bool:
         """Send a signal; False if there is no process."""
-        child = self._child(name)
-        if child is None or child.process.poll() is not None:
-            return False
-        child.process.send_signal(number)
-        return True
+        process = self._process(name)
+        if process is not None:
+            process.send_signal(number)
+        return process is not None
 
-    def _child(self, name: str) -> Child | None:
-        return self._syncer if name == SYNCER else self._islands.get(name)
+    def _process(self, name: str) -> subprocess.Popen[bytes] | None:
+        child = self._syncer if name == SYNCER else self._islands.get(name)
+        return child.process if child is not None and child.process.poll() is None else None
 
     def _start_island(self, name: str, address: str) -> Child:
         del address  # the relay looks it up at every connection
@@ -76,7 +77,7 @@ class ChaosRun(LocalRun):
 
 
 def for_chaos(config: RunConfig, faults: int) -> RunConfig:
-    """The config with as many restarts as so many faults may take.
+    """Return the config with as many restarts as so many faults may take.
 
     Raises:
         ValueError: the islands are threads of one process, which cannot be killed one by one.
@@ -100,21 +101,13 @@ def run_chaos(
         say: gets lines for people while it runs.
 
     Returns:
-        What `judge` says; `problems` in it is empty when everything came back and nothing was lost.
+        The verdict of `judge`; `problems` in it is empty when everything came back and nothing was lost.
     """
     stop, over = stop_on_signals(), threading.Event()
     run = ChaosRun(config, run_dir, say, stop)
     saboteur = Saboteur(run_dir, run, run.relays)
-    driver = Driver(
-        schedule,
-        config.islands.names,
-        config.train.steps,
-        config.protocol.lease_s,
-        run_dir,
-        run,
-        saboteur,
-        say,
-    )
+    islands, steps, lease_s = config.islands.names, config.train.steps, config.protocol.lease_s
+    driver = Driver(schedule, islands, steps, lease_s, run_dir, run, saboteur, say)
     say(f"run folder {run_dir}, logs in {run_dir / LOGS}, {len(schedule)} faults")
     problems = []
 
@@ -145,7 +138,5 @@ def run_chaos(
         samples = audit(run_dir, config.protocol, config.train.steps)
     except (ValueError, OSError) as error:
         problems.append(f"the tapes cannot be audited: {error}")
-    result = judge(
-        driver.ledger, run_dir, inflicted=driver.inflicted, skipped=driver.skipped, summary=summary, samples=samples
-    )
+    result = judge(driver.ledger, run_dir, driver.inflicted, driver.skipped, summary, samples)
     return result | {"problems": [*problems, *result["problems"]]}

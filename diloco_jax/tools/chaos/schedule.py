@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.tools.chaos.relay import Direction
@@ -53,18 +54,15 @@ class ChaosFault:
     """corrupt: one byte in so many. duplicate: bytes. nan: values. slow-link: bytes per second."""
 
     def __str__(self) -> str:
-        words = f"#{self.number} step {self.at_step}: {self.kind} {self.target}"
-        if self.kind == "nan":
-            words += f", next {self.amount} values {self.how}"
-        elif self.kind == "cut":
-            words += f" with {self.how.upper()}"
-        elif self.kind in ("corrupt", "duplicate"):
-            unit = "one byte in" if self.kind == "corrupt" else "bytes:"
-            words += f" {self.direction}, {unit} {self.amount}"
-        elif self.kind == "slow-link":
-            words += f" to {self.amount} bytes/s"
-        elif self.kind == "black-hole":
-            words += f" {self.direction}"
+        details = {
+            "nan": f", next {self.amount} values {self.how}",
+            "cut": f" with {self.how.upper()}",
+            "corrupt": f" {self.direction}, one byte in {self.amount}",
+            "duplicate": f" {self.direction}, bytes: {self.amount}",
+            "slow-link": f" to {self.amount} bytes/s",
+            "black-hole": f" {self.direction}",
+        }
+        words = f"#{self.number} step {self.at_step}: {self.kind} {self.target}{details.get(self.kind, '')}"
         return words + (f", for {self.duration_s:.1f} s" if self.duration_s else "")
 
 
@@ -99,7 +97,8 @@ def draw_schedule(
         kind = next(kind_deck)
         target = SYNCER if kind in SYNCER_KINDS else next(island_deck)
         at_step = int(FIRST * steps + (index + random.random()) * width)
-        schedule.append(_fault(random, kind, target, index + 1, at_step, lease_s))
+        details = _details(random, kind, lease_s)
+        schedule.append(ChaosFault(number=index + 1, kind=kind, target=target, at_step=at_step, **details))
     return tuple(schedule)
 
 
@@ -109,32 +108,31 @@ def _deck(random: Random, cards: Sequence[str]) -> Iterator[str]:
         yield from random.sample(cards, len(cards))
 
 
-def _fault(random: Random, kind: str, target: str, number: int, at_step: int, lease_s: float) -> ChaosFault:
-    duration_s, how, amount = 0.0, "", 0
-    direction: Direction = "both"
-    if kind in ("stop", "stop-syncer", "black-hole"):  # half of them outlast the lease
-        duration_s = random.choice((random.uniform(0.2, 0.9), random.uniform(1.1, 2.0))) * lease_s
-    if kind in ("corrupt", "duplicate", "black-hole"):
-        direction = random.choice(("up", "down", "both"))
-    if kind == "cut":
-        how = random.choice(("rst", "fin"))
-    elif kind == "slow-link":
-        duration_s, amount = random.uniform(1.0, 6.0), random.choice((2_000, 20_000, 200_000))
-    elif kind == "corrupt":
-        amount = random.choice((1, 100, 5_000, 50_000))
-    elif kind == "duplicate":
-        amount = random.choice((1, 9, 1_000, 50_000))
-    elif kind == "nan":
-        how, amount = random.choice(("nan", "huge")), random.choice((1, 2, 12))
-    elif kind == "full-disk":
-        duration_s = random.uniform(1.0, 4.0)
-    return ChaosFault(
-        number=number,
-        kind=kind,
-        target=target,
-        at_step=at_step,
-        duration_s=round(duration_s, 3),
-        direction=direction,
-        how=how,
-        amount=amount,
-    )
+def _details(random: Random, kind: str, lease_s: float) -> dict[str, Any]:
+    """Draw the fields of a fault that depend on its kind."""
+
+    def around_the_lease() -> float:  # half of them outlast it
+        return round(random.choice((random.uniform(0.2, 0.9), random.uniform(1.1, 2.0))) * lease_s, 3)
+
+    def way() -> str:
+        return random.choice(("up", "down", "both"))
+
+    match kind:
+        case "stop" | "stop-syncer":
+            return {"duration_s": around_the_lease()}
+        case "black-hole":
+            return {"duration_s": around_the_lease(), "direction": way()}
+        case "cut":
+            return {"how": random.choice(("rst", "fin"))}
+        case "slow-link":
+            duration_s = round(random.uniform(1.0, 6.0), 3)
+            return {"duration_s": duration_s, "amount": random.choice((2_000, 20_000, 200_000))}
+        case "corrupt":
+            return {"direction": way(), "amount": random.choice((1, 100, 5_000, 50_000))}
+        case "duplicate":
+            return {"direction": way(), "amount": random.choice((1, 9, 1_000, 50_000))}
+        case "nan":
+            return {"how": random.choice(("nan", "huge")), "amount": random.choice((1, 2, 12))}
+        case "full-disk":
+            return {"duration_s": round(random.uniform(1.0, 4.0), 3)}
+    return {}

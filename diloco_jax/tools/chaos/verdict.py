@@ -19,20 +19,14 @@ SAMPLES = ("leased", "merged", "overwritten", "released", "out", "repeated", "un
 
 def spread(values: Iterable[float]) -> dict[str, float | None]:
     """Return median and maximum, in the unit of the values; None for both when there are none."""
-    known = sorted(values)
+    known = list(values)
     if not known:
         return {"median": None, "max": None}
-    return {"median": round(statistics.median(known), 3), "max": round(known[-1], 3)}
+    return {"median": round(statistics.median(known), 3), "max": round(max(known), 3)}
 
 
 def judge(
-    ledger: Ledger,
-    run_dir: Path,
-    *,
-    inflicted: int,
-    skipped: int,
-    summary: Mapping[str, Any],
-    samples: Mapping[str, Any],
+    ledger: Ledger, run_dir: Path, inflicted: int, skipped: int, summary: Mapping[str, Any], samples: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Make everything that `diloco chaos --json` prints.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from diloco_jax.protocol.effects import Merge
 from diloco_jax.runtime.learner.tape import learner_tape_path
 from diloco_jax.runtime.records.tape_file import read_lines
 from diloco_jax.tools.replay.script import Brought, LearnerLife, MergedRound, Name, Script
@@ -173,27 +174,29 @@ def outline(path: Path) -> Outline:
     """
     found = Outline(path)
     for number, entry in read_entries(path):
-        if isinstance(entry, Begin):
-            found.step_samples = entry.step_samples
-        elif isinstance(entry, TookValue):
-            found.adopted.append((number, entry.name))
-        elif isinstance(entry, TookState):
-            if found.steps:
-                raise ValueError(f"{path} line {number}: a state is taken over before the first step, or never")
-            found.took.append(entry)
-        elif isinstance(entry, Copied):
-            found.copied.setdefault(entry.local_step, []).append(number)
-        elif isinstance(entry, SentValue):
-            found.sent.append((number, entry))
-        elif isinstance(entry, Lost):
-            found.lost_at = number if found.lost_at is None else found.lost_at
-        else:
-            if found.lost_at is None and entry.local_step != len(found.steps) + 1:
-                raise ValueError(
-                    f"{path} line {number} is of local step {entry.local_step}, expected {len(found.steps) + 1}: "
-                    "steps are missing"
-                )
-            found.steps.append(number)
+        match entry:
+            case Begin():
+                found.step_samples = entry.step_samples
+            case TookValue():
+                found.adopted.append((number, entry.name))
+            case TookState():
+                if found.steps:
+                    raise ValueError(f"{path} line {number}: a state is taken over before the first step, or never")
+                found.took.append(entry)
+            case Copied(local_step):
+                found.copied.setdefault(local_step, []).append(number)
+            case SentValue():
+                found.sent.append((number, entry))
+            case Lost():
+                found.lost_at = number if found.lost_at is None else found.lost_at
+            case TapedStep():
+                expected = len(found.steps) + 1
+                if found.lost_at is None and entry.local_step != expected:
+                    raise ValueError(
+                        f"{path} line {number} is of local step {entry.local_step}, expected {expected}: "
+                        "steps are missing"
+                    )
+                found.steps.append(number)
     return found
 
 
@@ -224,12 +227,18 @@ class NeededLives:
         self._queue: list[LearnerLife] = []
         for event in script.events:
             if isinstance(event, MergedRound):
-                self._require_values(event)
+                self._require_values(event.order, event.lives)
         while self._queue:
-            life = self._queue.pop()
-            for took in self.lives[life].outline.took:  # before its first step
-                self._require_copy(life, took)
-        self.names = self._names(script)
+            receiver = self._queue.pop()
+            what = f"{receiver.learner_id} (incarnation {receiver.incarnation})"
+            for took in self.lives[receiver].outline.took:  # before its first step
+                need = self._need(took.donor)
+                need.stop = max(need.stop, *need.outline.lines_of_copy(took.donor_step, what))
+                need.copies[took.donor_step] += 1
+        # uses of each global value after it was made, by learners and by restarted syncers
+        self.names = Counter(event.name for event in script.events if isinstance(event, Brought))
+        for need in self.lives.values():
+            self.names.update(name for line, name in need.outline.adopted if line <= need.stop)
 
     def _need(self, life: LearnerLife) -> NeededLife:
         if life not in self.lives:
@@ -237,23 +246,9 @@ class NeededLives:
             self._queue.append(life)
         return self.lives[life]
 
-    def _require_values(self, this: MergedRound) -> None:
-        order = this.order
-        for part, life in zip(order.parts, this.lives, strict=True):
-            what = f"its value in round {order.global_step}"
+    def _require_values(self, order: Merge, lives: tuple[LearnerLife, ...]) -> None:
+        for part, life in zip(order.parts, lives, strict=True):
             need = self._need(life)
-            need.stop = max(need.stop, need.outline.line_of(part.local_step, what))
+            line = need.outline.line_of(part.local_step, f"its value in round {order.global_step}")
+            need.stop = max(need.stop, line)
             need.values[order.fragment_id, part.local_step] += 1
-
-    def _require_copy(self, receiver: LearnerLife, took: TookState) -> None:
-        what = f"{receiver.learner_id} (incarnation {receiver.incarnation})"
-        need = self._need(took.donor)
-        need.stop = max(need.stop, *need.outline.lines_of_copy(took.donor_step, what))
-        need.copies[took.donor_step] += 1
-
-    def _names(self, script: Script) -> Counter[Name]:
-        """Count the uses of each global value after it was made, by learners and by restarted syncers."""
-        names = Counter(event.name for event in script.events if isinstance(event, Brought))
-        for need in self.lives.values():
-            names.update(name for line, name in need.outline.adopted if line <= need.stop)
-        return names

@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.core import codec
-from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.runtime.model.arithmetic import LocalShares
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.model.global_model import Capture, make_model, make_setup
@@ -40,7 +38,6 @@ from diloco_jax.tools.replay.script import (
     MergedRound,
     Moments,
     Name,
-    Script,
     SnapshotPoint,
     differences,
     read_script,
@@ -57,24 +54,24 @@ class Replay:
         config: of the run.
         folder: with the tapes.
         until: stop after the first merged round of this global step or a later one.
-        compare: whether the tapes are those of a run; the digests and losses of a simulation are made up.
+        compare: the tapes are those of a run; the digests and losses of a simulation are made up.
 
     Raises:
         ValueError: a tape is missing or broken, or the config is not that of the tapes; names file and setting.
     """
 
     def __init__(self, config: RunConfig, folder: Path, *, until: int | None = None, compare: bool = True) -> None:
-        self._config = config
         self._compare = compare
-        self.script = _script(config, folder / TAPE_FILE, until)
+        self.script = read_script(folder / TAPE_FILE, config.protocol, config.train.steps, until)
         self.needs = NeededLives(folder, self.script)
         self.evaluator = Evaluator(config)
-        self._plan = _plan(config, self.evaluator)
-        if compare:
-            self._check_fingerprint()
+        plan = config.fragments.plan(self.evaluator.shapes, self.evaluator.kinds, config.protocol.num_fragments)
+        ours = fingerprint(config, plan.fingerprint, self.evaluator.corpus)
+        if compare and (different := differences(ours, self.script.fingerprint)):
+            raise ValueError(f"this is not the program or the config of the run: {'; '.join(different)}")
         self.trainer = Trainer(config, 1 if compare else config.island("").batch_size)
-        arithmetic = LocalShares(make_setup(config, self._plan))
-        self.model = make_model(config, self._plan, self.evaluator.initial_parameters(), arithmetic)
+        arithmetic = LocalShares(make_setup(config, plan))
+        self.model = make_model(config, plan, self.evaluator.initial_parameters(), arithmetic)
         self.merged_rounds = 0
         self.difference = ""  # the first one between the run and its repetition
         self.step_difference = ""
@@ -83,18 +80,8 @@ class Replay:
         self._uses: Counter[Name] = self.needs.names
         self._values: dict[Name, Values] = {}
         self._replicas: dict[LearnerLife, Replica] = {}
-        self._begin()
-
-    def _check_fingerprint(self) -> None:
-        ours = fingerprint(self._config, self._plan.fingerprint, self.evaluator.corpus)
-        if different := differences(ours, self.script.fingerprint):
-            raise ValueError(f"this is not the program or the config of the run: {'; '.join(different)}")
-
-    def _begin(self) -> None:
-        for fragment_id, (digest, ours) in enumerate(zip(self.script.digests, self.model.digests, strict=True)):
-            if self._compare and digest != ours:
-                self._differ(f"fragment {fragment_id} of the initial model (digest {ours}, the run had {digest})")
-            self._keep(Name(fragment_id, 0, digest))
+        for fragment_id, (theirs, digest) in enumerate(zip(self.script.digests, self.model.digests, strict=True)):
+            self._made(Name(fragment_id, 0, theirs), digest, f"fragment {fragment_id} of the initial model")
 
     def run(self) -> None:
         """Repeat everything."""
@@ -109,7 +96,7 @@ class Replay:
             case SnapshotPoint(global_step, taken):
                 self.captures.keep(global_step, taken, self.model.capture())
             case Back(global_step):
-                self._go_back(global_step)
+                self.model.load(self._initial if global_step == BEGINNING else self.captures.at(global_step))
             case Brought(name):
                 payload = codec.encode(self.take(name), "float32")
                 self.model.restore(name.fragment_id, name.version, payload)
@@ -129,19 +116,16 @@ class Replay:
             raise ValueError(f"{where} cannot be made: no value is usable now; the first difference: {self.difference}")
         self.merged_rounds += 1
         self.model.publish(merged)
-        if self._compare and merged.state.digest != this.digest:
-            self._differ(f"{where} (digest {merged.state.digest}, the run had {this.digest})")
-        self._keep(Name(order.fragment_id, order.global_step, this.digest))
+        self._made(Name(order.fragment_id, order.global_step, this.digest), merged.state.digest, where)
         for life, local_step in this.reported:  # follow the run, so that old global values can go
             need = self.needs.lives.get(life)
             if need is not None and need.outline.steps:
                 self._replica(life).advance(need.outline.steps[min(local_step, len(need.outline.steps)) - 1])
 
-    def _go_back(self, global_step: int) -> None:
-        self.model.load(self._initial if global_step == BEGINNING else self.captures.at(global_step))
-
-    def _keep(self, name: Name) -> None:
-        """Remember the newest value of a fragment under this name, if anybody will use it."""
+    def _made(self, name: Name, digest: int, where: str) -> None:
+        """Compare the newest value of a fragment with the run's, and remember it under that name if it will be used."""
+        if self._compare and digest != name.digest:
+            self._differ(f"{where} (digest {digest}, the run had {name.digest})")
         if self._uses[name] > 0:
             self._values.setdefault(name, self.model.slices(self.model.capture(), name.fragment_id))
 
@@ -225,8 +209,9 @@ def replay_run(config: RunConfig, run_dir: Path, until: int | None = None) -> di
 
 def _check_alike(config: RunConfig) -> None:
     """Refuse islands that add up in another order than the one mesh and process of a replay."""
+    usual = config.island("")
     for name in config.islands.names:
-        own, usual = config.island(name), config.island("")
+        own = config.island(name)
         if own.hosts > 1:
             raise ValueError(
                 f"{name} has {own.hosts} hosts, which add up gradients in another order than the one process of a "
@@ -264,7 +249,7 @@ def replay_synthetic(config: RunConfig, folder: Path, out: Path, until: int | No
         until: stop after the first merged round of this global step or a later one.
 
     Returns:
-        What summary.json holds.
+        The content of summary.json.
 
     Raises:
         ValueError: tapes are missing or broken, or of another protocol than the config's.
@@ -273,7 +258,8 @@ def replay_synthetic(config: RunConfig, folder: Path, out: Path, until: int | No
     this = Replay(config, folder, until=until, compare=False)
     this.run()
     parameters = this.model.parameters()
-    tokens, learners = _work(this, config.island("").batch_size * config.train.seq_len)
+    learners = _work(this, config.island("").batch_size * config.train.seq_len)
+    tokens = sum(row["tokens"] for row in learners.values())
     result = this.evaluator.evaluate(parameters, config.train.final_eval_batches)
     meta = {"global_step": this.script.global_step, "tokens": tokens, "run": config.name}
     checkpoint.save_parameters(out / CHECKPOINTS, parameters, meta)
@@ -294,15 +280,15 @@ def replay_synthetic(config: RunConfig, folder: Path, out: Path, until: int | No
     return summary
 
 
-def _work(this: Replay, sample_tokens: int) -> tuple[int, dict[str, dict[str, int]]]:
-    """Return the tokens of all repeated steps, and local steps and tokens of each learner."""
+def _work(this: Replay, sample_tokens: int) -> dict[str, dict[str, int]]:
+    """Count the repeated local steps and tokens of each learner."""
     learners: dict[str, dict[str, int]] = {}
     for life, need in sorted(this.needs.lives.items()):
         steps = sum(line <= need.stop for line in need.outline.steps)
         row = learners.setdefault(life.learner_id, {"local_steps": 0, "tokens": 0})
         row["local_steps"] += steps
         row["tokens"] += steps * need.outline.step_samples * sample_tokens
-    return sum(row["tokens"] for row in learners.values()), learners
+    return learners
 
 
 def digest_of(parameters: Mapping[str, np.ndarray]) -> str:
@@ -313,14 +299,6 @@ def digest_of(parameters: Mapping[str, np.ndarray]) -> str:
         hasher.update(f"{path} {value.shape}\0".encode())
         hasher.update(value.reshape(-1).view(np.uint8).data)
     return hasher.hexdigest()
-
-
-def _script(config: RunConfig, tape: Path, until: int | None) -> Script:
-    return read_script(tape, lambda pairs: Syncer(config.protocol, config.train.steps, pairs), until)
-
-
-def _plan(config: RunConfig, evaluator: Evaluator) -> FragmentPlan:
-    return config.fragments.plan(evaluator.shapes, evaluator.kinds, config.protocol.num_fragments)
 
 
 def describe(result: Mapping[str, Any]) -> str:

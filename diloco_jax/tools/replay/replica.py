@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from diloco_jax.core import codec
-from diloco_jax.core.fragments import Fragment
 from diloco_jax.runtime.island.adoptions import Adoptions
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.settings.run import RunConfig
@@ -31,7 +30,6 @@ from diloco_jax.tools.replay.lives import (
 )
 from diloco_jax.tools.replay.script import LearnerLife, Name
 from diloco_jax.training.exchange.outgoing import HeldFragment
-from diloco_jax.training.island import Island
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.training.train_step import TrainState
 from diloco_jax.training.whole_state.layout import HostState
@@ -46,13 +44,20 @@ class Trainer:
         config: of the run.
         sequences: that one sample on the tapes stands for.
 
+    Attributes:
+        island: the devices, and the life that is on them.
+        fragments: of the run's model.
+        how: what a learner does with a global value, as the config says.
+        steps: inner steps that were repeated.
+
     Raises:
         ValueError: model or data cannot be loaded.
     """
 
     def __init__(self, config: RunConfig, sequences: int = 1) -> None:
         devices = jax.devices()[: config.island("").devices or None]  # as many as an island has
-        self._host = Host(config, "", devices)
+        self._host = host = Host(config, "", devices)
+        self.island, self.fragments = host.island, host.fragments
         self._rate = learning_rate(config.optimizer, config.train.steps)
         self._sequences = sequences
         self._compiled: set[int] = set()  # sizes of a batch
@@ -61,21 +66,15 @@ class Trainer:
         self.how = config.adopt
         self.steps = 0
 
-    @property
-    def island(self) -> Island:
-        """The devices, and the life that is on them."""
-        return self._host.island
-
-    @property
-    def fragments(self) -> tuple[Fragment, ...]:
-        """The fragments of the run's model."""
-        return self._host.fragments
-
     def fresh(self) -> TrainState:
         """Make the state of an island that has just started."""
         # Copies of our own: the next step writes to this memory.
         state: TrainState = jax.tree.map(lambda v, s: jax.device_put(np.array(v), s), self._first, self._shardings)
         return state
+
+    def fresh_adoptions(self) -> Adoptions:
+        """Return what a life has adopted and sent when it begins: nothing."""
+        return Adoptions(self.island, self.fragments, self.how)
 
     def step(self, entry: TapedStep) -> float:
         """Repeat an inner step on the island; returns its loss."""
@@ -123,12 +122,9 @@ class Replica:
         self._held: dict[int, HeldFragment] = {}
         self._versions: dict[int, int] = {}
         self._stage_at = self._fragments_by_step()
-        self._adoptions = self._fresh_adoptions()
+        self._adoptions = trainer.fresh_adoptions()
         self._payloads: dict[tuple[int, int], bytes] = {}  # (fragment, local step) -> encoded outer gradient
         self._copies: dict[int, list[tuple[dict[int, int], HostState]]] = {}  # local step -> (versions, state)
-
-    def _fresh_adoptions(self) -> Adoptions:
-        return Adoptions(self._trainer.island, self._trainer.fragments, self._trainer.how)
 
     def _fragments_by_step(self) -> dict[int, set[int]]:
         wanted: dict[int, set[int]] = {}
@@ -163,39 +159,38 @@ class Replica:
                 raise ValueError(f"{self._need.outline.path} was changed while it was replayed; start again")
             self._repeat(entry)
             self._line = number
-        self._exit()
+        self._state = self._trainer.island.state
         if self._line >= self._need.stop:  # what is left are payloads and copies that somebody will ask for
             self._entries.close()
             self._state = None
             self._held.clear()
-            self._adoptions = self._fresh_adoptions()
+            self._adoptions = self._trainer.fresh_adoptions()
 
     def _enter(self) -> None:
         self._trainer.island.state = self._state if self._state is not None else self._trainer.fresh()
         self._trainer.island.exchange.held = self._held
 
-    def _exit(self) -> None:
-        self._state = self._trainer.island.state
-
     def _repeat(self, entry: Entry) -> None:
-        if isinstance(entry, TapedStep):
-            loss = self._trainer.step(entry)
-            self._world.on_loss(self.life, entry, loss)
-            for fragment_id in sorted(self._stage_at.get(entry.local_step, ())):
-                self._stage(fragment_id, entry.local_step)
-        elif isinstance(entry, TookValue):
-            self._adopt(entry)
-        elif isinstance(entry, TookState):
-            self._exit()  # the donor's life may have to advance
-            state = self._world.state_of(entry, self.life, self._versions)
-            self._enter()
-            self._trainer.island.load_state(state, [self._trainer.fragments[p] for p in entry.fragments])
-        elif isinstance(entry, Copied):
-            if self._need.copies[entry.local_step]:
+        match entry:
+            case TapedStep():
+                loss = self._trainer.step(entry)
+                self._world.on_loss(self.life, entry, loss)
+                for fragment_id in sorted(self._stage_at.get(entry.local_step, ())):
+                    self._stage(fragment_id, entry.local_step)
+            case TookValue((fragment_id, version, _) as name, merged_round):
+                self._versions[fragment_id] = version
+                self._adoptions.unstage_all(fragment_id)
+                self._adoptions.adopt(fragment_id, version, merged_round, self._world.take(name))
+            case TookState():
+                self._state = self._trainer.island.state  # the donor's life may have to advance
+                state = self._world.state_of(entry, self.life, self._versions)
+                self._enter()
+                self._trainer.island.load_state(state, [self._trainer.fragments[p] for p in entry.fragments])
+            case Copied(local_step) if self._need.copies[local_step]:
                 copy = (dict(self._versions), self._trainer.island.stage_state().value())
-                self._copies.setdefault(entry.local_step, []).append(copy)
-        elif isinstance(entry, SentValue):
-            self._adoptions.send(*entry)
+                self._copies.setdefault(local_step, []).append(copy)
+            case SentValue():
+                self._adoptions.send(*entry)
 
     def _stage(self, fragment_id: int, local_step: int) -> None:
         staged = self._adoptions.stage(fragment_id, local_step)
@@ -207,12 +202,6 @@ class Replica:
             payload = b""
         assert isinstance(payload, bytes), "a replay has all devices in one process"
         self._payloads[fragment_id, local_step] = payload
-
-    def _adopt(self, entry: TookValue) -> None:
-        fragment_id, version, _ = entry.name
-        self._versions[fragment_id] = version
-        self._adoptions.unstage_all(fragment_id)
-        self._adoptions.adopt(fragment_id, version, entry.merged_round, self._world.take(entry.name))
 
 
 def _used_up(uses: Counter[Any], key: object) -> bool:

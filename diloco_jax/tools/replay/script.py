@@ -6,6 +6,7 @@ here, in their order. Nothing is trained yet, so everything that the tapes lack 
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Restore, SaveSnapshot
+from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import SNAPSHOTS_MAX, replay
 from diloco_jax.runtime.records.tape_file import read_lines
@@ -107,79 +109,73 @@ class Script:
     digests: tuple[int, ...] = ()  # of the initial fragments
     events: list[Event] = field(default_factory=list)
     global_step: int = 0  # closed rounds at the end
-    ended: bool = False  # whether the tape was read to its end
 
 
 class _Reader:
     """A collector of the events while the machine runs."""
 
-    def __init__(self, script: Script) -> None:
-        self._script = script
+    def __init__(self, fingerprint: Fingerprint) -> None:
+        self.script = Script(fingerprint)
         self._values: dict[tuple[int, str], LearnerLife] = {}  # (round, learner) -> whose value the syncer keeps
         self._orders: dict[int, tuple[Merge, tuple[LearnerLife, ...]]] = {}
         self._reported: dict[LearnerLife, int] = {}
 
     def take(self, line: list[Any], effects: list[Effect]) -> None:
         """Take one input and what it led to."""
-        kind = line[0]
+        kind, events = line[0], self.script.events
         if kind == "merged":
-            self._merged(line)
+            order, lives = self._orders.pop(line[2])
+            if len(line[4]) < len(order.parts):  # else no value was usable
+                reported, self._reported = tuple(self._reported.items()), {}
+                events.append(MergedRound(order, lives, line[3], tuple(line[4]), reported))
         elif kind == "StepReport":
             life = LearnerLife(line[2], line[3])
             self._reported[life] = max(line[4], self._reported.get(life, 0))
         elif kind == "FragmentValue" and not any(isinstance(e, Drop) and e.peer == line[2] for e in effects):
             self._values[line[4], line[2]] = LearnerLife(line[2], line[3])
         elif kind == "begin":
-            self._script.digests = tuple(line[2])
+            self.script.digests = tuple(line[2])
         elif kind == "snapshot":
-            self._script.events.append(SnapshotPoint(line[2], True))
+            events.append(SnapshotPoint(line[2], True))
         elif kind in ("restart", "rewind"):
             self._values.clear()
             self._orders.clear()
-            self._script.events.append(Back(line[4] if kind == "restart" else line[2]))
+            events.append(Back(line[4] if kind == "restart" else line[2]))
         for effect in effects:
             if isinstance(effect, Merge):
                 lives = tuple(self._values.pop((effect.global_step, part.learner_id)) for part in effect.parts)
                 self._orders[effect.global_step] = (effect, lives)
             elif isinstance(effect, SaveSnapshot):
-                self._script.events.append(SnapshotPoint(effect.global_step, False))
+                events.append(SnapshotPoint(effect.global_step, False))
             elif isinstance(effect, Restore):  # an AnchorValue: its digest is that of the value
-                self._script.events.append(Brought(Name(effect.fragment_id, effect.version, line[6])))
+                events.append(Brought(Name(effect.fragment_id, effect.version, line[6])))
             elif isinstance(effect, Discard):
                 self._values = {key: life for key, life in self._values.items() if key[0] != effect.global_step}
 
-    def _merged(self, line: list[Any]) -> None:
-        _, _, global_step, digest, left_out = line
-        order, lives = self._orders.pop(global_step)
-        if len(left_out) < len(order.parts):
-            reported, self._reported = tuple(self._reported.items()), {}
-            self._script.events.append(MergedRound(order, lives, digest, tuple(left_out), reported))
 
-
-def read_script(tape: Path, make_machine: Any, until: int | None = None) -> Script:
+def read_script(tape: Path, protocol: ProtocolConfig, total_steps: int, until: int | None = None) -> Script:
     """Let a machine take the decisions of a run again, and note what they ask for.
 
     Args:
         tape: the syncer's tape.
-        make_machine: (fingerprint) -> fresh machine of the run's settings.
+        protocol: of the run.
+        total_steps: global steps of the run.
         until: stop after the first merged round of this global step or a later one; None reads to the end.
 
     Raises:
         ValueError: the tape is missing, holds no learner, or cannot be replayed; names it.
     """
     fingerprint = fingerprint_of(tape)
-    machine: Syncer = make_machine(fingerprint)
-    script = Script(fingerprint)
-    reader = _Reader(script)
+    machine = Syncer(protocol, total_steps, fingerprint)
+    reader = _Reader(fingerprint)
+    script = reader.script
     for line, effects in inputs(tape, machine):
         reader.take(line, effects)
         if until is not None and line[0] == "merged" and line[2] >= until:
             break
-    else:
-        script.ended = True
-    script.global_step = machine.global_step
-    if until is not None and script.ended and machine.global_step < until:
-        raise ValueError(f"--until is {until}, but {tape} ends at global step {machine.global_step}; use a smaller one")
+    script.global_step = ended = machine.global_step
+    if until is not None and ended < until:
+        raise ValueError(f"--until is {until}, but {tape} ends at global step {ended}; use a smaller one")
     if not script.digests:
         raise ValueError(f"{tape} does not begin with the digests of the initial model; it is no whole tape")
     return script
@@ -191,16 +187,10 @@ def inputs(tape: Path, machine: Syncer) -> Iterator[tuple[list[Any], list[Effect
     Raises:
         ValueError: a line cannot be replayed; names tape and line.
     """
-    newest: list[str] = [""]
-
-    def remembered() -> Iterator[str]:
-        for line in read_lines(tape):
-            newest[0] = line
-            yield line
-
+    lines, taken = itertools.tee(read_lines(tape))
     try:
-        for effects in replay(remembered(), machine):
-            yield json.loads(newest[0]), effects
+        for effects, line in zip(replay(lines, machine), taken, strict=False):
+            yield json.loads(line), effects
     except ValueError as error:
         raise ValueError(f"{tape}: {error}; is it whole, and is the config that of its run?") from error
 

@@ -52,7 +52,7 @@ NO_VALUE = "–"
 
 
 def format_duration(seconds: float) -> str:
-    """A duration with its two largest units: 9 s, 2 min 05 s, 3 h 07 min, 2 d 04 h."""
+    """Return a duration with its two largest units: 9 s, 2 min 05 s, 3 h 07 min, 2 d 04 h."""
     whole = round(max(0.0, seconds))
     if whole < 60:
         return f"{whole} s"
@@ -68,12 +68,12 @@ def _or_none(value: float | None, form: str) -> str:
 
 
 def _share(status: Mapping[str, Any]) -> float:
-    """Share of the run that is done, in [0, 1]."""
+    """Return the share of the run that is done, in [0, 1]."""
     return min(1.0, status["global_step"] / max(1, status["total_steps"]))
 
 
 def _time_left(status: Mapping[str, Any], steps_per_s: float | None) -> str:
-    """The words about the time left, empty when there is nothing to say."""
+    """Say how much time is left; empty when there is nothing to say."""
     if status["state"] != "running" or status["global_step"] <= 0:
         return ""
     rate = steps_per_s if steps_per_s is not None else status["global_step"] / max(status["wall_s"], 1e-9)
@@ -85,8 +85,8 @@ def _time_left(status: Mapping[str, Any], steps_per_s: float | None) -> str:
 def _learner_table(learners: list[Mapping[str, Any]]) -> Table:
     # headers may wrap and the space between columns is one, so that it fits into 80 columns
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("island", no_wrap=True)
-    table.add_column("condition", no_wrap=True)
+    for name in ("island", "condition"):
+        table.add_column(name, no_wrap=True)
     for name in ("step", "tokens/s", "loss", "merged in", "participation", "restarts"):
         table.add_column(name, justify="right")
     for row in learners:
@@ -110,7 +110,7 @@ def _learner_table(learners: list[Mapping[str, Any]]) -> Table:
 
 
 def render(status: Mapping[str, Any], *, steps_per_s: float | None = None) -> RenderableType:
-    """The picture of a run.
+    """Draw a run.
 
     Args:
         status: see the top of this file.
@@ -118,8 +118,7 @@ def render(status: Mapping[str, Any], *, steps_per_s: float | None = None) -> Re
     """
     state = Text(status["state"], style=f"bold {RUN_STYLES.get(status['state'], '')}")
     steps = f"{_share(status):.0%}, step {status['global_step']} of {status['total_steps']}"
-    left = _time_left(status, steps_per_s)
-    times = f"{format_duration(status['wall_s'])}{', ' + left if left else ''}"
+    times = ", ".join(filter(None, (format_duration(status["wall_s"]), _time_left(status, steps_per_s))))
     progress = Table.grid(padding=(0, 2, 0, 0))
     progress.add_row(ProgressBar(total=1.0, completed=_share(status), width=16), Text(steps), Text(times, style="dim"))
     wire = status["wire"]
@@ -129,10 +128,8 @@ def render(status: Mapping[str, Any], *, steps_per_s: float | None = None) -> Re
         f"{status['contributors_per_round']:.2f} contributors per round",
         f"up {format_bytes(wire['up_bytes'])}, down {format_bytes(wire['down_bytes'])}",
     ]
-    if status["learners"]:
-        islands: RenderableType = _learner_table(status["learners"])
-    else:
-        islands = Text("no island has connected yet; the first step compiles, which may take a minute", style="dim")
+    nobody = Text("no island has connected yet; the first step compiles, which may take a minute", style="dim")
+    islands = _learner_table(status["learners"]) if status["learners"] else nobody
     waiting = Text.assemble(("waiting for: ", "dim"), status["waiting_for"])
     alarms = [Text(f"alarm: {text}", style="red") for text in status["alarms"]]
     title = Text.assemble((status["run"], "bold"), "  ", state)
@@ -140,7 +137,7 @@ def render(status: Mapping[str, Any], *, steps_per_s: float | None = None) -> Re
 
 
 def line(status: Mapping[str, Any], *, steps_per_s: float | None = None) -> str:
-    """One plain line about a run, for logs."""
+    """Say in one plain line, for logs, how a run is."""
     active = sum(row["state"] == "active" for row in status["learners"])
     parts = [
         f"{status['run']}: {status['state']}, step {status['global_step']} of {status['total_steps']}",
@@ -158,14 +155,16 @@ def line(status: Mapping[str, Any], *, steps_per_s: float | None = None) -> str:
 
 
 def describe(status: Mapping[str, Any]) -> str:
-    """Plain text for `diloco status`: which island is in which condition, and since when."""
+    """Say in plain text, for `diloco status`, which island is in which condition, and since when."""
     progress = f"global step {status['global_step']} of {status['total_steps']} ({_share(status):.0%}) after "
     progress += format_duration(status["wall_s"])
+    quiet = "said_s_ago" in status
+    if quiet:
+        progress = f"last word {format_duration(status['said_s_ago'])} ago, at {progress}"
     text = [f"{status['run']} is {status['state']}: {progress}"]
-    if "said_s_ago" in status:
-        ago = format_duration(status["said_s_ago"])
-        text = [f"{status['run']} is {status['state']}: last word {ago} ago, at {progress}"]
-        text += [status["remedy"], "it said then:"]
+    if left := _time_left(status, None):
+        text[0] += f", {left}"
+    text += [status["remedy"], "it said then:"] if quiet else []
     text += [
         f"waiting for: {status['waiting_for']}",
         f"tokens: {format_count(status['tokens'])}, now {format_count(status['tokens_per_s'])}/s; "
@@ -173,8 +172,6 @@ def describe(status: Mapping[str, Any]) -> str:
         f"contributors per round: {status['contributors_per_round']:.2f}; moved up "
         f"{format_bytes(status['wire']['up_bytes'])}, down {format_bytes(status['wire']['down_bytes'])}",
     ]
-    if left := _time_left(status, None):
-        text[0] += f", {left}"
     text += [f"alarm: {alarm}" for alarm in status["alarms"]]
     if not status["learners"]:
         text.append("no island has connected yet")
@@ -184,20 +181,19 @@ def describe(status: Mapping[str, Any]) -> str:
 
 
 def _condition(row: Mapping[str, Any]) -> str:
-    since = format_duration(row["since_s"])
     merged = f"last merged in round {row['last_merged_round']}" if row["last_merged_round"] else "never merged yet"
     restarts = f", {row['restarts']} restart{'s' if row['restarts'] != 1 else ''}" if row["restarts"] else ""
-    name = row["condition"]
-    step = f"step {row['local_step']}, loss {_or_none(row['loss'], '.3f')}"
-    rate = f"{format_count(row['tokens_per_s'])} tokens/s"
-    details = f": {step}, {rate}" if row["state"] == "active" else f" after step {row['local_step']}"
+    details = f" after step {row['local_step']}"
+    if row["state"] == "active":
+        rate = f"{format_count(row['tokens_per_s'])} tokens/s"
+        details = f": step {row['local_step']}, loss {_or_none(row['loss'], '.3f')}, {rate}"
     reason = f"; {row['reason']}" if row["reason"] else ""
-    condition = f"{name} for {since}{details}{reason}"
+    condition = f"{row['condition']} for {format_duration(row['since_s'])}{details}{reason}"
     return f"{condition}; {merged}, participation {row['participation']:.0%}{restarts}"
 
 
 class LiveView:
-    """Shows a run's status file until the context ends: a live table on a terminal, a line now and then elsewhere.
+    """A view of a run's status file until the context ends: a live table on a terminal, a line now and then elsewhere.
 
     It only reads, from its own thread; a status file that is missing or unreadable leaves the last picture.
 
@@ -206,8 +202,8 @@ class LiveView:
         console: where to draw.
     """
 
-    def __init__(self, status_path: str | Path, console: Console) -> None:
-        self._path = Path(status_path)
+    def __init__(self, status_path: Path, console: Console) -> None:
+        self._path = status_path
         self._console = console
         self._status: dict[str, Any] | None = None
         self._heard_s = time.monotonic()
@@ -218,9 +214,7 @@ class LiveView:
 
     def __enter__(self) -> LiveView:
         if self._console.is_terminal:
-            self._live = Live(
-                get_renderable=self.picture, console=self._console, refresh_per_second=REFRESHES_PER_S, transient=False
-            )
+            self._live = Live(get_renderable=self.picture, console=self._console, refresh_per_second=REFRESHES_PER_S)
             self._live.start()
         else:
             self._thread = threading.Thread(target=self._print_lines, name="live-view", daemon=True)
@@ -247,7 +241,7 @@ class LiveView:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def picture(self) -> RenderableType:
-        """The newest status as a picture."""
+        """Draw the newest status."""
         self.poll()
         status = self._current()
         if status is None:
@@ -255,7 +249,7 @@ class LiveView:
         return render(status, steps_per_s=self.steps_per_s())
 
     def _current(self) -> dict[str, Any] | None:
-        """The last status; when it has become old, with a word about that instead of an estimate."""
+        """Return the last status; when it has become old, with a word about that instead of an estimate."""
         quiet_s = time.monotonic() - self._heard_s
         if self._status is None or self._status["state"] != "running" or quiet_s < QUIET_S:
             return self._status
@@ -282,7 +276,7 @@ class LiveView:
             self._history.popleft()
 
     def steps_per_s(self) -> float | None:
-        """Global steps per second of run time over the last minute; None before two readings."""
+        """Return global steps per second of run time over the last minute; None before two readings."""
         if len(self._history) < 2:
             return None
         (begin_s, begin_step), (end_s, end_step) = self._history[0], self._history[-1]

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from diloco_jax.drawing import charts
-from diloco_jax.drawing.charts import HALF, WIDE, Line, Point, format_bytes, format_count
+from diloco_jax.drawing.charts import HALF, WIDE, Axis, Line, Point, format_bytes, format_count
 from diloco_jax.drawing.page import figure, legend, page
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.protocol.watch.stats import never_merged, participation, step_overhead
 from diloco_jax.runtime.records.files import CONFIG_FILE, METRICS_FILE, REPORT_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.telemetry import read_metrics, replace_text
-from diloco_jax.tools.report import plots as plots
+from diloco_jax.tools.report import plots
 from diloco_jax.tools.report.live import format_duration
 from diloco_jax.tools.report.plots import MARKS, DrawnRound, LearnerMark
 
@@ -160,15 +160,12 @@ def read_story(path: Path) -> Story:
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """A centred moving average, thinned to at most POINTS_MAX points that include the first and the last."""
+    """Return a centred moving average, thinned to at most POINTS_MAX points that include the first and the last."""
     half = len(points) // (2 * SMOOTHING)
-    sums = [0.0]
-    for _, value in points:
-        sums.append(sums[-1] + value)
+    sums = list(accumulate((value for _, value in points), initial=0.0))
     every = max(1, -(-len(points) // POINTS_MAX))
-    chosen = [*range(0, len(points) - 1, every), *([len(points) - 1] if points else [])]
     out = []
-    for index in chosen:
+    for index in [*range(0, len(points) - 1, every), *([len(points) - 1] if points else [])]:
         reach = min(half, index)  # narrow at the begin, where the curve is steep
         first, last = index - reach, min(index + reach + 1, len(points))
         out.append((points[index][0], (sums[last] - sums[first]) / (last - first)))
@@ -181,13 +178,12 @@ def _thin(points: Sequence[Point]) -> list[Point]:
 
 
 def _style(index: int, count: int) -> str:
-    """The colour class of one of `count` islands; too many to tell apart share one colour."""
+    """Return the colour class of one of `count` islands; too many to tell apart share one colour."""
     return f"k{index}" if count <= charts.NUM_COLOURS else "many"
 
 
 def _loss_charts(story: Story) -> str:
-    """Loss over tokens and over time, islands and global model, on one scale of losses."""
-    count = len(story.tracks)
+    """Draw loss over tokens and over time, islands and global model, on one scale of losses."""
     values = [
         loss
         for track in story.tracks.values()
@@ -197,36 +193,34 @@ def _loss_charts(story: Story) -> str:
     if not values:
         return ""
     y_axis = charts.number_axis(values, "loss")
-    out = []
-    for title, note, column, x_axis in (
-        (
-            "Loss over tokens",
-            "Training loss of every island (moving average) against the tokens that all islands had trained on by "
-            "then, and the evaluation of the global model on held-out data, in nats per token.",
-            1,
-            charts.count_axis(story.tokens, "tokens, all islands together"),
-        ),
-        (
-            "Loss over time",
-            "The same losses against time.",
-            0,
-            charts.time_axis(story.end_s, "time since the run began"),
-        ),
-    ):
-        lines = []
-        for index, (name, track) in enumerate(story.tracks.items()):
-            points = smooth([(step[column], step[2]) for step in track.steps])
-            lines += [Line(name=name, points=points, style=_style(index, count))] if points else []
-        entries = [(line.name, line.style) for line in lines]
-        if count > charts.NUM_COLOURS:
-            entries = [(f"{len(lines)} islands", "many")]
-        if story.evals:
-            points = [(point[column], point[2]) for point in story.evals]
-            lines.append(Line(name="global model (eval)", points=points, style="main", dots=True))
-            entries.append(("global model (eval)", "main"))
-        chart = charts.line_chart(title, lines, x_axis, y_axis, width=WIDE, height=340 if column else 280)
-        out.append(figure(title, note, chart, legend(entries)))
-    return "".join(out)
+    note = (
+        "Training loss of every island (moving average) against the tokens that all islands had trained on by "
+        "then, and the evaluation of the global model on held-out data, in nats per token."
+    )
+    tokens = charts.count_axis(story.tokens, "tokens, all islands together")
+    return _loss_chart(story, "Loss over tokens", note, 1, tokens, y_axis) + _loss_chart(
+        story, "Loss over time", "The same losses against time.", 0, _time_axis(story), y_axis
+    )
+
+
+def _loss_chart(story: Story, title: str, note: str, column: int, x_axis: Axis, y_axis: Axis) -> str:
+    lines = []
+    for index, (name, track) in enumerate(story.tracks.items()):
+        points = smooth([(step[column], step[2]) for step in track.steps])
+        lines += [Line(name=name, points=points, style=_style(index, len(story.tracks)))] if points else []
+    entries = [(line.name, line.style) for line in lines]
+    if len(story.tracks) > charts.NUM_COLOURS:
+        entries = [(f"{len(lines)} islands", "many")]
+    if story.evals:
+        points = [(point[column], point[2]) for point in story.evals]
+        lines.append(Line(name="global model (eval)", points=points, style="main", dots=True))
+        entries.append(("global model (eval)", "main"))
+    chart = charts.line_chart(title, lines, x_axis, y_axis, width=WIDE, height=340 if column else 280)
+    return figure(title, note, chart, legend(entries))
+
+
+def _time_axis(story: Story) -> Axis:
+    return charts.time_axis(story.end_s, "time since the run began")
 
 
 def _timeline(story: Story) -> str:
@@ -272,7 +266,7 @@ def _wire_chart(story: Story, wire: Mapping[str, Any]) -> str:
     chart = charts.line_chart(
         "Bytes on the wire",
         [line for line in lines if line.points],
-        charts.time_axis(story.end_s, "time since the run began"),
+        _time_axis(story),
         charts.bytes_axis(values, "bytes"),
         width=WIDE,
         height=280,
@@ -282,9 +276,8 @@ def _wire_chart(story: Story, wire: Mapping[str, Any]) -> str:
 
 def _island_bars(learners: Mapping[str, Mapping[str, Any]]) -> str:
     def values(key: str) -> list[tuple[str, float, str]]:
-        rows = enumerate(learners.items())
-        count = len(learners)
-        return [(name, row[key], _style(index, count)) for index, (name, row) in rows if row[key] is not None]
+        rows = [(name, row[key], _style(index, len(learners))) for index, (name, row) in enumerate(learners.items())]
+        return [row for row in rows if row[1] is not None]
 
     out = ""
     if participation := values("participation"):
@@ -299,7 +292,7 @@ def _island_bars(learners: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _figures(summary: Mapping[str, Any]) -> str:
-    """The key figures; what a run does not have is left out."""
+    """List the key figures; what a run does not have is left out."""
     wire, fates = summary["wire"], summary.get("samples", {"merged": 0, "overwritten": 0})
     settled = fates["merged"] + fates["overwritten"]
     cells: list[tuple[str, Any, Callable[[Any], str]]] = [
@@ -348,10 +341,10 @@ def read_summary(story: Story, path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {**counted, "complete": False}
     written = json.loads(path.read_text(encoding="utf-8"))
-    learners = {**counted["learners"]}
+    learners = counted["learners"]
     for name, row in written["learners"].items():
-        learners[name] = {**learners.get(name, {}), **row}
-    summary = {**counted, **written, "learners": learners, "wire": {**counted["wire"], **written["wire"]}}
+        learners[name] = learners.get(name, {}) | row
+    summary = {**counted, **written, "learners": learners, "wire": counted["wire"] | written["wire"]}
     if not story.rounds:  # data parallel: nothing to take part in
         summary["contributors_per_round"] = None
         for row in learners.values():
@@ -359,13 +352,12 @@ def read_summary(story: Story, path: Path) -> dict[str, Any]:
     return summary
 
 
-def write_report(run_dir: str | os.PathLike[str]) -> Path:
+def write_report(folder: Path) -> Path:
     """Write report.html into a run's folder and return its path.
 
     Raises:
         ValueError: the folder holds no metrics.jsonl, or one without a single record.
     """
-    folder = Path(run_dir)
     metrics = folder / METRICS_FILE
     if not metrics.is_file():
         raise ValueError(f"{metrics} does not exist; give the folder of a run, one that `diloco train` made")
@@ -375,8 +367,8 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     summary = read_summary(story, folder / SUMMARY_FILE)
     config_file, name = folder / CONFIG_FILE, folder.resolve().name
     learners = f"{len(story.tracks)} learner{'s' if len(story.tracks) != 1 else ''}"
-    subtitle = f"{summary['global_steps']} global steps, {format_count(summary['tokens'])} tokens, {learners}, "
-    subtitle += format_duration(summary["wall_s"])
+    steps, tokens = summary["global_steps"], format_count(summary["tokens"])
+    subtitle = f"{steps} global steps, {tokens} tokens, {learners}, {format_duration(summary['wall_s'])}"
     if not summary["complete"]:
         subtitle += '. <b class="warning">Not complete: the numbers are those up to the last record.</b>'
     unmerged = never_merged(summary.get("unmerged_fragments", ()))  # unknown before the run has ended

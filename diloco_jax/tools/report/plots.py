@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 
 from diloco_jax.drawing.charts import BOTTOM, RIGHT, WIDE, draw_x_axis, num, svg, time_axis
 
@@ -21,20 +22,20 @@ MARKS = {
 
 
 def bars(title: str, values: Sequence[tuple[str, float, str]], *, high: float, width: int) -> str:
-    """Horizontal bars, one per (name, value, style), with its value in per cent; `high` is the full length."""
+    """Draw horizontal bars, one per (name, value, style), with its value in per cent; `high` is the full length."""
     row, left = 24, _label_width([name for name, _, _ in values])
     right = width - 56
     out = []
     for index, (name, value, style) in enumerate(values):
-        top, middle = index * row + 4, index * row + row / 2
+        place, middle = f'x="{left}" y="{index * row + 4}" height="{row - 8}" rx="2"', index * row + row / 2
         length = max(0.0, min(1.0, value / high)) * (right - left)
-        out.append(_row_label(name, left, middle))
-        out.append(f'<rect class="track" x="{left}" y="{top}" width="{right - left}" height="{row - 8}" rx="2"/>')
-        out.append(
-            f'<rect class="fill {style}" x="{left}" y="{top}" width="{num(length)}" height="{row - 8}" rx="2">'
-            f"<title>{escape(name)}: {value:.2%}</title></rect>"
-        )
-        out.append(f'<text class="value" x="{right + 8}" y="{num(middle)}" dy="0.32em">{value:.1%}</text>')
+        out += [
+            _row_label(name, left, middle),
+            f'<rect class="track" {place} width="{right - left}"/>',
+            f'<rect class="fill {style}" {place} width="{num(length)}">',
+            f"<title>{escape(name)}: {value:.2%}</title></rect>",
+            f'<text class="value" x="{right + 8}" y="{num(middle)}" dy="0.32em">{value:.1%}</text>',
+        ]
     return svg(width, len(values) * row + 4, title, out)
 
 
@@ -75,7 +76,7 @@ def timeline(
     marks: Sequence[LearnerMark],
     times: tuple[float, float],
 ) -> str:
-    """One row per learner, time to the right; a cell is a few successive rounds, as full as the learner was in them.
+    """Draw a row per learner, time to the right; a cell is a few successive rounds, as full as the learner was in them.
 
     Args:
         learners: the rows, from the top.
@@ -83,9 +84,9 @@ def timeline(
         marks: what happened to learners.
         times: when the first inner step was reported, before which no round can have begun, and when the run ended.
     """
-    row, width = (26, WIDE) if len(learners) <= 16 else (18, WIDE)
+    row = 26 if len(learners) <= 16 else 18
     left, top = _label_width(learners), 6
-    right, bottom = width - RIGHT, top + row * len(learners) + 4
+    right, bottom = WIDE - RIGHT, top + row * len(learners) + 4
     axis = time_axis(times[1], "time since the run began", 12)
 
     def x(t: float) -> float:
@@ -96,8 +97,8 @@ def timeline(
     for name, y in at.items():
         out.append(_row_label(name, left, y + row / 2))
         out.append(f'<rect class="track" x="{left}" y="{y + 3}" width="{right - left}" height="{row - 6}"/>')
-        for begin_s, end, text, share in _cells(name, rounds, times[0]):
-            place = f'x="{num(x(begin_s))}" y="{y + 3}" width="{num(x(end) - x(begin_s))}" height="{row - 6}"'
+        for begin_s, end_s, text, share in _cells(name, rounds, times[0]):
+            place = f'x="{num(x(begin_s))}" y="{y + 3}" width="{num(x(end_s) - x(begin_s))}" height="{row - 6}"'
             out.append(f'<rect class="cell" {place} opacity="{0.12 + 0.88 * share:.2f}"><title>{text}</title></rect>')
     for mark in marks:
         if mark.learner in at:
@@ -106,37 +107,25 @@ def timeline(
             middle = at[mark.learner] + row / 2
             out.append(f'<g class="mark" transform="translate({num(x(mark.t))} {num(middle)})">')
             out.append(f"{glyph(mark.kind)}<title>{text}</title></g>")
-    return svg(width, bottom + BOTTOM, title, out)
+    return svg(WIDE, bottom + BOTTOM, title, out)
 
 
-def _cells(name: str, rounds: Sequence[DrawnRound], begin_s: float) -> list[tuple[float, float, str, float]]:
-    """Return a row's cells as (begin, end, words, share of rounds with the learner); join equal neighbours."""
+def _cells(name: str, rounds: Sequence[DrawnRound], begin_s: float) -> Iterator[tuple[float, float, str, float]]:
+    """Yield a row's cells as (begin, end, words, share of rounds with the learner); join equal neighbours."""
     size = max(1, math.ceil(len(rounds) / CELLS_MAX))
-    joined: list[list[float]] = []  # begin_s, end_s, first step, last step, rounds with the learner, rounds
-    for start in range(0, len(rounds), size):
-        group = rounds[start : start + size]
-        hits = sum(name in this.members for this in group)
-        last = joined[-1] if joined else None
-        if last is not None and last[4] / last[5] == hits / len(group):
-            last[1], last[3] = group[-1].t, group[-1].global_step
-            last[4], last[5] = last[4] + hits, last[5] + len(group)
-        else:
-            joined.append([begin_s, group[-1].t, group[0].global_step, group[-1].global_step, hits, len(group)])
-        begin_s = group[-1].t
-    return [
-        (
-            begin,
-            end,
-            f"{escape(name)}, rounds {first:.0f} to {last:.0f}: merged in {hits:.0f} of {count:.0f}",
-            hits / count,
-        )
-        for begin, end, first, last, hits, count in joined
-        if hits
-    ]
+    groups = [rounds[start : start + size] for start in range(0, len(rounds), size)]
+    for _, alike in groupby(groups, lambda group: sum(name in this.members for this in group) / len(group)):
+        cell = [this for group in alike for this in group]
+        hits = sum(name in this.members for this in cell)
+        if hits:
+            span = f"rounds {cell[0].global_step} to {cell[-1].global_step}"
+            words = f"{escape(name)}, {span}: merged in {hits} of {len(cell)}"
+            yield begin_s, cell[-1].t, words, hits / len(cell)
+        begin_s = cell[-1].t
 
 
 def glyph(kind: str) -> str:
-    """The sign of a mark around the origin; the shape tells the kind without colour."""
+    """Draw the sign of a mark around the origin; the shape tells the kind without colour."""
     shapes = {
         "joined": '<path class="good" d="M-4.5 -6L5.5 0L-4.5 6Z"/>',
         "left": '<path class="halo" d="M-4 -4L4 4M-4 4L4 -4"/><path class="bad" d="M-4 -4L4 4M-4 4L4 -4"/>',

@@ -80,6 +80,22 @@ class Stage:
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
 
+    def polls(self, times: int) -> None:
+        for _ in range(times):
+            self.driver.poll()
+
+    def rejoin(self, *names: str) -> None:
+        """They come back as new incarnations, and are merged."""
+        for name in names:
+            self.incarnation[name] = 2
+        self.merge(*names)
+        self.driver.poll()
+
+    def stops(self) -> bool:
+        """Tell if the process stands still."""
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "T"
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -101,36 +117,26 @@ def stages(tmp_path: Path) -> Iterator[Any]:
         stage.close()
 
 
-def process_state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def test_one_island_is_always_left_alone(stages: Any) -> None:
     stage = stages(*(fault(number, "kill", name) for number, name in enumerate(ISLANDS, 1)))
-    for _ in range(10):
-        stage.driver.poll()
+    stage.polls(10)
     assert stage.killed == ["a", "b", "c"] and stage.driver.skipped == 1
-    stage.incarnation["b"] = 2
-    stage.merge("b", "d")
+    stage.rejoin("b")
     assert stage.killed == ["a", "b", "c", "d"] and stage.driver.skipped == 0
 
 
 def test_an_island_is_not_hit_before_it_recovered(stages: Any) -> None:
     stage = stages(fault(1, "kill", "a"), fault(2, "kill", "a"), fault(3, "kill", "b"))
-    for _ in range(5):
-        stage.driver.poll()
+    stage.polls(5)
     assert stage.killed == ["a"], "faults keep their order"
-    stage.incarnation["a"] = 2
-    stage.merge("a")
-    stage.driver.poll()
+    stage.rejoin("a")
     assert stage.killed == ["a", "a", "b"]
     assert stage.driver.inflicted == 3 and any("a is merged again" in line for line in stage.said)
 
 
 def test_nothing_begins_before_everybody_was_merged_nor_before_its_step(stages: Any) -> None:
-    late = ChaosFault(number=1, kind="kill", target="a", at_step=4)
-    stage = stages(late)
-    stage.driver.poll()
+    stage = stages(ChaosFault(number=1, kind="kill", target="a", at_step=4))
+    stage.polls(1)
     assert stage.killed == []
     stage.merge("a")
     stage.driver.poll()
@@ -139,8 +145,7 @@ def test_nothing_begins_before_everybody_was_merged_nor_before_its_step(stages: 
 
 def test_what_the_run_is_too_short_for_is_skipped(stages: Any) -> None:
     stage = stages(fault(1, "stop", "a", 1e9), fault(2, "kill", "b"))
-    for _ in range(3):
-        stage.driver.poll()
+    stage.polls(3)
     assert stage.signals == [("b", signal.SIGKILL)]
     assert stage.driver.skipped == 1 and stage.driver.inflicted == 1
 
@@ -154,26 +159,22 @@ def test_donor_is_killed_when_the_first_part_of_its_state_comes(stages: Any) -> 
     stage.driver.poll()
     assert stage.killed == ["a", "c"]
     assert stage.driver.ledger.unwell == {"a", "c"}
-    for name in ("a", "c"):
-        stage.incarnation[name] = 2
-    stage.merge("a", "c")
+    stage.rejoin("a", "c")
     assert stage.driver.ledger.unwell == set() and stage.driver.inflicted == 1
 
 
 def test_who_recovers_without_a_donor_costs_nobody_his_life(stages: Any) -> None:
     stage = stages(fault(1, "kill-donor", "a"))
-    stage.driver.poll()
-    stage.incarnation["a"] = 2
-    stage.merge("a")
-    stage.driver.poll()
+    stage.polls(1)
+    stage.rejoin("a")
     assert stage.killed == ["a"] and any("no donor that could be killed" in line for line in stage.said)
 
 
 def test_stopped_process_goes_on_when_its_time_is_over(stages: Any) -> None:
     stage = stages(fault(1, "stop", "a", 0.05))
-    stage.driver.poll()
-    wait_for(lambda: process_state(stage.process.pid) == "T", "the stop")
-    wait_for(lambda: stage.driver.poll() or process_state(stage.process.pid) != "T", "the end of the stop")
+    stage.polls(1)
+    wait_for(stage.stops, "the stop")
+    wait_for(lambda: stage.polls(1) or not stage.stops(), "the end of the stop")
     assert [number for _, number in stage.signals] == [signal.SIGSTOP, signal.SIGCONT]
     assert stage.driver.ledger.recoveries[0].ended_s is not None
 
@@ -190,39 +191,33 @@ def test_disk_of_the_syncer_is_full_until_it_is_not(stages: Any) -> None:
 
 def test_end_of_the_run_ends_every_fault(stages: Any) -> None:
     stage = stages(fault(1, "black-hole", "a", 3000.0), fault(2, "stop", "b", 3000.0))
-    stage.driver.poll()
-    stage.driver.poll()
-    wait_for(lambda: process_state(stage.process.pid) == "T", "the stop")
+    stage.polls(2)
+    wait_for(stage.stops, "the stop")
     stage.write(kind="finished", t=stage.now_s(), global_step=STEPS, members=[])
-    stage.driver.poll()
-    wait_for(lambda: process_state(stage.process.pid) != "T", "the end of the stop")
+    stage.polls(1)
+    wait_for(lambda: not stage.stops(), "the end of the stop")
 
 
 def test_bad_values_are_ordered_by_file_and_signal(stages: Any) -> None:
     stage = stages(fault(1, "nan", "a", how="huge", amount=12))
-    signal_ignored = stage.process  # it has no handler: what counts is that it was told
-    stage.driver.poll()
+    stage.polls(1)
     assert json.loads(order_file(stage.folder, "a").read_text()) == {"values": 12, "how": "huge"}
-    assert stage.signals == [("a", signal.SIGUSR1)] and signal_ignored.wait() == -signal.SIGUSR1
+    assert stage.signals == [("a", signal.SIGUSR1)]
+    assert stage.process.wait() == -signal.SIGUSR1, "it has no handler: it was told"
 
 
 def test_a_cut_waits_until_there_is_something_to_cut(stages: Any) -> None:
     stage = stages(fault(1, "cut", "a", how="rst"))
-    for _ in range(3):
-        stage.driver.poll()
+    stage.polls(3)
     assert stage.driver.inflicted == 0
 
 
 def test_what_happened_is_written_down(stages: Any) -> None:
     stage = stages(fault(1, "kill", "a"))
-    stage.driver.poll()
-    stage.incarnation["a"] = 2
-    stage.merge("a")
+    stage.polls(1)
+    stage.rejoin("a")
     lines = [json.loads(line) for line in (stage.folder / "chaos" / "faults.jsonl").read_text().splitlines()]
-    assert [(line["event"], line["fault"], line["target"]) for line in lines] == [
-        ("begin", 1, "a"),
-        ("recovered", 1, "a"),
-    ]
+    assert [(row["event"], row["fault"], row["target"]) for row in lines] == [("begin", 1, "a"), ("recovered", 1, "a")]
 
 
 def test_tail_gives_each_whole_line_once(tmp_path: Path) -> None:

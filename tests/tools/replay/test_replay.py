@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,6 @@ import pytest
 
 from diloco_jax.core.fragments import take
 from diloco_jax.protocol.effects import Merge, Part
-from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.runtime.records.checkpoint import latest, load_parameters
 from diloco_jax.settings.run import AdoptConfig, RunConfig
 from diloco_jax.settings.text import parse
@@ -51,9 +49,22 @@ def config_of(pair: TapedPair, **changes: Any) -> RunConfig:
     return parse(merged(merged(SMALL, settings), changes), "the test")
 
 
+def trained(folder: Path, steps: int, *names: str, **settings: Any) -> TapedPair:
+    """Make a quiet run of these learners and its tapes."""
+    pair = TapedPair(folder, **settings)
+    pair.join(*names)
+    pair.steps(steps, *names)
+    pair.finish()
+    return pair
+
+
+def rounds_of(script: Script) -> list[MergedRound]:
+    return [event for event in script.events if isinstance(event, MergedRound)]
+
+
 def script_of(pair: TapedPair, until: int | None = None) -> Script:
     tape = pair.finish() / "tape.jsonl"
-    return read_script(tape, lambda pairs: Syncer(pair.config, STEPS, pairs), until)
+    return read_script(tape, pair.config, STEPS, until)
 
 
 def eventful(folder: Path, **settings: Any) -> TapedPair:
@@ -83,51 +94,39 @@ def eventful(folder: Path, **settings: Any) -> TapedPair:
 def test_script_tells_what_happened(tmp_path: Path) -> None:
     pair = eventful(tmp_path)
     script = script_of(pair)
-    rounds = [event for event in script.events if isinstance(event, MergedRound)]
+    rounds = rounds_of(script)
     orders = {(order.global_step, order.fragment_id) for order in pair.merges()}
     assert {(this.order.global_step, this.order.fragment_id) for this in rounds} == orders
     assert len(rounds) == sum('["merged"' in line for line in pair.tape)
     assert all(len(this.lives) == len(this.order.parts) for this in rounds)
-    assert {life for this in rounds for life in this.lives} >= {
-        LearnerLife("b", 1),
-        LearnerLife("b", 2),
-        LearnerLife("b", 3),
-        LearnerLife("c", 1),
-    }
+    lives = [("b", 1), ("b", 2), ("b", 3), ("c", 1)]
+    assert {life for this in rounds for life in this.lives} >= {LearnerLife(*life) for life in lives}
     restart = next(json.loads(line) for line in pair.tape if line.startswith('["restart"'))
     rewind = next(json.loads(line) for line in pair.tape if line.startswith('["rewind"'))
     assert [event.global_step for event in script.events if isinstance(event, Back)] == [restart[4], rewind[2]]
     assert any(isinstance(event, Brought) for event in script.events)
     at = {type(event): index for index, event in reversed(list(enumerate(script.events)))}
     assert at[SnapshotPoint] < at[Back] < at[Brought]
-    assert script.global_step == pair.syncer.global_step and script.ended
+    assert script.global_step == pair.syncer.global_step
 
 
 def test_script_until(tmp_path: Path) -> None:
-    pair = TapedPair(tmp_path)
-    pair.join("a")
-    pair.steps(9, "a")
-    rounds = script_of(pair, until=5).events
-    assert [event.order.global_step for event in rounds if isinstance(event, MergedRound)] == [1, 2, 3, 4, 5]
+    pair = trained(tmp_path, 9, "a")
+    assert [this.order.global_step for this in rounds_of(script_of(pair, until=5))] == [1, 2, 3, 4, 5]
     with pytest.raises(ValueError, match=r"--until is 90, but .* ends at global step"):
         script_of(pair, until=90)
 
 
 def test_script_leaves_out_rounds_without_a_usable_value(tmp_path: Path) -> None:
-    pair = TapedPair(tmp_path, strikes_max=100)
-    pair.join("a")
-    pair.steps(2, "a")
+    pair = trained(tmp_path, 2, "a", strikes_max=100)
     pair.poisoned = {"a"}
     pair.steps(3, "a")
-    events = script_of(pair).events
-    assert len([event for event in events if isinstance(event, MergedRound)]) < len(pair.merges())
+    assert len(rounds_of(script_of(pair))) < len(pair.merges())
 
 
 def test_only_what_is_needed_is_asked_for(tmp_path: Path) -> None:
     """Of c nothing was merged, so its tape may be missing; of a what the receiver took, and the last merged value."""
-    pair = TapedPair(tmp_path, step_samples=SAMPLES, recover_from_peers=True)
-    pair.join("a")
-    pair.steps(6, "a")
+    pair = trained(tmp_path, 6, "a", step_samples=SAMPLES, recover_from_peers=True)
     pair.join("b")
     pair.steps(2, "a")
     pair.steps(2, "a", "b")
@@ -141,8 +140,7 @@ def test_only_what_is_needed_is_asked_for(tmp_path: Path) -> None:
     assert took.donor == LearnerLife("a", 1) and need.copies == Counter({took.donor_step: 1})
     parts = [
         (event.order.fragment_id, part.local_step)
-        for event in script.events
-        if isinstance(event, MergedRound)
+        for event in rounds_of(script)
         for part in event.order.parts
         if part.learner_id == "a"
     ]
@@ -172,31 +170,20 @@ def _write_tape(folder: Path, name: str, lines: list[list[Any]]) -> Path:
 # ---- broken tapes ---------------------------------------------------------------------------------------------------
 
 
-def test_missing_learner_tape_is_named(tmp_path: Path) -> None:
-    pair = TapedPair(tmp_path)
-    pair.join("a", "b")
-    pair.steps(4, "a", "b")
-    pair.path_of("b").unlink()
-    with pytest.raises(ValueError, match=r"tapes/b\.1\.jsonl is missing: .* copy the tapes folder"):
-        NeededLives(tmp_path, script_of(pair))
-
-
-def test_short_learner_tape_is_named(tmp_path: Path) -> None:
-    pair = TapedPair(tmp_path)
-    pair.join("a", "b")
-    pair.steps(6, "a", "b")
-    path = pair.path_of("b")
+def test_short_or_missing_learner_tape_is_named(tmp_path: Path) -> None:
+    pair = trained(tmp_path, 6, "a", "b")
+    path, script = pair.path_of("b"), script_of(pair)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if not line.startswith(('["step",5', '["step",6'))))
     with pytest.raises(ValueError, match=r"b\.1\.jsonl ends after local step 4, but its value in round"):
-        NeededLives(tmp_path, script_of(pair))
+        NeededLives(tmp_path, script)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"tapes/b\.1\.jsonl is missing: .* copy the tapes folder"):
+        NeededLives(tmp_path, script)
 
 
 def test_torn_last_line_does_no_harm(tmp_path: Path) -> None:
-    pair = TapedPair(tmp_path)
-    pair.join("a")
-    pair.steps(4, "a")
-    path = pair.path_of("a")
+    path = trained(tmp_path, 4, "a").path_of("a")
     whole = list(read_entries(path))
     path.write_text(path.read_text() + '["step",5,4,[[8,')
     assert list(read_entries(path)) == whole
@@ -237,27 +224,21 @@ def test_broken_syncer_tapes_are_named(tmp_path: Path) -> None:
     config = config_of(pair)
     with pytest.raises(ValueError, match=r"tape\.jsonl does not exist; give the folder of a run"):
         Replay(config, tmp_path)
-    pair.finish()
-    with pytest.raises(ValueError, match=r"tape\.jsonl holds no step of any learner"):
-        Replay(config, tmp_path)
-    pair.join("a")
-    pair.steps(3, "a")
+    pair = trained(tmp_path, 3, "a")
     good = list(pair.tape)
-    pair.tape[-1] = '["merged",1.0,99,1,[]]'
-    pair.finish()
-    with pytest.raises(ValueError, match=rf"tape\.jsonl: tape line {len(good)} cannot be replayed"):
-        Replay(config, tmp_path)
-    pair.tape = good[1:]
-    pair.finish()
-    with pytest.raises(ValueError, match="does not begin with the digests"):
-        Replay(config, tmp_path)
+    for tape, says in (
+        ([], r"tape\.jsonl holds no step of any learner"),
+        ([*good[:-1], '["merged",1.0,99,1,[]]'], rf"tape\.jsonl: tape line {len(good)} cannot be replayed"),
+        (good[1:], "does not begin with the digests"),
+    ):
+        pair.tape = tape
+        pair.finish()
+        with pytest.raises(ValueError, match=says):
+            Replay(config, tmp_path)
 
 
 def test_another_config_is_refused(tmp_path: Path) -> None:
-    pair = TapedPair(tmp_path)
-    pair.join("a")
-    pair.steps(3, "a")
-    pair.finish()
+    pair = trained(tmp_path, 3, "a")
     with pytest.raises(ValueError, match="seed is 0, the tape has None"):
         replay_run(config_of(pair), tmp_path)
     with pytest.raises(ValueError, match=r"2 initial fragments, not 1.*is the config that of its run\?"):
@@ -270,12 +251,9 @@ def test_another_config_is_refused(tmp_path: Path) -> None:
 class Alone:
     """The world of a life that has no others, with these global values."""
 
-    def __init__(self, values: Mapping[Name, Values]) -> None:
-        self.values = values
+    def __init__(self, values: dict[Name, Values]) -> None:
+        self.take = values.__getitem__
         self.losses: list[float] = []
-
-    def take(self, name: Name) -> Values:
-        return self.values[name]
 
     def state_of(self, took: TookState, receiver: LearnerLife, held: dict[int, int]) -> Any:
         raise AssertionError("nobody gives a state")
@@ -354,7 +332,7 @@ def test_synthetic_tapes_train_a_model(tmp_path: Path) -> None:
     again = Replay(config, pair.folder, compare=False)
     again.run()
     assert digest_of(again.model.parameters()) == result["sha256"]
-    assert result["merged_rounds"] == sum(isinstance(e, MergedRound) for e in script_of(pair).events)
+    assert result["merged_rounds"] == len(rounds_of(script_of(pair)))
     assert result["eval_loss"] < 5.5, "below the uniform ln 256: something was learned"
     assert json.loads((tmp_path / "out" / "summary.json").read_text()) == result
     checkpoint = latest(tmp_path / "out" / "checkpoints")
@@ -366,9 +344,7 @@ def test_synthetic_tapes_train_a_model(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_going_back_leaves_no_trace(tmp_path: Path) -> None:
     """Rounds between a snapshot and the moment at which everybody died do not change the model that goes on."""
-    pair = TapedPair(tmp_path, step_samples=SAMPLES, snapshot_every=4)
-    pair.join("a", "b")
-    pair.steps(10, "a", "b")
+    pair = trained(tmp_path, 10, "a", "b", step_samples=SAMPLES, snapshot_every=4)
     pair.rewind()
     rewound = json.loads(pair.tape[-1])[2]
     pair.join("a", "b", incarnation=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,85 +26,45 @@ REASONS = {
 
 
 def learner(name: str, condition: str = "training", **fields: Any) -> dict[str, Any]:
-    row = {
-        "learner": name,
-        "state": "active" if condition == "training" else condition,
-        "condition": condition,
-        "reason": REASONS[condition],
-        "since_s": 92.0,
-        "local_step": 410,
-        "tokens": 419_840,
-        "tokens_per_s": 13250.0,
-    }
-    row |= {"loss": 1.9, "step_s": 0.3, "last_merged_round": 409, "participation": 0.98, "restarts": 0}
-    return row | fields
+    state = "active" if condition == "training" else condition
+    row = {"learner": name, "state": state, "condition": condition, "reason": REASONS[condition], "since_s": 92.0}
+    row |= {"local_step": 410, "tokens": 419_840, "tokens_per_s": 13250.0, "loss": 1.9, "step_s": 0.3}
+    return row | {"last_merged_round": 409, "participation": 0.98, "restarts": 0} | fields
 
 
 def status(**fields: Any) -> dict[str, Any]:
     whole = {"run": "quickstart", "state": "running", "global_step": 400, "total_steps": 1600, "wall_s": 100.0}
-    whole |= {
-        "waiting_for": "round 401: quorum 0 of 1",
-        "tokens": 1_638_400,
-        "tokens_per_s": 26500.0,
-        "eval_loss": 1.85,
-    }
-    whole |= {"contributors_per_round": 1.97, "wire": {"up_bytes": 123_456_789, "down_bytes": 987}}
-    whole |= {"epoch": 1, "alarms": []}
-    return whole | {"learners": [learner("island-0"), learner("island-1")]} | fields
+    whole |= {"waiting_for": "round 401: quorum 0 of 1", "tokens": 1_638_400, "tokens_per_s": 26500.0}
+    whole |= {"wire": {"up_bytes": 123_456_789, "down_bytes": 987}, "eval_loss": 1.85, "contributors_per_round": 1.97}
+    return whole | {"epoch": 1, "alarms": []} | {"learners": [learner("island-0"), learner("island-1")]} | fields
 
 
-STARTING = status(
-    state="starting",
-    global_step=0,
-    wall_s=0.2,
-    tokens=0,
-    tokens_per_s=0.0,
-    eval_loss=None,
-    contributors_per_round=0.0,
-    waiting_for="the first learner",
-    wire={"up_bytes": 0, "down_bytes": 0},
-    learners=[],
-)
+NOTHING = {"tokens": 0, "tokens_per_s": 0.0, "eval_loss": None, "contributors_per_round": 0.0, "learners": []}
+NOTHING["wire"] = {"up_bytes": 0, "down_bytes": 0}
+STARTING = status(state="starting", global_step=0, wall_s=0.2, waiting_for="the first learner", **NOTHING)
 FRESH = learner("island-2", "joining", local_step=0, tokens_per_s=0.0, loss=None, step_s=None, last_merged_round=0)
 
 
 def drawn(picture: Any, width: int = 120) -> str:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(picture)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    out = io.StringIO()
+    Console(file=out, width=width).print(picture)
+    return out.getvalue()
 
 
 def words(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (950, "950"), (999.6, "1k"), (1234, "1.23k"), (45_600_000, "45.6M"), (999_499, "999k"), (3e15, "3000T")],
-)
-def test_counts(value: float, text: str) -> None:
-    assert format_count(value) == text
-
-
-@pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (999, "999 B"), (123_456_789, "123 MB"), (1.5e9, "1.5 GB")])
-def test_bytes(value: float, text: str) -> None:
-    assert format_bytes(value) == text
+COUNTS = {0: "0", 950: "950", 999.6: "1k", 1234: "1.23k", 45.6e6: "45.6M", 999_499: "999k", 3e15: "3000T"}
+BYTES = {0: "0 B", 999: "999 B", 123_456_789: "123 MB", 1.5e9: "1.5 GB"}
+DURATIONS = {-1: "0 s", 59.4: "59 s", 59.6: "1 min 00 s", 125: "2 min 05 s", 3599.7: "1 h 00 min", 187_200: "2 d 04 h"}
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (-1, "0 s"),
-        (59.4, "59 s"),
-        (59.6, "1 min 00 s"),
-        (125, "2 min 05 s"),
-        (3599.7, "1 h 00 min"),
-        (187_200, "2 d 04 h"),
-    ],
+    ("form", "texts"), [(format_count, COUNTS), (format_bytes, BYTES), (format_duration, DURATIONS)]
 )
-def test_durations(value: float, text: str) -> None:
-    assert format_duration(value) == text
+def test_numbers_in_words(form: Callable[[float], str], texts: dict[float, str]) -> None:
+    assert {value: form(value) for value in texts} == texts
 
 
 @given(st.floats(min_value=0, max_value=1e14))
@@ -117,13 +78,14 @@ def test_a_count_stays_near_its_value(value: float) -> None:
 def test_the_picture_shows_run_and_islands() -> None:
     island = learner("island-1", "silent", restarts=2, participation=0.5, last_merged_round=321)
     text = drawn(render(status(learners=[learner("island-0"), island, FRESH])))
-    assert "quickstart running" in words(text)
-    assert "25%, step 400 of 1600" in text
-    assert "1 min 40 s, about 5 min 00 s left" in text
-    assert "waiting for: round 401: quorum 0 of 1" in text
-    assert "1.64M tokens, 26.5k/s · eval loss 1.8500 · 1.97 contributors per round · up 123 MB, down 987 B" in words(
-        text
-    )
+    for part in (
+        "quickstart running",
+        "25%, step 400 of 1600",
+        "1 min 40 s, about 5 min 00 s left",
+        "waiting for: round 401: quorum 0 of 1",
+        "1.64M tokens, 26.5k/s · eval loss 1.8500 · 1.97 contributors per round · up 123 MB, down 987 B",
+    ):
+        assert part in words(text)
     rows = [words(row) for row in text.splitlines() if row.startswith("island-")]
     assert rows == [
         "island-0 training 410 13.2k 1.900 409 98% 0",
@@ -161,20 +123,14 @@ def test_words_from_outside_are_no_markup() -> None:
 
 
 def test_describe_says_which_island_which_condition_since_when() -> None:
-    rows = [
-        learner("island-0"),
-        learner("island-1", "silent", since_s=7),
-        FRESH,
-        learner("island-10", "gone", restarts=1, last_merged_round=5),
-    ]
+    rows = [learner("island-0"), learner("island-1", "silent", since_s=7), FRESH]
+    rows.append(learner("island-10", "gone", restarts=1, last_merged_round=5))
     lines = describe(status(learners=rows)).splitlines()
     assert lines[0].startswith("quickstart is running: global step 400 of 1600 (25%) after 1 min 40 s, about")
     assert lines[1] == "waiting for: round 401: quorum 0 of 1"
     islands = [words(text) for text in lines[4:]]
-    told = (
-        "island-0 training for 1 min 32 s: step 410, loss 1.900, 13.2k tokens/s; last heard 0.1 s ago; last merged in"
-    )
-    assert islands[0].startswith(told)
+    training = "training for 1 min 32 s: step 410, loss 1.900, 13.2k tokens/s; last heard 0.1 s ago; last merged in"
+    assert islands[0].startswith(f"island-0 {training}")
     assert islands[1].startswith(f"island-1 silent for 7 s after step 410; {REASONS['silent']}; last merged in")
     assert islands[2].startswith(f"island-2 joining for 1 min 32 s after step 0; {REASONS['joining']}; never merged")
     assert islands[3].startswith("island-10 gone for 1 min 32 s")
@@ -184,10 +140,9 @@ def test_describe_says_which_island_which_condition_since_when() -> None:
 
 def test_what_is_wrong_with_the_syncer_is_told() -> None:
     alarm = "the tape cannot be written: No space left on device"
-    assert f"alarm: {alarm}" in drawn(render(status(alarms=[alarm])))
-    assert f"alarm: {alarm}" in describe(status(alarms=[alarm]))
-    assert f"alarm: {alarm}" in line(status(alarms=[alarm]))
-    assert "alarm" not in drawn(render(status())) + describe(status()) + line(status())
+    for tell in (describe, line, lambda state: drawn(render(state))):
+        assert f"alarm: {alarm}" in tell(status(alarms=[alarm]))
+        assert "alarm" not in tell(status())
 
 
 def test_a_line_for_logs() -> None:
@@ -244,23 +199,20 @@ def test_on_a_terminal_it_leaves_the_last_picture(tmp_path: Path) -> None:
 def test_the_rate_is_that_of_the_last_minute(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     view = LiveView(path, plain_console()[0])
+
+    def rate(wall_s: float, global_step: int) -> float | None:
+        write_json(path, status(wall_s=wall_s, global_step=global_step))
+        view.poll()
+        return view.steps_per_s()
+
     assert view.steps_per_s() is None
     for wall_s in range(0, 201, 10):  # 1 step/s for 100 s, then 5 steps/s
-        write_json(
-            path, status(wall_s=float(wall_s), global_step=wall_s if wall_s <= 100 else 100 + 5 * (wall_s - 100))
-        )
+        found = rate(wall_s, wall_s if wall_s <= 100 else 100 + 5 * (wall_s - 100))
         view.poll()
-        view.poll()
-    assert view.steps_per_s() == pytest.approx(5.0)
-    write_json(path, status(wall_s=1.0, global_step=0))  # a new run in the same folder
-    view.poll()
-    assert view.steps_per_s() is None
-    write_json(path, status(wall_s=2.0, global_step=4))
-    view.poll()
-    assert view.steps_per_s() == pytest.approx(4.0)
-    write_json(path, status(wall_s=3.0, global_step=1))  # back to a snapshot
-    view.poll()
-    assert view.steps_per_s() is None
+    assert found == pytest.approx(5.0)
+    assert rate(1.0, 0) is None, "a new run in the same folder"
+    assert rate(2.0, 4) == pytest.approx(4.0)
+    assert rate(3.0, 1) is None, "back to a snapshot"
 
 
 def test_an_old_status_is_not_shown_as_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
