@@ -20,23 +20,9 @@ def simulate(arguments: argparse.Namespace) -> int:
     if arguments.settings:
         print(settings_text())
         return 0
-    options = Options(
-        preset=arguments.preset,
-        methods=arguments.methods,
-        learners=arguments.learners,
-        chips=arguments.chips,
-        hours=arguments.hours,
-        seed=arguments.seed,
-        workers=arguments.workers,
-        fast=arguments.fast,
-        tapes=_path("--tapes", arguments.tapes),
-        plot=_path("--plot", arguments.plot),
-        choose=arguments.choose,
-        penalty=arguments.penalty,
-        parameters=arguments.parameters,
-        loss_slope=arguments.loss_slope,
-        overrides=arguments.overrides,
-    )
+    words = {field.name: getattr(arguments, field.name) for field in fields(Options)}
+    paths = {name: _path(f"--{name}", words[name]) for name in ("tapes", "plot")}
+    options = Options(**words | paths)
     try:
         result, text = run(options, lambda line: print(line, file=sys.stderr, flush=True))
     except BrokenProcessPool:

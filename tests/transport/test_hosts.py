@@ -91,7 +91,7 @@ def test_host_may_come_before_its_leader(listener: GrpcListener) -> None:
     found: list[GrpcLink] = []
     early = threading.Thread(target=lambda: found.append(connect(listener, 1, number, hosts=2)))
     early.start()
-    assert comes_true(lambda: bool(listener._opening)) and not found
+    assert comes_true(lambda: bool(listener._book._opening)) and not found
     leader = connect(listener, number=number, hosts=2)
     early.join(WAIT_S)
     assert len(found) == 1 and found[0].number == leader.number
@@ -106,7 +106,7 @@ def test_host_without_a_leader_is_turned_away_and_may_try_again() -> None:
     listener = grpc_link.listen(TransportConfig(connect_timeout_s=0.2), run_id="run")
     with pytest.raises(TransportError, match="host 1 of 'a' came, but no session of its leader") as caught:
         connect(listener, 1, 5)
-    assert not isinstance(caught.value, Rejected) and not listener._opening
+    assert not isinstance(caught.value, Rejected) and not listener._book._opening
     listener.close(1.0)
 
 
@@ -224,7 +224,7 @@ def test_dialler_connects_every_host_to_the_syncer_and_its_shards(shards: int) -
         for host in range(3)
     ]
     leader = diallers[0].connect(0)
-    links = [leader, *(diallers[host].connect_host(0, leader.number) for host in (1, 2))]
+    links = [leader, *(diallers[host].connect(0, leader.number) for host in (1, 2))]
     values = {key: np.random.default_rng(2).normal(size=shape) for key, shape in PLAN.fragments[0].keys_shapes}
     whole = codec.encode({key: each.astype(np.float32) for key, each in values.items()}, "int8")
     leader.send(Hello("a", 0, (), (), (), 0, 0, 0))

@@ -39,7 +39,8 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.transport import grpc_link
-from diloco_jax.transport.link import Delivery, Link, LinkClosed, Listener, Rejected, TransportConfig, TransportError
+from diloco_jax.transport.grpc_link import GrpcListener
+from diloco_jax.transport.link import Delivery, Link, LinkClosed, Rejected, TransportConfig, TransportError
 
 pytestmark = pytest.mark.net
 WAIT_S = 20.0  # a deadline, never a duration: nothing here waits it out when the code is right
@@ -51,9 +52,9 @@ class Bench:
     def __init__(self) -> None:
         self.config = TransportConfig(payload_bytes_max=1 << 25, chunk_bytes=1 << 16)
         self._close: list[Callable[[float], None]] = []
-        self._listener: grpc_link.GrpcListener
+        self._listener: GrpcListener
 
-    def listen(self, **changes: Any) -> Listener:
+    def listen(self, **changes: Any) -> GrpcListener:
         config = dataclasses.replace(self.config, **changes)
         self._listener = grpc_link.listen(config, run_id="run", epoch=1)
         self._close.append(self._listener.close)
@@ -79,19 +80,19 @@ def bench() -> Iterator[Bench]:
     made.close()
 
 
-def hear(side: Link | Listener) -> Delivery:
+def hear(side: Link | GrpcListener) -> Delivery:
     delivery = side.receive(WAIT_S)
     assert delivery is not None, "nothing came"
     return delivery
 
 
-def hear_message(side: Link | Listener) -> Message:
+def hear_message(side: Link | GrpcListener) -> Message:
     delivery = hear(side)
     assert delivery.kind == "message" and delivery.message is not None, delivery
     return delivery.message
 
 
-def meet(listener: Listener, link: Link, learner_id: str = "a", incarnation: int = 0) -> None:
+def meet(listener: GrpcListener, link: Link, learner_id: str = "a", incarnation: int = 0) -> None:
     link.send(Heartbeat(learner_id, incarnation))
     assert hear(listener)._replace(session=0) == Delivery("message", learner_id, Heartbeat(learner_id, incarnation))
 

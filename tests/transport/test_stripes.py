@@ -125,7 +125,7 @@ def test_memory_of_both_sides_is_bounded_when_nobody_reads(listener: GrpcListene
             until_s = time.monotonic() + 0.05
             while len(link._session._outboxes[True]._waiting) > 4 and time.monotonic() < until_s:
                 time.sleep(0.001)  # let the writers take what they can
-            (session,) = [session for _, session in listener._newest.values()]
+            (session,) = [session for _, session in listener._book._newest.values()]
             assert session.waiting_bytes <= limit
             assert session._assembly.claimed_bytes <= 2 * limit
     in_sockets = (1 + CONFIG.stripes) * (64 << 20)  # windows of HTTP/2 and TCP
@@ -174,7 +174,7 @@ def test_next_session_moves_only_the_rest(listener: GrpcListener, direction: str
         link = meet()
         relay.change(bytes_per_s=RATE)
         send(link)
-        cut_in_the_middle(relay, listener._newest["a"][1] if direction == "up" else link._session)
+        cut_in_the_middle(relay, listener._book._newest["a"][1] if direction == "up" else link._session)
         assert hear(link).kind == "disconnected"
         link.close(0.0)
         link = meet()
@@ -203,7 +203,7 @@ def leave_a_part(listener: GrpcListener, payload: bytes, incarnation: int = 1) -
             pass
         relay.change(bytes_per_s=RATE)
         link.send(value(1, payload, incarnation), payload)
-        cut_in_the_middle(relay, listener._newest["a"][1])
+        cut_in_the_middle(relay, listener._book._newest["a"][1])
         assert hear(listener).kind == "disconnected"
         link.close(0.0)
     assert listener._partials["a", 0][1].held_bytes == len(payload)

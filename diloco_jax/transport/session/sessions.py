@@ -1,4 +1,4 @@
-"""Book-keeping that every listener shares: who may connect, whom an answer reaches, requests to the driver."""
+"""The parts of a listener that do not depend on how bytes travel: who may connect, and requests to the driver."""
 
 from __future__ import annotations
 
@@ -7,20 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from diloco_jax.protocol.messages import SyncerMessage
-from diloco_jax.transport.link import (
-    SYNCER_TYPES,
-    Delivery,
-    LinkClosed,
-    Payload,
-    Traffic,
-    TransportConfig,
-    TransportError,
-    check_name,
-    payload_parts,
-)
+from diloco_jax.transport.link import TransportConfig, TransportError, check_name
 from diloco_jax.transport.session.host_parts import HostSessions
-from diloco_jax.transport.session.inbox import Inbox, Session
+from diloco_jax.transport.session.inbox import Session
 
 CLOSING = "the syncer is closing"
 KNOWN_MAX = 10_000  # learners that are remembered, so that an older process of one is recognised
@@ -43,22 +32,18 @@ class Refused(TransportError):
 S = TypeVar("S", bound=Session)
 
 
-class SessionListener(Generic[S]):
-    """The part of a Listener that does not depend on how bytes travel."""
+class SessionBook(Generic[S]):
+    """The sessions of a listener: who may open one, and which one is a learner's newest. Any thread."""
 
     def __init__(self, config: TransportConfig, run_id: str, epoch: int) -> None:
         self.config = config
         self.run_id = run_id
         self.epoch = epoch
-        self.inbox = Inbox()
         self._lock = threading.Lock()
         self._leader_came = threading.Condition(self._lock)
-        self.on_drain: Callable[[str], str] | None = None
-        self._drains: deque[_Drain] = deque()
         self._opening: dict[tuple[str, tuple[int, int], int], S] = {}  # not all of their connections are there yet
         self._newest: dict[str, tuple[tuple[int, int], S]] = {}  # of leaders
         self._hosts: dict[str, HostSessions[S]] = {}  # of learners in `_newest` that have several hosts
-        self._heard: dict[str, Session] = {}  # only the driver's thread touches it
         self._closed = False
 
     def admit(
@@ -215,39 +200,10 @@ class SessionListener(Generic[S]):
         del self._newest[gone]
         self._hosts.pop(gone, None)
 
-    def receive(self, timeout_s: float) -> Delivery | None:
-        """Return the next delivery of any learner, or None after `timeout_s` seconds; 0 only looks."""
-        item = self.inbox.get(timeout_s)
-        self._carry_out_drains()
-        if item is None:
-            return None
-        session, delivery = item
-        if delivery.kind == "message":
-            self._heard[session.peer] = session
-        elif self._heard.get(session.peer) is session:
-            del self._heard[session.peer]
-        return delivery
-
-    def send(self, peer: str, message: SyncerMessage, payload: Payload = b"") -> bool:
-        """Queue a message to the session that `peer` was last heard from; False if it is over. See Listener.send."""
-        parts = payload_parts(message, payload, SYNCER_TYPES, self.config.payload_bytes_max)
-        session = self._heard.get(peer)
-        if session is None:
-            return False
-        try:
-            session.send(message, parts)
-        except LinkClosed:
-            return False
-        return True
-
-    def wake(self) -> None:
-        """Let a waiting `receive` return at once. See Listener.wake."""
-        self.inbox.wake()
-
     @property
-    def traffic(self) -> Traffic:
-        """Return what was received and sent so far. See Listener.traffic."""
-        return self.inbox.traffic
+    def connected(self) -> int:
+        """Return the number of learners that have a session."""
+        return sum(session.open for _, session in list(self._newest.values()))
 
     def stop_admitting(self) -> list[S]:
         """Refuse everyone from now on, and return the sessions that are open."""
@@ -257,42 +213,59 @@ class SessionListener(Generic[S]):
             sessions = [*(session for _, session in self._newest.values()), *self._opening.values()]
             return [session for session in sessions if session.open]
 
-    # ---- drain requests ---------------------------------------------------------------------------------------------
 
-    def request_drain(self, learner_id: str) -> tuple[bool, str]:
+class Drains:
+    """Requests that a learner leave, from any thread to that of the driver.
+
+    Args:
+        wake: lets the driver look.
+    """
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._waiting: deque[_Drain] = deque()
+        self._closed = False
+
+    def ask(self, learner_id: str) -> tuple[bool, str]:
         """Let the driver drain a learner; return whether it did, and its words. Not on the driver's own thread."""
         request = _Drain(learner_id)
         with self._lock:
             if self._closed:
                 return False, CLOSING
-            if len(self._drains) >= DRAINS_MAX:
+            if len(self._waiting) >= DRAINS_MAX:
                 return False, f"{DRAINS_MAX} drain requests are waiting; ask again later"
-            self._drains.append(request)
-        self.inbox.wake()
+            self._waiting.append(request)
+        self._wake()
         if request.done.wait(DRAIN_ANSWER_S):
             return request.ok, request.message
         with self._lock:
-            if request in self._drains:
-                self._drains.remove(request)
+            if request in self._waiting:
+                self._waiting.remove(request)
                 return False, f"the syncer was busy for {DRAIN_ANSWER_S:g} s and did nothing; ask again"
         return False, f"the syncer has begun but did not end within {DRAIN_ANSWER_S:g} s; see `diloco status`"
 
-    def _carry_out_drains(self) -> None:
-        """Let the driver answer the drain requests that wait; on its own thread."""
-        while self._drains:
+    def answer(self, on_drain: Callable[[str], str] | None) -> None:
+        """Carry out the requests that wait; on the driver's own thread."""
+        while self._waiting:
             with self._lock:
-                if not self._drains:  # its caller gave up
+                if not self._waiting:  # its caller gave up
                     return
-                request = self._drains.popleft()
+                request = self._waiting.popleft()
             try:
-                if self.on_drain is None:
+                if on_drain is None:
                     raise ValueError("this syncer cannot drain learners")
-                request.message = self.on_drain(request.learner_id)
+                request.message = on_drain(request.learner_id)
                 request.ok = True
             except ValueError as error:
                 request.message = str(error)
             finally:  # whatever else went wrong is the driver's to handle, but the caller must not wait for it
                 request.done.set()
+
+    def close(self) -> None:
+        """Take no more requests."""
+        with self._lock:
+            self._closed = True
 
 
 class _Drain:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.experimental
 
-from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.transport.link import ISLAND_HOSTS, SYNCER_HOST, TransportConfig, TransportError, split_address
 from diloco_jax.transport.trust import certificates
 from diloco_jax.transport.trust.certificates import Defect
@@ -349,12 +348,6 @@ def _verdict(message: str) -> str:
         f"the syncer's certificate was signed by another authority ({message}): set transport.tls_ca to the one that "
         "signed it"
     )
-
-
-def syncer_credentials(config: TransportConfig) -> tuple[grpc.ServerCredentials, Gate]:
-    """Return what the syncer opens its port with, and the gate for what comes in. Raises as `credentials` does."""
-    own = credentials(config, SYNCER)
-    return own.server, Gate(encrypted=config.encrypted, token=own.token)
 
 
 def auth_context(context: Any) -> Mapping[str, list[bytes]]:

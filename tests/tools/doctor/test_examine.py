@@ -221,7 +221,7 @@ def test_other_versions(look: Look, monkeypatch: pytest.MonkeyPatch, name: str, 
 
 def test_a_syncer_that_knows_no_doctor(config: RunConfig, need: ProcessPart) -> None:
     server = grpc.server(futures.ThreadPoolExecutor(1))
-    credentials, _ = security.syncer_credentials(config.transport)
+    credentials = security.credentials(config.transport, "syncer").server
     port = server.add_secure_port("127.0.0.1:0", credentials)
     server.start()
     side = doctor_link.dialled(config.transport, "island-0", f"127.0.0.1:{port}")
