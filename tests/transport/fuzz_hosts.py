@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-import numpy as np
-
-from diloco_jax.core.parts import concat, cut_part, join_parts, pack_part, runs_of_box
+from diloco_jax.core.parts import cut_part, join_parts
 from diloco_jax.protocol.messages import GlobalFragment
 from diloco_jax.transport.group.commands import (
     HostAdopt,
@@ -20,9 +18,10 @@ from diloco_jax.transport.group.commands import (
     HostStop,
     SampleRange,
 )
+from tests.transport.ends import parts_of
 from tests.transport.fuzz_inputs import PAYLOAD_BYTES_MAX, framed, unframed
 
-WHOLE = bytes(range(60))
+PARTS = parts_of(bytes(range(66)))  # of two rows, and what is left of a third
 VALUE = GlobalFragment(5, 1, 5, 1, 1 << 60, 90)
 COMMANDS = (
     HostMeet(3, (("seed", "0"), ("mesh", "fsdp"))),
@@ -35,17 +34,6 @@ COMMANDS = (
     HostAnswer(9, "no"),
     HostStop(),
 )
-
-
-def host_parts() -> list[bytes]:
-    """Three columns of a table, and the table's end with the last of them."""
-    grid = np.frombuffer(WHOLE, np.uint8)[:54].reshape(6, 9)
-    found = []
-    for host in range(3):
-        box, rest = (slice(None), slice(3 * host, 3 * host + 3)), WHOLE[54:] if host == 2 else b""
-        runs = concat(runs_of_box(0, (6, 9), box, 1), runs_of_box(54, (len(rest),), (slice(None),), 1))
-        found.append(b"".join(pack_part(runs, [grid[box].tobytes(), rest])))
-    return found
 
 
 def run_parts(data: bytes) -> None:
@@ -63,4 +51,4 @@ def run_parts(data: bytes) -> None:
             assert sum(len(buffer) for buffer in cut[1:]) <= len(part)
 
 
-PARTS_SEEDS = (framed(*host_parts()), framed(*host_parts()[:2], b""))
+PARTS_SEEDS = (framed(*PARTS), framed(*PARTS[:2], b""))

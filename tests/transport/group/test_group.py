@@ -19,7 +19,7 @@ from diloco_jax.transport.group.group import GroupError, GroupItem, GroupLeader,
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.trust import certificates
 from tests.sockets import free_port
-from tests.transport.waiting import comes_true
+from tests.transport.ends import comes_true
 
 pytestmark = pytest.mark.net
 WAIT_S = 20.0

@@ -7,23 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from diloco_jax.protocol.messages import FragmentValue, Heartbeat, Message
+from diloco_jax.protocol.messages import Heartbeat
 from diloco_jax.transport.link import Delivery, TransportConfig, check_name
 from diloco_jax.transport.session import sessions
-from diloco_jax.transport.session.inbox import Inbox, Session
+from diloco_jax.transport.session.inbox import Inbox
 from diloco_jax.transport.session.sessions import Drains, Refused, SessionBook
-
-WAIT_S = 20.0
-
-
-class Quiet(Session):
-    """A session whose other end is nowhere."""
-
-    def send(self, message: Message, parts: tuple[memoryview, ...]) -> None:
-        del message, parts
-
-    def fail(self, reason: str) -> None:
-        self.finish(reason)
+from tests.transport.ends import WAIT_S, Quiet, value
 
 
 class Side:
@@ -34,7 +23,7 @@ class Side:
         self.book = SessionBook[Quiet](self.config, "run", 3)
 
     def admit(self, learner_id: str = "a", incarnation: int = 0, number: int = 1, epoch: int = 3) -> Quiet:
-        quiet = Quiet(self.inbox, learner_id, self.config)
+        quiet = Quiet(self.inbox, learner_id)
         return self.book.admit("run", epoch, learner_id, incarnation, number, lambda: quiet)
 
     def heard(self) -> Delivery | None:
@@ -119,13 +108,12 @@ def test_learners_that_left_are_forgotten_when_there_are_too_many(side: Side, mo
 
 def test_payloads_that_nobody_reads_are_bounded_in_bytes() -> None:
     inbox = Inbox()
-    session = Quiet(inbox, "a", TransportConfig(payload_bytes_max=100))
-    value = FragmentValue("a", 0, 1, 0, 1, 1, 1, 0, 1, 60)
-    assert session.offer(value, bytes(60))
+    session = Quiet(inbox, payload_bytes_max=100)
+    assert session.offer(value(1, 60), bytes(60))
     offered = threading.Event()
 
     def offer_another() -> None:
-        session.offer(value, bytes(60))
+        session.offer(value(1, 60), bytes(60))
         offered.set()
 
     thread = threading.Thread(target=offer_another, daemon=True)
@@ -158,23 +146,20 @@ def ask(drains: Drains, on_drain: Callable[[str], str] | None) -> tuple[bool, st
     return answers[0]
 
 
-def test_drain_runs_on_the_drivers_thread(drains: Drains) -> None:
+def test_drain_runs_on_the_drivers_thread_or_tells_why_not(drains: Drains) -> None:
     threads: list[int] = []
 
-    def on_drain(name: str) -> str:
+    def leave(name: str) -> str:
         threads.append(threading.get_ident())
         return f"{name} leaves after its step"
 
-    assert ask(drains, on_drain) == (True, "a leaves after its step")
-    assert threads == [threading.get_ident()]
-
-
-def test_drain_that_the_driver_refuses_tells_why(drains: Drains) -> None:
-    def on_drain(name: str) -> str:
+    def refuse(name: str) -> str:
         raise ValueError(f"no learner {name!r}")
 
+    assert ask(drains, leave) == (True, "a leaves after its step")
+    assert threads == [threading.get_ident()]
+    assert ask(drains, refuse) == (False, "no learner 'a'")
     assert ask(drains, None) == (False, "this syncer cannot drain learners")
-    assert ask(drains, on_drain) == (False, "no learner 'a'")
 
 
 def test_drain_that_fails_is_the_drivers_error_and_the_caller_hears_of_it(drains: Drains) -> None:
