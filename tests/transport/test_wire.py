@@ -78,9 +78,9 @@ def reader(allowed: tuple[type, ...] = MESSAGES) -> wire.Reader:
     return wire.Reader(HEADER, allowed)
 
 
-def frames(message: Message, *parts: bytes, chunk_bytes: int = 4) -> list[bytes]:
+def frames(message: Message, *parts: bytes, chunk_bytes: int = 4, number: int = 1) -> list[bytes]:
     views = [memoryview(part) for part in parts]
-    pieces = wire.pieces(1, wire.pack_body(message), views, chunk_bytes)
+    pieces = wire.pieces(number, wire.pack_body(message), views, chunk_bytes)
     return [wire.piece_frame(wire.pack_header(HEADER), piece) for piece in pieces]
 
 
@@ -172,9 +172,7 @@ def test_numpy_memory_is_sent_and_a_payload_handed_out_cannot_be_written() -> No
     values = np.arange(4, dtype=np.float32)
     view = memoryview(values).cast("B")  # writable: the checksum library alone would not take it
     for chunk_bytes in (7, 100):
-        pieces = wire.pieces(1, wire.pack_body(VALUE), [view], chunk_bytes)
-        frames = [wire.piece_frame(wire.pack_header(HEADER), piece) for piece in pieces]
-        ((_, payload),) = assemble(frames)
+        ((_, payload),) = assemble(frames(VALUE, view, chunk_bytes=chunk_bytes))  # type: ignore[arg-type]
         assert payload.readonly and np.array_equal(np.frombuffer(payload, np.float32), values)
 
 
@@ -258,54 +256,53 @@ def test_damaged_frames_raise_wire_error_and_nothing_else(data: st.DataObject) -
             assert str(error)
 
 
+def bulk(message: Message, *parts: bytes, **header: Any) -> bytes:
+    """The first frame of a message in the bulk lane, with other fields in its header."""
+    frame = pb.Frame.FromString(frames(message, *parts)[0])
+    for name, new in header.items():
+        setattr(frame.header, name, new)
+    return frame.SerializeToString()
+
+
+BULK, CONTROL = pb.LANE_BULK, pb.LANE_CONTROL
+CHUNK = pb.Frame(chunk=pb.Chunk(message=1)).SerializeToString()
+SIZED = pb.Frame(chunk=pb.Chunk(message=1, payload_bytes=4)).SerializeToString()
+
+
 @pytest.mark.parametrize(
-    ("field", "value", "reason"),
+    ("lane", "frame", "reason"),
     [
-        ("run_id", "other", "run_id is 'other', not 'run'"),
-        ("epoch", 4, "epoch is 4, not 3"),
-        ("sender", "b", "sender is 'b', not 'a'"),
-        ("incarnation", 1, "incarnation is 1, not 2"),
-        ("session", 8, "session is 8, not 7"),
-        ("lane", pb.LANE_CONTROL, "lane is 1, not 2"),
+        (BULK, bulk(VALUE, run_id="other"), "run_id is 'other', not 'run'"),
+        (BULK, bulk(VALUE, epoch=4), "epoch is 4, not 3"),
+        (BULK, bulk(VALUE, sender="b"), "sender is 'b', not 'a'"),
+        (BULK, bulk(VALUE, incarnation=1), "incarnation is 1, not 2"),
+        (BULK, bulk(VALUE, session=8), "session is 8, not 7"),
+        (BULK, bulk(VALUE, lane=pb.LANE_CONTROL), "lane is 1, not 2"),
+        (BULK, bulk(Stop(1, "")), "a Stop is not expected here"),
+        (BULK, bulk(Heartbeat("b", 2)), "'a' sent a message with learner_id 'b'"),
+        (BULK, bulk(Heartbeat("a", 1)), "incarnation 1, its own is 2"),
+        (BULK, bulk(Heartbeat("a", 2), b"0123"), "a Heartbeat with a payload"),
+        (
+            BULK,
+            wire.pack_header(HEADER) + wire.pack_body(VALUE),
+            "a FragmentValue without a chunk on a bulk connection",
+        ),
+        (BULK, frames(VALUE, number=0)[0], "a chunk without the number of its message"),
+        (CONTROL, control(VALUE)[1] + CHUNK, "a payload on the control connection"),
+        (CONTROL, control(VALUE)[1] + SIZED, "a payload on the control connection"),
+        (CONTROL, control(VALUE)[1] + pb.Frame(data=b"0123").SerializeToString(), "data without a chunk"),
+        (
+            CONTROL,
+            control(REPORT)[1] + pb.Frame(step_report=pb.StepReport(adopted_version=[1, 2])).SerializeToString(),
+            r"columns of StepReport\.adopted differ in length",
+        ),
     ],
+    ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_frame_of_another_session_is_refused_with_the_difference(field: str, value: Any, reason: str) -> None:
-    frame = pb.Frame.FromString(frames(VALUE)[0])
-    setattr(frame.header, field, value)
+def test_frame_that_is_out_of_place_is_refused(lane: int, frame: bytes, reason: str) -> None:
+    """One of another session, in a wrong lane or direction, in another's name, or that contradicts itself."""
+    receiver = control(VALUE)[0] if lane == CONTROL else reader(allowed=LEARNER_TYPES)
     with pytest.raises(wire.WireError, match=reason):
-        reader().read(frame.SerializeToString())
-
-
-def test_message_in_the_wrong_direction_or_in_anothers_name_is_refused() -> None:
-    with pytest.raises(wire.WireError, match="a Stop is not expected here"):
-        reader(allowed=LEARNER_TYPES).read(frames(Stop(1, ""))[0])
-    with pytest.raises(wire.WireError, match="'a' sent a message with learner_id 'b'"):
-        reader().read(frames(Heartbeat("b", 2))[0])
-    with pytest.raises(wire.WireError, match="incarnation 1, its own is 2"):
-        reader().read(frames(Heartbeat("a", 1))[0])
-
-
-def test_payloads_are_for_bulk_connections_and_messages_that_have_one() -> None:
-    with pytest.raises(wire.WireError, match="a Heartbeat with a payload"):
-        reader().read(frames(Heartbeat("a", 2), b"0123")[0])
-    with pytest.raises(wire.WireError, match="a FragmentValue without a chunk on a bulk connection"):
-        reader().read(wire.pack_header(HEADER) + wire.pack_body(VALUE))
-    receiver, frame = control(VALUE)
-    for chunk in (pb.Chunk(message=1), pb.Chunk(message=1, payload_bytes=4)):
-        with pytest.raises(wire.WireError, match="a payload on the control connection"):
-            receiver.read(frame + pb.Frame(chunk=chunk).SerializeToString())
-    with pytest.raises(wire.WireError, match="data without a chunk"):
-        receiver.read(frame + pb.Frame(data=b"0123").SerializeToString())
-    nameless = pb.Frame.FromString(frames(VALUE, b"0123")[0])
-    nameless.chunk.message = 0
-    with pytest.raises(wire.WireError, match="a chunk without the number of its message"):
-        reader().read(nameless.SerializeToString())
-
-
-def test_columns_of_different_length_are_refused() -> None:
-    receiver, frame = control(REPORT)
-    frame += pb.Frame(step_report=pb.StepReport(adopted_version=[1, 2])).SerializeToString()
-    with pytest.raises(wire.WireError, match=r"columns of StepReport\.adopted differ in length"):
         receiver.read(frame)
 
 
