@@ -21,14 +21,14 @@ OVERRIDES = "settings of the config may follow as --section.name value; `CONFIG 
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with a command line."""
+    """A parser that says in one line what is wrong with a command line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` says more\n")
 
 
 class _Version(argparse.Action):
-    """Prints what a report of a fault should name."""
+    """The option that prints what a report of a fault should name."""
 
     def __call__(self, parser: argparse.ArgumentParser, *given: object, **named: object) -> None:
         print(f"diloco-jax {version('diloco-jax')}, jax {version('jax')}, Python {platform.python_version()}")

@@ -186,7 +186,7 @@ def run_metadata(data: bytes) -> None:
 
 
 def run_holdings(data: bytes) -> None:
-    """What a peer says that it has of a payload is within the payload, or is refused."""
+    """Check that what a peer says it has of a payload is within the payload, or is refused."""
     with contextlib.suppress(Refused):
         held = calls.read_holdings({calls.HOLDINGS_KEY: data})
         for each in pb.Holdings.FromString(data).partials:

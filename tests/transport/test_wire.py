@@ -85,7 +85,7 @@ def frames(message: Message, *parts: bytes, chunk_bytes: int = 4, number: int = 
 
 
 def assemble(frames: list[bytes]) -> list[tuple[Message, memoryview]]:
-    """What frames of the bulk lane become."""
+    """Return the messages that frames of the bulk lane become."""
     assembly, came = Assembly(1 << 20, Partials(1 << 20, 60.0)), list[tuple[Message, memoryview]]()
     for frame in frames:
         event = reader().read(frame)

@@ -203,7 +203,7 @@ def valid_until(config: TransportConfig, name: str) -> dict[str, datetime.dateti
 
 
 class Gate:
-    """Says who may do what, before anything else about a call is believed.
+    """The decision who may do what, before anything else about a call is believed.
 
     Args:
         encrypted: Whether callers have certificates, which gRPC has verified against the authority.

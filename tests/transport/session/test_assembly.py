@@ -248,7 +248,7 @@ KEY = payload_key([memoryview(PAYLOAD)])
 
 
 def continued(receiver: Receiver, payload: bytes = PAYLOAD, key: int = KEY) -> list[bytes]:
-    """What a sender sends that was told what the receiver holds."""
+    """Return the frames of a sender that was told what the receiver holds."""
     held = PeerHoldings(receiver.partials.announce()).claim((key, len(payload)))
     return frames(1, payload, key=key, held=held)
 

@@ -1,4 +1,4 @@
-"""Who may connect, who replaces whom, how much may wait, and requests that run on the driver's thread."""
+"""Tests of who may connect, who replaces whom, how much may wait, and requests that run on the driver's thread."""
 
 from __future__ import annotations
 

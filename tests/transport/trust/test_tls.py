@@ -39,7 +39,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("named-like-the-syncer", SYNCER_HOST, now),
     ):
         pair = certificates._new_certificate(name, authority, begin, begin + day)
-        certificates._write_pair(folder, file, *pair, made)
+        certificates._write_pair(folder, file, pair, made)
     (folder / "wrong-token").write_text("not the run's")
     return folder
 
