@@ -340,8 +340,7 @@ class GrpcListener:
             readable = HOST_TYPES if header.host else LEARNER_TYPES
             return StreamSession(self._inbox, header, SYNCER, header.sender, self.config, partials, readable)
 
-        stamp = header.incarnation, header.session
-        session = self._book.admit(header.run_id, header.epoch, header.sender, *stamp, make, header.host)
+        session = self._book.admit(header, make)
         lane = session.lanes.get((header.lane, header.stripe))
         if lane is None or lane.ours.stripes != header.stripes:
             raise Refused(f"this session has {len(session.lanes) - 1} bulk connections, not {header.stripes}")

@@ -15,6 +15,7 @@ from diloco_jax.protocol.messages import FragmentValue, Heartbeat, Message
 from diloco_jax.transport import grpc_link
 from diloco_jax.transport.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import Delivery, TransportConfig
+from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.inbox import Inbox, Session
 
 WAIT_S = 20.0  # a deadline, never a duration: nothing waits it out when the code is right
@@ -123,9 +124,9 @@ def comes_true(condition: Callable[[], object], within_s: float = WAIT_S) -> boo
 class Quiet(Session):
     """A session whose other end is nowhere."""
 
-    def __init__(self, inbox: Inbox, peer: str = "a", *, host: int = 0, hosts: int = 1, **settings: Any) -> None:
-        super().__init__(inbox, peer, TransportConfig(**settings))
-        self.host, self.hosts = host, hosts
+    def __init__(self, inbox: Inbox, header: pb.Header | None = None, **settings: Any) -> None:
+        header = header or pb.Header(sender="a")
+        super().__init__(inbox, header, header.sender, TransportConfig(**settings))
 
     def send(self, message: Message, parts: tuple[memoryview, ...]) -> None:
         del message, parts

@@ -107,7 +107,7 @@ def test_memory_of_both_sides_is_bounded_when_nobody_reads(ends: Ends) -> None:
             link.send(value(queued, len(payload)), payload)
             queued += 1
             comes_true(lambda: len(waiting) <= 4, within_s=0.05)  # noqa: B023  # let the writers take what they can
-            (session,) = [session for _, session in listener._book._newest.values()]
+            (session,) = listener._book._newest.values()
             assert session.waiting_bytes <= limit
             assert session._assembly.claimed_bytes <= 2 * limit
     in_sockets = (1 + CONFIG.stripes) * (64 << 20)  # windows of HTTP/2 and TCP
@@ -147,7 +147,7 @@ def test_next_session_moves_only_the_rest(ends: Ends, listener: GrpcListener, di
         link = ends.meet(to=relay.address, partials=ours)
         relay.change(bytes_per_s=RATE)
         send()
-        cut_in_the_middle(relay, listener._book._newest["a"][1] if direction == "up" else link._session)
+        cut_in_the_middle(relay, listener._book._newest["a"] if direction == "up" else link._session)
         hear_end(link)
         link.close(0.0)
         hear_end(listener)
@@ -174,7 +174,7 @@ def leave_a_part(ends: Ends, payload: bytes) -> None:
         link = ends.meet(to=relay.address)
         relay.change(bytes_per_s=RATE)
         link.send(value(1, SIZE), payload)
-        cut_in_the_middle(relay, ends.listener._book._newest["a"][1])
+        cut_in_the_middle(relay, ends.listener._book._newest["a"])
         hear_end(ends.listener)
         link.close(0.0)
     assert ends.listener._partials["a", 0][1].held_bytes == len(payload)

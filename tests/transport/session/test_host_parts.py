@@ -9,6 +9,7 @@ import pytest
 from diloco_jax.core.parts import pack_part, runs_of_box
 from diloco_jax.protocol.messages import FragmentValue
 from diloco_jax.transport.link import Delivery
+from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import host_parts
 from diloco_jax.transport.session.host_parts import HostParts, HostSessions
 from diloco_jax.transport.session.inbox import Inbox
@@ -26,7 +27,8 @@ def part(start: int, data: bytes) -> bytes:
 def separate(hosts: int, payload_bytes_max: int = 100) -> list[Quiet]:
     """The sessions of all hosts, of which the driver knows the leader's."""
     inbox = Inbox()
-    made = [Quiet(inbox, host=host, hosts=hosts, payload_bytes_max=payload_bytes_max) for host in range(hosts)]
+    headers = [pb.Header(sender="a", host=host, hosts=hosts) for host in range(hosts)]
+    made = [Quiet(inbox, header, payload_bytes_max=payload_bytes_max) for header in headers]
     made[0].announced = True
     return made
 

@@ -9,6 +9,7 @@ import pytest
 
 from diloco_jax.protocol.messages import Heartbeat
 from diloco_jax.transport.link import Delivery, TransportConfig, check_name
+from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import sessions
 from diloco_jax.transport.session.inbox import Inbox
 from diloco_jax.transport.session.sessions import Drains, Refused, SessionBook
@@ -23,8 +24,8 @@ class Side:
         self.book = SessionBook[Quiet](self.config, "run", 3)
 
     def admit(self, learner_id: str = "a", incarnation: int = 0, number: int = 1, epoch: int = 3) -> Quiet:
-        quiet = Quiet(self.inbox, learner_id)
-        return self.book.admit("run", epoch, learner_id, incarnation, number, lambda: quiet)
+        header = pb.Header(run_id="run", epoch=epoch, sender=learner_id, incarnation=incarnation, session=number)
+        return self.book.admit(header, lambda: Quiet(self.inbox, header))
 
     def heard(self) -> Delivery | None:
         item = self.inbox.get(0)
@@ -44,7 +45,7 @@ def test_session_replaces_another_only_once_it_is_established(side: Side) -> Non
     assert old.open, "half a connection must not end a healthy session"
     side.book.establish(new)
     assert not old.open and new.open and "replaced by a newer connection of 'a', incarnation 1" in old.reason
-    assert side.heard() == Delivery("disconnected", "a", reason=old.reason)
+    assert side.heard() == Delivery("disconnected", "a", reason=old.reason, session=1)
     side.book.establish(new)  # by its second connection
     assert new.open and side.heard() is None
 
