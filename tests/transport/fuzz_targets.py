@@ -17,10 +17,12 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from diloco_jax.core import codec
-from diloco_jax.protocol.messages import FragmentValue, Message
+from diloco_jax.core.parts import cut_part, join_parts
+from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Message
 from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.transport import calls, wire
+from diloco_jax.transport.group import commands as c
 from diloco_jax.transport.link import HOSTS_MAX, STRIPES_MAX, SYNCER_HOST, check_name, split_address
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
@@ -28,7 +30,8 @@ from diloco_jax.transport.session.assembly import Assembly
 from diloco_jax.transport.session.sessions import Refused
 from diloco_jax.transport.trust.certificates import learner_names
 from diloco_jax.transport.trust.security import TOKEN_KEY, Denied, Gate
-from tests.transport import fuzz_hosts, fuzz_machines
+from tests.transport import fuzz_machines
+from tests.transport.ends import parts_of
 from tests.transport.fuzz_inputs import PAYLOAD_BYTES_MAX, framed, unframed
 from tests.transport.fuzz_machines import EXAMPLES
 
@@ -77,7 +80,7 @@ class BulkLane:
     def __init__(self, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
         self.partials = Partials(payload_bytes_max, 60.0)
         self.assembly = Assembly(payload_bytes_max, self.partials)
-        self.reader = wire.Reader(HEADER, tuple(type(example) for example in (*EXAMPLES, *fuzz_hosts.COMMANDS)))
+        self.reader = wire.Reader(HEADER, tuple(type(example) for example in (*EXAMPLES, *COMMANDS)))
         self.came: list[tuple[Message, bytes]] = []
 
     def feed(self, raw: bytes) -> wire.Goodbye | wire.Ready | None:
@@ -272,6 +275,39 @@ def run_state(data: bytes) -> None:
         assert len(data) == STATE_LAYOUT.num_bytes
 
 
+# ---- the hosts of an island ----------------------------------------------------------------------------------------
+
+PARTS = parts_of(bytes(range(66)))  # of two rows, and what is left of a third
+ARRIVED = GlobalFragment(5, 1, 5, 1, 1 << 60, 90)
+COMMANDS = (
+    c.HostMeet(3, (("seed", "0"), ("mesh", "fsdp"))),
+    c.HostPutBatch((c.SampleRange(0, 8), c.SampleRange(16, 24))),
+    c.HostStep(0.5),
+    c.HostArrival(7, ARRIVED),
+    c.HostAdopt(7, ARRIVED),
+    c.HostLeaf(8, -1, "params/w"),
+    c.HostLoadState(9, (0, 1)),
+    c.HostAnswer(9, "no"),
+    c.HostStop(),
+)
+PARTS_SEEDS = (framed(*PARTS), framed(*PARTS[:2], b""))
+
+
+def run_parts(data: bytes) -> None:
+    """Parts of a payload: each byte of the data once in the whole, or refused; a part that is cut stays within it."""
+    parts = list(unframed(data))
+    with contextlib.suppress(ValueError):
+        whole = join_parts(parts, PAYLOAD_BYTES_MAX)
+        heads = [8 + 32 * int.from_bytes(part[:8], "little") for part in parts]
+        data_bytes = b"".join(part[head:] for part, head in zip(parts, heads, strict=True))
+        assert all(parts) or not whole
+        assert not all(parts) or sorted(whole) == sorted(data_bytes)
+    for part in parts:
+        with contextlib.suppress(ValueError):
+            cut = cut_part(part, [(0, 10), (20, 50)])
+            assert sum(len(buffer) for buffer in cut[1:]) <= len(part)
+
+
 # ---- machines -----------------------------------------------------------------------------------------------------
 
 
@@ -294,7 +330,7 @@ def with_chunk(body: bytes) -> bytes:
 
 
 def with_bodies(*extra: bytes) -> tuple[bytes, ...]:
-    return (*(wire.pack_body(example) for example in (*EXAMPLES, *fuzz_hosts.COMMANDS)), *extra)
+    return (*(wire.pack_body(example) for example in (*EXAMPLES, *COMMANDS)), *extra)
 
 
 TARGETS = {
@@ -331,7 +367,7 @@ TARGETS = {
             run_codec,
         ),
         Target("state", (state_bytes(STATE), state_bytes({**STATE, "x": np.zeros((2, 3), np.float64)})), run_state),
-        Target("parts", fuzz_hosts.PARTS_SEEDS, fuzz_hosts.run_parts),
+        Target("parts", PARTS_SEEDS, run_parts),
         Target("syncer_machine", fuzz_machines.SYNCER_SEEDS, fuzz_machines.run_syncer),
         Target("learner_machine", fuzz_machines.LEARNER_SEEDS, fuzz_machines.run_learner),
         Target("tape", fuzz_machines.TAPE_SEEDS, run_tape),

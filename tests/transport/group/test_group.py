@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.transport.group.commands import HostAnswer, HostEnd, HostHave, HostMeet, HostStep, HostWant
 from diloco_jax.transport.group.group import GroupError, GroupItem, GroupLeader, GroupMember, group_config
 from diloco_jax.transport.link import TransportConfig
@@ -25,6 +24,7 @@ GONE = None
 
 MEMBER = """
 import sys, time
+from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.transport.group.commands import HostWant
 from diloco_jax.transport.group.group import GroupMember, group_config
 from diloco_jax.transport.link import TransportConfig
@@ -74,36 +74,6 @@ def hear_loss(side: GroupLeader | GroupMember, host: int, words: str) -> None:
     assert item[:2] == (host, GONE) and words in item.reason, item
 
 
-class Pipe:
-    """A forwarder that can be told to carry nothing more, as a network that lost one side does."""
-
-    def __init__(self, target: str) -> None:
-        host, port = target.rsplit(":", 1)
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
-        self._target = host, int(port)
-        self.dead = threading.Event()
-        self._sockets: list[socket.socket] = []
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        near = self._listening.accept()[0]
-        far = socket.create_connection(self._target)
-        self._sockets += [near, far]
-        for source, sink in ((near, far), (far, near)):
-            threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
-
-    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                if not self.dead.is_set():
-                    sink.sendall(data)
-
-    def close(self) -> None:
-        for each in (self._listening, *self._sockets):
-            each.close()
-
-
 def test_messages_go_both_ways_in_order_with_payloads(group: Group) -> None:
     leader = group.lead()
     leader.send(HostMeet(5, (("seed", "0"),)))  # before anybody is there
@@ -146,18 +116,17 @@ def test_one_that_closes_is_said_to_have_left_after_its_last_words(group: Group)
 def test_silence_is_a_loss_on_both_sides_once(group: Group) -> None:
     short = {"keepalive_s": 0.3, "keepalive_timeout_s": 0.5}
     leader = group.lead(**short)
-    pipe = Pipe(leader.address)
-    member = group.join(address=pipe.address, **short)
-    member.send(HostWant("x"))
-    assert hear(leader).message == HostWant("x")
-    assert leader.receive(1.2) is None and member.receive(0) is None, "an idle group stays together"
-    pipe.dead.set()
-    for side, host in ((leader, 1), (member, 0)):
-        hear_loss(side, host, "connection to")
-    leader.send(HostStep(1.0))
-    assert leader.receive(0) is None and member.receive(0) is None
-    member.close(0.1)
-    pipe.close()
+    with Relay(leader.address) as relay:
+        member = group.join(address=relay.address, **short)
+        member.send(HostWant("x"))
+        assert hear(leader).message == HostWant("x")
+        assert leader.receive(1.2) is None and member.receive(0) is None, "an idle group stays together"
+        relay.change(lose=True)
+        for side, host in ((leader, 1), (member, 0)):
+            hear_loss(side, host, "connection to")
+        leader.send(HostStep(1.0))
+        assert leader.receive(0) is None and member.receive(0) is None
+        member.close(0.1)
 
 
 def test_killed_process_is_noticed(group: Group) -> None:
