@@ -27,14 +27,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` says more\n")
 
 
-class _Version(argparse.Action):
-    """The option that prints what a report of a fault should name."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *given: object, **named: object) -> None:
-        print(f"diloco-jax {version('diloco-jax')}, jax {version('jax')}, Python {platform.python_version()}")
-        parser.exit()
-
-
 def check_command(parser: Parser, words: Sequence[str], run: Mapping[str, Command]) -> None:
     """End with a word about what people may have meant, unless the first word is a command; some are not listed."""
     name = next((word for word in words if not word.startswith("-")), None)
@@ -51,7 +43,9 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
         prog="diloco",
         description="Train one model on islands that never wait for each other (Decoupled DiLoCo in JAX).",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of this package and of JAX")
+    versions = f"diloco-jax {version('diloco-jax')}, jax {version('jax')}, Python {platform.python_version()}"
+    about = "show the versions of this package and of JAX"
+    parser.add_argument("--version", action="version", version=versions, help=about)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(name: str, text: str, *, config: bool = False, folder: bool = True, json: str = JSON) -> Parser:

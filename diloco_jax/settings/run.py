@@ -1,7 +1,7 @@
 """One run's settings: the owners' configurations composed, and the checks that concern several of them.
 
 Every section is a frozen dataclass that lives beside the code which it configures; nothing is decided twice.
-`config.py` reads and writes this as YAML. It lies below `config` because the drivers take it as their argument.
+`text.py` reads and writes this as YAML.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from diloco_jax.transport.calls import (
     SERVICE,
     SHARDS_KEY,
     STATUS,
-    call_metadata,
     check_connections,
     keep_freed_memory,
     open_server,
@@ -56,7 +55,6 @@ from diloco_jax.transport.session.stream import REFUSAL, Lane, StreamSession
 from diloco_jax.transport.trust.security import (
     Denied,
     Gate,
-    auth_context,
     credentials,
     diagnose,
 )
@@ -215,9 +213,15 @@ class GrpcListener:
         self.desk = ProbeDesk(run_id, self._gate, lambda: self._book.connected, self._shards)
         handlers = {
             CONNECT: grpc.stream_stream_rpc_method_handler(self._serve),
-            STATUS: grpc.unary_unary_rpc_method_handler(self._tell, response_serializer=_serialised),
-            DRAIN: grpc.unary_unary_rpc_method_handler(self._drain, response_serializer=_serialised),
-            PROBE: grpc.stream_stream_rpc_method_handler(self.desk.serve, response_serializer=_serialised),
+            STATUS: grpc.unary_unary_rpc_method_handler(
+                self._tell, response_serializer=pb.StatusReply.SerializeToString
+            ),
+            DRAIN: grpc.unary_unary_rpc_method_handler(
+                self._drain, response_serializer=pb.DrainReply.SerializeToString
+            ),
+            PROBE: grpc.stream_stream_rpc_method_handler(
+                self.desk.serve, response_serializer=pb.ProbeReply.SerializeToString
+            ),
         }
         self._server, self.address = open_server(config, SERVICE, handlers, own.server)
 
@@ -267,7 +271,7 @@ class GrpcListener:
         """Answer `diloco status`."""
         del request
         try:
-            self._gate.check(call_metadata(context))
+            self._gate.check(dict(context.invocation_metadata()))
         except Denied as error:
             context.abort(error.code, str(error))
         return pb.StatusReply(json=self.status_json)
@@ -275,9 +279,9 @@ class GrpcListener:
     def _drain(self, request: bytes, context: Any) -> pb.DrainReply:
         """Answer `diloco drain`."""
         try:
-            self._gate.check(call_metadata(context))
+            self._gate.check(dict(context.invocation_metadata()))
             learner_id = read_drain_request(request)
-            self._gate.check_speaks_for(learner_id, auth_context(context), or_syncer=True)
+            self._gate.check_speaks_for(learner_id, context.auth_context(), or_syncer=True)
         except Denied as error:
             context.abort(error.code, str(error))
         except ValueError as error:
@@ -328,10 +332,10 @@ class GrpcListener:
 
     def _open_lane(self, context: Any) -> tuple[StreamSession, Lane]:
         """Check the caller's credentials before anything that it says, then find or make its session."""
-        metadata = call_metadata(context)
+        metadata = dict(context.invocation_metadata())
         self._gate.check(metadata)
         header = read_header(metadata)
-        self._gate.check_speaks_for(header.sender, auth_context(context))
+        self._gate.check_speaks_for(header.sender, context.auth_context())
         held = read_holdings(metadata)
         check_connections(header, self.config)
 
@@ -362,10 +366,6 @@ class GrpcListener:
             known = (incarnation, Partials(bytes_max, self.config.resume_s))
             self._partials[name] = known
         return known[1]
-
-
-def _serialised(reply: pb.StatusReply | pb.DrainReply | pb.ProbeReply) -> bytes:
-    return reply.SerializeToString()
 
 
 def listen(config: TransportConfig, *, run_id: str, epoch: int = 0, shards: Sequence[str] = ()) -> GrpcListener:

@@ -55,7 +55,6 @@ class Target(NamedTuple):
         run: tries one input.
     """
 
-    name: str
     seeds: tuple[bytes, ...]
     run: Callable[[bytes], None]
 
@@ -290,7 +289,6 @@ COMMANDS = (
     c.HostAnswer(9, "no"),
     c.HostStop(),
 )
-PARTS_SEEDS = (framed(*PARTS), framed(*PARTS[:2], b""))
 
 
 def run_parts(data: bytes) -> None:
@@ -329,48 +327,39 @@ def with_chunk(body: bytes) -> bytes:
     return PACKED_HEADER + body + pb.Frame(chunk=pb.Chunk(message=1)).SerializeToString()
 
 
-def with_bodies(*extra: bytes) -> tuple[bytes, ...]:
-    return (*(wire.pack_body(example) for example in (*EXAMPLES, *COMMANDS)), *extra)
-
-
+BODIES = tuple(wire.pack_body(example) for example in (*EXAMPLES, *COMMANDS))
 TARGETS = {
-    target.name: target
-    for target in (
-        Target("split", (*FRAMES, b""), run_split),
-        Target(
-            "lane",
-            (
-                framed(*FRAMES),
-                framed(PACKED_HEADER, *value_frames(b"", 40), *value_frames(bytes(900), 300, 2)),
-                framed(*value_frames(bytes(900), 300, 2)[::-1], *value_frames(PAYLOAD, 40)),
-                framed(*(with_chunk(body) for body in with_bodies()), wire.goodbye_frame(PACKED_HEADER, "done")),
-                *(framed(with_chunk(body)) for body in with_bodies()),
-            ),
-            run_lane,
+    "split": Target((*FRAMES, b""), run_split),
+    "lane": Target(
+        (
+            framed(*FRAMES),
+            framed(PACKED_HEADER, *value_frames(b"", 40), *value_frames(bytes(900), 300, 2)),
+            framed(*value_frames(bytes(900), 300, 2)[::-1], *value_frames(PAYLOAD, 40)),
+            framed(*(with_chunk(body) for body in BODIES), wire.goodbye_frame(PACKED_HEADER, "done")),
+            *(framed(with_chunk(body)) for body in BODIES),
         ),
-        Target("forged_chunk", (b"0",), run_forged_chunk),
-        Target("forged_header", (b"0", b"run", b"\xff"), run_forged_header),
-        Target("message", with_bodies(), run_message),
-        Target("metadata", (HEADER.SerializeToString(), HOST_HEADER.SerializeToString(), b""), run_metadata),
-        Target("holdings", (HOLDINGS.SerializeToString(), b""), run_holdings),
-        Target("shards", (b"a:1,:2,[::1]:3", b""), run_shards),
-        Target("token", (TOKEN, TOKEN[:-1], TOKEN + b"x", b""), run_token),
-        Target(
-            "identity",
-            (b"a\nb\n\ndiloco://learner/a\n\nb", b"syncer.diloco\n\n\n\nsyncer", b"\n\ndiloco://learner/b\n\na"),
-            run_identity,
-        ),
-        Target("drain_request", (pb.DrainRequest(learner_id="a").SerializeToString(),), run_drain_request),
-        Target(
-            "codec",
-            tuple(bytes([i]) + codec.encode(VALUES, format) for i, format in enumerate(FORMATS)),
-            run_codec,
-        ),
-        Target("state", (state_bytes(STATE), state_bytes({**STATE, "x": np.zeros((2, 3), np.float64)})), run_state),
-        Target("parts", PARTS_SEEDS, run_parts),
-        Target("syncer_machine", fuzz_machines.SYNCER_SEEDS, fuzz_machines.run_syncer),
-        Target("learner_machine", fuzz_machines.LEARNER_SEEDS, fuzz_machines.run_learner),
-        Target("tape", fuzz_machines.TAPE_SEEDS, run_tape),
-        Target("snapshot", fuzz_machines.SNAPSHOT_SEEDS, run_snapshot),
-    )
+        run_lane,
+    ),
+    "forged_chunk": Target((b"0",), run_forged_chunk),
+    "forged_header": Target((b"0", b"run", b"\xff"), run_forged_header),
+    "message": Target(BODIES, run_message),
+    "metadata": Target((HEADER.SerializeToString(), HOST_HEADER.SerializeToString(), b""), run_metadata),
+    "holdings": Target((HOLDINGS.SerializeToString(), b""), run_holdings),
+    "shards": Target((b"a:1,:2,[::1]:3", b""), run_shards),
+    "token": Target((TOKEN, TOKEN[:-1], TOKEN + b"x", b""), run_token),
+    "identity": Target(
+        (b"a\nb\n\ndiloco://learner/a\n\nb", b"syncer.diloco\n\n\n\nsyncer", b"\n\ndiloco://learner/b\n\na"),
+        run_identity,
+    ),
+    "drain_request": Target((pb.DrainRequest(learner_id="a").SerializeToString(),), run_drain_request),
+    "codec": Target(
+        tuple(bytes([i]) + codec.encode(VALUES, format) for i, format in enumerate(FORMATS)),
+        run_codec,
+    ),
+    "state": Target((state_bytes(STATE), state_bytes({**STATE, "x": np.zeros((2, 3), np.float64)})), run_state),
+    "parts": Target((framed(*PARTS), framed(*PARTS[:2], b"")), run_parts),
+    "syncer_machine": Target(fuzz_machines.SYNCER_SEEDS, fuzz_machines.run_syncer),
+    "learner_machine": Target(fuzz_machines.LEARNER_SEEDS, fuzz_machines.run_learner),
+    "tape": Target(fuzz_machines.TAPE_SEEDS, run_tape),
+    "snapshot": Target(fuzz_machines.SNAPSHOT_SEEDS, run_snapshot),
 }

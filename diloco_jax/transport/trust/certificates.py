@@ -131,11 +131,13 @@ def check_serves(certificate: x509.Certificate, host: str) -> None:
         Defect: The certificate lacks the DNS name, or may not be used by a server.
     """
     remedy = "the hosts of an island need that of theirs: make a new one with `diloco certs`"
+    lacking = "subjectAltName"
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        lacking = "extendedKeyUsage"
         uses = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-    except x509.ExtensionNotFound as error:
-        raise Defect(f"has no {error.oid._name}; {remedy}") from None
+    except x509.ExtensionNotFound:
+        raise Defect(f"has no {lacking}; {remedy}") from None
     if host not in names.get_values_for_type(x509.DNSName):
         raise Defect(f"lacks the DNS name {host!r}; {remedy}")
     if ExtendedKeyUsageOID.SERVER_AUTH not in uses:

@@ -16,7 +16,7 @@ import os
 import socket
 import ssl
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import grpc
 import grpc.experimental
@@ -237,7 +237,7 @@ class Gate:
 
         Args:
             learner_id: In whose name the caller acts.
-            context: What gRPC knows of the caller (`auth_context`).
+            context: What gRPC knows of the caller (`ServicerContext.auth_context`).
 
         Raises:
             Denied: The certificate is that of somebody else.
@@ -348,9 +348,3 @@ def _verdict(message: str) -> str:
         f"the syncer's certificate was signed by another authority ({message}): set transport.tls_ca to the one that "
         "signed it"
     )
-
-
-def auth_context(context: Any) -> Mapping[str, list[bytes]]:
-    """Return what gRPC knows about the caller of a call, typed."""
-    known: Mapping[str, list[bytes]] = context.auth_context()
-    return known

@@ -27,6 +27,12 @@ class Side:
         header = pb.Header(run_id="run", epoch=epoch, sender=learner_id, incarnation=incarnation, session=number)
         return self.book.admit(header, lambda: Quiet(self.inbox, header))
 
+    def open(self, learner_id: str = "a", incarnation: int = 0) -> Quiet:
+        """Admit a session and establish it."""
+        session = self.admit(learner_id, incarnation)
+        self.book.establish(session)
+        return session
+
     def heard(self) -> Delivery | None:
         item = self.inbox.get(0)
         return None if item is None else item[1]
@@ -38,8 +44,7 @@ def side() -> Side:
 
 
 def test_session_replaces_another_only_once_it_is_established(side: Side) -> None:
-    old = side.admit()
-    side.book.establish(old)
+    old = side.open()
     new = side.admit(incarnation=1)
     assert side.admit(incarnation=1) is new and new is not old
     assert old.open, "half a connection must not end a healthy session"
@@ -51,8 +56,7 @@ def test_session_replaces_another_only_once_it_is_established(side: Side) -> Non
 
 
 def test_session_that_broke_before_it_was_established_ends_nobodys_and_is_not_heard_of(side: Side) -> None:
-    old = side.admit()
-    side.book.establish(old)
+    old = side.open()
     new = side.admit(incarnation=1)
     new.fail("the second connection did not come")
     with pytest.raises(Refused, match="did not come"):
@@ -97,13 +101,11 @@ def test_names_that_are_allowed() -> None:
 
 def test_learners_that_left_are_forgotten_when_there_are_too_many(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "KNOWN_MAX", 2)
-    a, b = side.admit("a", 5), side.admit("b")
-    side.book.establish(a)
-    side.book.establish(b)
+    a, _ = side.open("a", 5), side.open("b")
     with pytest.raises(Refused, match="2 learners are connected, this syncer takes no more"):
-        side.book.establish(side.admit("c"))
+        side.open("c")
     a.fail("gone")
-    side.book.establish(side.admit("c"))
+    side.open("c")
     assert set(side.book._newest) == {"b", "c"}
 
 

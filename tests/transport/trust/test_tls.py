@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,28 +203,24 @@ def test_token_alone_on_loopback(ends: Ends, ours: Path) -> None:
         ends.connect(to=listener.address)
 
 
-def raw_calls(address: str, ours: Path, *, certificate: bool) -> Iterator[grpc.RpcError]:
-    """The three calls of a client that has no token, and perhaps no certificate."""
+def raw_calls(address: str, ours: Path, *, certificate: bool) -> Iterator[grpc.StatusCode]:
+    """Answers to the three calls of a client that has no token, and perhaps no certificate."""
     ca, key, chain = (ours / "ca.pem").read_bytes(), None, None
     if certificate:
         key, chain = (ours / "island-0.key").read_bytes(), (ours / "island-0.pem").read_bytes()
     own = grpc.ssl_channel_credentials(ca, key, chain)
     header = pb.Header(run_id="run", sender="island-0", incarnation=99, session=1, lane=pb.LANE_CONTROL, stripes=1)
-    metadata = (("diloco-header-bin", header.SerializeToString()),)
+    opens = {"metadata": (("diloco-header-bin", header.SerializeToString()),), "timeout": WAIT_S}
+    drain = pb.DrainRequest(learner_id="island-0").SerializeToString()
     with grpc.secure_channel(address, own, [("grpc.ssl_target_name_override", SYNCER_HOST)]) as channel:
-        calls: list[Callable[[], object]] = [
+        for call in (
             lambda: channel.unary_unary("/diloco.v1.Syncer/Status")(b"", timeout=WAIT_S),
-            lambda: channel.unary_unary("/diloco.v1.Syncer/Drain")(
-                pb.DrainRequest(learner_id="island-0").SerializeToString(), timeout=WAIT_S
-            ),
-            lambda: next(
-                channel.stream_stream("/diloco.v1.Syncer/Connect")(iter(()), metadata=metadata, timeout=WAIT_S)
-            ),
-        ]
-        for call in calls:
+            lambda: channel.unary_unary("/diloco.v1.Syncer/Drain")(drain, timeout=WAIT_S),
+            lambda: next(channel.stream_stream("/diloco.v1.Syncer/Connect")(iter(()), **opens)),
+        ):
             with pytest.raises(grpc.RpcError) as raised:
                 call()
-            yield raised.value
+            yield raised.value.code()
 
 
 @pytest.mark.parametrize(
@@ -235,7 +231,7 @@ def test_nothing_without_credentials_and_nobody_is_evicted(
 ) -> None:
     run.listener.on_drain = lambda name: "drained"
     healthy = run.meet()
-    assert [error.code() for error in raw_calls(run.listener.address, ours, certificate=certificate)] == [code] * 3
+    assert list(raw_calls(run.listener.address, ours, certificate=certificate)) == [code] * 3
     greet(run.listener, healthy, "island-0")  # a call without credentials must not end a session
     assert run.listener.send("island-0", Advance(1)) and hear(healthy).message == Advance(1)
 
