@@ -72,9 +72,9 @@ def greet(listener: GrpcListener, link: GrpcLink, learner_id: str = "a", incarna
     assert heard == Delivery("message", learner_id, Heartbeat(learner_id, incarnation))
 
 
-def hear(side: Any) -> Delivery:
-    """The next delivery."""
-    delivery = side.receive(WAIT_S)
+def hear(side: Any, within_s: float = WAIT_S) -> Delivery:
+    """Return the next delivery."""
+    delivery = side.receive(within_s)
     assert isinstance(delivery, Delivery), "nothing came"
     return delivery
 

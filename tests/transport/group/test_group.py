@@ -131,10 +131,13 @@ def test_silence_is_a_loss_on_both_sides_once(group: Group) -> None:
 
 def test_killed_process_is_noticed(group: Group) -> None:
     leader = group.lead(2)
-    process = subprocess.Popen([sys.executable, "-c", MEMBER, leader.address, str(leader.number)])
-    assert hear(leader).message == HostWant("pid")
-    process.kill()
-    process.wait()
+    command = [sys.executable, "-c", MEMBER, leader.address, str(leader.number)]
+    with subprocess.Popen(command) as process:
+        try:
+            started = leader.receive(3 * WAIT_S)  # a Python starts, perhaps on a busy machine
+            assert started is not None and started.message == HostWant("pid")
+        finally:
+            process.kill()
     hear_loss(leader, 1, "connection to 'host 1' was lost")
 
 
