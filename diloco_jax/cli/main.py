@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 
-from diloco_jax.cli import ahead, model, prepare, records, runs
+from diloco_jax.cli import prepare, records, runs
 from diloco_jax.cli.shared import COMPILER, FAILED, INTERRUPTED, WRONG_INPUT
 from diloco_jax.cli.words import CHAOS_LEARNER, COMPILE, MERGE_SHARD, Command, check_command, make_parser
 from diloco_jax.runtime.local.machine import limit_jax, look
@@ -30,13 +30,13 @@ COMMANDS: dict[str, Command] = {
     "baseline": runs.baseline,
     "status": records.status,
     "drain": records.drain,
-    "eval": model.evaluate,
-    "sample": model.sample,
+    "eval": records.evaluate,
+    "sample": records.sample,
     "report": records.report,
     "replay": records.replay,
     "audit": records.audit,
-    "simulate": ahead.simulate,
-    "plan": ahead.plan,
+    "simulate": prepare.simulate,
+    "plan": prepare.plan,
     "certs": prepare.certs,
     "doctor": prepare.doctor,
     "launch": prepare.launch,

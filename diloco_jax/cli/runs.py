@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco_jax.cli.shared import FAILED, INTERRUPTED, learner_dir, load_config
+from diloco_jax.cli.shared import FAILED, INTERRUPTED, learner_dir, load_config, show
 from diloco_jax.cli.words import CHAOS_LEARNER
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def chaos(arguments: argparse.Namespace) -> int:
         kinds=arguments.kinds.split(",") if arguments.kinds else KINDS,
     )
     if arguments.dry_run:
-        print(json.dumps({"schedule": [str(f) for f in schedule]}) if arguments.json else "\n".join(map(str, schedule)))
+        show(arguments, {"schedule": [str(fault) for fault in schedule]}, lambda told: "\n".join(told["schedule"]))
         return 0
     from functools import partial
 
@@ -139,7 +139,7 @@ def chaos(arguments: argparse.Namespace) -> int:
     run_dir = _run_dir(arguments, config)
     say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
     result = run_chaos(config, run_dir, schedule, say)
-    print(json.dumps({"run_dir": str(run_dir), "seed": arguments.seed, **result}) if arguments.json else table(result))
+    show(arguments, {"run_dir": str(run_dir), "seed": arguments.seed, **result}, lambda _: table(result))
     return FAILED if result["problems"] else 0
 
 

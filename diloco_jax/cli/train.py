@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from diloco_jax.cli.model import written
+from diloco_jax.cli.records import written
 from diloco_jax.protocol.watch.stats import never_merged
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
 from diloco_jax.runtime.model.evaluation import cannot_write

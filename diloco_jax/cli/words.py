@@ -15,22 +15,16 @@ from diloco_jax.sim.goodput.assumptions import Assumptions
 Command = Callable[[argparse.Namespace], int]
 Add = Callable[..., "Parser"]
 UNLISTED = CHAOS_LEARNER, MERGE_SHARD, COMPILE = "chaos-learner", "merge-shard", "compile"
+JSON, SUMMARY = "print one JSON object", "print summary.json at the end, no live view"
+SYNCER = "host:port of the syncer; default: that of the run's folder, or the config's"
 OVERRIDES = "settings of the config may follow as --section.name value; `CONFIG --settings` lists them all"
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with a command line."""
+    """A parser that says in one line what is wrong with a command line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` says more\n")
-
-
-class _Version(argparse.Action):
-    """Prints what a report of a fault should name."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *given: object, **named: object) -> None:
-        print(f"diloco-jax {version('diloco-jax')}, jax {version('jax')}, Python {platform.python_version()}")
-        parser.exit()
 
 
 def check_command(parser: Parser, words: Sequence[str], run: Mapping[str, Command]) -> None:
@@ -49,34 +43,34 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
         prog="diloco",
         description="Train one model on islands that never wait for each other (Decoupled DiLoCo in JAX).",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of this package and of JAX")
+    versions = f"diloco-jax {version('diloco-jax')}, jax {version('jax')}, Python {platform.python_version()}"
+    about = "show the versions of this package and of JAX"
+    parser.add_argument("--version", action="version", version=versions, help=about)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def add(name: str, text: str, *, config: bool = False, folder: bool = True, json: bool = True) -> Parser:
-        sub = commands.add_parser(name, help=text, description=text, epilog=OVERRIDES if config else None)
-        sub.set_defaults(command=run[name], name=name, takes_overrides=config)
+    def add(name: str, text: str, *, config: bool = False, folder: bool = True, json: str = JSON) -> Parser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=run[name], name=name, takes_overrides=False)
         if config:
-            sub.add_argument("config", help="YAML file, see configs/")
-            sub.add_argument("--settings", action="store_true", help="list all settings with their meaning, and exit")
+            _config_words(sub)
             if folder:
                 sub.add_argument("--run-dir", help="folder of the run; default: a new one below runs_dir")
         if json:
-            sub.add_argument("--json", action="store_true", help="print one JSON object")
+            sub.add_argument("--json", action="store_true", help=json)
         return sub
 
-    train = add("train", "A whole run on this machine: syncer and islands, live view, report.", config=True, json=False)
-    train.add_argument("--json", action="store_true", help="print summary.json at the end, no live view")
+    train = add(
+        "train", "A whole run on this machine: syncer and islands, live view, report.", config=True, json=SUMMARY
+    )
     train.add_argument("--quiet", action="store_true", help="no live view")
     train.add_argument(
         "--resume", action="store_true", help="go on with a run that ended early: --run-dir, or the last"
     )
-    syncer = add(
-        "syncer", "The syncer alone, for real machines; in a run's folder it goes on.", config=True, json=False
-    )
+    syncer = add("syncer", "The syncer alone, for real machines; in a run's folder it goes on.", config=True, json="")
     syncer.add_argument("--rewind", action="store_true", help="nobody is alive: go on from the newest snapshot alone")
-    learner = add("learner", "One learner alone, for real machines.", config=True, json=False)
+    learner = add("learner", "One learner alone, for real machines.", config=True, json="")
     learner.add_argument("--island", required=True, help="name of the learner, unique in the run")
-    learner.add_argument("--syncer", help="host:port of the syncer; default: that of the run's folder, or the config's")
+    learner.add_argument("--syncer", help=SYNCER)
     learner.add_argument("--incarnation", type=int, help="number that grows with every start; default: the time")
     learner.add_argument("--host", type=int, help="which of the island's islands.hosts processes this is; 0 leads")
     learner.add_argument("--coordinator", metavar="HOST:PORT", default="", help="where host 0 of the island listens")
@@ -86,17 +80,15 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
         help="leave politely when Google Cloud's metadata server, "
         "or the existence of FILE, says that this machine will be taken away; SIGTERM always says so",
     )
-    islands = add(
-        "islands", "All islands in this process, for one controller of several slices.", config=True, json=False
-    )
-    islands.add_argument("--syncer", help="host:port of the syncer; default: that of the run's folder, or the config's")
+    islands = add("islands", "All islands in this process, for one controller of several slices.", config=True, json="")
+    islands.add_argument("--syncer", help=SYNCER)
     _unlisted_words(commands, learner, run)
     _chaos_words(add("chaos", "A local run under a schedule of faults: what came back, when.", config=True))
     _doctor_words(add("doctor", "Check this machine and its way to the syncer, before or during a run.", config=True))
     _launch_words(add("launch", "Manifests and commands that start a run on Google Cloud."))
     _plan_words(add("plan", "Links, memory, goodput and cost of a config, before it runs, and what to change."))
     _simulate_words(add("simulate", "Goodput of a cluster whose chips fail, without one: chips, learners, methods."))
-    add("baseline", "The data-parallel baseline in this process, for `train`.", config=True, json=False)
+    add("baseline", "The data-parallel baseline in this process, for `train`.", config=True, json="")
     _looking_words(add)
     preflight = add(
         "preflight", "Compile for TPU slices, without a TPU: what fits, what it takes.", config=True, folder=False
@@ -109,6 +101,14 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
         help="such as v5p:4x4x8 or v6e:16x16, also several times; default: the slices of the config's islands",
     )
     return parser
+
+
+def _config_words(sub: Parser, **config: str) -> None:
+    """Add the words of a command that takes a config, and settings after it."""
+    sub.set_defaults(takes_overrides=True)
+    sub.epilog = OVERRIDES
+    sub.add_argument("config", **{"help": "YAML file, see configs/"} | config)  # type: ignore[arg-type]
+    sub.add_argument("--settings", action="store_true", help="list all settings with their meaning, and exit")
 
 
 def _unlisted_words(commands: argparse._SubParsersAction[Parser], learner: Parser, run: Mapping[str, Command]) -> None:
@@ -176,7 +176,7 @@ def _chaos_words(chaos: Parser) -> None:
 
 def _doctor_words(doctor: Parser) -> None:
     doctor.add_argument("--island", help="the learner that runs on this machine; default: this is the syncer's")
-    doctor.add_argument("--syncer", help="host:port of the syncer; default: that of the run's folder, or the config's")
+    doctor.add_argument("--syncer", help=SYNCER)
     doctor.add_argument("--seconds", type=float, default=3.0, help="to measure throughput each way; default: 3")
     doctor.add_argument(
         "--listen", action="store_true", help="on the syncer's machine before a run: answer the islands' doctors"
@@ -184,21 +184,15 @@ def _doctor_words(doctor: Parser) -> None:
 
 
 def _launch_words(launch: Parser) -> None:
-    launch.set_defaults(takes_overrides=True)
-    launch.epilog = OVERRIDES
     launch.add_argument("way", choices=("gke", "gce", "tpu-vm"), help="Kubernetes, Compute Engine, or Cloud TPU API")
-    launch.add_argument("config", help="YAML file, see configs/; its cloud section says where")
-    launch.add_argument("--settings", action="store_true", help="list all settings with their meaning, and exit")
+    _config_words(launch, help="YAML file, see configs/; its cloud section says where")
     launch.add_argument("--out", metavar="DIR", help="write the files there; without it they are only printed")
     launch.add_argument("--force", action="store_true", help="overwrite the files of an earlier launch in --out")
     launch.add_argument("--run", action="store_true", help="run the commands too; default for --out: RUNS_DIR/NAME-WAY")
 
 
 def _plan_words(plan: Parser) -> None:
-    plan.set_defaults(takes_overrides=True)
-    plan.epilog = OVERRIDES
-    plan.add_argument("config", nargs="?", help="YAML file, see configs/")
-    plan.add_argument("--settings", action="store_true", help="list all settings with their meaning, and exit")
+    _config_words(plan, nargs="?")
     plan.add_argument("--preset", choices=("table13",), help="the paper's Table 13 beside ours, without a config")
     for each in fields(Assumptions):
         text, source = each.metadata["help"], each.metadata["source"]

@@ -183,9 +183,8 @@ class Closing(NamedTuple):
         if self.state == "below quorum" and not self.live:  # before anybody trains, or when nobody is left
             return f"no learner is live, the quorum is {self.quorum}"
         if self.state == "below quorum":
-            return (
-                f"{self.live} live learners are fewer than the quorum of {self.quorum}: training goes on, merging rests"
-            )
+            few = f"{self.live} live learners are fewer than the quorum of {self.quorum}"
+            return f"{few}: training goes on, merging is paused"
         if self.state == "collecting":
             return f"{self.fresh} of {self.quorum} learners reported a step, {self.live} live"
         if self.state == "grace":

@@ -1,7 +1,7 @@
 """One run's settings: the owners' configurations composed, and the checks that concern several of them.
 
 Every section is a frozen dataclass that lives beside the code which it configures; nothing is decided twice.
-`config.py` reads and writes this as YAML. It lies below `config` because the drivers take it as their argument.
+`text.py` reads and writes this as YAML.
 """
 
 from __future__ import annotations
@@ -111,8 +111,6 @@ class AdoptConfig:
     """Share of the local value that blend keeps, in [0, 1); 0 is overwrite."""
 
     def __post_init__(self) -> None:
-        if self.mode not in ("overwrite", "blend", "rebase"):
-            raise ValueError(f"adopt.mode is {self.mode!r}; choose overwrite, blend or rebase")
         if not 0 <= self.alpha < 1:
             raise ValueError(f"adopt.alpha is {self.alpha}; it must be at least 0 and below 1")
 
@@ -181,8 +179,6 @@ class RunConfig:
             raise ValueError(f"name is {self.name!r}; use a plain word, it names the run's folder")
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed is {self.seed}; it must be in [0, 2^31)")
-        if self.algorithm not in ("decoupled", "data_parallel"):
-            raise ValueError(f"algorithm is {self.algorithm!r}; choose decoupled or data_parallel")
         count = self.islands.count
         if self.algorithm == "decoupled" and self.protocol.quorum > count:
             raise ValueError(

@@ -72,12 +72,13 @@ def _overridden(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, An
 
 def _step(hint: Any, part: str) -> tuple[str, Any]:
     """Resolve one part of a dotted name: as it is written in a file, and the type of what it names."""
-    section, named = _section(hint)
-    if section is not None and not named:
-        part = part.replace("-", "_")
-        return part, typing.get_type_hints(section).get(part, Any)
-    arguments = typing.get_args(hint)
-    return part, arguments[1] if typing.get_origin(hint) is dict else Any
+    section, arguments = _section(hint), typing.get_args(hint)
+    if typing.get_origin(hint) is dict:
+        return part, arguments[1]
+    if section is None:
+        return part, Any
+    part = part.replace("-", "_")
+    return part, typing.get_type_hints(section).get(part, Any)
 
 
 def _value(word: str, given: list[str], hint: Any) -> Any:
@@ -152,27 +153,21 @@ def _first_unknown_key(cls: type, values: Mapping[str, Any], prefix: str) -> str
             near = difflib.get_close_matches(str(key), hints, n=1)
             advice = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(hints)}"
             return f"unknown setting {prefix}{key} (value {value!r}); {advice}"
-        section, named = _section(hints[key])
-        if section is None or (value is None and named is None):
+        section = _section(hints[key])
+        if section is None or (value is None and type(None) in typing.get_args(hints[key])):
             continue
-        if not isinstance(value, Mapping):
-            return f"{prefix}{key} is {value!r}, but it is a section; write its settings below it"
-        for where, part in [(key, value)] if not named else [(f"{key}.{name}", each) for name, each in value.items()]:
+        parts = {key: value}
+        if typing.get_origin(hints[key]) is dict and isinstance(value, Mapping):
+            parts = {f"{key}.{name}": each for name, each in value.items()}
+        for where, part in parts.items():
             if not isinstance(part, Mapping):
                 return f"{prefix}{where} is {part!r}, but it is a section; write its settings below it"
-            found = _first_unknown_key(section, part, f"{prefix}{where}.")
-            if found:
+            if found := _first_unknown_key(section, part, f"{prefix}{where}."):
                 return found
     return ""
 
 
-def _section(hint: Any) -> tuple[type | None, bool | None]:
-    """Return a setting's dataclass, None if it has none; and True if it maps names to such, None if it may be empty."""
-    arguments = typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        return typing.cast(type, hint), False
-    if typing.get_origin(hint) is dict and dataclasses.is_dataclass(arguments[1]):
-        return typing.cast(type, arguments[1]), True
-    if type(None) in arguments and dataclasses.is_dataclass(arguments[0]):
-        return typing.cast(type, arguments[0]), None
-    return None, False
+def _section(hint: Any) -> type | None:
+    """Return the dataclass that a setting holds, alone or by name, or may hold; None if it holds none."""
+    found = next((each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)), None)
+    return typing.cast(type | None, found)

@@ -132,11 +132,6 @@ def header_metadata(header: pb.Header) -> tuple[str, bytes]:
     return HEADER_KEY, raw
 
 
-def call_metadata(context: Any) -> dict[str, str | bytes]:
-    """Return the metadata of a call that came in."""
-    return dict(context.invocation_metadata())
-
-
 def read_header(metadata: Mapping[str, str | bytes]) -> pb.Header:
     """Return the header that a call's metadata announce.
 

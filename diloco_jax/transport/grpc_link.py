@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
 
-from diloco_jax.protocol.messages import SYNCER, LearnerMessage
+from diloco_jax.protocol.messages import SYNCER, LearnerMessage, SyncerMessage
 from diloco_jax.transport.calls import (
     CONNECT,
     DRAIN,
     SERVICE,
     SHARDS_KEY,
     STATUS,
-    call_metadata,
     check_connections,
     keep_freed_memory,
     open_server,
@@ -37,8 +36,10 @@ from diloco_jax.transport.link import (
     LEARNER_TYPES,
     SYNCER_TYPES,
     Delivery,
+    LinkClosed,
     Payload,
     Rejected,
+    Traffic,
     TransportConfig,
     TransportError,
     check_name,
@@ -48,15 +49,14 @@ from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.probe import PROBE, ProbeDesk
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.dialled import DialledStreams
-from diloco_jax.transport.session.inbox import Inbox
-from diloco_jax.transport.session.sessions import Refused, SessionListener
+from diloco_jax.transport.session.inbox import Inbox, Session
+from diloco_jax.transport.session.sessions import Drains, Refused, SessionBook
 from diloco_jax.transport.session.stream import REFUSAL, Lane, StreamSession
 from diloco_jax.transport.trust.security import (
     Denied,
-    auth_context,
+    Gate,
     credentials,
     diagnose,
-    syncer_credentials,
 )
 
 PATIENCE_S = 1.0  # how long a connection may take before we look for what is wrong
@@ -182,35 +182,96 @@ def _await_ready(session: StreamSession, config: TransportConfig, learner_id: st
 # ---- syncer -----------------------------------------------------------------------------------------------------
 
 
-class GrpcListener(SessionListener[StreamSession]):
-    """The syncer's side; `listen` makes it."""
+class GrpcListener:
+    """The syncer's side, one inbox for all learners; `listen` makes it.
+
+    Attributes:
+        config: how it listens.
+        address: where learners connect, with the real port.
+        on_drain: what the driver does when somebody asks that a learner leave (`ask_drain`). Called with the learner's
+            name from within `receive`, so on the driver's own thread. Returns what happens now, in words, or raises
+            ValueError with the reason why nothing does. None: the answer is that this syncer cannot.
+        status_json: the answer to `diloco status`; the driver replaces it whenever it likes.
+        desk: answers `diloco doctor`.
+    """
 
     def __init__(self, config: TransportConfig, run_id: str, epoch: int, shards: Sequence[str]) -> None:
-        super().__init__(config, run_id, epoch)
+        self.config = config
+        self._inbox = Inbox()
+        self._book = SessionBook[StreamSession](config, run_id, epoch)
+        self._drains = Drains(self._inbox.wake)
+        self._heard: dict[str, Session] = {}  # only the driver's thread touches it
+        self.on_drain: Callable[[str], str] | None = None
         keep_freed_memory()
         self._shards = pack_shards(shards)
         self._partials: dict[
             tuple[str, int], tuple[int, Partials]
         ] = {}  # learner and host -> its incarnation, what its sessions left
-        self.status_json = "{}"  # the driver replaces it whenever it likes
-        server_credentials, self._gate = syncer_credentials(config)
-        self.desk = ProbeDesk(run_id, self._gate, self._connected, self._shards)
+        self.status_json = "{}"
+        own = credentials(config, SYNCER)
+        self._gate = Gate(encrypted=config.encrypted, token=own.token)
+        self.desk = ProbeDesk(run_id, self._gate, lambda: self._book.connected, self._shards)
         handlers = {
             CONNECT: grpc.stream_stream_rpc_method_handler(self._serve),
-            STATUS: grpc.unary_unary_rpc_method_handler(self._tell, response_serializer=_serialised),
-            DRAIN: grpc.unary_unary_rpc_method_handler(self._drain, response_serializer=_serialised),
-            PROBE: grpc.stream_stream_rpc_method_handler(self.desk.serve, response_serializer=_serialised),
+            STATUS: grpc.unary_unary_rpc_method_handler(
+                self._tell, response_serializer=pb.StatusReply.SerializeToString
+            ),
+            DRAIN: grpc.unary_unary_rpc_method_handler(
+                self._drain, response_serializer=pb.DrainReply.SerializeToString
+            ),
+            PROBE: grpc.stream_stream_rpc_method_handler(
+                self.desk.serve, response_serializer=pb.ProbeReply.SerializeToString
+            ),
         }
-        self._server, self._address = open_server(config, SERVICE, handlers, server_credentials)
+        self._server, self.address = open_server(config, SERVICE, handlers, own.server)
 
-    def _connected(self) -> int:
-        return sum(session.open for _, session in list(self._newest.values()))
+    def receive(self, timeout_s: float) -> Delivery | None:
+        """Return the next delivery of any learner, or None after `timeout_s` seconds; 0 only looks."""
+        item = self._inbox.get(timeout_s)
+        self._drains.answer(self.on_drain)
+        if item is None:
+            return None
+        session, delivery = item
+        if delivery.kind == "message":
+            self._heard[session.peer] = session
+        elif self._heard.get(session.peer) is session:
+            del self._heard[session.peer]
+        return delivery
+
+    def send(self, peer: str, message: SyncerMessage, payload: Payload = b"") -> bool:
+        """Queue a message to the session from which the last delivery of `peer` came; never blocks.
+
+        False, and nothing is sent, when that session is over or has just been cut because its queue is full: its
+        "disconnected" delivery is in the inbox, or was received already. To answer the session that was *heard*,
+        rather than the newest, keeps a returning learner from getting what was meant for its previous life.
+
+        Raises:
+            ValueError: The message or its payload can never be sent (wrong type, too large).
+        """
+        parts = payload_parts(message, payload, SYNCER_TYPES, self.config.payload_bytes_max)
+        session = self._heard.get(peer)
+        if session is None:
+            return False
+        try:
+            session.send(message, parts)
+        except LinkClosed:
+            return False
+        return True
+
+    def wake(self) -> None:
+        """Let a `receive` that waits return None at once; from any thread."""
+        self._inbox.wake()
+
+    @property
+    def traffic(self) -> Traffic:
+        """Return the bytes received from, and sent to, all learners so far."""
+        return self._inbox.traffic
 
     def _tell(self, request: bytes, context: Any) -> pb.StatusReply:
         """Answer `diloco status`."""
         del request
         try:
-            self._gate.check(call_metadata(context))
+            self._gate.check(dict(context.invocation_metadata()))
         except Denied as error:
             context.abort(error.code, str(error))
         return pb.StatusReply(json=self.status_json)
@@ -218,20 +279,20 @@ class GrpcListener(SessionListener[StreamSession]):
     def _drain(self, request: bytes, context: Any) -> pb.DrainReply:
         """Answer `diloco drain`."""
         try:
-            self._gate.check(call_metadata(context))
+            self._gate.check(dict(context.invocation_metadata()))
             learner_id = read_drain_request(request)
-            self._gate.check_speaks_for(learner_id, auth_context(context), or_syncer=True)
+            self._gate.check_speaks_for(learner_id, context.auth_context(), or_syncer=True)
         except Denied as error:
             context.abort(error.code, str(error))
         except ValueError as error:
             return pb.DrainReply(ok=False, message=str(error))
-        ok, message = self.request_drain(learner_id)
+        ok, message = self._drains.ask(learner_id)
         return pb.DrainReply(ok=ok, message=message)
 
-    @property
-    def address(self) -> str:
-        """Return where learners connect, with the real port."""
-        return self._address
+    def stop_admitting(self) -> list[StreamSession]:
+        """Refuse everyone from now on, and return the sessions that are open."""
+        self._drains.close()
+        return self._book.stop_admitting()
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end all sessions; safe to call again."""
@@ -258,7 +319,7 @@ class GrpcListener(SessionListener[StreamSession]):
         session.mark_ready(lane)
         if session.wait_ready(self.config.connect_timeout_s):
             try:
-                self.establish(session)
+                self._book.establish(session)
             except Refused as error:
                 context.abort(REFUSAL if error.final else grpc.StatusCode.ABORTED, str(error))
             if self._shards and not lane.bulk:
@@ -271,20 +332,19 @@ class GrpcListener(SessionListener[StreamSession]):
 
     def _open_lane(self, context: Any) -> tuple[StreamSession, Lane]:
         """Check the caller's credentials before anything that it says, then find or make its session."""
-        metadata = call_metadata(context)
+        metadata = dict(context.invocation_metadata())
         self._gate.check(metadata)
         header = read_header(metadata)
-        self._gate.check_speaks_for(header.sender, auth_context(context))
+        self._gate.check_speaks_for(header.sender, context.auth_context())
         held = read_holdings(metadata)
         check_connections(header, self.config)
 
         def make() -> StreamSession:
             partials = self._partials_of(header)
             readable = HOST_TYPES if header.host else LEARNER_TYPES
-            return StreamSession(self.inbox, header, SYNCER, header.sender, self.config, partials, readable)
+            return StreamSession(self._inbox, header, SYNCER, header.sender, self.config, partials, readable)
 
-        stamp = header.incarnation, header.session
-        session = self.admit(header.run_id, header.epoch, header.sender, *stamp, make, header.host)
+        session = self._book.admit(header, make)
         lane = session.lanes.get((header.lane, header.stripe))
         if lane is None or lane.ours.stripes != header.stripes:
             raise Refused(f"this session has {len(session.lanes) - 1} bulk connections, not {header.stripes}")
@@ -306,10 +366,6 @@ class GrpcListener(SessionListener[StreamSession]):
             known = (incarnation, Partials(bytes_max, self.config.resume_s))
             self._partials[name] = known
         return known[1]
-
-
-def _serialised(reply: pb.StatusReply | pb.DrainReply | pb.ProbeReply) -> bytes:
-    return reply.SerializeToString()
 
 
 def listen(config: TransportConfig, *, run_id: str, epoch: int = 0, shards: Sequence[str] = ()) -> GrpcListener:

@@ -1,4 +1,4 @@
-"""Interfaces of the transport: a Link for a learner, a Listener for the syncer.
+"""The contract of every connection: what it promises, what passes on it, its settings and its names.
 
 Guarantees
   * Messages of one lane arrive in order, at most once. Control and bulk are two lanes with no order between them.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias, get_args
 
@@ -96,43 +96,6 @@ class Link(Protocol):
 
         A session that the other side ended must be closed as well: only that gives its connections back.
         """
-
-
-class Listener(Protocol):
-    """The syncer's side: one inbox for all learners. Made by a transport's `listen`."""
-
-    @property
-    def address(self) -> str:
-        """Return where learners connect, with the real port."""
-
-    def receive(self, timeout_s: float) -> Delivery | None:
-        """Return the next delivery of any learner, or None after `timeout_s` seconds; 0 only looks."""
-
-    def wake(self) -> None:
-        """Let a `receive` that waits return None at once; from any thread."""
-
-    on_drain: Callable[[str], str] | None
-    """What the driver does when somebody asks that a learner leave (`ask_drain`). Called with the learner's name from
-    within `receive`, so on the driver's own thread. Returns what happens now, in words, or raises ValueError with the
-    reason why nothing does. None: the answer is that this syncer cannot."""
-
-    @property
-    def traffic(self) -> Traffic:
-        """Return the bytes received from, and sent to, all learners so far."""
-
-    def send(self, peer: str, message: SyncerMessage, payload: Payload = b"") -> bool:
-        """Queue a message to the session from which the last delivery of `peer` came; never blocks.
-
-        False, and nothing is sent, when that session is over or has just been cut because its queue is full: its
-        "disconnected" delivery is in the inbox, or was received already. To answer the session that was *heard*,
-        rather than the newest, keeps a returning learner from getting what was meant for its previous life.
-
-        Raises:
-            ValueError: The message or its payload can never be sent (wrong type, too large).
-        """
-
-    def close(self, grace_s: float = 5.0) -> None:
-        """Send what is queued for at most `grace_s` seconds, then end all sessions; safe to call again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

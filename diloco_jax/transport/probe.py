@@ -18,7 +18,6 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from diloco_jax.transport.calls import call_metadata
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.trust.security import Denied, Gate
 
@@ -87,7 +86,7 @@ class ProbeDesk:
     def serve(self, requests: Iterator[bytes], context: Any) -> Iterator[pb.ProbeReply]:
         """Serve one call: a ping, or one connection of a measurement."""
         try:
-            self._gate.check(call_metadata(context))
+            self._gate.check(dict(context.invocation_metadata()))
         except Denied as error:
             context.abort(error.code, str(error))
         watchdog = threading.Timer(SECONDS_MAX + HANG_S, context.cancel)

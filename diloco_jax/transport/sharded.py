@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from diloco_jax.core.codec import Format
@@ -69,81 +70,46 @@ class Dialler:
         hosts: int = 1,
     ) -> None:
         self._config = config
-        self._run_id = run_id
-        self._learner_id = learner_id
-        self._incarnation = incarnation
-        self._shares = shares
-        self._host = host
-        self._hosts = hosts
-        self._formats: tuple[Format, Format] = up, down
+        names = {"run_id": run_id, "learner_id": learner_id, "incarnation": incarnation, "host": host, "hosts": hosts}
+        self._dial = partial(connect, **names)  # type: ignore[arg-type]
+        self._share = partial(ShardedLink, shares=shares, up=up, down=down, in_parts=hosts > 1)
         shards = shares.count if shares.count > 1 else 0
         self._partials = [Partials(config.payload_bytes_max, config.resume_s) for _ in range(shards + 1)]
 
-    def connect(self, epoch: int) -> ShardedLink | GrpcLink:
-        """Open a link of a learner, or of the leader of an island of several hosts; see grpc_link.connect.
+    def connect(self, epoch: int, number: int = 0) -> ShardedLink | GrpcLink:
+        """Open a link of a learner, or of one host of an island of several; see grpc_link.connect.
 
-        Its `number` is what the island's other hosts need for `connect_host`.
+        A host that is not the leader sends FragmentValues, with parts as payloads, and receives nothing but the end of
+        the session, which is the leader's too: both end together. Close it after the leader's, or what that has not
+        sent yet is lost.
 
         Args:
-            epoch: newest life of the syncer that we have heard of.
+            epoch: newest life of the syncer that we have heard of; for a host that is not the leader, the leader's.
+            number: of the leader's link, for a host that is not the leader.
 
         Raises:
-            TransportError: the syncer or one of its shards did not answer in time, or refused.
+            TransportError: the syncer or one of its shards did not answer in time, or refused; or the leader's session
+                did not come in time, or is over.
             ValueError: our name, certificate, key, token or address cannot be used.
         """
-        return self._connect(epoch, 0)
-
-    def connect_host(self, epoch: int, number: int) -> ShardedLink | GrpcLink:
-        """Open a link of a host that is not the leader: it belongs to the leader's session, and both end together.
-
-        It sends FragmentValues, with parts as payloads, and receives nothing but the end of the session. Close it after
-        the leader's: its end ends the leader's session, and what that has not sent yet is lost.
-
-        Args:
-            epoch: the same as the leader's.
-            number: of the leader's link.
-
-        Raises:
-            TransportError: as for `connect`, or the leader's session did not come in time, or is over.
-            ValueError: as for `connect`.
-        """
-        return self._connect(epoch, number)
-
-    def _connect(self, epoch: int, number: int) -> ShardedLink | GrpcLink:
         inbox = Inbox()
-        control = self._dial(self._config, epoch, inbox, self._partials[0], SYNCER, number)
+        dial = partial(self._dial, epoch=epoch, inbox=inbox)
+        control = dial(self._config, partials=self._partials[0], number=number)
         if not control.shards or len(control.shards) + 1 != len(self._partials):
             return control  # one process; or of another config than ours, which its answer to our hello will say
 
-        def dial(shard: int) -> GrpcLink:
-            config = replace(self._config, address=control.shards[shard])
-            return self._dial(config, epoch, inbox, self._partials[shard + 1], f"shard-{shard}", control.number)
+        def dial_shard(shard: int) -> GrpcLink:
+            config, partials = replace(self._config, address=control.shards[shard]), self._partials[shard + 1]
+            return dial(config, partials=partials, peer=f"shard-{shard}", number=control.number)
 
         with ThreadPoolExecutor(len(control.shards), "diloco-dial") as pool:
-            dialled = [pool.submit(dial, shard) for shard in range(len(control.shards))]
+            dialled = [pool.submit(dial_shard, shard) for shard in range(len(control.shards))]
         links = [each.result() for each in dialled if each.exception() is None]
         if len(links) < len(dialled):
             for link in [*links, control]:
                 link.close(0.0)
             raise next(error for each in dialled if (error := each.exception()) is not None)
-        return ShardedLink(control, links, inbox, self._shares, *self._formats, in_parts=self._hosts > 1)
-
-    def _dial(
-        self, config: TransportConfig, epoch: int, inbox: Inbox, partials: Partials, peer: str, number: int
-    ) -> GrpcLink:
-        return connect(
-            config,
-            run_id=self._run_id,
-            epoch=epoch,
-            learner_id=self._learner_id,
-            incarnation=self._incarnation,
-            partials=partials,
-            inbox=inbox,
-            peer=peer,
-            number=number,
-            host=self._host,
-            hosts=self._hosts,
-        )
+        return self._share(control, links, inbox)
 
 
 class ShardedLink:

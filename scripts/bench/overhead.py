@@ -3,7 +3,7 @@
 The learner is the real driver with all its threads; the syncer is a real process on loopback, at the lowest priority,
 since it has no machine of its own here. Blocks of steps of the driver (stage, report, payloads, adopt) alternate with
 blocks in which the same island makes the same steps on the same data and does nothing else; meanwhile no round ends and
-the syncer rests. `value` is the median, over the pairs of blocks, of the ratio of the median times from one step to the
+the syncer idles. `value` is the median, over the pairs of blocks, of the ratio of the median times from one step to the
 next; `cpu_value` the ratio of the processor time that the learner's process took, encoding and sending included, which
 other load on the machine touches less; `thread_value` that of the step thread alone, over the time of a step.
 """

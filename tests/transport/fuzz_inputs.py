@@ -1,4 +1,4 @@
-"""What fuzz targets get: several frames as one input, and mutations of good inputs."""
+"""Inputs of fuzz targets: several frames as one input, and mutations of good inputs."""
 
 from __future__ import annotations
 

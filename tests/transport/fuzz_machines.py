@@ -9,30 +9,12 @@ from __future__ import annotations
 import json
 import math
 import typing
+from collections.abc import Callable
 from typing import Any
 
+from diloco_jax.protocol import messages as m
 from diloco_jax.protocol.effects import AdoptState, Merge, Send
 from diloco_jax.protocol.learner.machine import STOPPED, Learner
-from diloco_jax.protocol.messages import (
-    Adopted,
-    AnchorRequest,
-    AnchorValue,
-    Arrived,
-    FragmentValue,
-    GlobalFragment,
-    Heartbeat,
-    Hello,
-    LearnerMessage,
-    Lease,
-    Message,
-    PullRequest,
-    StatePart,
-    StatePull,
-    StateRequest,
-    StepReport,
-    SyncerMessage,
-    Welcome,
-)
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
@@ -51,8 +33,8 @@ CONFIG = ProtocolConfig(
     snapshot_every=5,
     learners_max=8,
 )
-LEARNER_TYPES: tuple[Any, ...] = typing.get_args(LearnerMessage)
-SYNCER_TYPES: tuple[Any, ...] = typing.get_args(SyncerMessage)
+LEARNER_TYPES: tuple[Any, ...] = typing.get_args(m.LearnerMessage)
+SYNCER_TYPES: tuple[Any, ...] = typing.get_args(m.SyncerMessage)
 NAMES = ("a", "b", "c", "x" * 100)
 ODD_NUMBERS = (9, 17, 100, 1 << 20, 1 << 40, COUNTER_MAX, 0, 1)
 
@@ -83,45 +65,44 @@ class Source:
         byte = self.byte()
         return NAMES[byte % 2] if byte < 200 else NAMES[byte % 4] if byte < 250 else ""
 
-    def count(self) -> int:
+    def rows(self, row: Callable[[], Any]) -> tuple[Any, ...]:
+        """One for each fragment, or sometimes another number of them."""
         byte = self.byte()
-        return FRAGMENTS if byte < 220 else byte % 5
+        return tuple(row() for _ in range(FRAGMENTS if byte < 220 else byte % 5))
 
 
-def message_of(kind: Any, source: Source) -> Message:
+FIELDS: dict[str, Callable[[Source], Any]] = {
+    "learner_id": Source.name,
+    "receiver": Source.name,
+    "donor": Source.name,
+    "incarnation": lambda source: 1 + (source.byte() >= 220),
+    "fingerprint": lambda source: FINGERPRINT if source.byte() < 240 else (("model", "other"),),
+    "adopted": lambda source: source.rows(lambda: m.Adopted(source.number(-1), source.number(), source.number())),
+    "arrived": lambda source: source.rows(lambda: m.Arrived(source.number(), source.number(), source.number(-1) / 4)),
+    "versions": lambda source: source.rows(lambda: source.number(-1)),
+    "digests": lambda source: source.rows(source.number),
+    "version": lambda source: source.number(-1),
+    "base_version": lambda source: source.number(-1),
+}
+TYPES: dict[type, Callable[[Source], Any]] = {
+    str: lambda source: "reason",
+    float: lambda source: source.number() / 4,
+    int: Source.number,
+}
+
+
+def message_of(kind: Any, source: Source) -> m.Message:
     """A message of a class, its fields chosen by the source; `unpack` of the wire has the last word."""
-    values: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(kind).items():
-        if name in ("learner_id", "receiver", "donor"):
-            values[name] = source.name()
-        elif name == "incarnation":
-            values[name] = 1 + (source.byte() >= 220)
-        elif name == "fingerprint":
-            values[name] = FINGERPRINT if source.byte() < 240 else (("model", "other"),)
-        elif name == "adopted":
-            rows = [(source.number(-1), source.number(), source.number()) for _ in range(source.count())]
-            values[name] = tuple(Adopted(*row) for row in rows)
-        elif name == "arrived":
-            values[name] = tuple(
-                Arrived(source.number(), source.number(), source.number(-1) / 4) for _ in range(source.count())
-            )
-        elif name in ("versions", "digests"):
-            least = -1 if name == "versions" else 0
-            values[name] = tuple(source.number(least) for _ in range(source.count()))
-        elif hint is str:
-            values[name] = "reason"
-        elif hint is float:
-            values[name] = source.number() / 4
-        else:
-            values[name] = source.number(-1 if name in ("version", "base_version") else 0)
-    if kind is Hello:
+    hints = typing.get_type_hints(kind)
+    values = {name: (FIELDS.get(name) or TYPES[hint])(source) for name, hint in hints.items()}
+    if kind is m.Hello:
         values["digests"] = (values["digests"] + (0,) * FRAGMENTS)[: len(values["versions"])]
         values["versions"] = values["versions"][: len(values["digests"])]
-    made: Message = kind(**values)
+    made: m.Message = kind(**values)
     return made
 
 
-def through_the_wire(message: Message) -> Message | None:
+def through_the_wire(message: m.Message) -> m.Message | None:
     """The message as it arrives, or None where the wire stops it."""
     try:
         frame = pb.Frame.FromString(wire.pack_body(message))
@@ -139,51 +120,53 @@ def new_syncer() -> Syncer:
     return syncer
 
 
-def greeting(name: str, incarnation: int = 1) -> Hello:
-    return Hello(name, incarnation, FINGERPRINT, (0,) * FRAGMENTS, (1, 2, 3), 1, 4, 0)
+def greeting(name: str, incarnation: int = 1) -> m.Hello:
+    return m.Hello(name, incarnation, FINGERPRINT, (0,) * FRAGMENTS, (1, 2, 3), 1, 4, 0)
 
 
 class Honest:
     """A learner that keeps to the protocol, so that inputs get somewhere; its words may be changed on their way."""
 
     def __init__(self, name: str) -> None:
-        self.report = StepReport(name, 1, 0, 0, 0, (Adopted(0, 0, 0),) * FRAGMENTS, 0.5, 2.0, 0, 0)
-        self.asked: list[Message] = []
+        self.report = m.StepReport(name, 1, 0, 0, 0, (m.Adopted(0, 0, 0),) * FRAGMENTS, 0.5, 2.0, 0, 0)
+        self.asked: list[m.Message] = []
 
-    def hear(self, message: Message) -> None:
+    def hear(self, message: m.Message) -> None:
         report = self.report
-        if isinstance(message, GlobalFragment):
-            held = Adopted(message.version, report.local_step, report.tokens)
+        if isinstance(message, m.GlobalFragment):
+            held = m.Adopted(message.version, report.local_step, report.tokens)
             adopted = tuple(held if p == message.fragment_id else old for p, old in enumerate(report.adopted))
             self.report = report._replace(adopted=adopted, global_step=message.global_step)
-        elif isinstance(message, Lease):
+        elif isinstance(message, m.Lease):
             self.report = report._replace(granted=message.first_sample + message.stop - message.start)
-        elif isinstance(message, PullRequest | AnchorRequest | StatePull):
+        elif isinstance(message, m.PullRequest | m.AnchorRequest | m.StatePull):
             self.asked = [*self.asked[-5:], message]
 
-    def step(self) -> StepReport:
+    def step(self) -> m.StepReport:
         old = self.report
         self.report = old._replace(local_step=old.local_step + 1, tokens=old.tokens + 64, samples=old.samples + 4)
         return self.report
 
-    def answer(self) -> Message:
+    def answer(self) -> m.Message:
         report = self.report
         name, incarnation, step = report.learner_id, report.incarnation, report.local_step
         asked = self.asked.pop(0) if self.asked else None
-        if isinstance(asked, PullRequest):
+        if isinstance(asked, m.PullRequest):
             base, samples = report.adopted[asked.fragment_id], report.samples
             steps, tokens = step - base.local_step, report.tokens - base.tokens
             round_ = (asked.global_step, asked.fragment_id)
-            return FragmentValue(name, incarnation, *round_, asked.local_step, steps, tokens, base.version, samples, 8)
-        if isinstance(asked, AnchorRequest):
-            return AnchorValue(name, incarnation, asked.fragment_id, asked.version, 5, 8)
-        if isinstance(asked, StatePull):
+            return m.FragmentValue(
+                name, incarnation, *round_, asked.local_step, steps, tokens, base.version, samples, 8
+            )
+        if isinstance(asked, m.AnchorRequest):
+            return m.AnchorValue(name, incarnation, asked.fragment_id, asked.version, 5, 8)
+        if isinstance(asked, m.StatePull):
             versions = tuple(held.version for held in report.adopted)
-            return StatePart(name, incarnation, asked.receiver, step, versions, asked.part, 6, 9, 8)
-        return StateRequest(name, incarnation, report.global_step, "", 0, 0)
+            return m.StatePart(name, incarnation, asked.receiver, step, versions, asked.part, 6, 9, 8)
+        return m.StateRequest(name, incarnation, report.global_step, "", 0, 0)
 
 
-def changed(message: Message, source: Source) -> Message:
+def changed(message: m.Message, source: Source) -> m.Message:
     """Mostly the message as it is; sometimes one number of it is another."""
     byte = source.byte()
     numbers = [field for field in message._fields if type(getattr(message, field)) is int and field != "incarnation"]
@@ -220,7 +203,7 @@ def syncer_event(
 ) -> list[Any]:
     """One input of the machine, chosen by the source."""
     machine, event = syncer.syncer, source.byte()
-    said: Message | None = None
+    said: m.Message | None = None
     if event < 70:
         said = changed(learners[NAMES[event % 2]].step(), source)
     elif event < 120:
@@ -231,7 +214,7 @@ def syncer_event(
         said = greeting(NAMES[event % 2])
     if said is not None:
         heard = through_the_wire(said)
-        return syncer.on_message(typing.cast(LearnerMessage, heard), now_s) if heard is not None else []
+        return syncer.on_message(typing.cast(m.LearnerMessage, heard), now_s) if heard is not None else []
     if event < 200:
         return syncer.on_tick(now_s)
     if event < 230 and merges:
@@ -262,17 +245,17 @@ def run_learner(data: bytes) -> None:
     if begun < 200:  # it gets as far as training, in a run that is under way: as far as asking for a state
         clock = 0 if begun < 100 else 7
         for message in (
-            Welcome(clock, (clock,) * FRAGMENTS, 1),
-            *(GlobalFragment(clock, p, clock, 1, 1 + p, 8) for p in range(FRAGMENTS)),
-            Lease(0, 0, 256),
+            m.Welcome(clock, (clock,) * FRAGMENTS, 1),
+            *(m.GlobalFragment(clock, p, clock, 1, 1 + p, 8) for p in range(FRAGMENTS)),
+            m.Lease(0, 0, 256),
         ):
             effects += machine.on_message(message, now_s)
-    wanted: list[StateRequest] = []
+    wanted: list[m.StateRequest] = []
     while True:
         for effect in list(effects):
             if isinstance(effect, AdoptState):
                 effects += machine.on_state_adopted(source.byte() < 200, now_s)
-            elif isinstance(effect, Send) and isinstance(effect.message, StateRequest):
+            elif isinstance(effect, Send) and isinstance(effect.message, m.StateRequest):
                 wanted = [*wanted[-7:], effect.message]
         machine.next_deadline_s()
         if source.over or machine.state == STOPPED:
@@ -287,18 +270,20 @@ def run_learner(data: bytes) -> None:
             effects = learner_event(machine, wanted if connected else [], source, event if connected else 235, now_s)
 
 
-def learner_event(machine: Learner, wanted: list[StateRequest], source: Source, event: int, now_s: float) -> list[Any]:
+def learner_event(
+    machine: Learner, wanted: list[m.StateRequest], source: Source, event: int, now_s: float
+) -> list[Any]:
     """One input of the machine, chosen by the source."""
-    said: Message | None = None
+    said: m.Message | None = None
     if event < 130:
         said = message_of(SYNCER_TYPES[event % len(SYNCER_TYPES)], source)
     elif event < 180 and wanted:
         ask = wanted.pop(0)
         versions = tuple(held.version for held in machine.adopted)
-        said = changed(StatePart(ask.donor or "b", 1, "a", ask.donor_step or 9, versions, ask.part, 6, 9, 8), source)
+        said = changed(m.StatePart(ask.donor or "b", 1, "a", ask.donor_step or 9, versions, ask.part, 6, 9, 8), source)
     if said is not None:
         heard = through_the_wire(said)
-        return machine.on_message(typing.cast(SyncerMessage, heard), now_s) if heard is not None else []
+        return machine.on_message(typing.cast(m.SyncerMessage, heard), now_s) if heard is not None else []
     if event < 225 and machine.may_step():
         batch = machine.take_batch()
         return machine.on_step(64, 0.5, 1.0, now_s, samples_end=batch.end)
@@ -310,20 +295,20 @@ def learner_event(machine: Learner, wanted: list[StateRequest], source: Source, 
 
 # ---- seeds ------------------------------------------------------------------------------------------------------
 
-EXAMPLES: tuple[Message, ...] = tuple(
+EXAMPLES: tuple[m.Message, ...] = tuple(
     message._replace(learner_id="a", incarnation=1)
-    if hasattr(message, "learner_id") and not isinstance(message, StatePart)
+    if hasattr(message, "learner_id") and not isinstance(message, m.StatePart)
     else message
     for message in (
-        Heartbeat("a", 1),
+        m.Heartbeat("a", 1),
         greeting("a"),
-        StatePart("a", 1, "b", 3, (0, 1, 2), 0, 2, 99, 10),
-        StepReport("a", 1, 1, 64, 0, (Adopted(0, 0, 0),) * FRAGMENTS, 0.5, 2.0, 4, 256),
+        m.StatePart("a", 1, "b", 3, (0, 1, 2), 0, 2, 99, 10),
+        m.StepReport("a", 1, 1, 64, 0, (m.Adopted(0, 0, 0),) * FRAGMENTS, 0.5, 2.0, 4, 256),
         *(
             message_of(kind, Source(bytes([step]) * 40))
             for kind in (*LEARNER_TYPES, *SYNCER_TYPES)
             for step in (0, 1, 3)
-            if kind not in (Hello, StatePart)
+            if kind not in (m.Hello, m.StatePart)
         ),
     )
 )

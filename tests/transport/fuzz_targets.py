@@ -17,10 +17,12 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from diloco_jax.core import codec
-from diloco_jax.protocol.messages import FragmentValue, Message
+from diloco_jax.core.parts import cut_part, join_parts
+from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Message
 from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.transport import calls, wire
+from diloco_jax.transport.group import commands as c
 from diloco_jax.transport.link import HOSTS_MAX, STRIPES_MAX, SYNCER_HOST, check_name, split_address
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
@@ -28,7 +30,8 @@ from diloco_jax.transport.session.assembly import Assembly
 from diloco_jax.transport.session.sessions import Refused
 from diloco_jax.transport.trust.certificates import learner_names
 from diloco_jax.transport.trust.security import TOKEN_KEY, Denied, Gate
-from tests.transport import fuzz_hosts, fuzz_machines
+from tests.transport import fuzz_machines
+from tests.transport.ends import parts_of
 from tests.transport.fuzz_inputs import PAYLOAD_BYTES_MAX, framed, unframed
 from tests.transport.fuzz_machines import EXAMPLES
 
@@ -52,7 +55,6 @@ class Target(NamedTuple):
         run: tries one input.
     """
 
-    name: str
     seeds: tuple[bytes, ...]
     run: Callable[[bytes], None]
 
@@ -77,7 +79,7 @@ class BulkLane:
     def __init__(self, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
         self.partials = Partials(payload_bytes_max, 60.0)
         self.assembly = Assembly(payload_bytes_max, self.partials)
-        self.reader = wire.Reader(HEADER, tuple(type(example) for example in (*EXAMPLES, *fuzz_hosts.COMMANDS)))
+        self.reader = wire.Reader(HEADER, tuple(type(example) for example in (*EXAMPLES, *COMMANDS)))
         self.came: list[tuple[Message, bytes]] = []
 
     def feed(self, raw: bytes) -> wire.Goodbye | wire.Ready | None:
@@ -186,7 +188,7 @@ def run_metadata(data: bytes) -> None:
 
 
 def run_holdings(data: bytes) -> None:
-    """What a peer says that it has of a payload is within the payload, or is refused."""
+    """Check that what a peer says it has of a payload is within the payload, or is refused."""
     with contextlib.suppress(Refused):
         held = calls.read_holdings({calls.HOLDINGS_KEY: data})
         for each in pb.Holdings.FromString(data).partials:
@@ -272,6 +274,38 @@ def run_state(data: bytes) -> None:
         assert len(data) == STATE_LAYOUT.num_bytes
 
 
+# ---- the hosts of an island ----------------------------------------------------------------------------------------
+
+PARTS = parts_of(bytes(range(66)))  # of two rows, and what is left of a third
+ARRIVED = GlobalFragment(5, 1, 5, 1, 1 << 60, 90)
+COMMANDS = (
+    c.HostMeet(3, (("seed", "0"), ("mesh", "fsdp"))),
+    c.HostPutBatch((c.SampleRange(0, 8), c.SampleRange(16, 24))),
+    c.HostStep(0.5),
+    c.HostArrival(7, ARRIVED),
+    c.HostAdopt(7, ARRIVED),
+    c.HostLeaf(8, -1, "params/w"),
+    c.HostLoadState(9, (0, 1)),
+    c.HostAnswer(9, "no"),
+    c.HostStop(),
+)
+
+
+def run_parts(data: bytes) -> None:
+    """Parts of a payload: each byte of the data once in the whole, or refused; a part that is cut stays within it."""
+    parts = list(unframed(data))
+    with contextlib.suppress(ValueError):
+        whole = join_parts(parts, PAYLOAD_BYTES_MAX)
+        heads = [8 + 32 * int.from_bytes(part[:8], "little") for part in parts]
+        data_bytes = b"".join(part[head:] for part, head in zip(parts, heads, strict=True))
+        assert all(parts) or not whole
+        assert not all(parts) or sorted(whole) == sorted(data_bytes)
+    for part in parts:
+        with contextlib.suppress(ValueError):
+            cut = cut_part(part, [(0, 10), (20, 50)])
+            assert sum(len(buffer) for buffer in cut[1:]) <= len(part)
+
+
 # ---- machines -----------------------------------------------------------------------------------------------------
 
 
@@ -293,48 +327,39 @@ def with_chunk(body: bytes) -> bytes:
     return PACKED_HEADER + body + pb.Frame(chunk=pb.Chunk(message=1)).SerializeToString()
 
 
-def with_bodies(*extra: bytes) -> tuple[bytes, ...]:
-    return (*(wire.pack_body(example) for example in (*EXAMPLES, *fuzz_hosts.COMMANDS)), *extra)
-
-
+BODIES = tuple(wire.pack_body(example) for example in (*EXAMPLES, *COMMANDS))
 TARGETS = {
-    target.name: target
-    for target in (
-        Target("split", (*FRAMES, b""), run_split),
-        Target(
-            "lane",
-            (
-                framed(*FRAMES),
-                framed(PACKED_HEADER, *value_frames(b"", 40), *value_frames(bytes(900), 300, 2)),
-                framed(*value_frames(bytes(900), 300, 2)[::-1], *value_frames(PAYLOAD, 40)),
-                framed(*(with_chunk(body) for body in with_bodies()), wire.goodbye_frame(PACKED_HEADER, "done")),
-                *(framed(with_chunk(body)) for body in with_bodies()),
-            ),
-            run_lane,
+    "split": Target((*FRAMES, b""), run_split),
+    "lane": Target(
+        (
+            framed(*FRAMES),
+            framed(PACKED_HEADER, *value_frames(b"", 40), *value_frames(bytes(900), 300, 2)),
+            framed(*value_frames(bytes(900), 300, 2)[::-1], *value_frames(PAYLOAD, 40)),
+            framed(*(with_chunk(body) for body in BODIES), wire.goodbye_frame(PACKED_HEADER, "done")),
+            *(framed(with_chunk(body)) for body in BODIES),
         ),
-        Target("forged_chunk", (b"0",), run_forged_chunk),
-        Target("forged_header", (b"0", b"run", b"\xff"), run_forged_header),
-        Target("message", with_bodies(), run_message),
-        Target("metadata", (HEADER.SerializeToString(), HOST_HEADER.SerializeToString(), b""), run_metadata),
-        Target("holdings", (HOLDINGS.SerializeToString(), b""), run_holdings),
-        Target("shards", (b"a:1,:2,[::1]:3", b""), run_shards),
-        Target("token", (TOKEN, TOKEN[:-1], TOKEN + b"x", b""), run_token),
-        Target(
-            "identity",
-            (b"a\nb\n\ndiloco://learner/a\n\nb", b"syncer.diloco\n\n\n\nsyncer", b"\n\ndiloco://learner/b\n\na"),
-            run_identity,
-        ),
-        Target("drain_request", (pb.DrainRequest(learner_id="a").SerializeToString(),), run_drain_request),
-        Target(
-            "codec",
-            tuple(bytes([i]) + codec.encode(VALUES, format) for i, format in enumerate(FORMATS)),
-            run_codec,
-        ),
-        Target("state", (state_bytes(STATE), state_bytes({**STATE, "x": np.zeros((2, 3), np.float64)})), run_state),
-        Target("parts", fuzz_hosts.PARTS_SEEDS, fuzz_hosts.run_parts),
-        Target("syncer_machine", fuzz_machines.SYNCER_SEEDS, fuzz_machines.run_syncer),
-        Target("learner_machine", fuzz_machines.LEARNER_SEEDS, fuzz_machines.run_learner),
-        Target("tape", fuzz_machines.TAPE_SEEDS, run_tape),
-        Target("snapshot", fuzz_machines.SNAPSHOT_SEEDS, run_snapshot),
-    )
+        run_lane,
+    ),
+    "forged_chunk": Target((b"0",), run_forged_chunk),
+    "forged_header": Target((b"0", b"run", b"\xff"), run_forged_header),
+    "message": Target(BODIES, run_message),
+    "metadata": Target((HEADER.SerializeToString(), HOST_HEADER.SerializeToString(), b""), run_metadata),
+    "holdings": Target((HOLDINGS.SerializeToString(), b""), run_holdings),
+    "shards": Target((b"a:1,:2,[::1]:3", b""), run_shards),
+    "token": Target((TOKEN, TOKEN[:-1], TOKEN + b"x", b""), run_token),
+    "identity": Target(
+        (b"a\nb\n\ndiloco://learner/a\n\nb", b"syncer.diloco\n\n\n\nsyncer", b"\n\ndiloco://learner/b\n\na"),
+        run_identity,
+    ),
+    "drain_request": Target((pb.DrainRequest(learner_id="a").SerializeToString(),), run_drain_request),
+    "codec": Target(
+        tuple(bytes([i]) + codec.encode(VALUES, format) for i, format in enumerate(FORMATS)),
+        run_codec,
+    ),
+    "state": Target((state_bytes(STATE), state_bytes({**STATE, "x": np.zeros((2, 3), np.float64)})), run_state),
+    "parts": Target((framed(*PARTS), framed(*PARTS[:2], b"")), run_parts),
+    "syncer_machine": Target(fuzz_machines.SYNCER_SEEDS, fuzz_machines.run_syncer),
+    "learner_machine": Target(fuzz_machines.LEARNER_SEEDS, fuzz_machines.run_learner),
+    "tape": Target(fuzz_machines.TAPE_SEEDS, run_tape),
+    "snapshot": Target(fuzz_machines.SNAPSHOT_SEEDS, run_snapshot),
 }

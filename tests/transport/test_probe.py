@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,19 +14,17 @@ import pytest
 
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.tools.doctor.probing import greet, measure
-from diloco_jax.transport import grpc_link, probe
+from diloco_jax.transport import probe
 from diloco_jax.transport.grpc_link import GrpcListener
 from diloco_jax.transport.link import TransportConfig, TransportError
+from tests.transport.ends import WAIT_S, Ends, comes_true
 
 pytestmark = pytest.mark.net
-WAIT_S = 20.0
 
 
 @pytest.fixture
-def listener() -> Iterator[GrpcListener]:
-    made = grpc_link.listen(TransportConfig(), run_id="run", shards=[":7001", ":7002"])
-    yield made
-    made.close(0.0)
+def listener(ends: Ends) -> GrpcListener:
+    return ends.listen(shards=[":7001", ":7002"])
 
 
 def config_of(listener: GrpcListener, **changes: Any) -> TransportConfig:
@@ -54,52 +52,47 @@ def test_skew_of_a_clock_is_seen_through_a_slow_link(listener: GrpcListener, mon
 @pytest.mark.parametrize("direction", ["up", "down"])
 def test_rate_is_that_of_the_link(listener: GrpcListener, direction: Literal["up", "down"]) -> None:
     with Relay(listener.address) as relay:
-        relay.change(bytes_per_s=250_000.0)  # of each connection
-        found = measure(config_of(listener, address=relay.address), "island-0", direction, 2.0)
-    assert 100_000 < found.bytes_per_s < 2_000_000  # 500,000, and a loaded machine
+        relay.change(bytes_per_s=500_000.0)  # of each connection
+        found = measure(config_of(listener, address=relay.address), "island-0", direction, 1.0)
+    assert 200_000 < found.bytes_per_s < 4_000_000  # 1,000,000, and a loaded machine
 
 
-def test_bytes_are_bounded_and_fewer_beside_learners(listener: GrpcListener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_bounded_and_fewer_beside_learners(
+    ends: Ends, listener: GrpcListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(probe, "IDLE_BYTES_MAX", 8 << 20)
     monkeypatch.setattr(probe, "RUN_BYTES_MAX", 1 << 20)
     idle = [measure(config_of(listener), "island-0", way, 9.0).moved_bytes for way in ("up", "down")]
     assert all(4 << 20 < moved <= 9 << 20 for moved in idle), idle
-    link = grpc_link.connect(config_of(listener), run_id="run", learner_id="island-1", incarnation=1)
+    ends.connect("island-1")
     busy = [measure(config_of(listener), "island-0", way, 9.0).moved_bytes for way in ("up", "down")]
     assert all(1 << 18 < moved <= 2 << 20 for moved in busy), busy
     assert greet(config_of(listener), "island-0").sessions == 1
-    link.close(1.0)
 
 
 def test_one_measurement_at_a_time(listener: GrpcListener) -> None:
     with Relay(listener.address) as relay:
         relay.change(bytes_per_s=100_000.0)
         slow = config_of(listener, address=relay.address)
-        other = threading.Thread(target=measure, args=(slow, "island-0", "down", 3.0))
+        other = threading.Thread(target=measure, args=(slow, "island-0", "down", 1.5))
         other.start()
-        until_s = time.monotonic() + WAIT_S
-        while not relay.counts.down_bytes > 50_000 and time.monotonic() < until_s:
-            time.sleep(0.01)
+        assert comes_true(lambda: relay.counts.down_bytes > 50_000)
         with pytest.raises(TransportError, match="refused: somebody else measures at this moment: try again later"):
             measure(config_of(listener), "island-1", "down", 0.1)
         assert greet(config_of(listener), "island-1").run_id == "run"  # a ping disturbs nobody
         other.join()
-    until_s = time.monotonic() + WAIT_S
-    while True:  # the place is free when the syncer has noticed
-        try:
-            assert measure(config_of(listener), "island-1", "down", 0.2).moved_bytes
-            return
-        except TransportError:
-            assert time.monotonic() < until_s
-            time.sleep(0.05)
+
+    def place_is_free() -> bool:  # when the syncer has noticed
+        with contextlib.suppress(TransportError):
+            return measure(config_of(listener), "island-1", "down", 0.2).moved_bytes > 0
+        return False
+
+    assert comes_true(place_is_free)
 
 
-def test_nobody_without_the_token_is_answered(tmp_path: Path) -> None:
+def test_nobody_without_the_token_is_answered(ends: Ends, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret")
-    listener = grpc_link.listen(TransportConfig(token_file=str(tmp_path / "token")), run_id="run")
-    try:
-        for ask in (lambda c: greet(c, "island-0"), lambda c: measure(c, "island-0", "up", 0.1)):
-            with pytest.raises(TransportError, match="refused: the token was not sent"):
-                ask(config_of(listener))
-    finally:
-        listener.close(0.0)
+    listener = ends.listen(token_file=str(tmp_path / "token"))
+    for ask in (lambda c: greet(c, "island-0"), lambda c: measure(c, "island-0", "up", 0.1)):
+        with pytest.raises(TransportError, match="refused: the token was not sent"):
+            ask(config_of(listener))

@@ -13,17 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.protocol.messages import (
-    Arrived,
-    FragmentValue,
-    Heartbeat,
-    Hello,
-    Lease,
-    Message,
-    StatePart,
-    StepReport,
-    Stop,
-)
+from diloco_jax.protocol import messages as m
 from diloco_jax.transport import wire
 from diloco_jax.transport.group.commands import COMMANDS, REPLIES
 from diloco_jax.transport.limits import COUNTER_MAX, PAIR_LENGTH_MAX, PARTS_MAX, REASON_LENGTH_MAX
@@ -33,11 +23,11 @@ from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.assembly import Assembly
 
 HEADER = pb.Header(run_id="run", epoch=3, sender="a", incarnation=2, session=7, lane=pb.LANE_BULK)
-VALUE = FragmentValue("a", 2, 5, 1, 40, 24, 9000, -1, 80, 10)
-MESSAGES: tuple[type, ...] = tuple(dict.fromkeys((*typing.get_args(Message), *COMMANDS, *REPLIES)))
+VALUE = m.FragmentValue("a", 2, 5, 1, 40, 24, 9000, -1, 80, 10)
+MESSAGES: tuple[type, ...] = tuple(dict.fromkeys((*typing.get_args(m.Message), *COMMANDS, *REPLIES)))
 
 
-ARRIVED = st.builds(Arrived, st.integers(0, 99), st.integers(0, 1 << 40), st.floats(0, 1e300))
+ARRIVED = st.builds(m.Arrived, st.integers(0, 99), st.integers(0, 1 << 40), st.floats(0, 1e300))
 
 
 def message_strategy(kind: Any) -> st.SearchStrategy[Any]:
@@ -48,10 +38,10 @@ def message_strategy(kind: Any) -> st.SearchStrategy[Any]:
     special |= {"rate": st.floats(0, 1e300)}
     special |= {"digest": digest, "step_s": st.floats(0, 1e300), "arrived": st.lists(ARRIVED, max_size=4).map(tuple)}
     made = st.builds(kind, *(special.get(name, strategy_of(hint)) for name, hint in hints.items()))
-    if kind is Hello:  # a digest for each version
+    if kind is m.Hello:  # a digest for each version
         digests = st.lists(digest, min_size=4, max_size=4)
         return st.builds(lambda hello, d: hello._replace(digests=tuple(d[: len(hello.versions)])), made, digests)
-    if kind is StatePart:
+    if kind is m.StatePart:
         return st.builds(lambda part, n: part._replace(part=part.part % n, parts=n), made, st.integers(1, PARTS_MAX))
     return made
 
@@ -78,15 +68,15 @@ def reader(allowed: tuple[type, ...] = MESSAGES) -> wire.Reader:
     return wire.Reader(HEADER, allowed)
 
 
-def frames(message: Message, *parts: bytes, chunk_bytes: int = 4) -> list[bytes]:
+def frames(message: m.Message, *parts: bytes, chunk_bytes: int = 4, number: int = 1) -> list[bytes]:
     views = [memoryview(part) for part in parts]
-    pieces = wire.pieces(1, wire.pack_body(message), views, chunk_bytes)
+    pieces = wire.pieces(number, wire.pack_body(message), views, chunk_bytes)
     return [wire.piece_frame(wire.pack_header(HEADER), piece) for piece in pieces]
 
 
-def assemble(frames: list[bytes]) -> list[tuple[Message, memoryview]]:
-    """What frames of the bulk lane become."""
-    assembly, came = Assembly(1 << 20, Partials(1 << 20, 60.0)), list[tuple[Message, memoryview]]()
+def assemble(frames: list[bytes]) -> list[tuple[m.Message, memoryview]]:
+    """Return the messages that frames of the bulk lane become."""
+    assembly, came = Assembly(1 << 20, Partials(1 << 20, 60.0)), list[tuple[m.Message, memoryview]]()
     for frame in frames:
         event = reader().read(frame)
         assert isinstance(event, wire.Incoming)
@@ -95,7 +85,7 @@ def assemble(frames: list[bytes]) -> list[tuple[Message, memoryview]]:
     return came
 
 
-def control(message: Message) -> tuple[wire.Reader, bytes]:
+def control(message: m.Message) -> tuple[wire.Reader, bytes]:
     """A reader of the control lane, and a frame for it."""
     header = pb.Header()
     header.CopyFrom(HEADER)
@@ -172,34 +162,32 @@ def test_numpy_memory_is_sent_and_a_payload_handed_out_cannot_be_written() -> No
     values = np.arange(4, dtype=np.float32)
     view = memoryview(values).cast("B")  # writable: the checksum library alone would not take it
     for chunk_bytes in (7, 100):
-        pieces = wire.pieces(1, wire.pack_body(VALUE), [view], chunk_bytes)
-        frames = [wire.piece_frame(wire.pack_header(HEADER), piece) for piece in pieces]
-        ((_, payload),) = assemble(frames)
+        ((_, payload),) = assemble(frames(VALUE, view, chunk_bytes=chunk_bytes))  # type: ignore[arg-type]
         assert payload.readonly and np.array_equal(np.frombuffer(payload, np.float32), values)
 
 
 def test_value_that_does_not_fit_is_refused_before_it_travels() -> None:
     with pytest.raises(ValueError, match=r"Heartbeat\.incarnation = 9223372036854775808 cannot be sent"):
-        wire.pack_body(Heartbeat("a", 2**63))
+        wire.pack_body(m.Heartbeat("a", 2**63))
     with pytest.raises(ValueError, match=r"Stop\.reason"):
-        wire.pack_body(Stop(1, typing.cast(str, 5)))
+        wire.pack_body(m.Stop(1, typing.cast(str, 5)))
     pairs = tuple((str(number), "x" * PAIR_LENGTH_MAX) for number in range(9))
     with pytest.raises(ValueError, match="the limit is 524288"):
-        wire.pack_body(Hello("a", 0, pairs, (), (), 0, 1, 0))
+        wire.pack_body(m.Hello("a", 0, pairs, (), (), 0, 1, 0))
 
 
 def test_long_reason_is_shortened_rather_than_refused() -> None:
     """Reasons quote what others sent; to send one must never fail."""
-    frame = pb.Frame.FromString(wire.pack_body(Stop(1, "x" * 10_000)))
-    assert wire.unpack_body(frame, "stop") == Stop(1, "x" * REASON_LENGTH_MAX)
+    frame = pb.Frame.FromString(wire.pack_body(m.Stop(1, "x" * 10_000)))
+    assert wire.unpack_body(frame, "stop") == m.Stop(1, "x" * REASON_LENGTH_MAX)
     assert reader().read(wire.goodbye_frame(wire.pack_header(HEADER), "y" * 10_000)) == wire.Goodbye(
         "y" * REASON_LENGTH_MAX
     )
 
 
-HELLO = Hello("a", 2, (("run", "r"),), (1, 2), (3, 4), 1, 8, 16)
-REPORT = StepReport("a", 2, 1, 1, 1, (), 0.5, 1.0, 1, 1)
-PART = StatePart("a", 2, "b", 1, (1,), 0, 1, 5, 0)
+HELLO = m.Hello("a", 2, (("run", "r"),), (1, 2), (3, 4), 1, 8, 16)
+REPORT = m.StepReport("a", 2, 1, 1, 1, (), 0.5, 1.0, 1, 1)
+PART = m.StatePart("a", 2, "b", 1, (1,), 0, 1, 5, 0)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +211,7 @@ PART = StatePart("a", 2, "b", 1, (1,), 0, 1, 5, 0)
         (PART, {"parts": 0}, "StatePart.part is 0 of 0"),
         (PART, {"parts": 1 << 23}, "the limit is 4194304 parts"),
         (VALUE, {"payload_bytes": -1}, "FragmentValue.payload_bytes is -1"),
-        (Lease(0, 0, 1), {"stop": -1}, "Lease.stop is -1"),
+        (m.Lease(0, 0, 1), {"stop": -1}, "Lease.stop is -1"),
     ],
 )
 def test_absurd_numbers_are_refused_by_sender_and_receiver(
@@ -258,54 +246,53 @@ def test_damaged_frames_raise_wire_error_and_nothing_else(data: st.DataObject) -
             assert str(error)
 
 
+def bulk(message: m.Message, *parts: bytes, **header: Any) -> bytes:
+    """The first frame of a message in the bulk lane, with other fields in its header."""
+    frame = pb.Frame.FromString(frames(message, *parts)[0])
+    for name, new in header.items():
+        setattr(frame.header, name, new)
+    return frame.SerializeToString()
+
+
+BULK, CONTROL = pb.LANE_BULK, pb.LANE_CONTROL
+CHUNK = pb.Frame(chunk=pb.Chunk(message=1)).SerializeToString()
+SIZED = pb.Frame(chunk=pb.Chunk(message=1, payload_bytes=4)).SerializeToString()
+
+
 @pytest.mark.parametrize(
-    ("field", "value", "reason"),
+    ("lane", "frame", "reason"),
     [
-        ("run_id", "other", "run_id is 'other', not 'run'"),
-        ("epoch", 4, "epoch is 4, not 3"),
-        ("sender", "b", "sender is 'b', not 'a'"),
-        ("incarnation", 1, "incarnation is 1, not 2"),
-        ("session", 8, "session is 8, not 7"),
-        ("lane", pb.LANE_CONTROL, "lane is 1, not 2"),
+        (BULK, bulk(VALUE, run_id="other"), "run_id is 'other', not 'run'"),
+        (BULK, bulk(VALUE, epoch=4), "epoch is 4, not 3"),
+        (BULK, bulk(VALUE, sender="b"), "sender is 'b', not 'a'"),
+        (BULK, bulk(VALUE, incarnation=1), "incarnation is 1, not 2"),
+        (BULK, bulk(VALUE, session=8), "session is 8, not 7"),
+        (BULK, bulk(VALUE, lane=pb.LANE_CONTROL), "lane is 1, not 2"),
+        (BULK, bulk(m.Stop(1, "")), "a Stop is not expected here"),
+        (BULK, bulk(m.Heartbeat("b", 2)), "'a' sent a message with learner_id 'b'"),
+        (BULK, bulk(m.Heartbeat("a", 1)), "incarnation 1, its own is 2"),
+        (BULK, bulk(m.Heartbeat("a", 2), b"0123"), "a Heartbeat with a payload"),
+        (
+            BULK,
+            wire.pack_header(HEADER) + wire.pack_body(VALUE),
+            "a FragmentValue without a chunk on a bulk connection",
+        ),
+        (BULK, frames(VALUE, number=0)[0], "a chunk without the number of its message"),
+        (CONTROL, control(VALUE)[1] + CHUNK, "a payload on the control connection"),
+        (CONTROL, control(VALUE)[1] + SIZED, "a payload on the control connection"),
+        (CONTROL, control(VALUE)[1] + pb.Frame(data=b"0123").SerializeToString(), "data without a chunk"),
+        (
+            CONTROL,
+            control(REPORT)[1] + pb.Frame(step_report=pb.StepReport(adopted_version=[1, 2])).SerializeToString(),
+            r"columns of StepReport\.adopted differ in length",
+        ),
     ],
+    ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_frame_of_another_session_is_refused_with_the_difference(field: str, value: Any, reason: str) -> None:
-    frame = pb.Frame.FromString(frames(VALUE)[0])
-    setattr(frame.header, field, value)
+def test_frame_that_is_out_of_place_is_refused(lane: int, frame: bytes, reason: str) -> None:
+    """One of another session, in a wrong lane or direction, in another's name, or that contradicts itself."""
+    receiver = control(VALUE)[0] if lane == CONTROL else reader(allowed=LEARNER_TYPES)
     with pytest.raises(wire.WireError, match=reason):
-        reader().read(frame.SerializeToString())
-
-
-def test_message_in_the_wrong_direction_or_in_anothers_name_is_refused() -> None:
-    with pytest.raises(wire.WireError, match="a Stop is not expected here"):
-        reader(allowed=LEARNER_TYPES).read(frames(Stop(1, ""))[0])
-    with pytest.raises(wire.WireError, match="'a' sent a message with learner_id 'b'"):
-        reader().read(frames(Heartbeat("b", 2))[0])
-    with pytest.raises(wire.WireError, match="incarnation 1, its own is 2"):
-        reader().read(frames(Heartbeat("a", 1))[0])
-
-
-def test_payloads_are_for_bulk_connections_and_messages_that_have_one() -> None:
-    with pytest.raises(wire.WireError, match="a Heartbeat with a payload"):
-        reader().read(frames(Heartbeat("a", 2), b"0123")[0])
-    with pytest.raises(wire.WireError, match="a FragmentValue without a chunk on a bulk connection"):
-        reader().read(wire.pack_header(HEADER) + wire.pack_body(VALUE))
-    receiver, frame = control(VALUE)
-    for chunk in (pb.Chunk(message=1), pb.Chunk(message=1, payload_bytes=4)):
-        with pytest.raises(wire.WireError, match="a payload on the control connection"):
-            receiver.read(frame + pb.Frame(chunk=chunk).SerializeToString())
-    with pytest.raises(wire.WireError, match="data without a chunk"):
-        receiver.read(frame + pb.Frame(data=b"0123").SerializeToString())
-    nameless = pb.Frame.FromString(frames(VALUE, b"0123")[0])
-    nameless.chunk.message = 0
-    with pytest.raises(wire.WireError, match="a chunk without the number of its message"):
-        reader().read(nameless.SerializeToString())
-
-
-def test_columns_of_different_length_are_refused() -> None:
-    receiver, frame = control(REPORT)
-    frame += pb.Frame(step_report=pb.StepReport(adopted_version=[1, 2])).SerializeToString()
-    with pytest.raises(wire.WireError, match=r"columns of StepReport\.adopted differ in length"):
         receiver.read(frame)
 
 
@@ -319,7 +306,7 @@ def test_ready_and_goodbye() -> None:
 def test_a_step_report_stays_small() -> None:
     """It is sent after every inner step of every learner: 24 fragments must not take more than a packet."""
     adopted = tuple((step, step, step * 65536) for step in range(1000, 1024))
-    report = StepReport("island-0", 1, 1024, 1024 * 65536, 1023, typing.cast(Any, adopted), 0.25, 2.0, 8192, 8704)
+    report = m.StepReport("island-0", 1, 1024, 1024 * 65536, 1023, typing.cast(Any, adopted), 0.25, 2.0, 8192, 8704)
     assert len(wire.pack_body(report)) < 320
 
 

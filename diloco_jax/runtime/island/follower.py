@@ -162,7 +162,7 @@ class Follower:
         if self._link is not None:
             self._link.close(0.0)
         self._link = None
-        self._link = self._dialler.connect_host(epoch, session)
+        self._link = self._dialler.connect(epoch, session)
 
     def _read(self, arrival: commands.HostArrival, payload: Bytes) -> None:
         message = arrival.value

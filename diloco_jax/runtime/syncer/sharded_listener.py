@@ -109,7 +109,7 @@ class ShardedListener:
         return self._ready.popleft() if self._ready else None
 
     def send(self, peer: str, message: SyncerMessage, payload: Payload = b"") -> bool:
-        """Queue a message to a learner; a version goes out from the shards. See Listener.send."""
+        """Queue a message to a learner; a version goes out from the shards. See GrpcListener.send."""
         if isinstance(message, GlobalFragment):
             self._shards.send(peer, message)
             return True

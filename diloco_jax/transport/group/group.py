@@ -20,7 +20,6 @@ import grpc
 from diloco_jax.transport.calls import (
     FOLLOW,
     ISLAND_SERVICE,
-    call_metadata,
     keep_freed_memory,
     open_server,
     read_header,
@@ -33,7 +32,7 @@ from diloco_jax.transport.session.dialled import DialledStreams
 from diloco_jax.transport.session.inbox import Inbox
 from diloco_jax.transport.session.sessions import Refused
 from diloco_jax.transport.session.stream import REFUSAL, Lane, StreamSession
-from diloco_jax.transport.trust.security import Denied, Gate, auth_context, credentials, island_host
+from diloco_jax.transport.trust.security import Denied, Gate, credentials, island_host
 
 LEADER = 0
 SILENCE_S = 20.0  # without a word from a host, after which it is lost
@@ -170,9 +169,9 @@ class GroupLeader:
             Denied: it is not of this island.
             Refused: it is not of this group, or has joined before.
         """
-        metadata = call_metadata(context)
+        metadata = dict(context.invocation_metadata())
         self._gate.check(metadata)
-        self._gate.check_speaks_for(self._header.sender, auth_context(context))
+        self._gate.check_speaks_for(self._header.sender, context.auth_context())
         header = read_header(metadata)
         ours = self._header
         if (header.run_id, header.sender, header.session) != (ours.run_id, ours.sender, ours.session):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from diloco_jax.protocol.messages import FragmentValue, Message
 from diloco_jax.transport.link import Delivery, Traffic, TransportConfig, is_bulk
+from diloco_jax.transport.proto import diloco_pb2 as pb
 
 
 class Inbox:
@@ -59,10 +60,18 @@ class Inbox:
 
 
 class Session(ABC):
-    """One end of a session: puts what its peer sends into an inbox, until it is over."""
+    """One end of a session: puts what its peer sends into an inbox, until it is over.
 
-    def __init__(self, inbox: Inbox, peer: str, config: TransportConfig) -> None:
+    Attributes:
+        header: Names the learner, its incarnation, the session and the host.
+        host: Which of the learner's hosts this is.
+        hosts: How many there are.
+    """
+
+    def __init__(self, inbox: Inbox, header: pb.Header, peer: str, config: TransportConfig) -> None:
         self.inbox = inbox
+        self.header = header
+        self.number, self.host, self.hosts = header.session, header.host, max(1, header.hosts)
         self.peer = peer
         self.config = config
         self.room = {False: config.queue_messages_max, True: config.queue_payloads_max}  # by is_bulk
@@ -70,8 +79,6 @@ class Session(ABC):
         self.open = True
         self.announced = False  # until it is set the driver knows nothing of the session, and is not told of its end
         self.reason = ""
-        self.number = 0
-        self.host, self.hosts = 0, 1  # of the learner's hosts: which one this is, and how many there are
         self.on_value: Callable[[FragmentValue, bytes | memoryview], bool] | None = None  # in place of the inbox
         self.on_end: Callable[[str], object] | None = None  # gets the reason, once
 

@@ -1,4 +1,4 @@
-"""Book-keeping that every listener shares: who may connect, whom an answer reaches, requests to the driver."""
+"""The parts of a listener that do not depend on how bytes travel: who may connect, and requests to the driver."""
 
 from __future__ import annotations
 
@@ -7,20 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from diloco_jax.protocol.messages import SyncerMessage
-from diloco_jax.transport.link import (
-    SYNCER_TYPES,
-    Delivery,
-    LinkClosed,
-    Payload,
-    Traffic,
-    TransportConfig,
-    TransportError,
-    check_name,
-    payload_parts,
-)
+from diloco_jax.transport.link import TransportConfig, TransportError, check_name
+from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.host_parts import HostSessions
-from diloco_jax.transport.session.inbox import Inbox, Session
+from diloco_jax.transport.session.inbox import Session
 
 CLOSING = "the syncer is closing"
 KNOWN_MAX = 10_000  # learners that are remembered, so that an older process of one is recognised
@@ -43,35 +33,22 @@ class Refused(TransportError):
 S = TypeVar("S", bound=Session)
 
 
-class SessionListener(Generic[S]):
-    """The part of a Listener that does not depend on how bytes travel."""
+class SessionBook(Generic[S]):
+    """The sessions of a listener: who may open one, and which one is a learner's newest. Any thread."""
 
     def __init__(self, config: TransportConfig, run_id: str, epoch: int) -> None:
         self.config = config
         self.run_id = run_id
         self.epoch = epoch
-        self.inbox = Inbox()
         self._lock = threading.Lock()
         self._leader_came = threading.Condition(self._lock)
-        self.on_drain: Callable[[str], str] | None = None
-        self._drains: deque[_Drain] = deque()
-        self._opening: dict[tuple[str, tuple[int, int], int], S] = {}  # not all of their connections are there yet
-        self._newest: dict[str, tuple[tuple[int, int], S]] = {}  # of leaders
+        self._opening: dict[tuple[object, ...], S] = {}  # by name; not all of their connections are there yet
+        self._newest: dict[str, S] = {}  # of leaders, by learner
         self._hosts: dict[str, HostSessions[S]] = {}  # of learners in `_newest` that have several hosts
-        self._heard: dict[str, Session] = {}  # only the driver's thread touches it
         self._closed = False
 
-    def admit(
-        self,
-        run_id: str,
-        epoch: int,
-        learner_id: str,
-        incarnation: int,
-        number: int,
-        make: Callable[[], S],
-        host: int = 0,
-    ) -> S:
-        """Return the session with this name, made now if the name is new.
+    def admit(self, header: pb.Header, make: Callable[[], S]) -> S:
+        """Return the session that a header names, made now if the name is new.
 
         Call this only for a peer whose credentials are good. It ends nobody's session: `establish` does.
 
@@ -79,19 +56,18 @@ class SessionListener(Generic[S]):
             Refused: It is of another run or a later epoch, its name is not allowed, or a newer session of the learner
                 is known.
         """
-        self._check_names(run_id, epoch, learner_id, incarnation)
-        stamp = (incarnation, number)
+        self._check_names(header)
         with self._lock:
             if self._closed:
                 raise Refused(CLOSING, final=False)
-            known = self._established(learner_id, stamp, host)
+            known = self._established(header, header.host)
             if known is not None:
                 return known
-            self._check_not_stale(learner_id, stamp, host)
-            session = self._opening.get((learner_id, stamp, host))
+            self._check_not_stale(header)
+            session = self._opening.get(_name(header))
             if session is None or not session.open:
-                self._opening = {key: each for key, each in self._opening.items() if each.open}
-                session = self._opening[learner_id, stamp, host] = make()
+                self._opening = {name: each for name, each in self._opening.items() if each.open}
+                session = self._opening[_name(header)] = make()
             return session
 
     def establish(self, session: S) -> None:
@@ -103,196 +79,192 @@ class SessionListener(Generic[S]):
         Raises:
             Refused: A newer one was quicker, the leader's did not come, or the syncer is closing.
         """
+        header = session.header
         with self._lock:
-            key = self._key_of(session)
-            if key is None:  # it is established already, by its other connection
+            if header.host and self._is_opening(session):
+                self._wait_for_leader(session)
+            if not self._is_opening(session):  # it is established already, by its other connection
                 return
-            learner_id, stamp, host = key
-            if host:
-                self._wait_for_leader(session, learner_id, stamp)
-                if self._key_of(session) is None:
-                    return
-            del self._opening[key]
+            del self._opening[_name(header)]
             try:
                 if self._closed:
                     raise Refused(CLOSING, final=False)
                 if not session.open:
                     raise Refused(session.reason, final=False)
-                self._check_not_stale(learner_id, stamp, host)
-                if host:
-                    self._add_host(session, learner_id, stamp)
+                self._check_not_stale(header)
+                if header.host:
+                    self._add_host(session)
                     return
-                if learner_id not in self._newest and len(self._newest) >= KNOWN_MAX:
+                if header.sender not in self._newest and len(self._newest) >= KNOWN_MAX:
                     self._forget_one()
             except Refused as error:
                 session.fail(str(error))
                 raise
-            self._replace(session, learner_id, stamp)
+            self._replace(session)
 
-    def _key_of(self, session: S) -> tuple[str, tuple[int, int], int] | None:
-        return next((key for key, each in self._opening.items() if each is session), None)
+    def _is_opening(self, session: S) -> bool:
+        return self._opening.get(_name(session.header)) is session
 
-    def _established(self, learner_id: str, stamp: tuple[int, int], host: int) -> S | None:
-        """Return the session with this name if it is open, and so are all its connections."""
-        known = self._newest.get(learner_id)
-        if known is None or known[0] != stamp or not known[1].open:
+    def _established(self, header: pb.Header, host: int) -> S | None:
+        """Return the session of a learner's host if it is open, and so are all its connections."""
+        known = self._newest.get(header.sender)
+        if known is None or _stamp(known.header) != _stamp(header) or not known.open:
             return None
         if not host:
-            return known[1]
-        return self._hosts[learner_id].get(host) if learner_id in self._hosts else None
+            return known
+        return self._hosts[header.sender].get(host) if header.sender in self._hosts else None
 
-    def _replace(self, session: S, learner_id: str, stamp: tuple[int, int]) -> None:
+    def _replace(self, session: S) -> None:
+        learner_id = session.header.sender
         known = self._newest.pop(learner_id, None)  # so that the newest comes last
         if known is not None:  # under the lock: its end must be in the inbox before the new session speaks
-            known[1].fail(f"replaced by a newer connection of {learner_id!r}, incarnation {stamp[0]}")
-        self._newest[learner_id] = (stamp, session)
+            known.fail(f"replaced by a newer connection of {learner_id!r}, incarnation {session.header.incarnation}")
+        self._newest[learner_id] = session
         self._hosts.pop(learner_id, None)
         session.announced = True
         if session.hosts > 1:
             self._hosts[learner_id] = HostSessions(session)
         self._leader_came.notify_all()
 
-    def _wait_for_leader(self, session: S, learner_id: str, stamp: tuple[int, int]) -> None:
+    def _wait_for_leader(self, session: S) -> None:
         """Wait, without the lock, until the learner has a session at least as new.
 
         It lasts half as long as the dialling side waits.
         """
 
         def came() -> bool:
-            known = self._newest.get(learner_id)
-            return self._closed or not session.open or (known is not None and known[0] >= stamp)
+            known = self._newest.get(session.header.sender)
+            newer = known is not None and _stamp(known.header) >= _stamp(session.header)
+            return self._closed or not session.open or newer
 
         self._leader_came.wait_for(came, timeout=self.config.connect_timeout_s / 2)
 
-    def _add_host(self, session: S, learner_id: str, stamp: tuple[int, int]) -> None:
-        who = f"host {session.host} of {learner_id!r}"
-        if self._established(learner_id, stamp, 0) is None:
+    def _add_host(self, session: S) -> None:
+        who = f"host {session.host} of {session.header.sender!r}"
+        leader = self._established(session.header, 0)
+        if leader is None:
             raise Refused(f"{who} came, but no session of its leader within half of connect_timeout_s", final=False)
-        leader = self._newest[learner_id][1]
         if session.hosts != leader.hosts:
             raise Refused(
                 f"{who} says {session.hosts} hosts, its leader {leader.hosts}: start all with the same number"
             )
-        self._hosts[learner_id].add(session)
+        self._hosts[session.header.sender].add(session)
 
-    def _check_names(self, run_id: str, epoch: int, learner_id: str, incarnation: int) -> None:
-        if run_id != self.run_id:
+    def _check_names(self, header: pb.Header) -> None:
+        if header.run_id != self.run_id:
             raise Refused(
-                f"{learner_id!r} belongs to run {run_id!r}, this syncer to run {self.run_id!r}: start both from the "
-                "same config"
+                f"{header.sender!r} belongs to run {header.run_id!r}, this syncer to run {self.run_id!r}: start both "
+                "from the same config"
             )
-        if epoch > self.epoch:
+        if header.epoch > self.epoch:
             raise Refused(
-                f"{learner_id!r} has heard of epoch {epoch} of the syncer, this one is of epoch {self.epoch}: stop "
-                "this old syncer, and connect to the newer one",
+                f"{header.sender!r} has heard of epoch {header.epoch} of the syncer, this one is of epoch "
+                f"{self.epoch}: stop this old syncer, and connect to the newer one",
                 final=False,  # the newer one may take its place
             )
         try:
-            check_name(learner_id)
+            check_name(header.sender)
         except ValueError as error:
             raise Refused(str(error)) from None
-        if incarnation < 0:
-            raise Refused(f"incarnation {incarnation} of {learner_id!r} is not allowed: use 0 or more")
+        if header.incarnation < 0:
+            raise Refused(f"incarnation {header.incarnation} of {header.sender!r} is not allowed: use 0 or more")
 
-    def _check_not_stale(self, learner_id: str, stamp: tuple[int, int], host: int) -> None:
-        known = self._newest.get(learner_id)
+    def _check_not_stale(self, header: pb.Header) -> None:
+        known = self._newest.get(header.sender)
         if known is None:
             return
-        if host and known[0][0] == stamp[0]:  # it will hear of the leader's next session
-            if known[0] > stamp or (known[0] == stamp and not known[1].open):
-                raise Refused(f"the session of the leader of {learner_id!r} is over", final=False)
-        elif known[0] >= stamp:
+        ours, theirs = _stamp(known.header), _stamp(header)
+        if header.host and known.header.incarnation == header.incarnation:  # it will hear of the leader's next session
+            if ours > theirs or (ours == theirs and not known.open):
+                raise Refused(f"the session of the leader of {header.sender!r} is over", final=False)
+        elif ours >= theirs:
             raise Refused(
-                f"{learner_id!r} incarnation {stamp[0]} is stale, a later connection with incarnation {known[0][0]} is "
-                "known: stop this process, or start it with a larger incarnation"
+                f"{header.sender!r} incarnation {header.incarnation} is stale, a later connection with incarnation "
+                f"{known.header.incarnation} is known: stop this process, or start it with a larger incarnation"
             )
 
     def _forget_one(self) -> None:
         """Forget the learner whose session ended and that connected the longest time ago."""
-        gone = next((name for name, (_, session) in self._newest.items() if not session.open), None)
+        gone = next((name for name, session in self._newest.items() if not session.open), None)
         if gone is None:
             raise Refused(f"{KNOWN_MAX} learners are connected, this syncer takes no more", final=False)
         del self._newest[gone]
         self._hosts.pop(gone, None)
 
-    def receive(self, timeout_s: float) -> Delivery | None:
-        """Return the next delivery of any learner, or None after `timeout_s` seconds; 0 only looks."""
-        item = self.inbox.get(timeout_s)
-        self._carry_out_drains()
-        if item is None:
-            return None
-        session, delivery = item
-        if delivery.kind == "message":
-            self._heard[session.peer] = session
-        elif self._heard.get(session.peer) is session:
-            del self._heard[session.peer]
-        return delivery
-
-    def send(self, peer: str, message: SyncerMessage, payload: Payload = b"") -> bool:
-        """Queue a message to the session that `peer` was last heard from; False if it is over. See Listener.send."""
-        parts = payload_parts(message, payload, SYNCER_TYPES, self.config.payload_bytes_max)
-        session = self._heard.get(peer)
-        if session is None:
-            return False
-        try:
-            session.send(message, parts)
-        except LinkClosed:
-            return False
-        return True
-
-    def wake(self) -> None:
-        """Let a waiting `receive` return at once. See Listener.wake."""
-        self.inbox.wake()
-
     @property
-    def traffic(self) -> Traffic:
-        """Return what was received and sent so far. See Listener.traffic."""
-        return self.inbox.traffic
+    def connected(self) -> int:
+        """Return the number of learners that have a session."""
+        return sum(session.open for session in list(self._newest.values()))
 
     def stop_admitting(self) -> list[S]:
         """Refuse everyone from now on, and return the sessions that are open."""
         with self._lock:
             self._closed = True
             self._leader_came.notify_all()
-            sessions = [*(session for _, session in self._newest.values()), *self._opening.values()]
-            return [session for session in sessions if session.open]
+            return [session for session in (*self._newest.values(), *self._opening.values()) if session.open]
 
-    # ---- drain requests ---------------------------------------------------------------------------------------------
 
-    def request_drain(self, learner_id: str) -> tuple[bool, str]:
+def _stamp(header: pb.Header) -> tuple[int, int]:
+    """Return what grows from session to session of a learner."""
+    return header.incarnation, header.session
+
+
+def _name(header: pb.Header) -> tuple[object, ...]:
+    return header.sender, *_stamp(header), header.host
+
+
+class Drains:
+    """Requests that a learner leave, from any thread to that of the driver.
+
+    Args:
+        wake: lets the driver look.
+    """
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._waiting: deque[_Drain] = deque()
+        self._closed = False
+
+    def ask(self, learner_id: str) -> tuple[bool, str]:
         """Let the driver drain a learner; return whether it did, and its words. Not on the driver's own thread."""
         request = _Drain(learner_id)
         with self._lock:
             if self._closed:
                 return False, CLOSING
-            if len(self._drains) >= DRAINS_MAX:
+            if len(self._waiting) >= DRAINS_MAX:
                 return False, f"{DRAINS_MAX} drain requests are waiting; ask again later"
-            self._drains.append(request)
-        self.inbox.wake()
+            self._waiting.append(request)
+        self._wake()
         if request.done.wait(DRAIN_ANSWER_S):
             return request.ok, request.message
         with self._lock:
-            if request in self._drains:
-                self._drains.remove(request)
+            if request in self._waiting:
+                self._waiting.remove(request)
                 return False, f"the syncer was busy for {DRAIN_ANSWER_S:g} s and did nothing; ask again"
         return False, f"the syncer has begun but did not end within {DRAIN_ANSWER_S:g} s; see `diloco status`"
 
-    def _carry_out_drains(self) -> None:
-        """Let the driver answer the drain requests that wait; on its own thread."""
-        while self._drains:
+    def answer(self, on_drain: Callable[[str], str] | None) -> None:
+        """Carry out the requests that wait; on the driver's own thread."""
+        while self._waiting:
             with self._lock:
-                if not self._drains:  # its caller gave up
+                if not self._waiting:  # its caller gave up
                     return
-                request = self._drains.popleft()
+                request = self._waiting.popleft()
             try:
-                if self.on_drain is None:
+                if on_drain is None:
                     raise ValueError("this syncer cannot drain learners")
-                request.message = self.on_drain(request.learner_id)
+                request.message = on_drain(request.learner_id)
                 request.ok = True
             except ValueError as error:
                 request.message = str(error)
             finally:  # whatever else went wrong is the driver's to handle, but the caller must not wait for it
                 request.done.set()
+
+    def close(self) -> None:
+        """Take no more requests."""
+        with self._lock:
+            self._closed = True
 
 
 class _Drain:

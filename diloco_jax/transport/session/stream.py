@@ -86,9 +86,7 @@ class StreamSession(Session):
         name: str = "",
         control: bool = True,
     ) -> None:
-        super().__init__(inbox, name or peer, config)
-        self.number = header.session
-        self.host, self.hosts = header.host, max(1, header.hosts)
+        super().__init__(inbox, header, name or peer, config)
         self._dialled = peer == SYNCER
         self.partials = partials
         outboxes = {True: Outbox(config.queue_payloads_max), False: Outbox(config.queue_messages_max)}

@@ -16,7 +16,7 @@ import os
 import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -32,6 +32,8 @@ CA_FILE, CA_KEY_FILE, TOKEN_FILE = "ca.pem", "ca.key", "token"
 CA_DAYS = 3650
 LEARNERS_MAX = 4096
 CLOCK_SKEW = datetime.timedelta(hours=1)  # a machine whose clock is late accepts a new certificate all the same
+
+Pair: TypeAlias = tuple[ec.EllipticCurvePrivateKey, x509.Certificate]
 
 # ---- looking at certificates ------------------------------------------------------------------------------------
 
@@ -129,11 +131,13 @@ def check_serves(certificate: x509.Certificate, host: str) -> None:
         Defect: The certificate lacks the DNS name, or may not be used by a server.
     """
     remedy = "the hosts of an island need that of theirs: make a new one with `diloco certs`"
+    lacking = "subjectAltName"
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        lacking = "extendedKeyUsage"
         uses = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-    except x509.ExtensionNotFound as error:
-        raise Defect(f"has no {error.oid._name}; {remedy}") from None
+    except x509.ExtensionNotFound:
+        raise Defect(f"has no {lacking}; {remedy}") from None
     if host not in names.get_values_for_type(x509.DNSName):
         raise Defect(f"lacks the DNS name {host!r}; {remedy}")
     if ExtendedKeyUsageOID.SERVER_AUTH not in uses:
@@ -191,12 +195,12 @@ def make(folder: Path, learners: Sequence[str], *, days: int = 365) -> Made:
     made = Made([], [])
     now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
     if not _kept(folder, "ca", made):
-        _write_pair(folder, "ca", *_new_authority(now), made)
+        _write_pair(folder, "ca", _new_authority(now), made)
     authority = _read_authority(folder)
     until = min(now + datetime.timedelta(days=days), authority[1].not_valid_after_utc)
     for name in dict.fromkeys((SYNCER, *learners)):
         if not _kept(folder, name, made):
-            _write_pair(folder, name, *_new_certificate(name, authority, now, until), made)
+            _write_pair(folder, name, _new_certificate(name, authority, now, until), made)
     token = folder / TOKEN_FILE
     if token.exists():
         made.kept.append(token)
@@ -235,58 +239,38 @@ def _kept(folder: Path, name: str, made: Made) -> bool:
     return bool(there)
 
 
-def _new_authority(now: datetime.datetime) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = _name(f"diloco test authority {secrets.token_hex(4)}")  # two of them must not look alike
-    until = now + datetime.timedelta(days=CA_DAYS)
-    builder = _builder(name, name, key, now, until)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    builder = builder.add_extension(_usage(authority=True), critical=True)
-    return key, builder.sign(key, hashes.SHA256())
+def _new_authority(now: datetime.datetime) -> Pair:
+    name = f"diloco test authority {secrets.token_hex(4)}"  # two of them must not look alike
+    return _new_pair(name, None, now, now + datetime.timedelta(days=CA_DAYS))
 
 
-def _new_certificate(
-    name: str,
-    authority: tuple[ec.EllipticCurvePrivateKey, x509.Certificate],
-    now: datetime.datetime,
-    until: datetime.datetime,
-) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    key = ec.generate_private_key(ec.SECP256R1())
-    ca_key, ca = authority
-    uses = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
+def _new_certificate(name: str, authority: Pair, now: datetime.datetime, until: datetime.datetime) -> Pair:
     names: list[x509.GeneralName] = [x509.DNSName(SYNCER_HOST if name == SYNCER else name + ISLAND_HOSTS)]
     if name != SYNCER:
         names.append(x509.UniformResourceIdentifier(LEARNER_URI + name))
-    builder = _builder(_name(name), ca.subject, key, now, until)
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(_usage(authority=False), critical=True)
-    builder = builder.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
-    builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
-    return key, builder.add_extension(issuer, critical=False).sign(ca_key, hashes.SHA256())
+    extensions = (
+        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]),
+        x509.SubjectAlternativeName(names),
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(authority[0].public_key()),
+    )
+    return _new_pair(name, authority, now, until, extensions)
 
 
-def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
-    key: ec.EllipticCurvePrivateKey,
+def _new_pair(
+    common_name: str,
+    authority: Pair | None,
     now: datetime.datetime,
     until: datetime.datetime,
-) -> x509.CertificateBuilder:
-    builder = x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
-    builder = builder.not_valid_before(now - CLOCK_SKEW).not_valid_after(until)
-    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-
-
-def _name(common_name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
-
-
-def _usage(*, authority: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not authority,
-        key_cert_sign=authority,
-        crl_sign=authority,
+    extensions: Sequence[x509.ExtensionType] = (),
+) -> Pair:
+    """Make a key, and a certificate that the authority signs; without one it is an authority itself."""
+    key, is_authority = ec.generate_private_key(ec.SECP256R1()), authority is None
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+    ca_key, issuer = (key, subject) if authority is None else (authority[0], authority[1].subject)
+    usage = x509.KeyUsage(
+        digital_signature=not is_authority,
+        key_cert_sign=is_authority,
+        crl_sign=is_authority,
         content_commitment=False,
         key_encipherment=False,
         data_encipherment=False,
@@ -294,9 +278,16 @@ def _usage(*, authority: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+    builder = x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - CLOCK_SKEW).not_valid_after(until)
+    constraints = x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None)
+    builder = builder.add_extension(constraints, critical=True).add_extension(usage, critical=True)
+    for each in (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), *extensions):
+        builder = builder.add_extension(each, critical=False)
+    return key, builder.sign(ca_key, hashes.SHA256())
 
 
-def _read_authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+def _read_authority(folder: Path) -> Pair:
     certificate_path, key_path = folder / CA_FILE, folder / CA_KEY_FILE
     pem = key_path.read_bytes()
     path = certificate_path
@@ -313,9 +304,8 @@ def _read_authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Cert
     return key, certificate
 
 
-def _write_pair(
-    folder: Path, name: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate, made: Made
-) -> None:
+def _write_pair(folder: Path, name: str, pair: Pair, made: Made) -> None:
+    key, certificate = pair
     plain = serialization.NoEncryption()
     key_pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
     _write(folder / f"{name}.key", key_pem, 0o600, made)

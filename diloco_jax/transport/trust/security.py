@@ -16,12 +16,11 @@ import os
 import socket
 import ssl
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import grpc
 import grpc.experimental
 
-from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.transport.link import ISLAND_HOSTS, SYNCER_HOST, TransportConfig, TransportError, split_address
 from diloco_jax.transport.trust import certificates
 from diloco_jax.transport.trust.certificates import Defect
@@ -204,7 +203,7 @@ def valid_until(config: TransportConfig, name: str) -> dict[str, datetime.dateti
 
 
 class Gate:
-    """Says who may do what, before anything else about a call is believed.
+    """The decision who may do what, before anything else about a call is believed.
 
     Args:
         encrypted: Whether callers have certificates, which gRPC has verified against the authority.
@@ -238,7 +237,7 @@ class Gate:
 
         Args:
             learner_id: In whose name the caller acts.
-            context: What gRPC knows of the caller (`auth_context`).
+            context: What gRPC knows of the caller (`ServicerContext.auth_context`).
 
         Raises:
             Denied: The certificate is that of somebody else.
@@ -349,15 +348,3 @@ def _verdict(message: str) -> str:
         f"the syncer's certificate was signed by another authority ({message}): set transport.tls_ca to the one that "
         "signed it"
     )
-
-
-def syncer_credentials(config: TransportConfig) -> tuple[grpc.ServerCredentials, Gate]:
-    """Return what the syncer opens its port with, and the gate for what comes in. Raises as `credentials` does."""
-    own = credentials(config, SYNCER)
-    return own.server, Gate(encrypted=config.encrypted, token=own.token)
-
-
-def auth_context(context: Any) -> Mapping[str, list[bytes]]:
-    """Return what gRPC knows about the caller of a call, typed."""
-    known: Mapping[str, list[bytes]] = context.auth_context()
-    return known

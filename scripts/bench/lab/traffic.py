@@ -35,6 +35,25 @@ def add_wire_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--down", help="format of global fragments; default: the configuration's wire.down")
 
 
+def add_run_words(
+    parser: argparse.ArgumentParser, model: str, rate_mbit: float, steps: int, batch_size: int, seq_len: int
+) -> None:
+    """Options of a bench that trains a decoder over links of one rate, with these defaults."""
+    add_wire_words(parser)
+    parser.add_argument("--model", choices=MODELS, default=model, help="decoder of about so many parameters")
+    parser.add_argument("--rate-mbit", type=float, default=rate_mbit, help="of each island's link")
+    parser.add_argument("--steps", type=int, default=steps, help="global steps that are run, or measured")
+    parser.add_argument("--batch-size", type=int, default=batch_size, help="sequences per inner step and island")
+    parser.add_argument("--seq-len", type=int, default=seq_len)
+
+
+def decoder_job(arguments: argparse.Namespace, train: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    """Settings of such a run; `train` says more than its batch."""
+    sizes = {"batch_size": arguments.batch_size * arguments.islands, "seq_len": arguments.seq_len}
+    model = {**MODELS[arguments.model], "seq_len_max": arguments.seq_len, "activation": "relu2"}
+    return job(arguments.islands, model, train=sizes | train, wire=wire_section(arguments), **sections)
+
+
 def wire_section(arguments: argparse.Namespace) -> dict[str, str]:
     """The configuration's section; what was not chosen keeps its default."""
     return {name: value for name, value in (("up", arguments.up), ("down", arguments.down)) if value}
@@ -47,10 +66,6 @@ def formats(config: RunConfig) -> dict[str, str]:
 
 def island_names(arguments: argparse.Namespace) -> list[str]:
     return [f"island-{index}" for index in range(arguments.islands)]
-
-
-def decoder(name: str, seq_len: int) -> dict[str, Any]:
-    return {**MODELS[name], "seq_len_max": seq_len, "activation": "relu2"}
 
 
 def paced_model(step_s: float, spread: float = 0.0) -> dict[str, Any]:
@@ -80,22 +95,12 @@ class Sizes:
 
 
 def add_bytes_words(parser: argparse.ArgumentParser) -> None:
-    add_wire_words(parser)
-    parser.add_argument("--model", choices=MODELS, default="5m", help="decoder of about so many parameters")
-    parser.add_argument("--rate-mbit", type=float, default=1000.0, help="of each island's link")
-    parser.add_argument("--steps", type=int, default=240, help="global steps that are measured")
-    parser.add_argument("--batch-size", type=int, default=1, help="sequences per inner step and island")
-    parser.add_argument("--seq-len", type=int, default=32)
+    add_run_words(parser, "5m", rate_mbit=1000.0, steps=240, batch_size=1, seq_len=32)
 
 
 def measure_bytes(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Bytes on the wire per global step and learner, up plus down, as the shapers of the links counted them."""
-    settings = job(
-        arguments.islands,
-        decoder(arguments.model, arguments.seq_len),
-        train={"batch_size": arguments.batch_size * arguments.islands, "seq_len": arguments.seq_len},
-        wire=wire_section(arguments),
-    )
+    settings = decoder_job(arguments, {})
     with Lab(island_names(arguments), Wan(rate_bit_s=1e6 * arguments.rate_mbit)) as lab:
         run = WanRun(lab, folder / "run", settings)
         run.start()
@@ -158,26 +163,12 @@ def _bytes_result(arguments: argparse.Namespace, sizes: Sizes, window: Window, j
 
 
 def add_slow_words(parser: argparse.ArgumentParser) -> None:
-    add_wire_words(parser)
-    parser.add_argument("--model", choices=MODELS, default="1m", help="decoder of about so many parameters")
-    parser.add_argument("--rate-mbit", type=float, default=10.0, help="of each island's link")
-    parser.add_argument("--steps", type=int, default=300, help="global steps of the run")
-    parser.add_argument("--batch-size", type=int, default=2, help="sequences per inner step and island")
-    parser.add_argument("--seq-len", type=int, default=64)
+    add_run_words(parser, "1m", rate_mbit=10.0, steps=300, batch_size=2, seq_len=64)
 
 
 def measure_slow(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """A run over narrow links from its first byte on: does it end, who was thought lost, how much memory it takes."""
-    settings = job(
-        arguments.islands,
-        decoder(arguments.model, arguments.seq_len),
-        train={
-            "steps": arguments.steps,
-            "batch_size": arguments.batch_size * arguments.islands,
-            "seq_len": arguments.seq_len,
-        },
-        wire=wire_section(arguments),
-    )
+    settings = decoder_job(arguments, {"steps": arguments.steps})
     with Lab(island_names(arguments), Wan(rate_bit_s=1e6 * arguments.rate_mbit)) as lab:
         run = WanRun(lab, folder / "run", settings)
         run.start()

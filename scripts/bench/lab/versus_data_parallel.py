@@ -12,8 +12,8 @@ import numpy as np
 from lab.expected import ring_bytes
 from lab.network import Lab, Wan
 from lab.results import result, rounded
-from lab.run import SETTINGS_FILE, WanRun, job, spawn_python
-from lab.traffic import MODELS, add_wire_words, decoder, formats, island_names, wire_section
+from lab.run import SETTINGS_FILE, WanRun, spawn_python
+from lab.traffic import add_run_words, decoder_job, formats, island_names
 from recovery_jobs import Tail
 
 from diloco_jax.runtime.model.evaluation import Evaluator
@@ -24,12 +24,7 @@ LIMIT_S = 3600.0
 
 
 def add_words(parser: argparse.ArgumentParser) -> None:
-    add_wire_words(parser)
-    parser.add_argument("--model", choices=MODELS, default="1m", help="decoder of about so many parameters")
-    parser.add_argument("--rate-mbit", type=float, default=4.0, help="of each island's link")
-    parser.add_argument("--steps", type=int, default=500, help="global steps of the islands' run")
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences per inner step and island")
-    parser.add_argument("--seq-len", type=int, default=128)
+    add_run_words(parser, "1m", rate_mbit=4.0, steps=500, batch_size=8, seq_len=128)
     parser.add_argument("--timed-steps", type=int, default=6, help="steps of the baseline over the narrow links")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
@@ -41,23 +36,13 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     The baseline's steps are all made over fast links, for its loss: the arithmetic does not depend on the link. Its
     seconds per step are then measured over the narrow links, and its whole time is projected from their median.
     """
-    settings = job(
-        arguments.islands,
-        decoder(arguments.model, arguments.seq_len),
-        train={
-            "steps": arguments.steps,
-            "batch_size": arguments.batch_size * arguments.islands,
-            "seq_len": arguments.seq_len,
-            "eval_batch_size": 16,
-            "final_eval_batches": 64,
-        },
-        optimizer={
-            "name": "adamw",
-            "learning_rate": arguments.learning_rate,
-            "warmup_steps": min(50, arguments.steps // 5),
-        },
-        wire=wire_section(arguments),
-    ) | {"seed": arguments.seed}
+    optimizer = {
+        "name": "adamw",
+        "learning_rate": arguments.learning_rate,
+        "warmup_steps": min(50, arguments.steps // 5),
+    }
+    train = {"steps": arguments.steps, "eval_batch_size": 16, "final_eval_batches": 64}
+    settings = decoder_job(arguments, train, optimizer=optimizer) | {"seed": arguments.seed}
     rate = 1e6 * arguments.rate_mbit
     ours = _islands(arguments, settings, rate, folder)
     steps = round(ours["tokens"] / (settings["train"]["batch_size"] * arguments.seq_len))

@@ -44,7 +44,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = certificates.make(folder, ["island-0"])
     authority = certificates._read_authority(folder)
     pair = certificates._new_certificate("island-9", authority, PAST, PAST + datetime.timedelta(days=1))
-    certificates._write_pair(folder, "island-9", *pair, made)
+    certificates._write_pair(folder, "island-9", pair, made)
     (folder / "wrong-token").write_text("not the run's")
     return folder
 
@@ -213,7 +213,7 @@ def test_other_versions(look: Look, monkeypatch: pytest.MonkeyPatch, name: str, 
 
 def test_a_syncer_that_knows_no_doctor(look: Look, config: RunConfig) -> None:
     server = grpc.server(futures.ThreadPoolExecutor(1))
-    credentials, _ = security.syncer_credentials(config.transport)
+    credentials = security.credentials(config.transport, "syncer").server
     port = server.add_secure_port("127.0.0.1:0", credentials)
     server.start()
     found = look(address=f"127.0.0.1:{port}")["syncer"]

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.transport.group.commands import HostAnswer, HostEnd, HostHave, HostMeet, HostStep, HostWant
 from diloco_jax.transport.group.group import GroupError, GroupItem, GroupLeader, GroupMember, group_config
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.trust import certificates
 from tests.sockets import free_port
-from tests.transport.waiting import comes_true
+from tests.transport.ends import WAIT_S, Ends, comes_true
 
 pytestmark = pytest.mark.net
-WAIT_S = 20.0
 GONE = None
 
 MEMBER = """
 import sys, time
+from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.transport.group.commands import HostWant
 from diloco_jax.transport.group.group import GroupMember, group_config
 from diloco_jax.transport.link import TransportConfig
@@ -40,19 +38,29 @@ def config(address: str = "127.0.0.1:0", **changes: Any) -> TransportConfig:
     return replace(group_config(TransportConfig(), address), **{"connect_timeout_s": WAIT_S, **changes})
 
 
-@contextlib.contextmanager
-def leading(hosts: int = 3, **changes: Any) -> Iterator[GroupLeader]:
-    leader = GroupLeader(config(**changes), "run", "island-0", hosts)
-    try:
-        yield leader
-    finally:
-        leader.close(1.0)
+class Group:
+    """A leader, and members that join it; all are closed at the end of the test."""
+
+    def __init__(self, ends: Ends) -> None:
+        self._ends = ends
+        self.hosts = 3
+        self.leader: GroupLeader
+
+    def lead(self, hosts: int = 3, **changes: Any) -> GroupLeader:
+        self.hosts = hosts
+        self.leader = self._ends.keep(GroupLeader(config(**changes), "run", "island-0", hosts))
+        return self.leader
+
+    def join(self, host: int = 1, **changes: Any) -> GroupMember:
+        names = {"run_id": "run", "learner_id": "island-0", "number": self.leader.number, "hosts": self.hosts}
+        names |= {key: changes.pop(key) for key in list(changes) if key in names}
+        own = config(**{"address": self.leader.address, **changes})
+        return self._ends.keep(GroupMember(own, host=host, **names))
 
 
-def join(leader: GroupLeader, host: int = 1, hosts: int = 3, **changes: Any) -> GroupMember:
-    names = {"run_id": "run", "learner_id": "island-0", "number": leader.number}
-    names |= {key: changes.pop(key) for key in list(changes) if key in names}
-    return GroupMember(config(**{"address": leader.address, **changes}), host=host, hosts=hosts, **names)
+@pytest.fixture
+def group(ends: Ends) -> Group:
+    return Group(ends)
 
 
 def hear(side: GroupLeader | GroupMember) -> GroupItem:
@@ -61,130 +69,104 @@ def hear(side: GroupLeader | GroupMember) -> GroupItem:
     return item
 
 
-class Pipe:
-    """A forwarder that can be told to carry nothing more, as a network that lost one side does."""
-
-    def __init__(self, target: str) -> None:
-        host, port = target.rsplit(":", 1)
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
-        self._target = host, int(port)
-        self.dead = threading.Event()
-        self._sockets: list[socket.socket] = []
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        near = self._listening.accept()[0]
-        far = socket.create_connection(self._target)
-        self._sockets += [near, far]
-        for source, sink in ((near, far), (far, near)):
-            threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
-
-    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                if not self.dead.is_set():
-                    sink.sendall(data)
-
-    def close(self) -> None:
-        for each in (self._listening, *self._sockets):
-            each.close()
+def hear_loss(side: GroupLeader | GroupMember, host: int, words: str) -> None:
+    item = hear(side)
+    assert item[:2] == (host, GONE) and words in item.reason, item
 
 
-def test_messages_go_both_ways_in_order_with_payloads() -> None:
-    with leading() as leader:
-        leader.send(HostMeet(5, (("seed", "0"),)))  # before anybody is there
-        members = [join(leader, host) for host in (1, 2)]
-        leader.send(HostHave("only two"), b"only two", to=2)
-        leader.send(HostStep(0.5))
-        leader.send(HostHave("all"), [b"in ", memoryview(b"pieces")])
-        meet = HostMeet(5, (("seed", "0"),))
-        heard = [[(item.message, bytes(item.payload)) for item in map(hear, [member] * 3)] for member in members]
-        assert heard[0] == [(meet, b""), (HostStep(0.5), b""), (HostHave("all"), b"in pieces")]
-        assert heard[1] == [(meet, b""), (HostHave("only two"), b"only two"), (HostStep(0.5), b"")]
-        assert hear(members[1]).payload == b"in pieces"
-        large = bytes(range(256)) * 40_000
-        for number in range(3):
-            members[1].send(HostAnswer(number), large)
-        for number in range(3):
-            assert hear(leader) == GroupItem(2, HostAnswer(number), memoryview(large))
-        assert leader.receive(0) is None and members[0].receive(0) is None
-        for member in members:
-            member.close(WAIT_S)
-        assert {hear(leader)[:2] for _ in range(2)} == {(1, GONE), (2, GONE)}
+def test_messages_go_both_ways_in_order_with_payloads(group: Group) -> None:
+    leader = group.lead()
+    leader.send(HostMeet(5, (("seed", "0"),)))  # before anybody is there
+    members = [group.join(host) for host in (1, 2)]
+    leader.send(HostHave("only two"), b"only two", to=2)
+    leader.send(HostStep(0.5))
+    leader.send(HostHave("all"), [b"in ", memoryview(b"pieces")])
+    meet = HostMeet(5, (("seed", "0"),))
+    heard = [[(item.message, bytes(item.payload)) for item in map(hear, [member] * 3)] for member in members]
+    assert heard[0] == [(meet, b""), (HostStep(0.5), b""), (HostHave("all"), b"in pieces")]
+    assert heard[1] == [(meet, b""), (HostHave("only two"), b"only two"), (HostStep(0.5), b"")]
+    assert hear(members[1]).payload == b"in pieces"
+    large = bytes(range(256)) * 40_000
+    for number in range(3):
+        members[1].send(HostAnswer(number), large)
+    for number in range(3):
+        assert hear(leader) == GroupItem(2, HostAnswer(number), memoryview(large))
+    assert leader.receive(0) is None and members[0].receive(0) is None
+    for member in members:
+        member.close(WAIT_S)
+    assert {hear(leader)[:2] for _ in range(2)} == {(1, GONE), (2, GONE)}
 
 
-def test_one_that_closes_is_said_to_have_left_after_its_last_words() -> None:
-    with leading() as leader:
-        first, second = join(leader, 1), join(leader, 2)
-        first.send(HostWant("last"), bytes(5_000_000))
-        first.close(WAIT_S)
-        assert hear(leader).message == HostWant("last")
-        assert hear(leader) == GroupItem(1, GONE, reason="'host 1' ended the session: the host closed")
-        leader.send(HostStep(1.0))  # nobody is host 1 any more
-        assert hear(second).message == HostStep(1.0)
-        leader.close(WAIT_S)
-        assert hear(second) == GroupItem(0, GONE, reason="'the leader' ended the session: the leader closed")
-        second.send(HostWant("nobody hears"))
-        second.close(1.0)
-        assert second.receive(0) is None and leader.receive(0) is None
+def test_one_that_closes_is_said_to_have_left_after_its_last_words(group: Group) -> None:
+    leader = group.lead()
+    first, second = group.join(1), group.join(2)
+    first.send(HostWant("last"), bytes(5_000_000))
+    first.close(WAIT_S)
+    assert hear(leader).message == HostWant("last")
+    assert hear(leader) == GroupItem(1, GONE, reason="'host 1' ended the session: the host closed")
+    leader.send(HostStep(1.0))  # nobody is host 1 any more
+    assert hear(second).message == HostStep(1.0)
+    leader.close(WAIT_S)
+    assert hear(second) == GroupItem(0, GONE, reason="'the leader' ended the session: the leader closed")
+    second.send(HostWant("nobody hears"))
+    second.close(1.0)
+    assert second.receive(0) is None and leader.receive(0) is None
 
 
-def test_silence_is_a_loss_on_both_sides_once() -> None:
-    short = {"keepalive_s": 0.5, "keepalive_timeout_s": 0.5}
-    with leading(**short) as leader:
-        pipe = Pipe(leader.address)
-        member = join(leader, address=pipe.address, **short)
+def test_silence_is_a_loss_on_both_sides_once(group: Group) -> None:
+    short = {"keepalive_s": 0.3, "keepalive_timeout_s": 0.5}
+    leader = group.lead(**short)
+    with Relay(leader.address) as relay:
+        member = group.join(address=relay.address, **short)
         member.send(HostWant("x"))
         assert hear(leader).message == HostWant("x")
-        assert leader.receive(2.0) is None and member.receive(0) is None, "an idle group stays together"
-        pipe.dead.set()
+        assert leader.receive(1.2) is None and member.receive(0) is None, "an idle group stays together"
+        relay.change(hold=True)
         for side, host in ((leader, 1), (member, 0)):
-            item = hear(side)
-            assert item[:2] == (host, GONE) and "connection to" in item.reason
+            hear_loss(side, host, "connection to")
         leader.send(HostStep(1.0))
         assert leader.receive(0) is None and member.receive(0) is None
         member.close(0.1)
-        pipe.close()
 
 
-def test_killed_process_is_noticed() -> None:
-    with leading(2) as leader:
-        process = subprocess.Popen([sys.executable, "-c", MEMBER, leader.address, str(leader.number)])
-        assert hear(leader).message == HostWant("pid")
-        process.kill()
-        process.wait()
-        item = hear(leader)
-        assert item[:2] == (1, GONE) and "connection to 'host 1' was lost" in item.reason
+def test_killed_process_is_noticed(group: Group) -> None:
+    leader = group.lead(2)
+    command = [sys.executable, "-c", MEMBER, leader.address, str(leader.number)]
+    with subprocess.Popen(command) as process:
+        try:
+            started = leader.receive(3 * WAIT_S)  # a Python starts, perhaps on a busy machine
+            assert started is not None and started.message == HostWant("pid")
+        finally:
+            process.kill()
+    hear_loss(leader, 1, "connection to 'host 1' was lost")
 
 
-def test_a_host_joins_once_and_must_fit() -> None:
-    with leading() as leader:
-        member = join(leader)
-        for changes, words in (
-            ({}, "host 1 joined before"),
-            ({"host": 3, "hosts": 4}, "host 3 says 4 hosts, the leader 3"),
-            ({"host": 2, "run_id": "other"}, "another island"),
-            ({"host": 2, "learner_id": "island-1"}, "another island"),
-            ({"host": 2, "number": 1}, "an earlier start"),
-        ):
-            with pytest.raises(GroupError, match=f"refused this host: .*{words}"):
-                join(leader, **changes)
-        member.close(1.0)
-        assert hear(leader).message is GONE
-        with pytest.raises(GroupError, match="host 1 joined before"):
-            join(leader)
+def test_a_host_joins_once_and_must_fit(group: Group) -> None:
+    leader = group.lead()
+    member = group.join()
+    for changes, words in (
+        ({}, "host 1 joined before"),
+        ({"host": 3, "hosts": 4}, "host 3 says 4 hosts, the leader 3"),
+        ({"host": 2, "run_id": "other"}, "another island"),
+        ({"host": 2, "learner_id": "island-1"}, "another island"),
+        ({"host": 2, "number": 1}, "an earlier start"),
+    ):
+        with pytest.raises(GroupError, match=f"refused this host: .*{words}"):
+            group.join(**changes)
+    member.close(1.0)
+    assert hear(leader).message is GONE
+    with pytest.raises(GroupError, match="host 1 joined before"):
+        group.join()
 
 
-def test_member_that_starts_first_waits_for_its_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_member_that_starts_first_waits_for_its_leader(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     address, found = f"127.0.0.1:{free_port()}", list[GroupMember]()
     monkeypatch.setattr("secrets.randbits", lambda bits: 7)
     thread = threading.Thread(target=lambda: found.append(GroupMember(config(address), "run", "island-0", 1, 2, 7)))
     thread.start()
-    leader = GroupLeader(config(address), "run", "island-0", 2)
+    ends.keep(GroupLeader(config(address), "run", "island-0", 2))
     thread.join(WAIT_S)
-    leader.close(1.0)
-    found[0].close(1.0)
+    ends.keep(found[0])
 
 
 def test_nobody_answers_names_address_time_and_remedy() -> None:
@@ -200,52 +182,51 @@ def test_nobody_answers_names_address_time_and_remedy() -> None:
         (HostWant("x"), bytes(1001), "announces a payload of 1001 bytes, the limit here is 1000"),
     ],
 )
-def test_what_breaks_the_rules_is_a_loss_with_the_reason(message: Any, payload: bytes, words: str) -> None:
-    with leading(payload_bytes_max=1000) as leader:
-        member = join(leader)
-        member._session.send(message, (memoryview(payload),))
-        for side in (leader, member):
-            item = hear(side)
-            assert item.message is GONE and words in item.reason
-        member.close(1.0)
+def test_what_breaks_the_rules_is_a_loss_with_the_reason(
+    group: Group, message: Any, payload: bytes, words: str
+) -> None:
+    leader = group.lead(payload_bytes_max=1000)
+    member = group.join()
+    member._session.send(message, (memoryview(payload),))
+    for side, host in ((leader, 1), (member, 0)):
+        hear_loss(side, host, words)
 
 
-def test_host_that_takes_nothing_is_lost_when_its_queue_is_full() -> None:
-    with leading(2, queue_payloads_max=3) as leader:
-        for _ in range(3):
-            leader.send(HostHave("x"), b"x")
-        assert leader.receive(0) is None
+def test_host_that_takes_nothing_is_lost_when_its_queue_is_full(group: Group) -> None:
+    leader = group.lead(2, queue_payloads_max=3)
+    for _ in range(3):
         leader.send(HostHave("x"), b"x")
-        assert "the bulk queue to 'host 1' is full" in hear(leader).reason
-        with pytest.raises(GroupError, match="joined before"):
-            join(leader, 1, 2)
+    assert leader.receive(0) is None
+    leader.send(HostHave("x"), b"x")
+    hear_loss(leader, 1, "the bulk queue to 'host 1' is full")
+    with pytest.raises(GroupError, match="joined before"):
+        group.join()
 
 
-def test_messages_that_nobody_reads_are_bounded_and_none_is_dropped() -> None:
-    with leading(2, queue_payloads_max=4) as leader:
-        member = join(leader, hosts=2)
-        for number in range(4):
-            member.send(HostAnswer(number))
-        assert comes_true(lambda: len(leader._inbox.waiting) == 4)
-        for number in range(4, 7):
-            member.send(HostAnswer(number))
-        assert not comes_true(lambda: len(leader._inbox.waiting) > 4, within_s=0.2)
-        assert [hear(leader).message for _ in range(7)] == [HostAnswer(number) for number in range(7)]
-        member.close(1.0)
+def test_messages_that_nobody_reads_are_bounded_and_none_is_dropped(group: Group) -> None:
+    leader = group.lead(2, queue_payloads_max=4)
+    member = group.join()
+    for number in range(4):
+        member.send(HostAnswer(number))
+    assert comes_true(lambda: len(leader._inbox.waiting) == 4)
+    for number in range(4, 7):
+        member.send(HostAnswer(number))
+    assert not comes_true(lambda: len(leader._inbox.waiting) > 4, within_s=0.2)
+    assert [hear(leader).message for _ in range(7)] == [HostAnswer(number) for number in range(7)]
 
 
-def test_what_can_never_be_sent_is_the_callers_error() -> None:
-    with leading(payload_bytes_max=10) as leader:
-        for command, payload, to, words in (
-            (HostHave("x"), bytes(11), None, "the payload of HostHave has 11 bytes, the limit is 10"),
-            (HostHave("x" * 5000), b"", None, r"HostHave\.leaf has 5000 characters"),
-            (HostStep(float("nan")), b"", None, r"HostStep\.rate is nan"),
-            (HostWant("x"), b"", None, "cannot send a HostWant from this side"),
-            (HostStep(1.0), b"", 3, "there is no host 3 to send to: this island has 1 to 2"),
-        ):
-            with pytest.raises(ValueError, match=words):
-                leader.send(command, payload, to)  # type: ignore[arg-type]
-        assert leader.receive(0) is None
+def test_what_can_never_be_sent_is_the_callers_error(group: Group) -> None:
+    leader = group.lead(payload_bytes_max=10)
+    for command, payload, to, words in (
+        (HostHave("x"), bytes(11), None, "the payload of HostHave has 11 bytes, the limit is 10"),
+        (HostHave("x" * 5000), b"", None, r"HostHave\.leaf has 5000 characters"),
+        (HostStep(float("nan")), b"", None, r"HostStep\.rate is nan"),
+        (HostWant("x"), b"", None, "cannot send a HostWant from this side"),
+        (HostStep(1.0), b"", 3, "there is no host 3 to send to: this island has 1 to 2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            leader.send(command, payload, to)  # type: ignore[arg-type]
+    assert leader.receive(0) is None
 
 
 @pytest.mark.parametrize(
@@ -272,31 +253,27 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_hosts_of_an_island_know_each_other_by_its_certificate(files: Path) -> None:
+def test_hosts_of_an_island_know_each_other_by_its_certificate(
+    group: Group, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trusted = certificates.settings(files)
-    with leading(**trusted) as leader:
-        other = trusted | {key: trusted[key].replace("{name}", "island-1") for key in ("tls_certificate", "tls_key")}
-        with pytest.raises(ValueError, match="belongs to 'island-1', not to 'island-0'"):
-            join(leader, **other)
-        with pytest.raises(GroupError, match="the token was not sent"):
-            join(leader, **(trusted | {"token_file": ""}))
-        with pytest.raises(GroupError, match=r"cannot be reached within 1 s: .* have the same certificates"):
-            join(leader, connect_timeout_s=1.0)  # plaintext
-        with pytest.raises(GroupError, match="cannot be reached"):  # what listens there is not island-1
-            join(leader, learner_id="island-1", connect_timeout_s=1.0, **trusted)
-        member = join(leader, **trusted)
-        leader.send(HostHave("x"), bytes(3_000_000))
-        assert len(hear(member).payload) == 3_000_000
-        member.close(1.0)
-
-
-def test_another_island_is_denied_by_its_certificate(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trusted = certificates.settings(files)
+    leader = group.lead(**trusted)
     other = trusted | {key: trusted[key].replace("{name}", "island-1") for key in ("tls_certificate", "tls_key")}
-    monkeypatch.setattr(certificates, "check_owner", lambda *certificate: None)
-    monkeypatch.setattr(certificates, "check_serves", lambda *certificate: None)
-    with leading(**trusted) as leader, pytest.raises(GroupError, match="the certificate is that of 'island-1'"):
-        join(leader, **other)
+    with pytest.raises(ValueError, match="belongs to 'island-1', not to 'island-0'"):
+        group.join(**other)
+    with pytest.raises(GroupError, match="the token was not sent"):
+        group.join(**(trusted | {"token_file": ""}))
+    with pytest.raises(GroupError, match=r"cannot be reached within 0\.5 s: .* have the same certificates"):
+        group.join(connect_timeout_s=0.5)  # plaintext
+    with pytest.raises(GroupError, match="cannot be reached"):  # what listens there is not island-1
+        group.join(learner_id="island-1", connect_timeout_s=0.5, **trusted)
+    member = group.join(**trusted)
+    leader.send(HostHave("x"), bytes(3_000_000))
+    assert len(hear(member).payload) == 3_000_000
+    for check in ("check_owner", "check_serves"):  # as a peer with other code would
+        monkeypatch.setattr(certificates, check, lambda *certificate: None)
+    with pytest.raises(GroupError, match="the certificate is that of 'island-1'"):
+        group.join(host=2, **other)
 
 
 def test_a_certificate_that_cannot_serve_an_island_is_named(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

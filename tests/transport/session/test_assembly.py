@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ from diloco_jax.transport.partials import Partial, Partials, PeerHoldings, Range
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import assembly as assembly_module
 from diloco_jax.transport.session.assembly import MESSAGES_MAX, RANGES_MAX, Assembly
+from tests.transport.ends import WAIT_S, comes_true, value
 
-WAIT_S = 20.0
 HEADER = pb.Header(run_id="run", sender="a", session=7, lane=pb.LANE_BULK, stripes=1)
 PACKED = wire.pack_header(HEADER)
 LIMIT = 1000
@@ -38,10 +37,11 @@ class Receiver:
         event = incoming(frame)
         return self.assembly.has_room(event.chunk, event.data.nbytes)
 
-    def feed(self, frame: bytes) -> None:
-        assert self.has_room(frame), "it would wait for ever"
-        self.assembly.add(incoming(frame))
-        self.deliver()
+    def feed(self, *frames: bytes) -> None:
+        for frame in frames:
+            assert self.has_room(frame), "it would wait for ever"
+            self.assembly.add(incoming(frame))
+            self.deliver()
 
     def deliver(self) -> None:
         self.assembly.deliver(lambda message, payload: self.came.append((message.global_step, bytes(payload))))
@@ -54,7 +54,7 @@ def incoming(frame: bytes) -> wire.Incoming:
 
 
 def frames(number: int, payload: bytes, chunk_bytes: int = 10, **resume: Any) -> list[bytes]:
-    body = wire.pack_body(FragmentValue("a", 0, number, 0, 9, 9, 9, 0, 9, len(payload)))
+    body = wire.pack_body(value(number, len(payload)))
     pieces = wire.pieces(number, body, [memoryview(payload)] if payload else [], chunk_bytes, **resume)
     return [wire.piece_frame(PACKED, piece) for piece in pieces]
 
@@ -62,8 +62,8 @@ def frames(number: int, payload: bytes, chunk_bytes: int = 10, **resume: Any) ->
 def changed(frame: bytes, **fields: Any) -> bytes:
     """The frame with other fields in its chunk."""
     parsed = pb.Frame.FromString(frame)
-    for name, value in fields.items():
-        setattr(parsed.chunk, name, value)
+    for name, new in fields.items():
+        setattr(parsed.chunk, name, new)
     return parsed.SerializeToString()
 
 
@@ -95,8 +95,7 @@ def test_newer_messages_wait_for_memory_and_the_oldest_never_does() -> None:
         receiver.feed(frames(number, bytes(500))[0])
     assert not receiver.has_room(frames(2, bytes(500))[0])
     assert receiver.has_room(frames(2, b"")[0])
-    for frame in frames(1, bytes(1000)):
-        receiver.feed(frame)
+    receiver.feed(*frames(1, bytes(1000)))
     assert [number for number, _ in receiver.came] == [1]
     assert receiver.has_room(frames(2, bytes(500))[0]), "it is the oldest now"
 
@@ -249,7 +248,7 @@ KEY = payload_key([memoryview(PAYLOAD)])
 
 
 def continued(receiver: Receiver, payload: bytes = PAYLOAD, key: int = KEY) -> list[bytes]:
-    """What a sender sends that was told what the receiver holds."""
+    """Return the frames of a sender that was told what the receiver holds."""
     held = PeerHoldings(receiver.partials.announce()).claim((key, len(payload)))
     return frames(1, payload, key=key, held=held)
 
@@ -281,29 +280,25 @@ def test_any_number_of_cuts_and_every_byte_moves_once(cuts: list[set[int]]) -> N
 def test_payload_that_is_not_what_was_begun_is_dropped_and_forgotten() -> None:
     receiver = Receiver()
     forged = bytes(100)  # whoever sent it, under the key of another
-    for frame in frames(1, forged, key=KEY)[:6]:
-        receiver.feed(frame)
+    receiver.feed(*frames(1, forged, key=KEY)[:6])
     receiver.assembly.close()
     again = Receiver(receiver.partials)
     *early, last = continued(again)
     assert len(early) == 3
-    for frame in early:
-        again.feed(frame)
+    again.feed(*early)
     with pytest.raises(wire.WireError, match="the payload of message 1 is not the one whose first part was kept"):
         again.feed(last)
     again.assembly.close()
     assert again.came == [] and again.partials.held_bytes == 0
     third = Receiver(again.partials)
-    for frame in continued(third):
-        third.feed(frame)
+    third.feed(*continued(third))
     assert third.came == [(1, PAYLOAD)]
 
 
 @pytest.mark.usefixtures("_small_payloads_resume")
 def test_payload_that_had_arrived_but_was_not_delivered_needs_only_its_message() -> None:
     receiver = Receiver()
-    for frame in frames(2, PAYLOAD, key=KEY):
-        receiver.feed(frame)
+    receiver.feed(*frames(2, PAYLOAD, key=KEY))
     receiver.assembly.close()
     again = Receiver(receiver.partials)
     (only,) = continued(again)
@@ -352,14 +347,15 @@ def test_announcement_fits_into_metadata() -> None:
     assert PeerHoldings(holdings).claim((2**64 - 1, 1 << 41)) is not None
 
 
-def test_what_nobody_continues_is_dropped_and_not_relied_on() -> None:
-    partials = Partials(1000, 0.01)
-    partials.put([kept(1, 100)])
+def test_what_nobody_continues_is_dropped_by_one_timer_and_not_relied_on() -> None:
+    before = set(threading.enumerate())
+    partials = Partials(1000, 0.1)
+    for key in range(5):
+        partials.put([kept(key, 100)])
     held = PeerHoldings(partials.announce())
-    until_s = time.monotonic() + WAIT_S
-    while partials.held_bytes and time.monotonic() < until_s:
-        time.sleep(0.005)
-    assert partials.held_bytes == 0
+    (timer,) = set(threading.enumerate()) - before
+    assert comes_true(lambda: not partials.held_bytes)
+    timer.join(WAIT_S)
     assert held.claim((1, 100)) is None
 
 
@@ -383,16 +379,3 @@ def test_holdings_that_cannot_be_are_refused(fields: dict[str, Any], reason: str
         PeerHoldings(
             pb.Holdings(partials=[pb.PartialPayload(payload_bytes=9, start=[0], stop=[1], valid_s=float("nan"))])
         )
-
-
-def test_one_timer_drops_all_that_is_too_old() -> None:
-    before = set(threading.enumerate())
-    partials = Partials(1000, 0.2)
-    for key in range(5):
-        partials.put([kept(key, 100)])
-    (timer,) = set(threading.enumerate()) - before
-    until_s = time.monotonic() + WAIT_S
-    while partials.held_bytes and time.monotonic() < until_s:
-        time.sleep(0.005)
-    assert partials.held_bytes == 0
-    timer.join(WAIT_S)

@@ -7,43 +7,34 @@ import threading
 import pytest
 
 from diloco_jax.core.parts import pack_part, runs_of_box
-from diloco_jax.protocol.messages import FragmentValue, Message
-from diloco_jax.transport.link import Delivery, TransportConfig
+from diloco_jax.protocol.messages import FragmentValue
+from diloco_jax.transport.link import Delivery
+from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import host_parts
 from diloco_jax.transport.session.host_parts import HostParts, HostSessions
-from diloco_jax.transport.session.inbox import Inbox, Session
-from tests.transport.waiting import comes_true
-
-WAIT_S = 20.0
-HEAD_BYTES = 40
+from diloco_jax.transport.session.inbox import Inbox
+from tests.transport.ends import WAIT_S, Quiet, comes_true, value
 
 
-class Quiet(Session):
-    """A session whose other end is nowhere."""
-
-    def __init__(self, inbox: Inbox, host: int, hosts: int, payload_bytes_max: int) -> None:
-        super().__init__(inbox, "a", TransportConfig(payload_bytes_max=payload_bytes_max))
-        self.host, self.hosts = host, hosts
-        self.announced = not host
-
-    def send(self, message: Message, parts: tuple[memoryview, ...]) -> None:
-        del message, parts
-
-    def fail(self, reason: str) -> None:
-        self.finish(reason)
-
-
-def value(fragment_id: int, size: int = 0) -> FragmentValue:
-    return FragmentValue("a", 0, 1, fragment_id, 1, 1, 1, 0, 1, size)
+def of(fragment_id: int, size: int = 0) -> FragmentValue:
+    return value(1, size, fragment_id=fragment_id)
 
 
 def part(start: int, data: bytes) -> bytes:
     return b"".join(pack_part(runs_of_box(start, (len(data),), (slice(None),), 1), [data]))
 
 
-def learner(hosts: int = 3, payload_bytes_max: int = 1000) -> list[Quiet]:
+def separate(hosts: int, payload_bytes_max: int = 100) -> list[Quiet]:
+    """The sessions of all hosts, of which the driver knows the leader's."""
     inbox = Inbox()
-    sessions = [Quiet(inbox, host, hosts, payload_bytes_max) for host in range(hosts)]
+    headers = [pb.Header(sender="a", host=host, hosts=hosts) for host in range(hosts)]
+    made = [Quiet(inbox, header, payload_bytes_max=payload_bytes_max) for header in headers]
+    made[0].announced = True
+    return made
+
+
+def learner(hosts: int = 3, payload_bytes_max: int = 1000) -> list[Quiet]:
+    sessions = separate(hosts, payload_bytes_max)
     joined = HostSessions(sessions[0])
     for session in sessions[1:]:
         joined.add(session)
@@ -52,48 +43,47 @@ def learner(hosts: int = 3, payload_bytes_max: int = 1000) -> list[Quiet]:
 
 def test_the_last_part_delivers_the_whole_as_the_leaders() -> None:
     leader, first, second = learner()
-    assert second.offer(value(7, 41), part(2, b"cd"))
-    assert leader.offer(value(7, 40), part(0, b"a"))
+    assert second.offer(of(7, 41), part(2, b"cd"))
+    assert leader.offer(of(7, 40), part(0, b"a"))
     assert leader.inbox.get(0) is None
-    assert first.offer(value(7, 40), part(1, b"b"))
+    assert first.offer(of(7, 40), part(1, b"b"))
     item = leader.inbox.get(0)
-    assert item == (leader, Delivery("message", "a", value(7, 4), b"abcd")) and leader.inbox.get(0) is None
+    assert item == (leader, Delivery("message", "a", of(7, 4), b"abcd")) and leader.inbox.get(0) is None
 
 
 def test_values_under_way_do_not_mix_and_a_repeated_part_counts_once() -> None:
     leader, follower = learner(2)
     for fragment_id in (1, 2, 1):
-        leader.offer(value(fragment_id), part(0, bytes([fragment_id])))
+        leader.offer(of(fragment_id), part(0, bytes([fragment_id])))
     assert leader.inbox.get(0) is None
     for fragment_id in (2, 1):
-        follower.offer(value(fragment_id), part(1, bytes([fragment_id])))
+        follower.offer(of(fragment_id), part(1, bytes([fragment_id])))
     found = [leader.inbox.get(0) for _ in range(2)]
     assert [item and item[1].payload for item in found] == [b"\2\2", b"\1\1"]
 
 
 def test_one_empty_part_is_an_answer_without_a_value() -> None:
     leader, follower = learner(2)
-    leader.offer(value(1), b"")
-    follower.offer(value(1, 41), part(1, b"b"))
+    leader.offer(of(1), b"")
+    follower.offer(of(1, 41), part(1, b"b"))
     item = leader.inbox.get(0)
-    assert item is not None and item[1] == Delivery("message", "a", value(1), b"")
+    assert item is not None and item[1] == Delivery("message", "a", of(1), b"")
 
 
 @pytest.mark.parametrize("ending", [0, 1, 2])
 def test_sessions_end_together_and_are_heard_of_once(ending: int) -> None:
     sessions = learner()
-    sessions[0].offer(value(1), part(0, b"a"))
+    sessions[0].offer(of(1), part(0, b"a"))
     sessions[ending].fail("it broke")
     assert not any(session.open for session in sessions)
     reason = "it broke" if ending == 0 else f"host {ending}: it broke"
     assert sessions[0].inbox.get(0) == (sessions[0], Delivery("disconnected", "a", reason=reason))
     assert sessions[0].inbox.get(0) is None
-    assert not sessions[1].offer(value(1), part(1, b"b")), "parts of an ended session are gone"
+    assert not sessions[1].offer(of(1), part(1, b"b")), "parts of an ended session are gone"
 
 
 def test_session_that_ended_before_it_was_added_ends_the_others() -> None:
-    inbox = Inbox()
-    leader, late = (Quiet(inbox, host, 2, 100) for host in range(2))
+    leader, late = separate(2)
     joined = HostSessions(leader)
     late.fail("it broke early")
     joined.add(late)
@@ -101,52 +91,51 @@ def test_session_that_ended_before_it_was_added_ends_the_others() -> None:
 
 
 def test_session_that_is_added_after_the_end_ends_at_once() -> None:
-    inbox = Inbox()
-    leader, late = (Quiet(inbox, host, 2, 100) for host in range(2))
+    leader, late = separate(2)
     joined = HostSessions(leader)
     leader.fail("it broke")
     joined.add(late)
     assert not late.open and late.reason == "it broke"
 
 
-def test_parts_that_do_not_fit_end_the_sessions_with_the_reason() -> None:
-    leader, follower = learner(2)
-    leader.offer(value(1), part(0, b"ab"))
-    assert not follower.offer(value(1), part(1, b"cd"))
-    assert not leader.open and "cannot be joined: the parts have 4 bytes, but not byte 3" in leader.reason
-
-
-def test_part_that_is_too_large_ends_the_sessions() -> None:
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ((part(0, b"ab"), part(1, b"cd")), "cannot be joined: the parts have 4 bytes, but not byte 3"),
+        ((bytes(60), bytes(41)), "have 101 bytes, the limit is 100: raise transport.payload_bytes_max"),
+    ],
+)
+def test_parts_that_cannot_be_end_the_sessions_with_the_reason(parts: tuple[bytes, bytes], reason: str) -> None:
     leader, follower = learner(2, payload_bytes_max=100)
-    leader.offer(value(1), bytes(60))
-    assert not follower.offer(value(1), bytes(41))
-    assert "have 101 bytes, the limit is 100: raise transport.payload_bytes_max" in leader.reason
+    leader.offer(of(1), parts[0])
+    assert not follower.offer(of(1), parts[1])
+    assert not leader.open and reason in leader.reason
 
 
 def test_of_what_never_becomes_whole_the_oldest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = HostParts(2, 100)
     for number in range(5):
-        assert not parts.add(0, value(number), bytes(30))
+        assert not parts.add(0, of(number), bytes(30))
         assert parts.held_bytes <= 100
-    assert parts.take(value(1)) == [] and parts.take(value(4)) == [bytes(30)] and parts.held_bytes == 60
+    assert parts.take(of(1)) == [] and parts.take(of(4)) == [bytes(30)] and parts.held_bytes == 60
     monkeypatch.setattr(host_parts, "VALUES_MAX", 2)
     for number in range(10, 13):
-        parts.add(0, value(number), b"x")
-    assert [len(parts.take(value(number))) for number in (10, 11, 12)] == [0, 1, 1]
-    parts.add(1, value(1), b"x")
+        parts.add(0, of(number), b"x")
+    assert [len(parts.take(of(number))) for number in (10, 11, 12)] == [0, 1, 1]
+    parts.add(1, of(1), b"x")
     parts.clear()
-    assert parts.held_bytes == 0 and parts.take(value(1)) == []
+    assert parts.held_bytes == 0 and parts.take(of(1)) == []
 
 
 def test_driver_that_does_not_read_holds_up_the_host_that_brings_the_last_part() -> None:
     leader, follower = learner(2, payload_bytes_max=300)
-    leader.offer(value(1), part(0, bytes(100)))
-    follower.offer(value(1), part(100, bytes(80)))
-    leader.offer(value(2), part(0, bytes(100)))
+    leader.offer(of(1), part(0, bytes(100)))
+    follower.offer(of(1), part(100, bytes(80)))
+    leader.offer(of(2), part(0, bytes(100)))
     through = threading.Event()
 
     def bring() -> None:
-        follower.offer(value(2), part(100, bytes(80)))
+        follower.offer(of(2), part(100, bytes(80)))
         through.set()
 
     thread = threading.Thread(target=bring, daemon=True)
@@ -174,4 +163,4 @@ def test_only_one_value_at_a_time_is_whole_while_the_driver_does_not_read() -> N
 
 def bring(session: Quiet, number: int) -> None:
     size = 30 if number == 3 else 60
-    session.offer(value(number), part(size * session.host, bytes(size)))
+    session.offer(of(number), part(size * session.host, bytes(size)))

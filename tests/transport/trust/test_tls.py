@@ -5,40 +5,41 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from diloco_jax.protocol.messages import Advance, FragmentValue, Heartbeat
+from diloco_jax.protocol.messages import Advance, FragmentValue
 from diloco_jax.transport import grpc_link
 from diloco_jax.transport.calls import DaemonThreads
 from diloco_jax.transport.grpc_link import GrpcLink, GrpcListener
-from diloco_jax.transport.link import SYNCER_HOST, Delivery, TransportConfig, TransportError
+from diloco_jax.transport.link import SYNCER_HOST, TransportConfig, TransportError
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.questions import ask_drain, ask_status
 from diloco_jax.transport.trust import certificates, security
+from tests.transport.ends import CONFIG, WAIT_S, Ends, greet, hear
 
 pytestmark = pytest.mark.net
-WAIT_S = 20.0
 PAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of one run; island-9's certificate has expired, and old-syncer's too."""
+    """Files of one run; island-9's certificate has expired, old-syncer's too, and one learner poses as the syncer."""
     folder = tmp_path_factory.mktemp("ours")
     made = certificates.make(folder, ["island-0", "island-1"])
-    authority = certificates._read_authority(folder)
-    later = PAST + datetime.timedelta(days=1)
-    certificates._write_pair(
-        folder, "island-9", *certificates._new_certificate("island-9", authority, PAST, later), made
-    )
-    certificates._write_pair(
-        folder, "old-syncer", *certificates._new_certificate("syncer", authority, PAST, later), made
-    )
+    authority, day = certificates._read_authority(folder), datetime.timedelta(days=1)
+    now = datetime.datetime.now(datetime.UTC)
+    for file, name, begin in (
+        ("island-9", "island-9", PAST),
+        ("old-syncer", "syncer", PAST),
+        ("named-like-the-syncer", SYNCER_HOST, now),
+    ):
+        pair = certificates._new_certificate(name, authority, begin, begin + day)
+        certificates._write_pair(folder, file, pair, made)
     (folder / "wrong-token").write_text("not the run's")
     return folder
 
@@ -58,26 +59,37 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(security, "PROBE_TIMEOUT_S", WAIT_S)
 
 
-def config_of(folder: Path, address: str = "127.0.0.1:0", **changes: Any) -> TransportConfig:
-    config = TransportConfig(address=address, connect_timeout_s=WAIT_S, **certificates.settings(folder))
-    return dataclasses.replace(config, **changes)
+class Run:
+    """Ends that have the files of a run."""
+
+    def __init__(self, ends: Ends, folder: Path) -> None:
+        self._ends, self._folder = ends, folder
+        self.listener = self.listen()
+
+    def listen(self, **changes: Any) -> GrpcListener:
+        return self._ends.listen(**certificates.settings(self._folder) | changes)
+
+    def as_(self, name: str = "{name}", folder: Path | None = None, **changes: Any) -> dict[str, Any]:
+        """The settings of somebody who has the certificate of this name, of our authority or another."""
+        folder = folder or self._folder
+        files = {"tls_certificate": str(folder / f"{name}.pem"), "tls_key": str(folder / f"{name}.key")}
+        return {"address": self.listener.address, **certificates.settings(folder), **files, **changes}
+
+    def config(self, name: str = "{name}", **changes: Any) -> TransportConfig:
+        return dataclasses.replace(CONFIG, **self.as_(name, **changes))
+
+    def connect(self, learner_id: str = "island-0", name: str = "{name}", **changes: Any) -> GrpcLink:
+        return self._ends.connect(learner_id, **self.as_(name, **changes))
+
+    def meet(self, learner_id: str = "island-0") -> GrpcLink:
+        link = self.connect(learner_id)
+        greet(self.listener, link, learner_id)
+        return link
 
 
 @pytest.fixture
-def listener(ours: Path) -> Iterator[GrpcListener]:
-    made = grpc_link.listen(config_of(ours), run_id="run")
-    yield made
-    made.close(1.0)
-
-
-def connect(config: TransportConfig, learner_id: str = "island-0", incarnation: int = 0) -> GrpcLink:
-    return grpc_link.connect(config, run_id="run", learner_id=learner_id, incarnation=incarnation)
-
-
-def hear(side: GrpcLink | GrpcListener) -> Delivery:
-    delivery = side.receive(WAIT_S)
-    assert delivery is not None, "nothing came"
-    return delivery
+def run(ends: Ends, ours: Path) -> Run:
+    return Run(ends, ours)
 
 
 def believe(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -86,212 +98,165 @@ def believe(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         monkeypatch.setattr(certificates, name, lambda *_: None)
 
 
-def test_the_right_certificates_and_token_are_served(listener: GrpcListener, ours: Path) -> None:
-    links = {name: connect(config_of(ours, listener.address), name) for name in ("island-0", "island-1")}
-    for name, link in links.items():
+def test_the_right_certificates_and_token_are_served(run: Run) -> None:
+    for name in ("island-0", "island-1"):
+        link = run.connect(name)
         link.send(FragmentValue(name, 0, 1, 0, 9, 9, 9, 0, 9, 100_000), b"x" * 100_000)
-        delivery = hear(listener)
+        delivery = hear(run.listener)
         assert (delivery.peer, delivery.payload) == (name, b"x" * 100_000)
-        assert listener.send(name, Advance(1)) and hear(link).message == Advance(1)
-    for link in links.values():
-        link.close(1.0)
+        assert run.listener.send(name, Advance(1)) and hear(link).message == Advance(1)
 
 
-def test_one_address_or_another_the_syncer_is_known_by_its_certificate(ours: Path) -> None:
-    listener = grpc_link.listen(config_of(ours, "0.0.0.0:0"), run_id="run")  # no allow_plaintext: it is encrypted
+def test_one_address_or_another_the_syncer_is_known_by_its_certificate(run: Run) -> None:
+    listener = run.listen(address="0.0.0.0:0")  # no allow_plaintext: it is encrypted
     port = listener.address.rpartition(":")[2]
-    connect(config_of(ours, f"localhost:{port}")).close(1.0)
-    connect(config_of(ours, f"127.0.0.1:{port}")).close(1.0)
-    listener.close(1.0)
+    for host in ("localhost", "127.0.0.1"):
+        run.connect(address=f"{host}:{port}")
 
 
-def test_certificate_of_another_learner_is_refused(
-    listener: GrpcListener, ours: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stolen = config_of(
-        ours, listener.address, tls_certificate=str(ours / "island-1.pem"), tls_key=str(ours / "island-1.key")
-    )
+def test_certificate_of_another_learner_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"transport\.tls_certificate .*island-1\.pem belongs to 'island-1', not to"):
-        connect(stolen)
+        run.connect(name="island-1")
     believe(monkeypatch, "check_owner")
     with pytest.raises(TransportError, match=r"refused 'island-0': the certificate is that of 'island-1': set trans"):
-        connect(stolen)
-    assert listener.receive(0) is None
+        run.connect(name="island-1")
+    assert run.listener.receive(0) is None
 
 
-def test_the_syncers_certificate_is_no_learners(
-    listener: GrpcListener, ours: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_syncers_certificate_is_no_learners(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     believe(monkeypatch, "check_owner")
     monkeypatch.setattr(grpc_link, "check_name", lambda name: name)
-    posing = config_of(
-        ours, listener.address, tls_certificate=str(ours / "syncer.pem"), tls_key=str(ours / "syncer.key")
-    )
     with pytest.raises(TransportError, match=r"refused 'island-0': the certificate is that of 'syncer\.diloco'"):
-        connect(posing)
+        run.connect(name="syncer")
     with pytest.raises(TransportError, match=r"refused 'syncer.diloco': learner_id 'syncer\.diloco' is not allowed"):
-        connect(posing, SYNCER_HOST)
+        run.connect(SYNCER_HOST, name="syncer")
 
 
 def test_learner_of_another_authority_is_refused(
-    listener: GrpcListener, ours: Path, theirs: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, ours: Path, theirs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mixed = dataclasses.replace(config_of(theirs, listener.address), tls_ca=str(ours / "ca.pem"))
+    mixed = {"folder": theirs, "tls_ca": str(ours / "ca.pem")}
     with pytest.raises(ValueError, match=r"tls_certificate .*island-0\.pem was not signed by the authority.*tls_ca is"):
-        connect(mixed)
+        run.connect(**mixed)
     believe(monkeypatch, "check_issued")
     with pytest.raises(TransportError, match=r"the syncer did not accept our certificate: .*transport\.tls_ca"):
-        connect(mixed)
+        run.connect(**mixed)
 
 
-def test_syncer_of_another_authority_is_not_believed(listener: GrpcListener, theirs: Path) -> None:
+def test_syncer_of_another_authority_is_not_believed(run: Run, theirs: Path) -> None:
     with pytest.raises(TransportError, match=r"signed by another authority .*: set transport\.tls_ca"):
-        connect(config_of(theirs, listener.address))
-    assert listener.receive(0) is None
+        run.connect(folder=theirs)
+    assert run.listener.receive(0) is None
 
 
-def test_expired_certificates_are_refused_by_both_sides(
-    listener: GrpcListener, ours: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learner = config_of(ours, listener.address)
-    syncer = config_of(
-        ours, tls_certificate=str(ours / "old-syncer.pem"), tls_key=str(ours / "old-syncer.key"), token_file=""
-    )
+def test_expired_certificates_are_refused_by_both_sides(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    syncer = run.as_("old-syncer", address="127.0.0.1:0", token_file="")
     with pytest.raises(ValueError, match=r"tls_certificate .*island-9\.pem expired on 2020-01-02 .* make a new one"):
-        connect(learner, "island-9")
+        run.connect("island-9")
     with pytest.raises(ValueError, match=r"tls_certificate .*old-syncer\.pem expired on 2020-01-02"):
-        grpc_link.listen(syncer, run_id="run")
+        run.listen(**syncer)
     believe(monkeypatch, "check_dates")
     with pytest.raises(TransportError, match=r"did not accept our certificate: by its clock .* may have expired"):
-        connect(learner, "island-9")
-    old = grpc_link.listen(syncer, run_id="run")
+        run.connect("island-9")
     with pytest.raises(TransportError, match=r"the syncer's certificate is out of date \(certificate has expired\)"):
-        connect(config_of(ours, old.address))
-    old.close(0.1)
+        run.connect(address=run.listen(**syncer).address)
 
 
-@pytest.mark.parametrize("poser", ["island-1.pem", "named-like-the-syncer.pem"])
-def test_learner_cannot_pose_as_the_syncer(ours: Path, poser: str) -> None:
+@pytest.mark.parametrize("poser", ["island-1", "named-like-the-syncer"])
+def test_learner_cannot_pose_as_the_syncer(ends: Ends, ours: Path, poser: str) -> None:
     """Not with its own certificate, and not with one whose owner calls itself the syncer."""
-    if poser.startswith("named") and not (ours / poser).exists():
-        authority = certificates._read_authority(ours)
-        now = datetime.datetime.now(datetime.UTC)
-        made = certificates._new_certificate(SYNCER_HOST, authority, now, now + datetime.timedelta(days=1))
-        certificates._write_pair(ours, poser.removesuffix(".pem"), *made, certificates.Made([], []))
-    key, chain = (ours / poser.replace(".pem", ".key")).read_bytes(), (ours / poser).read_bytes()
+    key, chain = ((ours / f"{poser}.{kind}").read_bytes() for kind in ("key", "pem"))
     server = grpc.server(DaemonThreads())
     port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, chain)]))
     server.start()
     with pytest.raises(TransportError, match=r"has no syncer's certificate .*: correct transport\.address"):
-        connect(config_of(ours, f"127.0.0.1:{port}"))
+        ends.connect("island-0", to=f"127.0.0.1:{port}", **certificates.settings(ours))
     server.stop(0)
 
 
-def test_plaintext_and_tls_do_not_mix(listener: GrpcListener, ours: Path) -> None:
-    plain = TransportConfig(address=listener.address, connect_timeout_s=WAIT_S)
-    for ask in (lambda: connect(plain), lambda: ask_status(dataclasses.replace(plain, connect_timeout_s=0.5))):
+def test_plaintext_and_tls_do_not_mix(run: Run, ends: Ends) -> None:
+    address = run.listener.address
+    plain = dataclasses.replace(CONFIG, address=address, connect_timeout_s=0.5)
+    for ask in (lambda: ends.connect(to=address), lambda: ask_status(plain)):
         with pytest.raises(TransportError, match=r"the syncer wants TLS: set transport\.tls_ca"):
             ask()
-    bare = grpc_link.listen(TransportConfig(), run_id="run")
     with pytest.raises(TransportError, match=r"the syncer does not speak TLS: give it transport\.tls_ca"):
-        connect(config_of(ours, bare.address))
-    bare.close(0.1)
+        run.connect(address=ends.listen().address)
 
 
-def test_wrong_or_missing_token_is_refused(listener: GrpcListener, ours: Path) -> None:
-    right = config_of(ours, listener.address)
-    for token_file, reason in (("", "the token was not sent"), ("wrong-token", "the token is not the syncer's")):
-        wrong = dataclasses.replace(right, token_file=token_file and str(ours / token_file))
-        for ask in (lambda c=wrong: connect(c), lambda c=wrong: ask_status(c), lambda c=wrong: ask_drain(c, "x")):
-            with pytest.raises(TransportError, match=rf"refused.*: {reason}: set transport\.token_file"):
-                ask()
-    connect(right).close(1.0)
+@pytest.mark.parametrize(
+    ("token_file", "reason"), [("", "the token was not sent"), ("wrong-token", "the token is not the syncer's")]
+)
+def test_wrong_or_missing_token_is_refused(run: Run, ours: Path, token_file: str, reason: str) -> None:
+    wrong = {"token_file": token_file and str(ours / token_file)}
+    config = run.config("syncer", **wrong)
+    for ask in (lambda: run.connect(**wrong), lambda: ask_status(config), lambda: ask_drain(config, "x")):
+        with pytest.raises(TransportError, match=rf"refused.*: {reason}: set transport\.token_file"):
+            ask()
+    run.connect()
 
 
-def test_token_alone_on_loopback(ours: Path) -> None:
-    config = TransportConfig(token_file=str(ours / "token"), connect_timeout_s=WAIT_S)
-    listener = grpc_link.listen(config, run_id="run")
-    here = dataclasses.replace(config, address=listener.address)
-    connect(here).close(1.0)
+def test_token_alone_on_loopback(ends: Ends, ours: Path) -> None:
+    listener = ends.listen(token_file=str(ours / "token"))
+    ends.connect(to=listener.address, token_file=str(ours / "token"))
     with pytest.raises(TransportError, match="the token was not sent"):
-        connect(dataclasses.replace(here, token_file=""))
-    listener.close(0.1)
+        ends.connect(to=listener.address)
 
 
-def raw_calls(address: str, ours: Path, *, certificate: bool) -> Iterator[grpc.RpcError]:
-    """The three calls of a client that has no token, and perhaps no certificate."""
+def raw_calls(address: str, ours: Path, *, certificate: bool) -> Iterator[grpc.StatusCode]:
+    """Answers to the three calls of a client that has no token, and perhaps no certificate."""
     ca, key, chain = (ours / "ca.pem").read_bytes(), None, None
     if certificate:
         key, chain = (ours / "island-0.key").read_bytes(), (ours / "island-0.pem").read_bytes()
     own = grpc.ssl_channel_credentials(ca, key, chain)
     header = pb.Header(run_id="run", sender="island-0", incarnation=99, session=1, lane=pb.LANE_CONTROL, stripes=1)
-    metadata = (("diloco-header-bin", header.SerializeToString()),)
+    opens = {"metadata": (("diloco-header-bin", header.SerializeToString()),), "timeout": WAIT_S}
+    drain = pb.DrainRequest(learner_id="island-0").SerializeToString()
     with grpc.secure_channel(address, own, [("grpc.ssl_target_name_override", SYNCER_HOST)]) as channel:
-        calls: list[Callable[[], object]] = [
+        for call in (
             lambda: channel.unary_unary("/diloco.v1.Syncer/Status")(b"", timeout=WAIT_S),
-            lambda: channel.unary_unary("/diloco.v1.Syncer/Drain")(
-                pb.DrainRequest(learner_id="island-0").SerializeToString(), timeout=WAIT_S
-            ),
-            lambda: next(
-                channel.stream_stream("/diloco.v1.Syncer/Connect")(iter(()), metadata=metadata, timeout=WAIT_S)
-            ),
-        ]
-        for call in calls:
+            lambda: channel.unary_unary("/diloco.v1.Syncer/Drain")(drain, timeout=WAIT_S),
+            lambda: next(channel.stream_stream("/diloco.v1.Syncer/Connect")(iter(()), **opens)),
+        ):
             with pytest.raises(grpc.RpcError) as raised:
                 call()
-            yield raised.value
+            yield raised.value.code()
 
 
-def test_nothing_without_credentials_and_nobody_is_evicted(listener: GrpcListener, ours: Path) -> None:
-    listener.on_drain = lambda name: "drained"
-    healthy = connect(config_of(ours, listener.address))
-    healthy.send(Heartbeat("island-0", 0))
-    assert hear(listener).message == Heartbeat("island-0", 0)
-    assert [error.code() for error in raw_calls(listener.address, ours, certificate=False)] == [
-        grpc.StatusCode.UNAVAILABLE
-    ] * 3
-    assert [error.code() for error in raw_calls(listener.address, ours, certificate=True)] == [
-        grpc.StatusCode.UNAUTHENTICATED
-    ] * 3
-    healthy.send(Heartbeat("island-0", 0))
-    assert hear(listener).message == Heartbeat("island-0", 0), "a call without credentials must not end a session"
-    assert listener.send("island-0", Advance(1)) and hear(healthy).message == Advance(1)
-    healthy.close(1.0)
+@pytest.mark.parametrize(
+    ("certificate", "code"), [(False, grpc.StatusCode.UNAVAILABLE), (True, grpc.StatusCode.UNAUTHENTICATED)]
+)
+def test_nothing_without_credentials_and_nobody_is_evicted(
+    run: Run, ours: Path, certificate: bool, code: grpc.StatusCode
+) -> None:
+    run.listener.on_drain = lambda name: "drained"
+    healthy = run.meet()
+    assert list(raw_calls(run.listener.address, ours, certificate=certificate)) == [code] * 3
+    greet(run.listener, healthy, "island-0")  # a call without credentials must not end a session
+    assert run.listener.send("island-0", Advance(1)) and hear(healthy).message == Advance(1)
 
 
-@pytest.fixture
-def drained(listener: GrpcListener) -> Iterator[list[str]]:
-    """The names that a driver was asked to drain, in order; it runs in a thread of its own."""
-    names: list[str] = []
-    stop = threading.Event()
+def test_who_may_drain_whom(run: Run) -> None:
+    """A learner itself only; the syncer's certificate, that is whoever runs the job, everybody."""
+    drained, stop = list[str](), threading.Event()
 
     def on_drain(name: str) -> str:
-        names.append(name)
+        drained.append(name)
         return f"{name} leaves"
 
     def drive() -> None:
         while not stop.is_set():
-            listener.receive(WAIT_S)
+            run.listener.receive(WAIT_S)
 
-    listener.on_drain = on_drain
+    run.listener.on_drain = on_drain
     driver = threading.Thread(target=drive)
     driver.start()
-    yield names
-    stop.set()
-    listener.wake()
-    driver.join(WAIT_S)
-
-
-def test_who_may_drain_whom(listener: GrpcListener, ours: Path, drained: list[str]) -> None:
-    """A learner itself only; the syncer's certificate, that is whoever runs the job, everybody."""
-
-    def as_(name: str) -> TransportConfig:
-        files = {"tls_certificate": str(ours / f"{name}.pem"), "tls_key": str(ours / f"{name}.key")}
-        return dataclasses.replace(config_of(ours, listener.address), **files)
-
-    assert ask_drain(as_("island-0"), "island-0") == (True, "island-0 leaves")
-    assert ask_drain(config_of(ours, listener.address), "island-1") == (True, "island-1 leaves")
+    assert ask_drain(run.config("island-0"), "island-0") == (True, "island-0 leaves")
+    assert ask_drain(run.config("syncer"), "island-1") == (True, "island-1 leaves")
     with pytest.raises(TransportError, match=r"certificate is that of 'island-1': .* 'island-0' or that of the syncer"):
-        ask_drain(as_("island-1"), "island-0")
+        ask_drain(run.config("island-1"), "island-0")
     assert drained == ["island-0", "island-1"]
-    assert ask_status(as_("island-1")) == "{}"
+    assert ask_status(run.config("island-1")) == "{}"
+    stop.set()
+    run.listener.wake()
+    driver.join(WAIT_S)

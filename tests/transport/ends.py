@@ -1,0 +1,135 @@
+"""Both ends of connections, for tests: what a test opens is closed when it is over."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from diloco_jax.core.parts import concat, pack_part, runs_of_box
+from diloco_jax.protocol.messages import FragmentValue, Heartbeat, Message
+from diloco_jax.transport import grpc_link
+from diloco_jax.transport.grpc_link import GrpcLink, GrpcListener
+from diloco_jax.transport.link import Delivery, TransportConfig
+from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session.inbox import Inbox, Session
+
+WAIT_S = 20.0  # a deadline, never a duration: nothing waits it out when the code is right
+LIMIT = 1 << 25
+CONFIG = TransportConfig(payload_bytes_max=LIMIT, chunk_bytes=1 << 16, connect_timeout_s=WAIT_S)
+NAMES = inspect.signature(grpc_link.connect).parameters
+
+T = TypeVar("T")
+
+
+class Ends:
+    """Listeners and links to them; `close` closes all, the newest first.
+
+    Attributes:
+        listener: the one that was opened last, to which links go.
+    """
+
+    def __init__(self) -> None:
+        self._close: list[Callable[[float], None]] = []
+        self.listener: GrpcListener
+
+    def keep(self, made: T) -> T:
+        """Close this at the end too."""
+        self._close.append(made.close)  # type: ignore[attr-defined]
+        return made
+
+    def listen(self, *, epoch: int = 1, shards: Sequence[str] = (), **changes: Any) -> GrpcListener:
+        """Open a listener; `changes` are those of its settings."""
+        made = grpc_link.listen(replace(CONFIG, **changes), run_id="run", epoch=epoch, shards=shards)
+        self.listener = self.keep(made)
+        return made
+
+    def connect(self, learner_id: str = "a", incarnation: int = 0, *, to: str = "", **changes: Any) -> GrpcLink:
+        """Open a link; `changes` are those of its settings, and names for `grpc_link.connect`."""
+        names = {"run_id": "run", "epoch": 1} | {name: changes.pop(name) for name in list(changes) if name in NAMES}
+        config = replace(CONFIG, **{"address": to or self.listener.address, **changes})
+        return self.keep(grpc_link.connect(config, learner_id=learner_id, incarnation=incarnation, **names))
+
+    def meet(self, learner_id: str = "a", incarnation: int = 0, **changes: Any) -> GrpcLink:
+        """Open a link of which the listener has heard."""
+        link = self.connect(learner_id, incarnation, **changes)
+        greet(self.listener, link, learner_id, incarnation)
+        return link
+
+    def close(self) -> None:
+        for close in reversed(self._close):
+            close(1.0)
+
+
+def greet(listener: GrpcListener, link: GrpcLink, learner_id: str = "a", incarnation: int = 0) -> None:
+    """Let a link say something, and the listener hear it as the next thing."""
+    link.send(Heartbeat(learner_id, incarnation))
+    heard = hear(listener)._replace(session=0)
+    assert heard == Delivery("message", learner_id, Heartbeat(learner_id, incarnation))
+
+
+def hear(side: Any, within_s: float = WAIT_S) -> Delivery:
+    """Return the next delivery."""
+    delivery = side.receive(within_s)
+    assert isinstance(delivery, Delivery), "nothing came"
+    return delivery
+
+
+def hear_message(side: Any) -> Message:
+    delivery = hear(side)
+    assert delivery.kind == "message" and delivery.message is not None, delivery
+    return delivery.message
+
+
+def hear_end(side: Any, words: str = "") -> Delivery:
+    """The end of a session, with these words in its reason."""
+    delivery = hear(side)
+    assert delivery.kind == "disconnected" and words in delivery.reason, delivery
+    return delivery
+
+
+def value(number: int = 1, size: int = 0, incarnation: int = 0, *, fragment_id: int = 0) -> FragmentValue:
+    """Learner a's value for a round, with a payload of this size."""
+    return FragmentValue("a", incarnation, number, fragment_id, 9, 9, 9, 0, 9, size)
+
+
+def parts_of(whole: bytes, hosts: int = 3) -> list[bytes]:
+    """The parts of a payload that hosts have: equal columns of a table, and what is left for the last of them."""
+    rows, width = len(whole) // 30, 30 // hosts
+    grid = np.frombuffer(whole, np.uint8)[: rows * 30].reshape(rows, 30)
+    found = []
+    for host in range(hosts):
+        box = slice(None), slice(host * width, (host + 1) * width)
+        rest = whole[rows * 30 :] if host == hosts - 1 else b""
+        tail = runs_of_box(rows * 30, (len(rest),), (slice(None),), 1)
+        runs = concat(runs_of_box(0, (rows, 30), box, 1), tail)
+        found.append(b"".join(pack_part(runs, [grid[box].tobytes(), rest])))
+    return found
+
+
+def comes_true(condition: Callable[[], object], within_s: float = WAIT_S) -> bool:
+    """Wait until a condition holds; False if it does not in time."""
+    until_s = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+class Quiet(Session):
+    """A session whose other end is nowhere."""
+
+    def __init__(self, inbox: Inbox, header: pb.Header | None = None, **settings: Any) -> None:
+        header = header or pb.Header(sender="a")
+        super().__init__(inbox, header, header.sender, TransportConfig(**settings))
+
+    def send(self, message: Message, parts: tuple[memoryview, ...]) -> None:
+        del message, parts
+
+    def fail(self, reason: str) -> None:
+        self.finish(reason)
