@@ -16,13 +16,12 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.sim.checks.checker import Checker
+from diloco_jax.sim.checks.sample_book import Life
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.holdings import Value, digest_of
 from diloco_jax.sim.node import LearnerProcess
 
 STATES_MAX = 2  # copies of a donor, see protocol/recovery.py
-
-Life = tuple[str, int]  # a learner's name and incarnation
 
 
 class Staged(NamedTuple):

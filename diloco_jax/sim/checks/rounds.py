@@ -19,10 +19,9 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.checks.checker import Checker
+from diloco_jax.sim.checks.sample_book import Life
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.node import LearnerProcess
-
-Life = tuple[str, int]  # a learner's name and incarnation
 
 
 class VersionsGrow(Checker):

@@ -337,13 +337,13 @@ BROKEN = [
     (
         checkers.LeasesAccount,
         with_syncer(broken.with_book(broken.GivesTwice)),
-        "is leased to island-., and to",
+        "was leased to island-. while it was out",
     ),
-    (checkers.LeasesAccount, with_syncer(broken.with_book(broken.Optimist)), "can be"),
+    (checkers.LeasesAccount, with_syncer(broken.with_book(broken.Optimist)), "its tape says"),
     (
         checkers.LeasesAccount,
         with_syncer(broken.with_book(broken.Overcounter), ONE_FRAGMENT),
-        "but merged were",
+        "its tape says",
     ),
     (checkers.LeasesAccount, with_learner(broken.Adrift), "island-. reads"),
     (checkers.AnchorsAgree, with_syncer(broken.Liar, FAILOVER), "is sent with the value"),
