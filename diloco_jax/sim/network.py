@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, Message, StatePart
 from diloco_jax.sim.engine import Engine
@@ -58,6 +58,7 @@ DIGESTED = (GlobalFragment, AnchorValue, StatePart)  # those that name the diges
 GARBLED = 0.5  # share of these that arrive garbled while a link corrupts
 
 
+@final
 class Garbled(NamedTuple):
     """A message whose payload is not what its digest says."""
 

@@ -68,7 +68,7 @@ class SyncerProcess:
             return
         now_s = self._engine.now_s
         self._heard[link.learner_id] = link
-        if isinstance(message, Garbled):
+        if type(message) is Garbled:
             return  # an anchor, or a part of a state that its receiver would not take either
         if self._observers:
             for observer in self._observers:
@@ -88,7 +88,7 @@ class SyncerProcess:
         if not self.alive:
             return
         useless, fragment_id, now_s = self._world.useless, merge.fragment_id, self._engine.now_s
-        names = tuple(part.learner_id for part in merge.parts)
+        names = tuple([part.learner_id for part in merge.parts])
         left_out: tuple[str, ...] = ()
         if useless:
             left_out = tuple(name for name in names if (name, merge.global_step) in useless)
@@ -139,7 +139,7 @@ class SyncerProcess:
 
     def execute(self, effects: list[Effect], message: LearnerMessage | None = None) -> None:
         """Do what the machine asks for; `message` is what it was given, if it was one."""
-        lines = len(self._disk.tape)  # that of the input is written
+        lines = len(self._disk.tape) if self._observers else 0  # that of the input is written
         if effects:
             done = effects if self.dies_after is None else effects[: self.dies_after]
             ends = self.machine.finished and self.finished_s == NEVER_S
