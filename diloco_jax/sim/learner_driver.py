@@ -333,9 +333,6 @@ class LearnerDriver:
         self, process: LearnerProcess, effects: list[Effect], now_s: float, message: SyncerMessage | None = None
     ) -> None:
         """Do what the machine asks for; `message` is what it was given, if it was one."""
-        if message is not None:
-            for observer in self._observers:
-                observer.on_arrival(process, message, now_s)
         link = process.link
         for effect in effects:
             kind = type(effect)
@@ -353,7 +350,7 @@ class LearnerDriver:
             elif kind in HANDLED:
                 self._handle(process, effect)
         for observer in self._observers:
-            observer.on_effects(process.name, process.incarnation, effects, now_s)
+            observer.on_learner(process, message, effects, now_s)
 
     def _handle(self, process: LearnerProcess, effect: Effect) -> None:
         engine, scenario = self._engine, self._world.scenario

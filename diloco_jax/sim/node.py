@@ -17,6 +17,7 @@ from diloco_jax.sim.network import Garbled, SimulatedLink
 from diloco_jax.sim.pace import StepPace
 
 NO_BATCH = Batch((), 0)
+Effects = list[Effect]
 
 
 class SavedCopy(NamedTuple):
@@ -89,28 +90,25 @@ class Node:
 
 
 class Observer:
-    """Sees everything that happens and changes nothing. Checkers and timelines derive from it.
-
-    `source` is a learner's id, or "syncer", whose incarnation is 0.
-    """
+    """Sees everything that happens and changes nothing. Checkers and timelines derive from it."""
 
     def on_fault(self, fault: Fault, now_s: float) -> None:
         """A fault begins."""
 
-    def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
-        """A message is about to be given to the syncer."""
-
     def on_read(self, process: LearnerProcess, message: GlobalFragment, ok: bool, now_s: float) -> None:
         """A learner has read a global fragment that its machine wants; ok: the value has the digest that it should."""
-
-    def on_arrival(self, process: LearnerProcess, message: SyncerMessage, now_s: float) -> None:
-        """A learner's machine was given a message; what it asks for is about to be done."""
 
     def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
         """The syncer is about to hear how a merge ended."""
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        """A machine was given an input, and asks for these. The driver has done them, if it did not die meanwhile."""
+    def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
+        """A message is about to be given to the syncer."""
+
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        """The syncer was given a message, or another input, and its driver has done these, if it did not die."""
+
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        """A learner was given a message, or another input, and its driver has done these."""
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         """An inner step begins, or has ended and is about to be reported."""

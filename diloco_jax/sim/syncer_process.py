@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 
 from diloco_jax.protocol.effects import Effect, Merge, Restore, SaveSnapshot, Send
-from diloco_jax.protocol.messages import SYNCER, AnchorValue, LearnerMessage, Stop
+from diloco_jax.protocol.messages import AnchorValue, LearnerMessage, Stop
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.sim.disk import Disk, SyncerSnapshot
@@ -70,9 +70,8 @@ class SyncerProcess:
         self._heard[link.learner_id] = link
         if type(message) is Garbled:
             return  # an anchor, or a part of a state that its receiver would not take either
-        if self._observers:
-            for observer in self._observers:
-                observer.on_delivery(message, now_s)
+        for observer in self._observers:
+            observer.on_delivery(message, now_s)
         self.execute(self.inputs.on_message(message, now_s), message)
 
     def _lost(self, link: SimulatedLink) -> None:
@@ -160,9 +159,9 @@ class SyncerProcess:
         if self._observers:
             now_s = self._engine.now_s
             for observer in self._observers:
-                observer.on_effects(SYNCER, 0, effects, now_s)
+                observer.on_syncer(message, effects, now_s)
                 for _ in range(lines, len(self._disk.tape)):  # that a snapshot was taken
-                    observer.on_effects(SYNCER, 0, [], now_s)
+                    observer.on_syncer(None, [], now_s)
         if effects and self.dies_after is not None:
             self._die()
             return

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from diloco_jax.protocol.effects import Adopt, Effect, Merge, Note
-from diloco_jax.protocol.messages import FragmentValue, Hello, LearnerMessage
+from diloco_jax.protocol.effects import Adopt, Merge, Note
+from diloco_jax.protocol.messages import FragmentValue, Hello, LearnerMessage, SyncerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim.checks.verdict import Timeline, Verdict, judge
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.faults import NEVER_S, WEIGHTS, Fault, random_faults
 from diloco_jax.sim.network import NetworkOptions
-from diloco_jax.sim.node import LearnerProcess, Observer
+from diloco_jax.sim.node import Effects, LearnerProcess, Observer
 from diloco_jax.sim.scenario import Scenario
 
 SMALL = ProtocolConfig(sync_every=4, num_fragments=4, lease_s=4.0, heartbeat_s=1.0, resend_s=0.5, pull_timeout_s=5.0)
@@ -63,18 +63,18 @@ class Steps(Observer):
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         (self.began if began else self.ended).setdefault(process.name, []).append(now_s)
 
-    def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
-        self.values += isinstance(message, FragmentValue)
-        self.greetings += isinstance(message, Hello)
-
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        self.values += isinstance(given, FragmentValue)
+        self.greetings += isinstance(given, Hello)
         for effect in effects:
             if isinstance(effect, Merge):
                 self.merged.append((now_s, tuple(part.learner_id for part in effect.parts)))
-            elif isinstance(effect, Adopt):
-                self.adopted.setdefault((source, incarnation), []).append((effect.fragment_id, effect.version))
             elif isinstance(effect, Note):
                 self.notes.append((now_s, effect))
+
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        adopted = [(effect.fragment_id, effect.version) for effect in effects if isinstance(effect, Adopt)]
+        self.adopted.setdefault(process.key, []).extend(adopted)
 
     def mergers(self, from_s: float, to_s: float) -> set[str]:
         return {name for at_s, names in self.merged if from_s <= at_s < to_s for name in names}

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from diloco_jax.protocol.effects import Effect, Merge, Note, Send
+from diloco_jax.protocol.effects import Merge, Note, Send
 from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment, Hello, LearnerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim.checks.verdict import judge
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.faults import Fault
 from diloco_jax.sim.network import NetworkOptions
-from diloco_jax.sim.node import LearnerProcess, Observer
+from diloco_jax.sim.node import Effects, LearnerProcess, Observer
 from diloco_jax.sim.scenario import Scenario
 
 FRAGMENTS = 8
@@ -41,7 +41,9 @@ class Watch(Observer):
         self.merges: list[Merge] = []
         self.ended: dict[str, list[float]] = {}
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        if isinstance(given, Hello):
+            self.greetings[given.learner_id] += 1
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.message, GlobalFragment):
                 (self.whole if effect.message.base == NO_VERSION else self.steps)[effect.peer] += 1
@@ -49,9 +51,6 @@ class Watch(Observer):
                 self.merges.append(effect)
             elif isinstance(effect, Note) and effect.kind in ("closed", "merged"):
                 (self.closed_s if effect.kind == "closed" else self.merged_s)[effect.global_step] = now_s
-
-    def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
-        self.greetings[message.learner_id] += isinstance(message, Hello)
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         if not began:

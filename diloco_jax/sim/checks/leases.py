@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 
-from diloco_jax.protocol.effects import Effect, Send
+from diloco_jax.protocol.effects import Send
 from diloco_jax.protocol.leases import BOOK
-from diloco_jax.protocol.messages import SYNCER, Lease
+from diloco_jax.protocol.messages import LearnerMessage, Lease
 from diloco_jax.sim.checks.auditor import Auditor
 from diloco_jax.sim.checks.checker import Checker
 from diloco_jax.sim.checks.sample_book import Life, RangeMap, joined
 from diloco_jax.sim.cluster import Cluster
-from diloco_jax.sim.node import LearnerProcess
+from diloco_jax.sim.node import Effects, LearnerProcess
 
 COMPARED_EVERY = 20  # inputs of the syncer
 
@@ -29,15 +29,13 @@ class LeasesAccount(Checker):
 
     # ---- the syncer's side ----------------------------------------------------------------------------------------
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        if source != SYNCER:
-            return
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         line = json.loads(self.cluster.host.disk.tape[self._lines])
         self._lines += 1
         self._auditor.take(line, effects)
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.message, Lease):
-                self.check(effect.peer == line[2], f"{effect} in answer to {line}")
+                self.check(given is not None and effect.peer == given.learner_id, f"{effect} in answer to {given}")
                 first, start, stop = effect.message
                 granted = self._granted.setdefault((line[2], line[3]), RangeMap(None))
                 granted.paint(first, first + stop - start, start - first)

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol.effects import Effect
-from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.protocol.messages import LearnerMessage
 from diloco_jax.sim.checks import sample_book
 from diloco_jax.sim.checks.auditor import Auditor
 from diloco_jax.sim.checks.sample_book import Book, Findings, SampleShare
 from diloco_jax.sim.cluster import Cluster
-from diloco_jax.sim.node import Observer
+from diloco_jax.sim.node import Effects, Observer
 from diloco_jax.sim.scenario import random_scenario
 
 A, B = ("a", 1), ("b", 1)
@@ -45,12 +44,11 @@ class Witness(Observer):
         self._lines = iter(range(1, 1 << 30))
         self._tape = cluster.host.disk.tape
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        if source == SYNCER:
-            self.auditor.take(json.loads(self._tape[next(self._lines)]), effects)
-            book = self.auditor.book
-            counts = (book.leased, book.merged, book.overwritten, book.released, book.out, book.repeated, book.undone)
-            self.said.append((*counts, self.auditor.void, {name: owner.left for name, owner in book.owners.items()}))
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        self.auditor.take(json.loads(self._tape[next(self._lines)]), effects)
+        book = self.auditor.book
+        counts = (book.leased, book.merged, book.overwritten, book.released, book.out, book.repeated, book.undone)
+        self.said.append((*counts, self.auditor.void, {name: owner.left for name, owner in book.owners.items()}))
 
 
 def witness(seed: int) -> Witness:

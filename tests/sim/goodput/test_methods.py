@@ -14,7 +14,7 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.goodput.hardware import Hardware, cluster
 from diloco_jax.sim.goodput.methods import METHODS, Row, Wan, expected, simulate
-from diloco_jax.sim.node import LearnerProcess, Observer
+from diloco_jax.sim.node import Effects, LearnerProcess, Observer
 from diloco_jax.sim.scenario import Scenario
 
 HARDWARE = Hardware()
@@ -81,8 +81,10 @@ def test_what_came_during_a_stall_is_taken_before_the_next_step() -> None:
             assert not (began and process.mailbox), f"{process.name} begins a step at {now_s} s, and mail waits"
             self.steps += began
 
-        def on_arrival(self, process: LearnerProcess, message: SyncerMessage, now_s: float) -> None:
-            self.came += process.loading
+        def on_learner(
+            self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float
+        ) -> None:
+            self.came += given is not None and process.loading
 
     scenario = Scenario(learners=3, total_steps=300, step_s=HARDWARE.step_s)
     paces = dict(zip(scenario.names, cluster(HARDWARE, 3, 1.2e6, 0), strict=True))
