@@ -116,6 +116,11 @@ class LearnerDriver:
         """Connect, after some time."""
         self._engine.at(self._engine.now_s + after_s, self._connect, process)
 
+    def reconnect(self, process: LearnerProcess) -> None:
+        """Connect at once, unless a link stands."""
+        if process.link is None:
+            self.dial(process, 0.0)
+
     def _redial(self, process: LearnerProcess) -> None:
         pauses_s = self._world.scenario.redials_s
         process.attempts += 1

@@ -88,6 +88,14 @@ class Node:
         """A value that changes when a process starts or ends."""
         return self.incarnation, self.process is not None
 
+    def hasten(self, factor: float) -> None:
+        """End a slow phase of this factor."""
+        self.factor /= factor
+
+    def detoxify(self) -> None:
+        """End a phase in which values are of no use."""
+        self.poisoned -= 1
+
 
 class Observer:
     """Sees everything that happens and changes nothing. Checkers and timelines derive from it."""
