@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _show(seed: int, *, quiet: bool, tapes: Path | None) -> int:
     scenario = random_scenario(seed)
     timeline = Timeline()
-    verdict = judge(scenario, timeline=timeline, tapes=tapes)
+    verdict = judge(scenario, observers=[timeline], tapes=tapes)
     if not quiet:
         print(scenario.config)
         print(scenario.network)
@@ -63,7 +63,7 @@ def _sweep(seeds: range) -> int:
 
 
 def _bench(learners: int, steps: int) -> int:
-    """The middle one of several runs, and what they span."""
+    """Print the middle one of several runs, and what they span."""
     scenario = Scenario(learners=learners, total_steps=steps, config=ProtocolConfig())
     speeds = sorted(measure(scenario).events_per_s for _ in range(BENCH_RUNS))
     print(

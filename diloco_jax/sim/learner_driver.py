@@ -107,7 +107,7 @@ class LearnerDriver:
             self._engine.at(process.paused_s, action, argument)
 
     def _give_up(self, process: LearnerProcess) -> None:
-        """Nobody has answered this process since it started."""
+        """End a process that nobody has answered since it started."""
         if not (process.ended or process.greeted):
             self._forget(process)
             self.start_later(self._engine.now_s)
@@ -154,7 +154,7 @@ class LearnerDriver:
                 self._engine.at(self._engine.now_s + notice_s, link.lost, link)
 
     def on_syncer_gone(self, link: SimulatedLink) -> None:
-        """The transport finds out that the process at the other end is dead."""
+        """Take it that the process at the other end is dead, as the transport has found out."""
         process: LearnerProcess = link.owner
         if process.link is not link:
             return
@@ -170,7 +170,7 @@ class LearnerDriver:
         self._end(process, for_good=True)
 
     def _end(self, process: LearnerProcess, *, for_good: bool) -> None:
-        """The machine has finished: the process closes its link when everything is sent, and ends."""
+        """Close the link of a process whose machine has finished when everything is sent, and end it."""
         link, process.link, process.linked_s = process.link, None, NEVER_S
         if link is not None and link.lost is not None:
             self._engine.at(self._engine.now_s + 2 * self._world.scenario.network.delay_s, link.lost, link)
@@ -193,7 +193,7 @@ class LearnerDriver:
     # ---- messages -------------------------------------------------------------------------------------------------
 
     def arrive(self, item: tuple[SimulatedLink, Any]) -> None:
-        """A message comes, or one whose payload is garbled."""
+        """Take a message that comes, or one whose payload is garbled."""
         link, message = item
         process: LearnerProcess = link.owner
         if process.ended:
@@ -249,7 +249,7 @@ class LearnerDriver:
             self._reach_gap(process, self._engine.now_s)
 
     def _reach_gap(self, process: LearnerProcess, now_s: float) -> None:
-        """Between two steps: give the machine what waits, then go on."""
+        """Give the machine what waits, between two steps, and go on."""
         take = process.mailbox.take
         while not process.loading and (given := take(now_s)) is not None:
             self._run(process, given.effects, now_s, given.message)
@@ -274,7 +274,7 @@ class LearnerDriver:
             observer.on_step(process, True, now_s)
 
     def _ready(self, process: LearnerProcess) -> None:
-        """The hardware is: take what came meanwhile, and step."""
+        """Take what came while the hardware was not ready, and step."""
         if not process.ended:
             process.loading = False
             self._reach_gap(process, self._engine.now_s)
@@ -318,7 +318,7 @@ class LearnerDriver:
         self._engine.at(tick_s, self._tick, (process, tick_s))
 
     def _settle(self, process: LearnerProcess, now_s: float) -> None:
-        """Between two inputs: begin a step if none runs, plan the next tick, see off a learner that has finished."""
+        """Begin a step if none runs, plan the next tick, see off a learner that has finished: between two inputs."""
         machine = process.machine
         if machine.state == STOPPED:
             if not process.step.runs:

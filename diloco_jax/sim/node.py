@@ -101,37 +101,37 @@ class Observer:
     """Sees everything that happens and changes nothing. Checkers and timelines derive from it."""
 
     def on_fault(self, fault: Fault, now_s: float) -> None:
-        """A fault begins."""
+        """See a fault begin."""
 
     def on_read(self, process: LearnerProcess, message: GlobalFragment, ok: bool, now_s: float) -> None:
-        """A learner has read a global fragment that its machine wants; ok: the value has the digest that it should."""
+        """See that a learner has read a global fragment that its machine wants; ok: it has the digest that it should."""
 
     def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
-        """The syncer is about to hear how a merge ended."""
+        """See that the syncer is about to hear how a merge ended."""
 
     def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
-        """A message is about to be given to the syncer."""
+        """See a message that is about to be given to the syncer."""
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
-        """The syncer was given a message, or another input, and its driver has done these, if it did not die."""
+        """See what the syncer was given, None if it was no message, and what its driver has done, if it did not die."""
 
     def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
-        """A learner was given a message, or another input, and its driver has done these."""
+        """See what a learner was given, None if it was no message, and what its driver has done."""
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
-        """An inner step begins, or has ended and is about to be reported."""
+        """See an inner step begin, or one that has ended and is about to be reported."""
 
     def on_state(self, process: LearnerProcess, effect: AdoptState, ok: bool, now_s: float) -> None:
-        """A learner is about to take over a whole state, or to find that it cannot be used."""
+        """See that a learner is about to take over a whole state, or to find that it cannot be used."""
 
     def on_settled(self, process: LearnerProcess, now_s: float) -> None:
-        """The driver has done for this running learner all that it can do now."""
+        """See that the driver has done all that it can do now for this running learner."""
 
     def on_syncer_died(self, machine: Syncer, now_s: float) -> None:
-        """The syncer's process is gone, and with it what it held in memory."""
+        """See that the syncer's process is gone, and with it what it held in memory."""
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
-        """A new process is about to tell its machine of the restart, or of the rewind.
+        """See a new process that is about to tell its machine of the restart, or of the rewind.
 
         Args:
             machine: after a restart what the tape made of it.
@@ -140,4 +140,4 @@ class Observer:
         """
 
     def end(self) -> None:
-        """The last event is over."""
+        """See that the last event is over."""

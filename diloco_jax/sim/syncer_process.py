@@ -75,7 +75,7 @@ class SyncerProcess:
         self.execute(self.inputs.on_message(message, now_s), message)
 
     def _lost(self, link: SimulatedLink) -> None:
-        """The transport finds out that a link is gone."""
+        """Tell the machine that a link is gone, as the transport has found out."""
         if not self.alive:
             return
         name = link.learner_id
@@ -104,7 +104,7 @@ class SyncerProcess:
         self.execute(self.inputs.on_merged(merge.global_step, self.values[fragment_id][1], left_out, now_s))
 
     def drain(self, learner_id: str) -> None:
-        """Somebody asks for it on the command line."""
+        """Ask a learner to leave, as somebody does on the command line."""
         try:
             effects = self.inputs.on_drain(learner_id, self._engine.now_s)
         except ValueError:
@@ -194,7 +194,7 @@ class SyncerProcess:
             self._disk.keep(snapshot)
 
     def _save_last(self) -> None:
-        """The end of the run, as far as this process has it."""
+        """Save the end of the run, as far as this process has it."""
         if self.machine.restoring:
             return  # learners have yet to bring some of it
         self.finished_s = self._engine.now_s

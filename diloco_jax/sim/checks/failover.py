@@ -169,7 +169,7 @@ class AnchorsAgree(HealthyChecker):
             )
 
     def _lost(self, note: Note, now_s: float) -> None:
-        """Nobody who had the time to bring it holds the lost version, or any other newer one than what goes on."""
+        """Check that nobody who could bring it holds the lost version, or any other newer one than what goes on."""
         fragment_id, version = note.fragment_id, self.cluster.syncer.versions[note.fragment_id]
         made = max(v for (lineage, p, v) in self._digests if (lineage, p) == (self.lineage, fragment_id))
         self._forsaken |= {(self.lineage, fragment_id, v) for v in range(version + 1, made + 1)}

@@ -96,7 +96,7 @@ def judge(
     scenario: Scenario,
     *,
     checkers: Sequence[type[Checker]] = CHECKERS,
-    timeline: Timeline | None = None,
+    observers: Sequence[Observer] = (),
     tapes: Path | None = None,
     make_learner: MakeLearner = Learner,
     make_syncer: MakeSyncer = Syncer,
@@ -106,7 +106,7 @@ def judge(
     Args:
         scenario: what to simulate.
         checkers: the rules.
-        timeline: gets the story.
+        observers: see everything too.
         tapes: folder for the run's tapes.
         make_learner: builds a learner.
         make_syncer: builds the syncer.
@@ -117,8 +117,7 @@ def judge(
     """
     cluster = Cluster(scenario, make_learner=make_learner, make_syncer=make_syncer)
     recorder = LearnerTapes(cluster) if tapes is not None else None
-    watchers: list[Observer | None] = [timeline, recorder, *(checker(cluster) for checker in checkers)]
-    cluster.watch(*(watcher for watcher in watchers if watcher is not None))
+    cluster.watch(*observers, *([recorder] if recorder is not None else []), *(make(cluster) for make in checkers))
     problem = ""
     try:
         cluster.run(UNTIL_S)

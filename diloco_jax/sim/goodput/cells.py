@@ -50,7 +50,7 @@ class Result(NamedTuple):
 
 
 def run_cell(cell: Cell, on_share: Callable[[float], None] | None = None) -> Result:
-    """One simulation; `cpu_s` is this process's time for it."""
+    """Run one simulation; `cpu_s` is this process's time for it."""
     began_s = time.process_time()
     which = (cell.hardware, cell.method, cell.learners, cell.chips)
     if cell.fast:
@@ -70,7 +70,7 @@ def run_cell(cell: Cell, on_share: Callable[[float], None] | None = None) -> Res
 
 
 def run_cells(cells: Sequence[Cell], workers: int, say: Say) -> list[Result]:
-    """All cells, in their order.
+    """Run all cells, and return the results in their order.
 
     Args:
         cells: what to simulate.
@@ -118,7 +118,7 @@ def _one_by_one(cells: Sequence[Cell], say: Say) -> Iterator[tuple[int, Result]]
 
 
 def _side_by_side(cells: Sequence[Cell], workers: int) -> Iterator[tuple[int, Result]]:
-    """In the order in which they end; the longest ones begin first."""
+    """Yield results in the order in which they come; the longest simulations begin first."""
     longest = sorted(range(len(cells)), key=lambda n: -cells[n].learners * cells[n].hours * (not cells[n].fast))
     with _pool(workers) as pool:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for processes that only begin
@@ -147,7 +147,7 @@ def _follow_parent() -> None:
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool whose processes do not outlive an interrupt or an error."""
+    """Open a pool whose processes do not outlive an interrupt or an error."""
     fresh = multiprocessing.get_context("spawn")  # a caller may have JAX's threads, which a fork would leave behind
     pool = ProcessPoolExecutor(workers, fresh, initializer=_begin_worker)
     try:

@@ -59,7 +59,7 @@ class Preset(NamedTuple):
 
 
 def cell(settings: Settings, method: str, learners: int, chips: float, hours: float, **more: Any) -> Cell:
-    """One cell with the settings of the command line."""
+    """Make one cell with the settings of the command line."""
     shared = {"hardware": settings.hardware, "wan": settings.wan, "protocol": settings.protocol} | more
     at = {"hours": settings.hours or hours, "seed": settings.seed, "fast": settings.fast}
     return Cell(method=method, learners=learners, chips=chips, **at, **shared)  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ docs/plan.md has the derivations."""
 
 
 def fitted_gbit_per_s(wire: str, step_s: float, sites: int, utilisation: float) -> float:
-    """The decoupled rows of the paper, within 8 %; a fit of ours.
+    """Return the decoupled rows of the paper, within 8 %; a fit of ours.
 
     With x the time that one fragment takes alone on the link, in steps, the paper's rows lie on
     1 / utilisation = (1 - HIDDEN) + x / SPREAD_STEPS.
@@ -87,7 +87,7 @@ def needed_gbit_per_s(wire: str, step_s: float, sites: int, utilisation: float) 
 
 
 def rows() -> list[dict[str, Any]]:
-    """The table's cells: wire, sites, step_s, utilisation, gbit_per_s of the formula, the paper's, and our need."""
+    """Return the table's cells: wire, sites, step_s, utilisation, gbit_per_s by formula, the paper's, and our need."""
     found = []
     for (step_s, sites, wire), paper in TABLE.items():
         for share, theirs in zip(UTILISATIONS, paper, strict=True):
@@ -117,7 +117,7 @@ def result() -> dict[str, Any]:
 
 
 def describe() -> str:
-    """The table as text."""
+    """Return the table as text."""
     lines = [
         f"Gbit/s per site for a compute utilisation of ..., {PARAMETERS / 1e9:.3g} B parameters, M = {LEARNERS}, "
         f"H = P = {SYNC_EVERY}, tau = {OVERLAP_STEPS}",
