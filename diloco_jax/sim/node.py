@@ -104,7 +104,7 @@ class Observer:
         """See a fault begin."""
 
     def on_read(self, process: LearnerProcess, message: GlobalFragment, ok: bool, now_s: float) -> None:
-        """See that a learner has read a global fragment that its machine wants; ok: it has the digest that it should."""
+        """See that a learner has read a global fragment that its machine wants; ok: with the right digest."""
 
     def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
         """See that the syncer is about to hear how a merge ended."""

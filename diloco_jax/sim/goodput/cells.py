@@ -10,35 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
-from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.sim.goodput.hardware import Hardware
-from diloco_jax.sim.goodput.methods import Row, Wan, expected, simulate
+from diloco_jax.sim.goodput.methods import Cell, Row, expected, simulate
 from diloco_jax.sim.goodput.settings import compact
 
 Say = Callable[[str], None]
 WORKERS_MAX = 256
 TELL_EVERY_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One simulation: everything that it depends on."""
-
-    method: str
-    learners: int
-    chips: float
-    hours: float
-    seed: int = 0
-    fast: bool = False  # without the protocol's machines
-    hardware: Hardware = field(default_factory=Hardware)
-    wan: Wan = field(default_factory=Wan)
-    protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
-    tapes: Path | None = None
-    label: str = ""  # what a preset calls it
 
 
 class Result(NamedTuple):
@@ -52,20 +31,7 @@ class Result(NamedTuple):
 def run_cell(cell: Cell, on_share: Callable[[float], None] | None = None) -> Result:
     """Run one simulation; `cpu_s` is this process's time for it."""
     began_s = time.process_time()
-    which = (cell.hardware, cell.method, cell.learners, cell.chips)
-    if cell.fast:
-        every = cell.protocol.sync_every
-        row = expected(*which, hours=cell.hours, seed=cell.seed, wan=cell.wan, sync_every=every)
-    else:
-        row = simulate(
-            *which,
-            hours=cell.hours,
-            seed=cell.seed,
-            wan=cell.wan,
-            protocol=cell.protocol,
-            tapes=cell.tapes,
-            on_share=on_share,
-        )
+    row = expected(cell) if cell.fast else simulate(cell, on_share)
     return Result(cell, row, time.process_time() - began_s)
 
 

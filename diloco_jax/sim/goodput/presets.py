@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.sim.goodput.cells import Cell, Result
+from diloco_jax.sim.goodput.cells import Result
 from diloco_jax.sim.goodput.hardware import Hardware
-from diloco_jax.sim.goodput.methods import Wan
+from diloco_jax.sim.goodput.methods import Cell, Wan
 from diloco_jax.sim.goodput.settings import compact
 
 CHIPS = (150e3, 300e3, 600e3, 1.2e6, 2.4e6)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax.protocol.pacing import LEARNERS_MAX_LIMIT, ProtocolConfig
-from diloco_jax.sim.goodput.cells import Cell, Result, Say, count_of, run_cells
+from diloco_jax.sim.goodput.cells import Result, Say, count_of, run_cells
 from diloco_jax.sim.goodput.choose import as_dict, choose
 from diloco_jax.sim.goodput.choose import describe as describe_choice
 from diloco_jax.sim.goodput.hardware import Hardware, check_cluster
-from diloco_jax.sim.goodput.methods import HOUR_S, METHODS, Wan
+from diloco_jax.sim.goodput.methods import HOUR_S, METHODS, Cell, Wan
 from diloco_jax.sim.goodput.penalty import cost_of
 from diloco_jax.sim.goodput.plot import Published, check_plot, write_plot
 from diloco_jax.sim.goodput.presets import PRESETS, Settings, cell

@@ -18,7 +18,7 @@ from diloco_jax.cli.main import main
 from diloco_jax.sim.goodput import presets
 from diloco_jax.sim.goodput.cells import Result, run_cell, run_cells
 from diloco_jax.sim.goodput.hardware import Hardware
-from diloco_jax.sim.goodput.methods import simulate
+from diloco_jax.sim.goodput.methods import Cell, simulate
 from diloco_jax.sim.goodput.presets import CHIPS, GOODPUT_1A, HOURS, PRESETS, UPTIME_1B, rmse
 from diloco_jax.sim.goodput.simulate import Options, plan_cells, run
 
@@ -254,7 +254,7 @@ def test_tapes_can_be_written_from_the_command_line(tmp_path: Path, capsys: pyte
 def test_a_run_that_does_not_end_gives_no_tapes(tmp_path: Path) -> None:
     hardware, folder = Hardware(mtbi_chip_s=1.0), tmp_path / "made"
     with pytest.raises(ValueError, match="did not reach global step 2 within 100 times"):
-        simulate(hardware, "decoupled", 2, 6e5, hours=0.003, seed=0, tapes=folder)
+        simulate(Cell(hardware, "decoupled", 2, 6e5, hours=0.003, seed=0, tapes=folder))
     assert not folder.exists()
 
 
