@@ -127,11 +127,11 @@ class AnchorsAgree(HealthyChecker):
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)
         self._offers.clear()
-        for fragment_id, (version, digest) in enumerate(self.cluster.host.process.values):
+        for fragment_id, (version, digest) in enumerate(self.values):
             self._agree(self.lineage, fragment_id, version, digest, "the snapshot")
 
     def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
-        for fragment_id, (version, digest) in enumerate(self.cluster.host.process.values):
+        for fragment_id, (version, digest) in enumerate(self.values):
             if version == global_step:
                 self._agree(self.lineage, fragment_id, version, digest, "a merge")
 
@@ -158,7 +158,7 @@ class AnchorsAgree(HealthyChecker):
     def _sends(self, message: GlobalFragment) -> None:
         """Check that the message says what the driver has: its payload is made of that."""
         self.check(message.epoch == self.lives, f"{message} is sent in life {self.lives}")
-        value = self.cluster.host.process.values[message.fragment_id]
+        value = self.values[message.fragment_id]
         dying = self.cluster.host.process.dies_after is not None  # then it may not have done what comes before
         self.check(dying or (message.version, message.digest) == value, f"{message} is sent with the value {value}")
         self._agree(self.lineage, message.fragment_id, message.version, message.digest, "the syncer")

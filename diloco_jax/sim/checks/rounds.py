@@ -33,7 +33,7 @@ class VersionsGrow(Checker):
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)
-        values = self.cluster.host.process.values
+        values = self.values
         self._made |= {(self.lineage, fragment_id, version) for fragment_id, (version, _) in enumerate(values)}
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from diloco_jax.protocol.effects import Adopt, Restore, Send
+from diloco_jax.protocol.effects import Adopt, Send
 from diloco_jax.protocol.messages import (
     NO_VERSION,
     GlobalFragment,
@@ -29,23 +29,22 @@ class StepsApply(Checker):
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._values = list(cluster.host.process.values)
+        self._values = list(self.values)  # before the newest merge
         self._made = {(0, fragment_id, version): digest for fragment_id, (version, digest) in enumerate(self._values)}
         self._bases: dict[tuple[int, int, int], Value] = {}  # life, fragment, version -> the value before
         self._read: dict[Fragment, Value] = {}  # newest
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)
-        self._values = list(self.cluster.host.process.values)
+        self._values = list(self.values)
         for fragment_id, (version, digest) in enumerate(self._values):
             self._made[self.lineage, fragment_id, version] = digest
 
     def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
-        for fragment_id, (version, digest) in enumerate(self.cluster.host.process.values):
+        for fragment_id, (version, digest) in enumerate(self.values):
             if version == global_step:
                 self._made[self.lineage, fragment_id, version] = digest
                 self._bases[self.lives, fragment_id, version] = self._values[fragment_id]
-        self._values = list(self.cluster.host.process.values)
 
     def on_read(self, process: LearnerProcess, message: GlobalFragment, ok: bool, now_s: float) -> None:
         who = (*process.key, message.fragment_id)
@@ -60,9 +59,7 @@ class StepsApply(Checker):
             self._read[who] = (message.version, message.digest)
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
-        for effect in effects:
-            if isinstance(effect, Restore):
-                self._values[effect.fragment_id] = self.cluster.host.process.values[effect.fragment_id]
+        self._values = list(self.values)
 
     def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
         for effect in effects:
@@ -82,7 +79,7 @@ class WholeWhereNeeded(Checker):
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._values = list(cluster.host.process.values)
+        self._values = list(self.values)  # before the newest merge
         self._bases: dict[int, Value] = {}  # of the newest versions, in this life of the syncer
         self._will_hold: dict[str, list[Value]] = {}  # by learner, when it has taken all that was sent to it
         self._reported: dict[str, StepReport] = {}  # newest of each learner
@@ -90,7 +87,7 @@ class WholeWhereNeeded(Checker):
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)
-        self._values = list(self.cluster.host.process.values)
+        self._values = list(self.values)
         self._bases.clear()
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
@@ -99,18 +96,16 @@ class WholeWhereNeeded(Checker):
             if (given.incarnation, given.local_step) > (newest.incarnation, newest.local_step):
                 self._reported[given.learner_id] = given
         for effect in effects:
-            if isinstance(effect, Restore):
-                self._values[effect.fragment_id] = self.cluster.host.process.values[effect.fragment_id]
-            elif isinstance(effect, Send) and isinstance(effect.message, Welcome) and isinstance(given, Hello):
+            if isinstance(effect, Send) and isinstance(effect.message, Welcome) and isinstance(given, Hello):
                 self._will_hold[effect.peer] = list(zip(given.versions, given.digests, strict=True))
             elif isinstance(effect, Send) and isinstance(effect.message, GlobalFragment):
                 self._sends(effect.peer, effect.message)
+        self._values = list(self.values)
 
     def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
-        for fragment_id, (version, _) in enumerate(self.cluster.host.process.values):
+        for fragment_id, (version, _) in enumerate(self.values):
             if version == global_step:
                 self._bases[fragment_id] = self._values[fragment_id]
-        self._values = list(self.cluster.host.process.values)
 
     def _sends(self, peer: str, message: GlobalFragment) -> None:
         fragment_id = message.fragment_id

@@ -115,23 +115,6 @@ class Slices:
         elastic: whether it goes on with the slices that are left. Else it waits for all of them.
     """
 
-    __slots__ = (
-        "_absent",
-        "_elastic",
-        "_ended_s",
-        "_failures_per_s",
-        "_free_s",
-        "_hardware",
-        "_random",
-        "_slices",
-        "_step_s",
-        "chips",
-        "gaps",
-        "stepping_s",
-        "steps",
-        "useful_s",
-    )
-
     def __init__(
         self,
         hardware: Hardware,
