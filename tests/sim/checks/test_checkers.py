@@ -360,7 +360,11 @@ BROKEN = [
     ),
     (checkers.EverybodyTrains, with_learner(broken.Hesitant, replace(SCENARIO, total_steps=600)), "is recovering for"),
     (checkers.RoundsAdvance, with_syncer(Deaf, QUORUM), "no round closed for"),
-    (checkers.RoundsAdvance, with_learner(Stubborn, replace(SCENARIO, faults=())), "these never heard of it"),
+    (
+        checkers.RoundsAdvance,
+        with_learner(Stubborn, replace(SCENARIO, learners=1, faults=())),
+        "these never heard of it",
+    ),
     (checkers.VersionsConverge, with_syncer(Partial, replace(SCENARIO, total_steps=400)), "island-3 ends with version"),
 ]
 
