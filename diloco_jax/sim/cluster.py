@@ -77,12 +77,6 @@ class Cluster:
         for observer in self.world.observers:
             observer.end()
 
-    def running(self, name: str) -> LearnerProcess:
-        """Return the process of a learner that must have one."""
-        process = self.nodes[name].process
-        assert process is not None, f"{name} has no process"
-        return process
-
     @property
     def finished_s(self) -> float:
         """Time at which the syncer was done."""

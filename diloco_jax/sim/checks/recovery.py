@@ -44,7 +44,6 @@ class RecoveryIsWhole(Checker):
         self._asked: dict[Life, int] = {}  # receiver -> clock of its newest attempt
         self._staged: dict[Life, dict[int, Staged]] = defaultdict(dict)  # local step -> copy; also those that are freed
         self._held: dict[Life, set[int]] = defaultdict(set)
-        self.adopted = 0
 
     def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
         life, name = process.key, process.name
@@ -108,7 +107,6 @@ class RecoveryIsWhole(Checker):
         self._check_fragments(process, effect, saved.anchors)
 
     def _check_fragments(self, process: LearnerProcess, effect: AdoptState, anchors: dict[int, Value]) -> None:
-        self.adopted += 1
         name = process.name
         for fragment_id in effect.fragments:
             theirs, ours = anchors[fragment_id], process.holdings.anchors[fragment_id]
