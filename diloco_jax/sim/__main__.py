@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim.checks.verdict import Timeline, judge
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _show(seed: int, *, quiet: bool, tapes: Path | None) -> int:
     scenario = random_scenario(seed)
     timeline = Timeline()
-    verdict = judge(scenario, timeline=timeline, tapes=tapes)
+    verdict = judge(scenario, observers=[timeline], tapes=tapes)
     if not quiet:
         print(scenario.config)
         print(scenario.network)
@@ -63,9 +62,9 @@ def _sweep(seeds: range) -> int:
 
 
 def _bench(learners: int, steps: int) -> int:
-    """The middle one of several runs, and what they span."""
+    """Print the middle one of several runs, and what they span."""
     scenario = Scenario(learners=learners, total_steps=steps, config=ProtocolConfig())
-    speeds = sorted(measure(scenario).events_per_s for _ in range(BENCH_RUNS))
+    speeds = sorted(events_per_s(scenario) for _ in range(BENCH_RUNS))
     print(
         f"{speeds[BENCH_RUNS // 2]:.0f} events/s of CPU time ({speeds[0]:.0f} to {speeds[-1]:.0f} in {BENCH_RUNS} "
         f"runs), {learners} learners, {steps} global steps"
@@ -73,25 +72,12 @@ def _bench(learners: int, steps: int) -> int:
     return 0
 
 
-class Speed(NamedTuple):
-    """Speed of one simulation. Seconds are of this process's CPU time: others on the machine do not count."""
-
-    events: int
-    cpu_s: float
-    simulated_s: float
-
-    @property
-    def events_per_s(self) -> float:
-        return self.events / self.cpu_s
-
-
-def measure(scenario: Scenario) -> Speed:
-    """Simulate the scenario once and measure it."""
+def events_per_s(scenario: Scenario) -> float:
+    """Simulate the scenario once; seconds are of this process's CPU time, so others on the machine do not count."""
     cluster = Cluster(scenario, taped=False)
     began_s = time.process_time()
     cluster.run(NEVER_S)
-    cpu_s = time.process_time() - began_s
-    return Speed(cluster.engine.events, cpu_s, cluster.engine.now_s)
+    return cluster.engine.events / (time.process_time() - began_s)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.syncer.machine import Syncer
@@ -76,12 +77,6 @@ class Cluster:
         for observer in self.world.observers:
             observer.end()
 
-    def running(self, name: str) -> LearnerProcess:
-        """Return the process of a learner that must have one."""
-        process = self.nodes[name].process
-        assert process is not None, f"{name} has no process"
-        return process
-
     @property
     def finished_s(self) -> float:
         """Time at which the syncer was done."""
@@ -112,7 +107,7 @@ class Cluster:
             self.host.crash()
             if fault.breaks_snapshot and not self.host.disk.final:
                 self.host.disk.break_newest()
-            self._plan_heal(None, fault)
+            self._plan_heal(fault, self.host.restart)
         elif fault.kind in ARMED:
             self._seek(fault)
         else:
@@ -130,32 +125,37 @@ class Cluster:
         learner = self._learners[node.name]
         if kind == "leave":
             learner.leave(process, "asked to")
-            return
-        if kind == "drain":
+        elif kind == "drain":
             if self.host.process.alive:
                 self.host.process.drain(node.name)
-            return
-        if kind in ("crash", "donor_crash"):
+        elif kind in ("crash", "donor_crash"):
             learner.kill(process, fault.notice_s)
+            self._plan_heal(fault, learner.start, node)
         elif kind == "disconnect":
             learner.disconnect(process, fault.notice_s)
+            self._plan_heal(fault, partial(learner.reconnect, process), node)
         elif kind == "pause":
             process.paused_s = max(process.paused_s, self.engine.now_s + fault.duration_s)
+            self._plan_heal(fault, partial(learner.resume, process), node)
         elif kind == "slow":
             node.factor *= fault.factor
+            self._plan_heal(fault, partial(node.hasten, fault.factor))
         elif kind == "partition":
             network.partition(node.name)
+            self._plan_heal(fault, partial(network.heal, node.name))
         elif kind == "hold":
             network.hold(node.name, fault.direction)
+            self._plan_heal(fault, partial(network.release, node.name, fault.direction))
         elif kind == "narrow":
             network.narrow(node.name, fault.factor)
+            self._plan_heal(fault, partial(network.widen, node.name))
         elif kind == "corrupt":
             network.corrupt(node.name)
+            self._plan_heal(fault, partial(network.cure, node.name))
         else:
             assert kind == "poison", f"unknown fault {kind}"
             node.poisoned += 1
-        if fault.duration_s < NEVER_S:
-            self._plan_heal(node, fault)
+            self._plan_heal(fault, node.detoxify)
 
     def _seek(self, fault: Fault) -> None:
         """Wait for the moment at which this fault can strike, for a while."""
@@ -165,7 +165,7 @@ class Cluster:
         if fault.kind == "donor_crash" and donors:
             self._hit(engine.random.choice(donors), fault)
         elif fault.kind == "rewind" and self.host.end_all(fault):
-            self._plan_heal(None, fault)
+            self._plan_heal(fault, self.host.rewind)
         elif engine.now_s < fault.at_s + ARMED_S:
             self._later += 1
             engine.at(engine.now_s + SEEK_EVERY_S, self._seek_again, fault)
@@ -175,37 +175,16 @@ class Cluster:
         self._seek(fault)
         self._on_end()
 
-    def _plan_heal(self, node: Node | None, fault: Fault) -> None:
-        self._later += 1
-        life = node.life if node is not None else None
-        self.engine.at(self.engine.now_s + fault.duration_s, self._heal, (node, life, fault))
+    def _plan_heal(self, fault: Fault, heal: Callable[[], None], node: Node | None = None) -> None:
+        """Plan the end of a fault, if it has one; with a node only in case that its process is the same by then."""
+        if fault.duration_s < NEVER_S:
+            self._later += 1
+            life = node.life if node is not None else None
+            self.engine.at(self.engine.now_s + fault.duration_s, self._heal, (heal, node, life))
 
-    def _heal(self, item: tuple[Node | None, tuple[int, bool] | None, Fault]) -> None:
-        node, life, fault = item
+    def _heal(self, item: tuple[Callable[[], None], Node | None, tuple[int, bool] | None]) -> None:
+        heal, node, life = item
         self._later -= 1
-        if node is None:
-            if fault.kind == "rewind":
-                self.host.rewind()
-            else:
-                self.host.restart()
-        elif fault.kind == "slow":
-            node.factor /= fault.factor
-        elif fault.kind == "partition":
-            self.world.network.heal(node.name)
-        elif fault.kind == "hold":
-            self.world.network.release(node.name, fault.direction)
-        elif fault.kind == "narrow":
-            self.world.network.widen(node.name)
-        elif fault.kind == "corrupt":
-            self.world.network.cure(node.name)
-        elif fault.kind == "poison":
-            node.poisoned -= 1
-        elif life == node.life:
-            learner, process = self._learners[node.name], node.process
-            if process is None:  # crash, donor_crash
-                learner.start()
-            elif fault.kind == "disconnect" and process.link is None:
-                learner.dial(process, 0.0)
-            elif fault.kind == "pause":
-                learner.resume(process)
+        if node is None or node.life == life:
+            heal()
         self._on_end()

@@ -20,7 +20,7 @@ class SyncerSnapshot(NamedTuple):
     tape_lines: int  # where on the tape the inputs begin that came later
 
     def state(self) -> Mapping[str, Any]:
-        """The machine's state."""
+        """Return the machine's state."""
         plain: Mapping[str, Any] = json.loads(self.machine)
         return plain
 
@@ -35,21 +35,21 @@ class Disk:
         self.final: tuple[Value, ...] = ()  # the model of the end
 
     def keep(self, snapshot: SyncerSnapshot) -> None:
-        """A snapshot is written; old ones go."""
+        """Write a snapshot; old ones go."""
         self.snapshots = [s for s in self.snapshots if s.global_step != snapshot.global_step] + [snapshot]
         self.broken.discard(snapshot.global_step)
         del self.snapshots[:-SNAPSHOTS_KEPT]
 
     def newest_readable(self) -> SyncerSnapshot | None:
-        """The snapshot from which a process goes on."""
+        """Return the snapshot from which a process goes on."""
         return next((s for s in reversed(self.snapshots) if s.global_step not in self.broken), None)
 
     def break_newest(self) -> None:
-        """The newest snapshot cannot be read any more, if there is another one."""
+        """Make the newest snapshot unreadable, if there is another one."""
         readable = [s.global_step for s in self.snapshots if s.global_step not in self.broken]
         if len(readable) > 1:
             self.broken.add(readable[-1])
 
     def void_after(self, snapshot: SyncerSnapshot) -> None:
-        """The run goes back to this snapshot: later ones must never be taken for the newest."""
+        """Remove what is later than this snapshot, to which the run goes back: it must not be taken for the newest."""
         self.snapshots = [s for s in self.snapshots if s.global_step <= snapshot.global_step]

@@ -56,21 +56,20 @@ class Holdings:
 
     def read(self, message: GlobalFragment, garbled: bool) -> bool:
         """Decode a payload; returns whether the value has the digest that it should."""
-        made = digest_of("garbled", message) if garbled else self._made_by(message)
+        fragment_id, made = message.fragment_id, message.digest
+        if garbled:
+            made = digest_of("garbled", message)
+        elif message.base != NO_VERSION:
+            step = self._steps.get((message.epoch, fragment_id, message.version))
+            held = self.heads.get(fragment_id)
+            if step is None or held is None or held[1] != step.base:
+                made = digest_of("garbage", message, held)
+            else:
+                made = step.made
         if made != message.digest:
             return False
-        self.heads[message.fragment_id] = (message.version, made)
+        self.heads[fragment_id] = (message.version, made)
         return True
-
-    def _made_by(self, message: GlobalFragment) -> int:
-        """Digest of the value that the payload leads to."""
-        if message.base == NO_VERSION:
-            return message.digest
-        step = self._steps.get((message.epoch, message.fragment_id, message.version))
-        held = self.heads.get(message.fragment_id)
-        if step is None or held is None or held[1] != step.base:
-            return digest_of("garbage", message, held)
-        return step.made
 
     def fill(self, message: AnchorValue | StatePart) -> Message | None:
         """Complete a message of the machine with bytes that only the driver knows; None: there is no such part."""
@@ -87,8 +86,8 @@ class Holdings:
 
     def execute(self, effect: Effect, message: SyncerMessage | None) -> None:
         """Do one of HELD; `message` led to it."""
-        if isinstance(effect, Adopt):
-            assert isinstance(message, GlobalFragment), f"{effect} without a fragment that came"
+        if type(effect) is Adopt:
+            assert type(message) is GlobalFragment, f"{effect} without a fragment that came"
             self.anchors[effect.fragment_id] = (effect.version, message.digest)
         elif isinstance(effect, StageState):
             assert effect.local_step not in self.copies, f"{self._name} copies its state twice: {effect}"

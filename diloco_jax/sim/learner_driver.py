@@ -12,7 +12,7 @@ from typing import Any
 
 from diloco_jax.protocol.effects import AdoptState, Effect, Finish, SaveState, Send
 from diloco_jax.protocol.learner.machine import STOPPED, Saved
-from diloco_jax.protocol.learner.mailbox import Given, Mailbox
+from diloco_jax.protocol.learner.mailbox import Mailbox
 from diloco_jax.protocol.messages import (
     AnchorValue,
     FragmentValue,
@@ -32,7 +32,7 @@ from diloco_jax.sim.world import FINGERPRINT, MakeLearner, World
 DIAL_S = 0.01  # from dialling to a link that stands
 SUPERVISOR_S = 1.0  # until a process that was refused or expelled is started again
 SAVED_KEPT = 2
-FILLED = frozenset((StatePart, AnchorValue, FragmentValue))  # what the machine leaves for the driver to fill
+FILLED = frozenset((StatePart, AnchorValue))  # what the machine leaves for the driver to fill
 HANDLED = frozenset((AdoptState, SaveState, Finish))
 
 
@@ -107,7 +107,7 @@ class LearnerDriver:
             self._engine.at(process.paused_s, action, argument)
 
     def _give_up(self, process: LearnerProcess) -> None:
-        """Nobody has answered this process since it started."""
+        """End a process that nobody has answered since it started."""
         if not (process.ended or process.greeted):
             self._forget(process)
             self.start_later(self._engine.now_s)
@@ -115,6 +115,11 @@ class LearnerDriver:
     def dial(self, process: LearnerProcess, after_s: float) -> None:
         """Connect, after some time."""
         self._engine.at(self._engine.now_s + after_s, self._connect, process)
+
+    def reconnect(self, process: LearnerProcess) -> None:
+        """Connect at once, unless a link stands."""
+        if process.link is None:
+            self.dial(process, 0.0)
 
     def _redial(self, process: LearnerProcess) -> None:
         pauses_s = self._world.scenario.redials_s
@@ -132,13 +137,14 @@ class LearnerDriver:
             self._redial(process)
             return
         process.linked_s, process.attempts, process.greeted = now_s, 0, True
-        self._run(process, process.machine.on_connected(now_s))
+        self._run(process, process.machine.on_connected(now_s), now_s)
         self._settle(process, now_s)
 
     def disconnect(self, process: LearnerProcess, notice_s: float) -> None:
         """Break the link; the learner knows at once."""
         self._cut(process, notice_s)
-        self._run(process, process.machine.on_disconnected(self._engine.now_s))
+        now_s = self._engine.now_s
+        self._run(process, process.machine.on_disconnected(now_s), now_s)
 
     def _cut(self, process: LearnerProcess, notice_s: float) -> None:
         link, process.link, process.linked_s = process.link, None, NEVER_S
@@ -148,7 +154,7 @@ class LearnerDriver:
                 self._engine.at(self._engine.now_s + notice_s, link.lost, link)
 
     def on_syncer_gone(self, link: SimulatedLink) -> None:
-        """The transport finds out that the process at the other end is dead."""
+        """Take it that the process at the other end is dead, as the transport has found out."""
         process: LearnerProcess = link.owner
         if process.link is not link:
             return
@@ -159,11 +165,12 @@ class LearnerDriver:
 
     def leave(self, process: LearnerProcess, reason: str) -> None:
         """Say goodbye, as somebody asks this learner to do."""
-        self._run(process, process.machine.leave(reason, self._engine.now_s))
+        now_s = self._engine.now_s
+        self._run(process, process.machine.leave(reason, now_s), now_s)
         self._end(process, for_good=True)
 
     def _end(self, process: LearnerProcess, *, for_good: bool) -> None:
-        """The machine has finished: the process closes its link when everything is sent, and ends."""
+        """Close the link of a process whose machine has finished when everything is sent, and end it."""
         link, process.link, process.linked_s = process.link, None, NEVER_S
         if link is not None and link.lost is not None:
             self._engine.at(self._engine.now_s + 2 * self._world.scenario.network.delay_s, link.lost, link)
@@ -186,7 +193,7 @@ class LearnerDriver:
     # ---- messages -------------------------------------------------------------------------------------------------
 
     def arrive(self, item: tuple[SimulatedLink, Any]) -> None:
-        """A message comes, or one whose payload is garbled."""
+        """Take a message that comes, or one whose payload is garbled."""
         link, message = item
         process: LearnerProcess = link.owner
         if process.ended:
@@ -204,7 +211,7 @@ class LearnerDriver:
         else:
             given = process.mailbox.arrive(message, None, now_s)
             if given is not None:
-                self._give(process, given, now_s)
+                self._run(process, given.effects, now_s, given.message)
             if stepping and (given is None or type(message) is PullRequest):
                 return  # no deadline has changed
         if stepping or process.loading:
@@ -242,17 +249,11 @@ class LearnerDriver:
             self._reach_gap(process, self._engine.now_s)
 
     def _reach_gap(self, process: LearnerProcess, now_s: float) -> None:
-        """Between two steps: give the machine what waits, then go on."""
+        """Give the machine what waits, between two steps, and go on."""
         take = process.mailbox.take
         while not process.loading and (given := take(now_s)) is not None:
-            self._give(process, given, now_s)
+            self._run(process, given.effects, now_s, given.message)
         self._settle(process, now_s)
-
-    def _give(self, process: LearnerProcess, given: Given[None], now_s: float) -> None:
-        """The machine was given a message: do what it asks for."""
-        for observer in self._observers:
-            observer.on_arrival(process, given.message, now_s)
-        self._run(process, given.effects, given.message)
 
     # ---- steps and time -------------------------------------------------------------------------------------------
 
@@ -273,7 +274,7 @@ class LearnerDriver:
             observer.on_step(process, True, now_s)
 
     def _ready(self, process: LearnerProcess) -> None:
-        """The hardware is: take what came meanwhile, and step."""
+        """Take what came while the hardware was not ready, and step."""
         if not process.ended:
             process.loading = False
             self._reach_gap(process, self._engine.now_s)
@@ -292,9 +293,8 @@ class LearnerDriver:
         for observer in self._observers:
             observer.on_step(process, False, now_s)
         tokens = scenario.sample_tokens * node.step_samples
-        assert step.batch is not None, "a step ended that had no batch"
         effects = process.machine.on_step(tokens, now_s - step.began_s, 1.0, now_s, samples_end=step.batch.end)
-        self._run(process, effects)
+        self._run(process, effects, now_s)
         self._reach_gap(process, now_s)
 
     def _tick(self, item: tuple[LearnerProcess, float]) -> None:
@@ -308,7 +308,7 @@ class LearnerDriver:
             return
         deadline_s = machine.next_deadline_s()
         if deadline_s is not None and deadline_s <= now_s:
-            self._run(process, machine.on_tick(now_s))
+            self._run(process, machine.on_tick(now_s), now_s)
             deadline_s = machine.next_deadline_s()
             assert deadline_s is None or deadline_s > now_s, f"the driver of {process.name} would spin"
         self._settle(process, now_s)
@@ -318,7 +318,7 @@ class LearnerDriver:
         self._engine.at(tick_s, self._tick, (process, tick_s))
 
     def _settle(self, process: LearnerProcess, now_s: float) -> None:
-        """Between two inputs: begin a step if none runs, plan the next tick, see off a learner that has finished."""
+        """Begin a step if none runs, plan the next tick, see off a learner that has finished: between two inputs."""
         machine = process.machine
         if machine.state == STOPPED:
             if not process.step.runs:
@@ -334,7 +334,10 @@ class LearnerDriver:
 
     # ---- effects --------------------------------------------------------------------------------------------------
 
-    def _run(self, process: LearnerProcess, effects: list[Effect], message: SyncerMessage | None = None) -> None:
+    def _run(
+        self, process: LearnerProcess, effects: list[Effect], now_s: float, message: SyncerMessage | None = None
+    ) -> None:
+        """Do what the machine asks for; `message` is what it was given, if it was one."""
         link = process.link
         for effect in effects:
             kind = type(effect)
@@ -342,7 +345,9 @@ class LearnerDriver:
                 if link is not None:
                     sent: Message | None = effect.message  # type: ignore[union-attr]
                     if type(sent) in FILLED:
-                        sent = self._filled(process, sent)
+                        sent = process.holdings.fill(sent)  # type: ignore[arg-type]
+                    elif self.node.poisoned and type(sent) is FragmentValue:
+                        self._world.useless.add((process.name, sent.global_step))
                     if sent is not None:
                         self._send(link.up, sent)
             elif kind in HELD:
@@ -350,14 +355,7 @@ class LearnerDriver:
             elif kind in HANDLED:
                 self._handle(process, effect)
         for observer in self._observers:
-            observer.on_effects(process.name, process.incarnation, effects, self._engine.now_s)
-
-    def _filled(self, process: LearnerProcess, message: Any) -> Message | None:
-        if not isinstance(message, FragmentValue):
-            return process.holdings.fill(message)
-        if self.node.poisoned:
-            self._world.useless.add((process.name, message.global_step))
-        return message
+            observer.on_learner(process, message, effects, now_s)
 
     def _handle(self, process: LearnerProcess, effect: Effect) -> None:
         engine, scenario = self._engine, self._world.scenario
@@ -381,7 +379,7 @@ class LearnerDriver:
         for observer in self._observers:
             observer.on_state(process, effect, ok, now_s)
         process.holdings.kept = {}
-        self._run(process, process.machine.on_state_adopted(ok, now_s))
+        self._run(process, process.machine.on_state_adopted(ok, now_s), now_s)
         self._reach_gap(process, now_s)
 
     def _saved(self, item: tuple[LearnerProcess, SavedCopy]) -> None:

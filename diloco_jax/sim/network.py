@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, Message, StatePart
 from diloco_jax.sim.engine import Engine
@@ -58,23 +58,22 @@ DIGESTED = (GlobalFragment, AnchorValue, StatePart)  # those that name the diges
 GARBLED = 0.5  # share of these that arrive garbled while a link corrupts
 
 
+@final
 class Garbled(NamedTuple):
     """A message whose payload is not what its digest says."""
 
     message: Message
 
 
+@dataclass(slots=True, eq=False)
 class LinkDirection:
     """One direction of a link."""
 
-    __slots__ = ("control_s", "deliver", "link", "payload_s", "sent_s")
-
-    def __init__(self, link: SimulatedLink, deliver: Deliver) -> None:
-        self.link = link
-        self.deliver = deliver
-        self.sent_s = 0.0  # when the payloads that wait for bandwidth are through
-        self.control_s = 0.0  # newest arrival of each lane
-        self.payload_s = 0.0
+    link: SimulatedLink
+    deliver: Deliver
+    sent_s: float = 0.0  # when the payloads that wait for bandwidth are through
+    control_s: float = 0.0  # newest arrival of each lane
+    payload_s: float = 0.0
 
 
 class SimulatedLink:
@@ -118,39 +117,25 @@ class Network:
         faultless: no link will break and nobody be partitioned, so arrivals need no second look.
     """
 
-    __slots__ = (
-        "_bandwidths",
-        "_clean",
-        "_corrupting",
-        "_delay_s",
-        "_engine",
-        "_held",
-        "_options",
-        "_partitions",
-        "lost",
-    )
-
     def __init__(self, engine: Engine, options: NetworkOptions, *, faultless: bool) -> None:
         self.lost = 0
         self._engine = engine
         self._options = options
         self._delay_s = options.delay_s
         self._bandwidths = dict(options.thin_links)
-        self._partitions: dict[str, int] = {}
-        self._corrupting: dict[str, int] = {}
-        self._held: dict[
-            str, tuple[list[str], list[tuple[LinkDirection, Message | Garbled]]]
-        ] = {}  # directions, what waits
+        self._partitions: list[str] = []  # learners, as often as they are hit
+        self._corrupting: list[str] = []
+        self._held: dict[str, tuple[list[str], list[tuple[LinkDirection, Message | Garbled]]]] = {}  # what waits
         slow = options.jitter_s or options.bandwidth_bytes_per_s or options.thin_links
         self._clean = faultless and not (slow or options.loss or options.duplication or options.reorder)
 
     def partition(self, learner_id: str) -> None:
         """Let nothing through from now on; nobody is told."""
-        _enter(self._partitions, learner_id)
+        self._partitions.append(learner_id)
 
     def heal(self, learner_id: str) -> None:
         """Take back one `partition`."""
-        _leave(self._partitions, learner_id)
+        self._partitions.remove(learner_id)
 
     def hold(self, learner_id: str, direction: str) -> None:
         """Let nothing through in this direction ("up", "down" or "both"); it waits, and nothing is lost."""
@@ -178,11 +163,11 @@ class Network:
 
     def corrupt(self, learner_id: str) -> None:
         """Garble some payloads to and from this learner from now on."""
-        _enter(self._corrupting, learner_id)
+        self._corrupting.append(learner_id)
 
     def cure(self, learner_id: str) -> None:
         """Take back one `corrupt`."""
-        _leave(self._corrupting, learner_id)
+        self._corrupting.remove(learner_id)
 
     def send(self, pipe: LinkDirection, message: Message) -> None:
         """Put a message on its way."""
@@ -239,13 +224,3 @@ class Network:
     def _holds(self, pipe: LinkDirection) -> bool:
         way = "up" if pipe is pipe.link.up else "down"
         return any(direction in ("both", way) for direction in self._held[pipe.link.learner_id][0])
-
-
-def _enter(counts: dict[str, int], learner_id: str) -> None:
-    counts[learner_id] = counts.get(learner_id, 0) + 1
-
-
-def _leave(counts: dict[str, int], learner_id: str) -> None:
-    counts[learner_id] -= 1
-    if not counts[learner_id]:
-        del counts[learner_id]

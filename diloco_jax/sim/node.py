@@ -17,6 +17,7 @@ from diloco_jax.sim.network import Garbled, SimulatedLink
 from diloco_jax.sim.pace import StepPace
 
 NO_BATCH = Batch((), 0)
+Effects = list[Effect]
 
 
 class SavedCopy(NamedTuple):
@@ -87,45 +88,50 @@ class Node:
         """A value that changes when a process starts or ends."""
         return self.incarnation, self.process is not None
 
+    def hasten(self, factor: float) -> None:
+        """End a slow phase of this factor."""
+        self.factor /= factor
+
+    def detoxify(self) -> None:
+        """End a phase in which values are of no use."""
+        self.poisoned -= 1
+
 
 class Observer:
-    """Sees everything that happens and changes nothing. Checkers and timelines derive from it.
-
-    `source` is a learner's id, or "syncer", whose incarnation is 0.
-    """
+    """Sees everything that happens and changes nothing. Checkers and timelines derive from it."""
 
     def on_fault(self, fault: Fault, now_s: float) -> None:
-        """A fault begins."""
-
-    def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
-        """A message is about to be given to the syncer."""
+        """See a fault begin."""
 
     def on_read(self, process: LearnerProcess, message: GlobalFragment, ok: bool, now_s: float) -> None:
-        """A learner has read a global fragment that its machine wants; ok: the value has the digest that it should."""
-
-    def on_arrival(self, process: LearnerProcess, message: SyncerMessage, now_s: float) -> None:
-        """A learner's machine was given a message; what it asks for is about to be done."""
+        """See that a learner has read a global fragment that its machine wants; ok: with the right digest."""
 
     def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
-        """The syncer is about to hear how a merge ended."""
+        """See that the syncer is about to hear how a merge ended."""
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        """A machine was given an input, and asks for these. The driver has done them, if it did not die meanwhile."""
+    def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
+        """See a message that is about to be given to the syncer."""
+
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        """See what the syncer was given, None if it was no message, and what its driver has done, if it did not die."""
+
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        """See what a learner was given, None if it was no message, and what its driver has done."""
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
-        """An inner step begins, or has ended and is about to be reported."""
+        """See an inner step begin, or one that has ended and is about to be reported."""
 
     def on_state(self, process: LearnerProcess, effect: AdoptState, ok: bool, now_s: float) -> None:
-        """A learner is about to take over a whole state, or to find that it cannot be used."""
+        """See that a learner is about to take over a whole state, or to find that it cannot be used."""
 
     def on_settled(self, process: LearnerProcess, now_s: float) -> None:
-        """The driver has done for this running learner all that it can do now."""
+        """See that the driver has done all that it can do now for this running learner."""
 
     def on_syncer_died(self, machine: Syncer, now_s: float) -> None:
-        """The syncer's process is gone, and with it what it held in memory."""
+        """See that the syncer's process is gone, and with it what it held in memory."""
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
-        """A new process is about to tell its machine of the restart, or of the rewind.
+        """See a new process that is about to tell its machine of the restart, or of the rewind.
 
         Args:
             machine: after a restart what the tape made of it.
@@ -134,4 +140,4 @@ class Observer:
         """
 
     def end(self) -> None:
-        """The last event is over."""
+        """See that the last event is over."""

@@ -20,7 +20,7 @@ class StepPace(Protocol):
         """Draw what a step takes that begins now, in seconds."""
 
     def ended(self, began_s: float, now_s: float) -> None:
-        """A step has ended."""
+        """Take note that a step has ended."""
 
 
 class Steady:

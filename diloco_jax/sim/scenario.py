@@ -14,7 +14,7 @@ LEARNERS_MAX = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Everything that a run depends on: equal scenarios give equal runs, event by event."""
+    """The settings of a run: equal scenarios give equal runs, event by event."""
 
     config: ProtocolConfig = field(default_factory=ProtocolConfig)
     """The algorithm, shared by all machines."""
@@ -85,7 +85,7 @@ class Scenario:
 
 
 def random_scenario(seed: int) -> Scenario:
-    """A scenario with random settings and random faults, the same for equal seeds."""
+    """Draw a scenario with random settings and faults, the same for equal seeds."""
     random = Random(seed)
     learners = random.randint(1, LEARNERS_MAX)
     names = Scenario(learners=learners).names

@@ -68,7 +68,7 @@ class SyncerHost:
         return self.process.accept(learner, down) if self.process.alive else None
 
     def crash(self) -> None:
-        """The process dies now, or in the middle of what its next input asks for."""
+        """End the process now, or in the middle of what its next input asks for."""
         random = self._engine.random
         if not self.process.alive:
             return
@@ -78,7 +78,7 @@ class SyncerHost:
             self.process.dies_after = random.choice((0, 0, 1, 2, random.randint(0, 20)))
 
     def _on_death(self) -> None:
-        """Nothing of the process is left; whoever was connected finds out soon."""
+        """Let nothing of the process be left; whoever was connected finds out soon."""
         process, engine = self.process, self._engine
         if not process.alive:
             return
@@ -93,7 +93,7 @@ class SyncerHost:
             observer.on_syncer_died(process.machine, engine.now_s)
 
     def restart(self) -> None:
-        """A new process in the folder of the dead one."""
+        """Begin a new process in the folder of the dead one."""
         if self.process.alive:  # its end was planned, but nothing happened since
             self._on_death()
         snapshot, machine, states = self.disk.newest_readable(), self.new_syncer(), {}
@@ -112,7 +112,7 @@ class SyncerHost:
         process.execute(process.taped.on_restart(versions, digests, loaded, now_s))
 
     def end_all(self, fault: Fault) -> bool:
-        """Every process dies, but those of a few learners that nobody finds; False if the run could not go on."""
+        """End every process, but those of a few learners that nobody finds; False if the run could not go on."""
         if self.disk.newest_readable() is None or self.process.machine.finished:
             return False
         if fault.breaks_snapshot:
@@ -124,7 +124,7 @@ class SyncerHost:
         return True
 
     def rewind(self) -> None:
-        """The run goes on from its newest readable snapshot."""
+        """Go on with the run from its newest readable snapshot."""
         snapshot = self.disk.newest_readable()
         assert snapshot is not None, "a rewind without a snapshot"
         now_s = self._engine.now_s

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 
 from diloco_jax.protocol.effects import Effect, Merge, Restore, SaveSnapshot, Send
-from diloco_jax.protocol.messages import SYNCER, AnchorValue, LearnerMessage, Stop
+from diloco_jax.protocol.messages import AnchorValue, LearnerMessage, Stop
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.sim.disk import Disk, SyncerSnapshot
@@ -68,15 +68,14 @@ class SyncerProcess:
             return
         now_s = self._engine.now_s
         self._heard[link.learner_id] = link
-        if isinstance(message, Garbled):
+        if type(message) is Garbled:
             return  # an anchor, or a part of a state that its receiver would not take either
-        if self._observers:
-            for observer in self._observers:
-                observer.on_delivery(message, now_s)
+        for observer in self._observers:
+            observer.on_delivery(message, now_s)
         self.execute(self.inputs.on_message(message, now_s), message)
 
     def _lost(self, link: SimulatedLink) -> None:
-        """The transport finds out that a link is gone."""
+        """Tell the machine that a link is gone, as the transport has found out."""
         if not self.alive:
             return
         name = link.learner_id
@@ -88,7 +87,7 @@ class SyncerProcess:
         if not self.alive:
             return
         useless, fragment_id, now_s = self._world.useless, merge.fragment_id, self._engine.now_s
-        names = tuple(part.learner_id for part in merge.parts)
+        names = tuple([part.learner_id for part in merge.parts])
         left_out: tuple[str, ...] = ()
         if useless:
             left_out = tuple(name for name in names if (name, merge.global_step) in useless)
@@ -105,7 +104,7 @@ class SyncerProcess:
         self.execute(self.inputs.on_merged(merge.global_step, self.values[fragment_id][1], left_out, now_s))
 
     def drain(self, learner_id: str) -> None:
-        """Somebody asks for it on the command line."""
+        """Ask a learner to leave, as somebody does on the command line."""
         try:
             effects = self.inputs.on_drain(learner_id, self._engine.now_s)
         except ValueError:
@@ -139,7 +138,7 @@ class SyncerProcess:
 
     def execute(self, effects: list[Effect], message: LearnerMessage | None = None) -> None:
         """Do what the machine asks for; `message` is what it was given, if it was one."""
-        lines = len(self._disk.tape)  # that of the input is written
+        lines = len(self._disk.tape) if self._observers else 0  # that of the input is written
         if effects:
             done = effects if self.dies_after is None else effects[: self.dies_after]
             ends = self.machine.finished and self.finished_s == NEVER_S
@@ -160,9 +159,9 @@ class SyncerProcess:
         if self._observers:
             now_s = self._engine.now_s
             for observer in self._observers:
-                observer.on_effects(SYNCER, 0, effects, now_s)
+                observer.on_syncer(message, effects, now_s)
                 for _ in range(lines, len(self._disk.tape)):  # that a snapshot was taken
-                    observer.on_effects(SYNCER, 0, [], now_s)
+                    observer.on_syncer(None, [], now_s)
         if effects and self.dies_after is not None:
             self._die()
             return
@@ -195,7 +194,7 @@ class SyncerProcess:
             self._disk.keep(snapshot)
 
     def _save_last(self) -> None:
-        """The end of the run, as far as this process has it."""
+        """Save the end of the run, as far as this process has it."""
         if self.machine.restoring:
             return  # learners have yet to bring some of it
         self.finished_s = self._engine.now_s

@@ -15,10 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from diloco_jax.protocol.effects import Adopt, AdoptState, Effect, Finish, SaveState, Send, StageState
-from diloco_jax.protocol.messages import SYNCER, FragmentValue, GlobalFragment, SyncerMessage
+from diloco_jax.protocol.effects import Adopt, AdoptState, Finish, SaveState, Send, StageState
+from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, SyncerMessage
 from diloco_jax.sim.cluster import Cluster
-from diloco_jax.sim.node import LearnerProcess, Observer
+from diloco_jax.sim.node import Effects, LearnerProcess, Observer
 
 LOSS = 1.0
 
@@ -29,7 +29,6 @@ class LearnerTapes(Observer):
     def __init__(self, cluster: Cluster) -> None:
         self.lines: dict[tuple[str, int], list[str]] = {}  # by name and incarnation
         self._cluster = cluster
-        self._arrived: SyncerMessage | None = None
 
     def _write(self, life: tuple[str, int], *fields: Any) -> None:
         lines = self.lines.get(life)
@@ -38,19 +37,13 @@ class LearnerTapes(Observer):
             self._write(life, "begin", *life, self._cluster.nodes[life[0]].step_samples)
         lines.append(json.dumps(fields, separators=(",", ":")))
 
-    def on_arrival(self, process: LearnerProcess, message: SyncerMessage, now_s: float) -> None:
-        self._arrived = message
-
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        if source == SYNCER:
-            return
-        life, machine = (source, incarnation), self._cluster.running(source).machine
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        life, machine = process.key, process.machine
         for effect in effects:
             if isinstance(effect, Adopt):
-                message = self._arrived
-                assert isinstance(message, GlobalFragment), f"{effect} without a fragment that came"
-                name = (effect.fragment_id, effect.version, message.epoch, message.digest)
-                self._write(life, "adopt", *name, message.merged_round)
+                assert isinstance(given, GlobalFragment), f"{effect} without a fragment that came"
+                name = (effect.fragment_id, effect.version, given.epoch, given.digest)
+                self._write(life, "adopt", *name, given.merged_round)
             elif isinstance(effect, Send) and isinstance(effect.message, FragmentValue):
                 value = effect.message
                 self._write(life, "sent", value.fragment_id, value.global_step, value.local_step)

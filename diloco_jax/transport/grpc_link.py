@@ -71,7 +71,7 @@ class GrpcLink:
     def __init__(self, session: StreamSession, streams: DialledStreams) -> None:
         self._session = session
         self._streams = streams
-        self.number = session.number
+        self.number = session.header.session
         self.shards: tuple[str, ...] = ()
         """Addresses of the syncer's further listeners, as host:port."""
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from diloco_jax.protocol.effects import Effect, Note, Send
+from diloco_jax.protocol.effects import Note, Send
 from diloco_jax.protocol.learner.machine import Learner
-from diloco_jax.protocol.messages import SYNCER, FragmentValue, LearnerMessage, StepReport
+from diloco_jax.protocol.messages import FragmentValue, LearnerMessage, StepReport, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.faults import Fault
 from diloco_jax.sim.network import NetworkOptions
-from diloco_jax.sim.node import LearnerProcess, Observer
+from diloco_jax.sim.node import Effects, LearnerProcess, Observer
 from diloco_jax.sim.pace import Steady
 from diloco_jax.sim.scenario import Scenario
 from twin.calibration import Calibration
@@ -55,14 +55,14 @@ class BadValues(Observer):
             if process is not None:
                 self._left[process.key] = round(fault.factor)
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        if not self._left.get((source, incarnation)) or self._cluster.running(source).link is None:
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        if not self._left.get(process.key) or process.link is None:
             return
         for effect in effects:
             sent = effect.message if isinstance(effect, Send) else None
-            if isinstance(sent, FragmentValue) and self._left[source, incarnation]:
-                self._left[source, incarnation] -= 1
-                self._cluster.world.useless.add((source, sent.global_step))
+            if isinstance(sent, FragmentValue) and self._left[process.key]:
+                self._left[process.key] -= 1
+                self._cluster.world.useless.add((process.name, sent.global_step))
 
 
 class LocalRun:
@@ -140,11 +140,10 @@ class Meter(Observer):
             gap_s = self._run.calibration.gap_s
             self._stats.on_report(message._replace(step_s=max(0.0, message.step_s - gap_s)), now_s)
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        if source == SYNCER:
-            for effect in effects:
-                if isinstance(effect, Note) and effect.kind == "merged":
-                    self._stats.on_merged(effect.members, effect.global_step)
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        for effect in effects:
+            if isinstance(effect, Note) and effect.kind == "merged":
+                self._stats.on_merged(effect.members, effect.global_step)
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         counted = self._stats.state()

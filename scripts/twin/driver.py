@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco_jax.protocol.effects import Effect, Note
+from diloco_jax.protocol.effects import Note
 from diloco_jax.protocol.messages import SYNCER, LearnerMessage, StepReport
-from diloco_jax.sim.node import Observer
+from diloco_jax.sim.node import Effects, Observer
 from twin.cluster import LocalRun
 from twin.faults import simulated
 from twin.real_run import RealFault
@@ -55,14 +55,10 @@ class ScheduleDriver(Observer):
         """Faults for which the run was too short."""
         return len(self._waiting)
 
-    def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
-        hit = self._hits.get(message.learner_id)
-        if hit is not None and isinstance(message, StepReport) and now_s >= hit.ended_s:
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        hit = self._hits.get(given.learner_id) if isinstance(given, StepReport) else None
+        if hit is not None and now_s >= hit.ended_s:
             hit.stepped = True  # of a new life, if it was killed: what the old one sent went with its connection
-
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        if source != SYNCER:
-            return
         for effect in effects:
             if isinstance(effect, Note) and effect.kind == "merged":
                 self._on_merged(effect, now_s)

@@ -168,7 +168,7 @@ def _on_step(run: RealRun, life: Life, record: Mapping[str, Any]) -> None:
 
 
 def _read_faults(path: Path) -> Iterator[RealFault]:
-    """In the order in which they began."""
+    """Yield the faults in the order in which they began."""
     if not path.exists():
         return
     begun: list[dict[str, Any]] = []

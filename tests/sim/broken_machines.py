@@ -213,7 +213,7 @@ class Confused(Syncer):
 
 
 class ForgetsRounds(Syncer):
-    """Its state lacks what is in flight."""
+    """Leaves what is in flight out of its state."""
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "fresh": []}

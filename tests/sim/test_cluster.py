@@ -6,28 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from diloco_jax.protocol.effects import Adopt, Effect, Merge, Note
-from diloco_jax.protocol.messages import FragmentValue, Hello, LearnerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.sim.checks.verdict import Timeline, Verdict, judge
+from diloco_jax.sim.checks.verdict import Timeline, judge
 from diloco_jax.sim.cluster import Cluster
-from diloco_jax.sim.faults import NEVER_S, WEIGHTS, Fault, random_faults
+from diloco_jax.sim.faults import WEIGHTS, Fault, random_faults
 from diloco_jax.sim.network import NetworkOptions
-from diloco_jax.sim.node import LearnerProcess, Observer
 from diloco_jax.sim.scenario import Scenario
+from tests.sim.watching import Watch, judged, watched
 
 SMALL = ProtocolConfig(sync_every=4, num_fragments=4, lease_s=4.0, heartbeat_s=1.0, resend_s=0.5, pull_timeout_s=5.0)
 
 
-def judged(scenario: Scenario) -> Verdict:
-    verdict = judge(scenario)
-    assert not verdict.problem, verdict
-    return verdict
-
-
 @pytest.mark.parametrize("learners", [4, 8])
 def test_grace_gathers_learners_and_paces_the_syncer(learners: int) -> None:
-    verdict = judged(Scenario(learners=learners, total_steps=400, config=ProtocolConfig(quorum=1)))
+    verdict = judged(Scenario(learners=learners, total_steps=150, config=ProtocolConfig(quorum=1)))
     assert verdict.contributors_per_round >= 0.9 * learners
     assert 0.95 < verdict.steps_per_global_step < 1.1
 
@@ -35,7 +27,7 @@ def test_grace_gathers_learners_and_paces_the_syncer(learners: int) -> None:
 @pytest.mark.parametrize("learners", [4, 8])
 def test_without_grace_one_learner_is_merged_at_a_time(learners: int) -> None:
     config = ProtocolConfig(quorum=1, grace_steps_max=0.0)
-    verdict = judged(Scenario(learners=learners, total_steps=400, config=config))
+    verdict = judged(Scenario(learners=learners, total_steps=150, config=config))
     assert verdict.contributors_per_round < 0.5 * learners
     assert verdict.steps_per_global_step < 0.5
 
@@ -43,53 +35,14 @@ def test_without_grace_one_learner_is_merged_at_a_time(learners: int) -> None:
 @pytest.mark.parametrize("overlap_steps", [0, 2])
 def test_a_quorum_of_all_needs_no_grace(overlap_steps: int) -> None:
     config = ProtocolConfig(quorum=4, grace_steps_max=0.0, overlap_steps=overlap_steps)
-    verdict = judged(Scenario(learners=4, total_steps=400, config=config))
+    verdict = judged(Scenario(learners=4, total_steps=150, config=config))
     assert verdict.contributors_per_round == 4
     assert 0.95 < verdict.steps_per_global_step < 1.1
 
 
-class Steps(Observer):
-    """Times of each learner's steps, who was merged when, and what was adopted."""
-
-    def __init__(self) -> None:
-        self.began: dict[str, list[float]] = {}
-        self.ended: dict[str, list[float]] = {}
-        self.merged: list[tuple[float, tuple[str, ...]]] = []
-        self.adopted: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        self.notes: list[tuple[float, Note]] = []
-        self.values = 0  # that reached the syncer
-        self.greetings = 0
-
-    def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
-        (self.began if began else self.ended).setdefault(process.name, []).append(now_s)
-
-    def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
-        self.values += isinstance(message, FragmentValue)
-        self.greetings += isinstance(message, Hello)
-
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        for effect in effects:
-            if isinstance(effect, Merge):
-                self.merged.append((now_s, tuple(part.learner_id for part in effect.parts)))
-            elif isinstance(effect, Adopt):
-                self.adopted.setdefault((source, incarnation), []).append((effect.fragment_id, effect.version))
-            elif isinstance(effect, Note):
-                self.notes.append((now_s, effect))
-
-    def mergers(self, from_s: float, to_s: float) -> set[str]:
-        return {name for at_s, names in self.merged if from_s <= at_s < to_s for name in names}
-
-
-def run(*faults: Fault, config: ProtocolConfig = SMALL, learners: int = 3, total_steps: int = 60) -> Steps:
-    """Simulate with faults; every rule must hold, whatever else a test looks at."""
-    scenario = Scenario(config=config, learners=learners, total_steps=total_steps, faults=faults)
-    judged(scenario)
-    steps = Steps()
-    cluster = Cluster(scenario)
-    cluster.watch(steps)
-    cluster.run(1000.0)
-    assert cluster.complete and cluster.syncer.global_step == total_steps
-    return steps
+def run(*faults: Fault, config: ProtocolConfig = SMALL) -> Watch:
+    """Simulate three learners with faults."""
+    return watched(Scenario(config=config, learners=3, total_steps=60, faults=faults))
 
 
 ALL = {"island-0", "island-1", "island-2"}
@@ -98,8 +51,7 @@ ALL = {"island-0", "island-1", "island-2"}
 def test_a_crash_costs_the_others_nothing_and_the_next_incarnation_starts_from_the_syncer() -> None:
     steps = run(Fault(10.0, "crash", ("island-1",), 15.0, notice_s=0.05))
     assert steps.mergers(11.0, 25.0) == ALL - {"island-1"} and steps.mergers(30.0, 99.0) == ALL
-    gaps = [b - a for a, b in zip(steps.ended["island-0"], steps.ended["island-0"][1:], strict=False)]
-    assert max(gaps) < 1.2
+    assert max(steps.gaps_s("island-0")) < 1.2
     fragments, versions = zip(*steps.adopted["island-1", 2][:4], strict=True)
     assert sorted(fragments) == [0, 1, 2, 3] and min(versions) > 1, "everything, and newer than the initial model"
 
@@ -153,7 +105,7 @@ def test_a_learner_that_was_taken_for_gone_greets_again() -> None:
     # the end of the old link is noticed only after the new one stands, so the syncer forgets a connected learner
     steps = run(Fault(10.0, "disconnect", ("island-1",), 0.5, notice_s=2.0))
     assert "island-1" not in steps.mergers(13.0, 15.0) and steps.mergers(24.0, 99.0) == ALL
-    assert steps.greetings == 3 + 1 + 1
+    assert steps.greetings.total() == 3 + 1 + 1
 
 
 def test_steps_longer_than_every_timeout_need_no_repetition() -> None:
@@ -165,23 +117,12 @@ def test_steps_longer_than_every_timeout_need_no_repetition() -> None:
         total_steps=12,
         faults=(Fault(200.0, "disconnect", ("island-1",), 1.0, notice_s=0.1),),
     )
-    judged(slow)
-    steps = Steps()
-    cluster = Cluster(slow)
-    cluster.watch(steps)
-    cluster.run(NEVER_S)
-    assert steps.greetings == 2 + 1
+    assert watched(slow).greetings.total() == 2 + 1
 
 
 def test_merges_may_end_out_of_turn() -> None:
     config = replace(SMALL, overlap_steps=4, sync_every=8, num_fragments=8)
-    scenario = Scenario(config=config, total_steps=200, merge_s=2.0)
-    judged(scenario)
-    steps = Steps()
-    cluster = Cluster(scenario)
-    cluster.watch(steps)
-    cluster.run(NEVER_S)
-    ends = [note.global_step for _, note in steps.notes if note.kind == "merged"]
+    ends = list(watched(Scenario(config=config, total_steps=200, merge_s=2.0)).times_s("merged"))
     assert ends != sorted(ends) and sorted(ends) == list(range(1, 201))
 
 
@@ -190,12 +131,8 @@ def test_repetitions_thin_out_on_a_slow_link() -> None:
     config = ProtocolConfig(sync_every=12, num_fragments=2, resend_s=0.5, quorum=2)
     network = NetworkOptions(bandwidth_bytes_per_s=1e6)
     scenario = Scenario(config=config, total_steps=60, network=network, payload_bytes=2_000_000, learners=2)
-    verdict = judged(scenario)
-    steps = Steps()
-    cluster = Cluster(scenario)
-    cluster.watch(steps)
-    cluster.run(NEVER_S)
-    assert verdict.merged_parts < steps.values < 4 * verdict.merged_parts
+    verdict = judged(scenario, watch := Watch())
+    assert verdict.merged_parts < watch.values < 4 * verdict.merged_parts
 
 
 def test_random_faults_heal_in_time() -> None:
@@ -210,7 +147,7 @@ def test_random_faults_heal_in_time() -> None:
 def test_the_timeline_reads_as_a_story() -> None:
     timeline = Timeline()
     slow = Fault(0.5, "slow", ("island-0",), 1.0, 2.0)
-    judge(Scenario(config=SMALL, total_steps=2, learners=1, faults=(slow,)), timeline=timeline)
+    judge(Scenario(config=SMALL, total_steps=2, learners=1, faults=(slow,)), observers=[timeline])
     words = [" ".join(line.split()[1:]) for line in timeline.lines]
     assert words[0] == "syncer joined round 0 island-0: incarnation 1"
     assert "fault slow of island-0 for 1.00 s, 2.0 times slower" in words

@@ -12,11 +12,11 @@ from twin.cluster import LocalRun, Meter
 from twin.faults import simulated
 from twin.real_run import RealFault, RunSettings
 
-from diloco_jax.protocol.effects import Effect, Note
-from diloco_jax.protocol.messages import SYNCER, LearnerMessage, StepReport
+from diloco_jax.protocol.effects import Note
+from diloco_jax.protocol.messages import LearnerMessage, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.node import Observer
+from diloco_jax.sim.node import Effects, Observer
 
 BEGAN_UNIX_S = 1_700_000_000.0
 NAMES = ("island-0", "island-1", "island-2")
@@ -101,9 +101,9 @@ class Recorder(Observer):
             facts = {"learner": life[0], "incarnation": self._number(life, now_s), "local_step": message.local_step}
             self._write("step", now_s, **facts, step_s=message.step_s)
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         for effect in effects:
-            if isinstance(effect, Note) and source == SYNCER:
+            if isinstance(effect, Note):
                 reason = effect.reason
                 if effect.kind == "joined":
                     life = effect.members[0], int(reason.rpartition(" ")[2])

@@ -13,14 +13,14 @@ from twin.driver import ScheduleDriver
 from twin.faults import check_kinds, simulated
 from twin.real_run import RealFault
 
-from diloco_jax.protocol.effects import Effect, Note
-from diloco_jax.protocol.messages import StepReport
+from diloco_jax.protocol.effects import Note
+from diloco_jax.protocol.messages import LearnerMessage, StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.faults import Fault
-from diloco_jax.sim.node import LearnerProcess, Observer
+from diloco_jax.sim.node import Effects, LearnerProcess, Observer
 from diloco_jax.sim.world import FINGERPRINT
 from tests.twin.local_runs import CALIBRATION, NAMES, SETTINGS, fault
 
@@ -38,7 +38,7 @@ class Steps(Observer):
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         (self.began if began else self.ended).setdefault(process.key, []).append(now_s)
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         self.notes += [(now_s, effect) for effect in effects if isinstance(effect, Note)]
 
 

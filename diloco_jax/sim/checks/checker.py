@@ -9,6 +9,7 @@ from __future__ import annotations
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.restoring import REPETITIONS_MAX
 from diloco_jax.sim.cluster import Cluster
+from diloco_jax.sim.holdings import Value
 from diloco_jax.sim.node import LearnerProcess, Observer
 
 
@@ -25,6 +26,11 @@ class Checker(Observer):
         self.lives = 1  # of the syncer's process
         self.lineage = 0  # times that the run went back to a snapshot
         self.lineages = {1: 0}  # life -> lineage
+
+    @property
+    def values(self) -> list[Value]:
+        """The values of all fragments that the syncer's process holds."""
+        return self.cluster.host.process.values
 
     def check(self, ok: bool, text: str) -> None:
         if not ok:

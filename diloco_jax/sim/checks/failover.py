@@ -10,7 +10,6 @@ from random import Random
 from diloco_jax.protocol.effects import Adopt, Effect, Note, Restore, Send
 from diloco_jax.protocol.messages import (
     NO_VERSION,
-    SYNCER,
     AnchorValue,
     GlobalFragment,
     Hello,
@@ -22,7 +21,7 @@ from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.sim.checks.checker import Checker, HealthyChecker
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.faults import NEVER_S, Fault
-from diloco_jax.sim.node import LearnerProcess
+from diloco_jax.sim.node import Effects, LearnerProcess
 
 SHADOW_EVERY = 300  # inputs, on the mean, after which another machine takes over the state
 
@@ -34,9 +33,8 @@ class TapeReplays(Checker):
         super().__init__(cluster)
         self._effects: list[list[Effect]] = [[]]  # of the beginning, which nobody watched
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        if source == SYNCER:
-            self._effects.append(effects)
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        self._effects.append(effects)
 
     def end(self) -> None:
         replayed: list[list[Effect]] = []
@@ -66,9 +64,7 @@ class StateRoundTrip(Checker):
         self._lines = 1  # of the tape, so far
         self._died = ""
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        if source != SYNCER:
-            return
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         machine = self.cluster.syncer
         if self._shadow is not None:
             line = self.cluster.host.disk.tape[self._lines]
@@ -114,8 +110,6 @@ class AnchorsAgree(HealthyChecker):
         super().__init__(cluster)
         values = enumerate(cluster.host.process.values)
         self._digests = {(0, fragment_id, version): digest for fragment_id, (version, digest) in values}
-        self._arrived: GlobalFragment | None = None
-        self._delivered: LearnerMessage | None = None
         self._offers: dict[str, list[tuple[float, tuple[int, ...]]]] = {}  # what greetings of this life told, and when
         self._last: dict[str, tuple[int, dict[int, tuple[int, int]]]] = {}  # lineage and anchors of who has finished
         self._troubled_s: dict[str, float] = {}  # until when what is said to a learner may be lost
@@ -133,46 +127,38 @@ class AnchorsAgree(HealthyChecker):
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)
         self._offers.clear()
-        for fragment_id, (version, digest) in enumerate(self.cluster.host.process.values):
+        for fragment_id, (version, digest) in enumerate(self.values):
             self._agree(self.lineage, fragment_id, version, digest, "the snapshot")
 
     def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
-        for fragment_id, (version, digest) in enumerate(self.cluster.host.process.values):
+        for fragment_id, (version, digest) in enumerate(self.values):
             if version == global_step:
                 self._agree(self.lineage, fragment_id, version, digest, "a merge")
 
-    def on_arrival(self, process: LearnerProcess, message: SyncerMessage, now_s: float) -> None:
-        self._arrived = message if isinstance(message, GlobalFragment) else None
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        if isinstance(given, Hello):
+            self._offers.setdefault(given.learner_id, []).append((now_s, given.versions))
+        for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, GlobalFragment):
+                self._sends(effect.message)
+            elif isinstance(effect, Restore):
+                assert isinstance(given, AnchorValue)
+                self._agree(self.lineage, effect.fragment_id, effect.version, given.digest, "a learner")
+            elif isinstance(effect, Note) and effect.kind == "lost":
+                self._lost(effect, now_s)
 
-    def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
-        self._delivered = message
-        if isinstance(message, Hello):
-            self._offers.setdefault(message.learner_id, []).append((now_s, message.versions))
-
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        if source == SYNCER:
-            delivered, self._delivered = self._delivered, None
-            for effect in effects:
-                if isinstance(effect, Send) and isinstance(effect.message, GlobalFragment):
-                    self._sends(effect.message)
-                elif isinstance(effect, Restore):
-                    assert isinstance(delivered, AnchorValue)
-                    self._agree(self.lineage, effect.fragment_id, effect.version, delivered.digest, "a learner")
-                elif isinstance(effect, Note) and effect.kind == "lost":
-                    self._lost(effect, now_s)
-            return
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
         for effect in effects:
             if isinstance(effect, Adopt):
-                message = self._arrived
-                assert message is not None
-                lineage = self.lineages.get(message.epoch, -1)
-                self._agree(lineage, effect.fragment_id, effect.version, message.digest, source)
-                self._last[source] = (lineage, self.cluster.running(source).holdings.anchors)
+                assert isinstance(given, GlobalFragment)
+                lineage = self.lineages.get(given.epoch, -1)
+                self._agree(lineage, effect.fragment_id, effect.version, given.digest, process.name)
+                self._last[process.name] = (lineage, process.holdings.anchors)
 
     def _sends(self, message: GlobalFragment) -> None:
         """Check that the message says what the driver has: its payload is made of that."""
         self.check(message.epoch == self.lives, f"{message} is sent in life {self.lives}")
-        value = self.cluster.host.process.values[message.fragment_id]
+        value = self.values[message.fragment_id]
         dying = self.cluster.host.process.dies_after is not None  # then it may not have done what comes before
         self.check(dying or (message.version, message.digest) == value, f"{message} is sent with the value {value}")
         self._agree(self.lineage, message.fragment_id, message.version, message.digest, "the syncer")
@@ -183,7 +169,7 @@ class AnchorsAgree(HealthyChecker):
             )
 
     def _lost(self, note: Note, now_s: float) -> None:
-        """Nobody who had the time to bring it holds the lost version, or any other newer one than what goes on."""
+        """Check that nobody who could bring it holds the lost version, or any other newer one than what goes on."""
         fragment_id, version = note.fragment_id, self.cluster.syncer.versions[note.fragment_id]
         made = max(v for (lineage, p, v) in self._digests if (lineage, p) == (self.lineage, fragment_id))
         self._forsaken |= {(self.lineage, fragment_id, v) for v in range(version + 1, made + 1)}

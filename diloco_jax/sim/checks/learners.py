@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from diloco_jax.protocol.effects import Adopt, AdoptState, Drop, Effect, Finish, Send, Stage, Unstage, UnstageState
+from diloco_jax.protocol.effects import Adopt, AdoptState, Drop, Finish, Send, Stage, Unstage, UnstageState
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import (
-    SYNCER,
     AnchorRequest,
     FragmentValue,
     PullRequest,
@@ -17,7 +16,7 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.sim.checks.checker import Checker
 from diloco_jax.sim.cluster import Cluster
-from diloco_jax.sim.node import LearnerProcess
+from diloco_jax.sim.node import Effects, LearnerProcess
 
 STAGED_COPIES_MAX = 3  # of one fragment, see protocol/learner/stager.py
 
@@ -59,14 +58,12 @@ class StepsUndisturbed(Checker):
         super().__init__(cluster)
         self._began: dict[tuple[str, int], tuple[object, ...]] = {}
 
-    def on_arrival(self, process: LearnerProcess, message: SyncerMessage, now_s: float) -> None:
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
         if process.step.runs:
-            self.check(isinstance(message, self.ANSWERED), f"{process.name} is given {message} while a step runs")
-
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        if source != SYNCER and self.cluster.running(source).step.runs:
+            allowed = given is None or isinstance(given, self.ANSWERED)
+            self.check(allowed, f"{process.name} is given {given} while a step runs")
             for effect in effects:
-                self.check(isinstance(effect, self.DONE), f"{source} does {effect} while a step runs")
+                self.check(isinstance(effect, self.DONE), f"{process.name} does {effect} while a step runs")
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         key, now = process.key, _depended_on(process.machine)
@@ -89,15 +86,13 @@ class FreshLearnersKeepQuiet(Checker):
         super().__init__(cluster)
         self._held: dict[tuple[str, int], set[int]] = defaultdict(set)
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        if source == SYNCER:
-            return
-        held = self._held[source, incarnation]
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        held = self._held[process.key]
         for effect in effects:
             if isinstance(effect, Adopt):
                 held.add(effect.fragment_id)
             elif isinstance(effect, Send) and isinstance(effect.message, StepReport | FragmentValue):
-                self._check_held(source, held, f"sends {type(effect.message).__name__}")
+                self._check_held(process.name, held, f"sends {type(effect.message).__name__}")
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         self._check_held(process.name, self._held[process.key], "steps")
@@ -114,10 +109,8 @@ class CopiesBounded(Checker):
         super().__init__(cluster)
         self._staged: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(dict)
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        if source == SYNCER:
-            return
-        staged = self._staged[source, incarnation]
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        source, staged = process.name, self._staged[process.key]
         for effect in effects:
             if isinstance(effect, Stage):
                 steps = staged.setdefault(effect.fragment_id, [])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from diloco_jax.protocol.effects import Adopt, Effect, Note
-from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.protocol.effects import Adopt, Note
+from diloco_jax.protocol.messages import LearnerMessage, SyncerMessage
 from diloco_jax.sim.checks.checker import HealthyChecker
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.faults import NEVER_S
-from diloco_jax.sim.node import LearnerProcess
+from diloco_jax.sim.node import Effects, LearnerProcess
 
 
 class RoundsAdvance(HealthyChecker):
@@ -17,9 +17,7 @@ class RoundsAdvance(HealthyChecker):
         super().__init__(cluster)
         self._progress_s = 0.0
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        if source != SYNCER:
-            return
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         waited_s = now_s - max(self._progress_s, self.healed_s)
         self._check_wait(waited_s)
         if any(isinstance(e, Note) and e.kind in ("closed", "finished") for e in effects):
@@ -68,11 +66,14 @@ class VersionsConverge(HealthyChecker):
         self._held: dict[tuple[str, int, int], int] = {}
         self._stepped_s: dict[tuple[str, int], float] = {}
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
         for effect in effects:
             if isinstance(effect, Adopt):
-                self._held[source, incarnation, effect.fragment_id] = effect.version
-            elif isinstance(effect, Note) and effect.kind == "merged" and self.lossless:
+                self._held[(*process.key, effect.fragment_id)] = effect.version
+
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        for effect in effects:
+            if isinstance(effect, Note) and effect.kind == "merged" and self.lossless:
                 if now_s < self.healed_s + self.bound_s:
                     continue  # whoever was cut off may not be back yet
                 running = [node.process for node in self.cluster.nodes.values() if node.process is not None]

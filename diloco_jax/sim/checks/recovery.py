@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from diloco_jax.protocol.effects import AdoptState, Effect, Finish, Send, StageState, UnstageState
+from diloco_jax.protocol.effects import AdoptState, Finish, Send, StageState, UnstageState
 from diloco_jax.protocol.messages import (
-    SYNCER,
     Advance,
     GlobalFragment,
     StateRequest,
@@ -16,13 +15,12 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.sim.checks.checker import Checker
+from diloco_jax.sim.checks.sample_book import Life
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.holdings import Value, digest_of
-from diloco_jax.sim.node import LearnerProcess
+from diloco_jax.sim.node import Effects, LearnerProcess
 
 STATES_MAX = 2  # copies of a donor, see protocol/recovery.py
-
-Life = tuple[str, int]  # a learner's name and incarnation
 
 
 class Staged(NamedTuple):
@@ -46,44 +44,37 @@ class RecoveryIsWhole(Checker):
         self._asked: dict[Life, int] = {}  # receiver -> clock of its newest attempt
         self._staged: dict[Life, dict[int, Staged]] = defaultdict(dict)  # local step -> copy; also those that are freed
         self._held: dict[Life, set[int]] = defaultdict(set)
-        self.adopted = 0
 
-    def on_arrival(self, process: LearnerProcess, message: SyncerMessage, now_s: float) -> None:
-        if isinstance(message, Welcome | GlobalFragment | Advance | Stop):
-            life = process.key
-            if isinstance(message, Welcome):
-                self._welcomed.setdefault(life, message.global_step)
-            self._heard[life] = max(self._heard[life], message.global_step)
-
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        if source == SYNCER:
-            return
-        life = (source, incarnation)
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        life, name = process.key, process.name
+        if isinstance(given, Welcome):
+            self._welcomed.setdefault(life, given.global_step)
+        if isinstance(given, Welcome | GlobalFragment | Advance | Stop):
+            self._heard[life] = max(self._heard[life], given.global_step)
         for effect in effects:
             if isinstance(effect, Send):
                 if isinstance(effect.message, StateRequest) and not effect.message.donor:
                     self._asked[life] = effect.message.clock
             elif isinstance(effect, AdoptState):
-                self._decided[life] = self._clock(life)
+                self._decided[life] = self._clock(process)
             elif isinstance(effect, StageState):
-                self._stage(life, effect.local_step)
+                self._stage(process, effect.local_step)
             elif isinstance(effect, UnstageState):
-                self.check(effect.local_step in self._held[life], f"{source} frees what it does not hold: {effect}")
+                self.check(effect.local_step in self._held[life], f"{name} frees what it does not hold: {effect}")
                 self._held[life].remove(effect.local_step)
             elif isinstance(effect, Finish):
-                self.check(not self._held[life], f"{source} ends with copies of steps {self._held[life]}")
+                self.check(not self._held[life], f"{name} ends with copies of steps {self._held[life]}")
 
-    def _clock(self, life: Life) -> int:
-        machine = self.cluster.running(life[0]).machine
-        return machine.global_step if self.config.lockstep else self._heard[life]  # lockstep counts steps of its own
+    def _clock(self, process: LearnerProcess) -> int:
+        lockstep = self.config.lockstep  # it counts steps of its own
+        return process.machine.global_step if lockstep else self._heard[process.key]
 
-    def _stage(self, life: Life, local_step: int) -> None:
-        process = self.cluster.running(life[0])
-        machine = process.machine
-        self._staged[life][local_step] = Staged(self._clock(life), dict(process.holdings.anchors))
-        self._held[life].add(local_step)
-        self.check(machine.local_step == local_step, f"{life[0]} copies step {local_step} at {machine.local_step}")
-        self.check(len(self._held[life]) <= STATES_MAX, f"{life[0]} holds copies of steps {self._held[life]}")
+    def _stage(self, process: LearnerProcess, local_step: int) -> None:
+        name, held, now = process.name, self._held[process.key], process.machine.local_step
+        self._staged[process.key][local_step] = Staged(self._clock(process), dict(process.holdings.anchors))
+        held.add(local_step)
+        self.check(now == local_step, f"{name} copies step {local_step} at {now}")
+        self.check(len(held) <= STATES_MAX, f"{name} holds copies of steps {held}")
 
     def on_state(self, process: LearnerProcess, effect: AdoptState, ok: bool, now_s: float) -> None:
         if not effect.donor:
@@ -116,7 +107,6 @@ class RecoveryIsWhole(Checker):
         self._check_fragments(process, effect, saved.anchors)
 
     def _check_fragments(self, process: LearnerProcess, effect: AdoptState, anchors: dict[int, Value]) -> None:
-        self.adopted += 1
         name = process.name
         for fragment_id in effect.fragments:
             theirs, ours = anchors[fragment_id], process.holdings.anchors[fragment_id]

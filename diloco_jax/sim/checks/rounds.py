@@ -7,7 +7,6 @@ from collections import defaultdict
 from diloco_jax.protocol.effects import Adopt, Discard, Drop, Effect, Merge, Note, Send
 from diloco_jax.protocol.messages import (
     NO_VERSION,
-    SYNCER,
     Expel,
     FragmentValue,
     GlobalFragment,
@@ -19,10 +18,9 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.checks.checker import Checker
+from diloco_jax.sim.checks.sample_book import Life
 from diloco_jax.sim.cluster import Cluster
-from diloco_jax.sim.node import LearnerProcess
-
-Life = tuple[str, int]  # a learner's name and incarnation
+from diloco_jax.sim.node import Effects, LearnerProcess
 
 
 class VersionsGrow(Checker):
@@ -32,39 +30,33 @@ class VersionsGrow(Checker):
         super().__init__(cluster)
         self._held: dict[tuple[str, int, int], tuple[int, int]] = {}  # newest (life, version)
         self._made = {(0, fragment_id, 0) for fragment_id in range(self.config.num_fragments)}  # with the lineage
-        self._arrived: GlobalFragment | None = None
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)
-        values = self.cluster.host.process.values
+        values = self.values
         self._made |= {(self.lineage, fragment_id, version) for fragment_id, (version, _) in enumerate(values)}
 
-    def on_arrival(self, process: LearnerProcess, message: SyncerMessage, now_s: float) -> None:
-        self._arrived = message if isinstance(message, GlobalFragment) else None
-
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         for effect in effects:
             if isinstance(effect, Merge):
                 self._made.add((self.lineage, effect.fragment_id, effect.global_step))
-            elif isinstance(effect, Adopt):
-                self._adopt(source, incarnation, effect)
 
-    def _adopt(self, source: str, incarnation: int, effect: Adopt) -> None:
-        message, fragment_id, version = self._arrived, effect.fragment_id, effect.version
-        self.check(
-            message is not None and (message.fragment_id, message.version) == (fragment_id, version),
-            f"{source} adopts {effect}, but {message} arrived",
-        )
-        assert message is not None
-        key = (source, incarnation, fragment_id)
-        self.check(
-            (message.epoch, version) > self._held.get(key, (0, -1)),
-            f"{source} adopts version {version} of fragment {fragment_id} of life {message.epoch}, "
-            f"held {self._held.get(key)}",
-        )
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        for effect in effects:
+            if isinstance(effect, Adopt):
+                same = isinstance(given, GlobalFragment) and (given.fragment_id, given.version) == effect
+                self.check(same, f"{process.name} adopts {effect}, but {given} arrived")
+                assert isinstance(given, GlobalFragment)
+                self._adopt(process, given)
+
+    def _adopt(self, process: LearnerProcess, message: GlobalFragment) -> None:
+        name, fragment_id, version = process.name, message.fragment_id, message.version
+        held = self._held.get((*process.key, fragment_id), (0, -1))
+        newer = (message.epoch, version) > held
+        self.check(newer, f"{name} adopts version {version} of {fragment_id} of life {message.epoch}, held {held}")
         made = (self.lineages.get(message.epoch, -1), fragment_id, version) in self._made
-        self.check(made, f"{source} adopts {effect}, which nobody made")
-        self._held[key] = (message.epoch, version)
+        self.check(made, f"{name} adopts version {version} of {fragment_id}, which nobody made")
+        self._held[(*process.key, fragment_id)] = (message.epoch, version)
 
 
 class MergedOnce(Checker):
@@ -75,7 +67,6 @@ class MergedOnce(Checker):
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._arrived: FragmentValue | None = None
         self._payloads: dict[int, dict[str, FragmentValue]] = defaultdict(dict)  # as a driver holds them
         self._merged: set[tuple[str, int, int, int]] = set()
         self._merging: dict[tuple[int, str], tuple[str, int, int, int]] = {}  # round, learner -> what of it
@@ -88,17 +79,11 @@ class MergedOnce(Checker):
         for name in left_out:  # not merged after all
             self._merged.remove(self._merging[global_step, name])
 
-    def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
-        self._arrived = message if isinstance(message, FragmentValue) else None
-
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        if source != SYNCER:
-            return
-        value, self._arrived = self._arrived, None
-        if value is not None and not any(isinstance(e, Drop) and e.peer == value.learner_id for e in effects):
-            held = self._payloads[value.global_step]
-            self.check(value.learner_id not in held, f"a second payload is kept for {value}")
-            held[value.learner_id] = value
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        if isinstance(given, FragmentValue) and not _dropped(given, effects):
+            held = self._payloads[given.global_step]
+            self.check(given.learner_id not in held, f"a second payload is kept for {given}")
+            held[given.learner_id] = given
         for effect in effects:
             if isinstance(effect, Merge):
                 self._merge(effect)
@@ -138,19 +123,10 @@ class SharesAreTold(Checker):
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._delivered: FragmentValue | None = None
         self._given: dict[tuple[int, str], Life] = {}  # round, learner -> whose value the syncer keeps
         self._merging: dict[int, tuple[int, tuple[str, ...]]] = {}  # round -> fragment, learners
         self._merged: set[tuple[int, int, int, Life]] = set()  # lineage, fragment, round, whose value is in it
         self._goes_on: set[tuple[int, int, int]] = set()  # lineage, fragment, version
-        self._arrived: dict[str, GlobalFragment] = {}
-
-    def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
-        self._delivered = message if isinstance(message, FragmentValue) else None
-
-    def on_arrival(self, process: LearnerProcess, message: SyncerMessage, now_s: float) -> None:
-        if isinstance(message, GlobalFragment):
-            self._arrived[process.name] = message
 
     def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
         fragment_id, names = self._merging.pop(global_step)
@@ -158,11 +134,9 @@ class SharesAreTold(Checker):
         used = [life for life in lives if life[0] not in left_out]
         self._merged |= {(self.lineage, fragment_id, global_step, life) for life in used}
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        if source == SYNCER:
-            value, self._delivered = self._delivered, None
-            if value is not None and not any(isinstance(e, Drop) and e.peer == value.learner_id for e in effects):
-                self._given[value.global_step, value.learner_id] = (value.learner_id, value.incarnation)
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        if isinstance(given, FragmentValue) and not _dropped(given, effects):
+            self._given[given.global_step, given.learner_id] = (given.learner_id, given.incarnation)
         for effect in effects:
             if isinstance(effect, Merge):
                 names = tuple(part.learner_id for part in effect.parts)
@@ -170,8 +144,10 @@ class SharesAreTold(Checker):
             elif isinstance(effect, Note) and effect.kind == "lost":
                 version = self.cluster.syncer.versions[effect.fragment_id]
                 self._goes_on.add((self.lineage, effect.fragment_id, version))
-            elif isinstance(effect, Adopt):
-                self._adopt((source, incarnation), self._arrived[source])
+
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        if isinstance(given, GlobalFragment) and any(isinstance(effect, Adopt) for effect in effects):
+            self._adopt(process.key, given)
 
     def _adopt(self, life: Life, message: GlobalFragment) -> None:
         lineage, told = self.lineages.get(message.epoch, -1), message.merged_round
@@ -191,12 +167,10 @@ class QuorumHolds(Checker):
         self._counted: dict[str, tuple[int, int]] = {}
         self._closed: dict[int, tuple[str, ...]] = {}
 
-    def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
-        if isinstance(message, StepReport):
-            newest = (message.incarnation, message.local_step)
-            self._reported[message.learner_id] = max(newest, self._reported.get(message.learner_id, newest))
-
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        if isinstance(given, StepReport):
+            newest = (given.incarnation, given.local_step)
+            self._reported[given.learner_id] = max(newest, self._reported.get(given.learner_id, newest))
         for effect in effects:
             if isinstance(effect, Note) and effect.kind == "closed":
                 self._close(effect)
@@ -239,9 +213,7 @@ class RoundsBounded(Checker):
         if rewound_to >= 0:
             self._cut_short.clear()
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        if source != SYNCER:
-            return
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         for effect in effects:
             if not isinstance(effect, Note):
                 continue
@@ -268,7 +240,6 @@ class QuarantineHolds(Checker):
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._sender: Life | None = None  # of the message that the syncer is being given
         self._connected: dict[str, int] = {}  # learner -> incarnation that the syncer knows
         self._values: dict[tuple[str, int], int] = {}  # learner and round -> incarnation of the value
         self._left_out: dict[int, tuple[str, ...]] = {}
@@ -278,24 +249,19 @@ class QuarantineHolds(Checker):
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)
-        self._sender = self._ending = None
+        self._ending = None
         self._connected.clear()
         if rewound_to >= 0:
             self._values.clear()
-
-    def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
-        self._sender = (message.learner_id, message.incarnation)
-        if isinstance(message, FragmentValue) and self._connected.get(message.learner_id) == message.incarnation:
-            self._values.setdefault((message.learner_id, message.global_step), message.incarnation)
 
     def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
         self._left_out[global_step] = left_out
         self._ending = global_step
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        if source != SYNCER:
-            return
-        sender, self._sender = self._sender, None
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        sender = (given.learner_id, given.incarnation) if given is not None else None
+        if isinstance(given, FragmentValue) and self._connected.get(given.learner_id) == given.incarnation:
+            self._values.setdefault((given.learner_id, given.global_step), given.incarnation)
         ending, self._ending = self._ending, None
         if sender in self._expelled:
             self.check(all(map(_rejects, effects)), f"a message of {sender}, who was expelled, led to {effects}")
@@ -325,6 +291,10 @@ class QuarantineHolds(Checker):
                 told = any(isinstance(e, Send) and e.peer == life[0] and isinstance(e.message, Expel) for e in effects)
                 self.check(told, f"{life} has {self._strikes[life]} values in a row that were not usable, but stays")
                 self._expelled.add(life)
+
+
+def _dropped(message: LearnerMessage, effects: Effects) -> bool:
+    return any(isinstance(effect, Drop) and effect.peer == message.learner_id for effect in effects)
 
 
 def _rejects(effect: Effect) -> bool:

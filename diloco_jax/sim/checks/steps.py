@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from diloco_jax.protocol.effects import Adopt, Effect, Restore, Send
+from diloco_jax.protocol.effects import Adopt, Send
 from diloco_jax.protocol.messages import (
     NO_VERSION,
-    SYNCER,
     GlobalFragment,
     Hello,
     LearnerMessage,
     StepReport,
+    SyncerMessage,
     Welcome,
 )
 from diloco_jax.protocol.syncer.collector import STEPS_MAX
@@ -19,7 +19,7 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.checks.checker import Checker
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.holdings import Value
-from diloco_jax.sim.node import LearnerProcess
+from diloco_jax.sim.node import Effects, LearnerProcess
 
 Fragment = tuple[str, int, int]  # a learner's name and incarnation, and the number of the fragment
 
@@ -29,23 +29,22 @@ class StepsApply(Checker):
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._values = list(cluster.host.process.values)
+        self._values = list(self.values)  # before the newest merge
         self._made = {(0, fragment_id, version): digest for fragment_id, (version, digest) in enumerate(self._values)}
         self._bases: dict[tuple[int, int, int], Value] = {}  # life, fragment, version -> the value before
         self._read: dict[Fragment, Value] = {}  # newest
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)
-        self._values = list(self.cluster.host.process.values)
+        self._values = list(self.values)
         for fragment_id, (version, digest) in enumerate(self._values):
             self._made[self.lineage, fragment_id, version] = digest
 
     def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
-        for fragment_id, (version, digest) in enumerate(self.cluster.host.process.values):
+        for fragment_id, (version, digest) in enumerate(self.values):
             if version == global_step:
                 self._made[self.lineage, fragment_id, version] = digest
                 self._bases[self.lives, fragment_id, version] = self._values[fragment_id]
-        self._values = list(self.cluster.host.process.values)
 
     def on_read(self, process: LearnerProcess, message: GlobalFragment, ok: bool, now_s: float) -> None:
         who = (*process.key, message.fragment_id)
@@ -59,14 +58,16 @@ class StepsApply(Checker):
             self.check(made == message.digest, f"{process.name} reads {message}, but made was {made}")
             self._read[who] = (message.version, message.digest)
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        self._values = list(self.values)
+
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
         for effect in effects:
-            if isinstance(effect, Restore):
-                self._values[effect.fragment_id] = self.cluster.host.process.values[effect.fragment_id]
-            elif isinstance(effect, Adopt):
-                held = self.cluster.running(source).holdings.anchors[effect.fragment_id]
-                read = self._read.get((source, incarnation, effect.fragment_id))
-                self.check(held == read, f"{source} adopts {held} of fragment {effect.fragment_id}, newest is {read}")
+            if isinstance(effect, Adopt):
+                held = process.holdings.anchors[effect.fragment_id]
+                read = self._read.get((*process.key, effect.fragment_id))
+                what = f"{held} of fragment {effect.fragment_id}"
+                self.check(held == read, f"{process.name} adopts {what}, newest is {read}")
 
 
 class WholeWhereNeeded(Checker):
@@ -78,44 +79,33 @@ class WholeWhereNeeded(Checker):
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._values = list(cluster.host.process.values)
+        self._values = list(self.values)  # before the newest merge
         self._bases: dict[int, Value] = {}  # of the newest versions, in this life of the syncer
         self._will_hold: dict[str, list[Value]] = {}  # by learner, when it has taken all that was sent to it
         self._reported: dict[str, StepReport] = {}  # newest of each learner
         self._steps: dict[tuple[str, int, int, int], int] = defaultdict(int)  # learner, lineage, fragment, version
-        self._told: Hello | None = None
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)
-        self._values = list(self.cluster.host.process.values)
+        self._values = list(self.values)
         self._bases.clear()
-        self._told = None
 
-    def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
-        self._told = message if isinstance(message, Hello) else None
-        if isinstance(message, StepReport):
-            newest = self._reported.setdefault(message.learner_id, message)
-            if (message.incarnation, message.local_step) > (newest.incarnation, newest.local_step):
-                self._reported[message.learner_id] = message
-
-    def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
-        self._told = None
-        for fragment_id, (version, _) in enumerate(self.cluster.host.process.values):
-            if version == global_step:
-                self._bases[fragment_id] = self._values[fragment_id]
-        self._values = list(self.cluster.host.process.values)
-
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        if source != SYNCER:
-            return
-        told, self._told = self._told, None
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        if isinstance(given, StepReport):
+            newest = self._reported.setdefault(given.learner_id, given)
+            if (given.incarnation, given.local_step) > (newest.incarnation, newest.local_step):
+                self._reported[given.learner_id] = given
         for effect in effects:
-            if isinstance(effect, Restore):
-                self._values[effect.fragment_id] = self.cluster.host.process.values[effect.fragment_id]
-            elif isinstance(effect, Send) and isinstance(effect.message, Welcome) and told is not None:
-                self._will_hold[effect.peer] = list(zip(told.versions, told.digests, strict=True))
+            if isinstance(effect, Send) and isinstance(effect.message, Welcome) and isinstance(given, Hello):
+                self._will_hold[effect.peer] = list(zip(given.versions, given.digests, strict=True))
             elif isinstance(effect, Send) and isinstance(effect.message, GlobalFragment):
                 self._sends(effect.peer, effect.message)
+        self._values = list(self.values)
+
+    def on_merged(self, global_step: int, left_out: tuple[str, ...], now_s: float) -> None:
+        for fragment_id, (version, _) in enumerate(self.values):
+            if version == global_step:
+                self._bases[fragment_id] = self._values[fragment_id]
 
     def _sends(self, peer: str, message: GlobalFragment) -> None:
         fragment_id = message.fragment_id

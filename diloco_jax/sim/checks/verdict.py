@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note
 from diloco_jax.protocol.learner.machine import Learner
+from diloco_jax.protocol.messages import SYNCER, LearnerMessage, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.checks.all import CHECKERS
 from diloco_jax.sim.checks.checker import Checker
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.faults import Fault
-from diloco_jax.sim.node import Observer
+from diloco_jax.sim.node import Effects, LearnerProcess, Observer
 from diloco_jax.sim.scenario import Scenario
 from diloco_jax.sim.tapes import LearnerTapes
 from diloco_jax.sim.world import MakeLearner, MakeSyncer
@@ -63,11 +64,15 @@ class Timeline(Observer):
     def on_fault(self, fault: Fault, now_s: float) -> None:
         self.lines.append(f"{now_s:9.3f}  fault     {fault}")
 
-    def on_effects(self, source: str, incarnation: int, effects: list[Effect], now_s: float) -> None:
-        for effect in effects:
-            text = _text(effect)
-            if text:
-                self.lines.append(f"{now_s:9.3f}  {source:<9} {text}")
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        self._tell(SYNCER, effects, now_s)
+
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        self._tell(process.name, effects, now_s)
+
+    def _tell(self, who: str, effects: Effects, now_s: float) -> None:
+        texts = [text for text in map(_text, effects) if text]
+        self.lines += [f"{now_s:9.3f}  {who:<9} {text}" for text in texts]
 
 
 def _text(effect: Effect) -> str:
@@ -91,7 +96,7 @@ def judge(
     scenario: Scenario,
     *,
     checkers: Sequence[type[Checker]] = CHECKERS,
-    timeline: Timeline | None = None,
+    observers: Sequence[Observer] = (),
     tapes: Path | None = None,
     make_learner: MakeLearner = Learner,
     make_syncer: MakeSyncer = Syncer,
@@ -101,7 +106,7 @@ def judge(
     Args:
         scenario: what to simulate.
         checkers: the rules.
-        timeline: gets the story.
+        observers: see everything too.
         tapes: folder for the run's tapes.
         make_learner: builds a learner.
         make_syncer: builds the syncer.
@@ -112,8 +117,7 @@ def judge(
     """
     cluster = Cluster(scenario, make_learner=make_learner, make_syncer=make_syncer)
     recorder = LearnerTapes(cluster) if tapes is not None else None
-    watchers: list[Observer | None] = [timeline, recorder, *(checker(cluster) for checker in checkers)]
-    cluster.watch(*(watcher for watcher in watchers if watcher is not None))
+    cluster.watch(*observers, *([recorder] if recorder is not None else []), *(make(cluster) for make in checkers))
     problem = ""
     try:
         cluster.run(UNTIL_S)

@@ -117,7 +117,7 @@ class Rounds:
         return max(carried, self._rate(self._overlap_s / utilisation))
 
     def overlap_needed(self, gbit_per_s: float) -> int:
-        """The smallest tau, at least 1, with which the largest fragment comes back in time."""
+        """Return the smallest tau, at least 1, with which the largest fragment comes back in time."""
         return max(1, math.ceil(self._quorum_free_s(gbit_per_s) / self.step_s + QUORUM_STEPS))
 
     @property
@@ -134,7 +134,7 @@ class Rounds:
         return TRIPS * self.round_trip_s + self.merge_s + moved_s
 
     def _rate(self, round_s: float) -> float:
-        """At which a round takes this long."""
+        """Return the rate at which a round takes this long."""
         left_s = round_s - self._waits_s
         return (self.up_bytes + self.down_bytes) / left_s / GBIT if left_s > 0 else math.inf
 

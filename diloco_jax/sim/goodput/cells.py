@@ -10,35 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
-from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.sim.goodput.hardware import Hardware
-from diloco_jax.sim.goodput.methods import Row, Wan, expected, simulate
+from diloco_jax.sim.goodput.methods import Cell, Row, expected, simulate
 from diloco_jax.sim.goodput.settings import compact
 
 Say = Callable[[str], None]
 WORKERS_MAX = 256
 TELL_EVERY_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One simulation: everything that it depends on."""
-
-    method: str
-    learners: int
-    chips: float
-    hours: float
-    seed: int = 0
-    fast: bool = False  # without the protocol's machines
-    hardware: Hardware = field(default_factory=Hardware)
-    wan: Wan = field(default_factory=Wan)
-    protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
-    tapes: Path | None = None
-    label: str = ""  # what a preset calls it
 
 
 class Result(NamedTuple):
@@ -50,27 +29,14 @@ class Result(NamedTuple):
 
 
 def run_cell(cell: Cell, on_share: Callable[[float], None] | None = None) -> Result:
-    """One simulation; `cpu_s` is this process's time for it."""
+    """Run one simulation; `cpu_s` is this process's time for it."""
     began_s = time.process_time()
-    which = (cell.hardware, cell.method, cell.learners, cell.chips)
-    if cell.fast:
-        every = cell.protocol.sync_every
-        row = expected(*which, hours=cell.hours, seed=cell.seed, wan=cell.wan, sync_every=every)
-    else:
-        row = simulate(
-            *which,
-            hours=cell.hours,
-            seed=cell.seed,
-            wan=cell.wan,
-            protocol=cell.protocol,
-            tapes=cell.tapes,
-            on_share=on_share,
-        )
+    row = expected(cell) if cell.fast else simulate(cell, on_share)
     return Result(cell, row, time.process_time() - began_s)
 
 
 def run_cells(cells: Sequence[Cell], workers: int, say: Say) -> list[Result]:
-    """All cells, in their order.
+    """Run all cells, and return the results in their order.
 
     Args:
         cells: what to simulate.
@@ -118,7 +84,7 @@ def _one_by_one(cells: Sequence[Cell], say: Say) -> Iterator[tuple[int, Result]]
 
 
 def _side_by_side(cells: Sequence[Cell], workers: int) -> Iterator[tuple[int, Result]]:
-    """In the order in which they end; the longest ones begin first."""
+    """Yield results in the order in which they come; the longest simulations begin first."""
     longest = sorted(range(len(cells)), key=lambda n: -cells[n].learners * cells[n].hours * (not cells[n].fast))
     with _pool(workers) as pool:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for processes that only begin
@@ -147,7 +113,7 @@ def _follow_parent() -> None:
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool whose processes do not outlive an interrupt or an error."""
+    """Open a pool whose processes do not outlive an interrupt or an error."""
     fresh = multiprocessing.get_context("spawn")  # a caller may have JAX's threads, which a fork would leave behind
     pool = ProcessPoolExecutor(workers, fresh, initializer=_begin_worker)
     try:

@@ -43,7 +43,7 @@ class LearnerChoice(NamedTuple):
 
 
 def choose(rows: Sequence[Row], penalty: str, *, parameters: float, slope: float | None = None) -> list[LearnerChoice]:
-    """The choice for each number of chips among the rows.
+    """Choose among the rows for each number of chips.
 
     Args:
         rows: simulated goodput.
@@ -71,7 +71,7 @@ def _option(row: Row, penalty: str, parameters: float, slope: float | None) -> O
 
 
 def _why(options: Sequence[Option], best: Option) -> str:
-    """One sentence on the winner, and one on how sure that is."""
+    """Write one sentence on the winner, and one on how sure that is."""
     more = "there is no loss to make up for"
     if best.cost.compute > 1:
         more = f"{best.cost.compute - 1:.1%} more compute would make up for its loss"
@@ -85,7 +85,7 @@ def _why(options: Sequence[Option], best: Option) -> str:
 
 
 def as_dict(choice: LearnerChoice) -> dict[str, Any]:
-    """For `--json`."""
+    """Return a choice as `--json` prints it."""
     rows = [
         {
             "method": option.row.method,
@@ -113,7 +113,7 @@ def as_dict(choice: LearnerChoice) -> dict[str, Any]:
 
 
 def describe(choice: LearnerChoice) -> str:
-    """The choice as a table for people."""
+    """Return the choice as a table for people."""
     lines = [
         f"Choice of learners for {choice.chips:,.0f} chips",
         fill(f"Penalty {choice.penalty}: {PENALTIES[choice.penalty].source}.", WIDTH),

@@ -91,7 +91,7 @@ class Gap(NamedTuple):
 
 
 def poisson(random: Random, mean: float, most: int) -> int:
-    """A Poisson number, cut off at `most`."""
+    """Draw a Poisson number, cut off at `most`."""
     if mean > MEAN_MAX:
         return min(most, max(0, round(random.gauss(mean, sqrt(mean)))))
     left = random.random()
@@ -114,23 +114,6 @@ class Slices:
         slowdown: how much longer its steps take than the fastest learner's.
         elastic: whether it goes on with the slices that are left. Else it waits for all of them.
     """
-
-    __slots__ = (
-        "_absent",
-        "_elastic",
-        "_ended_s",
-        "_failures_per_s",
-        "_free_s",
-        "_hardware",
-        "_random",
-        "_slices",
-        "_step_s",
-        "chips",
-        "gaps",
-        "stepping_s",
-        "steps",
-        "useful_s",
-    )
 
     def __init__(
         self,
@@ -192,7 +175,7 @@ class Slices:
         return self._step_s * max(STEP_SHARE_MIN, share)
 
     def ended(self, began_s: float, now_s: float) -> None:
-        """A step has ended: count it, and draw what failed during it."""
+        """Count a step that has ended, and draw what failed during it."""
         if began_s > self._ended_s:
             self.gaps.append(Gap(self._ended_s, began_s))
         self._ended_s = self._free_s = now_s
@@ -208,13 +191,13 @@ class Slices:
             self._free_s += hardware.down_s
 
     def finish(self, now_s: float) -> None:
-        """The observed time is over; a step in progress does not count."""
+        """End the observed time; a step in progress does not count."""
         if now_s > self._ended_s:
             self.gaps.append(Gap(self._ended_s, now_s))
 
 
 def check_cluster(hardware: Hardware, learners: int, chips: float) -> None:
-    """Raises ValueError where there are fewer slices than learners, or fewer chips than slices."""
+    """Refuse, with ValueError, a cluster that has fewer slices than learners, or fewer chips than slices."""
     if not 1 <= learners <= hardware.slices:
         raise ValueError(
             f"{learners} learners, but there are {hardware.slices} slices; use 1 to so many, or raise --hardware.slices"
@@ -228,7 +211,7 @@ def check_cluster(hardware: Hardware, learners: int, chips: float) -> None:
 
 
 def cluster(hardware: Hardware, learners: int, chips: float, seed: int, *, elastic: bool = True) -> list[Slices]:
-    """The slices of all learners, as equal as their number allows, each with a random source of its own.
+    """Deal out the slices to all learners, as equal as their number allows, each with a random source of its own.
 
     Raises:
         ValueError: there are fewer slices than learners, or no chip.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +51,38 @@ class Wan:
         return 4 * self.delay_s + 2 * transfer_s + self.merge_s
 
 
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One simulation: everything that it depends on.
+
+    Attributes:
+        hardware: what fails.
+        method: one of METHODS. Rigid and elastic data parallel are one learner, whatever `learners` says.
+        learners: M.
+        chips: of all learners together.
+        hours: of simulated time.
+        seed: of everything that is drawn.
+        wan: between learners and syncer.
+        protocol: the algorithm; of a synchronous run only H is taken from it.
+        tapes: folder for the run's tapes, which `diloco replay` trains from. Such a run ends with the global step that
+            a cluster without failures would reach in these hours, however long that takes.
+        fast: without the protocol's machines.
+        label: what a preset calls it.
+    """
+
+    hardware: Hardware
+    method: str
+    learners: int
+    chips: float
+    hours: float
+    seed: int = 0
+    wan: Wan = field(default_factory=Wan)
+    protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
+    tapes: Path | None = None
+    fast: bool = False
+    label: str = ""
+
+
 class Row(NamedTuple):
     """Figures of one method on one cluster. Shares are of 1."""
 
@@ -65,43 +97,23 @@ class Row(NamedTuple):
     events: int  # of the simulation
 
 
-def expected(
-    hardware: Hardware,
-    method: str,
-    learners: int,
-    chips: float,
-    *,
-    hours: float,
-    seed: int,
-    wan: Wan | None = None,
-    sync_every: int = ProtocolConfig().sync_every,
-) -> Row:
-    """Goodput and uptime without a protocol.
-
-    Args:
-        hardware: what fails.
-        method: one of METHODS. Rigid and elastic data parallel are one learner, whatever `learners` says.
-        learners: M.
-        chips: of all learners together.
-        hours: of simulated time.
-        seed: of everything that is drawn.
-        wan: what a synchronous round waits for.
-        sync_every: steps between two synchronous rounds.
+def expected(cell: Cell) -> Row:
+    """Return goodput and uptime without a protocol.
 
     Raises:
         ValueError: an unknown method, or a cluster that cannot be cut so.
     """
-    _check(method, hours)
-    if method in ("rigid", "elastic"):
-        learners = 1
-    parts, until_s = cluster(hardware, learners, chips, seed, elastic=method != "rigid"), hours * HOUR_S
-    if method == "sync":
-        rounds, contributors = _run_rounds(parts, until_s, sync_every, (wan or Wan()).round_s), float(learners)
+    _check(cell)
+    learners = cell.learners if cell.method in ("sync", "decoupled") else 1
+    parts = cluster(cell.hardware, learners, cell.chips, cell.seed, elastic=cell.method != "rigid")
+    rounds, contributors, until_s = 0, None, cell.hours * HOUR_S
+    if cell.method == "sync":
+        contributors = float(learners)
+        rounds = _run_rounds(parts, until_s, cell.protocol.sync_every, cell.wan.round_s)
     else:
-        rounds, contributors = 0, None
         for part in parts:
             run_steps(part, 0.0, until_s)
-    return _row(method, chips, parts, until_s, contributors, rounds, sum(part.steps for part in parts))
+    return _row(cell, parts, until_s, contributors, rounds, sum(part.steps for part in parts))
 
 
 def run_steps(part: Slices, now_s: float, until_s: float, most: int = ENDLESS) -> float:
@@ -125,27 +137,11 @@ def _run_rounds(parts: Sequence[Slices], until_s: float, sync_every: int, round_
     return rounds
 
 
-def simulate(
-    hardware: Hardware,
-    method: str,
-    learners: int,
-    chips: float,
-    *,
-    hours: float,
-    seed: int,
-    wan: Wan | None = None,
-    protocol: ProtocolConfig | None = None,
-    tapes: Path | None = None,
-    on_share: Callable[[float], None] | None = None,
-) -> Row:
-    """Goodput and uptime with the protocol's machines, where the method has a protocol.
+def simulate(cell: Cell, on_share: Callable[[float], None] | None = None) -> Row:
+    """Return goodput and uptime with the protocol's machines, where the method has a protocol.
 
     Args:
-        hardware, method, learners, chips, hours, seed: as in `expected`.
-        wan: between learners and syncer.
-        protocol: the algorithm; of a synchronous run only H is taken from it.
-        tapes: folder for the run's tapes, which `diloco replay` trains from. Such a run ends with the global step that
-            a cluster without failures would reach in these hours, however long that takes.
+        cell: what to simulate.
         on_share: told now and then which share of the time is simulated.
 
     Raises:
@@ -153,12 +149,13 @@ def simulate(
             a run with tapes that does not end.
         OSError: the tapes cannot be written.
     """
-    _check(method, hours)
-    if method in ("rigid", "elastic"):
-        return expected(hardware, method, learners, chips, hours=hours, seed=seed)
-    parts, until_s = cluster(hardware, learners, chips, seed), hours * HOUR_S
+    _check(cell)
+    if cell.method in ("rigid", "elastic"):
+        return expected(cell)
+    hardware, tapes, until_s = cell.hardware, cell.tapes, cell.hours * HOUR_S
+    parts = cluster(hardware, cell.learners, cell.chips, cell.seed)
     total_steps = ENDLESS if tapes is None else max(1, int(until_s / hardware.step_s))  # a tape needs an end
-    scenario = _scenario(learners, method, wan or Wan(), protocol or ProtocolConfig(), seed, total_steps)
+    scenario = _scenario(cell, total_steps)
     paces = dict(zip(scenario.names, parts, strict=True))
     run = Cluster(scenario, taped=tapes is not None, paces=paces)
     recorder = LearnerTapes(run) if tapes is not None else None
@@ -172,19 +169,20 @@ def simulate(
     if recorder is not None and tapes is not None:
         if not run.complete:
             raise ValueError(
-                f"the run did not reach global step {total_steps} within {TAPED_MAX:g} times {hours:g} hours, so there "
-                "is nothing to replay; let less fail (--hardware.mtbi-chip-s), or make the quorum smaller"
+                f"the run did not reach global step {total_steps} within {TAPED_MAX:g} times {cell.hours:g} hours, so "
+                "there is nothing to replay; let less fail (--hardware.mtbi-chip-s), or make the quorum smaller"
             )
         recorder.save(tapes)
         until_s = run.end_s
     syncer = run.syncer
     contributors = syncer.merged_parts / syncer.merged_rounds if syncer.merged_rounds else None
-    return _row(method, chips, parts, until_s, contributors, syncer.merged_rounds, run.engine.events)
+    return _row(cell, parts, until_s, contributors, syncer.merged_rounds, run.engine.events)
 
 
-def _scenario(learners: int, method: str, wan: Wan, protocol: ProtocolConfig, seed: int, total_steps: int) -> Scenario:
-    config = replace(protocol, learners_max=max(protocol.learners_max, learners))
-    if method == "sync":
+def _scenario(cell: Cell, total_steps: int) -> Scenario:
+    learners, wan = cell.learners, cell.wan
+    config = replace(cell.protocol, learners_max=max(cell.protocol.learners_max, learners))
+    if cell.method == "sync":
         config = replace(config, quorum=learners, num_fragments=1, overlap_steps=0)
     network = NetworkOptions(delay_s=wan.delay_s, bandwidth_bytes_per_s=wan.bytes_per_s)
     return Scenario(
@@ -195,27 +193,21 @@ def _scenario(learners: int, method: str, wan: Wan, protocol: ProtocolConfig, se
         merge_s=wan.merge_s,
         payload_bytes=round(wan.fragment_bytes),
         load_s=wan.load_s,
-        seed=seed,
+        seed=cell.seed,
     )
 
 
-def _check(method: str, hours: float) -> None:
-    if method not in METHODS:
-        raise ValueError(f"the method {method!r} is unknown; choose from {', '.join(METHODS)}")
-    if not 0 < hours < math.inf:
-        raise ValueError(f"{hours} hours; simulate more than 0, and finitely many")
+def _check(cell: Cell) -> None:
+    if cell.method not in METHODS:
+        raise ValueError(f"the method {cell.method!r} is unknown; choose from {', '.join(METHODS)}")
+    if not 0 < cell.hours < math.inf:
+        raise ValueError(f"{cell.hours} hours; simulate more than 0, and finitely many")
 
 
 def _row(
-    method: str,
-    chips: float,
-    parts: Sequence[Slices],
-    until_s: float,
-    contributors: float | None,
-    rounds: int,
-    events: int,
+    cell: Cell, parts: Sequence[Slices], until_s: float, contributors: float | None, rounds: int, events: int
 ) -> Row:
     for part in parts:
         part.finish(until_s)
-    shares = goodput(parts, until_s), uptime(parts, until_s)
-    return Row(method, len(parts), chips, *shares, contributors, rounds, sum(part.steps for part in parts), events)
+    shares, steps = (goodput(parts, until_s), uptime(parts, until_s)), sum(part.steps for part in parts)
+    return Row(cell.method, len(parts), cell.chips, *shares, contributors, rounds, steps, events)

@@ -76,7 +76,7 @@ def write_plot(rows: Sequence[Row], path: Path, published: Sequence[Published] =
 
 
 def _curves(rows: Sequence[Row], published: Sequence[Published], value: str) -> list[Line]:
-    """One line per method and number of learners, the best at the most chips first: the legend's order is theirs."""
+    """Return a line per method and number of learners, the best at the most chips first: so is the legend's order."""
     points = _by_curve(rows, value)
     rings = _by_curve(published, value)
     numbers = sorted({learners for method, learners in points if method not in ONE_LEARNER})

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.sim.goodput.cells import Cell, Result
+from diloco_jax.sim.goodput.cells import Result
 from diloco_jax.sim.goodput.hardware import Hardware
-from diloco_jax.sim.goodput.methods import Wan
+from diloco_jax.sim.goodput.methods import Cell, Wan
 from diloco_jax.sim.goodput.settings import compact
 
 CHIPS = (150e3, 300e3, 600e3, 1.2e6, 2.4e6)
@@ -31,10 +32,10 @@ UPTIME_1B = {
     ("decoupled", 8): (100, 100, 100, 100, 99),
     ("decoupled", 16): (100, 100, 100, 100, 99),
 }
+TABLE_1 = {"goodput": GOODPUT_1A, "uptime": UPTIME_1B}
 HOURS = {1: 96.0, 2: 24.0, 4: 24.0, 8: 12.0, 16: 12.0}  # fewer learners fail less often: they need more time
 # Table 5, percent, and the averages of its text and vision scores.
 TABLE_5 = {"K=8, grace off": (84, 54.4, 37.6), "K=1, grace off": (100, 51.4, 25.7), "K=1, grace on": (100, 55.3, 37.0)}
-SCALE = (1, 4, 16, 64)
 
 
 class Settings(NamedTuple):
@@ -51,7 +52,6 @@ class Settings(NamedTuple):
 class Preset(NamedTuple):
     """Cells, and how their results are told."""
 
-    text: str
     cells: Callable[[Settings], list[Cell]]
     describe: Callable[[Sequence[Result]], str]
     facts: Callable[[Sequence[Result]], dict[str, Any]]  # for --json
@@ -59,7 +59,7 @@ class Preset(NamedTuple):
 
 
 def cell(settings: Settings, method: str, learners: int, chips: float, hours: float, **more: Any) -> Cell:
-    """One cell with the settings of the command line."""
+    """Make one cell with the settings of the command line."""
     shared = {"hardware": settings.hardware, "wan": settings.wan, "protocol": settings.protocol} | more
     at = {"hours": settings.hours or hours, "seed": settings.seed, "fast": settings.fast}
     return Cell(method=method, learners=learners, chips=chips, **at, **shared)  # type: ignore[arg-type]
@@ -72,14 +72,14 @@ def _cells_1(settings: Settings) -> list[Cell]:
     return [cell(settings, *key, chips, HOURS[key[1]]) for key in GOODPUT_1A for chips in CHIPS]
 
 
-def _errors(results: Sequence[Result]) -> tuple[list[float], list[float]]:
+def _errors(results: Sequence[Result]) -> dict[str, list[float]]:
     """Ours less the paper's, in points: goodput, and uptime."""
-    goodput, uptime = [], []
-    for which, row, _ in results:
-        key, column = (which.method, which.learners), CHIPS.index(which.chips)
-        goodput.append(100 * row.goodput - GOODPUT_1A[key][column])
-        uptime.append(100 * row.uptime - UPTIME_1B[key][column])
-    return goodput, uptime
+    return {
+        name: [
+            100 * getattr(row, name) - paper[at.method, at.learners][CHIPS.index(at.chips)] for at, row, _ in results
+        ]
+        for name, paper in TABLE_1.items()
+    }
 
 
 def rmse(errors: Sequence[float]) -> float:
@@ -89,17 +89,15 @@ def rmse(errors: Sequence[float]) -> float:
 
 def _describe_1(results: Sequence[Result]) -> str:
     errors = _errors(results)
-    by_cell = {(r.cell.method, r.cell.learners, r.cell.chips): r.row for r in results}
+    by_cell = {(at.method, at.learners, at.chips): row for at, row, _ in results}
     lines = []
-    for title, paper, name, off in (
-        ("Table 1a, goodput %", GOODPUT_1A, "goodput", errors[0]),
-        ("Table 1b, uptime %", UPTIME_1B, "uptime", errors[1]),
-    ):
-        lines.append(f"{title}: ours / paper" + "".join(f"{compact(chips):>12}" for chips in CHIPS))
+    for part, (name, paper) in zip("ab", TABLE_1.items(), strict=True):
+        lines.append(f"Table 1{part}, {name} %: ours / paper" + "".join(f"{compact(chips):>12}" for chips in CHIPS))
         for (method, learners), theirs in paper.items():
             ours = [100 * getattr(by_cell[method, learners, chips], name) for chips in CHIPS]
             pairs = "".join(f"{our:>7.1f} /{their:>3}" for our, their in zip(ours, theirs, strict=True))
             lines.append(f"  {method:<10} {learners:>2} learners      {pairs}")
+        off = errors[name]
         lines.append(f"  RMSE {rmse(off):.2f} points, largest difference {max(map(abs, off)):.1f}\n")
     return "\n".join(lines) + (
         "Rigid and elastic are data parallel without and with elasticity. Step time, slices, return times and stalls\n"
@@ -108,13 +106,12 @@ def _describe_1(results: Sequence[Result]) -> str:
 
 
 def _facts_1(results: Sequence[Result]) -> dict[str, Any]:
-    goodput, uptime = _errors(results)
     paper = [
         {"method": method, "learners": learners, "chips": chips, "goodput": own / 100, "uptime": up / 100}
         for (method, learners), row in GOODPUT_1A.items()
         for chips, own, up in zip(CHIPS, row, UPTIME_1B[method, learners], strict=True)
     ]
-    return {"paper": paper, "rmse_points": {"goodput": rmse(goodput), "uptime": rmse(uptime)}}
+    return {"paper": paper, "rmse_points": {name: rmse(errors) for name, errors in _errors(results).items()}}
 
 
 # ---- Table 5 --------------------------------------------------------------------------------------------------------
@@ -194,12 +191,8 @@ def _facts_5(results: Sequence[Result]) -> dict[str, Any]:
 # ---- cost -----------------------------------------------------------------------------------------------------------
 
 
-def _cells_day(settings: Settings) -> list[Cell]:
-    return [cell(settings, "decoupled", 16, 2.4e6, 24.0)]
-
-
-def _cells_scale(settings: Settings) -> list[Cell]:
-    return [cell(settings, "decoupled", learners, 2.4e6, 6.0) for learners in SCALE]
+def _cells_cost(settings: Settings, learners: Sequence[int], hours: float) -> list[Cell]:
+    return [cell(settings, "decoupled", each, 2.4e6, hours) for each in learners]
 
 
 def _describe_cost(results: Sequence[Result]) -> str:
@@ -217,8 +210,8 @@ def _facts_cost(results: Sequence[Result]) -> dict[str, Any]:
 
 
 PRESETS = {
-    "table1": Preset("the paper's Table 1a and 1b, all cells", _cells_1, _describe_1, _facts_1),
-    "table5": Preset("the paper's Table 5: quorum and grace window", _cells_5, _describe_5, _facts_5),
-    "day": Preset("a day of 2.4 million chips and 16 learners", _cells_day, _describe_cost, _facts_cost, workers=1),
-    "scale": Preset("six hours of 1, 4, 16 and 64 learners", _cells_scale, _describe_cost, _facts_cost, workers=1),
+    "table1": Preset(_cells_1, _describe_1, _facts_1),
+    "table5": Preset(_cells_5, _describe_5, _facts_5),
+    "day": Preset(partial(_cells_cost, learners=(16,), hours=24.0), _describe_cost, _facts_cost, workers=1),
+    "scale": Preset(partial(_cells_cost, learners=(1, 4, 16, 64), hours=6.0), _describe_cost, _facts_cost, workers=1),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def setting(default: Any, text: str, source: str) -> Any:
-    """A field of a settings class, with what `--settings` says of it."""
+    """Make a field of a settings class, with what `--settings` says of it."""
     return field(default=default, metadata={"help": text, "source": source})
 
 
@@ -86,7 +86,7 @@ def _value(option: str, each: Field[Any], text: str) -> Any:
 
 
 def describe(sections: Mapping[str, type]) -> str:
-    """All settings with default, meaning and source."""
+    """List all settings with default, meaning and source."""
     lines = []
     for name, made in sections.items():
         for each in fields(made):

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax.protocol.pacing import LEARNERS_MAX_LIMIT, ProtocolConfig
-from diloco_jax.sim.goodput.cells import Cell, Result, Say, count_of, run_cells
+from diloco_jax.sim.goodput.cells import Result, Say, count_of, run_cells
 from diloco_jax.sim.goodput.choose import as_dict, choose
 from diloco_jax.sim.goodput.choose import describe as describe_choice
 from diloco_jax.sim.goodput.hardware import Hardware, check_cluster
-from diloco_jax.sim.goodput.methods import HOUR_S, METHODS, Wan
+from diloco_jax.sim.goodput.methods import HOUR_S, METHODS, Cell, Wan
 from diloco_jax.sim.goodput.penalty import cost_of
 from diloco_jax.sim.goodput.plot import Published, check_plot, write_plot
 from diloco_jax.sim.goodput.presets import PRESETS, Settings, cell
@@ -59,7 +59,7 @@ def settings_text() -> str:
 
 
 def plan_cells(options: Options) -> list[Cell]:
-    """The cells of a command line.
+    """Return the cells of a command line.
 
     Raises:
         ValueError: something that cannot be simulated.
@@ -153,7 +153,7 @@ def _penalty(options: Options) -> dict[str, Any]:
 
 
 def _cross(options: Options, settings: Settings) -> list[Cell]:
-    """Every method on every number of chips; those with learners for every number of them."""
+    """Cross every method with every number of chips; those with learners for every number of them."""
     methods = dict.fromkeys(METHODS if options.methods is None else options.methods)
     many = dict.fromkeys(LEARNERS if options.learners is None else options.learners)
     sizes = dict.fromkeys(number(text, "--chips") for text in (CHIPS if options.chips is None else options.chips))
@@ -218,7 +218,7 @@ def run(options: Options, say: Say) -> tuple[dict[str, Any], str]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """One line per simulation."""
+    """Write one line per simulation."""
     lines = [
         f"{'method':<10} {'learners':>8} {'chips':>8} {'hours':>6} {'goodput':>8} {'uptime':>8} {'contributors':>13} "
         f"{'rounds':>8}"

@@ -7,6 +7,7 @@ is a fit of ours with one constant. `needed_gbit_per_s` is what our system needs
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 from diloco_jax.sim.goodput.bandwidth import GBIT, UTILISATIONS, Rounds, data_parallel_gbit_per_s, ring_factor
@@ -17,8 +18,7 @@ SPREAD_STEPS = 4.5  # the one constant that was fitted
 HIDDEN = 1 / 3  # of a step; set, not fitted: with any value from 0.30 to 0.42 some constant comes within 10 %
 INT4_BLOCK_BYTES, INT4_BLOCK = 132, 256  # of our wire: 128 bytes of codes and a scale
 
-SETTINGS = ((1.0, 2), (5.0, 2), (1.0, 8), (5.0, 8))  # seconds per step, data centres
-TABLE: dict[tuple[float, int, str], tuple[float, ...]] = {
+TABLE: dict[tuple[float, int, str], tuple[float, ...]] = {  # seconds per step, data centres, wire
     (1.0, 2, "data_parallel"): (49, 81, 104, 113, 195),
     (1.0, 2, "bfloat16"): (0.58, 1.2, 1.7, 1.9, 2.2),
     (1.0, 2, "int4"): (0.15, 0.29, 0.43, 0.49, 0.53),
@@ -46,7 +46,7 @@ docs/plan.md has the derivations."""
 
 
 def fitted_gbit_per_s(wire: str, step_s: float, sites: int, utilisation: float) -> float:
-    """The decoupled rows of the paper, within 8 %; a fit of ours.
+    """Return the decoupled rows of the paper, within 8 %; a fit of ours.
 
     With x the time that one fragment takes alone on the link, in steps, the paper's rows lie on
     1 / utilisation = (1 - HIDDEN) + x / SPREAD_STEPS.
@@ -87,20 +87,17 @@ def needed_gbit_per_s(wire: str, step_s: float, sites: int, utilisation: float) 
 
 
 def rows() -> list[dict[str, Any]]:
-    """The table's cells: wire, sites, step_s, utilisation, gbit_per_s of the formula, the paper's, and our need."""
+    """Return the table's cells: wire, sites, step_s, utilisation, gbit_per_s by formula, the paper's, and our need."""
     found = []
-    for step_s, sites in SETTINGS:
-        for wire in ("data_parallel", "bfloat16", "int4"):
-            for share, paper in zip(UTILISATIONS, TABLE[step_s, sites, wire], strict=True):
-                cell = {"wire": wire, "sites": sites, "step_s": step_s, "utilisation": share}
-                if wire == "data_parallel":
-                    rates = {"gbit_per_s": data_parallel_gbit_per_s(2 * PARAMETERS, step_s, sites, share)}
-                else:
-                    rates = {
-                        "gbit_per_s": fitted_gbit_per_s(wire, step_s, sites, share),
-                        "needed_gbit_per_s": needed_gbit_per_s(wire, step_s, sites, share),
-                    }
-                found.append({**cell, **rates, "paper_gbit_per_s": paper})
+    for (step_s, sites, wire), paper in TABLE.items():
+        for share, theirs in zip(UTILISATIONS, paper, strict=True):
+            cell = {"wire": wire, "sites": sites, "step_s": step_s, "utilisation": share}
+            if wire == "data_parallel":
+                cell["gbit_per_s"] = data_parallel_gbit_per_s(2 * PARAMETERS, step_s, sites, share)
+            else:
+                cell["gbit_per_s"] = fitted_gbit_per_s(wire, step_s, sites, share)
+                cell["needed_gbit_per_s"] = needed_gbit_per_s(wire, step_s, sites, share)
+            found.append({**cell, "paper_gbit_per_s": theirs})
     return found
 
 
@@ -120,28 +117,19 @@ def result() -> dict[str, Any]:
 
 
 def describe() -> str:
-    """The table as text."""
-    cells = {(row["step_s"], row["sites"], row["wire"], row["utilisation"]): row for row in rows()}
+    """Return the table as text."""
     lines = [
         f"Gbit/s per site for a compute utilisation of ..., {PARAMETERS / 1e9:.3g} B parameters, M = {LEARNERS}, "
         f"H = P = {SYNC_EVERY}, tau = {OVERLAP_STEPS}",
         f"{'':<36}" + "".join(f"{share:>8.0%}" for share in UTILISATIONS),
     ]
-    for step_s, sites in SETTINGS:
-        lines += ["", f"steps of {step_s:g} s, {sites} data centres"]
-        for wire in ("data_parallel", "bfloat16", "int4"):
-            here = [cells[step_s, sites, wire, share] for share in UTILISATIONS]
-            lines.append(_line(f"{wire:<14} paper", [row["paper_gbit_per_s"] for row in here]))
-            how = "formula" if wire == "data_parallel" else "fit of ours"
-            lines.append(_line(f"{'':<14} {how}", [row["gbit_per_s"] for row in here]))
-            if wire != "data_parallel":
-                lines.append(_line(f"{'':<14} our system needs", [row["needed_gbit_per_s"] for row in here]))
-    lines += [
-        "",
-        NOTES,
-    ]
-    return "\n".join(lines)
-
-
-def _line(name: str, rates: list[float]) -> str:
-    return f"  {name:<34}" + "".join(f"{rate:>8.3g}" for rate in rates)
+    for (step_s, sites, wire), cells in groupby(rows(), lambda row: (row["step_s"], row["sites"], row["wire"])):
+        here = list(cells)
+        told = {"paper": "paper_gbit_per_s", "fit of ours": "gbit_per_s", "our system needs": "needed_gbit_per_s"}
+        if wire == "data_parallel":
+            lines += ["", f"steps of {step_s:g} s, {sites} data centres"]
+            told = {"paper": "paper_gbit_per_s", "formula": "gbit_per_s"}
+        for label, key in told.items():
+            name = f"{wire if label == 'paper' else '':<14} {label}"
+            lines.append(f"  {name:<34}" + "".join(f"{row[key]:>8.3g}" for row in here))
+    return "\n".join([*lines, "", NOTES])

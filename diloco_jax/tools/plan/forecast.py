@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from diloco_jax.core.codec import Format
+from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.settings.run import SHARDS_MAX
 from diloco_jax.sim.goodput.bandwidth import (
     GBIT,
@@ -21,7 +22,7 @@ from diloco_jax.sim.goodput.bandwidth import (
     ring_factor,
 )
 from diloco_jax.sim.goodput.hardware import YEAR_S, Hardware
-from diloco_jax.sim.goodput.methods import Wan, expected
+from diloco_jax.sim.goodput.methods import Cell, Wan, expected
 from diloco_jax.tools.budget.links import link_needs
 from diloco_jax.tools.budget.needs import syncer_needs
 from diloco_jax.tools.plan.case import PAYLOAD_SHARE, Case
@@ -173,22 +174,16 @@ def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
     hardware = Hardware(step_s=step_s, slices=slices, mtbi_chip_s=given.mtbi_years * YEAR_S)
     if slices == learners:  # a learner that loses its only slice begins anew
         hardware = replace(hardware, down_s=0.0, up_s=min(away_s, observed_s))
-    wan, hours = None, observed_s / 3600
+    wan, hours = Wan(), observed_s / 3600
     if lockstep:
         hours = min(hours, STEPS_MAX * step_s / 3600)
         wan = Wan(delay_s=0.0, merge_s=case.rounds().round_s(case.usable_gbit_per_s()))
-    own = expected(
-        hardware,
-        "sync" if lockstep else "decoupled",
-        learners,
-        case.chips,
-        hours=hours,
-        seed=SEED,
-        wan=wan,
-        sync_every=max(1, case.config.protocol.sync_every // case.config.protocol.num_fragments),
-    )
+    every = max(1, case.config.protocol.sync_every // case.config.protocol.num_fragments)
+    protocol = ProtocolConfig(sync_every=every, num_fragments=1)
+    method = "sync" if lockstep else "decoupled"
+    own = expected(Cell(hardware, method, learners, case.chips, hours, SEED, wan, protocol))
     alone = replace(hardware, step_s=max(case.step_s, between_s / STEPS_PER_FAILURE), down_s=0.0, up_s=given.restart_s)
-    rigid = expected(alone, "rigid", 1, case.chips, hours=observed_s / 3600, seed=SEED)
+    rigid = expected(Cell(alone, "rigid", 1, case.chips, observed_s / 3600, SEED))
     return {
         "slices": slices,
         "hours_between_failures": between_s / 3600,

@@ -11,15 +11,14 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Restore, SaveSnapshot
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.syncer.tape import SNAPSHOTS_MAX, replay
+from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.runtime.records.tape_file import read_lines
 
-T = TypeVar("T")
 Fingerprint = tuple[tuple[str, str], ...]
 
 
@@ -68,37 +67,6 @@ class Brought(NamedTuple):
 
 
 Event = MergedRound | SnapshotPoint | Back | Brought
-
-
-class Moments(Generic[T]):
-    """The values of the newest snapshots, by global step, as protocol/syncer/tape.py remembers them."""
-
-    def __init__(self) -> None:
-        self._asked: dict[int, T] = {}
-        self._taken: dict[int, T] = {}
-
-    def keep(self, global_step: int, taken: bool, value: T) -> None:
-        """Remember what is now."""
-        moments = self._taken if taken else self._asked
-        moments.pop(global_step, None)
-        moments[global_step] = value
-        while len(moments) > SNAPSHOTS_MAX:
-            del moments[next(iter(moments))]
-
-    def at(self, global_step: int) -> T:
-        """Return what was then.
-
-        Raises:
-            ValueError: it is forgotten, or was never.
-        """
-        for moments in (self._taken, self._asked):
-            if global_step in moments:
-                return moments[global_step]
-        raise ValueError(f"the run went back to a snapshot at global step {global_step}, which is not on its tape")
-
-    def __iter__(self) -> Iterator[T]:
-        yield from self._taken.values()
-        yield from self._asked.values()
 
 
 @dataclass(slots=True)

@@ -64,14 +64,11 @@ class Session(ABC):
 
     Attributes:
         header: Names the learner, its incarnation, the session and the host.
-        host: Which of the learner's hosts this is.
-        hosts: How many there are.
     """
 
     def __init__(self, inbox: Inbox, header: pb.Header, peer: str, config: TransportConfig) -> None:
         self.inbox = inbox
         self.header = header
-        self.number, self.host, self.hosts = header.session, header.host, max(1, header.hosts)
         self.peer = peer
         self.config = config
         self.room = {False: config.queue_messages_max, True: config.queue_payloads_max}  # by is_bulk
@@ -81,6 +78,16 @@ class Session(ABC):
         self.reason = ""
         self.on_value: Callable[[FragmentValue, bytes | memoryview], bool] | None = None  # in place of the inbox
         self.on_end: Callable[[str], object] | None = None  # gets the reason, once
+
+    @property
+    def host(self) -> int:
+        """Return which of the learner's hosts this is."""
+        return self.header.host
+
+    @property
+    def hosts(self) -> int:
+        """Return how many hosts the learner has."""
+        return max(1, self.header.hosts)
 
     @abstractmethod
     def send(self, message: Message, parts: tuple[memoryview, ...]) -> None:
@@ -109,7 +116,9 @@ class Session(ABC):
                 return False
             self.room[bulk] -= 1
             self.waiting_bytes += size
-            self.inbox.waiting.append((self, Delivery("message", self.peer, message, payload, session=self.number)))
+            self.inbox.waiting.append(
+                (self, Delivery("message", self.peer, message, payload, session=self.header.session))
+            )
             self.inbox.changed.notify_all()
             return True
 
@@ -125,7 +134,7 @@ class Session(ABC):
             self.reason = reason
             if tell and self.announced:
                 self.inbox.waiting.append(
-                    (self, Delivery("disconnected", self.peer, reason=reason, session=self.number))
+                    (self, Delivery("disconnected", self.peer, reason=reason, session=self.header.session))
                 )
             self.inbox.changed.notify_all()
         if self.on_end is not None:

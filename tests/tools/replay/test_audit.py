@@ -1,4 +1,4 @@
-"""The audit's own book, on tapes of real machines, and on machines that lose, double or forget samples."""
+"""The audit of tapes of real machines, and of machines that lose, double or forget samples."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ import pytest
 from diloco_jax.protocol.leases import Fates, Holding, LeaseBook
 from diloco_jax.protocol.messages import Lease
 from diloco_jax.tools.replay.audit import audit, describe
-from diloco_jax.tools.replay.audit_book import Book, SampleShare, Violations
-from diloco_jax.tools.replay.script import LearnerLife
 from tests.runtime.taped_pair import TapedPair
 
 STEPS = 100
-A, B = LearnerLife("a", 1), LearnerLife("b", 1)
 
 
 def result_of(pair: TapedPair) -> dict[str, Any]:
@@ -187,65 +184,3 @@ def test_broken_tapes_are_named(tmp_path: Path) -> None:
     pair.tape[4] = '["StepReport", 1.0'
     with pytest.raises(ValueError, match=r"tape\.jsonl: tape line 5 cannot be"):
         audit(pair.finish(), pair.config, STEPS)
-
-
-# ---- the book alone -------------------------------------------------------------------------------------------------
-
-
-def test_book_names_positions() -> None:
-    book, violations = Book(2), Violations()
-    book.lease(A, 0, 0, 10, violations)
-    book.lease(A, 0, 0, 10, violations)  # repeated
-    assert (book.leased, book.out, violations.count) == (10, 10, 0)
-    book.lease(B, 0, 8, 12, violations)
-    assert violations.texts == ["position 8 (and 1 more) was leased to b while it was out, last leased to a"]
-    book.lease(A, 2, 3, 5, violations)
-    assert violations.texts[1:] == ["a was told that it has [(2, 4)], then 3 to 4"]
-    book.lease(A, 12, 20, 21, violations)
-    assert violations.texts[2:] == ["a was never leased its samples 10 to 11"]
-    book.lease(LearnerLife("a", 2), 0, 30, 31, violations)
-    assert "(incarnation 1) were neither merged nor released when it ended: 0 to 9, 20 to 20" in violations.texts[3]
-    book.lease(B, 4, 5, 5, violations)
-    assert violations.texts[4] == "b was leased positions 5 to 4, which cannot be"
-
-
-def test_book_merges_when_every_fragment_took_and_somebody_holds() -> None:
-    book, violations = Book(2), Violations()
-    book.lease(A, 0, 0, 10, violations)
-    book.on_version(0, 1, {A: SampleShare(0, 6)})
-    book.on_held(0, 1)
-    assert book.merged == 0, "fragment 1 took nothing"
-    book.on_version(1, 2, {A: SampleShare(0, 4)})
-    assert book.merged == 0, "nobody is seen to hold version 2"
-    book.on_held(1, 1)
-    book.on_held(1, 99)
-    assert book.merged == 0, "these are not the version that took it"
-    book.on_held(1, 2)
-    assert (book.merged, book.out) == (4, 6)
-    book.on_version(1, 4, {LearnerLife("a", 2): SampleShare(0, 9)})
-    book.on_held(1, 4)
-    assert book.merged == 4, "that was another life"
-    book.release("a")
-    assert (book.leased, book.merged, book.released, book.out) == (10, 4, 6, 0)
-    book.lease(B, 0, 4, 12, violations)
-    assert (book.leased, book.repeated, book.out, violations.count) == (18, 6, 8, 0)
-    book.lease(B, 8, 2, 4, violations)
-    assert violations.texts == ["position 2 (and 1 more) was leased to b while it was merged, last leased to a"]
-
-
-def test_book_tells_what_a_lost_version_undid() -> None:
-    book, violations = Book(1), Violations()
-    book.lease(A, 0, 0, 10, violations)
-    for version, samples in ((1, 3), (2, 5), (3, 8)):
-        book.on_version(0, version, {A: SampleShare(0, samples)})
-        if version < 3:
-            book.on_held(0, version)
-    assert book.merged == 5
-    book.on_lost(0, 1)
-    assert book.undone == 2, "samples 3 and 4 went into version 2"
-    book.on_version(0, 4, {A: SampleShare(0, 9)})
-    book.on_held(0, 4)
-    assert (book.merged, book.undone) == (9, 2)
-    book.keep_until([4])
-    book.on_lost(0, 0)
-    assert book.undone == 2
