@@ -13,8 +13,9 @@ from diloco_jax.core.merge import MergeConfig
 from diloco_jax.core.outer import OuterConfig, make_outer
 from diloco_jax.core.shards import share
 from diloco_jax.protocol.effects import Merge, Part
-from diloco_jax.runtime.model.arithmetic import LocalShares, Setup
+from diloco_jax.runtime.model.arithmetic import local_arithmetic
 from diloco_jax.runtime.model.global_model import GlobalModel, Merged
+from diloco_jax.runtime.model.model_share import Setup
 
 SHAPES = {"layer/kernel": (4, 6), "layer/bias": (6,), "embed": (8, 4)}
 FRAGMENTS = 2
@@ -29,7 +30,7 @@ def make_model(
     plan, settings = plan_fragments(SHAPES, FRAGMENTS), MergeConfig(**merge)  # type: ignore[arg-type]
     how = make_outer(outer or OuterConfig(learning_rate=0.7, momentum=0.9))
     shares = share(plan, settings, shards, cut=how.elementwise)
-    arithmetic = LocalShares(Setup(shares, how, "float32", wire_down, 2))
+    arithmetic = local_arithmetic(Setup(shares, how, "float32", wire_down, 2))
     factor = settings.outlier_factor
     return GlobalModel(plan, parameters, arithmetic, weights="tokens2_per_step", outlier_factor=factor)
 

@@ -26,7 +26,8 @@ from diloco_jax.core.passes import State, norms
 from diloco_jax.core.shards import share
 from diloco_jax.protocol.effects import Merge
 from diloco_jax.protocol.messages import NO_VERSION
-from diloco_jax.runtime.model.arithmetic import Arithmetic, Bytes, Moment, Setup, Squares
+from diloco_jax.runtime.model.arithmetic import Arithmetic, Moment
+from diloco_jax.runtime.model.model_share import Bytes, Setup, Squares
 from diloco_jax.runtime.model.usable import ODD_BEFORE, RATES_KEPT, RATES_MIN, Candidate, Known, Odd, choose, median
 from diloco_jax.settings.run import RunConfig
 
@@ -144,8 +145,8 @@ class GlobalModel:
 
     def load(self, saved: Capture | SavedModel) -> None:
         """Become what `capture` returned, or `unpacked`; older versions are gone, and so are steps."""
-        states = saved.states if isinstance(saved, SavedModel) else saved.moment.states()
-        for number, (mark, state) in enumerate(zip(saved.marks, states, strict=True)):
+        for number, mark in enumerate(saved.marks):
+            state = saved.states[number] if isinstance(saved, SavedModel) else saved.moment.state(number)
             self._arithmetic.load(number, mark.version, state)
             self._marks[number] = mark._replace(base=NO_VERSION)
 
@@ -201,7 +202,7 @@ class GlobalModel:
 
     def slices(self, capture: Capture, fragment_id: int) -> Arrays:
         """Return a fragment's value as the arrays of its slices, by key, for nobody to write to."""
-        return self.layout(fragment_id).views(capture.moment.values()[fragment_id])
+        return self.layout(fragment_id).views(capture.moment.value(fragment_id))
 
     def parameters(self, capture: Capture | None = None) -> Arrays:
         """Return the whole model, newest version of every fragment, as new arrays by path.
@@ -209,7 +210,8 @@ class GlobalModel:
         Args:
             capture: which any thread may have assembled; None takes the model as it is.
         """
-        return self._assembled([flat.copy() for flat in (capture or self.capture()).moment.values()])
+        moment = (capture or self.capture()).moment
+        return self._assembled([moment.value(number).copy() for number in range(len(self._marks))])
 
     def _assembled(self, flats: Sequence[np.ndarray]) -> Arrays:
         parameters: Mapping[str, np.ndarray] = self._parameters
@@ -270,7 +272,7 @@ class GlobalModel:
     def packed(self, capture: Capture) -> tuple[dict[str, Arrays], dict[str, Any]]:
         """Return a capture as named arrays (`parameters`, `outer`) and plain values; any thread may call it."""
         outer: Arrays = {}
-        states = capture.moment.states()
+        states = [capture.moment.state(number) for number in range(len(self._marks))]
         for fragment_id, state in enumerate(states):
             outer |= {f"{fragment_id}/{name}": np.asarray(leaf) for name, leaf in state.outer.items()}
             if state.residual.size:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,16 +22,11 @@ from diloco_jax.protocol.syncer.tape import TapedSyncer, lives, replay
 from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.runtime.model.global_model import GlobalModel
 from diloco_jax.runtime.records import checkpoint
-from diloco_jax.runtime.records.files import ADDRESS_FILE, CHECKPOINTS, CLOCK_FILE, TAPE_FILE
+from diloco_jax.runtime.records.files import CHECKPOINTS, CLOCK_FILE, TAPE_FILE
 from diloco_jax.runtime.records.tape_file import last_time_s, read_lines
 from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.runtime.syncer.snapshots import Snapshot, read_snapshot
-from diloco_jax.settings.run import RunConfig
-from diloco_jax.transport.grpc_link import GrpcListener, listen
-from diloco_jax.transport.link import split_address
 
-LISTEN_PATIENCE_S = 30.0  # how long a restarted syncer waits for the port of the one before it
-LISTEN_RETRY_S = 0.5
 FRESH, FAILOVER, REWIND = "fresh", "failover", "rewind"
 
 log = logging.getLogger(__name__)
@@ -55,40 +48,6 @@ def mode_of(run_dir: Path, *, rewind: bool) -> str:
     if not tape.exists() or last_time_s(tape) is None:
         return FRESH
     return REWIND if rewind else FAILOVER
-
-
-def open_listener(
-    config: RunConfig, run_dir: Path, mode: str, epoch: int, stop: threading.Event, shards: Sequence[str] = ()
-) -> GrpcListener:
-    """Listen; after a failover where the process before it did, since that is where learners look for it.
-
-    Args:
-        config: the run.
-        run_dir: its folder; the address is kept there.
-        mode: how this process begins.
-        epoch: which life of the syncer it is.
-        stop: set from outside to give up.
-        shards: where merge shards listen.
-
-    Raises:
-        ValueError: the address is in use, or not allowed.
-    """
-    transport, file = config.transport, run_dir / ADDRESS_FILE
-    again = mode == FAILOVER and file.exists() and split_address(transport.address)[1] == 0
-    if again:
-        transport = replace(transport, address=file.read_text(encoding="utf-8"))
-    until_s = time.monotonic() + (LISTEN_PATIENCE_S if mode == FAILOVER else 0.0)
-    while True:
-        try:
-            listener = listen(transport, run_id=config.name, epoch=epoch, shards=shards)
-            break
-        except ValueError as error:
-            if time.monotonic() >= until_s or stop.wait(LISTEN_RETRY_S):
-                raise
-            log.info(f"waiting for the port of the process before: {error}")
-    if not file.exists() or file.read_text(encoding="utf-8") != listener.address:  # else a full disk need not matter
-        file.write_text(listener.address, encoding="utf-8")
-    return listener
 
 
 class RunClock:

@@ -23,7 +23,7 @@ import numpy as np
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.runtime.model.arithmetic import LocalShares
+from diloco_jax.runtime.model.arithmetic import local_arithmetic
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.model.global_model import Capture, make_model, make_setup
 from diloco_jax.runtime.records import checkpoint
@@ -73,7 +73,7 @@ class Replay:
         if compare:
             self._check_fingerprint()
         self.trainer = Trainer(config, 1 if compare else config.island("").batch_size)
-        arithmetic = LocalShares(make_setup(config, self._plan))
+        arithmetic = local_arithmetic(make_setup(config, self._plan))
         self.model = make_model(config, self._plan, self.evaluator.initial_parameters(), arithmetic)
         self.merged_rounds = 0
         self.difference = ""  # the first one between the run and its repetition

@@ -21,8 +21,9 @@ from diloco_jax.protocol.effects import Merge, Part
 from diloco_jax.protocol.messages import NO_VERSION
 from diloco_jax.runtime.island.adoptions import Adoptions
 from diloco_jax.runtime.island.arrivals import Values
-from diloco_jax.runtime.model.arithmetic import LocalShares, Setup
+from diloco_jax.runtime.model.arithmetic import local_arithmetic
 from diloco_jax.runtime.model.global_model import GlobalModel, Merged
+from diloco_jax.runtime.model.model_share import Setup
 from diloco_jax.settings.run import AdoptConfig
 from diloco_jax.training.exchange.exchange import AdoptMode, Exchange
 from diloco_jax.training.exchange.outgoing import HeldFragment, StagedFragment
@@ -126,7 +127,7 @@ class Rounds:
         plan = plan_fragments({path: value.shape for path, value in initial.items()}, fragments)
         settings = MergeConfig(method=merge)
         outer = make_outer(OuterConfig(learning_rate=1.0, momentum=0.0))
-        arithmetic = LocalShares(Setup(share(plan, settings, 1, cut=True), outer, up, down, 2))
+        arithmetic = local_arithmetic(Setup(share(plan, settings, 1, cut=True), outer, up, down, 2))
         self.model = GlobalModel(
             plan, initial, arithmetic, weights="tokens2_per_step", outlier_factor=settings.outlier_factor
         )

@@ -13,8 +13,9 @@ from diloco_jax.core.merge import MergeConfig
 from diloco_jax.core.outer import OuterConfig, make_outer
 from diloco_jax.core.shards import share
 from diloco_jax.protocol.effects import Merge, Part
-from diloco_jax.runtime.model.arithmetic import LocalShares, Setup
+from diloco_jax.runtime.model.arithmetic import local_arithmetic
 from diloco_jax.runtime.model.global_model import GlobalModel, Merged
+from diloco_jax.runtime.model.model_share import Setup
 
 Arrays = dict[str, np.ndarray]
 
@@ -25,7 +26,7 @@ def make_model(parameters: Mapping[str, np.ndarray], fragments: int, shards: int
     settings, outer = MergeConfig(method="average"), make_outer(OuterConfig(learning_rate=1.0, momentum=0.0))
     setup = Setup(share(plan, settings, shards, cut=True), outer, "float32", "float32", 4)
     factor = settings.outlier_factor
-    return GlobalModel(plan, parameters, LocalShares(setup), weights="tokens2_per_step", outlier_factor=factor)
+    return GlobalModel(plan, parameters, local_arithmetic(setup), weights="tokens2_per_step", outlier_factor=factor)
 
 
 class Sent(NamedTuple):

@@ -14,8 +14,9 @@ from diloco_jax.core.merge import MergeConfig
 from diloco_jax.core.outer import OuterConfig, make_outer
 from diloco_jax.core.shards import share
 from diloco_jax.protocol.effects import Merge, Part
-from diloco_jax.runtime.model.arithmetic import LocalShares, Setup
+from diloco_jax.runtime.model.arithmetic import local_arithmetic
 from diloco_jax.runtime.model.global_model import GlobalModel
+from diloco_jax.runtime.model.model_share import Setup
 
 SHAPES = {"embed": (1 << 10, 600), "norm": (300,), **{f"layer_{n}/kernel": (64, 40 + n) for n in range(5)}}
 PLAN: FragmentPlan = plan_fragments(SHAPES, 2)
@@ -26,7 +27,7 @@ def make_model(shards: int, outer: OuterConfig, up: codec.Format = "int4") -> Gl
     parameters = {path: rng.normal(size=shape).astype(np.float32) for path, shape in SHAPES.items()}
     how = make_outer(outer)
     shares = share(PLAN, MergeConfig(), shards, cut=how.elementwise)
-    arithmetic = LocalShares(Setup(shares, how, up, "int4", 2))
+    arithmetic = local_arithmetic(Setup(shares, how, up, "int4", 2))
     return GlobalModel(PLAN, parameters, arithmetic, weights="tokens2_per_step", outlier_factor=100.0)
 
 
@@ -107,9 +108,9 @@ def test_a_value_against_an_older_version_counts_from_the_newest(shards: int) ->
         first = Merge(1, 0, (Part("a", 1, 1, 64, 0, 4),))
         model.publish(model.merge(first, {"a": payload(0, 1, "float32", 1.0)}))
     value = np.frombuffer(payload(0, 2, "float32", 1.0), np.float32)
-    moved = models[0].capture().moment.values()[0] - initial.moment.values()[0]
+    moved = models[0].capture().moment.value(0) - initial.moment.value(0)
     for model, base, sent in zip(models, (0, 1), (value, value + moved), strict=True):
         model.publish(model.merge(Merge(2, 0, (Part("a", 2, 1, 64, base, 4),)), {"a": sent.tobytes()}))
-    ours, theirs = (model.capture().moment.values()[0] for model in models)
+    ours, theirs = (model.capture().moment.value(0) for model in models)
     assert np.abs(moved).max() > 0.1
     np.testing.assert_allclose(ours, theirs, atol=1e-5)

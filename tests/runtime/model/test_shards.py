@@ -20,10 +20,12 @@ from diloco_jax.core import codec
 from diloco_jax.core.fragments import FragmentPlan, plan_fragments
 from diloco_jax.protocol.effects import Merge, Part
 from diloco_jax.protocol.messages import NO_VERSION, FragmentValue, GlobalFragment, Heartbeat, Hello
-from diloco_jax.runtime.model.arithmetic import LocalShares
+from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_setup
-from diloco_jax.runtime.model.remote_shares import RemoteShares
-from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, open_listeners
+from diloco_jax.runtime.model.merge_shards import MergeShards
+from diloco_jax.runtime.model.shard_commands import ShardFree
+from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, open_listener
+from diloco_jax.runtime.syncer.workers import Results
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
 from diloco_jax.transport.link import Delivery, Link
@@ -45,10 +47,11 @@ class Bench:
         path = write_config(folder, protocol={"sync_every": 2, "num_fragments": 2}, syncer={"shards": shards})
         self.config: RunConfig = load(path)
         self.deaths: list[Exception] = []
-        self.arithmetic = RemoteShares(make_setup(self.config, PLAN), PLAN, path, 1, self.deaths.append)
-        self.model = model(self.config, self.arithmetic)
+        setup, events = make_setup(self.config, PLAN), Results()
+        self.shards = MergeShards(setup, PLAN, path, 1, events.put, self.deaths.append)
+        self.model = model(self.config, Arithmetic(setup, self.shards.shares))
         life = Life("fresh", 1, threading.Event())
-        listener = open_listeners(self.config, folder, life, self.arithmetic, FINGERPRINT)
+        listener = open_listener(self.config, folder, life, FINGERPRINT, self.shards, events)
         assert isinstance(listener, ShardedListener)
         self.listener = listener
         self.links = {name: self.dial(name) for name in NAMES}
@@ -76,10 +79,10 @@ class Bench:
         for link in self.links.values():
             link.close(0.1)
         self.listener.close(0.1)
-        self.arithmetic.close()
+        self.shards.end()
 
 
-def model(config: RunConfig, arithmetic: LocalShares | RemoteShares) -> GlobalModel:
+def model(config: RunConfig, arithmetic: Arithmetic) -> GlobalModel:
     rng = np.random.default_rng(7)
     parameters = {path: rng.normal(size=shape).astype(np.float32) for path, shape in SHAPES.items()}
     return make_model(config, PLAN, parameters, arithmetic)
@@ -112,7 +115,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
 @pytest.mark.parametrize("bench", [2, 3], indirect=True)
 def test_shards_give_the_bits_of_one_process(bench: Bench) -> None:
     one = replace(bench.config, syncer=replace(bench.config.syncer, shards=1))
-    alone = model(one, LocalShares(make_setup(one, PLAN)))
+    alone = model(one, local_arithmetic(make_setup(one, PLAN)))
     assert bench.model.digests == alone.digests
     for name, link in bench.links.items():
         link.send(hello(name))
@@ -173,13 +176,14 @@ def test_values_of_which_parts_are_missing_are_bounded_and_freed_with_their_sess
     bench.hear(Hello, 1)
     assert isinstance(link, ShardedLink)
     holder = bench.model.setup.shares.holders(0)[0]
-    proxy, tell = bench.arithmetic.proxies[holder], bench.arithmetic.proxies[holder].tell
+    share, tell = bench.shards.shares[holder], bench.shards.shares[holder].tell
 
-    def watched(op: str, arrays: Sequence[np.ndarray] = (), **said: Any) -> None:
-        freed.append(said["number"])
-        tell(op, arrays, **said)
+    def watched(command: Any, arrays: Sequence[np.ndarray] = ()) -> None:
+        if isinstance(command, ShardFree):
+            freed.append(command.part)
+        tell(command, arrays)
 
-    proxy.tell = watched  # type: ignore[method-assign]
+    share.tell = watched  # type: ignore[method-assign]
     for step in range(10):
         link._links[holder].send(FragmentValue("a", 1, step, 0, 1, 1, 64, 0, 1, 10), b"0123456789")
     wait_for(lambda: bench.listener.receive(0.1) or len(freed) == 6, "the oldest to be freed")
@@ -188,7 +192,7 @@ def test_values_of_which_parts_are_missing_are_bounded_and_freed_with_their_sess
     delivery = wait_for(lambda: bench.listener.receive(0.2), "the end of the session")
     assert delivery.kind == "disconnected" and not bench.listener._values
     assert sorted(freed) == list(range(10))
-    proxy.tell = tell  # type: ignore[method-assign]
+    share.tell = tell  # type: ignore[method-assign]
 
 
 def test_an_unusable_value_is_left_out(bench: Bench) -> None:
@@ -206,7 +210,7 @@ def test_an_unusable_value_is_left_out(bench: Bench) -> None:
 def test_the_death_of_a_shard_is_told_and_ends_what_waits_for_it(tmp_path: Path) -> None:
     bench = Bench(tmp_path, 2)
     capture = bench.model.capture()
-    bench.arithmetic.proxies[1].process.kill()
+    bench.shards.shares[1].process.kill()
     wait_for(lambda: bench.deaths, "the news")
     assert "merge shard 1" in str(bench.deaths[0])
     with pytest.raises(ConnectionError, match="merge shard 1"):
