@@ -28,22 +28,10 @@ from diloco_jax.protocol.effects import Merge
 from diloco_jax.protocol.messages import NO_VERSION
 from diloco_jax.runtime.model.arithmetic import Arithmetic, Moment
 from diloco_jax.runtime.model.model_share import Bytes, Setup, Squares
-from diloco_jax.runtime.model.usable import ODD_BEFORE, RATES_KEPT, RATES_MIN, Candidate, Known, Odd, choose, median
+from diloco_jax.runtime.model.usable import ODD_BEFORE, RATES_KEPT, RATES_MIN, Candidate, Mark, Odd, choose, median
 from diloco_jax.settings.run import RunConfig
 
 Arrays = dict[str, np.ndarray]
-
-
-class Mark(NamedTuple):
-    """Notes on a fragment's newest version: all that is known without its values."""
-
-    version: int
-    digest: int
-    rates: tuple[float, ...]  # norm per inner step of the values accepted last, oldest first
-    base: int = NO_VERSION  # the version from which a step leads to it; none: only the whole value can be sent
-    peaks: tuple[float, ...] = ()  # the highest rates that were ever accepted, highest first
-    odd: tuple[Odd, ...] = ()  # the last values that were above the limit, oldest first
-    elsewhere: float = 0.0  # what was usual in the model's other fragments for so many parameters; 0: unknown
 
 
 class Capture(NamedTuple):
@@ -242,9 +230,8 @@ class GlobalModel:
         values, bases = [payloads[part.learner_id] for part in parts], [part.base_version for part in parts]
         squares = arithmetic.inspect(fragment_id, values, bases)
         candidates = [Candidate(part, norm) for part, norm in zip(parts, _norms(squares), strict=True)]
-        known = Known(mark.rates, mark.peaks, mark.odd, mark.elsewhere, self._lengths[fragment_id])
         factor = self._outlier_factor if decided is None else 0.0
-        chosen, odd = choose(candidates, known, factor, left_out)
+        chosen, odd = choose(candidates, mark, self._lengths[fragment_id], factor, left_out)
         while chosen:
             tokens, steps = [parts[i].tokens for i in chosen], [parts[i].steps for i in chosen]
             weights = token_weights(tokens, steps, self._weights)

@@ -20,8 +20,9 @@ from diloco_jax.runtime.records.files import CHECKPOINTS, CONFIG_FILE, SUMMARY_F
 from diloco_jax.runtime.records.status import NOTHING_EARLIER, read_earlier
 from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s
 from diloco_jax.runtime.records.telemetry import write_json
-from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, Parts, RunClock, begin, mode_of
+from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
 from diloco_jax.runtime.syncer.driver import FAREWELL_S, SyncerDriver
+from diloco_jax.runtime.syncer.parts import Parts, RunClock
 from diloco_jax.runtime.syncer.sharded_listener import Life, open_listener
 from diloco_jax.runtime.syncer.snapshots import Keeper, SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
@@ -70,33 +71,30 @@ class SyncerRun:
             ValueError: the address is in use or not allowed, the tape belongs to another process, or there is nothing
                 from which the run could go on.
         """
-        config, stop, model, machine, stats = self._config, self._stop, self._model, self._machine, self._stats
-        mode = mode_of(self._run_dir, rewind=self._rewind)
-        tape = TapeFile(self._run_dir / TAPE_FILE, stop, lambda: watch.tell())
-        clock = RunClock(self._run_dir, last_time_s(self._run_dir / TAPE_FILE) or 0.0)
-        writer = SnapshotWriter(self._run_dir / CHECKPOINTS, config.name, model, config.checkpoints.keep)
-        earlier = NOTHING_EARLIER if mode == FRESH else read_earlier(self._run_dir)
+        config, run_dir, stop, machine = self._config, self._run_dir, self._stop, self._machine
+        mode = mode_of(run_dir, rewind=self._rewind)
+        tape = TapeFile(run_dir / TAPE_FILE, stop, lambda: watch.tell())
+        clock, taped = RunClock(run_dir, last_time_s(run_dir / TAPE_FILE) or 0.0), TapedSyncer(machine, tape.write)
+        parts = Parts(config, run_dir, stop, clock, tape, machine, taped, self._model, self._stats)
+        writer = SnapshotWriter(run_dir / CHECKPOINTS, config.name, self._model, config.checkpoints.keep)
 
         def alarms() -> list[str]:
             return [text for text in (tape.condition, writer.condition) if text]
 
-        watch = Watch(
-            config, self._run_dir, stop, machine=machine, stats=stats, clock=clock, earlier=earlier, alarms=alarms
-        )
-        keeper = Keeper(writer, model=model, machine=machine, tape=tape, stats=stats, now_s=clock.now_s)
-        taped, merges = TapedSyncer(machine, tape.write), Merges(model, self._results.put)
+        watch = Watch(parts, NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir), alarms)
+        keeper, merges = Keeper(parts, writer), Merges(self._model, self._results.put)
         evaluations = Evaluations(config, self._evaluator, self._results.put)
         listener, ended_s = None, 0.0
         try:
-            effects = begin(Parts(self._run_dir, machine, taped, model, stats), mode, clock.now_s())
+            effects = begin(parts, mode, clock.now_s())
             evaluations.skip_to(machine.global_step)
             lingers = mode == FAILOVER and machine.finished and not machine.restoring
             life = Life(mode, machine.epoch, stop)
-            listener = open_listener(config, self._run_dir, life, self._fingerprint, self._shards, self._events)
+            listener = open_listener(config, run_dir, life, self._fingerprint, self._shards, self._events)
             watch.listens(listener)
             driver = SyncerDriver(
-                taped, model, listener, results=self._results, merges=merges, evaluations=evaluations, keeper=keeper,
-                watch=watch, clock=clock, stop=stop,
+                parts, listener, results=self._results, merges=merges, evaluations=evaluations, keeper=keeper,
+                watch=watch,
             )  # fmt: skip
             driver.serve(effects)
             ended_s = clock.now_s()
@@ -125,7 +123,7 @@ class SyncerRun:
         watch.tell()
         summary = self._stats.summary(watch.wire(), ended_s)
         if not keeper.saved:
-            keeper.save_last(self._stop, watch.tell)
+            keeper.save_last(watch.tell)
         evaluations.close()
         result = self._evaluator.evaluate(self._model.parameters(), self._config.train.final_eval_batches)
         result |= {"global_step": self._machine.global_step, "tokens": summary["tokens"]}
