@@ -1,4 +1,4 @@
-"""What a machine has, told from what its kernel lists, and who gets what of it; and a terminal without noise."""
+"""Devices as the kernel lists them, their shares for the processes of a run, and a terminal without noise."""
 
 from __future__ import annotations
 
