@@ -15,7 +15,7 @@ from diloco_jax.core.codec import Format, decode
 from diloco_jax.core.layout import LEAF, Piece, combined, make_layout, value_digest
 from diloco_jax.core.merge import Method
 from diloco_jax.core.outer import Nesterov, Optax
-from diloco_jax.core.passes import Buffers, Merger, Values, norms, subset, values_of
+from diloco_jax.core.passes import Buffers, Merger, Values, norms, squares_of, subset, values_of
 from tests.core.merging import (
     FORMATS,
     NESTEROV,
@@ -76,7 +76,7 @@ def test_products_are_those_of_decoded_values(up: Format) -> None:
         rows = np.stack([d[layout.pieces[leaf.piece].key].reshape(-1).astype(np.float64) for d in decoded])
         np.testing.assert_allclose(products, [np.triu(rows @ rows.T)], rtol=1e-6, atol=1e-6)
     flat = [np.concatenate([v.reshape(-1) for v in d.values()]).astype(np.float64) for d in decoded]
-    np.testing.assert_allclose(norms(found), [np.linalg.norm(v) for v in flat], rtol=1e-6)
+    np.testing.assert_allclose(norms(squares_of(found)), [np.linalg.norm(v) for v in flat], rtol=1e-6)
 
 
 def backwards(function: Callable[[int], Any], numbers: Iterable[int]) -> Iterable[Any]:
@@ -173,7 +173,7 @@ def test_a_damaged_value_spoils_nothing_but_itself(up: Format, what: float, with
     merger = make_merger(layout, up, "int4")
     products = merger.inspect(Values(payloads, moved))
     alone = merger.inspect(Values(payloads[::2], moved[::2]))
-    assert np.isfinite(norms(products)).tolist() == [True, False, True]
+    assert np.isfinite(norms(squares_of(products))).tolist() == [True, False, True]
     assert [p.tobytes() for p in subset(products, [0, 2])] == [p.tobytes() for p in alone]
 
 

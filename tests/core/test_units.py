@@ -12,7 +12,7 @@ from diloco_jax.core.kinds import Kind, kind_of
 from diloco_jax.core.layout import LEAF
 from diloco_jax.core.merge import MergeConfig, Rule
 from diloco_jax.core.outer import Nesterov, Optax, Outer
-from diloco_jax.core.passes import Merger, Values, norms
+from diloco_jax.core.passes import Merger, Values, norms, squares_of
 from diloco_jax.core.shards import share
 from tests.core.merging import FORMATS, layout_of, make_merger, payload_of, round_of
 
@@ -52,7 +52,9 @@ def test_units_are_merged_as_tensors_of_their_own(name: str, up: Format) -> None
         expected = round_of(alone, sent, WEIGHTS, alone.first(np.zeros(unit.size, np.float32))).state.value
         largest = np.abs(expected).max()
         np.testing.assert_allclose(unit.reshape(-1), expected, rtol=1e-5, atol=1e-6 * largest)
-    np.testing.assert_allclose(norms(products), [np.linalg.norm(g.astype(np.float64)) for g in gradients], rtol=1e-6)
+    np.testing.assert_allclose(
+        norms(squares_of(products)), [np.linalg.norm(g.astype(np.float64)) for g in gradients], rtol=1e-6
+    )
 
 
 def test_an_optax_transformation_sees_the_mean_of_units() -> None:

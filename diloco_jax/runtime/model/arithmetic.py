@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from diloco_jax.core.passes import Flat, Run, State
+from diloco_jax.core.passes import Flat, Run, Squares, State
 from diloco_jax.core.shards import fill, split
 from diloco_jax.protocol.messages import NO_VERSION
 from diloco_jax.runtime.model.merge_shards import RemoteShare
-from diloco_jax.runtime.model.model_share import Bytes, ModelShare, ReadState, Setup, Squares
-
-
-class Outcome(NamedTuple):
-    """The outcome of an update."""
-
-    finite: bool
-    digest: int  # of the fragment's next value
+from diloco_jax.runtime.model.model_share import Bytes, ModelShare, ReadState, Setup
 
 
 class Moment:
@@ -41,6 +34,10 @@ class Moment:
         holders = self._setup.shares.holders(fragment_id)
         found = self._run(lambda shard: self._parts[shard](fragment_id, value_only), holders)
         return self._setup.join(fragment_id, dict(zip(holders, found, strict=True)))
+
+    def states(self) -> list[State]:
+        """Return the state of every fragment, for nobody to write to."""
+        return [self.state(number) for number in range(len(self._setup.shares.wholes))]
 
     def value(self, fragment_id: int) -> Flat:
         """Return a fragment's newest value, for nobody to write to."""
@@ -94,11 +91,11 @@ class Arithmetic:
         parts = split(value, self.setup.shares.ranges(fragment_id, shard, self.setup.up))
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def update(self, fragment_id: int, version: int, chosen: Sequence[int], weights: np.ndarray) -> Outcome:
-        """Make the fragment's next version from some of the inspected values; see ModelShare.update."""
+    def update(self, fragment_id: int, version: int, chosen: Sequence[int], weights: np.ndarray) -> tuple[bool, int]:
+        """Make the fragment's next version; return whether it is finite, and its digest. See ModelShare.update."""
         made = self._on_holders(fragment_id, lambda n: self._shares[n].update(fragment_id, version, chosen, weights))
         digest = self.setup.shares.digest(fragment_id, {shard: leaves for shard, (_, leaves) in made.items()})
-        return Outcome(all(finite for finite, _ in made.values()), digest)
+        return all(finite for finite, _ in made.values()), digest
 
     def forget(self, fragment_id: int) -> None:
         """Let go of what was inspected."""

@@ -27,7 +27,7 @@ from diloco_jax.core.shards import share
 from diloco_jax.protocol.effects import Merge
 from diloco_jax.protocol.messages import NO_VERSION
 from diloco_jax.runtime.model.arithmetic import Arithmetic, Moment
-from diloco_jax.runtime.model.model_share import Bytes, Setup, Squares
+from diloco_jax.runtime.model.model_share import Bytes, Setup
 from diloco_jax.runtime.model.usable import ODD_BEFORE, RATES_KEPT, RATES_MIN, Candidate, Mark, Odd, choose, median
 from diloco_jax.settings.run import RunConfig
 
@@ -229,7 +229,7 @@ class GlobalModel:
             return Merged(fragment_id, None, left_out, mark.odd)
         values, bases = [payloads[part.learner_id] for part in parts], [part.base_version for part in parts]
         squares = arithmetic.inspect(fragment_id, values, bases)
-        candidates = [Candidate(part, norm) for part, norm in zip(parts, _norms(squares), strict=True)]
+        candidates = [Candidate(part, norm) for part, norm in zip(parts, norms(squares), strict=True)]
         factor = self._outlier_factor if decided is None else 0.0
         chosen, odd = choose(candidates, mark, self._lengths[fragment_id], factor, left_out)
         while chosen:
@@ -259,7 +259,7 @@ class GlobalModel:
     def packed(self, capture: Capture) -> tuple[dict[str, Arrays], dict[str, Any]]:
         """Return a capture as named arrays (`parameters`, `outer`) and plain values; any thread may call it."""
         outer: Arrays = {}
-        states = [capture.moment.state(number) for number in range(len(self._marks))]
+        states = capture.moment.states()
         for fragment_id, state in enumerate(states):
             outer |= {f"{fragment_id}/{name}": np.asarray(leaf) for name, leaf in state.outer.items()}
             if state.residual.size:
@@ -298,10 +298,6 @@ class GlobalModel:
         odd, elsewhere = tuple(Odd(*one) for one in plain["odd"][number]), plain["elsewhere"][number]
         mark = Mark(plain["versions"][number], digest, rates, NO_VERSION, peaks, odd, elsewhere)
         return mark, State(flat, outer, residual)
-
-
-def _norms(squares: Squares) -> list[float]:
-    return norms(np.diag(leaf)[np.newaxis] for leaf in squares.T)
 
 
 def make_setup(config: RunConfig, plan: FragmentPlan) -> Setup:

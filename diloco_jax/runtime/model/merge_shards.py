@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.core.passes import Flat, State
+from diloco_jax.core.passes import Flat, Squares, State
 from diloco_jax.runtime.model import shard_commands as commands
-from diloco_jax.runtime.model.model_share import Bytes, ReadState, Setup, Squares
+from diloco_jax.runtime.model.model_share import Bytes, ReadState, Setup
 from diloco_jax.runtime.model.shard_pipe import Pipe
 
 MERGE_SHARD = "merge-shard"  # the command that runs one
@@ -33,7 +33,7 @@ Reply = tuple[Any, list[np.ndarray]]  # an answer, and the arrays beside it
 
 
 class RemoteShare:
-    """The share of a process of its own. The parts of learners' values are HeldParts.
+    """A share in a process of its own, with the methods of a ModelShare; parts of learners' values are HeldParts.
 
     Args:
         shard: which share of the model.
@@ -87,9 +87,12 @@ class RemoteShare:
         return future.result()
 
     def end(self) -> None:
-        """Ask it to end, wait a little, then kill it."""
+        """Ask it to end."""
         self._ending = True
         self.tell(commands.ShardEnd())
+
+    def await_end(self) -> None:
+        """Wait a little until it has ended, then kill it."""
         try:
             self.process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -228,3 +231,5 @@ class MergeShards:
         """End all processes."""
         for share in self.shares:
             share.end()
+        for share in self.shares:
+            share.await_end()

@@ -13,18 +13,26 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float64
 
 from diloco_jax.core.codec import Format
 from diloco_jax.core.outer import NOTHING, Outer
-from diloco_jax.core.passes import Flat, Merger, Products, State, Update, Values, squares, subset
+from diloco_jax.core.passes import (
+    Flat,
+    Merger,
+    Products,
+    Squares,
+    State,
+    Update,
+    Values,
+    squares_of,
+    subset,
+    values_of,
+)
 from diloco_jax.core.shards import Shares
 from diloco_jax.protocol.messages import NO_VERSION
 
 Bytes = bytes | memoryview
 ReadState = Callable[[int, bool], State]  # of a fragment, or its value only; nobody writes to it
-# Squared norms of what the learners did; not finite, or negative, where a value is unusable.
-Squares = Float64[np.ndarray, "learners leaves"]
 
 
 class Setup(NamedTuple):
@@ -90,11 +98,6 @@ class FragmentState(NamedTuple):
         return State(self.values[self.version], {}, NOTHING) if value_only else self.state
 
 
-class _Inspected(NamedTuple):
-    values: Values
-    products: list[Products]
-
-
 class ModelShare:
     """One shard's part of every fragment, which is never asked for a fragment of which it has nothing.
 
@@ -114,7 +117,7 @@ class ModelShare:
             self._mergers.append(Merger(layout, how, setup.outer, setup.up, setup.down, run))
         self._captured: dict[int, weakref.ref[np.ndarray]] = {}  # arrays that are not to be written again, by id
         self._states: dict[int, FragmentState] = {}
-        self._inspected: dict[int, _Inspected] = {}
+        self._inspected: dict[int, tuple[Values, list[Products]]] = {}
         self._made: dict[int, FragmentState] = {}
 
     def inspect(self, fragment_id: int, parts: Sequence[Bytes], bases: Sequence[int]) -> Squares:
@@ -133,11 +136,10 @@ class ModelShare:
         arrays = [np.frombuffer(payload, np.uint8) for payload in parts]
         values = Values(arrays, [moved.get(base) for base in bases])
         products = merger.inspect(values)
-        self._inspected[fragment_id] = _Inspected(values, products)
-        found = np.stack([squares(each) for each in products], axis=1)
+        self._inspected[fragment_id] = values, products
+        found = squares_of(products)
         if late := [i for i, gap in enumerate(values.moved) if gap is not None]:
-            own = merger.inspect(Values([arrays[i] for i in late], [None] * len(late)))
-            of_late = np.stack([squares(each) for each in own], axis=1)
+            of_late = squares_of(merger.inspect(values_of([arrays[i] for i in late])))
             found[late] = np.where(np.isfinite(found[late]), of_late, found[late])
         return found
 

@@ -122,15 +122,6 @@ def test_islands_share_gpus(count: int, devices: int | str, gpus: int, expected:
     assert settings_of(config, "stranger", machine) == {}
 
 
-def test_shares_of_one_gpu_only_where_it_is_shared() -> None:
-    config = run_of(3)
-    assert [settings_of(config, name, Machine(("0", "1"))).get(FRACTION) for name in config.islands.names] == [
-        "0.45",
-        None,
-        "0.45",
-    ]
-
-
 def test_one_process_for_all_islands_and_hosts_of_one() -> None:
     single = run_of(2, controller="single")
     assert settings_of(single, "islands", Machine(GPUS)) == {VISIBLE: "0,1,2,3,4,5,6,7"}
