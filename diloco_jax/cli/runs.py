@@ -163,14 +163,13 @@ def compile_ahead(arguments: argparse.Namespace) -> int:
 
 
 def merge_shard(arguments: argparse.Namespace) -> int:
-    import socket
+    from multiprocessing.connection import Connection
 
     _begin_log()
     from diloco_jax.runtime.model.shard_process import ShardRun
     from diloco_jax.settings.text import load
 
-    connection = socket.socket(fileno=arguments.connection)
-    ShardRun(load(arguments.config), arguments.shard, connection).run()
+    ShardRun(load(arguments.config), arguments.shard, Connection(arguments.connection)).run()
     return 0
 
 

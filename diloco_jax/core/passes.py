@@ -27,6 +27,7 @@ from diloco_jax.core.outer import NOTHING, Flat, Gradient, Outer
 from diloco_jax.core.prepare import prepare
 
 Products = Float64[np.ndarray, "_ _ _"]  # of each unit of which a leaf has something: one matrix of learners
+Squares = Float64[np.ndarray, "learners leaves"]  # squared norms; not finite, or negative, where a value is unusable
 Coefficients = Float32[np.ndarray, "_ _"]  # of each unit of a piece, one for every learner
 Run = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]  # the built-in map, or that of a thread pool
 
@@ -266,10 +267,10 @@ class Buffers:
             free.append(array)
 
 
-def norms(products: Iterable[Products]) -> list[float]:
-    """Return each learner's norm over all leaves; NaN or infinite where it is not usable."""
-    diagonals = [squares(each) for each in products]
-    return [_root([float(d[m]) for d in diagonals]) for m in range(diagonals[0].size)] if diagonals else []
+def norms(squares: Squares) -> list[float]:
+    """Return each learner's norm over all leaves; NaN where it is not usable."""
+    usable = (np.isfinite(squares) & (squares >= 0)).all(axis=1)
+    return [math.sqrt(math.fsum(own)) if good else math.nan for own, good in zip(squares, usable, strict=True)]
 
 
 def subset(products: Iterable[Products], chosen: Sequence[int]) -> list[Products]:
@@ -277,16 +278,9 @@ def subset(products: Iterable[Products], chosen: Sequence[int]) -> list[Products
     return [each[:, chosen][:, :, chosen] for each in products]
 
 
-def squares(products: Products) -> Float64[np.ndarray, "m"]:
-    """Return each learner's squared norm in a leaf."""
-    found: Float64[np.ndarray, "m"] = np.diagonal(products.sum(axis=0))
-    return found
-
-
-def _root(squares: Sequence[float]) -> float:
-    if not all(math.isfinite(square) and square >= 0 for square in squares):
-        return math.nan
-    return math.sqrt(math.fsum(squares))
+def squares_of(products: Iterable[Products]) -> Squares:
+    """Return each learner's squared norm in each leaf."""
+    return np.stack([np.diagonal(each.sum(axis=0)) for each in products], axis=1)
 
 
 def _total(leaves: Sequence[Float64[np.ndarray, "m m"]]) -> Float64[np.ndarray, "m m"]:

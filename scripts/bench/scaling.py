@@ -32,9 +32,11 @@ from diloco_jax.core.fragments import FragmentPlan, plan_fragments
 from diloco_jax.protocol.effects import Merge, Part
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Hello, PullRequest
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_setup
-from diloco_jax.runtime.model.remote_shares import RemoteShares, make_arithmetic
-from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, open_listeners
+from diloco_jax.runtime.model.merge_shards import MergeShards
+from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, open_listener
+from diloco_jax.runtime.syncer.workers import Results
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.transport.grpc_link import GrpcListener
@@ -171,12 +173,16 @@ def serve(case: Case, folder: Path, elements: int, pipe: Connection) -> None:
     path = folder / f"{case.shards}-{case.learners}" / "config.yaml"
     path.parent.mkdir()
     path.write_text(dump(config), encoding="utf-8")
-    arithmetic = make_arithmetic(make_setup(config, plan), plan, path, 1, lambda error: os._exit(1))
+    setup, events, shards = make_setup(config, plan), Results(), None
+    if setup.shares.count > 1:
+        shards = MergeShards(setup, plan, path, 1, events.put, lambda error: os._exit(1))
+    arithmetic = Arithmetic(setup, shards.shares) if shards else local_arithmetic(setup)
     model = make_model(config, plan, {name: np.zeros(s, np.float32) for name, s in plan.shapes.items()}, arithmetic)
-    listener = open_listeners(config, path.parent, Life("fresh", 1, threading.Event()), arithmetic, FINGERPRINT)
+    life = Life("fresh", 1, threading.Event())
+    listener = open_listener(config, path.parent, life, FINGERPRINT, shards, events)
     pids = [os.getpid()]
-    if isinstance(arithmetic, RemoteShares):
-        pids += [proxy.process.pid for proxy in arithmetic.proxies]
+    if shards is not None:
+        pids += [share.process.pid for share in shards.shares]
     pipe.send(listener.address)
     names = [f"stub-{number}" for number in range(case.learners)]
     hear(listener, Hello, len(names))
@@ -189,7 +195,8 @@ def serve(case: Case, folder: Path, elements: int, pipe: Connection) -> None:
         wall_s = time.perf_counter() - began_s
         pipe.send((wall_s, sum(map(cpu_of, pids)) - cpu_s, sum(map(rss_of, pids))))
     listener.close(0.0)
-    arithmetic.close()
+    if shards is not None:
+        shards.end()
 
 
 def play(step: int, names: list[str], model: GlobalModel, listener: GrpcListener | ShardedListener) -> None:

@@ -1,4 +1,4 @@
-"""What a merge computes, in a few lines of NumPy, and values to merge."""
+"""A merge in a few lines of NumPy, values to merge, and a round of the real one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diloco_jax.core.codec import Format, decode, encode
 from diloco_jax.core.layout import Layout, Piece, make_layout
 from diloco_jax.core.merge import Method, Rule
 from diloco_jax.core.outer import Nesterov, Outer
-from diloco_jax.core.passes import Merger, State
+from diloco_jax.core.passes import Merger, State, Update, values_of
 
 # no multiple of a block, one element, exactly one block, one more
 SHAPES = {"a/kernel": (30, 70), "b": (1,), "embed": (64, 4), "z": (257,)}
@@ -34,6 +34,12 @@ def payload_of(values: Mapping[str, np.ndarray], format: Format) -> np.ndarray:
 
 def make_merger(layout: Layout, up: Format, down: Format, outer: Outer = NESTEROV, method: str = "average") -> Merger:
     return Merger(layout, rules_of(layout, *[method] * len(layout.pieces)), outer, up, down)
+
+
+def round_of(merger: Merger, payloads: Sequence[np.ndarray], weights: np.ndarray, state: State) -> Update:
+    """A whole round of values against the newest version."""
+    values = values_of(payloads)
+    return merger.update(values, merger.inspect(values), weights, state)
 
 
 def rules_of(layout: Layout, *methods: Method) -> list[Rule]:

@@ -23,7 +23,7 @@ flats = hnp.arrays(np.float32, st.integers(1, 600), elements=st.floats(-(2.0**10
 
 
 def block_absmax(x: np.ndarray) -> np.ndarray:
-    """Of each element's block."""
+    """The largest magnitude in each element's block."""
     starts = range(0, x.size, 256)
     return np.concatenate([np.full(x[i : i + 256].size, np.abs(x[i : i + 256]).max()) for i in starts])
 
@@ -131,7 +131,7 @@ def test_each_block_has_its_own_scale() -> None:
 @settings(deadline=None)
 @given(flats)
 def test_encoding_twice_changes_nothing_more(x: np.ndarray) -> None:
-    """What was decoded can be sent on at the price of rounding only once (float formats)."""
+    """A decoded value can be sent on at the price of rounding only once (float formats)."""
     for format in ("float32", "bfloat16"):
         once = decode(encode({"x": x}, format), [("x", x.shape)], format)["x"]
         assert decode(encode({"x": once}, format), [("x", x.shape)], format)["x"].tobytes() == once.tobytes()

@@ -121,20 +121,12 @@ def test_one_learner_and_plain_sgd_is_the_learner() -> None:
             np.testing.assert_allclose(theta[path], params[path], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("way", ["format", "down"])
 @pytest.mark.parametrize(("format", "tolerance"), [("bfloat16", 0.02), ("int8", 0.05), ("int4", 0.5)])
-def test_compressed_gradients_stay_near(format: Format, tolerance: float) -> None:
+def test_rounded_gradients_and_steps_stay_near(way: str, format: Format, tolerance: float) -> None:
     tokens, steps = [640, 640, 320], [H, H, H]
     config = OuterConfig(learning_rate=0.7, momentum=0.5)
-    exact, rounded = real_diloco(tokens, steps, config), real_diloco(tokens, steps, config, format=format)
-    assert_close(rounded, exact, tolerance)
-    assert any((rounded[-1][path] != exact[-1][path]).any() for path in SHAPES), "nothing was rounded"
-
-
-@pytest.mark.parametrize(("down", "tolerance"), [("bfloat16", 0.02), ("int8", 0.05), ("int4", 0.5)])
-def test_encoded_steps_stay_near(down: Format, tolerance: float) -> None:
-    tokens, steps = [640, 640, 320], [H, H, H]
-    config = OuterConfig(learning_rate=0.7, momentum=0.5)
-    exact, rounded = real_diloco(tokens, steps, config), real_diloco(tokens, steps, config, down=down)
+    exact, rounded = real_diloco(tokens, steps, config), real_diloco(tokens, steps, config, **{way: format})
     assert_close(rounded, exact, tolerance)
     assert any((rounded[-1][path] != exact[-1][path]).any() for path in SHAPES), "nothing was rounded"
 

@@ -34,27 +34,24 @@ def arrays(shapes: dict) -> dict[str, np.ndarray]:
 
 
 @given(plans())
-def test_every_element_is_in_exactly_one_fragment(case: tuple[dict, int, dict]) -> None:
+def test_a_plan_is_a_balanced_partition(case: tuple[dict, int, dict]) -> None:
     shapes, num_fragments, axes = case
     plan = plan_fragments(shapes, num_fragments, split_axis=axes)
+    assert [fragment.fragment_id for fragment in plan.fragments] == list(range(num_fragments))
+    assert list(plan.shapes.items()) == sorted(shapes.items())
     counts = {path: np.zeros(s, np.int32) for path, s in shapes.items()}
     for fragment in plan.fragments:
         for piece in fragment.slices:
             index = (slice(None),) * max(piece.axis, 0) + (slice(piece.start, piece.stop),)
             counts[piece.path][index if shapes[piece.path] else ()] += 1
-    assert all((count == 1).all() for count in counts.values())
-
-
-@given(plans())
-def test_fragments_are_numbered_described_and_never_empty(case: tuple[dict, int, dict]) -> None:
-    shapes, num_fragments, axes = case
-    plan = plan_fragments(shapes, num_fragments, split_axis=axes)
-    assert [fragment.fragment_id for fragment in plan.fragments] == list(range(num_fragments))
-    assert list(plan.shapes.items()) == sorted(shapes.items())
-    for fragment in plan.fragments:
         values = take(arrays(shapes), fragment)
         assert fragment.num_elements == sum(value.size for value in values.values()) > 0
         assert fragment.keys_shapes == tuple((key, value.shape) for key, value in values.items())
+    assert all((count == 1).all() for count in counts.values()), "an element is not in exactly one fragment"
+    largest_piece = max(math.prod(s) for fragment in plan.fragments for s in fragment.shapes)
+    # Any list schedule keeps this bound; one that ignores the current sizes does not.
+    bound = sum(map(math.prod, shapes.values())) / num_fragments + (1 - 1 / num_fragments) * largest_piece
+    assert max(fragment.num_elements for fragment in plan.fragments) <= bound + 1e-9
 
 
 @given(plans(), st.randoms(use_true_random=False))
@@ -65,17 +62,6 @@ def test_plan_does_not_depend_on_the_order_of_parameters(case: tuple[dict, int, 
     assert plan_fragments(dict(items), num_fragments, split_axis=axes) == plan_fragments(
         shapes, num_fragments, split_axis=axes
     )
-
-
-@given(plans())
-def test_fragments_are_balanced(case: tuple[dict, int, dict]) -> None:
-    shapes, num_fragments, axes = case
-    plan = plan_fragments(shapes, num_fragments, split_axis=axes)
-    total = sum(math.prod(s) for s in shapes.values())
-    largest_piece = max(math.prod(s) for fragment in plan.fragments for s in fragment.shapes)
-    # Any list schedule keeps this bound; one that ignores the current sizes does not.
-    bound = total / num_fragments + (1 - 1 / num_fragments) * largest_piece
-    assert max(fragment.num_elements for fragment in plan.fragments) <= bound + 1e-9
 
 
 @given(plans())

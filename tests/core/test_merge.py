@@ -13,20 +13,19 @@ from hypothesis.extra import numpy as hnp
 from diloco_jax.core.kinds import Kind, kind_of
 from diloco_jax.core.merge import MergeConfig, coefficients, merge_rule, token_weights
 from diloco_jax.core.outer import Nesterov
-from diloco_jax.core.passes import Merger, values_of
-from tests.core.merging import layout_of, make_merger, rules_of
+from diloco_jax.core.passes import Merger
+from tests.core.merging import layout_of, make_merger, round_of, rules_of
 
 elements = st.floats(-100, 100, width=32).map(lambda x: 0.0 if abs(x) < 1e-3 else x)
 
 
 def merged(gradients: list[np.ndarray], weights: list[float], method: str) -> np.ndarray:
-    """What is merged, read off a step of size one from zero."""
+    """The merged gradient, read off a step of size one from zero."""
     layout = layout_of({"x": gradients[0].shape})
     merger = make_merger(layout, "float32", "float32", Nesterov(1.0, 0.0), method)
-    values = values_of([gradient.reshape(-1).view(np.uint8) for gradient in gradients])
-    shares = np.asarray(weights, np.float64) / np.sum(weights)
-    state = merger.first(np.zeros(layout.size, np.float32))
-    return -merger.update(values, merger.inspect(values), shares, state).state.value.reshape(gradients[0].shape)
+    payloads = [gradient.reshape(-1).view(np.uint8) for gradient in gradients]
+    shares, state = np.asarray(weights, np.float64) / np.sum(weights), merger.first(np.zeros(layout.size, np.float32))
+    return -round_of(merger, payloads, shares, state).state.value.reshape(gradients[0].shape)
 
 
 def average(gradients: list[np.ndarray], weights: list[float]) -> np.ndarray:
@@ -143,13 +142,6 @@ def test_orthogonal_gradients_keep_their_norm_only_with_rda() -> None:
     assert np.linalg.norm(radial_directional_average(gradients, [1] * 4)) == pytest.approx(3)
 
 
-def test_rda_by_hand() -> None:
-    gradients = [np.array([[3.0, 4.0]], np.float32), np.array([[10.0, 0.0]], np.float32)]
-    # weights 3 : 1; mean norm 6.25; mean direction (0.7, 0.6) of length 0.92195...
-    expected = 6.25 * np.array([[0.7, 0.6]]) / np.hypot(0.7, 0.6)
-    np.testing.assert_allclose(radial_directional_average(gradients, [3, 1]), expected, rtol=1e-6)
-
-
 def test_zero_vectors_shorten_but_do_not_turn() -> None:
     moved, still = np.array([6.0, 8.0], np.float32), np.zeros(2, np.float32)
     np.testing.assert_allclose(radial_directional_average([moved, still], [1, 1]), [3, 4], rtol=1e-6)
@@ -223,7 +215,6 @@ def test_coefficients_by_hand() -> None:
 def test_each_piece_is_merged_by_its_own_method() -> None:
     layout = layout_of({"a": (2,), "b": (2,)})
     merger = Merger(layout, rules_of(layout, "rda", "average"), Nesterov(1.0, 0.0), "float32", "float32")
-    values = values_of([np.tile(2 * row, 2).view(np.uint8) for row in np.eye(2, dtype=np.float32)])
-    state = merger.first(np.zeros(4, np.float32))
-    value = merger.update(values, merger.inspect(values), np.array([0.5, 0.5]), state).state.value
+    payloads = [np.tile(2 * row, 2).view(np.uint8) for row in np.eye(2, dtype=np.float32)]
+    value = round_of(merger, payloads, np.array([0.5, 0.5]), merger.first(np.zeros(4, np.float32))).state.value
     np.testing.assert_allclose(-value, [np.sqrt(2), np.sqrt(2), 1, 1], rtol=1e-6)

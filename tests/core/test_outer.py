@@ -11,7 +11,7 @@ import pytest
 
 from diloco_jax.core.outer import Nesterov, Optax, Outer, OuterConfig, make_outer
 from diloco_jax.core.passes import Merger, WeightedSum, values_of
-from tests.core.merging import layout_of, rules_of
+from tests.core.merging import layout_of, round_of, rules_of
 
 SHAPES = {"w": (3, 2), "b[0:0:4]": (4,)}
 
@@ -32,8 +32,7 @@ def run(outer: Outer, rounds: int) -> list[dict[str, np.ndarray]]:
     merger = Merger(layout, rules_of(layout, "average", "average"), outer, "float32", "float32")
     state, history = merger.first(layout.flat(fragment(0))), []
     for seed in range(1, rounds + 1):
-        values = values_of([layout.flat(fragment(seed)).view(np.uint8)])
-        state = merger.update(values, merger.inspect(values), np.ones(1), state).state
+        state = round_of(merger, [layout.flat(fragment(seed)).view(np.uint8)], np.ones(1), state).state
         history.append(layout.views(state.value))
     return history
 

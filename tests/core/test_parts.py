@@ -36,7 +36,7 @@ def entries(*rows: tuple[int, int, int, int], data: bytes = b"") -> bytes:
 
 
 class Box(NamedTuple):
-    """What one host has of one array."""
+    """The part of one array that one host has."""
 
     host: int
     offset: int
@@ -60,7 +60,7 @@ def dealt_boxes(draw: st.DrawFn) -> list[Box]:
 
 
 def dealt(boxes: list[Box]) -> tuple[list[Runs], bytes]:
-    """What each host has of the payload, and the payload."""
+    """The part of the payload that each host has, and the payload."""
     held: list[list[Runs]] = [[] for _ in range(1 + max(each.host for each in boxes))]
     for host, *box in boxes:
         held[host].append(runs_of_box(*box))

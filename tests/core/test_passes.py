@@ -15,7 +15,7 @@ from diloco_jax.core.codec import Format, decode
 from diloco_jax.core.layout import LEAF, Piece, combined, make_layout, value_digest
 from diloco_jax.core.merge import Method
 from diloco_jax.core.outer import Nesterov, Optax
-from diloco_jax.core.passes import Buffers, Merger, State, Values, norms, subset, values_of
+from diloco_jax.core.passes import Buffers, Merger, Values, norms, squares_of, subset, values_of
 from tests.core.merging import (
     FORMATS,
     NESTEROV,
@@ -26,6 +26,7 @@ from tests.core.merging import (
     payload_of,
     random_values,
     reference,
+    round_of,
     rules_of,
 )
 
@@ -43,9 +44,9 @@ def test_three_rounds_are_those_of_numpy(up: Format, down: Format) -> None:
         payloads = [payload_of(random_values(10 * turn + m + 1), up) for m in range(3)]
         expected, step = reference(layout, payloads, WEIGHTS, state, up, down)
         before = bits(state)
-        values = values_of(payloads)
-        update = merger.update(values, merger.inspect(values), WEIGHTS, state)
+        update = round_of(merger, payloads, WEIGHTS, state)
         assert bits(state) == before, "the old state was changed"
+        assert state.residual.size == (layout.size if down != "float32" else 0)
         assert update.finite
         assert update.step.tobytes() == step
         assert bits(update.state) == bits(expected)
@@ -53,29 +54,13 @@ def test_three_rounds_are_those_of_numpy(up: Format, down: Format) -> None:
         state = update.state
 
 
-@pytest.mark.parametrize("down", FORMATS)
-def test_the_new_value_is_the_old_one_plus_the_step(down: Format) -> None:
-    layout = layout_of()
-    merger = make_merger(layout, "int4", down)
-    state = merger.first(layout.flat(random_values(0)))
-    values = values_of([payload_of(random_values(1), "int4")])
-    update = merger.update(values, merger.inspect(values), np.ones(1), state)
-    if down == "float32":
-        assert update.step.size == merger.down_bytes == update.state.residual.size == 0
-        return
-    decoded = decode(update.step.tobytes(), [(p.key, p.shape) for p in layout.pieces], down)
-    assert update.state.value.tobytes() == (state.value + layout.flat(decoded)).tobytes()
-    assert np.abs(update.state.residual).max() > 0
-
-
 def test_what_is_rounded_away_comes_later() -> None:
     layout = layout_of({"x": (256,)})
     merger = make_merger(layout, "float32", "int4", Nesterov(1.0, 0.0))
     gradient = np.linspace(-1, 1, 256, dtype=np.float32)
-    values = values_of([payload_of({"x": gradient}, "float32")])
-    state = merger.first(np.zeros(256, np.float32))
+    payload, state = payload_of({"x": gradient}, "float32"), merger.first(np.zeros(256, np.float32))
     for _ in range(20):
-        state = merger.update(values, merger.inspect(values), np.ones(1), state).state
+        state = round_of(merger, [payload], np.ones(1), state).state
         assert not state.outer
     np.testing.assert_allclose(state.value + state.residual, -20 * gradient, atol=1e-4)
     assert np.abs(state.residual).max() <= 1 / 7
@@ -91,7 +76,7 @@ def test_products_are_those_of_decoded_values(up: Format) -> None:
         rows = np.stack([d[layout.pieces[leaf.piece].key].reshape(-1).astype(np.float64) for d in decoded])
         np.testing.assert_allclose(products, [np.triu(rows @ rows.T)], rtol=1e-6, atol=1e-6)
     flat = [np.concatenate([v.reshape(-1) for v in d.values()]).astype(np.float64) for d in decoded]
-    np.testing.assert_allclose(norms(found), [np.linalg.norm(v) for v in flat], rtol=1e-6)
+    np.testing.assert_allclose(norms(squares_of(found)), [np.linalg.norm(v) for v in flat], rtol=1e-6)
 
 
 def backwards(function: Callable[[int], Any], numbers: Iterable[int]) -> Iterable[Any]:
@@ -131,8 +116,8 @@ def test_shards_make_the_bits_of_the_whole(cuts: tuple[int, ...]) -> None:
     start = random_values(9, BIG)
 
     one = Merger(whole, rules_of(whole, *["rda"] * 3), NESTEROV, "int4", "int4")
-    values = values_of([payload_of(gradient, "int4") for gradient in gradients])
-    expected = one.update(values, one.inspect(values), weights, one.first(whole.flat(start)))
+    payloads = [payload_of(gradient, "int4") for gradient in gradients]
+    expected = round_of(one, payloads, weights, one.first(whole.flat(start)))
 
     mergers = [
         Merger(shard, rules_of(shard, *["rda"] * len(shard.pieces)), NESTEROV, "int4", "int4") for shard in shards
@@ -188,7 +173,7 @@ def test_a_damaged_value_spoils_nothing_but_itself(up: Format, what: float, with
     merger = make_merger(layout, up, "int4")
     products = merger.inspect(Values(payloads, moved))
     alone = merger.inspect(Values(payloads[::2], moved[::2]))
-    assert np.isfinite(norms(products)).tolist() == [True, False, True]
+    assert np.isfinite(norms(squares_of(products))).tolist() == [True, False, True]
     assert [p.tobytes() for p in subset(products, [0, 2])] == [p.tobytes() for p in alone]
 
 
@@ -218,8 +203,7 @@ def test_any_size_and_any_number_of_learners(size: int, count: int) -> None:
     payloads = [payload_of(random_values(m, shapes), "int4") for m in range(count)]
     state, weights = merger.first(layout.flat(random_values(99, shapes))), np.full(count, 1 / count)
     expected, step = reference(layout, payloads, weights, state, "int4", "int8")
-    values = values_of(payloads)
-    update = merger.update(values, merger.inspect(values), weights, state)
+    update = round_of(merger, payloads, weights, state)
     assert bits(update.state) == bits(expected) and update.step.tobytes() == step
 
 
@@ -248,8 +232,7 @@ def test_results_are_written_where_they_belong() -> None:
     arounds = [np.full(layout.size + 600, guard, np.float32) for _ in range(3)]
     for around in arounds:
         merger.buffers.give(around[301 : 301 + layout.size])
-    values = values_of([payload_of(random_values(1), "int4")])
-    made = merger.update(values, merger.inspect(values), np.ones(1), state).state
+    made = round_of(merger, [payload_of(random_values(1), "int4")], np.ones(1), state).state
     assert all(any(np.shares_memory(array, a) for a in arounds) for array in (made.value, made.residual))
     for around in arounds:
         assert (around[:301] == guard).all() and (around[301 + layout.size :] == guard).all()
@@ -266,12 +249,11 @@ def test_an_optax_transformation_sees_the_mean(down: Format) -> None:
     expected, tree = layout.flat(start), tx.init(start)
     for turn in range(3):
         gradients = [random_values(10 * turn + m + 1) for m in range(3)]
-        values = values_of([payload_of(gradient, "float32") for gradient in gradients])
         mean = {k: sum(w * g[k] for w, g in zip(WEIGHTS.astype(np.float32), gradients, strict=True)) for k in SHAPES}
         moves, tree = tx.update(mean, tree)
         expected = expected + layout.flat({key: np.asarray(move) for key, move in moves.items()})
         before = bits(state)
-        update = merger.update(values, merger.inspect(values), WEIGHTS, state)
+        update = round_of(merger, [payload_of(gradient, "float32") for gradient in gradients], WEIGHTS, state)
         assert bits(state) == before and update.finite
         state = update.state
         reached = state.value + state.residual if state.residual.size else state.value
@@ -290,13 +272,6 @@ def test_buffers_are_written_again_and_bounded() -> None:
         assert buffers.take(5) is not unusable
 
 
-def test_a_state_without_rounding_has_no_residual() -> None:
-    layout = layout_of()
-    assert not make_merger(layout, "int4", "float32").first(layout.flat(random_values(0))).residual.size
-    state = make_merger(layout, "int4", "int4", Nesterov(1.0, 0.0)).first(layout.flat(random_values(0)))
-    assert isinstance(state, State) and state.residual.size == layout.size and not state.outer
-
-
 @pytest.mark.parametrize("down", FORMATS)
 def test_small_numbers_ties_and_zeros_are_encoded_as_by_the_codec(down: Format) -> None:
     shapes = {"x": (6, 256)}
@@ -311,7 +286,7 @@ def test_small_numbers_ties_and_zeros_are_encoded_as_by_the_codec(down: Format) 
     payload = payload_of({"x": gradient}, "float32")
     state = merger.first(layout.flat(random_values(1, shapes)))
     expected, step = reference(layout, [payload], np.ones(1), state, "float32", down)
-    update = merger.update(values_of([payload]), merger.inspect(values_of([payload])), np.ones(1), state)
+    update = round_of(merger, [payload], np.ones(1), state)
     assert bits(update.state) == bits(expected) and update.step.tobytes() == step
 
 
@@ -336,6 +311,6 @@ def test_halves_between_two_codes_are_rounded_as_by_the_codec(down: Format, most
     gradient = {"x": np.stack(rows)}
     layout = layout_of({"x": (64, 256)})
     merger = make_merger(layout, "float32", down, Nesterov(1.0, 0.0))
-    values, state = values_of([payload_of(gradient, "float32")]), merger.first(np.zeros(layout.size, np.float32))
-    step = merger.update(values, merger.inspect(values), np.ones(1), state).step
+    state = merger.first(np.zeros(layout.size, np.float32))
+    step = round_of(merger, [payload_of(gradient, "float32")], np.ones(1), state).step
     assert step.tobytes() == payload_of({"x": -gradient["x"]}, down).tobytes()

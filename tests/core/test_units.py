@@ -12,9 +12,9 @@ from diloco_jax.core.kinds import Kind, kind_of
 from diloco_jax.core.layout import LEAF
 from diloco_jax.core.merge import MergeConfig, Rule
 from diloco_jax.core.outer import Nesterov, Optax, Outer
-from diloco_jax.core.passes import Merger, Values, norms
+from diloco_jax.core.passes import Merger, Values, norms, squares_of
 from diloco_jax.core.shards import share
-from tests.core.merging import FORMATS, layout_of, make_merger, payload_of
+from tests.core.merging import FORMATS, layout_of, make_merger, payload_of, round_of
 
 PLAIN = Nesterov(1.0, 0.0)
 WEIGHTS = np.array([0.5, 0.3, 0.2])
@@ -48,22 +48,22 @@ def test_units_are_merged_as_tensors_of_their_own(name: str, up: Format) -> None
     gradients[1] = gradients[1] + moved.reshape(shape)
     for number, unit in enumerate(made.reshape(shape)):
         alone = make_merger(layout_of({"w": shape[1:]}), "float32", "float32", PLAIN, "rda")
-        sent = Values([payload_of({"w": gradient[number]}, "float32") for gradient in gradients], [None] * 3)
-        start = alone.first(np.zeros(unit.size, np.float32))
-        expected = alone.update(sent, alone.inspect(sent), WEIGHTS, start).state.value
+        sent = [payload_of({"w": gradient[number]}, "float32") for gradient in gradients]
+        expected = round_of(alone, sent, WEIGHTS, alone.first(np.zeros(unit.size, np.float32))).state.value
         largest = np.abs(expected).max()
         np.testing.assert_allclose(unit.reshape(-1), expected, rtol=1e-5, atol=1e-6 * largest)
-    np.testing.assert_allclose(norms(products), [np.linalg.norm(g.astype(np.float64)) for g in gradients], rtol=1e-6)
+    np.testing.assert_allclose(
+        norms(squares_of(products)), [np.linalg.norm(g.astype(np.float64)) for g in gradients], rtol=1e-6
+    )
 
 
 def test_an_optax_transformation_sees_the_mean_of_units() -> None:
     shape, layout = STACKS["odd"], layout_of({"w": STACKS["odd"]})
-    values = Values([payload_of({"w": stacks(m, "odd")}, "int8") for m in range(3)], [None] * 3)
+    payloads = [payload_of({"w": stacks(m, "odd")}, "int8") for m in range(3)]
 
     def made(outer: Outer) -> np.ndarray:
         merger = Merger(layout, [Rule("rda", shape[1] * shape[2])], outer, "int8", "float32")
-        state = merger.first(np.zeros(layout.size, np.float32))
-        return merger.update(values, merger.inspect(values), WEIGHTS, state).state.value
+        return round_of(merger, payloads, WEIGHTS, merger.first(np.zeros(layout.size, np.float32))).state.value
 
     np.testing.assert_array_equal(made(Optax(optax.sgd(1.0))), made(PLAIN))
 

@@ -1,4 +1,4 @@
-"""A global model of a few numbers, and outer gradients for it."""
+"""Global models of a few numbers, and of some leaves, and outer gradients for them."""
 
 from __future__ import annotations
 
@@ -8,30 +8,59 @@ from collections.abc import Mapping
 import numpy as np
 
 from diloco_jax.core import codec
-from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.core.fragments import FragmentPlan, plan_fragments
 from diloco_jax.core.merge import MergeConfig
 from diloco_jax.core.outer import OuterConfig, make_outer
 from diloco_jax.core.shards import share
 from diloco_jax.protocol.effects import Merge, Part
-from diloco_jax.runtime.model.arithmetic import LocalShares, Setup
+from diloco_jax.runtime.model.arithmetic import local_arithmetic
 from diloco_jax.runtime.model.global_model import GlobalModel, Merged
+from diloco_jax.runtime.model.model_share import Setup
 
 SHAPES = {"layer/kernel": (4, 6), "layer/bias": (6,), "embed": (8, 4)}
 FRAGMENTS = 2
+LEAFY = {"embed": (1 << 10, 600), "norm": (300,), **{f"layer_{n}/kernel": (64, 40 + n) for n in range(5)}}
+LEAFY_PLAN: FragmentPlan = plan_fragments(LEAFY, 2)
 
 
 def make_model(
     outer: OuterConfig | None = None, wire_down: codec.Format = "float32", shards: int = 1, **merge: float
 ) -> GlobalModel:
     """The model with its initial values."""
-    rng = np.random.default_rng(7)
-    parameters = {path: rng.normal(size=shape).astype(np.float32) for path, shape in SHAPES.items()}
     plan, settings = plan_fragments(SHAPES, FRAGMENTS), MergeConfig(**merge)  # type: ignore[arg-type]
-    how = make_outer(outer or OuterConfig(learning_rate=0.7, momentum=0.9))
-    shares = share(plan, settings, shards, cut=how.elementwise)
-    arithmetic = LocalShares(Setup(shares, how, "float32", wire_down, 2))
-    factor = settings.outlier_factor
-    return GlobalModel(plan, parameters, arithmetic, weights="tokens2_per_step", outlier_factor=factor)
+    how = outer or OuterConfig(learning_rate=0.7, momentum=0.9)
+    return model_of(plan, drawn(SHAPES), how, settings, down=wire_down, shards=shards)
+
+
+def drawn(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """The initial values of a model."""
+    rng = np.random.default_rng(7)
+    return {path: rng.normal(size=shape).astype(np.float32) for path, shape in shapes.items()}
+
+
+def model_of(
+    plan: FragmentPlan,
+    parameters: Mapping[str, np.ndarray],
+    outer: OuterConfig,
+    merge: MergeConfig | None = None,
+    *,
+    up: codec.Format = "float32",
+    down: codec.Format = "float32",
+    shards: int = 1,
+    anchor_history: int = 2,
+) -> GlobalModel:
+    """A model in this process."""
+    merge, how = merge or MergeConfig(), make_outer(outer)
+    setup = Setup(share(plan, merge, shards, cut=how.elementwise), how, up, down, anchor_history)
+    factor = merge.outlier_factor
+    return GlobalModel(plan, parameters, local_arithmetic(setup), weights="tokens2_per_step", outlier_factor=factor)
+
+
+def leafy_payload(fragment_id: int, seed: int, format: codec.Format, size: float = 1e-3) -> bytes:
+    """An encoded outer gradient of LEAFY_PLAN."""
+    rng = np.random.default_rng(seed)
+    shapes = LEAFY_PLAN.fragments[fragment_id].keys_shapes
+    return codec.encode({key: (size * rng.normal(size=shape)).astype(np.float32) for key, shape in shapes}, format)
 
 
 def gradient(model: GlobalModel, fragment_id: int, seed: int, norm: float = 1.0) -> bytes:

@@ -181,16 +181,17 @@ def gpu_shares(config: RunConfig, machine: Machine) -> dict[str, tuple[str, ...]
     Raises:
       ValueError: there are fewer than the config says.
     """
-    gpus = machine.gpus
-    if config.algorithm == "data_parallel" or config.islands.controller == "single":
-        single = config.algorithm != "data_parallel"
-        names = config.islands.names if single else ("",)
-        wanted = [config.island(name).devices for name in names]
-        _check_enough(sum(wanted), len(gpus))
-        return {CONTROLLER if single else "trainer": gpus[: sum(wanted)] if all(wanted) else gpus}
-    names = config.islands.names
+    gpus, baseline = machine.gpus, config.algorithm == "data_parallel"
+    names = ("",) if baseline else config.islands.names
     wanted = [config.island(name).devices for name in names]
-    _check_enough(sum(wanted), len(gpus))
+    if sum(wanted) > len(gpus):
+        raise ValueError(
+            f"islands.devices asks for {_count(sum(wanted), 'device')} in all, but this machine has "
+            f"{_count(len(gpus), 'GPU')}; set islands.devices to auto to share what is here, lower it, or set "
+            "JAX_PLATFORMS=cpu in the environment to emulate devices"
+        )
+    if baseline or config.islands.controller == "single":
+        return {"trainer" if baseline else CONTROLLER: gpus[: sum(wanted)] if all(wanted) else gpus}
     free, open_ = len(gpus) - sum(wanted), wanted.count(0)
     if open_ and free < open_ and any(wanted):
         raise ValueError(
@@ -202,15 +203,6 @@ def gpu_shares(config: RunConfig, machine: Machine) -> dict[str, tuple[str, ...]
     counts = [count or free // open_ for count in wanted]
     starts = [sum(counts[:index]) for index in range(len(names))]
     return {name: gpus[start : start + count] for name, start, count in zip(names, starts, counts, strict=True)}
-
-
-def _check_enough(wanted: int, there: int) -> None:
-    if wanted > there:
-        raise ValueError(
-            f"islands.devices asks for {_count(wanted, 'device')} in all, but this machine has {_count(there, 'GPU')}; "
-            "set islands.devices to auto to share what is here, lower it, or set JAX_PLATFORMS=cpu in the environment "
-            "to emulate devices"
-        )
 
 
 def check(config: RunConfig, machine: Machine) -> str:

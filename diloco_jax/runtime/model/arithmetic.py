@@ -1,373 +1,142 @@
-"""The passes over a model's values: what a merge computes, apart from what it decides (global_model.py).
-
-A ModelShare holds one shard's part of every fragment, and does the work on it. A LocalShares joins the shares of this
-process to a whole model; remote_shares.py does the same for shares in processes of their own.
-
-All that is known of a fragment is one value that never changes, a FragmentState. `update` makes the next one, on any
-thread; `publish` puts it in place. So who publishes, loads and captures on one thread sees the model change there only,
-and what was captured stays as it was while the run goes on. Arrays that no state can show any more are written again.
-"""
+"""The passes over a whole model's values, in this process or in merge shards."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float64
 
-from diloco_jax.core.codec import Format
-from diloco_jax.core.layout import Layout
-from diloco_jax.core.outer import Outer
-from diloco_jax.core.passes import Flat, Merger, Products, State, Update, Values, squares, subset
-from diloco_jax.core.shards import Shares, fill, split
+from diloco_jax.core.passes import Flat, Run, Squares, State
+from diloco_jax.core.shards import fill, split
 from diloco_jax.protocol.messages import NO_VERSION
-
-Bytes = bytes | memoryview
-# Squared norms of what the learners did; not finite, or negative, where a value is unusable.
-Squares = Float64[np.ndarray, "learners leaves"]
+from diloco_jax.runtime.model.merge_shards import RemoteShare
+from diloco_jax.runtime.model.model_share import Bytes, ModelShare, ReadState, Setup
 
 
-class Setup(NamedTuple):
-    """The settings that every process that computes must know."""
+class Moment:
+    """A model at one moment, which stays as it was; any thread may read it.
 
-    shares: Shares
-    outer: Outer
-    up: Format
-    down: Format
-    anchor_history: int  # versions of a fragment that are kept
+    Args:
+        setup: of the model.
+        run: reads from all shards at once.
+        parts: what each shard captured.
+    """
 
-    def first(self, fragment_id: int, flat: Flat) -> State:
-        """Return the state of a whole fragment before its first round."""
-        residual = np.zeros(flat.size if self.down != "float32" else 0, np.float32)
-        return State(flat, self.outer.init(self.shares.wholes[fragment_id].views(flat)), residual)
+    def __init__(self, setup: Setup, run: Run, parts: Sequence[ReadState]) -> None:
+        self._setup = setup
+        self._run = run
+        self._parts = parts
 
-    def cut(self, fragment_id: int, shard: int, state: State) -> State:
-        """Return the shard's part of a whole state, as new arrays."""
-        shares = self.shares
-        residual = shares.cut(fragment_id, shard, state.residual) if state.residual.size else state.residual
-        if self.outer.elementwise:
-            outer = {name: shares.cut(fragment_id, shard, flat) for name, flat in state.outer.items()}
-        else:  # one leaf per slice, of which this shard has some, and counters, of which each has its own
-            part = shares.parts[shard][fragment_id]
-            names = self.outer.init(part.views(np.zeros(part.size, np.float32))) if part.pieces else {}
-            outer = {name: np.array(state.outer[name]) for name in names}
-        return State(shares.cut(fragment_id, shard, state.value), outer, residual)
-
-    def join(self, fragment_id: int, parts: Mapping[int, State]) -> State:
-        """Return the whole state of parts by shard; with one shard its own arrays."""
-        value = self.shares.join(fragment_id, {shard: part.value for shard, part in parts.items()})
-        residuals = {shard: part.residual for shard, part in parts.items() if part.residual.size}
-        residual = self.shares.join(fragment_id, residuals) if residuals else np.empty(0, np.float32)
-        outer: dict[str, np.ndarray] = {}
-        for name in {name: 0 for part in parts.values() for name in part.outer}:
-            found = {shard: part.outer[name] for shard, part in parts.items() if name in part.outer}
-            cut = self.outer.elementwise
-            outer[name] = self.shares.join(fragment_id, found) if cut else next(iter(found.values()))
-        return State(value, outer, residual)
-
-
-class Outcome(NamedTuple):
-    """The outcome of an update."""
-
-    finite: bool
-    digest: int  # of the fragment's next value
-
-
-class Moment(Protocol):
-    """A model at one moment, which stays as it was."""
+    def state(self, fragment_id: int, *, value_only: bool = False) -> State:
+        """Return a fragment's state, or a state of nothing but its value; for nobody to write to."""
+        holders = self._setup.shares.holders(fragment_id)
+        found = self._run(lambda shard: self._parts[shard](fragment_id, value_only), holders)
+        return self._setup.join(fragment_id, dict(zip(holders, found, strict=True)))
 
     def states(self) -> list[State]:
-        """Return the whole state of every fragment, for nobody to write to; any thread."""
+        """Return the state of every fragment, for nobody to write to."""
+        return [self.state(number) for number in range(len(self._setup.shares.wholes))]
 
-    def values(self) -> list[Flat]:
-        """Return the newest value of every fragment, for nobody to write to; any thread."""
+    def value(self, fragment_id: int) -> Flat:
+        """Return a fragment's newest value, for nobody to write to."""
+        return self.state(fragment_id, value_only=True).value
 
 
-class Arithmetic(Protocol):
-    """Computes on a whole model's values. A learner's value is whatever the driver got for its payload."""
+class Arithmetic:
+    """The computations on a whole model, in one share or more.
 
-    setup: Setup
+    A learner's value is its payload; or what each shard holds of it, where shards have taken it themselves.
+
+    Args:
+        setup: of the model.
+        shares: those of all shards.
+    """
+
+    def __init__(self, setup: Setup, shares: Sequence[ModelShare] | Sequence[RemoteShare]) -> None:
+        self.setup = setup
+        self._shares = shares
+        self._run: Run = map
+        if len(shares) > 1:  # each thread waits for one shard: in a merge, an evaluation, a snapshot
+            self._run = ThreadPoolExecutor(3 * len(shares), "shares").map
+
+    def _on_holders(self, fragment_id: int, do: Callable[[int], Any]) -> dict[int, Any]:
+        """Return what `do` returns for each shard that has a part of the fragment."""
+        holders = self.setup.shares.holders(fragment_id)
+        return dict(zip(holders, self._run(do, holders), strict=True))
 
     def unusable(self, fragment_id: int, value: Any) -> str:
         """Return why this cannot be a value of the fragment; empty if it can."""
+        shares, up = self.setup.shares, self.setup.up
+        if isinstance(value, Mapping):
+            expected = {n: shares.parts[n][fragment_id].payload_bytes(up) for n in shares.holders(fragment_id)}
+            found = {shard: part.size for shard, part in value.items()}
+            return "" if found == expected else f"its parts have {found} bytes, where {expected} are expected"
+        size = shares.wholes[fragment_id].payload_bytes(up)
+        return "" if len(value) == size else f"its value has {len(value)} bytes, where {size} are expected"
 
     def inspect(self, fragment_id: int, values: Sequence[Any], bases: Sequence[int]) -> Squares:
-        """Measure the learners' values, and keep them for `update`.
+        """Measure the learners' values, and keep them for `update`; see ModelShare.inspect."""
 
-        What others did since a learner's base counts in the merge, but not in its norm: it is no work of that learner.
+        def inspect_part(shard: int) -> Squares:
+            parts = [self._part(fragment_id, shard, value) for value in values]
+            return self._shares[shard].inspect(fragment_id, parts, bases)
 
-        Args:
-            fragment_id: the fragment.
-            values: of the learners.
-            bases: the version against which each is.
-        """
+        return np.concatenate(list(self._on_holders(fragment_id, inspect_part).values()), axis=1)
 
-    def update(self, fragment_id: int, version: int, chosen: Sequence[int], weights: np.ndarray) -> Outcome:
-        """Make the fragment's next version from some of the inspected values.
+    def _part(self, fragment_id: int, shard: int, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return value[shard]
+        parts = split(value, self.setup.shares.ranges(fragment_id, shard, self.setup.up))
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
-        Args:
-            fragment_id: the fragment.
-            version: that is made.
-            chosen: indices of the inspected values.
-            weights: float64, one for each of the chosen, with the sum 1.
-        """
+    def update(self, fragment_id: int, version: int, chosen: Sequence[int], weights: np.ndarray) -> tuple[bool, int]:
+        """Make the fragment's next version; return whether it is finite, and its digest. See ModelShare.update."""
+        made = self._on_holders(fragment_id, lambda n: self._shares[n].update(fragment_id, version, chosen, weights))
+        digest = self.setup.shares.digest(fragment_id, {shard: leaves for shard, (_, leaves) in made.items()})
+        return all(finite for finite, _ in made.values()), digest
 
     def forget(self, fragment_id: int) -> None:
         """Let go of what was inspected."""
+        for shard in self.setup.shares.holders(fragment_id):
+            self._shares[shard].forget(fragment_id)
 
     def publish(self, fragment_id: int) -> None:
         """Put in place what the last update of the fragment made."""
+        for shard in self.setup.shares.holders(fragment_id):
+            self._shares[shard].publish(fragment_id)
 
     def capture(self) -> Moment:
         """Return the model as it is now."""
+        return Moment(self.setup, self._run, [share.capture() for share in self._shares])
 
     def load(self, fragment_id: int, version: int, state: State) -> None:
         """Make this the fragment's newest and only version; the arrays stay the caller's."""
+        for shard in self.setup.shares.holders(fragment_id):
+            self._shares[shard].load(fragment_id, version, self.setup.cut(fragment_id, shard, state))
 
     def restore(self, fragment_id: int, version: int, flat: Flat) -> None:
-        """Make this the newest and only value; outer state stays, and what steps left out so far is lost."""
+        """Make this the newest and only value; see ModelShare.restore."""
+        for shard in self.setup.shares.holders(fragment_id):
+            part = self.setup.shares.cut(fragment_id, shard, flat)
+            self._shares[shard].restore(fragment_id, version, part)
 
     def payload(self, fragment_id: int, base: int = NO_VERSION) -> Bytes:
-        """Return the newest version as it travels to learners: whole in float32, or the step from version `base`.
+        """Return the newest version as it travels to learners; see ModelShare.payload.
 
-        Empty where the shards send it themselves.
+        Empty where shards send it themselves.
         """
-
-    def close(self) -> None:
-        """Free what the values are in."""
-
-
-class FragmentState(NamedTuple):
-    """A shard's part of a fragment at one moment. Nothing in it is ever changed while somebody may see it."""
-
-    values: dict[int, Flat]  # by version, oldest first: the newest, and those that learners may refer to
-    outer: Mapping[str, np.ndarray]  # state of the outer optimizer
-    residual: Flat  # what rounding has left out of the steps so far
-    base: int = NO_VERSION  # the version from which `step` leads to the newest; none: only the whole value can be sent
-    step: Bytes = b""
-
-    @property
-    def version(self) -> int:
-        """Return the newest version."""
-        return next(reversed(self.values))
-
-    @property
-    def state(self) -> State:
-        """Return the newest value, with what the next step needs."""
-        return State(self.values[self.version], self.outer, self.residual)
-
-
-class _Inspected(NamedTuple):
-    values: Values
-    products: list[Products]
-
-
-class ModelShare:
-    """One shard's part of every fragment. Fragments of which it has nothing are not to be asked for.
-
-    Args:
-        setup: of the model.
-        shard: which share.
-        threads: that a merge may use.
-    """
-
-    def __init__(self, setup: Setup, shard: int, threads: int = 1) -> None:
-        self._setup = setup
-        self._pool = ThreadPoolExecutor(threads, "merge") if threads > 1 else None
-        run = self._pool.map if self._pool is not None else map
-        self._mergers = []
-        for layout, rules in zip(setup.shares.parts[shard], setup.shares.rules, strict=True):
-            how = [rules[piece.key] for piece in layout.pieces]
-            self._mergers.append(Merger(layout, how, setup.outer, setup.up, setup.down, run))
-        self._captured: dict[int, weakref.ref[np.ndarray]] = {}  # arrays that are not to be written again, by id
-        self._states: dict[int, FragmentState] = {}
-        self._inspected: dict[int, _Inspected] = {}
-        self._made: dict[int, FragmentState] = {}
-
-    def layout(self, fragment_id: int) -> Layout:
-        """Return the layout of this share's part."""
-        return self._mergers[fragment_id].layout
-
-    def up_bytes(self, fragment_id: int) -> int:
-        """Return the size of this share's part of a learner's payload."""
-        return self._mergers[fragment_id].up_bytes
-
-    def inspect(self, fragment_id: int, payloads: Sequence[Bytes], bases: Sequence[int]) -> Squares:
-        """Measure the parts of learners' payloads, and keep them. See Arithmetic.inspect."""
-        merger, state = self._mergers[fragment_id], self._states[fragment_id]
-        newest = state.state.value
-        moved = {version: newest - state.values[version] for version in set(bases) - {state.version}}
-        arrays = [np.frombuffer(payload, np.uint8) for payload in payloads]
-        values = Values(arrays, [moved.get(base) for base in bases])
-        products = merger.inspect(values)
-        self._inspected[fragment_id] = _Inspected(values, products)
-        found = np.stack([squares(each) for each in products], axis=1)
-        if late := [i for i, gap in enumerate(values.moved) if gap is not None]:
-            own = merger.inspect(Values([arrays[i] for i in late], [None] * len(late)))
-            of_late = np.stack([squares(each) for each in own], axis=1)
-            found[late] = np.where(np.isfinite(found[late]), of_late, found[late])
-        return found
-
-    def update(
-        self, fragment_id: int, version: int, chosen: Sequence[int], weights: np.ndarray
-    ) -> tuple[bool, list[int]]:
-        """Make the next version; return whether it is finite, and the digests of its leaves. See Arithmetic.update."""
-        merger, before = self._mergers[fragment_id], self._states[fragment_id]
-        values, products = self._inspected[fragment_id]
-        found = Values([values.payloads[i] for i in chosen], [values.moved[i] for i in chosen])
-        update = merger.update(found, subset(products, chosen), weights, before.state)
-        self._made[fragment_id] = self._next(version, before, update)
-        return update.finite, update.digests
-
-    def _next(self, version: int, before: FragmentState, update: Update) -> FragmentState:
-        history = self._setup.anchor_history
-        kept = list(before.values.items())[1 - history :] if history > 1 else []
-        values, made = dict([*kept, (version, update.state.value)]), update.state
-        step = update.step.data.toreadonly()
-        return FragmentState(values, made.outer, made.residual, before.version if step.nbytes else NO_VERSION, step)
-
-    def forget(self, fragment_id: int) -> None:
-        """Let go of what was inspected."""
-        self._inspected.pop(fragment_id, None)
-
-    def publish(self, fragment_id: int) -> None:
-        """Put in place what the last update of the fragment made."""
-        before, after = self._states[fragment_id], self._made.pop(fragment_id)
-        self._states[fragment_id] = after
-        self.forget(fragment_id)
-        self._captured = {number: held for number, held in self._captured.items() if held() is not None}
-        used = {id(array) for array in _arrays(after)}
-        for array in _arrays(before):
-            if id(array) not in used and id(array) not in self._captured:
-                self._mergers[fragment_id].buffers.give(array)
-
-    def capture(self) -> dict[int, FragmentState]:
-        """Return the share as it is now, which stays as it is."""
-        for state in self._states.values():
-            for array in _arrays(state):
-                self._captured[id(array)] = weakref.ref(array)
-        return dict(self._states)
-
-    def load(self, fragment_id: int, version: int, state: State) -> None:
-        """Make these arrays, which are given away, the newest and only version."""
-        self._states[fragment_id] = FragmentState({version: state.value}, state.outer, state.residual)
-
-    def restore(self, fragment_id: int, version: int, flat: Flat) -> None:
-        """Make this array, which is given away, the newest and only value. See Arithmetic.restore."""
-        before = self._states[fragment_id]
-        self._states[fragment_id] = FragmentState({version: flat}, before.outer, np.zeros_like(before.residual))
-
-    def payload(self, fragment_id: int, base: int = NO_VERSION) -> Bytes:
-        """Return the newest version as it travels to learners: whole in float32, or the step from version `base`."""
-        state = self._states[fragment_id]
-        if base == NO_VERSION:
-            return state.state.value.tobytes()  # a copy: the array may be written again before this is sent
-        assert base == state.base, f"no step from version {base} of fragment {fragment_id}, but from {state.base}"
-        return state.step
-
-
-def _arrays(state: FragmentState) -> list[np.ndarray]:
-    return [*state.values.values(), *state.outer.values(), state.residual]
-
-
-class LocalShares:
-    """A whole model in this process, in one share or more. Values are encoded outer gradients of whole fragments.
-
-    Args:
-        setup: of the model.
-        threads: that a merge may use.
-    """
-
-    def __init__(self, setup: Setup, threads: int = 1) -> None:
-        self.setup = setup
-        self._shares = [ModelShare(setup, shard, threads) for shard in range(setup.shares.count)]
-
-    def _holders(self, fragment_id: int) -> list[tuple[int, ModelShare]]:
-        return [(shard, self._shares[shard]) for shard in self.setup.shares.holders(fragment_id)]
-
-    def unusable(self, fragment_id: int, value: Bytes) -> str:
-        """See Arithmetic.unusable."""
-        expected = self.setup.shares.wholes[fragment_id].payload_bytes(self.setup.up)
-        return "" if len(value) == expected else f"its value has {len(value)} bytes, where {expected} are expected"
-
-    def inspect(self, fragment_id: int, values: Sequence[Bytes], bases: Sequence[int]) -> Squares:
-        """See Arithmetic.inspect."""
-        found = []
-        for shard, share in self._holders(fragment_id):
-            ranges = self.setup.shares.ranges(fragment_id, shard, self.setup.up)
-            parts = [split(value, ranges) for value in values]
-            payloads = [part[0] if len(part) == 1 else b"".join(part) for part in parts]
-            found.append(share.inspect(fragment_id, payloads, bases))
-        return np.concatenate(found, axis=1)
-
-    def update(self, fragment_id: int, version: int, chosen: Sequence[int], weights: np.ndarray) -> Outcome:
-        """See Arithmetic.update."""
-        holders = self._holders(fragment_id)
-        made = {shard: share.update(fragment_id, version, chosen, weights) for shard, share in holders}
-        digest = self.setup.shares.digest(fragment_id, {shard: leaves for shard, (_, leaves) in made.items()})
-        return Outcome(all(finite for finite, _ in made.values()), digest)
-
-    def forget(self, fragment_id: int) -> None:
-        """See Arithmetic.forget."""
-        for _, share in self._holders(fragment_id):
-            share.forget(fragment_id)
-
-    def publish(self, fragment_id: int) -> None:
-        """See Arithmetic.publish."""
-        for _, share in self._holders(fragment_id):
-            share.publish(fragment_id)
-
-    def capture(self) -> LocalMoment:
-        """See Arithmetic.capture."""
-        return LocalMoment(self.setup, [share.capture() for share in self._shares])
-
-    def load(self, fragment_id: int, version: int, state: State) -> None:
-        """See Arithmetic.load."""
-        for shard, share in self._holders(fragment_id):
-            share.load(fragment_id, version, self.setup.cut(fragment_id, shard, state))
-
-    def restore(self, fragment_id: int, version: int, flat: Flat) -> None:
-        """See Arithmetic.restore."""
-        for shard, share in self._holders(fragment_id):
-            share.restore(fragment_id, version, self.setup.shares.cut(fragment_id, shard, flat))
-
-    def payload(self, fragment_id: int, base: int = NO_VERSION) -> Bytes:
-        """See Arithmetic.payload."""
         shares, format = self.setup.shares, self.setup.down if base != NO_VERSION else "float32"
-        if shares.count == 1:
-            return self._shares[0].payload(fragment_id, base)
+        parts = {shard: self._shares[shard].payload(fragment_id, base) for shard in shares.holders(fragment_id)}
+        if shares.count == 1 or not any(parts.values()):
+            return next(iter(parts.values()))
         joined = bytearray(shares.wholes[fragment_id].payload_bytes(format))
-        for shard, share in self._holders(fragment_id):
-            fill(memoryview(joined), shares.ranges(fragment_id, shard, format), share.payload(fragment_id, base))
+        for shard, part in parts.items():
+            fill(memoryview(joined), shares.ranges(fragment_id, shard, format), part)
         return bytes(joined)
 
-    def close(self) -> None:
-        """See Arithmetic.close."""
 
-
-class LocalMoment:
-    """A moment that LocalShares captured.
-
-    Args:
-        setup: of the model.
-        parts: what each share captured.
-    """
-
-    def __init__(self, setup: Setup, parts: Sequence[Mapping[int, FragmentState]]) -> None:
-        self._setup = setup
-        self._parts = parts
-
-    def states(self) -> list[State]:
-        """See Moment.states."""
-        shares = self._setup.shares
-        return [
-            self._setup.join(number, {shard: self._parts[shard][number].state for shard in shares.holders(number)})
-            for number in range(len(shares.wholes))
-        ]
-
-    def values(self) -> list[Flat]:
-        """See Moment.values."""
-        return [state.value for state in self.states()]
+def local_arithmetic(setup: Setup, threads: int = 1) -> Arithmetic:
+    """Return what computes in this process, with so many threads in each merge."""
+    return Arithmetic(setup, [ModelShare(setup, shard, threads) for shard in range(setup.shares.count)])

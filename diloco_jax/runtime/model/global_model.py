@@ -26,23 +26,12 @@ from diloco_jax.core.passes import State, norms
 from diloco_jax.core.shards import share
 from diloco_jax.protocol.effects import Merge
 from diloco_jax.protocol.messages import NO_VERSION
-from diloco_jax.runtime.model.arithmetic import Arithmetic, Bytes, Moment, Setup, Squares
-from diloco_jax.runtime.model.usable import ODD_BEFORE, RATES_KEPT, RATES_MIN, Candidate, Known, Odd, choose, median
+from diloco_jax.runtime.model.arithmetic import Arithmetic, Moment
+from diloco_jax.runtime.model.model_share import Bytes, Setup
+from diloco_jax.runtime.model.usable import ODD_BEFORE, RATES_KEPT, RATES_MIN, Candidate, Mark, Odd, choose, median
 from diloco_jax.settings.run import RunConfig
 
 Arrays = dict[str, np.ndarray]
-
-
-class Mark(NamedTuple):
-    """Notes on a fragment's newest version: all that is known without its values."""
-
-    version: int
-    digest: int
-    rates: tuple[float, ...]  # norm per inner step of the values accepted last, oldest first
-    base: int = NO_VERSION  # the version from which a step leads to it; none: only the whole value can be sent
-    peaks: tuple[float, ...] = ()  # the highest rates that were ever accepted, highest first
-    odd: tuple[Odd, ...] = ()  # the last values that were above the limit, oldest first
-    elsewhere: float = 0.0  # what was usual in the model's other fragments for so many parameters; 0: unknown
 
 
 class Capture(NamedTuple):
@@ -144,8 +133,8 @@ class GlobalModel:
 
     def load(self, saved: Capture | SavedModel) -> None:
         """Become what `capture` returned, or `unpacked`; older versions are gone, and so are steps."""
-        states = saved.states if isinstance(saved, SavedModel) else saved.moment.states()
-        for number, (mark, state) in enumerate(zip(saved.marks, states, strict=True)):
+        for number, mark in enumerate(saved.marks):
+            state = saved.states[number] if isinstance(saved, SavedModel) else saved.moment.state(number)
             self._arithmetic.load(number, mark.version, state)
             self._marks[number] = mark._replace(base=NO_VERSION)
 
@@ -201,7 +190,7 @@ class GlobalModel:
 
     def slices(self, capture: Capture, fragment_id: int) -> Arrays:
         """Return a fragment's value as the arrays of its slices, by key, for nobody to write to."""
-        return self.layout(fragment_id).views(capture.moment.values()[fragment_id])
+        return self.layout(fragment_id).views(capture.moment.value(fragment_id))
 
     def parameters(self, capture: Capture | None = None) -> Arrays:
         """Return the whole model, newest version of every fragment, as new arrays by path.
@@ -209,7 +198,8 @@ class GlobalModel:
         Args:
             capture: which any thread may have assembled; None takes the model as it is.
         """
-        return self._assembled([flat.copy() for flat in (capture or self.capture()).moment.values()])
+        moment = (capture or self.capture()).moment
+        return self._assembled([moment.value(number).copy() for number in range(len(self._marks))])
 
     def _assembled(self, flats: Sequence[np.ndarray]) -> Arrays:
         parameters: Mapping[str, np.ndarray] = self._parameters
@@ -239,10 +229,9 @@ class GlobalModel:
             return Merged(fragment_id, None, left_out, mark.odd)
         values, bases = [payloads[part.learner_id] for part in parts], [part.base_version for part in parts]
         squares = arithmetic.inspect(fragment_id, values, bases)
-        candidates = [Candidate(part, norm) for part, norm in zip(parts, _norms(squares), strict=True)]
-        known = Known(mark.rates, mark.peaks, mark.odd, mark.elsewhere, self._lengths[fragment_id])
+        candidates = [Candidate(part, norm) for part, norm in zip(parts, norms(squares), strict=True)]
         factor = self._outlier_factor if decided is None else 0.0
-        chosen, odd = choose(candidates, known, factor, left_out)
+        chosen, odd = choose(candidates, mark, self._lengths[fragment_id], factor, left_out)
         while chosen:
             tokens, steps = [parts[i].tokens for i in chosen], [parts[i].steps for i in chosen]
             weights = token_weights(tokens, steps, self._weights)
@@ -309,10 +298,6 @@ class GlobalModel:
         odd, elsewhere = tuple(Odd(*one) for one in plain["odd"][number]), plain["elsewhere"][number]
         mark = Mark(plain["versions"][number], digest, rates, NO_VERSION, peaks, odd, elsewhere)
         return mark, State(flat, outer, residual)
-
-
-def _norms(squares: Squares) -> list[float]:
-    return norms(np.diag(leaf)[np.newaxis] for leaf in squares.T)
 
 
 def make_setup(config: RunConfig, plan: FragmentPlan) -> Setup:

@@ -1,50 +1,41 @@
-"""Pipes between the syncer's control process and its merge shards: JSON and raw bytes over a socket pair.
+"""Pipes between a syncer's control process and its merge shards (docs/decisions/0033-shard-commands.md).
 
-A frame is a length, a JSON object of that length, and the bytes of the arrays that it describes. Nothing is ever
-executed that came in. The writer is a thread of its own behind a queue that never blocks, so anybody may send, also
-while the interpreter collects garbage.
+A message goes as multiprocessing.connection sends it, pickled: only a process and its own child have the pipe. The
+bytes of the arrays beside it follow as they are, from memory to memory. The writer is a thread of its own behind a
+queue that never blocks, so anybody may send, also while the interpreter collects garbage.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import queue
-import socket
-import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
-
-from diloco_jax.core.passes import State
-
-_LENGTH = struct.Struct("<Q")
-
-
-class Frame(NamedTuple):
-    """One message, with the arrays that go with it."""
-
-    head: Mapping[str, Any]
-    arrays: list[np.ndarray]
 
 
 class Pipe:
     """One end. Both ends run the same program on the same host, and trust each other.
 
     Args:
-        connection: a connected stream socket.
-        on_frame: gets every frame, on the pipe's own thread.
+        connection: to the other end.
+        on_message: gets every message and its arrays, on the pipe's own thread.
         on_end: is called there once, with the reason, when the other end is gone.
     """
 
     def __init__(
-        self, connection: socket.socket, on_frame: Callable[[Frame], None], on_end: Callable[[str], None]
+        self,
+        connection: Connection,
+        on_message: Callable[[Any, list[np.ndarray]], None],
+        on_end: Callable[[str], None],
     ) -> None:
         self._connection = connection
-        self._on_frame = on_frame
+        self._on_message = on_message
         self._on_end = on_end
-        self._outgoing: queue.SimpleQueue[tuple[Mapping[str, Any], Sequence[np.ndarray]] | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[tuple[Any, Sequence[np.ndarray]] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="pipe-out", daemon=True)
 
     def start(self) -> None:
@@ -52,14 +43,9 @@ class Pipe:
         self._writer.start()
         threading.Thread(target=self._read, name="pipe-in", daemon=True).start()
 
-    def send(self, head: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
-        """Queue a frame; never blocks, any thread.
-
-        Args:
-            head: what JSON can say.
-            arrays: contiguous; nobody may write to them any more.
-        """
-        self._outgoing.put((head, arrays))
+    def send(self, message: Any, arrays: Sequence[np.ndarray] = ()) -> None:
+        """Queue a message; never blocks, any thread. Nobody may write to the arrays any more."""
+        self._outgoing.put((message, arrays))
 
     def close(self, timeout_s: float) -> None:
         """Write what is queued for at most so many seconds, and end the connection."""
@@ -70,49 +56,32 @@ class Pipe:
     def _write(self) -> None:
         try:
             while (item := self._outgoing.get()) is not None:
-                head, arrays = item
-                kinds = [[array.dtype.str, list(array.shape)] for array in arrays]
-                raw = json.dumps({**head, "arrays": kinds}).encode()
-                self._connection.sendall(_LENGTH.pack(len(raw)) + raw)
+                message, arrays = item
+                self._connection.send((message, [(array.dtype.str, array.shape) for array in arrays]))
                 for array in arrays:
-                    self._connection.sendall(_bytes_of(np.ascontiguousarray(array)))
-                del item, arrays
+                    view = _bytes_of(np.ascontiguousarray(array))
+                    while view:
+                        view = view[os.write(self._connection.fileno(), view) :]
+                del item, message, arrays
         except OSError:
             return  # the reader says so
 
     def _read(self) -> None:
         try:
             while True:
-                length = bytearray(_LENGTH.size)
-                self._fill(memoryview(length))
-                raw = bytearray(*_LENGTH.unpack(length))
-                self._fill(memoryview(raw))
-                head = json.loads(raw)
-                arrays = [np.empty(shape, name) for name, shape in head.pop("arrays")]
+                message, kinds = self._connection.recv()
+                arrays = [np.empty(shape, dtype) for dtype, shape in kinds]
                 for array in arrays:
-                    self._fill(_bytes_of(array))
-                self._on_frame(Frame(head, arrays))
+                    view = _bytes_of(array)
+                    while view:
+                        count = os.readv(self._connection.fileno(), [view])
+                        if not count:
+                            raise EOFError("the connection ended")
+                        view = view[count:]
+                self._on_message(message, arrays)
         except (EOFError, OSError) as error:
-            self._on_end(str(error))
-
-    def _fill(self, view: memoryview) -> None:
-        """Receive as many bytes as there is room for."""
-        while view:
-            count = self._connection.recv_into(view)
-            if not count:
-                raise EOFError("the connection ended")
-            view = view[count:]
+            self._on_end(str(error) or "the connection ended")
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
-
-
-def pack_state(state: State) -> tuple[list[str], list[np.ndarray]]:
-    """Return a state as names of its outer leaves, and arrays."""
-    return list(state.outer), [state.value, state.residual, *(np.asarray(leaf) for leaf in state.outer.values())]
-
-
-def unpack_state(names: Sequence[str], arrays: Sequence[np.ndarray]) -> State:
-    """Return the state that `pack_state` packed."""
-    return State(arrays[0], dict(zip(names, arrays[2:], strict=True)), arrays[1])

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from diloco_jax.protocol.effects import Part
+from diloco_jax.protocol.messages import NO_VERSION
 
 RATES_KEPT = 32  # accepted values whose norm per step is remembered, by fragment
 RATES_MIN = 8  # with fewer, the fragment's past says nothing yet
@@ -44,22 +45,16 @@ class Odd(NamedTuple):
     merged: bool
 
 
-class Known(NamedTuple):
-    """Knowledge from a fragment's past about its next values.
+class Mark(NamedTuple):
+    """Notes on a fragment's newest version: all that is known without its values."""
 
-    Attributes:
-      rates: norm per inner step of the values accepted last, oldest first.
-      peaks: the highest of all that were ever accepted, up to ODD_BEFORE, highest first.
-      odd: the last values above the limit, oldest first.
-      elsewhere: what is usual in the model's liveliest other fragment, for as many parameters; 0 if unknown.
-      length: the fragment's initial norm, or that of as many average parameters of the model if that is more.
-    """
-
-    rates: Sequence[float]
-    peaks: Sequence[float]
-    odd: Sequence[Odd]
-    elsewhere: float
-    length: float
+    version: int
+    digest: int
+    rates: tuple[float, ...]  # norm per inner step of the values accepted last, oldest first
+    base: int = NO_VERSION  # the version from which a step leads to it; none: only the whole value can be sent
+    peaks: tuple[float, ...] = ()  # the highest rates that were ever accepted, up to ODD_BEFORE, highest first
+    odd: tuple[Odd, ...] = ()  # the last values that were above the limit, oldest first
+    elsewhere: float = 0.0  # what is usual in the model's liveliest other fragment for so many parameters; 0: unknown
 
 
 class Candidate(NamedTuple):
@@ -74,26 +69,20 @@ class Candidate(NamedTuple):
         return self.norm / self.part.steps
 
 
-class Choice(NamedTuple):
-    """The values that may be merged.
-
-    Attributes:
-      chosen: indices of the candidates.
-      odd: the next `Known.odd`, as long as the chosen are merged.
-    """
-
-    chosen: list[int]
-    odd: tuple[Odd, ...]
-
-
-def choose(candidates: Sequence[Candidate], known: Known, outlier_factor: float, left_out: dict[str, str]) -> Choice:
+def choose(
+    candidates: Sequence[Candidate], known: Mark, length: float, outlier_factor: float, left_out: dict[str, str]
+) -> tuple[list[int], tuple[Odd, ...]]:
     """Choose who may be merged; who may not is added to `left_out` with the reason.
 
     Args:
         candidates: in the order of the learners' names.
         known: of the fragment.
+        length: the fragment's initial norm, or that of as many average parameters of the model if that is more.
         outlier_factor: how many times what is usual a value may be; 0 for no limit.
         left_out: learner -> why.
+
+    Returns:
+        Indices of those who may be merged, and the next `Mark.odd`, as long as these are merged.
     """
     finite = [i for i, candidate in enumerate(candidates) if math.isfinite(candidate.norm)]
     for candidate in candidates:
@@ -103,7 +92,7 @@ def choose(candidates: Sequence[Candidate], known: Known, outlier_factor: float,
     voted = len(moving) >= PARTS_MIN
     usual = _usual(known, moving if voted else [])
     seen = GROWTH * known.peaks[-1] if len(known.peaks) == ODD_BEFORE else 0.0
-    limit = max(outlier_factor * usual, HARMLESS * known.length, seen) if usual and outlier_factor else math.inf
+    limit = max(outlier_factor * usual, HARMLESS * length, seen) if usual and outlier_factor else math.inf
     chosen, odd = [], list(known.odd)
     for i in finite:
         candidate, name = candidates[i], candidates[i].part.learner_id
@@ -113,7 +102,7 @@ def choose(candidates: Sequence[Candidate], known: Known, outlier_factor: float,
         before = [one for one in odd if one.learner_id == name]
         odd = [one for one in odd if one.learner_id != name] if voted else odd
         if not voted:
-            this = _compared(candidate, before, known.length)
+            this = _compared(candidate, before, length)
             odd.append(this)
             if this.merged:
                 chosen.append(i)
@@ -122,10 +111,10 @@ def choose(candidates: Sequence[Candidate], known: Known, outlier_factor: float,
             f"its value has norm {candidate.rate:.3g} per inner step, where {usual:.3g} is usual "
             f"(merge.outlier_factor {outlier_factor:g})"
         )
-    return Choice(chosen, tuple(odd[-ODD_KEPT:]))
+    return chosen, tuple(odd[-ODD_KEPT:])
 
 
-def _usual(known: Known, now: Sequence[float]) -> float:
+def _usual(known: Mark, now: Sequence[float]) -> float:
     """Return the norm per inner step that is usual; 0 if nobody can know."""
     medians = [median(known.rates), known.elsewhere] if len(known.rates) >= RATES_MIN else []
     return max([*medians, *([median(now)] if now else [])], default=0.0)

@@ -10,43 +10,23 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from diloco_jax.protocol.effects import Effect, Note, SaveSnapshot
 from diloco_jax.protocol.messages import StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.syncer.tape import TapedSyncer, lives, replay
-from diloco_jax.protocol.watch.stats import RunStats
-from diloco_jax.runtime.model.global_model import GlobalModel
+from diloco_jax.protocol.syncer.tape import lives, replay
 from diloco_jax.runtime.records import checkpoint
-from diloco_jax.runtime.records.files import ADDRESS_FILE, CHECKPOINTS, CLOCK_FILE, TAPE_FILE
+from diloco_jax.runtime.records.files import CHECKPOINTS, TAPE_FILE
 from diloco_jax.runtime.records.tape_file import last_time_s, read_lines
-from diloco_jax.runtime.records.telemetry import write_json
+from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.snapshots import Snapshot, read_snapshot
-from diloco_jax.settings.run import RunConfig
-from diloco_jax.transport.grpc_link import GrpcListener, listen
-from diloco_jax.transport.link import split_address
 
-LISTEN_PATIENCE_S = 30.0  # how long a restarted syncer waits for the port of the one before it
-LISTEN_RETRY_S = 0.5
 FRESH, FAILOVER, REWIND = "fresh", "failover", "rewind"
 
 log = logging.getLogger(__name__)
-
-
-class Parts(NamedTuple):
-    """The objects that a beginning brings to where the run left them; of a new run it leaves them as they are."""
-
-    run_dir: Path
-    machine: Syncer
-    taped: TapedSyncer
-    model: GlobalModel
-    stats: RunStats
 
 
 def mode_of(run_dir: Path, *, rewind: bool) -> str:
@@ -55,68 +35,6 @@ def mode_of(run_dir: Path, *, rewind: bool) -> str:
     if not tape.exists() or last_time_s(tape) is None:
         return FRESH
     return REWIND if rewind else FAILOVER
-
-
-def open_listener(
-    config: RunConfig, run_dir: Path, mode: str, epoch: int, stop: threading.Event, shards: Sequence[str] = ()
-) -> GrpcListener:
-    """Listen; after a failover where the process before it did, since that is where learners look for it.
-
-    Args:
-        config: the run.
-        run_dir: its folder; the address is kept there.
-        mode: how this process begins.
-        epoch: which life of the syncer it is.
-        stop: set from outside to give up.
-        shards: where merge shards listen.
-
-    Raises:
-        ValueError: the address is in use, or not allowed.
-    """
-    transport, file = config.transport, run_dir / ADDRESS_FILE
-    again = mode == FAILOVER and file.exists() and split_address(transport.address)[1] == 0
-    if again:
-        transport = replace(transport, address=file.read_text(encoding="utf-8"))
-    until_s = time.monotonic() + (LISTEN_PATIENCE_S if mode == FAILOVER else 0.0)
-    while True:
-        try:
-            listener = listen(transport, run_id=config.name, epoch=epoch, shards=shards)
-            break
-        except ValueError as error:
-            if time.monotonic() >= until_s or stop.wait(LISTEN_RETRY_S):
-                raise
-            log.info(f"waiting for the port of the process before: {error}")
-    if not file.exists() or file.read_text(encoding="utf-8") != listener.address:  # else a full disk need not matter
-        file.write_text(listener.address, encoding="utf-8")
-    return listener
-
-
-class RunClock:
-    """Seconds since the run began, over all its processes: never back, and on while no syncer runs.
-
-    Args:
-        run_dir: the run's folder; the moment of the beginning is kept there.
-        last_s: newest time that the run has seen, in seconds; 0 for a new run.
-    """
-
-    def __init__(self, run_dir: Path, last_s: float) -> None:
-        path, wall_s = run_dir / CLOCK_FILE, time.time()
-        began_s = wall_s - last_s
-        try:
-            began_s = float(json.loads(path.read_text(encoding="utf-8"))["began_unix_s"])
-        except (OSError, ValueError, KeyError, TypeError):
-            try:
-                write_json(path, {"began_unix_s": began_s})
-            except OSError as error:
-                log.warning(
-                    f"{path} cannot be written ({error}): after a restart the run's clock goes on from its tape"
-                )
-        # the wall clock of another machine, or one that was set back, must not turn time round
-        self._zero_s = time.monotonic() - max(last_s, wall_s - began_s)
-
-    def now_s(self) -> float:
-        """Return the seconds since the run began."""
-        return time.monotonic() - self._zero_s
 
 
 def begin(parts: Parts, mode: str, now_s: float) -> list[Effect]:

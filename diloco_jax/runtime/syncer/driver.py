@@ -14,7 +14,6 @@ Every input is on the tape before it is executed, so a process that takes this o
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,10 +29,9 @@ from diloco_jax.protocol.messages import (
     StepReport,
     Stop,
 )
-from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.runtime.model.evaluation import Evaluations
-from diloco_jax.runtime.model.global_model import GlobalModel, Merged
-from diloco_jax.runtime.syncer.begin import RunClock
+from diloco_jax.runtime.model.global_model import Merged
+from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.sharded_listener import ShardedListener
 from diloco_jax.runtime.syncer.snapshots import Keeper
 from diloco_jax.runtime.syncer.watch import Watch
@@ -51,22 +49,18 @@ class SyncerDriver:
     """The loop around a machine that has begun and a listener that is open.
 
     Args:
-        taped: the machine and its tape.
-        model: whose values it merges.
+        parts: of the run.
         listener: of the learners.
         results: what other threads have done: merges and evaluations.
         merges: does the first.
         evaluations: does the second.
         keeper: of the snapshots.
         watch: tells how it goes.
-        clock: of the run.
-        stop: set from outside to end the run early.
     """
 
     def __init__(
         self,
-        taped: TapedSyncer,
-        model: GlobalModel,
+        parts: Parts,
         listener: GrpcListener | ShardedListener,
         *,
         results: Results,
@@ -74,20 +68,18 @@ class SyncerDriver:
         evaluations: Evaluations,
         keeper: Keeper,
         watch: Watch,
-        clock: RunClock,
-        stop: threading.Event,
     ) -> None:
-        self._taped = taped
-        self._machine = taped.syncer
-        self._model = model
+        self._parts = parts
+        self._taped = parts.taped
+        self._machine = parts.machine
+        self._model = parts.model
+        self._now_s = parts.clock.now_s
         self._listener = listener
         self._results = results
         self._merges = merges
         self._evaluations = evaluations
         self._keeper = keeper
         self._watch = watch
-        self._now_s = clock.now_s
-        self._stop = stop
         # a process before this one may have died at the very end
         self._finished = self._machine.finished and not self._machine.restoring
         listener.on_drain = self._drain
@@ -103,7 +95,7 @@ class SyncerDriver:
         """
         self._execute(effects)
         status_at_s = 0.0
-        while not self._finished and not self._stop.is_set():
+        while not self._finished and not self._parts.stop.is_set():
             now_s = self._now_s()
             if now_s >= status_at_s:
                 status_at_s = now_s + STATUS_EVERY_S
@@ -170,7 +162,7 @@ class SyncerDriver:
         effects = self._taped.on_merged(order.global_step, digest, tuple(sorted(merged.left_out)), self._now_s())
         self._model.publish(merged)  # when the decision is on the tape, and before it is told to anybody
         self._execute(effects)
-        self._evaluations.maybe(self._machine.global_step, self._watch.stats.tokens, self._captured)
+        self._evaluations.maybe(self._machine.global_step, self._parts.stats.tokens, self._captured)
 
     def _captured(self) -> Callable[[], Mapping[str, np.ndarray]]:
         capture, model = self._model.capture(), self._model
@@ -210,7 +202,7 @@ class SyncerDriver:
         message: Any = effect.message
         if isinstance(message, Stop) and self._machine.finished and not self._keeper.saved:
             # before anybody hears of the end: until then learners hold what this process may lose
-            self._keeper.save_last(self._stop, self._watch.tell)
+            self._keeper.save_last(self._watch.tell)
             self._watch.tell()
         if isinstance(message, GlobalFragment):
             payload = self._model.payload(message.fragment_id, message.base)

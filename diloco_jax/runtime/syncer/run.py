@@ -12,16 +12,18 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.protocol.watch.stats import RunStats, never_merged
+from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.evaluation import Evaluations, Evaluator
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_setup
-from diloco_jax.runtime.model.remote_shares import make_arithmetic
+from diloco_jax.runtime.model.merge_shards import MergeShards
 from diloco_jax.runtime.records.files import CHECKPOINTS, CONFIG_FILE, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.status import NOTHING_EARLIER, read_earlier
 from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s
 from diloco_jax.runtime.records.telemetry import write_json
-from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, Parts, RunClock, begin, mode_of
+from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
 from diloco_jax.runtime.syncer.driver import FAREWELL_S, SyncerDriver
-from diloco_jax.runtime.syncer.sharded_listener import Life, open_listeners
+from diloco_jax.runtime.syncer.parts import Parts, RunClock
+from diloco_jax.runtime.syncer.sharded_listener import Life, open_listener
 from diloco_jax.runtime.syncer.snapshots import Keeper, SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
 from diloco_jax.runtime.syncer.workers import Merges, Results
@@ -47,13 +49,17 @@ class SyncerRun:
         self._run_dir = run_dir
         self._stop = stop
         self._rewind = rewind
-        self._results = Results()
+        self._results, self._events = Results(), Results()
         self._evaluator = Evaluator(config)
         plan = config.fragments.plan(self._evaluator.shapes, self._evaluator.kinds, config.protocol.num_fragments)
         threads = config.syncer.merge_threads or os.cpu_count() or 1
         setup = make_setup(config, plan)
-        self._arithmetic = make_arithmetic(setup, plan, run_dir / CONFIG_FILE, threads, self._results.put)
-        self._model = make_model(config, plan, self._evaluator.initial_parameters(), self._arithmetic)
+        self._shards = None
+        if setup.shares.count > 1:
+            path, death = run_dir / CONFIG_FILE, self._results.put
+            self._shards = MergeShards(setup, plan, path, threads, self._events.put, death)
+        arithmetic = Arithmetic(setup, self._shards.shares) if self._shards else local_arithmetic(setup, threads)
+        self._model = make_model(config, plan, self._evaluator.initial_parameters(), arithmetic)
         self._fingerprint = fingerprint(config, plan.fingerprint, self._evaluator.corpus)
         self._machine = _make_machine(config, plan, self._model, self._fingerprint)
         self._stats = RunStats(config.islands.names, self._evaluator.num_parameters, self._machine)
@@ -65,33 +71,30 @@ class SyncerRun:
             ValueError: the address is in use or not allowed, the tape belongs to another process, or there is nothing
                 from which the run could go on.
         """
-        config, stop, model, machine, stats = self._config, self._stop, self._model, self._machine, self._stats
-        mode = mode_of(self._run_dir, rewind=self._rewind)
-        tape = TapeFile(self._run_dir / TAPE_FILE, stop, lambda: watch.tell())
-        clock = RunClock(self._run_dir, last_time_s(self._run_dir / TAPE_FILE) or 0.0)
-        writer = SnapshotWriter(self._run_dir / CHECKPOINTS, config.name, model, config.checkpoints.keep)
-        earlier = NOTHING_EARLIER if mode == FRESH else read_earlier(self._run_dir)
+        config, run_dir, stop, machine = self._config, self._run_dir, self._stop, self._machine
+        mode = mode_of(run_dir, rewind=self._rewind)
+        tape = TapeFile(run_dir / TAPE_FILE, stop, lambda: watch.tell())
+        clock, taped = RunClock(run_dir, last_time_s(run_dir / TAPE_FILE) or 0.0), TapedSyncer(machine, tape.write)
+        parts = Parts(config, run_dir, stop, clock, tape, machine, taped, self._model, self._stats)
+        writer = SnapshotWriter(run_dir / CHECKPOINTS, config.name, self._model, config.checkpoints.keep)
 
         def alarms() -> list[str]:
             return [text for text in (tape.condition, writer.condition) if text]
 
-        watch = Watch(
-            config, self._run_dir, stop, machine=machine, stats=stats, clock=clock, earlier=earlier, alarms=alarms
-        )
-        keeper = Keeper(writer, model=model, machine=machine, tape=tape, stats=stats, now_s=clock.now_s)
-        taped, merges = TapedSyncer(machine, tape.write), Merges(model, self._results.put)
+        watch = Watch(parts, NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir), alarms)
+        keeper, merges = Keeper(parts, writer), Merges(self._model, self._results.put)
         evaluations = Evaluations(config, self._evaluator, self._results.put)
         listener, ended_s = None, 0.0
         try:
-            effects = begin(Parts(self._run_dir, machine, taped, model, stats), mode, clock.now_s())
+            effects = begin(parts, mode, clock.now_s())
             evaluations.skip_to(machine.global_step)
             lingers = mode == FAILOVER and machine.finished and not machine.restoring
             life = Life(mode, machine.epoch, stop)
-            listener = open_listeners(config, self._run_dir, life, self._arithmetic, self._fingerprint)
+            listener = open_listener(config, run_dir, life, self._fingerprint, self._shards, self._events)
             watch.listens(listener)
             driver = SyncerDriver(
-                taped, model, listener, results=self._results, merges=merges, evaluations=evaluations, keeper=keeper,
-                watch=watch, clock=clock, stop=stop,
+                parts, listener, results=self._results, merges=merges, evaluations=evaluations, keeper=keeper,
+                watch=watch,
             )  # fmt: skip
             driver.serve(effects)
             ended_s = clock.now_s()
@@ -111,7 +114,8 @@ class SyncerRun:
             writer.close()
         summary = self._conclude(watch, keeper, evaluations, ended_s)
         tape.close()
-        self._arithmetic.close()
+        if self._shards is not None:
+            self._shards.end()
         return summary
 
     def _conclude(self, watch: Watch, keeper: Keeper, evaluations: Evaluations, ended_s: float) -> dict[str, Any]:
@@ -119,7 +123,7 @@ class SyncerRun:
         watch.tell()
         summary = self._stats.summary(watch.wire(), ended_s)
         if not keeper.saved:
-            keeper.save_last(self._stop, watch.tell)
+            keeper.save_last(watch.tell)
         evaluations.close()
         result = self._evaluator.evaluate(self._model.parameters(), self._config.train.final_eval_batches)
         result |= {"global_step": self._machine.global_step, "tokens": summary["tokens"]}

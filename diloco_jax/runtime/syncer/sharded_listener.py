@@ -1,4 +1,4 @@
-"""The syncer's listener and those of its merge shards, as one.
+"""The syncer's listener, or it and those of its merge shards as one.
 
 A learner has a session with each of them, all of one number. The driver gets a learner's value when all shards that
 work on the fragment have their part of it, and its hello when all shards have heard it too: from then on they can
@@ -9,25 +9,35 @@ Everything that waits here is bounded, and belongs to one session of one learner
 
 from __future__ import annotations
 
-import queue
+import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from diloco_jax.protocol.membership import difference
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Hello, SyncerMessage
-from diloco_jax.runtime.model.arithmetic import LocalShares
-from diloco_jax.runtime.model.remote_shares import HeldPart, RemoteShares
-from diloco_jax.runtime.syncer.begin import open_listener
+from diloco_jax.runtime.model.merge_shards import HeldPart, MergeShards
+from diloco_jax.runtime.model.shard_commands import ShardHangUp, ShardHello, ShardHolds, ShardListen, ShardSend
+from diloco_jax.runtime.records.files import ADDRESS_FILE
+from diloco_jax.runtime.syncer.begin import FAILOVER
+from diloco_jax.runtime.syncer.workers import Results
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.transport.grpc_link import GrpcListener
-from diloco_jax.transport.link import Delivery, Payload, Traffic
+from diloco_jax.transport.grpc_link import GrpcListener, listen
+from diloco_jax.transport.link import Delivery, Payload, Traffic, split_address
 
+LISTEN_PATIENCE_S = 30.0  # how long a restarted syncer waits for the ports of the one before it
+LISTEN_RETRY_S = 0.5
 REPEATS_MAX = 2  # of the same value that wait for their other parts
 
 Waiting = dict[FragmentValue, dict[int, deque[HeldPart]]]  # parts by shard, oldest value first
+ResultT = TypeVar("ResultT")
+
+log = logging.getLogger(__name__)
 
 
 class ShardedListener:
@@ -35,7 +45,8 @@ class ShardedListener:
 
     Args:
         listener: of this process.
-        shards: with the processes that listen too.
+        shards: that listen too.
+        events: what these say unasked, each with the number of its shard.
         fingerprint: what a learner must agree on to be one that shards will hear.
         rounds_max: rounds in flight, so values of one learner that may wait for their parts.
     """
@@ -43,26 +54,23 @@ class ShardedListener:
     def __init__(
         self,
         listener: GrpcListener,
-        shards: RemoteShares,
+        shards: MergeShards,
+        events: Results,
         fingerprint: tuple[tuple[str, str], ...],
         rounds_max: int,
     ) -> None:
         self._listener = listener
         self._shards = shards
+        self._dealt = shards.setup.shares
+        self._events = events
         self._fingerprint = fingerprint
         self._rounds_max = rounds_max
-        self._events: queue.SimpleQueue[tuple[int, Mapping[str, Any]]] = queue.SimpleQueue()
         self._ready: deque[Delivery] = deque()
-        self._heard: list[dict[str, int]] = [{} for _ in shards.proxies]  # by shard: learner -> session
+        self._heard: list[dict[str, int]] = [{} for _ in shards.shares]  # by shard: learner -> session
         self._hellos: dict[str, Delivery] = {}  # learner -> its hello that some shard has not heard yet
         self._values: dict[tuple[str, int], Waiting] = {}  # learner and session -> incomplete values
-        self._moved = {proxy.shard: (0, 0) for proxy in shards.proxies}
-        shards.on_event = self._on_event
-
-    def _on_event(self, shard: int, said: Mapping[str, Any]) -> None:
-        """Take note of an event, on a thread of a pipe."""
-        self._events.put((shard, said))
-        self._listener.wake()
+        self._moved = [Traffic(0, 0) for _ in shards.shares]
+        events.wake_with(listener.wake)
 
     @property
     def address(self) -> str:
@@ -72,9 +80,8 @@ class ShardedListener:
     @property
     def traffic(self) -> Traffic:
         """Return the bytes received from, and sent to, all learners so far, by the shards too."""
-        own = self._listener.traffic
-        received, sent = (sum(moved) for moved in zip(*self._moved.values(), strict=True))
-        return Traffic(own.received_bytes + received, own.sent_bytes + sent)
+        moved = (self._listener.traffic, *self._moved)
+        return Traffic(sum(each.received_bytes for each in moved), sum(each.sent_bytes for each in moved))
 
     @property
     def status_json(self) -> str:
@@ -111,14 +118,15 @@ class ShardedListener:
     def send(self, peer: str, message: SyncerMessage, payload: Payload = b"") -> bool:
         """Queue a message to a learner; a version goes out from the shards. See GrpcListener.send."""
         if isinstance(message, GlobalFragment):
-            self._shards.send(peer, message)
+            for shard in self._dealt.holders(message.fragment_id):
+                self._shards.shares[shard].tell(ShardSend(peer, message))
             return True
         return self._listener.send(peer, message, payload)
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end all sessions."""
-        for proxy in self._shards.proxies:
-            proxy.tell("close", grace_s=grace_s)
+        for share in self._shards.shares:
+            share.tell(ShardHangUp(grace_s))
         self._listener.close(grace_s)
         self._take_events()
 
@@ -142,15 +150,15 @@ class ShardedListener:
         self._ready.append(delivery)
 
     def _take_events(self) -> None:
-        while not self._events.empty():
-            shard, said = self._events.get()
-            if said["op"] == "traffic":
-                self._moved[shard] = tuple(said["moved"])
-            elif said["op"] == Hello.__name__:
-                self._heard[shard][said["learner"]] = said["session"]
-                self._greet(said["learner"])
-            else:
-                self._on_part(shard, said)
+        for shard, event in self._events.take():
+            match event:
+                case Traffic():
+                    self._moved[shard] = event
+                case ShardHello(learner_id, session):
+                    self._heard[shard][learner_id] = session
+                    self._greet(learner_id)
+                case ShardHolds():
+                    self._on_part(shard, event)
 
     def _greet(self, peer: str) -> None:
         """Pass a hello on when all shards have heard its session."""
@@ -158,19 +166,15 @@ class ShardedListener:
         if hello is not None and all(heard.get(peer) == hello.session for heard in self._heard):
             self._ready.append(self._hellos.pop(peer))
 
-    def _on_part(self, shard: int, said: Mapping[str, Any]) -> None:
-        part = HeldPart(self._shards.proxies[shard], said["number"], said["size"])
+    def _on_part(self, shard: int, said: ShardHolds) -> None:
+        part = HeldPart(self._shards.shares[shard], said.part, said.size)
         # A learner of several hosts names the size of its value to nobody: each shard finds that of its own part.
-        message = FragmentValue(*said["message"])._replace(payload_bytes=0)
-        peer, session = said["learner"], said["session"]
-        if self._heard[shard].get(peer) != session or not 0 <= message.fragment_id < len(
-            self._shards.setup.shares.wholes
-        ):
+        message = said.message._replace(payload_bytes=0)
+        peer, session, fragment_id = message.learner_id, said.session, message.fragment_id
+        if self._heard[shard].get(peer) != session or not 0 <= fragment_id < len(self._dealt.wholes):
             return
         waiting = self._values.setdefault((peer, session), {})
-        parts = waiting.setdefault(
-            message, {holder: deque() for holder in self._shards.setup.shares.holders(message.fragment_id)}
-        )
+        parts = waiting.setdefault(message, {holder: deque() for holder in self._dealt.holders(fragment_id)})
         if shard not in parts or len(parts[shard]) >= REPEATS_MAX:
             return
         parts[shard].append(part)
@@ -192,30 +196,61 @@ class Life(NamedTuple):
     stop: threading.Event
 
 
-def open_listeners(
+def open_listener(
     config: RunConfig,
     run_dir: Path,
     life: Life,
-    arithmetic: LocalShares | RemoteShares,
     fingerprint: tuple[tuple[str, str], ...],
+    shards: MergeShards | None,
+    events: Results,
 ) -> GrpcListener | ShardedListener:
-    """Listen, the merge shards first; see open_listener.
+    """Listen, the merge shards first; after a failover where the process before it did: learners look for it there.
 
     Args:
         config: the run.
-        run_dir: its folder.
+        run_dir: its folder; the address is kept there.
         life: of the syncer.
-        arithmetic: with the shards, if there are any.
         fingerprint: what a learner must agree on.
+        shards: that listen too, if there are any.
+        events: what these say unasked.
 
     Raises:
         ValueError: an address is in use, or not allowed.
     """
-    shards: tuple[str, ...] = ()
-    if isinstance(arithmetic, RemoteShares):
-        shards = arithmetic.listen(config.transport.address, life.epoch, life.stop)
-    listener = open_listener(config, run_dir, life.mode, life.epoch, life.stop, shards)
+    others = _open_shards(config.transport.address, shards, life) if shards is not None else ()
+    transport, file = config.transport, run_dir / ADDRESS_FILE
+    if life.mode == FAILOVER and file.exists() and split_address(transport.address)[1] == 0:
+        transport = replace(transport, address=file.read_text(encoding="utf-8"))
+    patience_s = LISTEN_PATIENCE_S if life.mode == FAILOVER else 0.0
+    listener = _patiently(
+        lambda: listen(transport, run_id=config.name, epoch=life.epoch, shards=others), patience_s, life.stop
+    )
+    if not file.exists() or file.read_text(encoding="utf-8") != listener.address:  # else a full disk need not matter
+        file.write_text(listener.address, encoding="utf-8")
     listener.desk.settings = dict(fingerprint)
-    if isinstance(arithmetic, LocalShares):
+    if shards is None:
         return listener
-    return ShardedListener(listener, arithmetic, fingerprint, max(1, config.protocol.overlap_steps))
+    return ShardedListener(listener, shards, events, fingerprint, max(1, config.protocol.overlap_steps))
+
+
+def _open_shards(address: str, shards: MergeShards, life: Life) -> tuple[str, ...]:
+    """Let the shards listen, at the ports after the syncer's if it has one of its own; returns ":port" of each."""
+    host, _, port = address.rpartition(":")
+    found = []
+    for number, share in enumerate(shards.shares, 1):
+        order = ShardListen(f"{host}:{int(port) + number if int(port) else 0}", life.epoch)
+        real, _ = _patiently(partial(share.ask, order), LISTEN_PATIENCE_S, life.stop)
+        found.append(":" + real.rpartition(":")[2])
+    return tuple(found)
+
+
+def _patiently(begin: Callable[[], ResultT], patience_s: float, stop: threading.Event) -> ResultT:
+    """Return what `begin` returns, once the process before has left its port."""
+    until_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return begin()
+        except ValueError as error:
+            if time.monotonic() >= until_s or stop.wait(LISTEN_RETRY_S):
+                raise
+            log.info(f"waiting for the port of the process before: {error}")

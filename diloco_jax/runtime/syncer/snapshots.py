@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.runtime.model.global_model import Capture, GlobalModel, SavedModel
 from diloco_jax.runtime.records import checkpoint
-from diloco_jax.runtime.records.tape_file import RETRY_S, TapeFile
+from diloco_jax.runtime.records.tape_file import RETRY_S
+from diloco_jax.runtime.syncer.parts import Parts
 
 log = logging.getLogger(__name__)
 
@@ -163,65 +161,48 @@ class Keeper:
     """Takes the snapshots of a run, while it goes on and at its end.
 
     Args:
+        parts: of the run.
         writer: writes them.
-        model: of the run.
-        machine: likewise.
-        tape: with the machine's inputs.
-        stats: what the machine does not count.
-        now_s: the run's clock.
     """
 
-    def __init__(
-        self,
-        writer: SnapshotWriter,
-        *,
-        model: GlobalModel,
-        machine: Syncer,
-        tape: TapeFile,
-        stats: RunStats,
-        now_s: Callable[[], float],
-    ) -> None:
+    def __init__(self, parts: Parts, writer: SnapshotWriter) -> None:
+        self._parts = parts
         self._writer = writer
-        self._model = model
-        self._machine = machine
-        self._tape = tape
-        self._stats = stats
-        self._now_s = now_s
         self.saved = False  # the last snapshot of the run
 
     def _capture(self) -> Snapshot:
+        parts = self._parts
         return Snapshot(
-            self._machine.global_step,
-            self._model.capture(),
-            json.dumps(self._machine.state()),
-            self._tape.position,
-            self._stats.tokens,
-            self._stats.state(),
-            self._now_s(),
+            parts.machine.global_step,
+            parts.model.capture(),
+            json.dumps(parts.machine.state()),
+            parts.tape.position,
+            parts.stats.tokens,
+            parts.stats.state(),
+            parts.clock.now_s(),
         )
 
     def save(self) -> None:
         """Capture this moment, and begin to write it in the background."""
         self._writer.submit(self._capture())
 
-    def save_last(self, stop: threading.Event, tell: Callable[[], None]) -> None:
+    def save_last(self, tell: Callable[[], None]) -> None:
         """Save the end of the run, or where it was stopped; written before this returns, if that can be.
 
         Args:
-            stop: ends the attempts on a disk that takes nothing.
-            tell: says what they wait for.
+            tell: says what further attempts wait for, on a disk that takes nothing; stopping the run ends them.
         """
-        if self._machine.restoring:
+        if self._parts.machine.restoring:
             log.warning("no snapshot of this moment: newer values were still on their way from learners")
             return
         self._writer.wait()
         snapshot = self._capture()
         self._writer.write(snapshot)
-        while self._writer.condition and not stop.wait(RETRY_S):
+        while self._writer.condition and not self._parts.stop.wait(RETRY_S):
             tell()
             self._writer.write(snapshot)
         self.saved = not self._writer.condition
 
     def rescue(self) -> None:
         """Keep the model of a run that ends by an error. See SnapshotWriter.rescue."""
-        self._writer.rescue(self._machine.global_step, self._stats.tokens)
+        self._writer.rescue(self._parts.machine.global_step, self._parts.stats.tokens)

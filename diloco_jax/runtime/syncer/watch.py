@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from diloco_jax.protocol.effects import Note
 from diloco_jax.protocol.messages import StepReport
-from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.status import Earlier, compose_status
 from diloco_jax.runtime.records.telemetry import Telemetry, finite, write_json
-from diloco_jax.runtime.syncer.begin import RunClock
+from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.sharded_listener import ShardedListener
-from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.grpc_link import GrpcListener
 
 log = logging.getLogger(__name__)
@@ -28,39 +23,18 @@ class Watch:
     """The counts of a run, and everything that is told of it.
 
     Args:
-        config: the run.
-        run_dir: its folder.
-        stop: set when somebody ends the run early.
-        machine: of the syncer.
-        stats: counts what it hears.
-        clock: of the run.
+        parts: of the run.
         earlier: what processes before this one had counted.
         alarms: returns what is wrong with the syncer itself, such as a full disk.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run_dir: Path,
-        stop: threading.Event,
-        *,
-        machine: Syncer,
-        stats: RunStats,
-        clock: RunClock,
-        earlier: Earlier,
-        alarms: Callable[[], Sequence[str]],
-    ) -> None:
-        self._name = config.name
-        self._path = run_dir / STATUS_FILE
-        self._stop = stop
-        self._machine = machine
-        self.stats = stats
-        self._clock = clock
+    def __init__(self, parts: Parts, earlier: Earlier, alarms: Callable[[], Sequence[str]]) -> None:
+        self._parts = parts
         self._wire_before = earlier.wire
         self._eval_loss = earlier.eval_loss
         self._alarms = alarms
         self._listener: GrpcListener | ShardedListener | None = None
-        self._telemetry = Telemetry(run_dir, tensorboard=config.tensorboard)
+        self._telemetry = Telemetry(parts.run_dir, tensorboard=parts.config.tensorboard)
 
     def listens(self, listener: GrpcListener | ShardedListener) -> None:
         """Tell whoever asks this listener too from now on, and count its traffic."""
@@ -68,12 +42,13 @@ class Watch:
 
     def on_report(self, report: StepReport, now_s: float) -> None:
         """Count a learner's report."""
-        before = self.stats.alarms
-        if not self.stats.on_report(report, now_s):
+        stats = self._parts.stats
+        before = stats.alarms
+        if not stats.on_report(report, now_s):
             return
-        if self.stats.alarms and not before:
-            log.warning(self.stats.alarms[0])
-        member = self._machine.membership.members[report.learner_id]
+        if stats.alarms and not before:
+            log.warning(stats.alarms[0])
+        member = self._parts.machine.membership.members[report.learner_id]
         record = {"kind": "step", "t": now_s, "learner": report.learner_id, "incarnation": report.incarnation}
         record |= {"local_step": report.local_step, "tokens": member.past_tokens + report.tokens}
         record |= {"global_step": report.global_step, "loss": report.loss, "step_s": report.step_s}
@@ -81,11 +56,11 @@ class Watch:
 
     def on_note(self, note: Note) -> None:
         """Count and tell what the machine says of a round or a learner."""
-        record = {"kind": note.kind, "t": self._clock.now_s(), "global_step": note.global_step}
+        record = {"kind": note.kind, "t": self._parts.clock.now_s(), "global_step": note.global_step}
         record |= {"fragment_id": note.fragment_id, "members": list(note.members), "reason": note.reason}
         self._telemetry.write(record)
         if note.kind == "merged":
-            self.stats.on_merged(note.members, note.global_step)
+            self._parts.stats.on_merged(note.members, note.global_step)
         elif note.kind != "closed":
             log.info(f"{', '.join(note.members) or 'round ' + str(note.global_step)} {note.kind}: {note.reason}")
 
@@ -104,13 +79,14 @@ class Watch:
 
     def tell(self) -> None:
         """Say how the run is doing, to whoever looks. What cannot be written is written the next time."""
-        now_s = self._clock.now_s()
+        parts = self._parts
+        now_s = parts.clock.now_s()
         status = compose_status(
-            self._name,
-            self._machine,
-            self.stats,
+            parts.config.name,
+            parts.machine,
+            parts.stats,
             now_s,
-            stopped=self._stop.is_set() and not self._machine.finished,
+            stopped=parts.stop.is_set() and not parts.machine.finished,
             alarms=self._alarms(),
             eval_loss=self._eval_loss,
             wire=self.wire(),
@@ -118,10 +94,10 @@ class Watch:
         if self._listener is not None:
             self._listener.status_json = json.dumps(finite(status))
         try:
-            write_json(self._path, status)
+            write_json(parts.run_dir / STATUS_FILE, status)
         except OSError as error:
             log.warning(f"status not written: {error}")
-        self._telemetry.write({"kind": "wire", "t": now_s, "global_step": self._machine.global_step, **status["wire"]})
+        self._telemetry.write({"kind": "wire", "t": now_s, "global_step": parts.machine.global_step, **status["wire"]})
         self._telemetry.flush()
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.core import codec
-from diloco_jax.runtime.model.arithmetic import LocalShares
+from diloco_jax.runtime.model.arithmetic import local_arithmetic
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.model.global_model import Capture, make_model, make_setup
 from diloco_jax.runtime.records import checkpoint
@@ -70,7 +70,7 @@ class Replay:
         if compare and (different := differences(ours, self.script.fingerprint)):
             raise ValueError(f"this is not the program or the config of the run: {'; '.join(different)}")
         self.trainer = Trainer(config, 1 if compare else config.island("").batch_size)
-        arithmetic = LocalShares(make_setup(config, plan))
+        arithmetic = local_arithmetic(make_setup(config, plan))
         self.model = make_model(config, plan, self.evaluator.initial_parameters(), arithmetic)
         self.merged_rounds = 0
         self.difference = ""  # the first one between the run and its repetition

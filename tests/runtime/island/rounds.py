@@ -15,18 +15,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import Fragment, FragmentPlan, plan_fragments
 from diloco_jax.core.merge import MergeConfig, Method
-from diloco_jax.core.outer import OuterConfig, make_outer
-from diloco_jax.core.shards import share
+from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.effects import Merge, Part
 from diloco_jax.protocol.messages import NO_VERSION
 from diloco_jax.runtime.island.adoptions import Adoptions
 from diloco_jax.runtime.island.arrivals import Values
-from diloco_jax.runtime.model.arithmetic import LocalShares, Setup
-from diloco_jax.runtime.model.global_model import GlobalModel, Merged
+from diloco_jax.runtime.model.global_model import Merged
 from diloco_jax.settings.run import AdoptConfig
 from diloco_jax.training.exchange.exchange import AdoptMode, Exchange
 from diloco_jax.training.exchange.outgoing import HeldFragment, StagedFragment
 from diloco_jax.training.sharding import put_array
+from tests.runtime.models import model_of
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -124,12 +123,8 @@ class Rounds:
         fragments: int = 1,
     ) -> None:
         plan = plan_fragments({path: value.shape for path, value in initial.items()}, fragments)
-        settings = MergeConfig(method=merge)
-        outer = make_outer(OuterConfig(learning_rate=1.0, momentum=0.0))
-        arithmetic = LocalShares(Setup(share(plan, settings, 1, cut=True), outer, up, down, 2))
-        self.model = GlobalModel(
-            plan, initial, arithmetic, weights="tokens2_per_step", outlier_factor=settings.outlier_factor
-        )
+        plain = OuterConfig(learning_rate=1.0, momentum=0.0)
+        self.model = model_of(plan, initial, plain, MergeConfig(method=merge), up=up, down=down)
         self.plan = plan
         adopt = how or AdoptConfig()
         self.islands = [IslandOf(initial, np.dtype(dtype), plan, up, adopt) for _ in range(learners)]

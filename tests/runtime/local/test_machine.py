@@ -1,4 +1,4 @@
-"""What a machine has, told from what its kernel lists, and who gets what of it; and a terminal without noise."""
+"""Devices as the kernel lists them, their shares for the processes of a run, and a terminal without noise."""
 
 from __future__ import annotations
 
@@ -120,15 +120,6 @@ def test_islands_share_gpus(count: int, devices: int | str, gpus: int, expected:
         assert settings_of(config, name, machine._replace(memory_chosen=True)).keys() == {VISIBLE}
     assert settings_of(config, "syncer", machine)["JAX_PLATFORMS"] == "cpu", "the syncer takes no accelerator"
     assert settings_of(config, "stranger", machine) == {}
-
-
-def test_shares_of_one_gpu_only_where_it_is_shared() -> None:
-    config = run_of(3)
-    assert [settings_of(config, name, Machine(("0", "1"))).get(FRACTION) for name in config.islands.names] == [
-        "0.45",
-        None,
-        "0.45",
-    ]
 
 
 def test_one_process_for_all_islands_and_hosts_of_one() -> None:

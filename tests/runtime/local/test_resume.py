@@ -15,7 +15,8 @@ from diloco_jax.runtime.local.resume import check_resumable, check_same_run
 from diloco_jax.runtime.local.run import next_incarnation
 from diloco_jax.runtime.records.checkpoint import complete
 from diloco_jax.runtime.records.files import newest_run_dir
-from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND, RunClock, mode_of
+from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND, mode_of
+from diloco_jax.runtime.syncer.parts import RunClock
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from tests.runtime.helpers import run, wait_for, write_config
 from tests.runtime.syncer.test_failover import STEPS, Job, check_end, folder, tape_of
@@ -123,8 +124,8 @@ def test_incarnations_never_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_time_goes_on_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr("diloco_jax.runtime.syncer.begin.time.time", lambda: now[0])
-    monkeypatch.setattr("diloco_jax.runtime.syncer.begin.time.monotonic", lambda: 77.0)
+    monkeypatch.setattr("diloco_jax.runtime.syncer.parts.time.time", lambda: now[0])
+    monkeypatch.setattr("diloco_jax.runtime.syncer.parts.time.monotonic", lambda: 77.0)
     assert RunClock(tmp_path, 0.0).now_s() == 0.0
     now[0] = 1030.0
     assert RunClock(tmp_path, 12.0).now_s() == 30.0, "the time without a process counts"

@@ -10,11 +10,10 @@ import numpy as np
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.merge import MergeConfig
-from diloco_jax.core.outer import OuterConfig, make_outer
-from diloco_jax.core.shards import share
+from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.effects import Merge, Part
-from diloco_jax.runtime.model.arithmetic import LocalShares, Setup
 from diloco_jax.runtime.model.global_model import GlobalModel, Merged
+from tests.runtime.models import model_of
 
 Arrays = dict[str, np.ndarray]
 
@@ -22,10 +21,8 @@ Arrays = dict[str, np.ndarray]
 def make_model(parameters: Mapping[str, np.ndarray], fragments: int, shards: int = 1) -> GlobalModel:
     """A model whose versions are the learners' average: outer SGD with rate 1, float32 both ways."""
     plan = plan_fragments({path: value.shape for path, value in parameters.items()}, fragments)
-    settings, outer = MergeConfig(method="average"), make_outer(OuterConfig(learning_rate=1.0, momentum=0.0))
-    setup = Setup(share(plan, settings, shards, cut=True), outer, "float32", "float32", 4)
-    factor = settings.outlier_factor
-    return GlobalModel(plan, parameters, LocalShares(setup), weights="tokens2_per_step", outlier_factor=factor)
+    average, plain = MergeConfig(method="average"), OuterConfig(learning_rate=1.0, momentum=0.0)
+    return model_of(plan, parameters, plain, average, shards=shards, anchor_history=4)
 
 
 class Sent(NamedTuple):

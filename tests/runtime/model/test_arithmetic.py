@@ -9,31 +9,14 @@ import numpy as np
 import pytest
 
 from diloco_jax.core import codec
-from diloco_jax.core.fragments import FragmentPlan, plan_fragments
-from diloco_jax.core.merge import MergeConfig
-from diloco_jax.core.outer import OuterConfig, make_outer
-from diloco_jax.core.shards import share
+from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.effects import Merge, Part
-from diloco_jax.runtime.model.arithmetic import LocalShares, Setup
 from diloco_jax.runtime.model.global_model import GlobalModel
-
-SHAPES = {"embed": (1 << 10, 600), "norm": (300,), **{f"layer_{n}/kernel": (64, 40 + n) for n in range(5)}}
-PLAN: FragmentPlan = plan_fragments(SHAPES, 2)
+from tests.runtime.models import LEAFY, LEAFY_PLAN, drawn, leafy_payload, model_of
 
 
 def make_model(shards: int, outer: OuterConfig, up: codec.Format = "int4") -> GlobalModel:
-    rng = np.random.default_rng(7)
-    parameters = {path: rng.normal(size=shape).astype(np.float32) for path, shape in SHAPES.items()}
-    how = make_outer(outer)
-    shares = share(PLAN, MergeConfig(), shards, cut=how.elementwise)
-    arithmetic = LocalShares(Setup(shares, how, up, "int4", 2))
-    return GlobalModel(PLAN, parameters, arithmetic, weights="tokens2_per_step", outlier_factor=100.0)
-
-
-def payload(fragment_id: int, seed: int, format: codec.Format, size: float = 1e-3) -> bytes:
-    rng = np.random.default_rng(seed)
-    shapes = PLAN.fragments[fragment_id].keys_shapes
-    return codec.encode({key: (size * rng.normal(size=shape)).astype(np.float32) for key, shape in shapes}, format)
+    return model_of(LEAFY_PLAN, drawn(LEAFY), outer, up=up, down="int4", shards=shards)
 
 
 def story(model: GlobalModel, up: codec.Format) -> list[Any]:
@@ -47,8 +30,8 @@ def story(model: GlobalModel, up: codec.Format) -> list[Any]:
             Part(name, step, 1 + n, 64 * (n + 1), base, 4)
             for n, (name, base) in enumerate(zip("abcd", [newest, older, newest, newest], strict=True))
         )
-        payloads = {name: payload(fragment_id, 10 * step + n, up) for n, name in enumerate("abcd")}
-        payloads["c"] = payload(fragment_id, step, up, 5.0 if step == 6 else 1e-3)
+        payloads = {name: leafy_payload(fragment_id, 10 * step + n, up) for n, name in enumerate("abcd")}
+        payloads["c"] = leafy_payload(fragment_id, step, up, 5.0 if step == 6 else 1e-3)
         payloads["d"] = b"" if step == 3 else payloads["d"]
         merged = model.merge(Merge(step, fragment_id, parts), payloads)
         model.publish(merged)
@@ -81,7 +64,7 @@ def test_what_two_shares_saved_three_go_on_with(outer: OuterConfig) -> None:
     for group, arrays in groups.items():
         assert again[group].keys() == arrays.keys()
         assert all(np.array_equal(again[group][name], array) for name, array in arrays.items())
-    payloads = {"a": payload(1, 1, "int4"), "b": payload(1, 2, "int4")}
+    payloads = {"a": leafy_payload(1, 1, "int4"), "b": leafy_payload(1, 2, "int4")}
     parts = tuple(Part(name, 9, 1, 64, model.versions[1], 4) for name in "ab")
     for one in (model, other):
         one.publish(one.merge(Merge(9, 1, parts), payloads))
@@ -105,11 +88,11 @@ def test_a_value_against_an_older_version_counts_from_the_newest(shards: int) ->
     initial = models[0].capture()
     for model in models:
         first = Merge(1, 0, (Part("a", 1, 1, 64, 0, 4),))
-        model.publish(model.merge(first, {"a": payload(0, 1, "float32", 1.0)}))
-    value = np.frombuffer(payload(0, 2, "float32", 1.0), np.float32)
-    moved = models[0].capture().moment.values()[0] - initial.moment.values()[0]
+        model.publish(model.merge(first, {"a": leafy_payload(0, 1, "float32", 1.0)}))
+    value = np.frombuffer(leafy_payload(0, 2, "float32", 1.0), np.float32)
+    moved = models[0].capture().moment.value(0) - initial.moment.value(0)
     for model, base, sent in zip(models, (0, 1), (value, value + moved), strict=True):
         model.publish(model.merge(Merge(2, 0, (Part("a", 2, 1, 64, base, 4),)), {"a": sent.tobytes()}))
-    ours, theirs = (model.capture().moment.values()[0] for model in models)
+    ours, theirs = (model.capture().moment.value(0) for model in models)
     assert np.abs(moved).max() > 0.1
     np.testing.assert_allclose(ours, theirs, atol=1e-5)

@@ -13,6 +13,7 @@ import pytest
 
 from diloco_jax.runtime.model import evaluation
 from diloco_jax.runtime.model.evaluation import Evaluator
+from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
 from diloco_jax.training.island import Island
 from diloco_jax.training.sharding import MeshConfig
@@ -47,9 +48,22 @@ def test_one_model_at_most_and_no_moments(tmp_path: Path, monkeypatch: pytest.Mo
     assert 5 < result["loss"] < 6 and result["bits_per_byte"] == pytest.approx(result["loss"] / np.log(2))
 
 
-def test_the_initial_parameters_are_those_of_an_island(tmp_path: Path) -> None:
-    config = load(write_config(tmp_path))
-    drawn = Evaluator(config).initial_parameters()
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    return load(write_config(tmp_path_factory.mktemp("small")))
+
+
+@pytest.fixture(scope="module")
+def evaluator(config: RunConfig) -> Evaluator:
+    return Evaluator(config)
+
+
+@pytest.fixture(scope="module")
+def drawn(evaluator: Evaluator) -> dict[str, np.ndarray]:
+    return evaluator.initial_parameters()
+
+
+def test_the_initial_parameters_are_those_of_an_island(config: RunConfig, drawn: dict[str, np.ndarray]) -> None:
     island = Island(
         config.model, config.optimizer, MeshConfig(data=2, fsdp=2), seed=config.seed, devices=jax.devices()[:4]
     )
@@ -59,14 +73,12 @@ def test_the_initial_parameters_are_those_of_an_island(tmp_path: Path) -> None:
         np.testing.assert_array_equal(value, expected[path])
 
 
-def test_parameters_of_another_model_are_refused(tmp_path: Path) -> None:
-    evaluator = Evaluator(load(write_config(tmp_path)))
-    parameters = evaluator.initial_parameters()
-    path = next(iter(parameters))
+def test_parameters_of_another_model_are_refused(evaluator: Evaluator, drawn: dict[str, np.ndarray]) -> None:
+    path = next(iter(drawn))
     with pytest.raises(ValueError, match=r"another model"):
-        evaluator.evaluate(parameters | {"extra": np.zeros(2, np.float32)}, 1)
+        evaluator.evaluate(drawn | {"extra": np.zeros(2, np.float32)}, 1)
     with pytest.raises(ValueError, match=rf"'{path}' has shape \(3,\)"):
-        evaluator.evaluate(parameters | {path: np.zeros(3, np.float32)}, 1)
+        evaluator.evaluate(drawn | {path: np.zeros(3, np.float32)}, 1)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_a_restored_value_replaces_the_newest_and_keeps_the_outer_state() -> Non
     model.restore(0, 4, ahead.payload(0))
     assert model.versions == [4, 0] and model.digests == ahead.digests and model.payload(0) == ahead.payload(0)
     assert model.capture().marks[0].rates == before.capture().marks[0].rates
-    kept, was = model.capture().moment.states()[0], before.capture().moment.states()[0]
+    kept, was = model.capture().moment.state(0), before.capture().moment.state(0)
     pairs = zip(jax.tree.leaves(kept.outer), jax.tree.leaves(was.outer), strict=True)
     assert all(np.array_equal(ours, theirs) for ours, theirs in pairs)
 

@@ -16,24 +16,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco_jax.core import codec
-from diloco_jax.core.fragments import FragmentPlan, plan_fragments
 from diloco_jax.protocol.effects import Merge, Part
 from diloco_jax.protocol.messages import NO_VERSION, FragmentValue, GlobalFragment, Heartbeat, Hello
-from diloco_jax.runtime.model.arithmetic import LocalShares
+from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_setup
-from diloco_jax.runtime.model.remote_shares import RemoteShares
-from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, open_listeners
+from diloco_jax.runtime.model.merge_shards import MergeShards
+from diloco_jax.runtime.model.shard_commands import ShardFree
+from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, open_listener
+from diloco_jax.runtime.syncer.workers import Results
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
 from diloco_jax.transport.link import Delivery, Link
 from diloco_jax.transport.sharded import Dialler, ShardedLink
 from tests.runtime.helpers import kill_processes, processes_of, run, start, status, wait_for, write_config
+from tests.runtime.models import LEAFY, LEAFY_PLAN, drawn, leafy_payload
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(500)]
 
-SHAPES = {"embed": (1 << 10, 600), "norm": (300,), **{f"layer_{n}/kernel": (64, 40 + n) for n in range(5)}}
-PLAN: FragmentPlan = plan_fragments(SHAPES, 2)
 FINGERPRINT = (("run", "small"),)
 NAMES = ("a", "b")
 
@@ -45,13 +44,28 @@ class Bench:
         path = write_config(folder, protocol={"sync_every": 2, "num_fragments": 2}, syncer={"shards": shards})
         self.config: RunConfig = load(path)
         self.deaths: list[Exception] = []
-        self.arithmetic = RemoteShares(make_setup(self.config, PLAN), PLAN, path, 1, self.deaths.append)
-        self.model = model(self.config, self.arithmetic)
+        setup, events = make_setup(self.config, LEAFY_PLAN), Results()
+        self.shards = MergeShards(setup, LEAFY_PLAN, path, 1, events.put, self.deaths.append)
+        self.model = model(self.config, Arithmetic(setup, self.shards.shares))
         life = Life("fresh", 1, threading.Event())
-        listener = open_listeners(self.config, folder, life, self.arithmetic, FINGERPRINT)
+        listener = open_listener(self.config, folder, life, FINGERPRINT, self.shards, events)
         assert isinstance(listener, ShardedListener)
         self.listener = listener
+        self.links: dict[str, Link] = {}
+
+    def dial_all(self) -> None:
+        """Give every learner a new session, when nothing of its old one is to be heard any more."""
+        for link in self.links.values():
+            link.close(0.1)
+        while self.links and self.listener.receive(0.5) is not None:
+            pass
         self.links = {name: self.dial(name) for name in NAMES}
+
+    def greet(self) -> None:
+        """Let every learner say hello, and hear it."""
+        for name, link in self.links.items():
+            link.send(hello(name))
+        self.hear(Hello, len(NAMES))
 
     def dial(self, name: str) -> Link:
         wire, setup = self.config.wire, self.model.setup
@@ -76,19 +90,11 @@ class Bench:
         for link in self.links.values():
             link.close(0.1)
         self.listener.close(0.1)
-        self.arithmetic.close()
+        self.shards.end()
 
 
-def model(config: RunConfig, arithmetic: LocalShares | RemoteShares) -> GlobalModel:
-    rng = np.random.default_rng(7)
-    parameters = {path: rng.normal(size=shape).astype(np.float32) for path, shape in SHAPES.items()}
-    return make_model(config, PLAN, parameters, arithmetic)
-
-
-def payload(fragment_id: int, seed: int, format: codec.Format) -> bytes:
-    rng = np.random.default_rng(seed)
-    shapes = PLAN.fragments[fragment_id].keys_shapes
-    return codec.encode({key: rng.normal(size=shape).astype(np.float32) for key, shape in shapes}, format)
+def model(config: RunConfig, arithmetic: Arithmetic) -> GlobalModel:
+    return make_model(config, LEAFY_PLAN, drawn(LEAFY), arithmetic)
 
 
 def hello(name: str, fingerprint: tuple[tuple[str, str], ...] = FINGERPRINT) -> Hello:
@@ -101,27 +107,31 @@ def receive(link: Link) -> Delivery:
     return delivery
 
 
-@pytest.fixture
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    this = Bench(tmp_path, getattr(request, "param", 2))
+@pytest.fixture(scope="module", params=[2, 3])
+def benches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    this = Bench(tmp_path_factory.mktemp("bench"), request.param)
     yield this
     this.close()
     assert this.deaths == []
 
 
-@pytest.mark.parametrize("bench", [2, 3], indirect=True)
+@pytest.fixture
+def bench(benches: Bench) -> Bench:
+    """A bench whose learners have just connected, whatever the tests before did."""
+    benches.dial_all()
+    return benches
+
+
 def test_shards_give_the_bits_of_one_process(bench: Bench) -> None:
     one = replace(bench.config, syncer=replace(bench.config.syncer, shards=1))
-    alone = model(one, LocalShares(make_setup(one, PLAN)))
+    alone = model(one, local_arithmetic(make_setup(one, LEAFY_PLAN)))
     assert bench.model.digests == alone.digests
-    for name, link in bench.links.items():
-        link.send(hello(name))
-    bench.hear(Hello, len(NAMES))
+    bench.greet()
     capture, initial = bench.model.capture(), alone.parameters()
     for step in range(1, 6):
         fragment_id = step % 2
         newest = alone.versions[fragment_id]
-        values = {name: payload(fragment_id, 10 * step + n, "int4") for n, name in enumerate(NAMES)}
+        values = {name: leafy_payload(fragment_id, 10 * step + n, "int4") for n, name in enumerate(NAMES)}
         for name, link in bench.links.items():
             link.send(
                 FragmentValue(name, 1, step, fragment_id, step, 1, 64, newest, step, len(values[name])), values[name]
@@ -148,7 +158,7 @@ def test_shards_give_the_bits_of_one_process(bench: Bench) -> None:
     expected_groups, expected_plain = alone.packed(alone.capture())
     assert plain == expected_plain and groups["outer"].keys() == expected_groups["outer"].keys()
     assert all(np.array_equal(array, expected_groups["outer"][name]) for name, array in groups["outer"].items())
-    sent = 2 * sum(len(payload(step % 2, step, "int4")) for step in range(1, 6))
+    sent = 2 * sum(len(leafy_payload(step % 2, step, "int4")) for step in range(1, 6))
     wait_for(lambda: bench.listener.receive(0.1) or bench.listener.traffic.received_bytes > sent, "the count of bytes")
     bench.model.load(bench.model.unpacked(groups, plain))
     restored = bench.model.parameters()
@@ -173,13 +183,14 @@ def test_values_of_which_parts_are_missing_are_bounded_and_freed_with_their_sess
     bench.hear(Hello, 1)
     assert isinstance(link, ShardedLink)
     holder = bench.model.setup.shares.holders(0)[0]
-    proxy, tell = bench.arithmetic.proxies[holder], bench.arithmetic.proxies[holder].tell
+    share, tell = bench.shards.shares[holder], bench.shards.shares[holder].tell
 
-    def watched(op: str, arrays: Sequence[np.ndarray] = (), **said: Any) -> None:
-        freed.append(said["number"])
-        tell(op, arrays, **said)
+    def watched(command: Any, arrays: Sequence[np.ndarray] = ()) -> None:
+        if isinstance(command, ShardFree):
+            freed.append(command.part)
+        tell(command, arrays)
 
-    proxy.tell = watched  # type: ignore[method-assign]
+    share.tell = watched  # type: ignore[method-assign]
     for step in range(10):
         link._links[holder].send(FragmentValue("a", 1, step, 0, 1, 1, 64, 0, 1, 10), b"0123456789")
     wait_for(lambda: bench.listener.receive(0.1) or len(freed) == 6, "the oldest to be freed")
@@ -187,26 +198,26 @@ def test_values_of_which_parts_are_missing_are_bounded_and_freed_with_their_sess
     link.close(0.1)
     delivery = wait_for(lambda: bench.listener.receive(0.2), "the end of the session")
     assert delivery.kind == "disconnected" and not bench.listener._values
-    assert sorted(freed) == list(range(10))
-    proxy.tell = tell  # type: ignore[method-assign]
+    assert sorted(freed) == list(range(min(freed), min(freed) + 10)), "all, and each once"
+    share.tell = tell  # type: ignore[method-assign]
 
 
 def test_an_unusable_value_is_left_out(bench: Bench) -> None:
-    for name, link in bench.links.items():
-        link.send(hello(name))
-    bench.hear(Hello, 2)
-    good = payload(0, 1, "int4")
+    bench.greet()
+    version = bench.model.versions[0]
+    good = leafy_payload(0, 1, "int4")
     for name, data in (("a", good), ("b", b"")):
-        bench.links[name].send(FragmentValue(name, 1, 1, 0, 1, 1, 64, 0, 1, len(good)), data)
+        bench.links[name].send(FragmentValue(name, 1, 1, 0, 1, 1, 64, version, 1, len(good)), data)
     came = {delivery.peer: delivery.payload for delivery in bench.hear(FragmentValue, 2)}
-    merged = bench.model.merge(Merge(1, 0, tuple(Part(name, 1, 1, 64, 0, 1) for name in NAMES)), came)
+    merged = bench.model.merge(Merge(1, 0, tuple(Part(name, 1, 1, 64, version, 1) for name in NAMES)), came)
     assert merged.left_out.keys() == {"b"} and merged.state is not None
 
 
 def test_the_death_of_a_shard_is_told_and_ends_what_waits_for_it(tmp_path: Path) -> None:
     bench = Bench(tmp_path, 2)
+    bench.dial_all()
     capture = bench.model.capture()
-    bench.arithmetic.proxies[1].process.kill()
+    bench.shards.shares[1].process.kill()
     wait_for(lambda: bench.deaths, "the news")
     assert "merge shard 1" in str(bench.deaths[0])
     with pytest.raises(ConnectionError, match="merge shard 1"):

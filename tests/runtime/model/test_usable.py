@@ -42,7 +42,7 @@ def settle(model: GlobalModel, norm: float, rounds: int = RATES_MIN, fragment_id
 
 
 def lasting(model: GlobalModel, number: int, norms: Iterable[float], names: str = "a", steady: str = "") -> list[bool]:
-    """Whether learner `a` is left out of each round.
+    """Tell of each round whether learner `a` is left out.
 
     Args:
         model: whose fragment 0 it is.
@@ -82,7 +82,7 @@ def test_a_fragment_that_begins_at_zero_may_move() -> None:
 
 
 def test_a_fragment_that_begins_at_zero_has_the_models_length() -> None:
-    """What moves it by less than a thousandth of that is harmless, though nothing else is known."""
+    """A move of less than a thousandth of that is harmless, though nothing else is known."""
     model = two_fragments(embed=0.0)
     number = settle(model, 24e-9)
     assert lasting(model, number, [24 * 0.9e-3 * math.sqrt(SIZE) * 0.1 / math.sqrt(2)]) == [False]
@@ -185,12 +185,6 @@ def test_damage_that_comes_back_is_left_out_every_time(others: str) -> None:
     """A bit that is stuck: as far away each time as no learner goes in a step."""
     model = one_fragment()
     assert all(lasting(model, settle(model, 0.024), [1e6] * 20, "a", others))
-
-
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_never_merged(poison: float) -> None:
-    model = one_fragment()
-    assert all(lasting(model, settle(model, 0.024), [poison] * 6))
 
 
 def test_single_huge_values_are_left_out_and_one_is_one_strike() -> None:

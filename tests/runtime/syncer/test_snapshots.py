@@ -35,7 +35,7 @@ def taken(model: GlobalModel, step: int) -> Snapshot:
 
 
 def damage(path: Path) -> None:
-    """What a disk does that lost the end of every file."""
+    """Do what a disk does that lost the end of every file."""
     for file in path.rglob("*"):
         if file.is_file():
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])

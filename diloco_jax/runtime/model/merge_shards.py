@@ -1,0 +1,235 @@
+"""The merge shards of a syncer, as their owner sees them: processes of their own, on this host.
+
+This process starts them, says over a pipe what to do (shard_commands.py), and ends with an error when one of them ends;
+they end when the pipe does. Of learners' values and of versions that go out it knows numbers and sizes only. What waits
+in a shard for this process is freed when nobody here refers to it any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from multiprocessing.connection import Pipe as connect_pair
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.passes import Flat, Squares, State
+from diloco_jax.runtime.model import shard_commands as commands
+from diloco_jax.runtime.model.model_share import Bytes, ReadState, Setup
+from diloco_jax.runtime.model.shard_pipe import Pipe
+
+MERGE_SHARD = "merge-shard"  # the command that runs one
+END_S = 5.0
+
+Reply = tuple[Any, list[np.ndarray]]  # an answer, and the arrays beside it
+
+
+class RemoteShare:
+    """A share in a process of its own, with the methods of a ModelShare; parts of learners' values are HeldParts.
+
+    Args:
+        shard: which share of the model.
+        config_path: the run's config file.
+        on_event: gets what the shard says unasked, on a thread of its own.
+        on_death: gets the error when the shard is gone, there too.
+    """
+
+    def __init__(
+        self,
+        shard: int,
+        config_path: Path,
+        on_event: Callable[[tuple[int, commands.ShardEvent]], None],
+        on_death: Callable[[Exception], None],
+    ) -> None:
+        self._shard = shard
+        self._on_event = on_event
+        self._on_death = on_death
+        self._lock = threading.Lock()
+        self._calls: dict[int, Future[Reply]] = {}
+        self._numbers = itertools.count(1)
+        self._captures = itertools.count()
+        self._death: Exception | None = None
+        self._ending = False
+        ours, theirs = connect_pair()
+        command = [sys.executable, "-m", "diloco_jax", MERGE_SHARD, str(config_path)]
+        words = ["--shard", str(shard), "--connection", str(theirs.fileno())]
+        self.process = subprocess.Popen([*command, *words], pass_fds=[theirs.fileno()])
+        theirs.close()
+        self._pipe = Pipe(ours, self._on_message, self._on_end)
+        self._pipe.start()
+
+    def tell(self, command: NamedTuple, arrays: Sequence[np.ndarray] = ()) -> None:
+        """Give a command without an answer; any thread."""
+        self._pipe.send((0, command), arrays)
+
+    def ask(self, command: NamedTuple) -> Reply:
+        """Give a command and wait for its answer; any thread.
+
+        Raises:
+            ConnectionError: the shard is gone.
+            ValueError: it could not do it.
+        """
+        future: Future[Reply] = Future()
+        with self._lock:
+            if self._death is not None:
+                raise self._death
+            number = next(self._numbers)
+            self._calls[number] = future
+        self._pipe.send((number, command))
+        return future.result()
+
+    def end(self) -> None:
+        """Ask it to end."""
+        self._ending = True
+        self.tell(commands.ShardEnd())
+
+    def await_end(self) -> None:
+        """Wait a little until it has ended, then kill it."""
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._pipe.close(0.1)
+
+    def _on_message(self, message: commands.ShardAnswer | commands.ShardEvent, arrays: list[np.ndarray]) -> None:
+        if not isinstance(message, commands.ShardAnswer):
+            self._on_event((self._shard, message))
+            return
+        with self._lock:
+            future = self._calls.pop(message.number)
+        if message.error:
+            future.set_exception(ValueError(f"merge shard {self._shard}: {message.error}"))
+        else:
+            future.set_result((message.result, arrays))
+
+    def _on_end(self, reason: str) -> None:
+        error = ConnectionError(
+            f"merge shard {self._shard} (process {self.process.pid}) is gone ({reason}); its words are in this log, "
+            "and the syncer must be started again"
+        )
+        with self._lock:
+            self._death = error
+            calls, self._calls = self._calls, {}
+        for future in calls.values():
+            future.set_exception(error)
+        if not self._ending:
+            self._on_death(error)
+
+    # ---- as a ModelShare ---------------------------------------------------------------------------------------------
+
+    def inspect(self, fragment_id: int, parts: Sequence[HeldPart], bases: Sequence[int]) -> Squares:
+        """See ModelShare.inspect."""
+        command = commands.ShardInspect(fragment_id, tuple(part.number for part in parts), tuple(bases))
+        return self.ask(command)[1][0]
+
+    def update(
+        self, fragment_id: int, version: int, chosen: Sequence[int], weights: np.ndarray
+    ) -> tuple[bool, list[int]]:
+        """See ModelShare.update."""
+        command = commands.ShardUpdate(fragment_id, version, tuple(chosen), tuple(weights.tolist()))
+        made: tuple[bool, list[int]] = self.ask(command)[0]
+        return made
+
+    def forget(self, fragment_id: int) -> None:
+        """See ModelShare.forget."""
+        self.tell(commands.ShardForget(fragment_id))
+
+    def publish(self, fragment_id: int) -> None:
+        """See ModelShare.publish."""
+        self.tell(commands.ShardPublish(fragment_id))
+
+    def capture(self) -> ReadState:
+        """See ModelShare.capture."""
+        return HeldCapture(self, next(self._captures)).read
+
+    def load(self, fragment_id: int, version: int, state: State) -> None:
+        """See ModelShare.load."""
+        names, arrays = commands.pack_state(state)
+        self.tell(commands.ShardLoad(fragment_id, version, names), arrays)
+
+    def restore(self, fragment_id: int, version: int, flat: Flat) -> None:
+        """See ModelShare.restore."""
+        self.tell(commands.ShardRestore(fragment_id, version), [flat])
+
+    def payload(self, fragment_id: int, base: int) -> Bytes:
+        """Return nothing: the shard sends it itself."""
+        return b""
+
+
+class HeldPart:
+    """A part of a learner's value that a shard keeps until nobody here refers to it.
+
+    Args:
+        share: of the shard.
+        number: by which the shard knows it.
+        size: in bytes.
+    """
+
+    def __init__(self, share: RemoteShare, number: int, size: int) -> None:
+        self.number = number
+        self.size = size
+        weakref.finalize(self, share.tell, commands.ShardFree(part=number)).atexit = False
+
+
+class HeldCapture:
+    """A moment that a shard captures now, and keeps until nobody here refers to it.
+
+    Args:
+        share: of the shard.
+        number: by which the shard is to know it.
+    """
+
+    def __init__(self, share: RemoteShare, number: int) -> None:
+        self._share = share
+        self._number = number
+        share.tell(commands.ShardCapture(number))
+        weakref.finalize(self, share.tell, commands.ShardFree(capture=number)).atexit = False
+
+    def read(self, fragment_id: int, value_only: bool) -> State:
+        """Copy a fragment of what was captured."""
+        names, arrays = self._share.ask(commands.ShardRead(self._number, fragment_id, value_only))
+        return commands.unpack_state(names, arrays)
+
+
+class MergeShards:
+    """The processes with the shares of a model.
+
+    Args:
+        setup: of the model.
+        plan: from which every shard makes the same setup.
+        config_path: the run's config file.
+        threads: that all merges together may use.
+        on_event: gets the number of a shard and what it says unasked, on another thread.
+        on_death: gets the error when a shard is gone, there too.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        plan: FragmentPlan,
+        config_path: Path,
+        threads: int,
+        on_event: Callable[[tuple[int, commands.ShardEvent]], None],
+        on_death: Callable[[Exception], None],
+    ) -> None:
+        self.setup = setup
+        count = setup.shares.count
+        self.shares = [RemoteShare(shard, config_path, on_event, on_death) for shard in range(count)]
+        for share in self.shares:
+            share.tell(commands.ShardBegin(plan, max(1, threads // count)))
+
+    def end(self) -> None:
+        """End all processes."""
+        for share in self.shares:
+            share.end()
+        for share in self.shares:
+            share.await_end()

@@ -1,0 +1,216 @@
+"""One shard's share of a model's values: what a merge computes, apart from what it decides (global_model.py).
+
+All that is known of a fragment is one value that never changes, a FragmentState. `update` makes the next one, on any
+thread; `publish` puts it in place. So who publishes, loads and captures on one thread sees the model change there only,
+and what was captured stays as it was while the run goes on. Arrays that no state can show any more are written again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from diloco_jax.core.codec import Format
+from diloco_jax.core.outer import NOTHING, Outer
+from diloco_jax.core.passes import (
+    Flat,
+    Merger,
+    Products,
+    Squares,
+    State,
+    Update,
+    Values,
+    squares_of,
+    subset,
+    values_of,
+)
+from diloco_jax.core.shards import Shares
+from diloco_jax.protocol.messages import NO_VERSION
+
+Bytes = bytes | memoryview
+ReadState = Callable[[int, bool], State]  # of a fragment, or its value only; nobody writes to it
+
+
+class Setup(NamedTuple):
+    """The settings that every process that computes must know."""
+
+    shares: Shares
+    outer: Outer
+    up: Format
+    down: Format
+    anchor_history: int  # versions of a fragment that are kept
+
+    def first(self, fragment_id: int, flat: Flat) -> State:
+        """Return the state of a whole fragment before its first round."""
+        residual = np.zeros(flat.size if self.down != "float32" else 0, np.float32)
+        return State(flat, self.outer.init(self.shares.wholes[fragment_id].views(flat)), residual)
+
+    def cut(self, fragment_id: int, shard: int, state: State) -> State:
+        """Return the shard's part of a whole state, as new arrays."""
+        shares = self.shares
+        residual = shares.cut(fragment_id, shard, state.residual) if state.residual.size else state.residual
+        if self.outer.elementwise:
+            outer = {name: shares.cut(fragment_id, shard, flat) for name, flat in state.outer.items()}
+        else:  # one leaf per slice, of which this shard has some, and counters, of which each has its own
+            part = shares.parts[shard][fragment_id]
+            names = self.outer.init(part.views(np.zeros(part.size, np.float32))) if part.pieces else {}
+            outer = {name: np.array(state.outer[name]) for name in names}
+        return State(shares.cut(fragment_id, shard, state.value), outer, residual)
+
+    def join(self, fragment_id: int, parts: Mapping[int, State]) -> State:
+        """Return the whole state of parts by shard; with one shard its own arrays."""
+        value = self.shares.join(fragment_id, {shard: part.value for shard, part in parts.items()})
+        residuals = {shard: part.residual for shard, part in parts.items() if part.residual.size}
+        residual = self.shares.join(fragment_id, residuals) if residuals else np.empty(0, np.float32)
+        outer: dict[str, np.ndarray] = {}
+        for name in {name: 0 for part in parts.values() for name in part.outer}:
+            found = {shard: part.outer[name] for shard, part in parts.items() if name in part.outer}
+            cut = self.outer.elementwise
+            outer[name] = self.shares.join(fragment_id, found) if cut else next(iter(found.values()))
+        return State(value, outer, residual)
+
+
+class FragmentState(NamedTuple):
+    """A shard's part of a fragment at one moment. Nothing in it is ever changed while somebody may see it."""
+
+    values: dict[int, Flat]  # by version, oldest first: the newest, and those that learners may refer to
+    outer: Mapping[str, np.ndarray]  # state of the outer optimizer
+    residual: Flat  # what rounding has left out of the steps so far
+    base: int = NO_VERSION  # the version from which `step` leads to the newest; none: only the whole value can be sent
+    step: Bytes = b""
+
+    @property
+    def version(self) -> int:
+        """Return the newest version."""
+        return next(reversed(self.values))
+
+    @property
+    def state(self) -> State:
+        """Return the newest value, with what the next step needs."""
+        return State(self.values[self.version], self.outer, self.residual)
+
+    def read(self, value_only: bool) -> State:
+        """Return the newest value with what the next step needs, or without."""
+        return State(self.values[self.version], {}, NOTHING) if value_only else self.state
+
+
+class ModelShare:
+    """One shard's part of every fragment, which is never asked for a fragment of which it has nothing.
+
+    Args:
+        setup: of the model.
+        shard: which share.
+        threads: that a merge may use.
+    """
+
+    def __init__(self, setup: Setup, shard: int, threads: int = 1) -> None:
+        self._setup = setup
+        self._pool = ThreadPoolExecutor(threads, "merge") if threads > 1 else None
+        run = self._pool.map if self._pool is not None else map
+        self._mergers = []
+        for layout, rules in zip(setup.shares.parts[shard], setup.shares.rules, strict=True):
+            how = [rules[piece.key] for piece in layout.pieces]
+            self._mergers.append(Merger(layout, how, setup.outer, setup.up, setup.down, run))
+        self._captured: dict[int, weakref.ref[np.ndarray]] = {}  # arrays that are not to be written again, by id
+        self._states: dict[int, FragmentState] = {}
+        self._inspected: dict[int, tuple[Values, list[Products]]] = {}
+        self._made: dict[int, FragmentState] = {}
+
+    def inspect(self, fragment_id: int, parts: Sequence[Bytes], bases: Sequence[int]) -> Squares:
+        """Measure the learners' values, and keep them for `update`.
+
+        What others did since a learner's base counts in the merge, but not in its norm: it is no work of that learner.
+
+        Args:
+            fragment_id: the fragment.
+            parts: this shard's, of the learners' payloads.
+            bases: the version against which each is.
+        """
+        merger, state = self._mergers[fragment_id], self._states[fragment_id]
+        newest = state.state.value
+        moved = {version: newest - state.values[version] for version in set(bases) - {state.version}}
+        arrays = [np.frombuffer(payload, np.uint8) for payload in parts]
+        values = Values(arrays, [moved.get(base) for base in bases])
+        products = merger.inspect(values)
+        self._inspected[fragment_id] = values, products
+        found = squares_of(products)
+        if late := [i for i, gap in enumerate(values.moved) if gap is not None]:
+            of_late = squares_of(merger.inspect(values_of([arrays[i] for i in late])))
+            found[late] = np.where(np.isfinite(found[late]), of_late, found[late])
+        return found
+
+    def update(
+        self, fragment_id: int, version: int, chosen: Sequence[int], weights: np.ndarray
+    ) -> tuple[bool, list[int]]:
+        """Make the fragment's next version; return whether it is finite, and the digests of its leaves.
+
+        Args:
+            fragment_id: the fragment.
+            version: that is made.
+            chosen: indices of the inspected values.
+            weights: float64, one for each of the chosen, with the sum 1.
+        """
+        merger, before = self._mergers[fragment_id], self._states[fragment_id]
+        values, products = self._inspected[fragment_id]
+        found = Values([values.payloads[i] for i in chosen], [values.moved[i] for i in chosen])
+        update = merger.update(found, subset(products, chosen), weights, before.state)
+        self._made[fragment_id] = self._next(version, before, update)
+        return update.finite, update.digests
+
+    def _next(self, version: int, before: FragmentState, update: Update) -> FragmentState:
+        history = self._setup.anchor_history
+        kept = list(before.values.items())[1 - history :] if history > 1 else []
+        values, made = dict([*kept, (version, update.state.value)]), update.state
+        step = update.step.data.toreadonly()
+        return FragmentState(values, made.outer, made.residual, before.version if step.nbytes else NO_VERSION, step)
+
+    def forget(self, fragment_id: int) -> None:
+        """Let go of what was inspected."""
+        self._inspected.pop(fragment_id, None)
+
+    def publish(self, fragment_id: int) -> None:
+        """Put in place what the last update of the fragment made."""
+        before, after = self._states[fragment_id], self._made.pop(fragment_id)
+        self._states[fragment_id] = after
+        self.forget(fragment_id)
+        self._captured = {number: held for number, held in self._captured.items() if held() is not None}
+        used = {id(array) for array in _arrays(after)}
+        for array in _arrays(before):
+            if id(array) not in used and id(array) not in self._captured:
+                self._mergers[fragment_id].buffers.give(array)
+
+    def capture(self) -> ReadState:
+        """Capture the share as it is now; what is returned reads it later, on any thread."""
+        for state in self._states.values():
+            for array in _arrays(state):
+                self._captured[id(array)] = weakref.ref(array)
+        states = dict(self._states)
+        return lambda fragment_id, value_only: states[fragment_id].read(value_only)
+
+    def load(self, fragment_id: int, version: int, state: State) -> None:
+        """Make these arrays, which are given away, the newest and only version."""
+        self._states[fragment_id] = FragmentState({version: state.value}, state.outer, state.residual)
+
+    def restore(self, fragment_id: int, version: int, flat: Flat) -> None:
+        """Make this array, which is given away, the newest and only value.
+
+        Outer state stays, and what steps left out so far is lost.
+        """
+        before = self._states[fragment_id]
+        self._states[fragment_id] = FragmentState({version: flat}, before.outer, np.zeros_like(before.residual))
+
+    def payload(self, fragment_id: int, base: int) -> Bytes:
+        """Return the newest version as it travels to learners: whole in float32, or the step from version `base`."""
+        state = self._states[fragment_id]
+        if base == NO_VERSION:
+            return state.state.value.tobytes()  # a copy: the array may be written again before this is sent
+        assert base == state.base, f"no step from version {base} of fragment {fragment_id}, but from {state.base}"
+        return state.step
+
+
+def _arrays(state: FragmentState) -> list[np.ndarray]:
+    return [*state.values.values(), *state.outer.values(), state.residual]
