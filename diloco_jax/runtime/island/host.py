@@ -145,18 +145,17 @@ class Host:
         """Forget a copy that nobody needs any more. Any thread."""
         del self._states[name]
 
-    def load_state(self, state: State, fragments: Iterable[int], *, checked: bool = False) -> None:
-        """Take over a whole state, and of its parameters these fragments.
-
-        Args:
-            state: as bytes, or by leaf.
-            fragments: their numbers.
-            checked: whether it is known to be of this island's layout; then leaves are looked up one after the other.
+    def load_state(self, state: State, fragments: Iterable[int]) -> None:
+        """Take over a whole state, as bytes or by leaf, and of its parameters these fragments.
 
         Raises:
             ValueError: it is not of this island's model and optimizer.
         """
-        self.island.load_state(state, [self.fragments[p] for p in fragments], checked=checked)
+        self.load_leaves(self.island.state_layout.read(state).__getitem__, fragments)
+
+    def load_leaves(self, leaf: Callable[[str], np.ndarray], fragments: Iterable[int]) -> None:
+        """Take over a state of this island's layout, leaf by leaf, and of its parameters these fragments."""
+        self.island.load_leaves(leaf, [self.fragments[p] for p in fragments])
 
     def end(self, status: int) -> None:
         """End the other processes with this exit status: the learner is done."""

@@ -82,7 +82,7 @@ class LeadingHost(Host):
         self._open: dict[int, Answers] = {}
         # Versions are counted anew by a syncer that went back, arrivals never.
         self._arrivals: dict[GlobalFragment, int] = {}
-        self._loading: State = {}
+        self._loading: Mapping[str, np.ndarray] = {}
         threading.Thread(target=self._listen, name="hosts", daemon=True).start()
 
     # ---- what Host does, told to the others first -----------------------------------------------------------------
@@ -168,17 +168,12 @@ class LeadingHost(Host):
         super().unstage_state(name)
         self._group.send(commands.HostUnstageState(name))
 
-    def load_state(self, state: State, fragments: Iterable[int], *, checked: bool = False) -> None:
+    def load_state(self, state: State, fragments: Iterable[int]) -> None:
         """See Host.load_state; the others ask for its leaves, one at a time."""
-        del checked
         chosen = tuple(fragments)
-        layout = self.island.state_layout
-        if isinstance(state, bytes | bytearray | memoryview):
-            state = layout.decode(state)
-        layout.check(state)  # before anybody begins: then nobody can refuse it
-        self._loading = state
+        self._loading = self.island.state_layout.read(state)  # before anybody begins: then nobody can refuse it
         others = self._ask(lambda n: commands.HostLoadState(n, chosen))
-        super().load_state(state, chosen, checked=True)
+        self.load_leaves(self._loading.__getitem__, chosen)
         others.payloads()
         self._loading = {}
 
@@ -224,6 +219,5 @@ class LeadingHost(Host):
                 log.info(f"host {item.host} was asked to end; so the island leaves politely")
                 self._stop.set()
             case commands.HostWant(leaf):
-                assert isinstance(self._loading, Mapping), "no state is being loaded"
                 value = np.ascontiguousarray(self._loading[leaf])
                 self._group.send(commands.HostHave(leaf), value.reshape(-1).view(np.uint8).data, item.host)

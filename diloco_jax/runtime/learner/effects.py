@@ -65,7 +65,7 @@ class LearnerOutbox:
             return
         if isinstance(message, FragmentValue):
             staged = self._host.send(message)
-            self._tape.sent(message.fragment_id, message.global_step, message.local_step)
+            self._tape.note("sent", message.fragment_id, message.global_step, message.local_step)
             self._payloads.value(link, message, staged)
         elif isinstance(message, AnchorValue):
             self._payloads.anchor(link, message, self._host.anchors[message.fragment_id])

@@ -228,7 +228,7 @@ def test_of_the_values_that_came_during_a_step_only_the_newest_is_adopted(
     for version in (1, 3, 2):
         payload, digest = script.values(0, version), script.digest(0, version)
         message = GlobalFragment(version, 0, version, 1, digest, len(payload))
-        script.learner.inbox.take(message, payload)  # as its link thread does
+        script.learner.joined.inbox.take(message, payload)  # as its link thread does
     may_end.set()
     while not script.await_message(StepReport).adopted[0].version:
         pass
