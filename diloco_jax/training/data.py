@@ -149,11 +149,6 @@ def _count_tokens(config: DataConfig) -> int:
 def check_source(config: DataConfig, seq_len: int, eval_batch_size: int) -> None:
     """Find out from names and sizes alone whether `load_source` and `eval_batches` will do: nothing is read.
 
-    Args:
-      config: which corpus.
-      seq_len: predicted tokens per window.
-      eval_batch_size: windows per batch of an evaluation.
-
     Raises:
       ValueError: as those two.
     """
@@ -185,10 +180,6 @@ def described(ids: Integer[np.ndarray, " n"]) -> str:
 
 def load_source(config: DataConfig, seq_len: int) -> Source:
     """Open the corpus and cut it into windows of `seq_len` + 1 token ids.
-
-    Args:
-      config: which corpus.
-      seq_len: predicted tokens per window.
 
     Raises:
       ValueError: the path is missing, no file matches, or the corpus is too short for one window of each part.

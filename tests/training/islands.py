@@ -1,4 +1,4 @@
-"""What tests do with an island: train it, and look at what it holds."""
+"""Ways to train an island, and to look at what it holds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def state_of(island: Island) -> bytes:
 
 
 def pointers(island: Island, path: str) -> list[int]:
-    """Where the shards of a parameter lie in memory."""
+    """Return the addresses of a parameter's shards."""
     return [shard.data.unsafe_buffer_pointer() for shard in island.state.params[path].addressable_shards]
 
 

@@ -46,7 +46,7 @@ def other(island: Island) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", NATURAL)
 def test_it_trains_and_a_copy_trains_on_alike(make_island: MakeIsland, batches: list[np.ndarray], name: str) -> None:
-    """What goes to a returning island or to the disk is all that there is: it goes on bit for bit."""
+    """A copied state, for a returning island or the disk, is all that there is: it goes on bit for bit."""
     island = make(make_island, name)
     losses = learn(island, batches * 3)
     assert losses[-1] < 0.8 * losses[0]

@@ -22,7 +22,7 @@ import numpy as np
 
 from diloco_jax.core.codec import Bytes
 from diloco_jax.protocol.messages import FragmentValue
-from diloco_jax.runtime.island.arrivals import GlobalValues, Values
+from diloco_jax.runtime.island.adoptions import GlobalValues, Values
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.join import Hosts, die, make_dialler
 from diloco_jax.runtime.island.payloads import PayloadSender
@@ -40,11 +40,8 @@ class Follower:
     """One host that follows, from its first message to its last.
 
     Args:
-        config: the run.
-        learner_id: name of the island.
-        address: where the syncer listens.
+        config, learner_id, address, hosts: as `LearnerRun`.
         stop: set from outside to leave politely; the leader decides when.
-        hosts: of the island.
     """
 
     def __init__(self, config: RunConfig, learner_id: str, address: str, stop: threading.Event, hosts: Hosts) -> None:

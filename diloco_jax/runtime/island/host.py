@@ -14,8 +14,7 @@ import numpy as np
 from diloco_jax.core.codec import Bytes
 from diloco_jax.core.fragments import Fragment, FragmentPlan
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment
-from diloco_jax.runtime.island.adoptions import Adoptions
-from diloco_jax.runtime.island.arrivals import Values
+from diloco_jax.runtime.island.adoptions import Adoptions, Values
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.data import SampleOrder, load_source
 from diloco_jax.training.exchange.outgoing import StagedFragment
@@ -66,7 +65,7 @@ class Host:
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
-        """The fragments of the plan."""
+        """Return the fragments of the plan."""
         return self.plan.fragments
 
     # ---- before training ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 
 from diloco_jax.core.codec import Bytes
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment
-from diloco_jax.runtime.island.arrivals import Values
+from diloco_jax.runtime.island.adoptions import Values
 from diloco_jax.runtime.island.host import Host, Ranges, State
 from diloco_jax.runtime.island.join import Hosts, die
 from diloco_jax.settings.run import RunConfig
@@ -63,8 +63,7 @@ class LeadingHost(Host):
     """Host 0 of several. It tells the others what `Host` allows one thread at a time, in that order.
 
     Args:
-        config: the run.
-        learner_id: name of the island.
+        config, learner_id: as `Host`.
         hosts: all of them.
         stop: set when another host shall end.
     """

@@ -53,7 +53,7 @@ class Decisions:
 
     @property
     def finished(self) -> str:
-        """The reason that the machine gave when it ended; "" before."""
+        """Return the reason that the machine gave when it ended; "" before."""
         return self._effects.finished
 
     @property

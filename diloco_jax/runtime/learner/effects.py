@@ -25,7 +25,7 @@ from diloco_jax.protocol.effects import (
     UnstageState,
 )
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, StatePart, SyncerMessage
-from diloco_jax.runtime.island.arrivals import Values
+from diloco_jax.runtime.island.adoptions import Values
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.learner.states import States

@@ -10,7 +10,7 @@ from diloco_jax.protocol.effects import Effect
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.mailbox import Mailbox
 from diloco_jax.protocol.messages import GlobalFragment, StatePart, SyncerMessage
-from diloco_jax.runtime.island.arrivals import GlobalValues, Values
+from diloco_jax.runtime.island.adoptions import GlobalValues, Values
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.learner.decisions import IDLE_S, Decisions, Signals
 from diloco_jax.runtime.learner.effects import LearnerOutbox, Mail

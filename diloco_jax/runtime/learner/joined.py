@@ -13,7 +13,7 @@ import threading
 from diloco_jax.protocol.effects import AdoptState, Effect
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.leases import Batch
-from diloco_jax.runtime.island.arrivals import GlobalValues
+from diloco_jax.runtime.island.adoptions import GlobalValues
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.join import FAILED, STOPPED
 from diloco_jax.runtime.island.payloads import PayloadSender

@@ -39,8 +39,7 @@ def compose_status(
 
     Args:
         run: its name.
-        syncer: its machine.
-        stats: what was counted.
+        syncer, stats: its machine, and what was counted.
         now_s: the run's clock.
         stopped: whether it was ended early.
         alarms: what is wrong with the syncer itself, such as a full disk; the first is what everybody waits for.
@@ -148,8 +147,7 @@ def read_status(run: str, *, allow_plaintext: bool = False, transport: Transport
     """Return the status dict of a run; of a folder, after a look for its processes (`liveness.judge`).
 
     Args:
-        run: the run's folder, or host:port of its syncer.
-        allow_plaintext: ask an address other than loopback although nothing is encrypted.
+        run, allow_plaintext: as `syncer_at`.
         transport: certificates and token, for a syncer that asks for them.
 
     Raises:

@@ -61,10 +61,7 @@ class Exchange:
     def programs(self, fragments: Iterable[Fragment]) -> Iterator[tuple[str, Fragment, jax.stages.Compiled]]:
         """Compile what these fragments need, one after the other.
 
-        Args:
-          fragments: of a plan made for this model.
-
-        Returns:
+        Yields:
           (`adopt`, `stage` or `rebase`, fragment, program); fragments that share a program give the same one.
         """
         for fragment in fragments:

@@ -31,12 +31,14 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Window:
-    """Attributes:
-    part: the slice.
-    shape: of the slice.
-    tensor: shape of the whole tensor.
-    dtype: of the tensor.
-    sharding: of the tensor; every sharded dimension is divided evenly.
+    """The part of one slice that each shard of its tensor holds.
+
+    Attributes:
+      part: the slice.
+      shape: of the slice.
+      tensor: shape of the whole tensor.
+      dtype: of the tensor.
+      sharding: of the tensor; every sharded dimension is divided evenly.
     """
 
     part: Slice
@@ -205,12 +207,7 @@ class Window:
 
 
 def windows_of(fragment: Fragment, tensors: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[Window, ...]:
-    """Return the windows of a fragment's slices, in their order.
-
-    Args:
-      fragment: of a plan made for these tensors.
-      tensors: shape and layout of every parameter, by path.
-    """
+    """Return the windows of a fragment's slices, in their order; `tensors` describes every parameter, by path."""
     found = []
     for part, shape in zip(fragment.slices, fragment.shapes, strict=True):
         tensor = tensors[part.path]
