@@ -211,14 +211,11 @@ class Island:
         """Take over a state that is known to be of this island's layout, as `load_state`; look up a leaf at a time."""
         # The old state goes first: a device need not have room for two. Nothing can be refused from here on.
         self.state = self.state._replace(opt_state=None, other={})
-        shapes, treedef = jax.tree.flatten(self._blueprint.state_shapes.opt_state)
-        names = [name for name in by_name(self._blueprint.state_shapes) if name.startswith(OPTIMIZER)]
-        assert len(names) == len(shapes)
-        shardings = jax.tree.leaves(self._blueprint.state_shardings.opt_state)
-        placed = [put_array(leaf(name), sharding) for name, sharding in zip(names, shardings, strict=True)]
-        lies = self._blueprint.state_shardings.other
-        other = {path: put_array(leaf(OTHER + path), sharding) for path, sharding in lies.items()}
-        self.state = self.state._replace(opt_state=jax.tree.unflatten(treedef, placed), other=other)
+        lies = self._blueprint.state_shardings
+        moments = [put_array(leaf(name), to) for name, to in by_name(lies).items() if name.startswith(OPTIMIZER)]
+        opt_state = jax.tree.unflatten(jax.tree.structure(lies.opt_state), moments)
+        other = {path: put_array(leaf(OTHER + path), to) for path, to in lies.other.items()}
+        self.state = self.state._replace(opt_state=opt_state, other=other)
         for fragment in fragments:
             params = {path: leaf(PARAMS + path) for path in {part.path: None for part in fragment.slices}}
             self._overwrite(fragment, take(params, fragment))
