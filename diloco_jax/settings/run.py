@@ -22,7 +22,7 @@ from diloco_jax.settings.slices import Topology
 from diloco_jax.training.data import DataConfig
 from diloco_jax.training.models.protocol import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
-from diloco_jax.training.sharding import AXIS_RULES
+from diloco_jax.training.sharding import AXIS_RULES, MeshLayout, planned_mesh
 from diloco_jax.transport.link import TransportConfig
 
 SHARDS_MAX = 64
@@ -219,7 +219,7 @@ class RunConfig:
         if not devices:  # nobody knows yet
             return
         steps = self.optimizer.accumulate_steps
-        parts = island.mesh.batch_parts(devices) * steps
+        parts = MeshLayout(planned_mesh(island.mesh, devices), island.mesh.all_rules()).batch_parts * steps
         if island.batch_size % parts:
             raise ValueError(
                 f"{island.name or 'an island'}'s batch of {island.batch_size} sequences cannot be shared equally by "

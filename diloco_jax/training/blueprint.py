@@ -83,9 +83,7 @@ class Blueprint:
         """Describe the island; nothing is allocated and nothing compiled.
 
         Args:
-          model: which model.
-          optimizer: which inner optimizer.
-          mesh: how the devices are used.
+          model, optimizer, mesh: as `Island`.
           devices: of the island; only how many, if nothing will be compiled.
           seed: of the initial parameters; equal seeds give equal parameters on any mesh.
 
@@ -153,11 +151,7 @@ class Blueprint:
         return self.layout.sharding(shape, ("batch", None))
 
     def put_batch(self, tokens: Int32[np.ndarray, "b t"]) -> Batch:
-        """Copy a batch to the devices, split over `data` and `fsdp`; returns at once.
-
-        Raises:
-          ValueError: the devices cannot share the batch equally.
-        """
+        """Copy a batch to the devices; see `Island.put_batch`."""
         return {"tokens": put_array(tokens, self.batch_sharding(tokens.shape))}
 
     def put_draw(self, position: int) -> Array | None:
@@ -180,13 +174,7 @@ class Blueprint:
     def mean_loss(
         self, params: Params, other: Variables, batches: Iterable[Int32[np.ndarray, "b t"]]
     ) -> dict[str, float]:
-        """Compute the mean loss in nats per token over batches int32 [batch, length + 1]; count their tokens.
-
-        In the mode of an evaluation: nothing is dropped, batch statistics are those in `other`.
-
-        Raises:
-          ValueError: there is no batch.
-        """
+        """Compute what `Island.evaluate` does, with these parameters and this state beside them."""
         total, tokens = 0.0, 0
         for batch in batches:
             placed = self.put_batch(batch)

@@ -2,14 +2,13 @@
 
     corpus -> [train | held out] -> windows -> global order (shuffled anew each epoch) -> batches
 
-The global order has positions 0, 1, 2, ... without end. A learner reads the ranges of positions that the syncer leased
-to it (`SampleOrder`). Without a syncer, position p belongs to virtual shard p mod V, and an iterator reads the shards
-it was given, round robin; its whole state is one integer. The held-out part is the tail of the corpus; no training
-window touches it.
+The global order (`SampleOrder`) has positions 0, 1, 2, ... without end; a learner reads those that the syncer leased to
+it. The held-out part is the tail of the corpus; no training window touches it.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -150,11 +149,6 @@ def _count_tokens(config: DataConfig) -> int:
 def check_source(config: DataConfig, seq_len: int, eval_batch_size: int) -> None:
     """Find out from names and sizes alone whether `load_source` and `eval_batches` will do: nothing is read.
 
-    Args:
-      config: which corpus.
-      seq_len: predicted tokens per window.
-      eval_batch_size: windows per batch of an evaluation.
-
     Raises:
       ValueError: as those two.
     """
@@ -186,10 +180,6 @@ def described(ids: Integer[np.ndarray, " n"]) -> str:
 
 def load_source(config: DataConfig, seq_len: int) -> Source:
     """Open the corpus and cut it into windows of `seq_len` + 1 token ids.
-
-    Args:
-      config: which corpus.
-      seq_len: predicted tokens per window.
 
     Raises:
       ValueError: the path is missing, no file matches, or the corpus is too short for one window of each part.
@@ -256,66 +246,10 @@ class SampleOrder:
             raise ValueError(f"ranges {tuple(ranges)} hold no positions from 0 on; give [start, stop) pairs")
         return _stack([self._source.train[self.window_id(p)] for p in positions], self._source.vocab_size)
 
-
-class TrainIterator(Iterator[Int32[np.ndarray, "b t"]]):
-    """Endless batches of one learner's virtual shards; exact to resume from `get_state`."""
-
-    def __init__(
-        self, source: Source, *, seed: int, shard_ids: Sequence[int], num_shards: int, batch_size: int
-    ) -> None:
-        ids = tuple(shard_ids)
-        if not ids or len(set(ids)) != len(ids) or not all(0 <= v < num_shards for v in ids):
-            raise ValueError(f"shard_ids {ids} must be different numbers in [0, {num_shards}), at least one")
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
-        if len(source.train) < num_shards:
-            raise ValueError(
-                f"{len(source.train)} training windows cannot fill {num_shards} virtual shards; use fewer shards, "
-                "more text, or shorter sequences"
-            )
-        self._source, self._shard_ids, self._num_shards, self._batch_size = source, ids, num_shards, batch_size
-        self._order = SampleOrder(source, seed)
-        self._next = 0
-
-    def position(self, index: int) -> int:
-        """Return the position in the global order of this learner's `index`-th window."""
-        row, column = divmod(index, len(self._shard_ids))
-        return row * self._num_shards + self._shard_ids[column]
-
-    def window_ids(self, start: int, count: int) -> list[int]:
-        """Return the numbers of the windows of `source.train` that this learner reads from its `start`-th on."""
-        return [self._order.window_id(self.position(i)) for i in range(start, start + count)]
-
-    def __next__(self) -> Int32[np.ndarray, "b t"]:
-        windows = [self._source.train[w] for w in self.window_ids(self._next, self._batch_size)]
-        self._next += self._batch_size
-        return _stack(windows, self._source.vocab_size)
-
-    def get_state(self) -> dict[str, int]:
-        """Return what `set_state` needs to continue with the next batch."""
-        return {"next_index": self._next}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        """Continue where an iterator of the same source, seed and shards stood."""
-        self._next = state["next_index"]
-
-
-def train_iterator(
-    source: Source, *, seed: int, shard_ids: Sequence[int], num_shards: int, batch_size: int
-) -> TrainIterator:
-    """Yield batches int32 [batch_size, seq_len + 1] of the given virtual shards, for ever.
-
-    Args:
-      source: the corpus; every learner opens the same one.
-      seed: of the global order; the same for every learner.
-      shard_ids: the virtual shards of this learner.
-      num_shards: virtual shards in all (V).
-      batch_size: windows per batch.
-
-    Raises:
-      ValueError: shard ids repeat or are out of range, or there are fewer windows than shards.
-    """
-    return TrainIterator(source, seed=seed, shard_ids=shard_ids, num_shards=num_shards, batch_size=batch_size)
+    def batches(self, size: int) -> Iterator[Int32[np.ndarray, "b t"]]:
+        """Yield everything in batches of so many windows, without end: the reading of one who trains alone."""
+        for start in itertools.count(0, size):
+            yield self.batch(((start, start + size),))
 
 
 def eval_batches(source: Source, batch_size: int, max_batches: int) -> Iterator[Int32[np.ndarray, "b t"]]:

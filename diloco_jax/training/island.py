@@ -15,7 +15,7 @@ transfer guard: nothing crosses between host and device but by the functions abo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -193,38 +193,31 @@ class Island:
             return stage_leaves(by_name(self.state), self.state_layout)
 
     def load_state(
-        self,
-        state: Bytes | Mapping[str, Shaped[np.ndarray, "..."]],
-        fragments: Iterable[Fragment] | None = None,
-        *,
-        checked: bool = False,
+        self, state: Bytes | Mapping[str, Shaped[np.ndarray, "..."]], fragments: Iterable[Fragment] | None = None
     ) -> None:
         """Take over the optimizer's and other state, and parameters, of an island of the same model on any mesh.
 
         Args:
           state: what a `StagedState` gave, as bytes or as {leaf name: array}.
           fragments: which parameters to take; all if not given.
-          checked: whether the caller knows that names, dtypes and shapes are right; then it looks up a leaf at a time.
 
         Raises:
           ValueError: names, dtypes, shapes or sizes are not those of this island, which is unchanged then.
         """
-        if isinstance(state, bytes | bytearray | memoryview):
-            state = self.state_layout.decode(state)
-        if not checked:
-            self.state_layout.check(state)
+        chosen = [self._whole()] if fragments is None else fragments
+        self.load_leaves(self.state_layout.read(state).__getitem__, chosen)
+
+    def load_leaves(self, leaf: Callable[[str], Shaped[np.ndarray, "..."]], fragments: Iterable[Fragment]) -> None:
+        """Take over a state that is known to be of this island's layout, as `load_state`; look up a leaf at a time."""
         # The old state goes first: a device need not have room for two. Nothing can be refused from here on.
         self.state = self.state._replace(opt_state=None, other={})
-        shapes, treedef = jax.tree.flatten(self._blueprint.state_shapes.opt_state)
-        names = [name for name in by_name(self._blueprint.state_shapes) if name.startswith(OPTIMIZER)]
-        assert len(names) == len(shapes)
-        shardings = jax.tree.leaves(self._blueprint.state_shardings.opt_state)
-        placed = [put_array(state[name], sharding) for name, sharding in zip(names, shardings, strict=True)]
-        lies = self._blueprint.state_shardings.other
-        other = {path: put_array(state[OTHER + path], sharding) for path, sharding in lies.items()}
-        self.state = self.state._replace(opt_state=jax.tree.unflatten(treedef, placed), other=other)
-        for fragment in [self._whole()] if fragments is None else fragments:
-            params = {path: state[PARAMS + path] for path in {part.path: None for part in fragment.slices}}
+        lies = self._blueprint.state_shardings
+        moments = [put_array(leaf(name), to) for name, to in by_name(lies).items() if name.startswith(OPTIMIZER)]
+        opt_state = jax.tree.unflatten(jax.tree.structure(lies.opt_state), moments)
+        other = {path: put_array(leaf(OTHER + path), to) for path, to in lies.other.items()}
+        self.state = self.state._replace(opt_state=opt_state, other=other)
+        for fragment in fragments:
+            params = {path: leaf(PARAMS + path) for path in {part.path: None for part in fragment.slices}}
             self._overwrite(fragment, take(params, fragment))
 
     def parameters(self) -> HostValues:

@@ -74,26 +74,20 @@ class OptimizerConfig:
     """Rate after the last step as a share of the peak; 0 = down to nothing."""
 
     def __post_init__(self) -> None:
-        if self.name not in get_args(OptimizerName):
-            raise ValueError(f"optimizer.name is '{self.name}'; choose from {', '.join(get_args(OptimizerName))}")
-        if self.schedule not in get_args(ScheduleName):
-            raise ValueError(
-                f"optimizer.schedule is '{self.schedule}'; choose from {', '.join(get_args(ScheduleName))}"
-            )
-        for field in ("learning_rate", "adam_learning_rate"):
-            if not (math.isfinite(getattr(self, field)) and getattr(self, field) > 0):
-                raise ValueError(f"optimizer.{field} is {getattr(self, field)}; it must be positive and finite")
-        if self.accumulate_steps < 1:
-            raise ValueError(f"optimizer.accumulate_steps is {self.accumulate_steps}; it must be at least 1")
-        for field in ("b1", "b2", "muon_beta"):
-            if not 0 <= getattr(self, field) < 1:
-                raise ValueError(f"optimizer.{field} is {getattr(self, field)}; it must be in [0, 1)")
-        for field in ("weight_decay", "clip_norm", "warmup_steps"):
-            if not getattr(self, field) >= 0:
-                raise ValueError(f"optimizer.{field} is {getattr(self, field)}; it must not be negative")
-        for field in ("decay_fraction", "final_fraction"):
-            if not 0 <= getattr(self, field) <= 1:
-                raise ValueError(f"optimizer.{field} is {getattr(self, field)}; it must be between 0 and 1")
+        for field, choices in (("name", get_args(OptimizerName)), ("schedule", get_args(ScheduleName))):
+            if getattr(self, field) not in choices:
+                raise ValueError(f"optimizer.{field} is '{getattr(self, field)}'; choose from {', '.join(choices)}")
+        rules: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
+            "be positive and finite": (lambda x: 0 < x < math.inf, ("learning_rate", "adam_learning_rate")),
+            "be at least 1": (lambda x: x >= 1, ("accumulate_steps",)),
+            "be in [0, 1)": (lambda x: 0 <= x < 1, ("b1", "b2", "muon_beta")),
+            "not be negative": (lambda x: x >= 0, ("weight_decay", "clip_norm", "warmup_steps")),
+            "be between 0 and 1": (lambda x: 0 <= x <= 1, ("decay_fraction", "final_fraction")),
+        }
+        for must, (fits, names) in rules.items():
+            for field in names:
+                if not fits(getattr(self, field)):
+                    raise ValueError(f"optimizer.{field} is {getattr(self, field)}; it must {must}")
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> Schedule:
@@ -101,10 +95,6 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> Schedule:
 
     With peak r, warm-up w, final share f and the step t counted from 0: r (t + 1) / w while t < w; then the shape of
     the schedule, which ends at r f when t = total_steps and stays there.
-
-    Args:
-      config: peak, shape and durations.
-      total_steps: global steps of the whole run.
 
     Raises:
       ValueError: the warm-up and the decay do not fit into the run.

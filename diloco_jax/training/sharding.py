@@ -97,15 +97,6 @@ class MeshConfig:
         """Return the default rules with those of this mesh in their place."""
         return {**AXIS_RULES, **self.rules}
 
-    def batch_parts(self, num_devices: int) -> int:
-        """Return the number of parts into which the devices split a batch.
-
-        Raises:
-          ValueError: as `sizes`.
-        """
-        sizes = dict(zip(MESH_AXES, self.sizes(num_devices), strict=True))
-        return math.prod(sizes[axis] for axis in self.all_rules()["batch"])
-
 
 def planned_mesh(config: MeshConfig, num_devices: int) -> AbstractMesh:
     """Return the shape of an island's mesh without its devices: enough for layouts, but nothing can run on it."""
@@ -128,12 +119,10 @@ class MeshLayout:
     rules: Rules = field(default_factory=lambda: dict(AXIS_RULES))
 
     def sharding(self, shape: Sequence[int], names: LogicalAxes) -> NamedSharding:
-        """Return the sharding of an array. A dimension without a rule is replicated, as is one that its mesh axes do
-        not divide, unless the first ones of them do.
+        """Return the sharding of an array, with one logical axis name or None per dimension.
 
-        Args:
-          shape: the array's shape.
-          names: one logical axis name or None per dimension.
+        A dimension without a rule is replicated, as is one that its mesh axes do not divide, unless the first ones of
+        them do.
         """
         return self._deal_out(shape, names, set())
 
@@ -141,10 +130,6 @@ class MeshLayout:
         """Return the sharding of a weight while a layer computes with it: whole along the axes that split the batch.
 
         The experts of a mixture stay where they are: tokens go to them.
-
-        Args:
-          shape: the weight's shape.
-          names: one logical axis name or None per dimension.
         """
         batch = set(self.rules["batch"]) - (set(self.rules["expert"]) if "expert" in names else set())
         return self._deal_out(shape, names, batch)
@@ -224,10 +209,6 @@ def gather(weight: Shaped[Array, "..."], *names: str | None) -> Shaped[Array, ".
     """Return the weight as a layer computes with it (`MeshLayout.gathered`); its gradient returns to the stored shards.
 
     Cast a weight before it is gathered: then bfloat16 travels, not float32. Outside of an island nothing happens.
-
-    Args:
-      weight: as it is stored.
-      names: its logical axes.
     """
     layout = _layout.get()
     if layout is None:

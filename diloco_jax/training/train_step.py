@@ -48,18 +48,9 @@ def model_loss(
     *,
     evaluate: bool = False,
 ) -> tuple[Float[Array, ""], tuple[Metrics, Variables]]:
-    """Return the model's own loss as a function of its flat parameters.
+    """Return the model's own loss as a function of its flat parameters; its metrics, and `other` after the call.
 
-    Args:
-      graphdef: static structure of the model.
-      params: its parameters.
-      batch: one batch.
-      other: its state beside the parameters.
-      streams: its random streams.
-      evaluate: in the mode of an evaluation: nothing is dropped, and batch statistics are used.
-
-    Returns:
-      The loss, the model's metrics, and `other` after the call.
+    In the mode of an evaluation (`evaluate`) nothing is dropped, and batch statistics are used.
     """
     model = join_model(graphdef, params, {**other, **streams})
     assert isinstance(model, TrainableModel), "load_model checks it"
@@ -142,13 +133,7 @@ def _mean_over(
 ) -> tuple[T, Variables]:
     """Return the mean of the function's results, float32, over the leading axis of its argument; one part at a time.
 
-    Args:
-      function: of the model's other state, a part and its number; gives a result and the state after it.
-      other: the state before the first part.
-      parts: {name: [parts, ...]}.
-
-    Returns:
-      The mean, and the state after the last part.
+    The function is given the model's other state, a part and its number; the state goes from part to part.
     """
     count = len(next(iter(parts.values())))
     first = jax.eval_shape(function, other, {name: x[0] for name, x in parts.items()}, 0)[0]

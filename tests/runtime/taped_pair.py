@@ -41,7 +41,7 @@ class TapedPair(Pair):
                 continue
             clock, batch = learner.global_step, learner.take_batch()
             effects = learner.on_step(tokens, step_s, LOSS, self.now_s, samples_end=batch.end)
-            self._tape_of(name).step(learner.local_step, clock, batch.ranges, LOSS)
+            self._tape_of(name).note("step", learner.local_step, clock, batch.ranges, LOSS)
             self._run_learner(name, effects)
         self.deliver()
 
@@ -79,13 +79,13 @@ class TapedPair(Pair):
                 tape.adopt(handled)
             elif isinstance(effect, StageState):
                 self._copied[name, effect.local_step] = learner.incarnation
-                tape.staged_state(effect.local_step)
+                tape.note("staged_state", effect.local_step)
             elif isinstance(effect, SaveState):
                 self._own[name] = (learner.incarnation, learner.local_step)
-                tape.saved(learner.local_step, effect.global_step)
+                tape.note("saved", learner.local_step, effect.global_step)
             elif isinstance(effect, Send) and isinstance(effect.message, FragmentValue):
                 value = effect.message
-                tape.sent(value.fragment_id, value.global_step, value.local_step)
+                tape.note("sent", value.fragment_id, value.global_step, value.local_step)
             elif isinstance(effect, AdoptState) and name not in self.broken:
                 own = self._own.get(name, (0, 0))
                 donor = (self._copied[effect.donor, effect.donor_step], effect.donor_step) if effect.donor else own

@@ -37,13 +37,13 @@ PATIENCE_S = 300.0
 
 
 class Alone:
-    """What a process has for the others, and they for it; nothing where there are no others."""
+    """An exchange among processes, without any other process."""
 
     def give(self, name: str, mine: bytes) -> None:
         """Let the others have this, under a name."""
 
     def take(self, name: str) -> Mapping[int, bytes]:
-        """What the others gave under a name, by process."""
+        """Return what the others gave under a name, by process."""
         return {}
 
 

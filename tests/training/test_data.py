@@ -1,4 +1,4 @@
-"""The corpus, the global order and its virtual shards."""
+"""The corpus, its windows, and their global order."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from diloco_jax.training.data import (
     WHOLE_BYTES,
@@ -21,7 +19,6 @@ from diloco_jax.training.data import (
     described,
     eval_batches,
     load_source,
-    train_iterator,
 )
 
 
@@ -38,57 +35,6 @@ def test_windows_overlap_by_the_one_id_that_is_only_a_target() -> None:
     assert windows[2].dtype == np.int32
     with pytest.raises(IndexError):
         windows[3]
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    num_windows=st.integers(6, 60),
-    num_shards=st.integers(1, 6),
-    learners=st.integers(1, 6),
-    seed=st.integers(0, 2**31 - 1),
-)
-def test_learners_share_nothing_and_miss_nothing(num_windows: int, num_shards: int, learners: int, seed: int) -> None:
-    learners = min(learners, num_shards)
-    source = numbered(num_windows)
-    shards = [list(range(m, num_shards, learners)) for m in range(learners)]
-    readers = [train_iterator(source, seed=seed, shard_ids=s, num_shards=num_shards, batch_size=1) for s in shards]
-    epochs = 2 * num_shards  # whole epochs for every shard at once
-    seen = np.concatenate(
-        [r.window_ids(0, len(s) * num_windows * epochs // num_shards) for r, s in zip(readers, shards, strict=True)]
-    )
-    np.testing.assert_array_equal(np.bincount(seen, minlength=num_windows), epochs)
-    positions = [r.position(i) for r, s in zip(readers, shards, strict=True) for i in range(len(s) * 5)]
-    assert sorted(positions) == list(range(num_shards * 5))
-
-
-def test_every_epoch_has_an_order_of_its_own_and_seeds_decide_it() -> None:
-    def read(seed: int) -> list[int]:
-        return train_iterator(numbered(50), seed=seed, shard_ids=[0], num_shards=1, batch_size=1).window_ids(0, 100)
-
-    order = read(3)
-    assert sorted(order[:50]) == sorted(order[50:]) == list(range(50))
-    assert order[:50] != order[50:] and order[:50] != list(range(50))
-    assert order == read(3) and order != read(4)
-
-
-def test_an_iterator_resumes_exactly_from_its_state() -> None:
-    def fresh():
-        return train_iterator(numbered(40), seed=1, shard_ids=[0, 3], num_shards=4, batch_size=3)
-
-    one = fresh()
-    for _ in range(5):
-        next(one)
-    state = one.get_state()
-    want = [next(one) for _ in range(10)]
-    other = fresh()
-    other.set_state(state)
-    np.testing.assert_array_equal([next(other) for _ in range(10)], want)
-    assert want[0].shape == (3, 5) and want[0].dtype == np.int32
-
-
-def test_a_learner_gets_the_same_windows_whatever_its_batch_size() -> None:
-    readers = [train_iterator(numbered(40), seed=1, shard_ids=[2], num_shards=4, batch_size=b) for b in (2, 6)]
-    np.testing.assert_array_equal(np.concatenate([next(readers[0]) for _ in range(3)]), next(readers[1]))
 
 
 def test_no_training_window_has_a_held_out_byte(tmp_path: Path) -> None:
@@ -175,22 +121,11 @@ def test_a_corpus_that_cannot_be_read_is_an_error_with_its_path(
         load_source(made, seq_len=16)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"shard_ids": [4]}, r"in \[0, 4\)"), ({"shard_ids": [1, 1]}, "different"), ({"batch_size": 0}, "at least 1")],
-)
-def test_impossible_shards_are_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        train_iterator(numbered(9), **{"seed": 0, "shard_ids": [0], "num_shards": 4, "batch_size": 1, **changes})
-    with pytest.raises(ValueError, match="9 training windows cannot fill 10"):
-        train_iterator(numbered(9), seed=0, shard_ids=[0], num_shards=10, batch_size=1)
-
-
 def test_the_order_has_every_window_once_in_each_epoch_and_an_order_of_its_own_in_each() -> None:
     order = SampleOrder(numbered(20), seed=5)
     epochs = [[order.window_id(epoch * 20 + i) for i in range(20)] for epoch in range(3)]
     assert all(sorted(ids) == list(range(20)) for ids in epochs)
-    assert len({tuple(ids) for ids in epochs}) == 3
+    assert len({tuple(ids) for ids in [*epochs, list(range(20))]}) == 4
     again = SampleOrder(numbered(20), seed=5)
     assert [again.window_id(10**9 + i) for i in range(5)] == [order.window_id(10**9 + i) for i in range(5)]
     assert [SampleOrder(numbered(20), seed=6).window_id(i) for i in range(20)] != epochs[0]
@@ -205,11 +140,10 @@ def test_a_batch_is_the_windows_of_its_ranges_in_their_order() -> None:
         np.testing.assert_array_equal(row, source.train[order.window_id(position)])
 
 
-def test_one_shard_reads_the_global_order() -> None:
-    source = numbered(20)
-    iterator = train_iterator(source, seed=5, shard_ids=[0], num_shards=1, batch_size=8)
-    next(iterator)
-    np.testing.assert_array_equal(next(iterator), SampleOrder(source, 5).batch(((8, 16),)))
+def test_who_trains_alone_reads_the_order_as_it_is() -> None:
+    order = SampleOrder(numbered(20), seed=5)
+    for start, batch in zip((0, 8, 16, 24), order.batches(8), strict=False):
+        np.testing.assert_array_equal(batch, order.batch(((start, start + 8),)))
 
 
 @pytest.mark.parametrize("ranges", [(), ((4, 4),), ((-1, 2),)])

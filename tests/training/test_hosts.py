@@ -19,7 +19,7 @@ PATIENCE_S = 600
 
 @pytest.fixture(scope="module")
 def of_hosts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, np.ndarray]]:
-    """What each of two processes found."""
+    """Return what each of two processes found."""
     folder, port = tmp_path_factory.mktemp("hosts"), free_port()
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-m", "tests.training.one_host", str(folder)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,14 +17,9 @@ from diloco_jax.training.island import Island
 from diloco_jax.training.models.protocol import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig
+from tests.training.islands import MakeIsland, assert_same, pointers, train
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
-
-MakeIsland = Callable[..., Island]
-
-
-def train(island: Island, batches: list[np.ndarray], learning_rate: float = 1e-2) -> list[float]:
-    return [island.wait(island.step(island.put_batch(b), learning_rate))["loss"] for b in batches]
 
 
 @pytest.fixture(scope="module")
@@ -80,19 +75,16 @@ def test_the_step_works_in_place(make_island: MakeIsland, batches: list[np.ndarr
     island = make_island(fsdp=2)
     path = "blocks/0/up/kernel"
     before = island.state.params[path]
-    where = [s.data.unsafe_buffer_pointer() for s in before.addressable_shards]
+    where = pointers(island, path)
     train(island, batches[:2])
-    after = island.state.params[path]
-    assert before.is_deleted()
-    assert [s.data.unsafe_buffer_pointer() for s in after.addressable_shards] == where
+    assert before.is_deleted() and pointers(island, path) == where
 
 
 def test_the_learning_rate_is_that_of_the_call(make_island: MakeIsland, batches: list[np.ndarray]) -> None:
     island = make_island()
     before = island.parameters()
     train(island, batches[:1], learning_rate=0.0)
-    for path, value in island.parameters().items():
-        np.testing.assert_array_equal(value, before[path])
+    assert_same(island.parameters(), before)
     path = "blocks/0/up/kernel"
     moved = []
     for rate in (1e-3, 3e-3):
@@ -148,8 +140,7 @@ def test_evaluation_is_the_mean_loss_and_changes_nothing(make_island: MakeIsland
     assert result["loss"] == pytest.approx(np.mean(singles), rel=1e-6)
     first_training_loss = train(island, batches[:1], 0.0)[0]
     assert first_training_loss == pytest.approx(singles[0], rel=1e-5)
-    for path, value in island.parameters().items():
-        np.testing.assert_array_equal(value, before[path])
+    assert_same(island.parameters(), before)
     with pytest.raises(ValueError, match="no batch"):
         island.evaluate([])
 
@@ -163,8 +154,7 @@ def test_parameters_are_host_copies_and_load_puts_them_back(make_island: MakeIsl
     target.load(saved)
     for value in saved.values():
         value[...] = 0
-    for path, value in target.parameters().items():
-        np.testing.assert_array_equal(value, kept[path])
+    assert_same(target.parameters(), kept)
     assert target.evaluate(batches[:1])["loss"] == pytest.approx(source.evaluate(batches[:1])["loss"], rel=1e-5)
     with pytest.raises(ValueError, match="not in the model"):
         target.load({**kept, "extra": np.zeros(2, np.float32)})

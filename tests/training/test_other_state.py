@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,10 +18,10 @@ from diloco_jax.training.models.variables import Streams, draw_of, other_variabl
 from diloco_jax.training.optimizers import OptimizerConfig
 from tests import natural_models
 from tests.natural_models import Language
+from tests.training.islands import MakeIsland, assert_same, state_of, train
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
-MakeIsland = Callable[..., Island]
 NATURAL = ("Recurrent", "Dropping", "Normalised", "FromLinen", "Everything")
 STATELESS = ("Recurrent", "Dropping")  # but for random streams
 HERE = __name__
@@ -31,11 +32,7 @@ def make(make_island: MakeIsland, name: str, where: str = natural_models.HERE, *
     return make_island(module=f"{where}:{name}", optimizer=optimizer, **how)
 
 
-def train(island: Island, batches: list[np.ndarray], start: int = 0) -> list[float]:
-    return [
-        island.wait(island.step(island.put_batch(batch), 3e-2, (start + index) * len(batch)))["loss"]
-        for index, batch in enumerate(batches)
-    ]
+learn = partial(train, learning_rate=3e-2)
 
 
 def settle(island: Island, batches: list[np.ndarray]) -> None:
@@ -49,36 +46,34 @@ def other(island: Island) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", NATURAL)
 def test_it_trains_and_a_copy_trains_on_alike(make_island: MakeIsland, batches: list[np.ndarray], name: str) -> None:
-    """What goes to a returning island or to the disk is all that there is: it goes on bit for bit."""
+    """A copied state, for a returning island or the disk, is all that there is: it goes on bit for bit."""
     island = make(make_island, name)
-    losses = train(island, batches * 3)
+    losses = learn(island, batches * 3)
     assert losses[-1] < 0.8 * losses[0]
     assert bool(island.state.other) == (name not in STATELESS)
-    state = island.stage_state().serialize()
+    state = state_of(island)
     before = other(island)
-    want = train(island, batches[:4], start=100), island.parameters(), other(island)
+    want = learn(island, batches[:4], start=100), island.parameters(), other(island)
     assert all((want[2][path] != value).any() for path, value in before.items()), "the forward pass changes it"
     assert island._blueprint.step._cache_size() == 1
-    train(island, batches[4:], start=7)
+    learn(island, batches[4:], start=7)
     island.load_state(state)
-    assert train(island, batches[:4], start=100) == want[0]
-    for path, value in island.parameters().items():
-        np.testing.assert_array_equal(value, want[1][path], err_msg=path)
-    for path, found in other(island).items():
-        np.testing.assert_array_equal(found, want[2][path], err_msg=path)
+    assert learn(island, batches[:4], start=100) == want[0]
+    assert_same(island.parameters(), want[1])
+    assert_same(other(island), want[2])
 
 
 @pytest.mark.parametrize("name", ["Everything"])
 def test_devices_do_not_change_what_is_drawn(make_island: MakeIsland, batches: list[np.ndarray], name: str) -> None:
     one, two = make(make_island, name), make(make_island, name, data=2)
-    np.testing.assert_allclose(train(one, batches[:3]), train(two, batches[:3]), rtol=2e-4)
+    np.testing.assert_allclose(learn(one, batches[:3]), learn(two, batches[:3]), rtol=2e-4)
     for path, value in other(one).items():
         np.testing.assert_allclose(other(two)[path], value, atol=2e-4)
 
 
 def test_a_step_draws_by_its_position_and_not_by_its_number(make_island: MakeIsland, batches: list[np.ndarray]) -> None:
     island = make(make_island, "Dropping")
-    state = island.stage_state().serialize()
+    state = state_of(island)
     losses = {}
     for name, position in {"first": 0, "again": 0, "other": 8, "far": 1 << 32}.items():
         island.load_state(state)
@@ -92,7 +87,7 @@ def test_an_evaluation_drops_nothing_and_uses_the_statistics(
     make_island: MakeIsland, batches: list[np.ndarray], name: str
 ) -> None:
     island = make(make_island, name)
-    train(island, batches)
+    learn(island, batches)
     before = other(island)
     model = load_model(f"{natural_models.HERE}:{name}", {"vocab_size": 16, "dim": 16}, 0)
     for path, value in {**island.state.params, **island.state.other}.items():
@@ -104,8 +99,7 @@ def test_an_evaluation_drops_nothing_and_uses_the_statistics(
     want = float(model.loss({"tokens": jnp.asarray(batches[1])})[0])  # type: ignore[operator]
     assert island.evaluate([batches[1]])["loss"] == pytest.approx(want, rel=1e-4)
     assert island.evaluate([batches[1]]) == island.evaluate([batches[1]])
-    for path, value in other(island).items():
-        np.testing.assert_array_equal(value, before[path], err_msg="an evaluation changes nothing")
+    assert_same(other(island), before)
 
 
 def test_statistics_settle_on_parameters_that_came_from_elsewhere(
@@ -113,7 +107,7 @@ def test_statistics_settle_on_parameters_that_came_from_elsewhere(
 ) -> None:
     """An evaluator has parameters only; after some forward passes its statistics are those of the trained island."""
     island = make(make_island, "Normalised")
-    train(island, batches * 4)
+    learn(island, batches * 4)
     settle(island, batches * 8)
     want, parameters = other(island), island.parameters()
     fresh = make(make_island, "Normalised")
@@ -122,13 +116,12 @@ def test_statistics_settle_on_parameters_that_came_from_elsewhere(
     settle(fresh, batches * 8)
     for path in ("norm/mean", "norm/var"):
         np.testing.assert_allclose(other(fresh)[path], want[path], rtol=1e-2, atol=1e-2)
-    for path, value in fresh.parameters().items():
-        np.testing.assert_array_equal(value, parameters[path])
+    assert_same(fresh.parameters(), parameters)
 
 
 def test_micro_batches_pass_the_state_on(make_island: MakeIsland, batches: list[np.ndarray]) -> None:
     island = make(make_island, "Normalised", accumulate_steps=2)
-    train(island, batches[:3])
+    learn(island, batches[:3])
     assert int(other(island)["calls"]) == 6
 
 
@@ -153,9 +146,9 @@ def test_a_model_compiled_ahead_compiles_nothing(
 ) -> None:
     island = make(make_island, "Everything")
     island.warm_up(batches[0].shape)  # type: ignore[arg-type]
-    train(island, batches[:1])
+    learn(island, batches[:1])
     compilations.clear()
-    train(island, batches[1:])
+    learn(island, batches[1:])
     assert compilations == []
 
 
@@ -187,30 +180,26 @@ class Holding(Language):
         self.pair = nnx.Variable((jnp.zeros(()), jnp.zeros(())))
 
 
+class Foreign(Language):
+    def __init__(self, vocab_size: int, dim: int, rngs: nnx.Rngs) -> None:
+        super().__init__(vocab_size, dim, rngs)
+        self.rngs = nnx.Rngs(jax.random.key(0, impl="rbg"))
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("Adding", "removed the variable 'late'; make all variables in from_config"),
         ("Growing", r"shape of variable 'seen' from \(1,\) to \(2,\)"),
         ("Holding", "variable 'pair' of the model holds a tuple"),
+        ("Foreign", "random stream 'rngs/default/key' has keys of kind"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_name(
     make_island: MakeIsland, batches: list[np.ndarray], name: str, words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        train(make(make_island, name, HERE), batches[:1])
-
-
-def test_a_stream_of_another_kind_is_refused(make_island: MakeIsland, batches: list[np.ndarray]) -> None:
-    with pytest.raises(ValueError, match="random stream 'rngs/default/key' has keys of kind"):
-        train(make(make_island, "Foreign", HERE), batches[:1])
-
-
-class Foreign(Language):
-    def __init__(self, vocab_size: int, dim: int, rngs: nnx.Rngs) -> None:
-        super().__init__(vocab_size, dim, rngs)
-        self.rngs = nnx.Rngs(jax.random.key(0, impl="rbg"))
+        learn(make(make_island, name, HERE), batches[:1])
 
 
 def test_by_products_are_not_kept() -> None:

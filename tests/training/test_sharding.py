@@ -16,7 +16,7 @@ from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.exchange.windows import windows_of
 from diloco_jax.training.models.protocol import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
-from diloco_jax.training.sharding import MeshConfig, MeshLayout, constrain, gather, make_mesh, use_layout
+from diloco_jax.training.sharding import MeshConfig, MeshLayout, constrain, gather, make_mesh, planned_mesh, use_layout
 
 
 def layout(**sizes: int) -> MeshLayout:
@@ -65,8 +65,8 @@ def test_rules_of_a_mesh_take_the_place_of_the_defaults() -> None:
 
 
 def test_what_splits_the_batch_is_counted() -> None:
-    assert MeshConfig(data=-1, expert=2, tensor=2).batch_parts(8) == 4
-    assert MeshConfig(fsdp=4, rules={"batch": ("data",)}).batch_parts(4) == 1
+    own = MeshConfig(fsdp=4, rules={"batch": ("data",)})
+    assert MeshLayout(planned_mesh(own, 4), own.all_rules()).batch_parts == 1
     assert layout(fsdp=2, expert=2, tensor=2).batch_parts == 4
 
 

@@ -28,17 +28,17 @@ from diloco_jax.training.sharding import MeshConfig
 
 LAYERS, LEARNERS = 2, 4
 SIZES = {"vocab_size": 32, "dim": 24, "num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
-MODULES = ("decoder:Decoder", "moe:MoeDecoder")
+MOE = "diloco_jax.training.models.moe:MoeDecoder"
+MODULES = (ModelConfig().module, MOE)
 Arrays = dict[str, Any]
 
 
 @cache
 def describe(module: str, *, stacked: bool) -> Blueprint:
     args: dict[str, Any] = {**SIZES, "mlp_dim": 40, "scan_layers": stacked}
-    if module.startswith("moe"):
+    if module == MOE:
         args |= {"num_experts": 2, "experts_per_token": 1}
-    model = ModelConfig(module=f"diloco_jax.training.models.{module}", args=args)
-    return Blueprint(model, OptimizerConfig(), MeshConfig(), 1, seed=0)
+    return Blueprint(ModelConfig(module=module, args=args), OptimizerConfig(), MeshConfig(), 1, seed=0)
 
 
 def random_values(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Arrays:
@@ -72,7 +72,7 @@ def test_a_stack_is_a_stack_of_what_its_layers_are(module: str) -> None:
             assert stacked.kinds[path] == kind, path
     assert stacked.kinds["blocks/norm_mlp/scale"] == Kind("vector", 1)
     assert stacked.kinds["embed/embedding"] == Kind("table")
-    if module.startswith("moe"):
+    if module == MOE:
         assert stacked.kinds["blocks/router"] == Kind("matrix", 1)
         assert stacked.kinds["blocks/experts_up"] == Kind("matrix", 2)
 
@@ -126,7 +126,7 @@ def test_a_stack_is_merged_as_its_layers_are(module: str, method: Method, num_fr
     for path in expected:
         np.testing.assert_allclose(found[path], expected[path], rtol=1e-5, atol=1e-5, err_msg=path)
     if method == "rda":
-        for expert in range(2 if module.startswith("moe") else 0):  # one direction and the mean norm for each of them
+        for expert in range(2 if module == MOE else 0):  # one direction and the mean norm for each of them
             deltas = [value["blocks/1/experts_up"][expert] for value in values[1:]]
             step = (values[0]["blocks/1/experts_up"] - expected["blocks/experts_up"][1])[expert]
             norms = [float(np.linalg.norm(delta)) for delta in deltas]
@@ -163,12 +163,7 @@ class Unnamed(Decoder):
 
 
 def test_a_stack_without_names_is_refused() -> None:
-    def blueprint(*, stacked: bool) -> Blueprint:
-        args = {**SIZES, "mlp_dim": 40, "scan_layers": stacked}
-        return Blueprint(
-            ModelConfig(module=f"{__name__}:Unnamed", args=args), OptimizerConfig(), MeshConfig(), 1, seed=0
-        )
-
-    assert blueprint(stacked=False).kinds["blocks/0/norm_mlp/scale"] == Kind("vector")
+    module = f"{__name__}:Unnamed"
+    assert describe(module, stacked=False).kinds["blocks/0/norm_mlp/scale"] == Kind("vector")
     with pytest.raises(ValueError, match=r"'blocks/norm_attention/scale' of shape \(2, 24\) names no axes.*2 layers"):
-        blueprint(stacked=True)
+        describe(module, stacked=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import cast
@@ -22,12 +22,11 @@ import numpy as np
 
 from diloco_jax.core.codec import Bytes
 from diloco_jax.protocol.messages import FragmentValue
-from diloco_jax.runtime.island.arrivals import GlobalValues, Values
+from diloco_jax.runtime.island.adoptions import GlobalValues, Values
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.join import Hosts, die, make_dialler
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.transport.group import commands
 from diloco_jax.transport.group.group import GroupMember
 from diloco_jax.transport.link import Link, Payload, TransportError
@@ -41,11 +40,8 @@ class Follower:
     """One host that follows, from its first message to its last.
 
     Args:
-        config: the run.
-        learner_id: name of the island.
-        address: where the syncer listens.
+        config, learner_id, address, hosts: as `LearnerRun`.
         stop: set from outside to leave politely; the leader decides when.
-        hosts: of the island.
     """
 
     def __init__(self, config: RunConfig, learner_id: str, address: str, stop: threading.Event, hosts: Hosts) -> None:
@@ -111,7 +107,7 @@ class Follower:
             case commands.HostLeaf(number, name, leaf):
                 self._send_leaf(number, name, leaf)
             case commands.HostLoadState(number, fragments):
-                host.load_state(_LeaderState(host.island.state_layout, self._ask_leaf), fragments, checked=True)
+                host.load_leaves(self._ask_leaf, fragments)
                 self._answer(number)
             case commands.HostEnd(status):
                 self._status = status
@@ -137,11 +133,13 @@ class Follower:
             return
         self._leaves.submit(self._guarded, lambda: self._answer(number, staged.loose(leaf)))
 
-    def _ask_leaf(self, leaf: str) -> Bytes:
-        self._group.send(commands.HostWant(leaf))
+    def _ask_leaf(self, name: str) -> np.ndarray:
+        """Return a leaf of the state that the leader loads; none is kept here."""
+        self._group.send(commands.HostWant(name))
         have, payload = self._received_leaves.get()
-        assert have.leaf == leaf, f"asked for {leaf}, got {have.leaf}"
-        return payload
+        assert have.leaf == name, f"asked for {name}, got {have.leaf}"
+        leaf = self._host.island.state_layout.by_name[name]
+        return np.frombuffer(payload, np.dtype(leaf.dtype)).reshape(leaf.shape)
 
     # ---- the thread "link" ----------------------------------------------------------------------------------------
 
@@ -204,21 +202,3 @@ class Follower:
             body()
         except Exception as error:  # it would be lost with the thread
             die(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
-
-
-class _LeaderState(Mapping[str, np.ndarray]):
-    """A whole state that the leader has, leaf by leaf: none is kept."""
-
-    def __init__(self, layout: StateLayout, ask: Callable[[str], Bytes]) -> None:
-        self._leaves = {leaf.name: leaf for leaf in layout.leaves}
-        self._ask = ask
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        leaf = self._leaves[name]
-        return np.frombuffer(self._ask(name), np.dtype(leaf.dtype)).reshape(leaf.shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._leaves)
-
-    def __len__(self) -> int:
-        return len(self._leaves)

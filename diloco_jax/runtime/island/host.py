@@ -14,13 +14,13 @@ import numpy as np
 from diloco_jax.core.codec import Bytes
 from diloco_jax.core.fragments import Fragment, FragmentPlan
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment
-from diloco_jax.runtime.island.adoptions import Adoptions
-from diloco_jax.runtime.island.arrivals import Values
+from diloco_jax.runtime.island.adoptions import Adoptions, Values
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.data import SampleOrder, load_source
 from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.island import Island, StepHandle
 from diloco_jax.training.whole_state.staging import StagedState
+from diloco_jax.transport.group import commands
 
 State = Bytes | Mapping[str, np.ndarray]
 Ranges = Sequence[tuple[int, int]]
@@ -66,8 +66,11 @@ class Host:
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
-        """The fragments of the plan."""
+        """Return the fragments of the plan."""
         return self.plan.fragments
+
+    def tell(self, command: commands.Command) -> None:
+        """Let the other hosts do the same, before this one does it; an island of one process has none."""
 
     # ---- before training ------------------------------------------------------------------------------------------
 
@@ -90,10 +93,12 @@ class Host:
 
     def put_batch(self, ranges: Ranges) -> None:
         """Copy the samples of the next step to the devices; returns at once."""
+        self.tell(commands.HostPutBatch(tuple(commands.SampleRange(*each) for each in ranges)))
         self._batch, self._position = self.island.put_batch(self._order.batch(ranges)), ranges[0][0]
 
     def step(self, rate: float) -> StepHandle:
         """Dispatch one inner step on the batch that was put last; returns at once."""
+        self.tell(commands.HostStep(rate))
         return self.island.step(self._batch, rate, self._position)
 
     def wait(self, handle: StepHandle) -> Mapping[str, float]:
@@ -104,10 +109,12 @@ class Host:
 
     def stage(self, fragment_id: int, local_step: int) -> None:
         """Queue a copy of a fragment's update, as it is after the newest step."""
+        self.tell(commands.HostStage(fragment_id, local_step))
         self._adoptions.stage(fragment_id, local_step)
 
     def unstage(self, fragment_id: int, local_step: int) -> None:
         """Forget a copy that nobody will ask for."""
+        self.tell(commands.HostUnstage(fragment_id, local_step))
         self._adoptions.unstage(fragment_id, local_step)
 
     def send(self, message: FragmentValue) -> StagedFragment:
@@ -134,6 +141,7 @@ class Host:
 
     def stage_state(self, name: int) -> StagedState:
         """Queue a copy of the whole state; it is kept under its name until `unstage_state`."""
+        self.tell(commands.HostStageState(name))
         self._states[name] = staged = self.island.stage_state()
         return staged
 
@@ -143,20 +151,20 @@ class Host:
 
     def unstage_state(self, name: int) -> None:
         """Forget a copy that nobody needs any more. Any thread."""
+        self.tell(commands.HostUnstageState(name))
         del self._states[name]
 
-    def load_state(self, state: State, fragments: Iterable[int], *, checked: bool = False) -> None:
-        """Take over a whole state, and of its parameters these fragments.
-
-        Args:
-            state: as bytes, or by leaf.
-            fragments: their numbers.
-            checked: whether it is known to be of this island's layout; then leaves are looked up one after the other.
+    def load_state(self, state: State, fragments: Iterable[int]) -> None:
+        """Take over a whole state, as bytes or by leaf, and of its parameters these fragments.
 
         Raises:
             ValueError: it is not of this island's model and optimizer.
         """
-        self.island.load_state(state, [self.fragments[p] for p in fragments], checked=checked)
+        self.load_leaves(self.island.state_layout.read(state).__getitem__, fragments)
+
+    def load_leaves(self, leaf: Callable[[str], np.ndarray], fragments: Iterable[int]) -> None:
+        """Take over a state of this island's layout, leaf by leaf, and of its parameters these fragments."""
+        self.island.load_leaves(leaf, [self.fragments[p] for p in fragments])
 
     def end(self, status: int) -> None:
         """End the other processes with this exit status: the learner is done."""

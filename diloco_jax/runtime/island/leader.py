@@ -12,12 +12,11 @@ import numpy as np
 
 from diloco_jax.core.codec import Bytes
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment
-from diloco_jax.runtime.island.arrivals import Values
-from diloco_jax.runtime.island.host import Host, Ranges, State
+from diloco_jax.runtime.island.adoptions import Values
+from diloco_jax.runtime.island.host import Host, State
 from diloco_jax.runtime.island.join import Hosts, die
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.exchange.outgoing import StagedFragment
-from diloco_jax.training.island import StepHandle
 from diloco_jax.training.whole_state.staging import CopyGone, StagedState
 from diloco_jax.transport.group import commands
 from diloco_jax.transport.group.group import GroupItem, GroupLeader
@@ -63,8 +62,7 @@ class LeadingHost(Host):
     """Host 0 of several. It tells the others what `Host` allows one thread at a time, in that order.
 
     Args:
-        config: the run.
-        learner_id: name of the island.
+        config, learner_id: as `Host`.
         hosts: all of them.
         stop: set when another host shall end.
     """
@@ -82,10 +80,14 @@ class LeadingHost(Host):
         self._open: dict[int, Answers] = {}
         # Versions are counted anew by a syncer that went back, arrivals never.
         self._arrivals: dict[GlobalFragment, int] = {}
-        self._loading: State = {}
+        self._loading: Mapping[str, np.ndarray] = {}
         threading.Thread(target=self._listen, name="hosts", daemon=True).start()
 
-    # ---- what Host does, told to the others first -----------------------------------------------------------------
+    # ---- what Host does, with the others --------------------------------------------------------------------------
+
+    def tell(self, command: commands.Command) -> None:
+        """See Host.tell; the order of what is told is that of what is done."""
+        self._group.send(command)
 
     def warm_up(self) -> None:
         """Compile what the island runs, on all hosts. Any thread."""
@@ -98,33 +100,13 @@ class LeadingHost(Host):
         if problem := self._ask(lambda n: commands.HostConnect(n, epoch, number)).problem():
             raise TransportError(f"{problem}; all hosts of the island try again")
 
-    def put_batch(self, ranges: Ranges) -> None:
-        """See Host.put_batch."""
-        self._group.send(commands.HostPutBatch(tuple(commands.SampleRange(*each) for each in ranges)))
-        super().put_batch(ranges)
-
-    def step(self, rate: float) -> StepHandle:
-        """See Host.step."""
-        self._group.send(commands.HostStep(rate))
-        return super().step(rate)
-
-    def stage(self, fragment_id: int, local_step: int) -> None:
-        """See Host.stage."""
-        self._group.send(commands.HostStage(fragment_id, local_step))
-        super().stage(fragment_id, local_step)
-
-    def unstage(self, fragment_id: int, local_step: int) -> None:
-        """See Host.unstage."""
-        self._group.send(commands.HostUnstage(fragment_id, local_step))
-        super().unstage(fragment_id, local_step)
-
     def send(self, message: FragmentValue) -> StagedFragment:
         """See Host.send; the other hosts send their parts by themselves."""
         staged = super().send(message)
         if staged.has_loose:
             staged.of_others = self._ask(lambda n: commands.HostSend(n, message)).payloads
         else:
-            self._group.send(commands.HostSend(0, message))
+            self.tell(commands.HostSend(0, message))
         return staged
 
     def arrived(self, message: GlobalFragment, payload: Bytes) -> Callable[[], None]:
@@ -143,16 +125,15 @@ class LeadingHost(Host):
         arrival, fragment_id = self._arrivals[message], message.fragment_id
         known = self._arrivals.items()
         self._arrivals = {other: n for other, n in known if other.fragment_id != fragment_id or n >= arrival}
-        self._group.send(commands.HostSupersede(fragment_id, arrival))
+        self.tell(commands.HostSupersede(fragment_id, arrival))
 
     def adopt(self, message: GlobalFragment, values: Values) -> None:
         """See Host.adopt; every other host has the value already."""
-        self._group.send(commands.HostAdopt(self._arrivals[message], message))
+        self.tell(commands.HostAdopt(self._arrivals[message], message))
         super().adopt(message, values)
 
     def stage_state(self, name: int) -> StagedState:
         """See Host.stage_state; its leaves are asked for when they are needed, one at a time."""
-        self._group.send(commands.HostStageState(name))
         staged = super().stage_state(name)
         staged.of_others = partial(self._leaf_of_others, name)
         return staged
@@ -163,29 +144,19 @@ class LeadingHost(Host):
             raise CopyGone(problem)
         return answers.payloads()
 
-    def unstage_state(self, name: int) -> None:
-        """See Host.unstage_state."""
-        super().unstage_state(name)
-        self._group.send(commands.HostUnstageState(name))
-
-    def load_state(self, state: State, fragments: Iterable[int], *, checked: bool = False) -> None:
+    def load_state(self, state: State, fragments: Iterable[int]) -> None:
         """See Host.load_state; the others ask for its leaves, one at a time."""
-        del checked
         chosen = tuple(fragments)
-        layout = self.island.state_layout
-        if isinstance(state, bytes | bytearray | memoryview):
-            state = layout.decode(state)
-        layout.check(state)  # before anybody begins: then nobody can refuse it
-        self._loading = state
+        self._loading = self.island.state_layout.read(state)  # before anybody begins: then nobody can refuse it
         others = self._ask(lambda n: commands.HostLoadState(n, chosen))
-        super().load_state(state, chosen, checked=True)
+        self.load_leaves(self._loading.__getitem__, chosen)
         others.payloads()
         self._loading = {}
 
     def end(self, status: int) -> None:
         """See Host.end."""
         self._ending = True
-        self._group.send(commands.HostEnd(status))
+        self.tell(commands.HostEnd(status))
         if not self._all_gone.wait(END_S):
             log.warning(f"the other hosts did not end within {END_S:.0f} s")
         self._group.close()
@@ -224,6 +195,5 @@ class LeadingHost(Host):
                 log.info(f"host {item.host} was asked to end; so the island leaves politely")
                 self._stop.set()
             case commands.HostWant(leaf):
-                assert isinstance(self._loading, Mapping), "no state is being loaded"
                 value = np.ascontiguousarray(self._loading[leaf])
                 self._group.send(commands.HostHave(leaf), value.reshape(-1).view(np.uint8).data, item.host)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -70,19 +70,25 @@ class ReceivedState:
         return buffer
 
 
-class SavedState(NamedTuple):
-    """A state of an earlier life, read from disk."""
+class StateName(NamedTuple):
+    """The name of a learner's state on disk."""
 
     incarnation: int
     local_step: int
     global_step: int
     digests: tuple[int, ...]  # of the global values that its parameters are based on
+
+
+class SavedState(NamedTuple):
+    """A state of an earlier life, read from disk."""
+
+    name: StateName
     values: dict[str, np.ndarray]  # leaf -> array
 
     @property
     def described(self) -> Saved:
-        """The part of it that the machine needs to know."""
-        return Saved(self.global_step, self.digests)
+        """Return what the machine needs to know of it."""
+        return Saved(self.name.global_step, self.name.digests)
 
 
 class SavedStates:
@@ -110,48 +116,38 @@ class SavedStates:
 
     def _find(self) -> SavedState | None:
         found = checkpoint.newest_readable(self._folder, _read) if self.kept else None
-        return None if found is None else found[1]
+        return found[1] if found else None
 
     @property
     def busy(self) -> bool:
         """True while a state is being written: its copy is in memory, and another one would be a second."""
         return self._saving is not None and not self._saving.done()
 
-    def save(
-        self,
-        staged: StagedState,
-        done: Callable[[], None],
-        *,
-        incarnation: int,
-        local_step: int,
-        global_step: int,
-        digests: Sequence[int],
-    ) -> None:
+    def save(self, staged: StagedState, done: Callable[[], None], name: StateName) -> None:
         """Begin to write a staged state; a disk that refuses it costs this state, not the run.
 
         Args:
             staged: the state.
             done: called when it was read, or could not be.
-            incarnation, local_step, global_step, digests: what it is called.
+            name: what it is called.
         """
         assert not self.busy, "a second state is saved before the first is written"
-        meta = {"incarnation": incarnation, "local_step": local_step, "global_step": global_step}
-        self._saving = self._worker.submit(self._save, staged, done, meta | {"digests": list(digests)})
+        self._saving = self._worker.submit(self._save, staged, done, name)
 
-    def _save(self, staged: StagedState, done: Callable[[], None], meta: dict[str, object]) -> None:
+    def _save(self, staged: StagedState, done: Callable[[], None], name: StateName) -> None:
         try:
             try:
                 values = staged.value()
             finally:
                 done()
-            written = checkpoint.save(self._folder, {STATE: values}, meta)
+            written = checkpoint.save(self._folder, {STATE: values}, name._asdict())
             for path in checkpoint.complete(self._folder):
                 if path.name > written.name:  # of a history that the run went back behind
                     shutil.rmtree(path)
             checkpoint.prune(self._folder, SAVED_KEPT)
         except Exception as error:  # whatever Orbax and TensorStore raise for a disk that is full or gone
             reason = " ".join(str(error).split())[:300]
-            log.warning(f"the state of global step {meta['global_step']} was not saved ({reason}); training goes on")
+            log.warning(f"the state of global step {name.global_step} was not saved ({reason}); training goes on")
 
     def close(self, wait: bool) -> None:
         """Take no more; with `wait`, return when what was begun is written."""
@@ -161,8 +157,8 @@ class SavedStates:
 def _read(path: Path) -> SavedState:
     groups, meta = checkpoint.load(path, STATE)
     try:
-        digests = tuple(int(digest) for digest in meta["digests"])
-        counts = (int(meta["incarnation"]), int(meta["local_step"]), int(meta["global_step"]))
+        incarnation, local_step, global_step = (int(meta[key]) for key in StateName._fields[:3])
+        name = StateName(incarnation, local_step, global_step, tuple(map(int, meta["digests"])))
     except (KeyError, TypeError) as error:
         raise ValueError(f"checkpoint {path} is not of a learner ({error})") from error
-    return SavedState(*counts, digests, groups[STATE])
+    return SavedState(name, groups[STATE])

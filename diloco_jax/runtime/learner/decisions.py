@@ -19,11 +19,8 @@ IDLE_S = 0.2  # longest sleep of a thread that waits for messages, so that it no
 class Signals:
     """The words that the threads of one learner have for each other: that it ends, and that something came.
 
-    Args:
-        stop: set from outside to leave politely.
-
     Attributes:
-        stop: the same.
+        stop: set from outside to leave politely.
         woken: set when something came that a step thread without a step may wait for.
         compiled: set when steps can run.
     """
@@ -56,7 +53,7 @@ class Decisions:
 
     @property
     def finished(self) -> str:
-        """The reason that the machine gave when it ended; "" before."""
+        """Return the reason that the machine gave when it ended; "" before."""
         return self._effects.finished
 
     @property

@@ -25,7 +25,7 @@ from diloco_jax.protocol.effects import (
     UnstageState,
 )
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, StatePart, SyncerMessage
-from diloco_jax.runtime.island.arrivals import Values
+from diloco_jax.runtime.island.adoptions import Values
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.learner.states import States
@@ -65,7 +65,7 @@ class LearnerOutbox:
             return
         if isinstance(message, FragmentValue):
             staged = self._host.send(message)
-            self._tape.sent(message.fragment_id, message.global_step, message.local_step)
+            self._tape.note("sent", message.fragment_id, message.global_step, message.local_step)
             self._payloads.value(link, message, staged)
         elif isinstance(message, AnchorValue):
             self._payloads.anchor(link, message, self._host.anchors[message.fragment_id])

@@ -10,7 +10,7 @@ from diloco_jax.protocol.effects import Effect
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.mailbox import Mailbox
 from diloco_jax.protocol.messages import GlobalFragment, StatePart, SyncerMessage
-from diloco_jax.runtime.island.arrivals import GlobalValues
+from diloco_jax.runtime.island.adoptions import GlobalValues, Values
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.learner.decisions import IDLE_S, Decisions, Signals
 from diloco_jax.runtime.learner.effects import LearnerOutbox, Mail
@@ -62,14 +62,12 @@ class LearnerInbox:
             self._decisions.ask(lambda machine: machine.on_corrupt(now_s))
             return
         self._heads.keep(message, values)
-
-        def read(machine: Learner) -> None:
-            del machine
-            self._mailbox.read(message, Mail(message, values), time.monotonic())
-            self._host.supersede(message)
-
-        self._decisions.ask(read)
+        self._decisions.ask(lambda _: self._keep(message, values))
         self._signals.woken.set()
+
+    def _keep(self, message: GlobalFragment, values: Values) -> None:
+        self._mailbox.read(message, Mail(message, values), time.monotonic())
+        self._host.supersede(message)
 
 
 class LinkKeeper:
@@ -125,7 +123,7 @@ class LinkKeeper:
         timeout_s = IDLE_S if deadline_s is None else min(IDLE_S, max(0.0, deadline_s - time.monotonic()))
         delivery = link.receive(timeout_s)
         if deadline_s is not None and time.monotonic() >= deadline_s:
-            self._decisions.apply(lambda machine, now_s: machine.on_tick(now_s))
+            self._decisions.apply(Learner.on_tick)
         if delivery is None:
             return
         if delivery.kind == "disconnected":
@@ -136,7 +134,7 @@ class LinkKeeper:
     def _reconnect(self, reason: str) -> None:
         """Connect again. Training goes on meanwhile; so the attempts have no limit, only a pace."""
         log.info(f"connection lost ({reason}); reconnecting, steps need no connection")
-        self._decisions.apply(lambda machine, now_s: machine.on_disconnected(now_s))
+        self._decisions.apply(Learner.on_disconnected)
         self._outbox.close_link(0.0)
         attempt = 0
         while not self._decisions.over:

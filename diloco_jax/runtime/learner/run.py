@@ -1,8 +1,7 @@
-"""The driver of the learner machine: inner steps on the island, messages over the link.
+"""The driver of the learner machine: inner steps on the island, and its part in the run.
 
 Threads
-  * the caller's ("steps"): the only one to touch the island. Steps, reports, and between two steps adopts what came
-    (steps.py).
+  * the caller's ("steps"): the only one to touch the island. Steps, and between two steps adopts what came.
   * "link": receives, checks and decodes what came, gives the machine (under its lock) at once what its mailbox says,
     reconnects (inbox.py).
   * "payload": waits for staged copies, encodes and sends them (island/payloads.py).
@@ -24,19 +23,17 @@ import jax
 
 from diloco_jax.core import codec
 from diloco_jax.protocol.learner.machine import Learner
-from diloco_jax.runtime.island.arrivals import GlobalValues
 from diloco_jax.runtime.island.host import Host
-from diloco_jax.runtime.island.join import FAILED, STOPPED, Hosts, make_dialler
+from diloco_jax.runtime.island.join import Hosts, make_dialler
 from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.whole_state import SavedStates
-from diloco_jax.runtime.learner.decisions import Decisions, Signals
-from diloco_jax.runtime.learner.effects import Effects, LearnerOutbox
-from diloco_jax.runtime.learner.inbox import LearnerInbox, LinkKeeper
+from diloco_jax.runtime.learner.decisions import Signals
+from diloco_jax.runtime.learner.joined import Joined
 from diloco_jax.runtime.learner.states import States
-from diloco_jax.runtime.learner.steps import Steps
 from diloco_jax.runtime.learner.tape import LearnerTape
 from diloco_jax.settings.run import RunConfig, fingerprint
+from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.transport.link import check_name
 
 log = logging.getLogger(__name__)
@@ -59,7 +56,7 @@ class LearnerRun:
 
     Attributes:
         host: trains; has the island, and how its model is cut.
-        inbox: takes what the syncer says.
+        joined: its part in the run.
     """
 
     def __init__(
@@ -78,13 +75,14 @@ class LearnerRun:
     ) -> None:
         self._address = address
         self._signals = signals = Signals(stop)
-        self._disk = SavedStates(run_dir, check_name(learner_id), 1 if hosts is None else hosts.count)
-        finding = self._disk.find()  # while the island is built
+        self._rate = learning_rate(config.optimizer, config.train.steps)
+        disk = SavedStates(run_dir, check_name(learner_id), 1 if hosts is None else hosts.count)
+        finding = disk.find()  # while the island is built
         self.host = host = (
             make_host(config, learner_id, devices) if hosts is None else LeadingHost(config, learner_id, hosts, stop)
         )
         saved = finding.result()
-        machine = Learner(
+        self._machine = Learner(
             learner_id,
             incarnation,
             config.protocol,
@@ -94,15 +92,11 @@ class LearnerRun:
             adopt_mode=config.adopt.mode,
             payload_bytes={p.fragment_id: codec.encoded_size(p.shapes, config.wire.up) for p in host.fragments},
         )
-        self._tape = LearnerTape(run_dir, learner_id, incarnation, host.batch_shape[0])
-        self._payloads = make_sender(host, signals.fail)
-        self._outbox = LearnerOutbox(host, self._tape, self._payloads)
-        states = States(machine, host, self._tape, self._disk, saved)
-        self._decisions = decisions = Decisions(machine, Effects(host, self._tape, self._outbox, states), signals)
-        self.inbox = LearnerInbox(host, decisions, GlobalValues(host.fragments, config.wire.down), signals)
+        tape = LearnerTape(run_dir, learner_id, incarnation, host.batch_shape[0])
+        states = States(self._machine, host, tape, disk, saved)
         dialler = make_dialler(config, host.plan, learner_id, incarnation, address, hosts)
-        self._link = LinkKeeper(host, decisions, self.inbox, self._outbox, dialler, signals)
-        self._steps = Steps(config, host, decisions, self.inbox, states, self._tape, signals)
+        payloads = make_sender(host, signals.fail)
+        self.joined = Joined(config, self._machine, host, dialler, tape, states, payloads, signals)
 
     def run(self) -> str:
         """Train until the syncer says stop, or until stopped; returns the reason.
@@ -114,18 +108,33 @@ class LearnerRun:
         """
         threading.Thread(target=self._compile, name="compile", daemon=True).start()
         try:
-            self._link.connect()
-            threading.Thread(target=self._link.run, name="link", daemon=True).start()
-            self._steps.run()
+            self.joined.connect()
+            if self.joined.ready():
+                self._train()
         finally:
-            self._conclude()
-        finished = self._decisions.finished
+            self.joined.leave()
+        finished = self.joined.finished
         kind, _, reason = finished.partition(": ")
-        if kind == "refused" and not self._decisions.machine.epoch:
+        if kind == "refused" and not self._machine.epoch:
             raise ValueError(f"the syncer at {self._address} refused this learner: {reason}")
         if kind in ("refused", "expelled"):
             raise ConnectionAbortedError(f"the syncer at {self._address} {kind} this incarnation: {reason}")
         return finished
+
+    def _train(self) -> None:
+        """Make inner steps until the learner ends; what one reads is put on the devices while the one before runs."""
+        host, joined = self.host, self.joined
+        log.info(f"the first step begins at global step {self._machine.global_step}")
+        batch, going = joined.take_batch(), True
+        host.put_batch(batch.ranges)
+        while going:
+            began_s, clock = time.monotonic(), self._machine.global_step
+            handle = host.step(self._rate(clock))
+            following = joined.take_batch()
+            host.put_batch(following.ranges)
+            loss = host.wait(handle)["loss"]
+            going = joined.stepped(batch, clock, loss, time.monotonic() - began_s)
+            batch = following
 
     def _compile(self) -> None:
         """Run as the body of the thread "compile"."""
@@ -138,16 +147,3 @@ class LearnerRun:
         finally:
             self._signals.compiled.set()
             self._signals.woken.set()
-
-    def _conclude(self) -> None:
-        stopped = self._signals.stop.is_set()
-        if stopped and not self._decisions.finished:
-            self._decisions.apply(lambda machine, now_s: machine.leave("stopped from outside", now_s))
-        finished = self._decisions.finished
-        self._payloads.close()
-        if self._outbox.link is not None:
-            self._outbox.link.close(2.0)
-        self._disk.close(wait=True)
-        self._decisions.ask(lambda machine: self._tape.end(finished or "failed", machine.digests))
-        failed = finished.partition(":")[0] in ("", "refused", "expelled")
-        self.host.end(STOPPED if stopped else FAILED if failed else 0)

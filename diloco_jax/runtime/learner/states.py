@@ -7,7 +7,7 @@ import logging
 from diloco_jax.protocol.effects import AdoptState
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.runtime.island.host import SAVING, Host
-from diloco_jax.runtime.island.whole_state import ReceivedState, SavedState, SavedStates
+from diloco_jax.runtime.island.whole_state import ReceivedState, SavedState, SavedStates, StateName
 from diloco_jax.runtime.learner.tape import LearnerTape
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class States:
 
     def stage(self, local_step: int) -> None:
         """Copy the present state for a receiver."""
-        self._tape.staged_state(local_step)
+        self._tape.note("staged_state", local_step)
         self._host.stage_state(local_step)
 
     def save(self, global_step: int) -> None:
@@ -45,15 +45,9 @@ class States:
             log.info(f"the state of global step {global_step} is not saved: the one before is still being written")
             return
         machine = self._machine
-        self._tape.saved(machine.local_step, global_step)
-        self._disk.save(
-            self._host.stage_state(SAVING),
-            lambda: self._host.unstage_state(SAVING),
-            incarnation=machine.incarnation,
-            local_step=machine.local_step,
-            global_step=global_step,
-            digests=machine.digests,
-        )
+        self._tape.note("saved", machine.local_step, global_step)
+        name = StateName(machine.incarnation, machine.local_step, global_step, tuple(machine.digests))
+        self._disk.save(self._host.stage_state(SAVING), lambda: self._host.unstage_state(SAVING), name)
 
     def load(self, effect: AdoptState) -> tuple[int, int]:
         """Take a whole state over; returns incarnation and local step of the life that it is of.
@@ -68,10 +62,14 @@ class States:
             self._host.load_state(self.received.take(), effect.fragments)
         else:
             assert saved is not None, "an own state was adopted without one"
-            told = (saved.incarnation, saved.local_step)
+            told = (saved.name.incarnation, saved.name.local_step)
             self._host.load_state(saved.values, effect.fragments)
         return told
 
     def forget_saved(self) -> None:
         """Free the memory of the saved state, taken over or not."""
         self._saved = None
+
+    def close(self) -> None:
+        """Wait for what is being written to disk."""
+        self._disk.close(wait=True)

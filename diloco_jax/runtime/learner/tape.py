@@ -37,60 +37,31 @@ def learner_tape_path(run_dir: Path, learner_id: str, incarnation: int) -> Path:
 
 
 class LearnerTape:
-    """The tape of one life, written by one thread at a time. A disk that takes nothing never stops the learner.
-
-    Args:
-        run_dir: the run's folder.
-        learner_id: name of the island.
-        incarnation: its life.
-        step_samples: samples of one inner step.
-    """
+    """The tape of one life, written by one thread at a time. A disk that takes nothing never stops the learner."""
 
     def __init__(self, run_dir: Path, learner_id: str, incarnation: int, step_samples: int) -> None:
         self._path = learner_tape_path(run_dir, learner_id, incarnation)
         self._file: LineFile | None = None
         self._lost = 0
-        self._write("begin", learner_id, incarnation, step_samples)
+        self.note("begin", learner_id, incarnation, step_samples)
 
     def adopt(self, message: GlobalFragment) -> None:
         """Write down that a global fragment is taken over."""
         name = (message.fragment_id, message.version, message.epoch, message.digest)
-        self._write("adopt", *name, message.merged_round)
+        self.note("adopt", *name, message.merged_round)
 
     def state(self, effect: AdoptState, donor_incarnation: int, donor_step: int) -> None:
         """Write down that a whole state is taken over."""
-        self._write("state", effect.donor, donor_incarnation, donor_step, effect.fragments)
-
-    def staged_state(self, local_step: int) -> None:
-        """Write down that the state is copied for a receiver."""
-        self._write("staged_state", local_step)
-
-    def saved(self, local_step: int, global_step: int) -> None:
-        """Write down that the state is copied for the disk."""
-        self._write("saved", local_step, global_step)
-
-    def sent(self, fragment_id: int, global_step: int, local_step: int) -> None:
-        """Write down that a value goes to the syncer."""
-        self._write("sent", fragment_id, global_step, local_step)
-
-    def step(self, local_step: int, clock: int, ranges: Sequence[tuple[int, int]], loss: float) -> None:
-        """Write down that an inner step is done.
-
-        Args:
-            local_step: how many that makes.
-            clock: global step when it began, which decides its learning rate.
-            ranges: positions of the global order that it read.
-            loss: its training loss.
-        """
-        self._write("step", local_step, clock, ranges, loss)
+        self.note("state", effect.donor, donor_incarnation, donor_step, effect.fragments)
 
     def end(self, reason: str, digests: Sequence[int]) -> None:
         """Write down that the learner stops, and close the file."""
-        self._write("end", reason, digests)
+        self.note("end", reason, digests)
         if self._file is not None:
             self._file.close()
 
-    def _write(self, *fields: Any) -> None:
+    def note(self, *fields: Any) -> None:
+        """Write down one line: its kind, and what belongs to it (see above)."""
         line = json.dumps(finite(fields), allow_nan=False, separators=(",", ":")) + "\n"
         if self._lost:
             line = json.dumps(["lost", self._lost], separators=(",", ":")) + "\n" + line

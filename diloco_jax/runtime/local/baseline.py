@@ -17,7 +17,7 @@ from diloco_jax.runtime.records.files import CHECKPOINTS, STATUS_FILE, SUMMARY_F
 from diloco_jax.runtime.records.liveness import signature
 from diloco_jax.runtime.records.telemetry import Telemetry, write_json
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.training.data import load_source, train_iterator
+from diloco_jax.training.data import SampleOrder, load_source
 from diloco_jax.training.island import Island
 from diloco_jax.training.optimizers import learning_rate
 
@@ -51,13 +51,8 @@ class DataParallelRun:
     def run(self) -> dict[str, Any]:
         """Train, evaluate and write the summary, which is returned."""
         config = self._config
-        batches = train_iterator(
-            load_source(config.data, config.train.seq_len),
-            seed=config.data.shuffle_seed + config.seed,
-            shard_ids=[0],
-            num_shards=1,
-            batch_size=config.train.batch_size,
-        )
+        source = load_source(config.data, config.train.seq_len)
+        batches = SampleOrder(source, config.data.shuffle_seed + config.seed).batches(config.train.batch_size)
         rate = learning_rate(config.optimizer, config.train.steps)
         batch = self._island.put_batch(next(batches))
         began_s, step, told_s = self._now_s(), 0, 0.0

@@ -13,7 +13,7 @@ import numpy as np
 
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
-from diloco_jax.training.data import eval_batches, load_source, train_iterator
+from diloco_jax.training.data import SampleOrder, eval_batches, load_source
 from diloco_jax.training.models.protocol import Params, find_model
 from diloco_jax.training.models.variables import Variables
 from diloco_jax.training.sharding import MeshConfig, put_array
@@ -96,13 +96,7 @@ class Evaluator:
         if not self._blueprint.state_shapes.other:
             return {}
         train, data = self._config.train, self._config.data
-        batches = train_iterator(
-            self._source,
-            seed=data.shuffle_seed + self._config.seed,
-            shard_ids=[0],
-            num_shards=1,
-            batch_size=train.eval_batch_size,
-        )
+        batches = SampleOrder(self._source, data.shuffle_seed + self._config.seed).batches(train.eval_batch_size)
         first = self._blueprint.draw_other()  # equal parameters, equal result
         return self._blueprint.settled(placed, first, islice(batches, train.settle_batches))
 

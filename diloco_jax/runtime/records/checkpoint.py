@@ -80,10 +80,8 @@ def load(checkpoint: Path, *names: str) -> tuple[dict[str, Arrays], dict[str, An
             wanted = {name: None for name in names if checksums[name] != _checksum(bare[name])}
             loaded = ocp.load_checkpointables(checkpoint.absolute(), wanted) if wanted else {}
     except Exception as error:  # whatever Orbax and TensorStore raise for a folder that something happened to
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"checkpoint {checkpoint} cannot be read ({type(error).__name__}: {reason}); use another"
-        ) from error
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ValueError(f"checkpoint {checkpoint} cannot be read ({why}); use another") from error
     groups = {name: {path: np.asarray(v) for path, v in loaded.get(name, {}).items()} | bare[name] for name in names}
     found = {name: _checksum(arrays) for name, arrays in groups.items()} | {META: _checksum_of_meta(meta)}
     for name in found:
@@ -170,16 +168,7 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def save_parameters(folder: Path, parameters: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> Path:
-    """Write a checkpoint that holds parameters only.
-
-    Args:
-        folder: the run's `checkpoints` folder; made when missing.
-        parameters: float32 arrays by path, unsharded.
-        meta: plain values; `global_step` names the checkpoint.
-
-    Returns:
-        The checkpoint's folder.
-    """
+    """Write a checkpoint that holds parameters only, float32 arrays by path, unsharded; see `save`."""
     return save(folder, {PARAMETERS: parameters}, meta)
 
 
@@ -187,7 +176,7 @@ def load_parameters(checkpoint: Path) -> tuple[dict[str, np.ndarray], dict[str, 
     """Read parameters and description back, of a full snapshot too.
 
     Raises:
-        ValueError: the folder holds no readable checkpoint; names it.
+        ValueError: as `load`.
     """
     groups, meta = load(checkpoint, PARAMETERS)
     return groups[PARAMETERS], meta

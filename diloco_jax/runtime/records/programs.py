@@ -21,9 +21,6 @@ def keep_programs(run_dir: Path) -> None:
     XLA's go into the run's folder, since they are of its model; JAX_COMPILATION_CACHE_DIR has precedence. Those of the
     merge are the same for all runs, and go into the user's cache, or into the run's folder if there is none that can be
     written to; NUMBA_CACHE_DIR has precedence. To be called before anything imports Numba.
-
-    Args:
-        run_dir: the run's folder.
     """
     own = (run_dir / PROGRAMS / host_kind()).absolute()
     if not os.environ.get("NUMBA_CACHE_DIR"):

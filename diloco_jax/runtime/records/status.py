@@ -5,6 +5,7 @@ live.py describes the keys, liveness.py checks a file that nobody may write any 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,10 +39,9 @@ def compose_status(
 
     Args:
         run: its name.
-        syncer: its machine.
-        stats: what was counted.
+        syncer, stats: its machine, and what was counted.
         now_s: the run's clock.
-        stopped: whether somebody ended it early.
+        stopped: whether it was ended early.
         alarms: what is wrong with the syncer itself, such as a full disk; the first is what everybody waits for.
         eval_loss: newest evaluation.
         wire: bytes moved.
@@ -77,36 +77,39 @@ class Earlier(NamedTuple):
 NOTHING_EARLIER = Earlier({"up_bytes": 0, "down_bytes": 0}, None)
 
 
+def _last_words(run_dir: Path) -> dict[str, Any]:
+    """Return what the file of the status says; nothing when it cannot be read."""
+    try:
+        said = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
 def read_earlier(run_dir: Path) -> Earlier:
     """Return what the last process that wrote this folder's status had counted; zeros when that cannot be read."""
+    said = _last_words(run_dir)
     try:
-        status = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
-        wire = {key: int(status["wire"][key]) for key in ("up_bytes", "down_bytes")}
-        return Earlier(wire, status["eval_loss"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return Earlier({key: int(said["wire"][key]) for key in ("up_bytes", "down_bytes")}, said["eval_loss"])
+    except (ValueError, KeyError, TypeError):
         return NOTHING_EARLIER
 
 
 def start_again(run_dir: Path) -> None:
     """Say that the run of this folder starts again: its last status is of processes that are gone."""
-    try:
-        status = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
+    if said := _last_words(run_dir):
         told = {"state": "starting", "waiting_for": "the syncer", "learners": [], "alarms": [], "tokens_per_s": 0.0}
-        write_json(run_dir / STATUS_FILE, {**status, **told, "said": signature()})
-    except (OSError, ValueError, TypeError):  # there was none
-        return
+        with contextlib.suppress(OSError):
+            write_json(run_dir / STATUS_FILE, {**said, **told, "said": signature()})
 
 
 def last_state(run_dir: Path) -> str:
     """Return what the syncer said last: "starting", "running", "complete", "stopped"; "" if it said nothing."""
-    try:
-        return str(json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))["state"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    return str(_last_words(run_dir).get("state", ""))
 
 
 def complete(run_dir: Path) -> bool:
-    """Return whether the syncer has said that every round is done; its last evaluation may still be going on."""
+    """Tell if the syncer has said that every round is done; its last evaluation may still be going on."""
     return last_state(run_dir) == "complete"
 
 
@@ -144,8 +147,7 @@ def read_status(run: str, *, allow_plaintext: bool = False, transport: Transport
     """Return the status dict of a run; of a folder, after a look for its processes (`liveness.judge`).
 
     Args:
-        run: the run's folder, or host:port of its syncer.
-        allow_plaintext: ask an address other than loopback although nothing is encrypted.
+        run, allow_plaintext: as `syncer_at`.
         transport: certificates and token, for a syncer that asks for them.
 
     Raises:

@@ -44,12 +44,7 @@ def finite(value: Any) -> Any:
 
 
 def write_json(path: str | os.PathLike[str], obj: Any) -> None:
-    """Replace a JSON file at once: a reader sees the old content or the new one, never a part.
-
-    Args:
-        path: the file; its folder must exist.
-        obj: plain Python values; NaN and infinities become null.
-    """
+    """Replace a JSON file at once: a reader sees the old content or the new one. NaN and infinities become null."""
     replace_text(path, json.dumps(finite(obj), allow_nan=False, indent=2) + "\n")
 
 

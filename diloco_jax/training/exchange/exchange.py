@@ -22,7 +22,7 @@ from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import Fragment
 from diloco_jax.training.exchange.incoming import IncomingProgram
 from diloco_jax.training.exchange.outgoing import DeviceArrays, HeldFragment, OutgoingProgram, StagedFragment
-from diloco_jax.training.exchange.windows import Window, windows_of
+from diloco_jax.training.exchange.windows import FragmentWindows, windows_of
 from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.sharding import put_array
 
@@ -47,7 +47,7 @@ class Exchange:
         self._tensors = tensors
         self._format: Format = format
         self._rebase = rebase
-        self._windows: dict[Fragment, tuple[Window, ...]] = {}
+        self._windows: dict[Fragment, FragmentWindows] = {}
         self._outgoing: dict[Fragment, OutgoingProgram] = {}
         self._incoming: dict[tuple[Fragment, bool], IncomingProgram] = {}  # bool: rebase
         self._compiled: dict[object, jax.stages.Compiled] = {}
@@ -61,17 +61,14 @@ class Exchange:
     def programs(self, fragments: Iterable[Fragment]) -> Iterator[tuple[str, Fragment, jax.stages.Compiled]]:
         """Compile what these fragments need, one after the other.
 
-        Args:
-          fragments: of a plan made for this model.
-
-        Returns:
+        Yields:
           (`adopt`, `stage` or `rebase`, fragment, program); fragments that share a program give the same one.
         """
         for fragment in fragments:
-            yield "adopt", fragment, _made(self._incoming_program(fragment, rebase=False))  # the first that arrives
-            yield "stage", fragment, _made(self._outgoing_program(fragment))
+            yield "adopt", fragment, self._incoming_program(fragment, rebase=False).compiled  # the first that arrives
+            yield "stage", fragment, self._outgoing_program(fragment).compiled
             if self._rebase:
-                yield "rebase", fragment, _made(self._incoming_program(fragment, rebase=True))
+                yield "rebase", fragment, self._incoming_program(fragment, rebase=True).compiled
 
     def stage(self, params: Params, fragment: Fragment) -> StagedFragment:
         """Queue a fragment's update, as the parameters are now, to host memory; returns at once."""
@@ -119,43 +116,29 @@ class Exchange:
                     f"fragment {fragment.fragment_id}: '{part.key}' has shape {got}, expected {tuple(shape)}; "
                     "do both sides use the same model and fragment plan?"
                 )
-        windows = self._windows_of(fragment)
+        windows = self._windows_of(fragment).windows
         return [put_array(values[w.part.key].astype(np.float32, copy=False), w.value_sharding) for w in windows]
 
     # ---- programs -------------------------------------------------------------------------------------------------
 
-    def _windows_of(self, fragment: Fragment) -> tuple[Window, ...]:
+    def _windows_of(self, fragment: Fragment) -> FragmentWindows:
         if fragment not in self._windows:
-            self._windows[fragment] = windows_of(fragment, self._tensors)
+            self._windows[fragment] = FragmentWindows(windows_of(fragment, self._tensors))
         return self._windows[fragment]
 
     def _outgoing_program(self, fragment: Fragment) -> OutgoingProgram:
         if fragment not in self._outgoing:
-            program = OutgoingProgram(self._windows_of(fragment), self._format, self._rebase)
-            program.compiled = self._once(("out", program.key, self._dtypes(fragment)), program.compile)
-            self._outgoing[fragment] = program
+            windows = self._windows_of(fragment)
+            self._outgoing[fragment] = OutgoingProgram(windows, self._format, self._rebase, self._once)
         return self._outgoing[fragment]
 
     def _incoming_program(self, fragment: Fragment, rebase: bool) -> IncomingProgram:
         if (fragment, rebase) not in self._incoming:
-            program = IncomingProgram(self._windows_of(fragment), rebase)
-            program.compiled = self._once(("in", program.key, self._dtypes(fragment)), program.compile)
-            self._incoming[fragment, rebase] = program
+            self._incoming[fragment, rebase] = IncomingProgram(self._windows_of(fragment), rebase, self._once)
         return self._incoming[fragment, rebase]
 
-    def _dtypes(self, fragment: Fragment) -> tuple[str, ...]:
-        """Return the dtypes of its slices: fragments share a program only if these and their geometry are equal."""
-        return tuple(str(self._tensors[part.path].dtype) for part in fragment.slices)
-
-    def _once(
-        self, key: object, compile: Callable[[Mapping[str, jax.ShapeDtypeStruct]], jax.stages.Compiled]
-    ) -> jax.stages.Compiled:
+    def _once(self, key: object, compile: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
         with self._compiling:
             if key not in self._compiled:
-                self._compiled[key] = compile(self._tensors)
+                self._compiled[key] = compile()
             return self._compiled[key]
-
-
-def _made(program: IncomingProgram | OutgoingProgram) -> jax.stages.Compiled:
-    assert program.compiled is not None, "made when the program was"
-    return program.compiled

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,8 +10,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from diloco_jax.training.exchange.outgoing import DeviceArrays, as_held
-from diloco_jax.training.exchange.windows import Shape, Starts, Window, tensors_of
+from diloco_jax.training.exchange.outgoing import DeviceArrays, Once, as_held
+from diloco_jax.training.exchange.windows import FragmentWindows, floats
 from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.sharding import put_array
 
@@ -20,23 +19,17 @@ from diloco_jax.training.sharding import put_array
 class IncomingProgram:
     """The program that adopts one fragment.
 
-    Attributes:
-      key: equal for fragments that may share what `compile` makes.
-      compiled: what `compile` made, set by the owner.
-
     Args:
-      windows: of its slices.
+      on: windows of its slices.
       rebase: new + (local - sent); else alpha local + (1 - alpha) new, where alpha = 0 does not look at local.
+      once: returns what a function made for an equal key before, or makes now.
     """
 
-    def __init__(self, windows: Sequence[Window], rebase: bool) -> None:
-        self.compiled: jax.stages.Compiled | None = None
-        self._windows = windows
+    def __init__(self, on: FragmentWindows, rebase: bool, once: Once) -> None:
+        self._on = on
         self._rebase = rebase
-        self._paths, self._tensor_of = tensors_of(windows)
-        self._starts = Starts(windows)
-        self._everywhere = NamedSharding(windows[0].sharding.mesh, PartitionSpec())
-        self.key = (rebase, self._tensor_of, *(window.geometry for window in windows))
+        self._everywhere = NamedSharding(on.mesh, PartitionSpec())
+        self.compiled = once(("in", rebase, on.geometry), self._compile)
 
     def blend(self, params: Params, new: DeviceArrays, sent: DeviceArrays, alpha: float) -> Params:
         """Return the new tensors of the fragment, in place of those in `params`, which are gone.
@@ -47,29 +40,18 @@ class IncomingProgram:
           sent: windows of the parameters as they were sent; none without `rebase`.
           alpha: share of the local values, in [0, 1]; without meaning for `rebase`.
         """
-        assert self.compiled is not None, "the program was not compiled"
         share = put_array(np.asarray(alpha, np.float32), self._everywhere)
         with jax.transfer_guard("disallow"):
-            updated = self.compiled([params[path] for path in self._paths], new, sent, share, self._starts.on_devices)
-        return dict(zip(self._paths, updated, strict=True))
+            updated = self.compiled([params[path] for path in self._on.paths], new, sent, share, self._on.starts)
+        return dict(zip(self._on.paths, updated, strict=True))
 
-    def compile(self, tensors: Mapping[str, jax.ShapeDtypeStruct]) -> jax.stages.Compiled:
-        """Compile for parameters of these shapes, dtypes and layouts, by path, which may not change afterwards."""
-
-        def described(shape: Shape, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
-
-        inputs: tuple[Any, ...] = (
-            [tensors[path] for path in self._paths],
-            [described(window.shape, window.value_sharding) for window in self._windows],
-            [described(window.global_shape, window.sharding) for window in self._windows] if self._rebase else (),
-            described((), self._everywhere),
-            self._starts.described,
-        )
+    def _compile(self) -> jax.stages.Compiled:
+        on = self._on
+        sent = [floats(window.global_shape, window.sharding) for window in on.windows] if self._rebase else ()
+        inputs: tuple[Any, ...] = (on.tensors, on.anchors, sent, floats((), self._everywhere), on.starts_described)
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, inputs)
-        mesh = self._everywhere.mesh
-        program = jax.shard_map(self._on_each_device, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
-        shardings = [tensors[path].sharding for path in self._paths]
+        program = jax.shard_map(self._on_each_device, mesh=on.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+        shardings = [tensor.sharding for tensor in on.tensors]
         return jax.jit(program, donate_argnums=0, out_shardings=shardings).lower(*inputs).compile()
 
     def _on_each_device(
@@ -81,7 +63,7 @@ class IncomingProgram:
         starts: Int32[Array, "slices"],
     ) -> list[Shaped[Array, "..."]]:
         out = list(tensors)
-        for number, (position, window) in enumerate(zip(self._tensor_of, self._windows, strict=True)):
+        for number, (position, window) in enumerate(zip(self._on.tensor_of, self._on.windows, strict=True)):
             start = starts[number]
             local = window.cut(out[position], start)
             value = as_held(window.of_value(new[number], start), local.dtype)

@@ -25,11 +25,12 @@ from diloco_jax.core import codec
 from diloco_jax.core.codec import Bytes
 from diloco_jax.core.parts import Buffer
 from diloco_jax.training.exchange.outgoing_bytes import Copies, HostArrays, OutgoingBytes, Stream, flat_spec
-from diloco_jax.training.exchange.windows import Axes, Shape, Starts, Window, tensors_of
+from diloco_jax.training.exchange.windows import Axes, FragmentWindows, floats
 from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.sharding import put_array
 
 DeviceArrays = Sequence[Shaped[Array, "..."]]
+Once = Callable[[object, Callable[[], jax.stages.Compiled]], jax.stages.Compiled]
 
 
 class Residual(NamedTuple):
@@ -42,6 +43,9 @@ class Residual(NamedTuple):
 
     on_devices: Mapping[Axes, Float32[Array, "n"]]
     on_host: HostArrays
+
+
+_Encoded = tuple[bytes | list[Buffer], Residual]  # a payload, and what rounding keeps back of it
 
 
 class HeldFragment(NamedTuple):
@@ -87,7 +91,7 @@ class StagedFragment:
         self._on_devices = out.residual
         self._lock = threading.Lock()
         self._loose: list[Buffer] | None = None
-        self._encoded: tuple[bytes | list[Buffer], Residual] | codec.NotFinite | None = None
+        self._encoded: _Encoded | codec.NotFinite | None = None
 
     @property
     def has_loose(self) -> bool:
@@ -118,7 +122,7 @@ class StagedFragment:
         except codec.NotFinite:
             return None
 
-    def _result(self) -> tuple[bytes | list[Buffer], Residual]:
+    def _result(self) -> _Encoded:
         with self._lock:
             if self._encoded is None:
                 if self.has_loose and self._loose is None:
@@ -132,7 +136,7 @@ class StagedFragment:
                 raise self._encoded
             return self._encoded
 
-    def _encode(self) -> tuple[bytes | list[Buffer], Residual]:
+    def _encode(self) -> _Encoded:
         payload: bytes | list[Buffer]
         if self._bytes.in_parts:
             payload, on_host = self._bytes.part(self._copies, self._before.on_host, self.of_others())
@@ -144,32 +148,25 @@ class StagedFragment:
 class OutgoingProgram:
     """The program that stages one fragment.
 
-    Attributes:
-      key: equal for fragments that may share what `compile` makes.
-      compiled: what `compile` made, set by the owner.
-
     Args:
-      windows: of its slices.
+      on: windows of its slices.
       format: of the wire.
       keep_local: whether staged copies hold the parameters too, on the devices (for `rebase`).
+      once: returns what a function made for an equal key before, or makes now.
     """
 
-    def __init__(self, windows: Sequence[Window], format: codec.Format, keep_local: bool) -> None:
-        self.compiled: jax.stages.Compiled | None = None
-        self._bytes = OutgoingBytes(windows, format)
+    def __init__(self, on: FragmentWindows, format: codec.Format, keep_local: bool, once: Once) -> None:
+        self._on = on
+        self._bytes = OutgoingBytes(on.windows, format)
         self._format = format
         self._keep_local = keep_local
-        self._mesh = windows[0].sharding.mesh
-        self._paths, self._tensor_of = tensors_of(windows)
-        self._starts = Starts(windows)
-        self.key = (self._tensor_of, *(window.geometry for window in windows))
         self._integer = codec.is_integer(format)
+        self.compiled = once(("out", on.geometry), self._compile)
 
     def stage(self, params: Params, held: HeldFragment) -> StagedFragment:
         """Dispatch the program, and copies of what it makes to the host; returns at once."""
-        assert self.compiled is not None, "the program was not compiled"
-        tensors = [params[path] for path in self._paths]
-        out: _Outputs = self.compiled(tensors, held.anchor, held.residual.on_devices, self._starts.on_devices)
+        tensors = [params[path] for path in self._on.paths]
+        out: _Outputs = self.compiled(tensors, held.anchor, held.residual.on_devices, self._on.starts)
         named = [(stream, number, out.streams[stream].addressable_data(i)) for stream, number, i in self._bytes.local]
         for _, _, part in named:  # nobody donates these: no copies of them on another kind of memory are needed
             part.copy_to_host_async()
@@ -185,28 +182,17 @@ class OutgoingProgram:
 
     # ---- the program ----------------------------------------------------------------------------------------------
 
-    def compile(self, tensors: Mapping[str, jax.ShapeDtypeStruct]) -> jax.stages.Compiled:
-        """Compile for parameters of these shapes, dtypes and layouts, by path, which may not change afterwards."""
-
-        def described(shape: Shape, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
-
-        windows = self._bytes.windows.values()
-        anchors = [described(window.shape, window.value_sharding) for window in windows]
-        inputs: tuple[Any, ...] = (
-            [tensors[path] for path in self._paths],
-            anchors,
-            self._residuals(),
-            self._starts.described,
-        )
+    def _compile(self) -> jax.stages.Compiled:
+        on = self._on
+        inputs: tuple[Any, ...] = (on.tensors, on.anchors, self._residuals(), on.starts_described)
         outputs = _Outputs(
             {stream: flat_spec(stream[1]) for stream in self._bytes.streams},
             {axes: flat_spec(axes) for axes in self._residuals()},
-            [window.spec for window in windows] if self._keep_local else [],
+            [window.spec for window in on.windows] if self._keep_local else [],
         )
         program = jax.shard_map(
             self._on_each_device,
-            mesh=self._mesh,
+            mesh=on.mesh,
             in_specs=jax.tree.map(lambda leaf: leaf.sharding.spec, inputs),
             out_specs=outputs,
             check_vma=False,  # it would refuse outputs that are equal on several devices only because the inputs are
@@ -219,11 +205,7 @@ class OutgoingProgram:
             size = window.num_blocks * codec.BLOCK if self._integer else math.prod(window.local_shape)
             sizes[window.axes] = sizes.get(window.axes, 0) + size
         return {
-            axes: jax.ShapeDtypeStruct(
-                (size * len(self._bytes.devices[axes]),),
-                np.float32,
-                sharding=NamedSharding(self._mesh, flat_spec(axes)),
-            )
+            axes: floats((size * len(self._bytes.devices[axes]),), NamedSharding(self._on.mesh, flat_spec(axes)))
             for axes, size in sizes.items()
         }
 
@@ -234,7 +216,7 @@ class OutgoingProgram:
         plain: dict[Axes, list[Array]] = {}
         rounded: dict[Axes, list[Array]] = {}
         for (key, window), anchor, tensor, start in zip(
-            self._bytes.windows.items(), anchors, [tensors[i] for i in self._tensor_of], starts, strict=True
+            self._bytes.windows.items(), anchors, [tensors[i] for i in self._on.tensor_of], starts, strict=True
         ):
             cut = window.cut(tensor, start)
             local = cut.astype(jnp.float32)
@@ -242,12 +224,9 @@ class OutgoingProgram:
                 kept.append(jnp.copy(local))
             # Against what these parameters held of the anchor: else rounding it would look like an update.
             update = (as_held(window.of_value(anchor, start), cut.dtype) - local).reshape(-1)
-            if key not in self._bytes.rounded:
-                plain.setdefault(window.axes, []).append(update)
-            elif self._integer:
-                rounded.setdefault(window.axes, []).append(codec.to_blocks(jnp, update).reshape(-1))
-            else:
-                rounded.setdefault(window.axes, []).append(update)
+            if self._integer and key in self._bytes.rounded:
+                update = codec.to_blocks(jnp, update).reshape(-1)
+            (rounded if key in self._bytes.rounded else plain).setdefault(window.axes, []).append(update)
         streams: dict[Stream, Array] = {}
         after = {}
         for axes, parts in rounded.items():  # all tensors together: fewer and larger loops, less to compile

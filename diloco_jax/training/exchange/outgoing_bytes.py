@@ -102,24 +102,16 @@ class OutgoingBytes:
         Raises:
           NotFinite: the update is not, and the format cannot say so.
         """
-        results: dict[str, dict[str, np.ndarray]] = {"codes": {}, "floats": {}}
-        for stream, number, copy in copies:
-            flat, joined = np.asarray(copy), results[stream[0]]
-            for item in self._items[stream, number]:
-                if item.key not in joined:
-                    grid = self._grid(stream[0], item.key, self.windows[item.key].shape)
-                    joined[item.key] = np.empty(grid, flat.dtype)
-                joined[item.key][item.where] = item.piece(flat)
-        nothing, after = np.zeros(0, np.float32), {}
-        parts = {}
-        for key in self.windows:
-            codes, floats = results["codes"].get(key, nothing), results["floats"].get(key, nothing)
-            if key in self.on_host:
-                codes, floats, after[key] = self._encode(key, floats, before)
-            elif self._format == "float32":
-                codes, floats = floats, nothing
-            parts[key] = codes, floats
-        return codec.pack(parts), after
+        offsets = self._offsets()
+        payload = bytearray(codec.encoded_size((window.shape for window in self.windows.values()), self._format))
+        for kind, item, piece in self._pieces(copies):
+            grid = self._grid(kind, item.key, self.windows[item.key].shape)
+            np.ndarray(grid, piece.dtype, payload, offsets[kind, item.key])[item.where] = piece
+        encoded, after = self._encoded(copies, before, {})
+        for key, data in encoded.items():
+            start = offsets["floats", key]  # the scales, then the codes
+            payload[start : start + len(data)] = data
+        return bytes(payload), after
 
     def part(
         self, copies: Copies, before: HostArrays, others: Mapping[int, Bytes]
@@ -138,24 +130,20 @@ class OutgoingBytes:
           NotFinite: this part of the update is not, and the format cannot say so.
           ValueError: `others` do not fit.
         """
-        data = []
+        data: list[Buffer] = [codec.as_bytes(piece) for _, _, piece in self._pieces(copies)]
+        encoded, after = self._encoded(copies, before, others) if self._process == LEADER else ({}, {})
+        return pack_part(self._runs, [*data, *encoded.values()]), after
+
+    def _pieces(self, copies: Copies) -> Iterator[tuple[Kind, _Item, Shaped[np.ndarray, "..."]]]:
+        """Wait for what the devices sent, and yield what goes into the payload as it is."""
         for stream, number, copy in copies:
             flat = np.asarray(copy)
             for item in self._items[stream, number]:
-                if item.key in self.on_host:
-                    continue
-                piece = item.piece(flat)
-                if stream[0] == "floats" and self._integer and not np.isfinite(piece).all():
-                    raise codec.NotFinite(f"{item.key!r} holds NaN or infinity, which {self._format} cannot carry")
-                data.append(codec.as_bytes(piece))
-        after = {}
-        if self._process == LEADER:
-            for key, floats in self._joined(copies, others).items():
-                codes, scales, after[key] = self._encode(key, floats, before)
-                if not np.isfinite(scales).all():
-                    raise codec.NotFinite(f"{key!r} holds NaN or infinity, which {self._format} cannot carry")
-                data += [codec.as_bytes(scales), codec.as_bytes(codes)]
-        return pack_part(self._runs, data), after
+                if item.key not in self.on_host:
+                    piece = item.piece(flat)
+                    if stream[0] == "floats" and self._integer:
+                        self._check(item.key, piece)
+                    yield stream[0], item, piece
 
     def loose(self, copies: Copies) -> list[Buffer]:
         """Wait for what this process's devices sent of the tensors that the first process encodes; as pieces."""
@@ -179,14 +167,23 @@ class OutgoingBytes:
                 at += size
         return joined
 
-    def _encode(
-        self, key: str, floats: Float32[np.ndarray, "..."], before: HostArrays
-    ) -> tuple[Shaped[np.ndarray, "..."], Float32[np.ndarray, "nb"], Float32[np.ndarray, "..."]]:
-        """Return codes and scales of a tensor on the host, and what rounding keeps back."""
-        update = (floats + before[key]).reshape(-1)
-        codes, scales = codec.quantize_on_host(update, self._format)
-        kept_back = update - codec.dequantize_on_host(codes, scales, update.size, self._format)
-        return codes, scales, kept_back.reshape(self.windows[key].shape)
+    def _encoded(
+        self, copies: Copies, before: HostArrays, others: Mapping[int, Bytes]
+    ) -> tuple[dict[str, bytes], dict[str, Float32[np.ndarray, "..."]]]:
+        """Return scales and codes of the tensors that the host encodes, and what rounding keeps back of them."""
+        encoded, after = {}, {}
+        for key, floats in self._joined(copies, others).items():
+            update = (floats + before[key]).reshape(-1)
+            codes, scales = codec.quantize_on_host(update, self._format)
+            kept_back = update - codec.dequantize_on_host(codes, scales, update.size, self._format)
+            self._check(key, scales)
+            encoded[key] = b"".join([codec.as_bytes(scales), codec.as_bytes(codes)])
+            after[key] = kept_back.reshape(self.windows[key].shape)
+        return encoded, after
+
+    def _check(self, key: str, scales: Float32[np.ndarray, "..."]) -> None:
+        if not np.isfinite(scales).all():
+            raise codec.NotFinite(f"{key!r} holds NaN or infinity, which {self._format} cannot carry; drop this update")
 
     # ---- what travels ---------------------------------------------------------------------------------------------
 

@@ -31,16 +31,20 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Window:
-    """Attributes:
-    part: the slice.
-    shape: of the slice.
-    tensor: shape of the whole tensor.
-    sharding: of the tensor; every sharded dimension is divided evenly.
+    """The part of one slice that each shard of its tensor holds.
+
+    Attributes:
+      part: the slice.
+      shape: of the slice.
+      tensor: shape of the whole tensor.
+      dtype: of the tensor.
+      sharding: of the tensor; every sharded dimension is divided evenly.
     """
 
     part: Slice
     shape: Shape
     tensor: Shape
+    dtype: jnp.dtype
     sharding: NamedSharding
 
     @cached_property
@@ -80,7 +84,7 @@ class Window:
     @property
     def geometry(self) -> tuple[object, ...]:
         """Return a key that is equal for windows that may share programs."""
-        return self.tensor, self.shape, self.part.axis, self.spec
+        return self.tensor, self.dtype, self.shape, self.part.axis, self.spec
 
     # ---- inside of a program on all devices; `start` is `part.start` ----------------------------------------------
 
@@ -203,33 +207,49 @@ class Window:
 
 
 def windows_of(fragment: Fragment, tensors: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[Window, ...]:
-    """Return the windows of a fragment's slices, in their order.
+    """Return the windows of a fragment's slices, in their order; `tensors` describes every parameter, by path."""
+    found = []
+    for part, shape in zip(fragment.slices, fragment.shapes, strict=True):
+        tensor = tensors[part.path]
+        found.append(Window(part, shape, tensor.shape, tensor.dtype, tensor.sharding))
+    return tuple(found)
 
-    Args:
-      fragment: of a plan made for these tensors.
-      tensors: shape and layout of every parameter, by path.
+
+class FragmentWindows:
+    """The windows of one fragment's slices, and what every program over them is told.
+
+    Attributes:
+      windows: one for each slice, in their order.
+      mesh: on which they lie.
+      paths: of the slices' tensors, each once.
+      tensors: shape, dtype and layout of these.
+      tensor_of: for each slice the position of its tensor.
+      starts_described: shape, dtype and layout of `starts`.
+      geometry: a key that is equal for fragments that may share programs.
     """
-    return tuple(
-        Window(part, shape, tensors[part.path].shape, tensors[part.path].sharding)
-        for part, shape in zip(fragment.slices, fragment.shapes, strict=True)
-    )
-
-
-class Starts:
-    """The beginnings of slices in their tensors, int32 [slices] on every device; put there when first needed."""
 
     def __init__(self, windows: Sequence[Window]) -> None:
-        self._host = np.array([window.part.start for window in windows], np.int32)
-        everywhere = NamedSharding(windows[0].sharding.mesh, PartitionSpec())
-        self.described = jax.ShapeDtypeStruct(self._host.shape, np.int32, sharding=everywhere)
+        self.windows = windows
+        self.mesh = windows[0].sharding.mesh
+        named = {w.part.path: jax.ShapeDtypeStruct(w.tensor, w.dtype, sharding=w.sharding) for w in windows}
+        self.paths, self.tensors = tuple(named), list(named.values())
+        self.tensor_of = tuple(self.paths.index(window.part.path) for window in windows)
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        self.starts_described = jax.ShapeDtypeStruct((len(windows),), np.int32, sharding=everywhere)
+        self.geometry = (self.tensor_of, *(window.geometry for window in windows))
 
     @cached_property
-    def on_devices(self) -> Int32[Array, "slices"]:
-        """Return the array, put on the devices by the first call."""
-        return put_array(self._host, self.described.sharding)
+    def starts(self) -> Int32[Array, "slices"]:
+        """Return where slices begin in their tensors, on every device; put there when first needed."""
+        starts = np.array([window.part.start for window in self.windows], np.int32)
+        return put_array(starts, self.starts_described.sharding)
+
+    @property
+    def anchors(self) -> list[jax.ShapeDtypeStruct]:
+        """Describe the slices' values as they come in."""
+        return [floats(window.shape, window.value_sharding) for window in self.windows]
 
 
-def tensors_of(windows: Sequence[Window]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the paths of the slices' tensors, each once, and for each slice the position of its tensor."""
-    paths = tuple(dict.fromkeys(window.part.path for window in windows))
-    return paths, tuple(paths.index(window.part.path) for window in windows)
+def floats(shape: Shape, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Describe a float32 array on the devices."""
+    return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)

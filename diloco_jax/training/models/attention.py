@@ -34,12 +34,8 @@ def attend(
 ) -> Float[Array, "b t n h"]:
     """Compute causal grouped-query attention, softmax(q k^T / sqrt(H)) v; query head i reads key head i // (N / K).
 
-    Args:
-      q: queries.
-      k: keys.
-      v: values.
-      method: one of `Attention`. Where the devices are no TPUs, splash is computed as einsum: a syncer evaluates on CPU
-        what islands train on TPU.
+    The method is one of `Attention`. Where the devices are no TPUs, splash is computed as einsum: a syncer evaluates on
+    CPU what islands train on TPU.
     """
     if method == "dot_product":
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
@@ -77,9 +73,7 @@ def splash(
     """Compute attention by JAX's Pallas kernel for TPUs, without a T x T matrix; devices do their own part.
 
     Args:
-      q: queries.
-      k: keys.
-      v: values.
+      q, k, v: queries, keys and values.
       interpret: emulate the kernel, for tests.
 
     Raises:

@@ -23,12 +23,7 @@ TABLE_AXES = ("vocab", "embed")
 
 
 def logits_of(x: Float[Array, "b t d"], table: Float[Array, "v d"]) -> Float[Array, "b t v"]:
-    """Return logits in float32, split over the batch and the vocabulary.
-
-    Args:
-      x: what the table is multiplied with.
-      table: one row per token id, gathered.
-    """
+    """Return logits in float32, split over the batch and the vocabulary; the table is gathered."""
     logits = jnp.einsum("btd,vd->btv", x, table, preferred_element_type=jnp.float32)
     return constrain(logits, "batch", None, "vocab")
 
@@ -48,7 +43,7 @@ def chunked_cross_entropy(
 
     Args:
       x: in the type of the computation.
-      table: one row per token id, as it is stored (logical axes TABLE_AXES).
+      table: as it is stored (logical axes TABLE_AXES).
       labels: the tokens to predict.
       chunk: how many rows of the table have their logits at a time.
 

@@ -83,13 +83,7 @@ class Route(NamedTuple):
 
 
 def route(logits: Float[Array, "t e"], experts_per_token: int, capacity: int) -> Route:
-    """Choose the experts of one sequence's tokens.
-
-    Args:
-      logits: of the router, float32.
-      experts_per_token: choices of a token.
-      capacity: slots of an expert.
-    """
+    """Choose the experts of one sequence's tokens, by the router's logits in float32."""
     length, num_experts = logits.shape
     probabilities = jax.nn.softmax(logits, axis=-1)
     top, experts = jax.lax.top_k(probabilities, experts_per_token)

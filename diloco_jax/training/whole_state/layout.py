@@ -55,21 +55,25 @@ class StateLayout:
         self.leaves = tuple(
             StateLeaf(n, np.dtype(arrays[n].dtype).name, tuple(arrays[n].shape)) for n in sorted(arrays)
         )
+        self.by_name = {leaf.name: leaf for leaf in self.leaves}
         description = json.dumps(self.leaves, separators=(",", ":")).encode()
         self.header = _MAGIC + len(description).to_bytes(_LENGTH_BYTES, "little") + description
         ends = accumulate((leaf.num_bytes for leaf in self.leaves), initial=len(self.header))
         self._starts = list(ends)  # of every leaf, and the end of the last
         self.num_bytes = self._starts[-1]
 
-    def check(self, state: Mapping[str, Shaped[np.ndarray, "..."]]) -> None:
-        """Compare arrays with this layout.
+    def read(self, state: Bytes | Mapping[str, Shaped[np.ndarray, "..."]]) -> Mapping[str, Shaped[np.ndarray, "..."]]:
+        """Return the arrays of a state that came as bytes or by name.
 
         Raises:
-          ValueError: a name, a dtype or a shape differs.
+          ValueError: they are not of this layout: a name, a dtype, a shape or the size differs.
         """
+        if isinstance(state, bytes | bytearray | memoryview):
+            return self.decode(state)
         found = [StateLeaf(name, state[name].dtype.name, state[name].shape) for name in sorted(state)]
         if found != list(self.leaves):
             raise ValueError(self._difference(found))
+        return state
 
     def decode(self, buffer: Bytes) -> HostState:
         """Return the arrays that the bytes hold, as views of them.
@@ -108,7 +112,7 @@ class StateLayout:
         return pieces
 
     def _difference(self, found: list[StateLeaf]) -> str:
-        mine, theirs = {leaf.name: leaf for leaf in self.leaves}, {leaf.name: leaf for leaf in found}
+        mine, theirs = self.by_name, {leaf.name: leaf for leaf in found}
         for name in sorted(mine.keys() | theirs.keys()):
             here, there = mine.get(name), theirs.get(name)
             if here is None or there is None:

@@ -63,12 +63,11 @@ class StagedState:
         self._pieces: dict[str, list[_Piece]] = {}
         for piece in pieces:
             self._pieces.setdefault(piece.key, []).append(piece)
-        self._leaves = {leaf.name: leaf for leaf in layout.leaves}
         self._assembled: tuple[str, Shaped[np.ndarray, "..."]] | None = None  # parts are asked for in their order
 
     def value(self) -> HostState:
         """Wait for the copies and return {leaf name: array of its own dtype}, not to be written to."""
-        return {name: self._array(name) for name in self._leaves}
+        return {name: self._array(name) for name in self.layout.by_name}
 
     def part(self, index: int, part_bytes: int) -> list[memoryview]:
         """Wait for what part `index` needs and return its bytes in pieces; holds one assembled leaf, not the state.
@@ -85,10 +84,6 @@ class StagedState:
         """Return how many parts of this size the state has."""
         return -(-self.layout.num_bytes // part_bytes)
 
-    def serialize(self) -> bytes:
-        """Wait for the copies and return the whole state as bytes (state_bytes.py)."""
-        return b"".join(self.layout.slices(0, self.layout.num_bytes, self._array))
-
     def loose(self, name: str) -> list[Buffer]:
         """Wait for the copies of a leaf that this process has and return their bytes; nothing if it has none."""
         copies = [np.asarray(piece.copy) for piece in self._pieces.get(name, ())]
@@ -99,7 +94,8 @@ class StagedState:
         if len(pieces) == 1 and not elsewhere:
             return np.asarray(pieces[0].copy)
         if self._assembled is None or self._assembled[0] != name:
-            array = np.empty(self._leaves[name].shape, np.dtype(self._leaves[name].dtype))
+            leaf = self.layout.by_name[name]
+            array = np.empty(leaf.shape, np.dtype(leaf.dtype))
             for piece in pieces:
                 array[piece.where] = np.asarray(piece.copy)
             received = self.of_others(name) if elsewhere else {}

@@ -18,8 +18,7 @@ from diloco_jax.core.merge import MergeConfig, Method
 from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.effects import Merge, Part
 from diloco_jax.protocol.messages import NO_VERSION
-from diloco_jax.runtime.island.adoptions import Adoptions
-from diloco_jax.runtime.island.arrivals import Values
+from diloco_jax.runtime.island.adoptions import Adoptions, Values
 from diloco_jax.runtime.model.global_model import Merged
 from diloco_jax.settings.run import AdoptConfig
 from diloco_jax.training.exchange.exchange import AdoptMode, Exchange
@@ -140,7 +139,7 @@ class Rounds:
             island.adoptions.adopt(fragment_id, self.model.versions[fragment_id], merged[fragment_id], values)
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Of the global model, float32."""
+        """Return those of the global model, float32."""
         return self.model.parameters()
 
     def send(self, fragment_id: int = 0) -> None:
@@ -164,7 +163,7 @@ class Rounds:
         return merged
 
     def step_norm(self, before: Arrays) -> float:
-        """How far the global model is from what it was."""
+        """Return how far the global model is from what it was."""
         after = self.parameters()
         return float(np.sqrt(sum(((after[path] - value).astype(float) ** 2).sum() for path, value in before.items())))
 

@@ -60,7 +60,7 @@ def arrived(
     method: Method = "average",
     rounds: int = 200,
 ) -> float:
-    """Which share of sparse moves by one unit in the last place reaches the global model."""
+    """Return the share of sparse moves by one unit in the last place that reaches the global model."""
     rng = np.random.default_rng(3)
     start = {"kernel": (rng.standard_normal(4096) + 3 * np.sign(rng.standard_normal(4096))).astype(np.float32)}
     start["kernel"] = start["kernel"].astype(_dtype(dtype)).astype(np.float32)

@@ -13,12 +13,10 @@ import pytest
 from diloco_jax.core import codec
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.protocol.messages import FragmentValue
 from diloco_jax.protocol.watch.stats import never_merged
-from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.settings.run import AdoptConfig
-from tests.runtime.helpers import run, wait_for, write_config
+from tests.runtime.helpers import run, write_config
 from tests.runtime.island.rounds import Rounds
 
 SHAPES = [
@@ -64,25 +62,6 @@ def test_a_leaf_without_elements_is_in_no_fragment() -> None:
     plan = plan_fragments({"kernel": (4, 4), "nothing": (0, 4)}, 2)
     assert {piece.path for fragment in plan.fragments for piece in fragment.slices} == {"kernel"}
     assert plan.fingerprint != plan_fragments({"kernel": (4, 4)}, 2).fingerprint, "it is a part of the model"
-
-
-def test_only_what_is_not_finite_counts_as_no_value() -> None:
-    """Any other error is a fault of the program: taken for NaN it would end the fragment's training in silence."""
-
-    class Broken:
-        def encode(self) -> bytes:
-            raise ValueError("a size is wrong")
-
-    class Wire:
-        def send(self, message: object, payload: object = b"") -> None:
-            raise AssertionError("nothing is sent")
-
-    failures: list[Exception] = []
-    sender = PayloadSender(failures.append)
-    sender.value(Wire(), FragmentValue("a", 1, 1, 0, 1, 1, 1, 0, 1, 0), Broken())  # type: ignore[arg-type]
-    wait_for(lambda: failures, "the failure")
-    sender.close()
-    assert str(failures[0]) == "a size is wrong"
 
 
 @pytest.mark.parametrize(

@@ -133,12 +133,15 @@ class Script:
         message = GlobalFragment(version, fragment_id, version, epoch, digest, len(payload))
         self.say(message, payload[:-1] + b"\x7f" if damage else payload)
 
-    def admit(self, global_step: int = 0, fill: float = 1.0) -> Hello:
+    def admit(
+        self, global_step: int = 0, fill: float = 1.0, *, samples: tuple[int, int] = (100, 500), damaged: int = -1
+    ) -> Hello:
+        """Welcome the learner, give it the model and these samples; one fragment may arrive damaged."""
         hello: Hello = self.await_message(Hello)
         self.say(Welcome(global_step, (global_step,) * 2, 1))
         for fragment_id in range(2):
-            self.give(fragment_id, global_step, fill)
-        self.say(Lease(0, 100, 500))
+            self.give(fragment_id, global_step, fill, damage=fragment_id == damaged)
+        self.say(Lease(0, *samples))
         return hello
 
     def tape(self, *kinds: str) -> list[Any]:
@@ -197,11 +200,7 @@ def test_a_step_is_on_the_tape_before_anybody_hears_of_it(script: Script) -> Non
 
 
 def test_a_damaged_fragment_is_dropped_and_asked_for(script: Script) -> None:
-    script.await_message(Hello)
-    script.say(Welcome(0, (0, 0), 1))
-    script.say(Lease(0, 0, 400))
-    script.give(0, 0, 1.0)
-    script.give(1, 0, 1.0, damage=True)
+    script.admit(damaged=1)
     again = script.await_message(Hello)
     while again.versions == (-1, -1):  # fragment 0 may not be taken yet
         again = script.await_message(Hello)
@@ -228,7 +227,7 @@ def test_of_the_values_that_came_during_a_step_only_the_newest_is_adopted(
     for version in (1, 3, 2):
         payload, digest = script.values(0, version), script.digest(0, version)
         message = GlobalFragment(version, 0, version, 1, digest, len(payload))
-        script.learner.inbox.take(message, payload)  # as its link thread does
+        script.learner.joined.inbox.take(message, payload)  # as its link thread does
     may_end.set()
     while not script.await_message(StepReport).adopted[0].version:
         pass
@@ -270,11 +269,7 @@ def test_leaving_before_the_first_step_is_polite_too(script: Script) -> None:
 
 
 def test_without_new_data_old_data_is_read_again_and_no_step_waits(script: Script) -> None:
-    script.await_message(Hello)
-    script.say(Welcome(0, (0, 0), 1))
-    for fragment_id in range(2):
-        script.give(fragment_id, 0, 1.0)
-    script.say(Lease(0, 0, 24))
+    script.admit(samples=(0, 24))
     while (report := script.await_message(StepReport)).local_step < 8:
         pass
     assert report.samples == report.granted == 24

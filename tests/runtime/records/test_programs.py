@@ -26,11 +26,15 @@ print(int(jax.jit(lambda x: 2 * x + 1)(20)), len(hits))
 """
 
 
+def python(words: str, *arguments: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", words, *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=True)
+
+
 def start(run_dir: Path, **changes: str) -> tuple[str, str]:
     """Value and number of hits, and what went to standard error."""
     kept = {key: value for key, value in environment().items() if not key.startswith("JAX_COMPILATION_CACHE")}
-    command = [sys.executable, "-c", PROCESS, str(run_dir)]
-    ran = subprocess.run(command, env=kept | changes, capture_output=True, text=True, timeout=100, check=True)
+    ran = python(PROCESS, run_dir, env=kept | changes)
     return ran.stdout.strip(), ran.stderr
 
 
@@ -66,22 +70,19 @@ print(numba.config.CACHE_DIR)
 
 
 def merges_kept(run_dir: Path, config: Path, **changes: str) -> Path:
-    """Where a process of a run keeps compiled merges."""
+    """Return the folder in which a process of a run keeps compiled merges."""
     dropped = ("JAX_COMPILATION_CACHE", "XDG_", "NUMBA_", "HOME")
     kept = {key: value for key, value in environment().items() if not key.startswith(dropped)}
-    command = [sys.executable, "-c", MERGES, str(run_dir), str(config)]
-    ran = subprocess.run(command, env=kept | changes, capture_output=True, text=True, timeout=100, check=True)
-    return Path(ran.stdout.strip())
+    return Path(python(MERGES, run_dir, config, env=kept | changes).stdout.strip())
 
 
 def test_merges_are_kept_for_the_user_or_with_the_run(tmp_path: Path) -> None:
     config, blocked = write_config(tmp_path), tmp_path / "blocked"
     blocked.write_text("a file where a folder would have to be", encoding="utf-8")
     run_dir, own = tmp_path / "run", tmp_path / "run" / PROGRAMS / host_kind()
-    for user in ("one", "two"):
-        home = tmp_path / user
-        home.mkdir()
-        assert merges_kept(run_dir, config, HOME=str(home)) == home / ".cache" / "diloco_jax"
+    home = tmp_path / "user"
+    home.mkdir()
+    assert merges_kept(run_dir, config, HOME=str(home)) == home / ".cache" / "diloco_jax"
     caches = tmp_path / "caches"
     assert merges_kept(run_dir, config, HOME=str(blocked), XDG_CACHE_HOME=str(caches)) == caches / "diloco_jax"
     assert merges_kept(run_dir, config, HOME=str(blocked)) == own

@@ -36,9 +36,24 @@ def nobody() -> None:
     return None
 
 
-def test_a_process_that_speaks_is_believed(tmp_path: Path) -> None:
-    status = word()
-    assert judge(folder(tmp_path), status, nobody) == status
+GONE = [2**22 + 1, 0]  # no system numbers so many processes
+ELSEWHERE = {"age_s": 1e6, "process": GONE, "machine": "elsewhere"}
+
+
+@pytest.mark.parametrize(
+    ("state", "said", "files"),
+    [
+        ("running", {}, ()),
+        ("complete", ELSEWHERE, ("summary.json",)),
+        ("stopped", ELSEWHERE, ("summary.json",)),
+        ("complete", {"age_s": 3600}, ()),  # the last evaluation says nothing for long
+    ],
+)
+def test_a_process_that_speaks_or_has_ended_well_is_believed(
+    tmp_path: Path, state: str, said: dict[str, Any], files: tuple[str, ...]
+) -> None:
+    status = word(state, **said)
+    assert judge(folder(tmp_path, *files), status, nobody) == status
 
 
 @pytest.mark.parametrize("state", ["starting", "running", "complete", "stopped"])
@@ -50,29 +65,18 @@ def test_who_ended_without_a_summary_does_not_run(tmp_path: Path, state: str) ->
         assert "--resume" in found["remedy"] and str(tmp_path) in found["remedy"]
 
 
-def test_a_run_that_ended_needs_no_process(tmp_path: Path) -> None:
-    for state in ("complete", "stopped"):
-        status = word(state, age_s=1e6, process=[2**22 + 1, 0], machine="elsewhere")
-        assert judge(folder(tmp_path, "summary.json"), status, nobody) == status
-
-
-def test_the_last_evaluation_says_nothing_for_long(tmp_path: Path) -> None:
-    status = word("complete", age_s=3600)
-    assert judge(folder(tmp_path), status, nobody) == status
-
-
-def test_a_dead_syncer_with_a_supervisor_comes_back(tmp_path: Path) -> None:
-    status = word(process=[2**22 + 1, 0])
-    found = judge(folder(tmp_path), status, nobody)
-    assert found["state"] == "syncer away" and "starts it again" in found["remedy"]
-
-
-def test_who_has_no_supervisor_is_told_of_the_syncer(tmp_path: Path) -> None:
-    status = word(process=[2**22 + 1, 0])
-    status["said"]["supervisor"] = None
-    found = judge(folder(tmp_path), status, nobody)
-    assert found["state"] == "not running"
-    assert "diloco syncer" in found["remedy"] and "--rewind" in found["remedy"] and "--resume" in found["remedy"]
+@pytest.mark.parametrize(
+    ("said", "state", "words"),
+    [
+        ({}, "syncer away", ["starts it again"]),
+        ({"supervisor": None}, "not running", ["diloco syncer", "--rewind", "--resume"]),
+    ],
+)
+def test_a_dead_syncer_comes_back_or_its_user_is_told_how(
+    tmp_path: Path, said: dict[str, Any], state: str, words: list[str]
+) -> None:
+    found = judge(folder(tmp_path), word(process=GONE, **said), nobody)
+    assert found["state"] == state and all(each in found["remedy"] for each in words)
 
 
 def test_a_full_disk_keeps_an_old_file_while_the_syncer_is_well(tmp_path: Path) -> None:
@@ -92,12 +96,12 @@ def test_on_another_machine_the_age_of_the_last_word_decides(tmp_path: Path) -> 
 
 
 def test_a_data_parallel_run_cannot_go_on(tmp_path: Path) -> None:
-    found = judge(tmp_path, word(age_s=40, process=[2**22 + 1, 0], supervisor=[2**22 + 1, 0]), nobody)
+    found = judge(tmp_path, word(age_s=40, process=GONE, supervisor=GONE), nobody)
     assert "data-parallel" in found["remedy"] and "--resume" not in found["remedy"]
 
 
 def test_a_run_that_starts_again_says_so(tmp_path: Path) -> None:
-    earlier = word(age_s=1e5, process=[2**22 + 1, 0]) | {"wire": {"up_bytes": 5, "down_bytes": 7}, "eval_loss": 1.5}
+    earlier = word(age_s=1e5, process=GONE) | {"wire": {"up_bytes": 5, "down_bytes": 7}, "eval_loss": 1.5}
     (tmp_path / "status.json").write_text(json.dumps(earlier))
     start_again(tmp_path)
     told = read_status(str(tmp_path))
@@ -151,7 +155,8 @@ def test_a_run_that_is_stopped_and_killed(tmp_path: Path, capsys: pytest.Capture
     assert cli.main(["status", str(run_dir)]) == 1
     text = capsys.readouterr().out
     assert text.startswith("small is not running: last word ") and " s ago, at global step " in text
-    assert f"diloco train {run_dir}/config.yaml --run-dir {run_dir} --resume" in text and " left" not in text
+    assert f"diloco train {run_dir}/config.yaml --run-dir {run_dir} --resume" in text
+    assert " left" not in text.splitlines()[0], "no time is left to a run that does not go on"
     assert cli.main(["status", str(run_dir), "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["state"] == "not running" and told["said_s_ago"] >= 0 and "--resume" in told["remedy"]

@@ -1,4 +1,4 @@
-"""What is written must be strict JSON and survive being killed in the middle of a line."""
+"""Records are strict JSON, and survive a writer that is killed in the middle of a line."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -14,8 +13,8 @@ from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import Fragment, FragmentPlan, plan_fragments, put, take
 from diloco_jax.training.exchange.windows import windows_of
 from diloco_jax.training.island import Island
+from tests.training.islands import MakeIsland, assert_same, pointers, train
 
-MakeIsland = Callable[..., Island]
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 MESHES = [{}, {"data": 2}, {"fsdp": 4}, {"fsdp": 2, "expert": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2}]
 IDS = ["one", "data2", "fsdp4", "all8", "four"]
@@ -117,10 +116,8 @@ def test_staged_updates_are_those_of_the_step_whatever_runs_next(
         staged = [island.stage(fragment) for fragment in plan.fragments]
         want = island.parameters()
         following = island.step(island.put_batch(batches[i + 1]), 1e-2)  # donates what was staged
-        got: list[bytes] = []
-        thread = threading.Thread(target=lambda got=got, staged=staged: got.extend(s.encode() for s in staged))
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as thread:
+            got = list(thread.map(lambda copy: copy.encode(), staged))
         island.wait(handle)
         island.wait(following)
         collected.append((want, got))
@@ -136,15 +133,11 @@ def test_staging_does_not_cost_the_next_step_its_donation(make_island: MakeIslan
     path = "blocks/0/up/kernel"
     whole = island._whole()
     island.adopt(whole, island.parameters())
-
-    def where() -> list[int]:
-        return [s.data.unsafe_buffer_pointer() for s in island.state.params[path].addressable_shards]
-
-    before = where()
-    island.wait(island.step(island.put_batch(batches[0]), 1e-2))
+    before = pointers(island, path)
+    train(island, batches[:1])
     staged = island.stage(whole)
-    island.wait(island.step(island.put_batch(batches[1]), 1e-2))
-    assert where() == before
+    train(island, batches[1:2])
+    assert pointers(island, path) == before
     assert len(staged.encode()) == codec.encoded_size(whole.shapes, "int4")
 
 
@@ -155,9 +148,10 @@ def test_little_goes_to_the_host_and_each_part_once(make_island: MakeIsland) -> 
         island.adopt(whole, island.parameters())
         staged = island.stage(whole)
         assert all(len(copy.sharding.device_set) == 1 for _, _, copy in staged._copies)
-        cut = [w for w in windows_of(whole, island.exchange._tensors) if w.block_dim is None]
+        windows = windows_of(whole, island.exchange._tensors)
+        cut = [w for w in windows if w.block_dim is None]
+        whole_blocks = [w.shape for w in windows if w.block_dim is not None]
         sent = sum(copy.nbytes for _, _, copy in staged._copies)
-        whole_blocks = [w.shape for w in windows_of(whole, island.exchange._tensors) if w not in cut]
         assert sent == codec.encoded_size(whole_blocks, "int4") + 4 * sum(np.prod(w.shape) for w in cut)
         assert not cut or max(island.mesh.shape["fsdp"], island.mesh.shape["tensor"]) > 1
 
@@ -183,9 +177,7 @@ def test_adoption_is_exact_in_every_mode(make_island: MakeIsland, mesh: dict[str
             sent = island.stage(fragment)
             load(island, fragment, local)
             island.adopt(fragment, new, mode=mode, alpha=0.25, sent=sent)
-            merged = put(start, fragment, want)
-            for path, value in island.parameters().items():
-                np.testing.assert_array_equal(value, merged[path], err_msg=f"{mode} {path}")
+            assert_same(island.parameters(), put(start, fragment, want))
 
 
 def test_adoption_works_in_place_and_heals_what_is_not_finite(
@@ -195,18 +187,15 @@ def test_adoption_works_in_place_and_heals_what_is_not_finite(
     fragment = cut_fragments(plan_of(island))[0]
     path = next(s.path for s in fragment.slices if s.axis >= 0)
     for i in range(3):
-        island.wait(island.step(island.put_batch(batches[i]), 1e-2))
-        before = island.state.params[path]
-        where = [s.data.unsafe_buffer_pointer() for s in before.addressable_shards]
+        train(island, batches[i : i + 1])
+        before, where = island.state.params[path], pointers(island, path)
         island.adopt(fragment, random_values(fragment, seed=i))
-        after = island.state.params[path]
-        assert before.is_deleted() and after.sharding == before.sharding
-        assert [s.data.unsafe_buffer_pointer() for s in after.addressable_shards] == where
+        assert before.is_deleted() and island.state.params[path].sharding == before.sharding
+        assert pointers(island, path) == where
     assert island._blueprint.step._cache_size() == 1
     load(island, fragment, {k: np.full(v, np.nan, np.float32) for k, v in fragment.keys_shapes})
     island.adopt(fragment, random_values(fragment))
-    for key, value in take(island.parameters(), fragment).items():
-        np.testing.assert_array_equal(value, random_values(fragment)[key])
+    assert_same(take(island.parameters(), fragment), random_values(fragment))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=IDS)

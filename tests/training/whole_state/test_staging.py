@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import ml_dtypes
@@ -17,28 +17,17 @@ from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.training.island import Island
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.whole_state.layout import StateLayout
+from tests.training.islands import MakeIsland, assert_same, pointers, state_of, train
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
-MakeIsland = Callable[..., Island]
 MUON = OptimizerConfig(name="muon", learning_rate=2e-2, warmup_steps=0)
 PART_BYTES = 1000  # no divisor of anything
-
-
-def train(island: Island, batches: list[np.ndarray]) -> list[float]:
-    return [island.wait(island.step(island.put_batch(b), 1e-2))["loss"] for b in batches]
 
 
 def leaves(island: Island) -> dict[str, np.ndarray]:
     found = jax.tree_util.tree_flatten_with_path(island.state)[0]
     return {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in found}
-
-
-def assert_same(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
-    assert got.keys() == want.keys()
-    for name in want:
-        assert got[name].dtype == want[name].dtype
-        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -56,18 +45,14 @@ def test_a_state_moves_bit_for_bit_between_meshes(
         want = leaves(source)
         train(source, batches[3:4])  # donates what was staged
         count = staged.count(PART_BYTES)
-        parts: list[bytes] = []
-        thread = threading.Thread(
-            target=lambda: parts.extend(b"".join(staged.part(i, PART_BYTES)) for i in range(count))  # noqa: B023
-        )
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as thread:
+            parts = list(thread.map(lambda i, staged=staged: b"".join(staged.part(i, PART_BYTES)), range(count)))
         assert {len(part) for part in parts[:-1]} == {PART_BYTES} and 0 < len(parts[-1]) <= PART_BYTES
-        assert b"".join(parts) == staged.serialize()
+        assert b"".join(parts) == b"".join(staged.part(0, staged.layout.num_bytes))
         programs = target._blueprint.step._cache_size()
         target.load_state(bytearray(b"".join(parts)))
         assert_same(leaves(target), want)
-        assert target.stage_state().serialize() == b"".join(parts)
+        assert state_of(target) == b"".join(parts)
         source.load_state(staged.value())
         assert_same(leaves(source), want)
         np.testing.assert_allclose(train(target, batches[4:]), train(source, batches[4:]), rtol=2e-4)
@@ -78,7 +63,7 @@ def test_a_loaded_state_trains_on_as_the_donor_does(make_island: MakeIsland, bat
     """On equal meshes exactly so; and the receiver writes neither to the bytes nor to memory that devices share."""
     donor = make_island(data=2)
     train(donor, batches[:3])
-    state = donor.stage_state().serialize()
+    state = state_of(donor)
     want = train(donor, batches[3:]), leaves(donor)
     buffer = bytearray(state)
     donor.load_state(buffer)
@@ -96,7 +81,7 @@ def test_only_the_named_fragments_are_taken(make_island: MakeIsland, batches: li
     train(donor, batches[:3])
     train(receiver, batches[4:5])
     mine, theirs = receiver.parameters(), donor.parameters()
-    receiver.load_state(donor.stage_state().serialize(), fragments[:2])
+    receiver.load_state(state_of(donor), fragments[:2])
     taken = {part.path: (part.axis, part.start, part.stop) for f in fragments[:2] for part in f.slices}
     for path, value in receiver.parameters().items():
         want = mine[path].copy()
@@ -105,15 +90,14 @@ def test_only_the_named_fragments_are_taken(make_island: MakeIsland, batches: li
             at = (slice(None),) * axis + (slice(start, stop),) if axis >= 0 else ...
             want[at] = theirs[path][at]
         np.testing.assert_array_equal(value, want, err_msg=path)
-    receiver.load_state(donor.stage_state().serialize(), [])
+    receiver.load_state(state_of(donor), [])
     moments = {name: v for name, v in leaves(donor).items() if "opt_state" in name}
     assert_same({name: v for name, v in leaves(receiver).items() if "opt_state" in name}, moments)
 
 
 def damaged(layout: StateLayout, state: bytes, other: bytes) -> dict[str, tuple[bytes, str]]:
-    foreign = state.replace(
-        b'["params/norm_final/scale","float32",[16]]', b'["params/norm_final/scale","float16",[16]]'
-    )
+    scale = b'["params/norm_final/scale","float32",[16]]'
+    foreign = state.replace(scale, scale.replace(b"float32", b"float16"))
     renamed = state.replace(b"params/norm_final/scale", b"params/norm_other/scale")
     length = len(layout.header)
     return {
@@ -135,12 +119,11 @@ def test_a_damaged_or_foreign_state_is_refused_and_nothing_changes(
     make_island: MakeIsland, batches: list[np.ndarray]
 ) -> None:
     island = make_island(data=2)
-    state = island.stage_state().serialize()
+    state = state_of(island)
     train(island, batches[:2])
     before = leaves(island)
-    for what, (bad, message) in damaged(
-        island.state_layout, state, make_island(optimizer=MUON).stage_state().serialize()
-    ).items():
+    other = state_of(make_island(optimizer=MUON))
+    for what, (bad, message) in damaged(island.state_layout, state, other).items():
         assert bad != state, what
         with pytest.raises(ValueError, match=message):
             island.load_state(bad)
@@ -164,7 +147,7 @@ def test_staging_costs_the_next_step_neither_its_donation_nor_a_wait(
     island = make_island(fsdp=2)
     train(island, batches[:1])
     path = "blocks/0/up/kernel"
-    where = [s.data.unsafe_buffer_pointer() for s in island.state.params[path].addressable_shards]
+    where = pointers(island, path)
     with jax.transfer_guard("disallow"):
         handle = island.step(island.put_batch(batches[1]), 1e-2)
         staged = island.stage_state()
@@ -172,7 +155,7 @@ def test_staging_costs_the_next_step_neither_its_donation_nor_a_wait(
         assert len(staged._pieces) == len(island.state_layout.leaves)
     island.wait(handle)
     island.wait(following)
-    assert [s.data.unsafe_buffer_pointer() for s in island.state.params[path].addressable_shards] == where
+    assert pointers(island, path) == where
     copies = [piece.copy for pieces in staged._pieces.values() for piece in pieces]
     assert sum(c.nbytes for c in copies) + len(staged.layout.header) == staged.layout.num_bytes
     assert {c.sharding.memory_kind for c in copies} == {"pinned_host"}
@@ -184,7 +167,7 @@ def test_a_step_that_was_compiled_ahead_compiles_nothing(
     island = make_island(data=2, fsdp=2, args={"mlp_dim": 48})  # a program that no other test has compiled
     donor = make_island(args={"mlp_dim": 48})
     train(donor, batches[:2])
-    state = donor.stage_state().serialize()
+    state = state_of(donor)
     batch = batches[2]
     compilations.clear()
     thread = threading.Thread(target=island.warm_up, args=(batch.shape,))
@@ -217,14 +200,9 @@ def test_any_arrays_survive_in_parts_of_any_size(
         size = int(np.prod(shape))
         arrays[name] = ((np.arange(size) + number) % 2).reshape(shape).astype(dtypes.get(dtype, dtype))
     layout = StateLayout(arrays)
-    bounds = range(0, layout.num_bytes, part_bytes)
-    parts = [
-        b"".join(layout.slices(start, min(start + part_bytes, layout.num_bytes), arrays.__getitem__))
-        for start in bounds
-    ]
+    bounds = [(start, min(start + part_bytes, layout.num_bytes)) for start in range(0, layout.num_bytes, part_bytes)]
+    parts = [b"".join(layout.slices(*each, arrays.__getitem__)) for each in bounds]
     assert [len(part) for part in parts[:-1]] == [part_bytes] * (len(bounds) - 1)
-    assert (
-        json.loads(layout.header[12:])[:1]
-        == [[n, arrays[n].dtype.name, list(arrays[n].shape)] for n in sorted(arrays)][:1]
-    )
+    told = [[name, arrays[name].dtype.name, list(arrays[name].shape)] for name in sorted(arrays)]
+    assert json.loads(layout.header[12:]) == told
     assert_same(layout.decode(b"".join(parts)), arrays)

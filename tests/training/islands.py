@@ -1,0 +1,37 @@
+"""Ways to train an island, and to look at what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from diloco_jax.training.island import Island
+
+MakeIsland = Callable[..., Island]  # the fixture
+
+
+def train(island: Island, batches: list[np.ndarray], learning_rate: float = 1e-2, start: int = 0) -> list[float]:
+    """Make a step on each batch, waiting for each; `start` is the number of batches before them."""
+    return [
+        island.wait(island.step(island.put_batch(batch), learning_rate, (start + index) * len(batch)))["loss"]
+        for index, batch in enumerate(batches)
+    ]
+
+
+def state_of(island: Island) -> bytes:
+    staged = island.stage_state()
+    return b"".join(staged.part(0, staged.layout.num_bytes))
+
+
+def pointers(island: Island, path: str) -> list[int]:
+    """Return the addresses of a parameter's shards."""
+    return [shard.data.unsafe_buffer_pointer() for shard in island.state.params[path].addressable_shards]
+
+
+def assert_same(got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]) -> None:
+    """Bit for bit, dtypes included."""
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name].dtype == want[name].dtype
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
