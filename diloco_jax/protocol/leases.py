@@ -20,10 +20,10 @@ Rules of this file
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from diloco_jax.protocol.messages import Lease
+from diloco_jax.protocol.messages import Adopted, Lease
 
 Range = tuple[int, int]
 BOOK = 1 << 32  # more samples than one incarnation is ever given
@@ -45,7 +45,7 @@ class Allotment:
     """
 
     def __init__(self, step_samples: int, keep_steps: int) -> None:
-        self._step_samples = step_samples
+        self.step_samples = step_samples
         self._keep = keep_steps * step_samples
         self._ranges: list[Range] = []  # the samples first, first + 1, ..., granted - 1
         self._first = 0
@@ -56,7 +56,7 @@ class Allotment:
     @property
     def ready(self) -> bool:
         """Whether there is anything to train on."""
-        return self.granted - self._first >= self._step_samples
+        return self.granted - self._first >= self.step_samples
 
     def add(self, lease: Lease) -> None:
         """Take a lease, as far as it is new; one that leaves a gap is left to be sent again."""
@@ -80,21 +80,21 @@ class Allotment:
 
     def take(self) -> Batch:
         """The positions of the next step; of an earlier one again while leases are used up, so that no step waits."""
-        if self._taken + self._step_samples <= self.granted:
+        if self._taken + self.step_samples <= self.granted:
             start = self._taken
-            self._taken += self._step_samples
+            self._taken += self.step_samples
             self._repeats = 0
             self._forget()
         else:
             assert self.ready, "a batch was taken before the first lease arrived"
-            batches = (self.granted - self._first) // self._step_samples
-            start = self._first + self._repeats % batches * self._step_samples
+            batches = (self.granted - self._first) // self.step_samples
+            start = self._first + self._repeats % batches * self.step_samples
             self._repeats += 1
         return Batch(tuple(self._positions(start)), self._taken)
 
     def _positions(self, start: int) -> list[Range]:
         found: list[Range] = []
-        skip, left = start - self._first, self._step_samples
+        skip, left = start - self._first, self.step_samples
         for begin, stop in self._ranges:
             if skip >= stop - begin:
                 skip -= stop - begin
@@ -276,7 +276,8 @@ class LeaseBook:
         """A value that had seen so many samples, and held what those from `since` on taught, went into a version."""
         holding = self.holdings.get(learner_id)
         if holding is not None:
-            holding.pending.append(Share(fragment_id, version, since, min(samples, holding.granted)))
+            known = samples if samples < holding.granted else holding.granted
+            holding.pending.append(Share(fragment_id, version, since, known))
             self.unconfirmed[fragment_id] = version
 
     def confirm(self, fragment_id: int, version: int) -> None:
@@ -288,6 +289,12 @@ class LeaseBook:
                 merged, overwritten = holding.settle()
                 self._merged += merged
                 self._overwritten += overwritten
+
+    def on_held(self, adopted: Sequence[Adopted]) -> None:
+        """A learner holds these versions: what went into them is safe."""
+        for fragment_id, version in tuple(self.unconfirmed.items()):
+            if adopted[fragment_id].version == version:
+                self.confirm(fragment_id, version)
 
     def revert(self, fragment_id: int, version: int) -> None:
         """Every newer version than this one is lost: what went into it was not merged."""

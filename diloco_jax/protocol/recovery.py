@@ -34,7 +34,8 @@ from diloco_jax.protocol.effects import (
     StageState,
     UnstageState,
 )
-from diloco_jax.protocol.membership import ACTIVE, GONE, JOINING, Member, Membership
+from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, Member
+from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import (
     SYNCER,
     StateDone,

@@ -24,8 +24,9 @@ from diloco_jax.protocol.effects import (
     StageState,
     UnstageState,
 )
-from diloco_jax.protocol.learner.machine import Learner, Saved
+from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.mailbox import Given, Mailbox
+from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.messages import (
     NO_VERSION,
     AnchorValue,

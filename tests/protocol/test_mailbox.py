@@ -136,9 +136,9 @@ def test_a_part_of_a_state_is_taken_at_once_while_nobody_steps_and_dropped_from_
     joining.read(fragment(1, 5))
     assert KeepPart(0, 2) in joining.come(part(0, 4)), "it does not wait behind what is to be adopted"
     assert joining.machine.adopted[1].version == 3
-    heard_s = mail.machine._heard_s
+    heard_s = mail.machine.contact.heard_s
     assert mail.machine.may_step() and mail.come(part(0, 4)) == []
-    assert not mail.box and mail.machine._heard_s == heard_s
+    assert not mail.box and mail.machine.contact.heard_s == heard_s
 
 
 def test_nothing_is_adopted_while_a_state_is_being_taken_over() -> None:
@@ -147,7 +147,7 @@ def test_nothing_is_adopted_while_a_state_is_being_taken_over() -> None:
     mail.come(part(0, 4))
     mail.read(fragment(1, 5))
     effects = mail.come(part(1, 4))
-    assert AdoptState("donor", 9, (0, 1)) in effects and mail.machine.adopting
+    assert AdoptState("donor", 9, (0, 1)) in effects and mail.machine.start.adopting
     assert mail.take() == [] and len(mail.box) == 1
     done = mail.machine.on_state_adopted(True, 2.0)
     assert done == [Send("syncer", StateDone("a", 1, "donor"))] and mail.machine.state == TRAINING

@@ -8,7 +8,8 @@ import random
 import pytest
 
 from diloco_jax.protocol.effects import Drop, DropParts, Effect, KeepPart, Note, Send, StageState, UnstageState
-from diloco_jax.protocol.membership import ACTIVE, GONE, SILENT, Membership
+from diloco_jax.protocol.member import ACTIVE, GONE, SILENT
+from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import (
     SYNCER,
     Message,

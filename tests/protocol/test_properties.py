@@ -19,7 +19,8 @@ from diloco_jax.protocol.effects import (
     Unstage,
     UnstageState,
 )
-from diloco_jax.protocol.learner.machine import JOINING, STOPPED, TRAINING, Learner, Saved
+from diloco_jax.protocol.learner.machine import JOINING, STOPPED, TRAINING, Learner
+from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.messages import (
     Adopted,
     Advance,
@@ -169,8 +170,8 @@ class Watch:
                 assert len(effect.members) >= syncer.config.quorum, effect
                 assert effect.global_step > self.clock, effect
                 self.clock = effect.global_step
-        assert len(syncer._rounds) <= max(1, syncer.config.overlap_steps)
-        fragments = [r.fragment_id for r in syncer._rounds.values() if r.fragment_id >= 0]
+        assert len(syncer.rounds.flying) <= max(1, syncer.config.overlap_steps)
+        fragments = [r.fragment_id for r in syncer.rounds.flying.values() if r.fragment_id >= 0]
         assert len(fragments) == len(set(fragments)), "two rounds of one fragment"
         assert max(syncer.versions) <= syncer.global_step, "a version of a round that did not close"
         assert self.lost or all(new >= old for new, old in zip(syncer.versions, self.versions, strict=True))
@@ -198,7 +199,7 @@ def test_a_syncer_survives_anything(inputs: list[Any], tau: int, quorum: int) ->
         elif isinstance(item, tuple) and item[0] == "merged":
             if watch.merging:
                 global_step = watch.merging.pop(item[1] % len(watch.merging))
-                members = syncer._rounds[global_step].values
+                members = syncer.rounds.flying[global_step].values
                 left_out = tuple(sorted(item[2] & members.keys()))
                 watch.see(syncer.on_merged(global_step, global_step, left_out, now_s), now_s)
         elif isinstance(item, tuple) and item[0] == "restart":

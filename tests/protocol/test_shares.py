@@ -44,7 +44,7 @@ def test_whoever_was_left_out_is_told_so_and_is_not_asked_again_before_it_holds_
         assert not [m for m in sent(effects, "b") if isinstance(m, PullRequest)]
     effects = syncer.on_message(report("b", 4, (Adopted(1, 3, 30),)), 9.0)
     assert PullRequest(2, 0, 4) in sent(effects, "b")
-    assert syncer.membership.members["b"].strikes == 1
+    assert syncer.membership.members["b"].credit.strikes == 1
 
 
 def test_without_a_new_version_nothing_will_replace_its_parameters_so_it_is_asked_again() -> None:

@@ -42,6 +42,9 @@ class Heads:
         """What was read since this was asked last. A driver's thread may have read it after the moment `now_s`."""
         if not self._untold:
             return ()
-        told = [Arrived(p, self._heads[p].version, max(0.0, now_s - read_s)) for p, read_s in self._untold.items()]
+        told = [
+            Arrived(fragment_id, self._heads[fragment_id].version, now_s - read_s if now_s > read_s else 0.0)
+            for fragment_id, read_s in self._untold.items()
+        ]
         self._untold.clear()
         return tuple(told)

@@ -1,4 +1,4 @@
-"""What a restarted syncer still lacks, and of whom to ask for it. snapshot.py tells the story."""
+"""What a restarted syncer still lacks, and of whom to ask for it. comeback.py tells the story."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
 
-from diloco_jax.protocol.membership import Member
+from diloco_jax.protocol.member import Member
 from diloco_jax.protocol.syncer.rounds import Round
 
 REPETITIONS_MAX = 3  # of a question to somebody who is back; behind the deadline that many are still waited for
@@ -53,9 +53,9 @@ class Restoring:
         found = []
         members, turn = list(present), self.repetitions + self.unheard
         for fragment_id in self.wanted:
-            version = max((m.offered[fragment_id] for m in members if m.offered), default=-1)
+            version = max((m.down.offered[fragment_id] for m in members if m.down.offered), default=-1)
             if version > max(self.held[fragment_id], self.asked.get(fragment_id, (-1, ""))[0]):
-                holders = [m.learner_id for m in members if m.offered and m.offered[fragment_id] == version]
+                holders = [m.learner_id for m in members if m.down.offered and m.down.offered[fragment_id] == version]
                 learner_id = holders[turn % len(holders)]
                 self.asked[fragment_id] = (version, learner_id)
                 found.append((learner_id, fragment_id, version))

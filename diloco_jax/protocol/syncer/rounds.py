@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.effects import Part
@@ -12,7 +11,7 @@ COLLECTING, PULLING, MERGING = "collecting", "pulling", "merging"
 
 
 class Round:
-    """One fragment's turn at the syncer; syncer.py moves it from phase to phase."""
+    """One fragment's turn at the syncer; book.py moves it from phase to phase."""
 
     __slots__ = (
         "asked",
@@ -72,11 +71,9 @@ class Round:
         if self.half_s is None and 2 * len(self.asked) <= self.size:
             self.half_s = now_s
 
-    def waits_long_for(self, now_s: float) -> Iterable[str]:
-        """Learners whose answers take more than twice as long as those of half of the members: names, no copy."""
-        if self.half_s is None or now_s - self.closed_s <= 2 * (self.half_s - self.closed_s):
-            return ()
-        return self.asked
+    def waits_long(self, now_s: float) -> bool:
+        """Whether the learners that are still asked take more than twice as long as the faster half of them did."""
+        return self.half_s is not None and now_s - self.closed_s > 2 * (self.half_s - self.closed_s)
 
     @property
     def waits_for(self) -> str:

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from diloco_jax.protocol.membership import Member
+from diloco_jax.protocol.member import Member
 from diloco_jax.protocol.messages import StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.health import conditions
@@ -168,7 +168,7 @@ class RunStats:
     @property
     def contributors_per_round(self) -> float:
         """Mean number of learners in a merge."""
-        return self._syncer.merged_parts / max(1, self._syncer.merged_rounds)
+        return self._syncer.progress.merged_parts / max(1, self._syncer.merged_rounds)
 
     def _members(self) -> list[Member]:
         return [member for _, member in sorted(self._syncer.membership.members.items())]

@@ -178,7 +178,7 @@ def simulate(
         recorder.save(tapes)
         until_s = run.end_s
     syncer = run.syncer
-    contributors = syncer.merged_parts / syncer.merged_rounds if syncer.merged_rounds else None
+    contributors = syncer.progress.merged_parts / syncer.merged_rounds if syncer.merged_rounds else None
     return _row(method, chips, parts, until_s, contributors, syncer.merged_rounds, run.engine.events)
 
 
