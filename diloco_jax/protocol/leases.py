@@ -1,4 +1,4 @@
-"""Who trains on which data: ranges of one global sample order, leased to learners, each handed out index with one fate.
+"""Leases of data: ranges of one global sample order, leased to learners, each handed out index with one fate.
 
 The order has positions 0, 1, 2, ... without end. A lease is a range [start, stop) of them. An index that was handed out
 
@@ -30,7 +30,7 @@ BOOK = 1 << 32  # more samples than one incarnation is ever given
 
 
 class Batch(NamedTuple):
-    """What a learner reads for one inner step."""
+    """The data of one inner step."""
 
     ranges: tuple[Range, ...]  # positions of the global order
     end: int  # samples of its leases that are used up then
@@ -55,7 +55,7 @@ class Allotment:
 
     @property
     def ready(self) -> bool:
-        """Whether there is anything to train on."""
+        """True once there is anything to train on."""
         return self.granted - self._first >= self.step_samples
 
     def add(self, lease: Lease) -> None:
@@ -68,7 +68,7 @@ class Allotment:
             self.granted += lease.stop - lease.start - skipped
 
     def _begin_book(self, first_sample: int) -> None:
-        """What is not read yet is somebody else's now; what was read stays, to be read again."""
+        """Give up the samples that are not read yet: they are somebody else's now. The others may be read again."""
         unread = self.granted - self._taken
         while unread > 0:
             start, stop = self._ranges.pop()
@@ -118,7 +118,7 @@ class Allotment:
 
 
 class Fates(NamedTuple):
-    """How many indices were handed out, and what became of them."""
+    """Counts of the indices that were handed out, and of each fate."""
 
     leased: int
     merged: int
@@ -128,7 +128,7 @@ class Fates(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a value of a learner held that went into a version."""
+    """The samples that a value held which went into a version."""
 
     fragment_id: int
     version: int
@@ -137,7 +137,7 @@ class Share(NamedTuple):
 
 
 class Holding:
-    """What one incarnation of a learner has been given, and of which the fate is open."""
+    """The samples of one incarnation of a learner of which the fate is open."""
 
     __slots__ = ("granted", "marks", "pending", "ranges", "settled", "taught")
 
@@ -161,7 +161,7 @@ class Holding:
         return leases
 
     def confirm(self, fragment_id: int, version: int) -> bool:
-        """What went into versions of this fragment up to this one is safe; whether the fragment was the last behind."""
+        """Note that versions of this fragment up to this one are safe; returns whether it was the last one behind."""
         last = self.marks[fragment_id] == self.settled
         for share in [s for s in self.pending if s.fragment_id == fragment_id and s.version <= version]:
             self.pending.remove(share)

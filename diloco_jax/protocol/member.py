@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import nan
 from typing import Any, NamedTuple
 
@@ -29,18 +30,16 @@ class Held(NamedTuple):
     digest: int
 
 
+@dataclass(slots=True)
 class Downlink:
     """The versions that went to a member in this incarnation, and how long they take to it."""
 
-    __slots__ = ("arrived_s", "broadcast_s", "offered", "sent", "wait_s", "will_hold")
-
-    def __init__(self) -> None:
-        self.sent: dict[int, Sent] = {}  # fragment -> its newest version's way to this member
-        self.offered: tuple[int, ...] = ()  # versions held when it last greeted
-        self.will_hold: list[Held] = []  # per fragment, once it has taken all that was sent since that greeting
-        self.arrived_s = 0.0  # when it last read a global value
-        self.broadcast_s: float | None = None  # moving average: how long a new value is on its way to it, by itself
-        self.wait_s = 0.0  # moving average: how long it first waits behind the version before
+    sent: dict[int, Sent] = field(default_factory=dict)  # fragment -> its newest version's way to this member
+    offered: tuple[int, ...] = ()  # versions held when it last greeted
+    will_hold: list[Held] = field(default_factory=list)  # per fragment, once all that was sent since then has arrived
+    arrived_s: float = 0.0  # when it last read a global value
+    broadcast_s: float | None = None  # moving average: how long a new value is on its way to it, by itself
+    wait_s: float = 0.0  # moving average: how long it first waits behind the version before
 
     def greeted(self, hello: Hello) -> None:
         """Note what the member holds as it (re)connects: nothing else is on its way."""
@@ -69,76 +68,47 @@ class Downlink:
                 self.wait_s = ema(self.wait_s, wait_s if wait_s < longest_s else longest_s, decay)
 
 
+@dataclass(slots=True)
 class Credit:
     """The share that an incarnation of a member has had in merges, and what speaks against it."""
 
-    __slots__ = ("alarmed", "expelled", "merged_base", "merged_mark", "merged_round", "strikes", "used_step")
-
-    def __init__(self) -> None:
-        self.used_step = 0  # newest local step that a closed round has counted
-        self.merged_base: dict[int, int] = {}  # fragment -> version under its newest value that a round has used up
-        self.merged_round: dict[int, int] = {}  # fragment -> newest round that merged a value of this incarnation
-        self.merged_mark = 0  # rounds merged when it last had a share in one, or became active
-        self.alarmed = False
-        self.strikes = 0  # values in a row that could not be used
-        self.expelled = False
+    used_step: int = 0  # newest local step that a closed round has counted
+    merged_base: dict[int, int] = field(default_factory=dict)  # fragment -> version under its newest value used up
+    merged_round: dict[int, int] = field(default_factory=dict)  # fragment -> newest round that merged a value of it
+    merged_mark: int = 0  # rounds merged when it last had a share in one, or became active
+    alarmed: bool = False
+    strikes: int = 0  # values in a row that could not be used
+    expelled: bool = False
 
 
+@dataclass(slots=True)
 class Member:
     """One learner: its standing, the newest report of its incarnation, and the totals of all of them."""
 
-    __slots__ = (
-        "adopted",
-        "credit",
-        "down",
-        "global_step",
-        "heard_s",
-        "incarnation",
-        "learner_id",
-        "lease_step",
-        "local_step",
-        "loss",
-        "past_steps",
-        "past_tokens",
-        "restarts",
-        "rounds",
-        "since_s",
-        "state",
-        "step_s",
-        "step_samples",
-        "tokens",
-    )
+    learner_id: str
+    incarnation: int
+    since_s: float  # when it came into its state
+    heard_s: float
+    state: str = JOINING
+    past_steps: int = 0  # inner steps of earlier incarnations
+    past_tokens: int = 0
+    restarts: int = 0
+    rounds: int = 0  # rounds in which a value of this learner was merged
+    local_step: int = 0
+    tokens: int = 0
+    global_step: int = 0
+    adopted: tuple[Adopted, ...] = ()
+    step_samples: int = 1
+    lease_step: int = 0  # its local step when leases were last sent
+    step_s: float | None = None
+    loss: float = nan
+    down: Downlink = field(default_factory=Downlink)
+    credit: Credit = field(default_factory=Credit)
 
-    def __init__(self, learner_id: str, incarnation: int, now_s: float) -> None:
-        self.learner_id = learner_id
-        self.past_steps = 0  # inner steps of earlier incarnations
-        self.past_tokens = 0
-        self.restarts = 0
-        self.rounds = 0  # rounds in which a value of this learner was merged
-        self._begin(incarnation, now_s)
-
-    def _begin(self, incarnation: int, now_s: float) -> None:
-        self.incarnation = incarnation
-        self.state = JOINING
-        self.since_s = now_s
-        self.heard_s = now_s
-        self.local_step = 0
-        self.tokens = 0
-        self.global_step = 0
-        self.adopted: tuple[Adopted, ...] = ()
-        self.step_samples = 1
-        self.lease_step = 0  # its local step when leases were last sent
-        self.step_s: float | None = None
-        self.loss = nan
-        self.down = Downlink()
-        self.credit = Credit()
-
-    def restart(self, incarnation: int, now_s: float) -> None:
+    def restarted(self, incarnation: int, now_s: float) -> Member:
         """Begin a newer incarnation; what the old one did stays in the totals."""
-        self.past_steps += self.local_step
-        self.past_tokens += self.tokens
-        self.restarts += 1
-        self._begin(incarnation, now_s)
+        totals = (self.total_steps, self.total_tokens, self.restarts + 1, self.rounds)
+        return Member(self.learner_id, incarnation, now_s, now_s, JOINING, *totals)
 
     def record(self, report: StepReport, config: ProtocolConfig, now_s: float) -> None:
         """Take over a report that is newer than all before."""
@@ -154,11 +124,11 @@ class Member:
 
     @property
     def holds_all(self) -> bool:
-        """Whether its newest report holds every fragment."""
+        """True if its newest report holds every fragment."""
         return bool(self.adopted) and all(a.version != NO_VERSION for a in self.adopted)
 
     def is_fresh(self, global_step: int, fragment_id: int, lockstep: bool) -> bool:
-        """Whether the newest report counts for this round: a step that no earlier round has counted.
+        """Say if the newest report counts for this round: a step that no earlier round has counted.
 
         A fragment that was adopted after the reported step has no step yet, and would have weight 0/0. One that was
         not adopted since this member's last value of it still holds the steps of that value: they count once.
@@ -194,7 +164,7 @@ class Member:
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Member:
         """The member that `to_plain` described."""
-        member = cls(plain["learner_id"], plain["incarnation"], 0.0)
+        member = cls(plain["learner_id"], plain["incarnation"], 0.0, 0.0)
         for owner in (member, member.down, member.credit):
             for name in set(owner.__slots__) - {"down", "credit"}:
                 setattr(owner, name, plain[name])

@@ -1,4 +1,4 @@
-"""Who takes part: joining, leaving, silence, disconnection, incarnations.
+"""The members of a run: joining, leaving, silence, disconnection, incarnations.
 
 States of a member, and what moves it:
 
@@ -124,10 +124,10 @@ class Membership:
                 self.agreed.setdefault(what, value)
         member = self.members.get(hello.learner_id)
         if member is None:
-            member = self.members[hello.learner_id] = Member(hello.learner_id, hello.incarnation, now_s)
+            member = self.members[hello.learner_id] = Member(hello.learner_id, hello.incarnation, now_s, now_s)
         elif hello.incarnation > member.incarnation:
             self.set_state(member, GONE, now_s)
-            member.restart(hello.incarnation, now_s)
+            member = self.members[hello.learner_id] = member.restarted(hello.incarnation, now_s)
         elif member.state == GONE:
             self.set_state(member, JOINING, now_s)
         member.heard_s = now_s
@@ -150,7 +150,7 @@ class Membership:
         return times[(len(times) - 1) // 2] if times else None
 
     def broadcast_s(self, step_s: float | None) -> tuple[float, float]:
-        """How long a new version is on its way to the live learners, and waits before that; 0 before any has told.
+        """Return the way of a new version to the live learners, and its wait before that; 0 before any has told.
 
         The way is the longest, the wait the mean. A version waits behind the one before it if rounds follow each other
         too fast. A shorter grace window would make them faster: so the wait is no part of the way, and slows rounds

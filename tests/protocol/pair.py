@@ -281,7 +281,7 @@ class Pair:
         return [m for sender, receiver, m in self.sent if isinstance(m, kind) and name in ("", sender, receiver)]
 
     def contributors(self) -> list[tuple[str, ...]]:
-        """Who was merged, round by round."""
+        """Name those that were merged, round by round."""
         return [tuple(part.learner_id for part in merge.parts) for merge in self.merges()]
 
     def check_replay(self) -> None:

@@ -40,7 +40,7 @@ def hello(name: str, incarnation: int = 1, versions: tuple[int, ...] = (0, 0, 0,
 
 
 def digest(fragment_id: int, version: int) -> int:
-    """Of a global value; that of an initial one is 0 in a syncer that was not told another."""
+    """Name the digest of a global value; that of an initial one is 0 in a syncer that was not told another."""
     return 1000 * version + fragment_id if version else 0
 
 

@@ -1,4 +1,4 @@
-"""What a machine is given while a step runs, and what waits for the gap between two steps."""
+"""Mail that a machine is given while a step runs, and mail that waits for the gap between two steps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Mail:
         self.take()
 
     def come(self, *messages: SyncerMessage) -> list[Any]:
-        """What the machine asks for at once."""
+        """Let messages come; returns what the machine asks for at once."""
         given = [self.box.arrive(message, "item", 1.0) for message in messages]
         return [effect for one in given if one is not None for effect in one.effects]
 
@@ -67,7 +67,7 @@ class Mail:
             self.box.read(message, f"values of {message.version}", 1.0)
 
     def take(self) -> list[tuple[SyncerMessage, str]]:
-        """What the machine is given in the gap."""
+        """Reach the gap; returns what the machine is given there."""
         given = []
         while (one := self.box.take(1.0)) is not None:
             given.append((one.message, one.item))
@@ -76,7 +76,7 @@ class Mail:
 
 @pytest.fixture
 def mail() -> Mail:
-    """Of a learner that trains and has made a step."""
+    """The mail of a learner that trains and has made a step."""
     mail = Mail()
     assert mail.machine.state == TRAINING
     mail.machine.on_step(10, 1.0, 2.5, 1.0, samples_end=mail.machine.take_batch().end)
@@ -142,7 +142,7 @@ def test_a_part_of_a_state_is_taken_at_once_while_nobody_steps_and_dropped_from_
 
 
 def test_nothing_is_adopted_while_a_state_is_being_taken_over() -> None:
-    """Which of its parameters count was decided before: those of a fragment adopted since would replace newer ones."""
+    """The choice of its parameters was made before: those of a fragment adopted since would replace newer ones."""
     mail = Mail(4)
     mail.come(part(0, 4))
     mail.read(fragment(1, 5))

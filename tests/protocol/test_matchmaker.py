@@ -1,4 +1,4 @@
-"""Who gives its state to whom, and whole transfers over a bad network: the syncer's side of recovery."""
+"""The syncer's side of recovery: matches of donors and receivers, and whole transfers over a bad network."""
 
 from __future__ import annotations
 

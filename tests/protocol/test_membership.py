@@ -1,4 +1,4 @@
-"""Who is let in and why not, what moves a member from state to state, and the median of step times."""
+"""Learners are let in or refused; what moves a member from state to state, and the median of step times."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def test_a_newer_incarnation_starts_anew_and_keeps_the_totals() -> None:
     member = members.join(hello(), 0.0)
     members.set_state(member, ACTIVE, 0.0)
     member.local_step, member.tokens, member.rounds, member.credit.used_step = 7, 70, 2, 6
-    again = members.join(hello(incarnation=2), 5.0)
-    assert again is member
+    member = members.join(hello(incarnation=2), 5.0)
+    assert members.members == {"a": member}
     assert (member.state, member.incarnation, member.restarts) == (JOINING, 2, 1)
     assert (member.local_step, member.tokens, member.credit.used_step, member.adopted) == (0, 0, 0, ())
     assert (member.total_steps, member.total_tokens, member.rounds) == (7, 70, 2)
@@ -155,7 +155,7 @@ def test_an_expelled_incarnation_is_refused_and_the_next_is_not() -> None:
     members.set_state(member, GONE, 1.0)
     assert "incarnation 1 of a was expelled; start the learner again" in members.refusal(hello(), EPOCH, 0)
     assert members.refusal(hello(incarnation=2), EPOCH, 0) == ""
-    members.join(hello(incarnation=2), 2.0)
+    member = members.join(hello(incarnation=2), 2.0)
     assert (member.credit.expelled, member.credit.strikes) == (False, 0)
 
 

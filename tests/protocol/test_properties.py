@@ -147,7 +147,7 @@ syncer_inputs = st.lists(
 
 
 class Watch:
-    """What must hold of a syncer's effects, whatever it is told."""
+    """Rules for a syncer's effects, whatever it is told."""
 
     def __init__(self, syncer: Syncer) -> None:
         self.syncer = syncer
@@ -250,7 +250,7 @@ learner_inputs = st.lists(
 
 
 class Looks:
-    """What must hold of a learner's effects, whatever it is told."""
+    """Rules for a learner's effects, whatever it is told."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner

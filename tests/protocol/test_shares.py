@@ -84,7 +84,7 @@ def test_of_a_version_that_was_lost_with_the_syncer_nobody_has_a_share() -> None
 
 
 def test_when_the_end_of_the_tape_is_lost_nobody_is_promised_a_share_that_it_may_not_have() -> None:
-    """Who was left out is then forgotten: an old residual twice does less harm than one of a bad value once."""
+    """A value left out is then forgotten: an old residual twice does less harm than one of a bad value once."""
     pair = Pair(quorum=2, snapshot_every=1)
     pair.join("a", "b")
     pair.poisoned = {"b"}

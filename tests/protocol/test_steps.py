@@ -162,7 +162,7 @@ def take(machine: Learner, message: GlobalFragment) -> list[Effect]:
 
 
 def asks_at_s(machine: Learner) -> float | None:
-    """When it greets again, if it is going to."""
+    """Return the time at which it greets again, if it is going to."""
     deadline_s = machine.next_deadline_s()
     return deadline_s if deadline_s != HEARTBEAT_S else None
 

@@ -7,7 +7,7 @@ from diloco_jax.protocol.messages import NO_VERSION, SYNCER, Adopted, AnchorRequ
 
 
 class Anchors:
-    """What is held of each fragment, and of which life of the syncer it is.
+    """The version of each fragment that is held, and the life of the syncer that it is of.
 
     Attributes:
         adopted: version of each fragment, and where the learner stood when it took it.
@@ -27,7 +27,7 @@ class Anchors:
         return tuple([held.version for held in self.adopted])
 
     def is_news(self, message: GlobalFragment) -> bool:
-        """Whether a value replaces the one that is held: it is newer, or of a later life and not the same."""
+        """Say if a value replaces the one that is held: it is newer, or of a later life and not the same."""
         held = self.adopted[message.fragment_id].version
         if (message.epoch, message.version) <= (self._epochs[message.fragment_id], held):
             return False  # a duplicate, or overtaken by a newer one

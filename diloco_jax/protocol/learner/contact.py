@@ -10,7 +10,7 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 
 
 class Contact:
-    """Whether the link stands, when the syncer was heard, and when to greet, repeat or beat the heart next.
+    """The state of the link, and the times at which to greet, to repeat or to beat the heart next.
 
     Args:
         learner_id: who speaks.
@@ -72,7 +72,7 @@ class Contact:
         return Send(SYNCER, Hello(*self._who, self._fingerprint, versions, digests, anchors.epoch, *data))
 
     def lost_track(self, now_s: float) -> bool:
-        """Whether the syncer says nothing for so long that it may have forgotten this learner."""
+        """Say if the syncer has been silent for so long that it may have forgotten this learner."""
         return now_s - self.heard_s >= self._config.lease_s and self.resend_at_s is None
 
     def heartbeat(self, now_s: float) -> Send:

@@ -1,4 +1,4 @@
-"""What has arrived of the global fragments at a learner, adopted or not: the values to which steps apply.
+"""The newest global fragments that a learner has read, adopted or not: the values to which steps apply.
 
 A driver reads values as they arrive; the training state adopts them between two inner steps, the newest only. So a step
 applies to the newest value that was read, its head, which is as new as the adopted one or newer. It stays over
@@ -39,7 +39,7 @@ class Heads:
         self._untold[message.fragment_id] = now_s
 
     def arrived(self, now_s: float) -> tuple[Arrived, ...]:
-        """What was read since this was asked last. A driver's thread may have read it after the moment `now_s`."""
+        """Tell what was read since this was asked last. A driver's thread may have read it after the moment `now_s`."""
         if not self._untold:
             return ()
         told = [

@@ -128,7 +128,7 @@ class Learner:
         return [*([goodbye] if self.contact.connected else []), *self._stop(reason)]
 
     def wants(self, message: GlobalFragment, now_s: float) -> bool:
-        """Whether a global fragment that has arrived is of use: read it, then call `on_read` or `on_corrupt`."""
+        """Say if a global fragment that has arrived is of use: read it, then call `on_read` or `on_corrupt`."""
         verdict = self.heads.judge(message)
         if verdict == GAP:
             self.on_corrupt(now_s)
@@ -149,11 +149,11 @@ class Learner:
     # ---- stepping ---------------------------------------------------------------------------------------------------
 
     def may_step(self) -> bool:
-        """Whether the next inner step may start. Outside lockstep: always, once every fragment is held."""
+        """Say if the next inner step may start. Outside lockstep: always, once every fragment is held."""
         return self.state == TRAINING
 
     def take_batch(self) -> Batch:
-        """What the next step reads. Once per step; a driver may read one step ahead."""
+        """Take the data of the next step. Once per step; a driver may read one step ahead."""
         return self.allotment.take()
 
     def on_step(self, num_tokens: int, step_s: float, loss: float, now_s: float, *, samples_end: int) -> list[Effect]:
@@ -335,7 +335,7 @@ class Learner:
     # ---- time -------------------------------------------------------------------------------------------------------
 
     def next_deadline_s(self) -> float | None:
-        """When on_tick must be called next, or None."""
+        """Return the time at which on_tick must be called next, or None."""
         contact = self.contact
         if not contact.connected:
             return None

@@ -1,4 +1,4 @@
-"""When a message of the syncer is given to a learner's machine: at once, or in the gap between two inner steps.
+"""The syncer's messages on their way into a learner's machine: at once, or in the gap between two inner steps.
 
 Every driver hears its link while a step runs, and asks a mailbox what to do with what came:
 

@@ -1,4 +1,4 @@
-"""Which fragments a learner copies to host memory after a step, and how it answers the syncer's requests for values.
+"""Copies of fragments in host memory after a step, and the answers to the syncer's requests for values.
 
 The syncer asks for a fragment as it was after a named step, and learns of that step only when it is over. So the
 fragments that the next rounds will ask for are copied after every step, and a few copies of each are kept.
@@ -19,7 +19,7 @@ STAGED_STEPS_MAX = 3  # copies of one fragment: the grace window spans one step,
 
 
 class Counters(NamedTuple):
-    """Where a learner stood when it staged fragments."""
+    """The counters of a learner when it staged fragments."""
 
     local_step: int
     tokens: int

@@ -1,4 +1,4 @@
-"""How a learner begins: with its own state from a disk, with that of a peer, or from the global model alone."""
+"""The beginning of a learner: with its own state from a disk, with that of a peer, or from the global model alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Start:
 
     @property
     def over(self) -> bool:
-        """Whether nothing stands between the learner and its first step."""
+        """True once nothing stands between the learner and its first step."""
         return self._saved is None and not self.adopting and self.receiver.over
 
     def on_welcome(self, global_step: int, now_s: float) -> list[Effect]:

@@ -178,7 +178,7 @@ class RoundBook:
 
     @property
     def any_closed(self) -> bool:
-        """Whether values of a round are on their way, or are being merged."""
+        """True while values of a round are on their way, or are being merged."""
         return len(self.flying) > (self.collecting is not None)
 
     # ---- from closing to the end ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How the syncer comes back: restarts of its process, and going back to a snapshot.
+"""The return of the syncer: restarts of its process, and going back to a snapshot.
 
 Restart. A syncer that died comes back with the values of its newest snapshot and, from its tape, with every decision
 that it took. Newer values are in the hands of learners, bit for bit. Until it has them no round opens; training does
@@ -104,7 +104,7 @@ class Comeback:
         self._rounds.paused = restoring is not None
 
     def _reopen(self, fragment_id: int, learners: Iterable[str]) -> None:
-        """What these learners gave of the fragment did not come through: it counts again."""
+        """Let the steps count again that these learners gave of the fragment: they did not come through."""
         for learner_id in learners:
             self._membership.members[learner_id].credit.merged_base.pop(fragment_id, None)
 

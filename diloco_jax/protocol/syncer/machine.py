@@ -34,6 +34,7 @@ from diloco_jax.protocol.messages import (
     Leave,
     Refuse,
     StateDone,
+    StateMessage,
     StatePart,
     StateRefused,
     StateRequest,
@@ -198,9 +199,7 @@ class Syncer:
         member.heard_s = now_s
         return self.comeback.on_anchor(member, message, now_s)
 
-    def on_state_message(
-        self, message: StateRequest | StatePart | StateRefused | StateDone, now_s: float
-    ) -> list[Effect]:
+    def on_state_message(self, message: StateMessage, now_s: float) -> list[Effect]:
         """One learner's state on its way to another (recovery.py)."""
         member = self.membership.get(message.learner_id, message.incarnation)
         if member is None:
@@ -304,7 +303,7 @@ class Syncer:
     # ---- time -------------------------------------------------------------------------------------------------------
 
     def next_deadline_s(self) -> float | None:
-        """When on_tick must be called next, or None."""
+        """Return the time at which on_tick must be called next, or None."""
         deadline_s = self.roster.check_s if self.membership.members else inf
         if self.comeback.restoring is not None:
             deadline_s = min(deadline_s, self.comeback.restoring.next_deadline_s())
@@ -342,7 +341,7 @@ class Syncer:
 
     @property
     def epoch(self) -> int:
-        """Which life of the syncer this is."""
+        """The present life of the syncer."""
         return self.progress.epoch
 
     @property
@@ -352,7 +351,7 @@ class Syncer:
 
     @property
     def finished(self) -> bool:
-        """Whether the run is complete."""
+        """True once the run is complete."""
         return self.progress.finished
 
     @property
@@ -372,7 +371,7 @@ class Syncer:
 
     @property
     def restoring(self) -> bool:
-        """Whether newer values than the driver holds may still come from learners."""
+        """True while learners may bring newer values than the driver holds."""
         return self.comeback.restoring is not None
 
     def state(self) -> dict[str, Any]:

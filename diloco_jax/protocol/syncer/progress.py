@@ -1,4 +1,4 @@
-"""How far a run has come: the clock that all parts of the syncer's machine share, and notes that bear its time."""
+"""The progress of a run: the clock that all parts of the syncer's machine share, and notes that bear its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In what condition each learner is, and since when, in words that tell people what to look at. No rule reads this."""
+"""Conditions of learners, and since when they last, in words that tell people what to look at. No rule reads this."""
 
 from __future__ import annotations
 
