@@ -166,7 +166,8 @@ class Closing(NamedTuple):
             return f"no learner is live, the quorum is {self.quorum}"
         if self.state == "below quorum":
             return (
-                f"{self.live} live learners are fewer than the quorum of {self.quorum}: training goes on, merging rests"
+                f"{self.live} live learners are fewer than the quorum of {self.quorum}: "
+                "training goes on, merging is paused"
             )
         if self.state == "collecting":
             return f"{self.fresh} of {self.quorum} learners reported a step, {self.live} live"

@@ -190,7 +190,7 @@ def test_below_the_quorum_merging_rests_and_training_does_not() -> None:
         it.wait(1.0)
         it.step("a")
     assert it.learners["a"].local_step == 6 and len(it.merges()) == merged
-    assert "fewer than the quorum of 2: training goes on, merging rests" in it.syncer.waiting_for(it.now_s)
+    assert "fewer than the quorum of 2: training goes on, merging is paused" in it.syncer.waiting_for(it.now_s)
     it.join("b", incarnation=2)
     it.step("b")
     assert it.contributors()[-1] == ("a", "b")
