@@ -16,6 +16,7 @@ remembers it is refused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from diloco_jax.protocol.effects import Drop, Effect, Restore, Send
@@ -31,46 +32,26 @@ from diloco_jax.protocol.syncer.restoring import Restoring
 from diloco_jax.protocol.syncer.rounds import MERGING
 
 
+@dataclass
 class Comeback:
-    """Brings the syncer's parts from a restart to the next round.
+    """Brings the syncer's parts from a restart to the next round."""
 
-    Args:
-        config: the numbers of the algorithm.
-        progress: of the run.
-        membership: who took part, and is expected back.
-        downstream: the versions.
-        rounds: what was in flight; paused until it is over.
-        leases: the book of what went into versions.
-
-    Attributes:
-        restoring: what is still to be had from learners; None if nothing is.
-    """
-
-    def __init__(
-        self,
-        config: ProtocolConfig,
-        progress: Progress,
-        membership: Membership,
-        downstream: Downstream,
-        rounds: RoundBook,
-        leases: LeaseBook,
-    ) -> None:
-        self.restoring: Restoring | None = None
-        self._config = config
-        self._progress = progress
-        self._membership = membership
-        self._downstream = downstream
-        self._rounds = rounds
-        self._leases = leases
+    config: ProtocolConfig
+    progress: Progress
+    membership: Membership  # who took part, and is expected back
+    downstream: Downstream
+    rounds: RoundBook  # paused until it is over
+    leases: LeaseBook
+    restoring: Restoring | None = None  # what is still to be had from learners
 
     def restart(self, held: Sequence[int], digests: Sequence[int], now_s: float) -> list[Effect]:
         """The process died: begin to restore what its successor does not hold."""
-        progress, versions, before = self._progress, self._downstream.versions, self.restoring
+        progress, versions, before = self.progress, self.downstream.versions, self.restoring
         assert len(held) == len(digests) == len(versions), f"{len(held)} fragments, not {len(versions)}"
         progress.epoch += 1
         effects: list[Effect] = [progress.note("restarted", -1, (), f"life {progress.epoch} of the syncer")]
-        awaited = {member.learner_id for member in self._membership.connected()}
-        flying = self._rounds.flying.values()
+        awaited = {member.learner_id for member in self.membership.connected()}
+        flying = self.rounds.flying.values()
         uncertain = {this.fragment_id: this for this in flying if this.phase == MERGING}
         if before is not None:  # it died again before all were back
             awaited |= before.awaited
@@ -78,13 +59,13 @@ class Comeback:
         for this in flying:
             self._reopen(this.fragment_id, this.values)
         wanted = {p for p, version in enumerate(held) if version != versions[p]} | set(uncertain)
-        restoring = Restoring(held, digests, wanted, uncertain, awaited, None, self._config.resend_s)
+        restoring = Restoring(held, digests, wanted, uncertain, awaited, None, self.config.resend_s)
         self._begin(restoring if wanted else None, effects, now_s)
         return effects
 
     def rewind(self, epoch: int, now_s: float) -> list[Effect]:
         """The run goes on from a snapshot that was just restored."""
-        progress = self._progress
+        progress = self.progress
         assert epoch > progress.epoch, f"epoch {epoch} after {progress.epoch}"
         progress.epoch = progress.rewound = epoch
         effects: list[Effect] = [progress.note("restarted", -1, (), f"life {epoch}, from the snapshot")]
@@ -93,39 +74,39 @@ class Comeback:
 
     def _begin(self, restoring: Restoring | None, effects: list[Effect], now_s: float) -> None:
         """Forget links, and what was on its way."""
-        for member in self._membership.connected():
-            self._membership.set_state(member, GONE, now_s)
-        effects += self._rounds.clear()
-        self._downstream.forget_steps()
+        for member in self.membership.connected():
+            self.membership.set_state(member, GONE, now_s)
+        effects += self.rounds.clear()
+        self.downstream.forget_steps()
         self._go(restoring)
 
     def _go(self, restoring: Restoring | None) -> None:
         self.restoring = restoring
-        self._rounds.paused = restoring is not None
+        self.rounds.paused = restoring is not None
 
     def _reopen(self, fragment_id: int, learners: Iterable[str]) -> None:
         """Let the steps count again that these learners gave of the fragment: they did not come through."""
         for learner_id in learners:
-            self._membership.members[learner_id].credit.merged_base.pop(fragment_id, None)
+            self.membership.members[learner_id].credit.merged_base.pop(fragment_id, None)
 
     # ---- while it restores ------------------------------------------------------------------------------------------
 
     def on_back(self, learner_id: str, effects: list[Effect], now_s: float) -> None:
         """A learner greeted, or is heard again: it may hold what is wanted."""
         if self.restoring is not None:
-            self.restoring.on_back(learner_id, now_s + self._config.restore_s)
+            self.restoring.on_back(learner_id, now_s + self.config.restore_s)
             self.ask(effects, now_s)
 
     def on_tick(self, effects: list[Effect], now_s: float) -> None:
         """Ask again for what did not come."""
         if self.restoring is not None:
-            self.restoring.repeat(self._membership.members, now_s)
+            self.restoring.repeat(self.membership.members, now_s)
             self.proceed(effects, now_s)
 
     def on_anchor(self, member: Member, message: AnchorValue, now_s: float) -> list[Effect]:
         """A learner sends a global value that may be wanted."""
         name, fragment_id, version = member.learner_id, message.fragment_id, message.version
-        restoring, downstream = self.restoring, self._downstream
+        restoring, downstream = self.restoring, self.downstream
         if restoring is None or fragment_id not in restoring.wanted or version <= restoring.held[fragment_id]:
             return [Drop(name, f"version {version} of fragment {fragment_id} is not needed")]
         effects: list[Effect] = []
@@ -140,12 +121,12 @@ class Comeback:
             restoring.asked.pop(fragment_id, None)
             self.ask(effects, now_s)
         self.finish(effects, now_s)
-        return effects + self._rounds.proceed(now_s)
+        return effects + self.rounds.proceed(now_s)
 
     def on_lost(self, learner_id: str) -> None:
         """A learner is gone or silent."""
         if self.restoring is not None:
-            self.restoring.on_lost(learner_id, last=not self._membership.present())
+            self.restoring.on_lost(learner_id, last=not self.membership.present())
 
     def proceed(self, effects: list[Effect], now_s: float) -> None:
         """Ask for what is wanted, and go on when nothing more can come."""
@@ -155,34 +136,34 @@ class Comeback:
     def ask(self, effects: list[Effect], now_s: float) -> None:
         """Ask for the newest versions that somebody offers."""
         if self.restoring is not None:
-            for learner_id, fragment_id, version in self.restoring.asks(self._membership.present(), now_s):
+            for learner_id, fragment_id, version in self.restoring.asks(self.membership.present(), now_s):
                 effects.append(Send(learner_id, AnchorRequest(fragment_id, version)))
 
     def finish(self, effects: list[Effect], now_s: float) -> None:
         """Go on, once every version that anybody holds is here, or the wait for it is over."""
-        restoring, downstream = self.restoring, self._downstream
+        restoring, downstream = self.restoring, self.downstream
         if restoring is None or not restoring.is_over(downstream.versions, now_s):
             return
         self._go(None)
         for fragment_id in restoring.wanted:
             self._decide(restoring, fragment_id, effects)
-        for member in self._membership.connected():
+        for member in self.membership.connected():
             for p in restoring.wanted:
                 if not member.down.offered or member.down.offered[p] != downstream.versions[p]:
                     effects.append(downstream.send(member, p))
-        if self._progress.finished:  # it died before its last snapshot
-            self._rounds.end(effects)
+        if self.progress.finished:  # it died before its last snapshot
+            self.rounds.end(effects)
 
     def _decide(self, restoring: Restoring, p: int, effects: list[Effect]) -> None:
         """Settle from which version of this fragment the run goes on, and what that means for its rounds."""
-        progress, downstream = self._progress, self._downstream
+        progress, downstream = self.progress, self.downstream
         version, made, this = restoring.held[p], downstream.versions[p], restoring.uncertain.get(p)
         if this is not None and version == this.global_step:  # the merge had come through
-            self._rounds.credit(this, [part for _, part in sorted(this.values.items())], effects)
+            self.rounds.credit(this, [part for _, part in sorted(this.values.items())], effects)
         elif version < made:
-            self._leases.revert(p, version)
-            self._reopen(p, self._membership.members)
-            for member in self._membership.members.values():
+            self.leases.revert(p, version)
+            self._reopen(p, self.membership.members)
+            for member in self.membership.members.values():
                 if member.credit.merged_round.get(p, version) > version:
                     del member.credit.merged_round[p]  # what it gave is in no value that anybody holds
             effects.append(progress.note("lost", p, (), f"version {made}: nobody holds it, {version} goes on"))

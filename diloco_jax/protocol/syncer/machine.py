@@ -42,7 +42,7 @@ from diloco_jax.protocol.messages import (
     Stop,
     Welcome,
 )
-from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.pacing import ProtocolConfig, Schedule
 from diloco_jax.protocol.recovery import Matchmaker
 from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.comeback import Comeback
@@ -76,7 +76,8 @@ class Syncer:
         self.membership = members = Membership(fingerprint, config.num_fragments, config.learners_max)
         self.leases = leases = LeaseBook(config.num_fragments)
         self.downstream = down = Downstream(config, progress, payload_bytes, step_bytes)
-        self.rounds = RoundBook(config, progress, members, down, leases)
+        schedule = Schedule(config.sync_every, config.num_fragments)
+        self.rounds = RoundBook(config, progress, members, down, leases, schedule)
         self.comeback = Comeback(config, progress, members, down, self.rounds, leases)
         self.matches = matches = Matchmaker(members)
         self.roster = Roster(config, progress, members, leases, matches, self.rounds, self.comeback)

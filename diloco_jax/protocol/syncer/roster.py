@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from diloco_jax.protocol.effects import Effect, Send
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT, Member
@@ -15,60 +17,38 @@ from diloco_jax.protocol.syncer.progress import Progress
 from diloco_jax.protocol.syncer.rounds import Round
 
 
+@dataclass
 class Roster:
-    """The members, and all that must hear of it when one of them comes or goes.
+    """The members, and all that must hear of it when one of them comes or goes."""
 
-    Args:
-        config: the numbers of the algorithm.
-        progress: of the run.
-        membership: the members.
-        leases: the data that they hold.
-        matches: who of them gives a state to whom.
-        rounds: which wait for them.
-        comeback: of a restarted syncer, which waits for them too.
-
-    Attributes:
-        check_s: when to look next for those that have fallen silent.
-    """
-
-    def __init__(
-        self,
-        config: ProtocolConfig,
-        progress: Progress,
-        membership: Membership,
-        leases: LeaseBook,
-        matches: Matchmaker,
-        rounds: RoundBook,
-        comeback: Comeback,
-    ) -> None:
-        self.check_s = 0.0
-        self._config = config
-        self._progress = progress
-        self._membership = membership
-        self._leases = leases
-        self._matches = matches
-        self._rounds = rounds
-        self._comeback = comeback
+    config: ProtocolConfig
+    progress: Progress
+    membership: Membership
+    leases: LeaseBook
+    matches: Matchmaker
+    rounds: RoundBook  # which wait for members
+    comeback: Comeback  # which waits for them too
+    check_s: float = 0.0  # when to look next for those that have fallen silent
 
     def replace(self, known: Member, effects: list[Effect], now_s: float) -> None:
         """A newer incarnation greets: what the old one gave to rounds that have not ended is of an earlier life."""
-        name, restoring = known.learner_id, self._comeback.restoring
+        name, restoring = known.learner_id, self.comeback.restoring
         if known.state != GONE:
             effects += self.lose(known, GONE, "replaced by a newer incarnation", now_s)
         self.release(known, effects)
         uncertain = restoring.uncertain.values() if restoring is not None else ()
-        for this in [*self._rounds.flying.values(), *uncertain]:
+        for this in [*self.rounds.flying.values(), *uncertain]:
             if name in this.values:
                 this.former.add(name)
-        self._leases.forget(name)
+        self.leases.forget(name)
 
     def check_silence(self, effects: list[Effect], now_s: float) -> None:
-        for member in self._membership.expired(self._config.lease_s, now_s):
-            effects += self.lose(member, SILENT, f"not heard for {self._config.lease_s} s", now_s)
-        if not self._progress.finished:
-            for name in sorted(self._leases.holdings):
-                member = self._membership.members[name]
-                if member.state in (GONE, SILENT) and now_s - member.since_s >= self._config.release_s:
+        for member in self.membership.expired(self.config.lease_s, now_s):
+            effects += self.lose(member, SILENT, f"not heard for {self.config.lease_s} s", now_s)
+        if not self.progress.finished:
+            for name in sorted(self.leases.holdings):
+                member = self.membership.members[name]
+                if member.state in (GONE, SILENT) and now_s - member.since_s >= self.config.release_s:
                     self.release(member, effects)
 
     def heard(self, member: Member, effects: list[Effect], now_s: float) -> None:
@@ -77,24 +57,24 @@ class Roster:
         if member.state == ACTIVE:
             return
         if member.state == SILENT:
-            effects.append(self._progress.note("back", -1, (member.learner_id,), "heard again"))
-            self._membership.set_state(member, JOINING, now_s)
-            self._comeback.on_back(member.learner_id, effects, now_s)
+            effects.append(self.progress.note("back", -1, (member.learner_id,), "heard again"))
+            self.membership.set_state(member, JOINING, now_s)
+            self.comeback.on_back(member.learner_id, effects, now_s)
         if member.holds_all:
-            member.credit.merged_mark = self._progress.merged_rounds
-            self._membership.set_state(member, ACTIVE, now_s)
-            effects += self._matches.on_done(member.learner_id)  # in case that its own word for it was lost
+            member.credit.merged_mark = self.progress.merged_rounds
+            self.membership.set_state(member, ACTIVE, now_s)
+            effects += self.matches.on_done(member.learner_id)  # in case that its own word for it was lost
 
     def supply(self, member: Member, message: Hello | StepReport, effects: list[Effect]) -> None:
         """Keep a learner in data: lease what it uses up, repeat what it lost."""
-        name, ahead = member.learner_id, self._config.lease_ahead_steps * member.step_samples
-        holding = self._leases.holdings.get(name)
+        name, ahead = member.learner_id, self.config.lease_ahead_steps * member.step_samples
+        holding = self.leases.holdings.get(name)
         if holding is not None and message.granted > holding.granted:
             self.release(member, effects)  # leased to it in a time that nobody remembers
-            self._leases.forget(name)
+            self.leases.forget(name)
             holding = None
         if holding is None:  # new, or away for so long that its data went to others
-            holding = self._leases.open(name, message.granted)
+            holding = self.leases.open(name, message.granted)
         leases: list[Lease] = []
         used, repeats = holding.settled, True
         if isinstance(message, StepReport):  # a greeting does not tell what is used up; the next report will
@@ -103,9 +83,9 @@ class Roster:
         if repeats and message.granted < holding.granted:
             leases = holding.after(message.granted)
         unused = holding.granted - used
-        if 2 * unused <= ahead and not self._progress.finished:
+        if 2 * unused <= ahead and not self.progress.finished:
             steps = -(-(ahead - unused) // member.step_samples)
-            leases = leases + self._leases.grant(name, steps * member.step_samples)
+            leases = leases + self.leases.grant(name, steps * member.step_samples)
         if leases:
             member.lease_step = member.local_step
             effects += [Send(name, lease) for lease in leases]
@@ -113,19 +93,19 @@ class Roster:
     def lose(self, member: Member, state: str, reason: str, now_s: float) -> list[Effect]:
         """Take a member out of everything that waits for it."""
         name = member.learner_id
-        self._membership.set_state(member, state, now_s)
-        effects: list[Effect] = [self._progress.note("silent" if state == SILENT else "left", -1, (name,), reason)]
+        self.membership.set_state(member, state, now_s)
+        effects: list[Effect] = [self.progress.note("silent" if state == SILENT else "left", -1, (name,), reason)]
         if state == GONE:
-            effects += self._matches.on_lost(name, f"it is gone: {reason}")
-        self._comeback.on_lost(name)
-        return effects + self._rounds.lose(name, now_s)
+            effects += self.matches.on_lost(name, f"it is gone: {reason}")
+        self.comeback.on_lost(name)
+        return effects + self.rounds.lose(name, now_s)
 
     def release(self, member: Member, effects: list[Effect]) -> None:
         """Let others have the data that a lost incarnation did not finish; it will not ask for a state any more."""
-        effects += self._matches.on_done(member.learner_id)
-        count = self._leases.release(member.learner_id)
+        effects += self.matches.on_done(member.learner_id)
+        count = self.leases.release(member.learner_id)
         if count:
-            effects.append(self._progress.note("released", -1, (member.learner_id,), f"{count} samples go to others"))
+            effects.append(self.progress.note("released", -1, (member.learner_id,), f"{count} samples go to others"))
 
     def strike(self, member: Member, this: Round, effects: list[Effect], now_s: float) -> None:
         """A value that would have harmed the model: count it, and part with a learner that goes on like that."""
@@ -134,9 +114,9 @@ class Roster:
         member.credit.strikes += 1
         name, note, strikes, most = (
             member.learner_id,
-            self._progress.note,
+            self.progress.note,
             member.credit.strikes,
-            self._config.strikes_max,
+            self.config.strikes_max,
         )
         reason = f"value of round {this.global_step} is not usable, strike {strikes} of {most}"
         effects.append(note("strike", this.fragment_id, (name,), reason, this.global_step))
@@ -150,9 +130,9 @@ class Roster:
 
     def watch_shares(self, effects: list[Effect]) -> None:
         """Raise an alarm, once, for a live learner whose work never arrives in the model."""
-        for member in self._membership.live_members():
-            rounds = self._progress.merged_rounds - member.credit.merged_mark
-            if rounds >= self._config.unmerged_rounds_max and not member.credit.alarmed:
+        for member in self.membership.live_members():
+            rounds = self.progress.merged_rounds - member.credit.merged_mark
+            if rounds >= self.config.unmerged_rounds_max and not member.credit.alarmed:
                 member.credit.alarmed = True
                 reason = f"alive, but without a share in the last {rounds} merged rounds"
-                effects.append(self._progress.note("unmerged", -1, (member.learner_id,), reason))
+                effects.append(self.progress.note("unmerged", -1, (member.learner_id,), reason))

@@ -128,7 +128,7 @@ class CountsStepsTwice(RoundBook):
 
     def _close(self, *args: Any) -> None:
         super()._close(*args)
-        for member in self._membership.members.values():
+        for member in self.membership.members.values():
             member.credit.used_step = 0
             member.credit.merged_base.clear()
 
@@ -173,7 +173,7 @@ class CountsTwice(RoundBook):
 
     def _close(self, *args: Any) -> None:
         super()._close(*args)
-        for member in self._membership.members.values():
+        for member in self.membership.members.values():
             member.credit.used_step = 0
 
 
