@@ -220,7 +220,7 @@ class LeaseBook:
     def __init__(self, num_fragments: int) -> None:
         self._num_fragments = num_fragments
         self._next = 0
-        self._pool: list[Range] = []  # released, sorted, never adjacent
+        self.pool: list[Range] = []  # released, sorted, never adjacent
         self.unconfirmed: dict[int, int] = {}  # fragment -> newest version that nobody is known to hold
         self._leased = self._merged = self._overwritten = self._released = 0
         self.holdings: dict[str, Holding] = {}
@@ -260,12 +260,12 @@ class LeaseBook:
 
     def _take(self, count: int) -> Range:
         """At most `count` positions in one range: released ones first."""
-        if self._pool:
-            start, stop = self._pool[0]
+        if self.pool:
+            start, stop = self.pool[0]
             if stop - start > count:
-                self._pool[0] = (start + count, stop)
+                self.pool[0] = (start + count, stop)
                 return start, start + count
-            return self._pool.pop(0)
+            return self.pool.pop(0)
         start = self._next
         self._next += count
         return start, self._next
@@ -310,7 +310,7 @@ class LeaseBook:
         count = holding.granted - holding.settled
         self._ended[learner_id] = holding.granted
         self._released += count
-        self._pool = joined(self._pool + holding.ranges)
+        self.pool = joined(self.pool + holding.ranges)
         return count
 
     def forget(self, learner_id: str) -> None:
@@ -336,7 +336,7 @@ class LeaseBook:
         counts = [self._next, self._leased, self._merged, self._overwritten, self._released]
         return {
             "counts": counts,
-            "pool": list(self._pool),
+            "pool": list(self.pool),
             "unconfirmed": list(self.unconfirmed.items()),
             "holdings": holdings,
             "ended": list(self._ended.items()),
@@ -345,7 +345,7 @@ class LeaseBook:
     def restore(self, state: dict[str, Any]) -> None:
         """Become what `state()` described."""
         self._next, self._leased, self._merged, self._overwritten, self._released = state["counts"]
-        self._pool = [(start, stop) for start, stop in state["pool"]]
+        self.pool = [(start, stop) for start, stop in state["pool"]]
         self._ended = {name: granted for name, granted in state["ended"]}
         self.unconfirmed = {fragment_id: version for fragment_id, version in state["unconfirmed"]}
         self.holdings = {}

@@ -214,7 +214,7 @@ class LeasesAccount(Checker):
             self.check(_expanded(holding.ranges) == out, f"{name} holds {holding.ranges}, but was sent {out}")
         told = (fates.merged, fates.overwritten)
         self.check(told == (merged, settled - merged), f"{fates}, but merged were {merged} of {settled}")
-        pool = set(_expanded(machine._pool))
+        pool = set(_expanded(machine.pool))
         self.check(pool == books.pool, f"free are {sorted(pool)}, released were {sorted(books.pool)}")
 
     def end(self) -> None:
