@@ -259,9 +259,9 @@ def test_6_outer_momentum_is_in_the_snapshot(tmp_path: Path, outer: OuterConfig)
 
 def late(pair: Pair, round_: int, fragment_id: int, incarnation: int = 1) -> str:
     """A value for a round that is over arrives; why it is dropped."""
-    before = (list(pair.driver.values), pair.syncer.merged_parts)
+    before = (list(pair.driver.values), pair.syncer.progress.merged_parts)
     pair.arrive("b", SYNCER, FragmentValue("b", incarnation, round_, fragment_id, 2, 2, 20, 0, 4, 0))
-    assert (list(pair.driver.values), pair.syncer.merged_parts) == before, "it changed something"
+    assert (list(pair.driver.values), pair.syncer.progress.merged_parts) == before, "it changed something"
     assert isinstance(pair.history[-1][0], Drop), pair.history[-1]
     return pair.drops()[-1]
 
@@ -273,7 +273,7 @@ def test_7_late_report_after_its_round_closed() -> None:
     run_rounds(pair, 1, "a", "b")
     pair.held = {"b:FragmentValue"}
     run_rounds(pair, 1, "a", "b")
-    round_, fragment_id = pair.syncer.global_step, pair.syncer._schedule.due(pair.syncer.global_step)
+    round_, fragment_id = pair.syncer.global_step, pair.syncer.rounds.schedule.due(pair.syncer.global_step)
     pair.wait(8.0)  # given up without b
     assert pair.contributors()[-1] == ("a",)
     words = f"value for round {round_} came late or was not asked for"

@@ -1,4 +1,4 @@
-"""What a machine asks its driver to do: effects, executed in the order in which they are returned.
+"""Effects, the requests of a machine to its driver, executed in the order in which they are returned.
 
 Rules of this file
   * Plain immutable values, no behaviour, no arrays. Units and words are those of messages.py.
@@ -144,22 +144,6 @@ class Finish(NamedTuple):
     reason: str
 
 
-Effect = (
-    Send
-    | Stage
-    | Unstage
-    | Adopt
-    | StageState
-    | UnstageState
-    | KeepPart
-    | DropParts
-    | AdoptState
-    | SaveState
-    | Merge
-    | Restore
-    | SaveSnapshot
-    | Discard
-    | Drop
-    | Note
-    | Finish
-)
+LearnerEffect = Stage | Unstage | Adopt | StageState | UnstageState | KeepPart | DropParts | AdoptState | SaveState
+SyncerEffect = Merge | Restore | SaveSnapshot | Discard
+Effect = Send | LearnerEffect | SyncerEffect | Drop | Note | Finish

@@ -1,4 +1,4 @@
-"""Who trains on which data: ranges of one global sample order, leased to learners, each handed out index with one fate.
+"""Leases of data: ranges of one global sample order, leased to learners, each handed out index with one fate.
 
 The order has positions 0, 1, 2, ... without end. A lease is a range [start, stop) of them. An index that was handed out
 
@@ -20,17 +20,17 @@ Rules of this file
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from diloco_jax.protocol.messages import Lease
+from diloco_jax.protocol.messages import Adopted, Lease
 
 Range = tuple[int, int]
 BOOK = 1 << 32  # more samples than one incarnation is ever given
 
 
 class Batch(NamedTuple):
-    """What a learner reads for one inner step."""
+    """The data of one inner step."""
 
     ranges: tuple[Range, ...]  # positions of the global order
     end: int  # samples of its leases that are used up then
@@ -45,7 +45,7 @@ class Allotment:
     """
 
     def __init__(self, step_samples: int, keep_steps: int) -> None:
-        self._step_samples = step_samples
+        self.step_samples = step_samples
         self._keep = keep_steps * step_samples
         self._ranges: list[Range] = []  # the samples first, first + 1, ..., granted - 1
         self._first = 0
@@ -55,8 +55,8 @@ class Allotment:
 
     @property
     def ready(self) -> bool:
-        """Whether there is anything to train on."""
-        return self.granted - self._first >= self._step_samples
+        """True once there is anything to train on."""
+        return self.granted - self._first >= self.step_samples
 
     def add(self, lease: Lease) -> None:
         """Take a lease, as far as it is new; one that leaves a gap is left to be sent again."""
@@ -68,7 +68,7 @@ class Allotment:
             self.granted += lease.stop - lease.start - skipped
 
     def _begin_book(self, first_sample: int) -> None:
-        """What is not read yet is somebody else's now; what was read stays, to be read again."""
+        """Give up the samples that are not read yet: they are somebody else's now. The others may be read again."""
         unread = self.granted - self._taken
         while unread > 0:
             start, stop = self._ranges.pop()
@@ -80,21 +80,21 @@ class Allotment:
 
     def take(self) -> Batch:
         """The positions of the next step; of an earlier one again while leases are used up, so that no step waits."""
-        if self._taken + self._step_samples <= self.granted:
+        if self._taken + self.step_samples <= self.granted:
             start = self._taken
-            self._taken += self._step_samples
+            self._taken += self.step_samples
             self._repeats = 0
             self._forget()
         else:
             assert self.ready, "a batch was taken before the first lease arrived"
-            batches = (self.granted - self._first) // self._step_samples
-            start = self._first + self._repeats % batches * self._step_samples
+            batches = (self.granted - self._first) // self.step_samples
+            start = self._first + self._repeats % batches * self.step_samples
             self._repeats += 1
         return Batch(tuple(self._positions(start)), self._taken)
 
     def _positions(self, start: int) -> list[Range]:
         found: list[Range] = []
-        skip, left = start - self._first, self._step_samples
+        skip, left = start - self._first, self.step_samples
         for begin, stop in self._ranges:
             if skip >= stop - begin:
                 skip -= stop - begin
@@ -118,7 +118,7 @@ class Allotment:
 
 
 class Fates(NamedTuple):
-    """How many indices were handed out, and what became of them."""
+    """Counts of the indices that were handed out, and of each fate."""
 
     leased: int
     merged: int
@@ -128,7 +128,7 @@ class Fates(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a value of a learner held that went into a version."""
+    """The samples that a value held which went into a version."""
 
     fragment_id: int
     version: int
@@ -137,7 +137,7 @@ class Share(NamedTuple):
 
 
 class Holding:
-    """What one incarnation of a learner has been given, and of which the fate is open."""
+    """The samples of one incarnation of a learner of which the fate is open."""
 
     __slots__ = ("granted", "marks", "pending", "ranges", "settled", "taught")
 
@@ -161,7 +161,7 @@ class Holding:
         return leases
 
     def confirm(self, fragment_id: int, version: int) -> bool:
-        """What went into versions of this fragment up to this one is safe; whether the fragment was the last behind."""
+        """Note that versions of this fragment up to this one are safe; returns whether it was the last one behind."""
         last = self.marks[fragment_id] == self.settled
         for share in [s for s in self.pending if s.fragment_id == fragment_id and s.version <= version]:
             self.pending.remove(share)
@@ -220,7 +220,7 @@ class LeaseBook:
     def __init__(self, num_fragments: int) -> None:
         self._num_fragments = num_fragments
         self._next = 0
-        self._pool: list[Range] = []  # released, sorted, never adjacent
+        self.pool: list[Range] = []  # released, sorted, never adjacent
         self.unconfirmed: dict[int, int] = {}  # fragment -> newest version that nobody is known to hold
         self._leased = self._merged = self._overwritten = self._released = 0
         self.holdings: dict[str, Holding] = {}
@@ -260,12 +260,12 @@ class LeaseBook:
 
     def _take(self, count: int) -> Range:
         """At most `count` positions in one range: released ones first."""
-        if self._pool:
-            start, stop = self._pool[0]
+        if self.pool:
+            start, stop = self.pool[0]
             if stop - start > count:
-                self._pool[0] = (start + count, stop)
+                self.pool[0] = (start + count, stop)
                 return start, start + count
-            return self._pool.pop(0)
+            return self.pool.pop(0)
         start = self._next
         self._next += count
         return start, self._next
@@ -276,7 +276,8 @@ class LeaseBook:
         """A value that had seen so many samples, and held what those from `since` on taught, went into a version."""
         holding = self.holdings.get(learner_id)
         if holding is not None:
-            holding.pending.append(Share(fragment_id, version, since, min(samples, holding.granted)))
+            known = samples if samples < holding.granted else holding.granted
+            holding.pending.append(Share(fragment_id, version, since, known))
             self.unconfirmed[fragment_id] = version
 
     def confirm(self, fragment_id: int, version: int) -> None:
@@ -288,6 +289,12 @@ class LeaseBook:
                 merged, overwritten = holding.settle()
                 self._merged += merged
                 self._overwritten += overwritten
+
+    def on_held(self, adopted: Sequence[Adopted]) -> None:
+        """A learner holds these versions: what went into them is safe."""
+        for fragment_id, version in tuple(self.unconfirmed.items()):
+            if adopted[fragment_id].version == version:
+                self.confirm(fragment_id, version)
 
     def revert(self, fragment_id: int, version: int) -> None:
         """Every newer version than this one is lost: what went into it was not merged."""
@@ -303,7 +310,7 @@ class LeaseBook:
         count = holding.granted - holding.settled
         self._ended[learner_id] = holding.granted
         self._released += count
-        self._pool = joined(self._pool + holding.ranges)
+        self.pool = joined(self.pool + holding.ranges)
         return count
 
     def forget(self, learner_id: str) -> None:
@@ -329,7 +336,7 @@ class LeaseBook:
         counts = [self._next, self._leased, self._merged, self._overwritten, self._released]
         return {
             "counts": counts,
-            "pool": list(self._pool),
+            "pool": list(self.pool),
             "unconfirmed": list(self.unconfirmed.items()),
             "holdings": holdings,
             "ended": list(self._ended.items()),
@@ -338,7 +345,7 @@ class LeaseBook:
     def restore(self, state: dict[str, Any]) -> None:
         """Become what `state()` described."""
         self._next, self._leased, self._merged, self._overwritten, self._released = state["counts"]
-        self._pool = [(start, stop) for start, stop in state["pool"]]
+        self.pool = [(start, stop) for start, stop in state["pool"]]
         self._ended = {name: granted for name, granted in state["ended"]}
         self.unconfirmed = {fragment_id: version for fragment_id, version in state["unconfirmed"]}
         self.holdings = {}

@@ -1,4 +1,4 @@
-"""What travels between learners and the syncer. What machines ask of their drivers is in effects.py.
+"""Messages between learners and the syncer. effects.py has the requests of machines to their drivers.
 
 Rules of this file
   * Plain immutable values, no behaviour. Messages never hold arrays: a payload (opaque bytes) travels beside its
@@ -27,7 +27,7 @@ NO_VERSION = -1
 
 
 class Adopted(NamedTuple):
-    """What a learner holds of one fragment, and where its own counters stood when it adopted it.
+    """The version of a fragment that a learner holds, and its own counters when it adopted that.
 
     Steps since adoption are `report.local_step - adopted.local_step`, tokens likewise: c_steps and c_tokens of the
     paper without touching P counters at every inner step.
@@ -267,31 +267,10 @@ class Stop(NamedTuple):
     reason: str
 
 
-LearnerMessage = (
-    Hello
-    | StepReport
-    | FragmentValue
-    | AnchorValue
-    | StateRequest
-    | StatePart
-    | StateRefused
-    | StateDone
-    | Heartbeat
-    | Leave
-)
+StateMessage = StateRequest | StatePart | StateRefused | StateDone
+LearnerMessage = Hello | StepReport | FragmentValue | AnchorValue | StateMessage | Heartbeat | Leave
+StateAnswer = StatePull | StatePart | StateEnd | StateUnavailable
 SyncerMessage = (
-    Welcome
-    | Refuse
-    | Expel
-    | Lease
-    | PullRequest
-    | AnchorRequest
-    | StatePull
-    | StatePart
-    | StateEnd
-    | StateUnavailable
-    | GlobalFragment
-    | Advance
-    | Stop
+    Welcome | Refuse | Expel | Lease | PullRequest | AnchorRequest | StateAnswer | GlobalFragment | Advance | Stop
 )
 Message = LearnerMessage | SyncerMessage

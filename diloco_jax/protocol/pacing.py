@@ -1,4 +1,4 @@
-"""When rounds open and close: schedule, moving averages, grace window, quorum. Pure values in, pure values out.
+"""The pace of rounds: schedule, moving averages, grace window, quorum. Pure values in, pure values out.
 
 Rules of this file
   * Every predicate returns its decision together with the numbers that led to it; `Closing.reason` puts them in words.
@@ -53,7 +53,7 @@ class ProtocolConfig:
     restore_s: float = 15.0
     """Seconds that a restarted syncer waits, once a learner is back, for others that may hold newer versions."""
     recover_from_peers: bool = True
-    """Whether a learner that joins later takes parameters and inner optimizer state from a healthy one."""
+    """Learners that join later take parameters and inner optimizer state from a healthy one."""
     recovery_attempts: int = 3
     """States that a joining learner tries to get, each within sync_every global steps, before it goes on without."""
     strikes_max: int = 3
@@ -62,47 +62,36 @@ class ProtocolConfig:
     """Rounds without a share of a live learner after which an alarm is raised: it works for nothing."""
 
     def __post_init__(self) -> None:
-        _check(self.sync_every >= 1, "sync_every", self.sync_every, "at least 1")
-        _check(self.num_fragments >= 1, "num_fragments", self.num_fragments, "at least 1")
-        _check(
-            self.num_fragments <= self.sync_every,
-            "num_fragments",
-            self.num_fragments,
-            f"at most sync_every = {self.sync_every}, so that every fragment has a global step of its own",
+        turns = f"at most sync_every = {self.sync_every}, so that every fragment has a global step of its own"
+        limits = (
+            ("sync_every", self.sync_every >= 1, "at least 1"),
+            ("num_fragments", self.num_fragments >= 1, "at least 1"),
+            ("num_fragments", self.num_fragments <= self.sync_every, turns),
+            ("overlap_steps", 0 <= self.overlap_steps <= OVERLAP_STEPS_MAX, f"0 to {OVERLAP_STEPS_MAX}"),
+            ("quorum", 1 <= self.quorum <= self.learners_max, f"1 to learners_max = {self.learners_max}"),
+            ("grace_steps_max", self.grace_steps_max >= 0, "at least 0"),
+            ("grace_safety", 0 < self.grace_safety <= 1, "above 0 and at most 1"),
+            ("ema_decay", 0 <= self.ema_decay < 1, "at least 0 and below 1"),
+            ("heartbeat_s", self.heartbeat_s > 0, "above 0"),
+            ("lease_s", self.lease_s >= 2 * self.heartbeat_s, f"at least 2 heartbeats, {2 * self.heartbeat_s}"),
+            ("resend_s", self.resend_s > 0, "above 0"),
+            ("pull_timeout_s", self.pull_timeout_s > 0, "above 0"),
+            ("anchor_history", 1 <= self.anchor_history <= 16, "1 to 16"),
+            ("learners_max", 1 <= self.learners_max <= LEARNERS_MAX_LIMIT, f"1 to {LEARNERS_MAX_LIMIT}"),
+            ("lease_ahead_steps", self.lease_ahead_steps >= 2, "at least 2"),
+            ("release_s", self.release_s > 0, "above 0"),
+            ("snapshot_every", self.snapshot_every >= 0, "at least 0"),
+            ("restore_s", self.restore_s > 0, "above 0"),
+            ("recovery_attempts", 1 <= self.recovery_attempts <= 100, "1 to 100"),
+            ("strikes_max", self.strikes_max >= 1, "at least 1"),
+            ("unmerged_rounds_max", self.unmerged_rounds_max >= 1, "at least 1"),
         )
-        _check(
-            0 <= self.overlap_steps <= OVERLAP_STEPS_MAX,
-            "overlap_steps",
-            self.overlap_steps,
-            f"0 to {OVERLAP_STEPS_MAX}",
-        )
-        _check(1 <= self.quorum <= self.learners_max, "quorum", self.quorum, f"1 to learners_max = {self.learners_max}")
-        _check(self.grace_steps_max >= 0, "grace_steps_max", self.grace_steps_max, "at least 0")
-        _check(0 < self.grace_safety <= 1, "grace_safety", self.grace_safety, "above 0 and at most 1")
-        _check(0 <= self.ema_decay < 1, "ema_decay", self.ema_decay, "at least 0 and below 1")
-        _check(self.heartbeat_s > 0, "heartbeat_s", self.heartbeat_s, "above 0")
-        _check(
-            self.lease_s >= 2 * self.heartbeat_s,
-            "lease_s",
-            self.lease_s,
-            f"at least 2 heartbeats, {2 * self.heartbeat_s}",
-        )
-        _check(self.resend_s > 0, "resend_s", self.resend_s, "above 0")
-        _check(self.pull_timeout_s > 0, "pull_timeout_s", self.pull_timeout_s, "above 0")
-        _check(1 <= self.anchor_history <= 16, "anchor_history", self.anchor_history, "1 to 16")
-        _check(
-            1 <= self.learners_max <= LEARNERS_MAX_LIMIT,
-            "learners_max",
-            self.learners_max,
-            f"1 to {LEARNERS_MAX_LIMIT}",
-        )
-        _check(self.lease_ahead_steps >= 2, "lease_ahead_steps", self.lease_ahead_steps, "at least 2")
-        _check(self.release_s > 0, "release_s", self.release_s, "above 0")
-        _check(self.snapshot_every >= 0, "snapshot_every", self.snapshot_every, "at least 0")
-        _check(self.restore_s > 0, "restore_s", self.restore_s, "above 0")
-        _check(1 <= self.recovery_attempts <= 100, "recovery_attempts", self.recovery_attempts, "1 to 100")
-        _check(self.strikes_max >= 1, "strikes_max", self.strikes_max, "at least 1")
-        _check(self.unmerged_rounds_max >= 1, "unmerged_rounds_max", self.unmerged_rounds_max, "at least 1")
+        for name, ok, limit in limits:
+            if not ok:
+                raise ValueError(
+                    f"protocol.{name} is {getattr(self, name)}, but must be {limit}; "
+                    "change it in the config or on the command line"
+                )
 
     @property
     def lockstep(self) -> bool:
@@ -110,15 +99,8 @@ class ProtocolConfig:
         return self.overlap_steps == 0
 
 
-def _check(ok: bool, name: str, value: object, limit: str) -> None:
-    if not ok:
-        raise ValueError(
-            f"protocol.{name} is {value}, but must be {limit}; change it in the config or on the command line"
-        )
-
-
 class Schedule:
-    """Which fragment is due at which global step: fragment p at every t with t mod H = t_p, t_p = floor(p H / P)."""
+    """The fragment that is due at a global step: fragment p at every t with t mod H = t_p, t_p = floor(p H / P)."""
 
     def __init__(self, sync_every: int, num_fragments: int) -> None:
         self.sync_every = sync_every
@@ -153,7 +135,7 @@ def ema(average: float | None, sample: float, decay: float) -> float:
 
 
 def grace_window_s(config: ProtocolConfig, step_s: float | None, quorum_s: float | None, sync_s: float | None) -> float:
-    """How long a round waits for more learners once its quorum is met (paper, Eq. 3).
+    """Return the wait of a round for more learners once its quorum is met (paper, Eq. 3).
 
     slack = tau * xi_step - (xi_quorum + xi_sync);  grace = min(gamma * slack, cap * xi_step), never below 0.
 
@@ -170,7 +152,7 @@ def grace_window_s(config: ProtocolConfig, step_s: float | None, quorum_s: float
 
 
 class Closing(NamedTuple):
-    """Whether a round closes now, and the numbers behind it."""
+    """The decision to close a round or not, and the numbers behind it."""
 
     state: str  # "below quorum", "collecting", "grace", "closed"
     fresh: int
@@ -194,11 +176,6 @@ class Closing(NamedTuple):
         return f"{self.fresh} of {self.live} live learners reported, grace window over"
 
 
-def closes(fresh: int, live: int, quorum: int, closes_s: float | None, now_s: float) -> bool:
-    """Whether a round closes. Most answers are no, and need no reason: `closing` gives it, and has the arguments."""
-    return closes_s is not None and fresh >= quorum and (fresh >= live or now_s >= closes_s)
-
-
 def closing(fresh: int, live: int, quorum: int, closes_s: float | None, now_s: float) -> Closing:
     """Decide whether a round closes, and say why.
 
@@ -209,8 +186,8 @@ def closing(fresh: int, live: int, quorum: int, closes_s: float | None, now_s: f
         closes_s: when the grace window ends; None while the quorum is not met.
         now_s: the driver's clock.
     """
-    if closes(fresh, live, quorum, closes_s, now_s):
-        return Closing("closed", fresh, live, quorum, 0.0)
     if fresh < quorum or closes_s is None:
         return Closing("below quorum" if live < quorum else "collecting", fresh, live, quorum, 0.0)
+    if fresh >= live or now_s >= closes_s:
+        return Closing("closed", fresh, live, quorum, 0.0)
     return Closing("grace", fresh, live, quorum, closes_s - now_s)

@@ -1,4 +1,4 @@
-"""How a learner that joins late gets the state of a healthy one (paper, App. E.3), relayed by the syncer.
+"""The way of a healthy learner's state to one that joins late (paper, App. E.3), relayed by the syncer.
 
     receiver                     syncer                        donor
     StateRequest(clock)  ----->  chooses a donor
@@ -34,7 +34,8 @@ from diloco_jax.protocol.effects import (
     StageState,
     UnstageState,
 )
-from diloco_jax.protocol.membership import ACTIVE, GONE, JOINING, Member, Membership
+from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, Member
+from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import (
     SYNCER,
     StateDone,
@@ -329,7 +330,7 @@ class Matchmaker:
         return self._membership.members.get(name)
 
     def _comes_back(self, receiver: str, awaited: Container[str]) -> bool:
-        """Whether another learner that has trained is about to be active again, as after a restart of the syncer."""
+        """Say if another learner that has trained is about to be active again, as after a restart of the syncer."""
         trained = [m for m in self._membership.members.values() if m.local_step > 0 and m.learner_id != receiver]
         return any(m.state == JOINING or m.learner_id in awaited for m in trained)
 
@@ -366,7 +367,7 @@ class Matchmaker:
         return effects
 
     def donor_of(self, receiver: str) -> str:
-        """Who gives to this learner, or an empty string."""
+        """Name the learner that gives to this one, or nobody."""
         return self._donors.get(receiver, ("", 0))[0]
 
     def clear(self) -> None:

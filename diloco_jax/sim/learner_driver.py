@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.protocol.effects import AdoptState, Effect, Finish, SaveState, Send
-from diloco_jax.protocol.learner.machine import STOPPED, Saved
+from diloco_jax.protocol.learner.machine import STOPPED
 from diloco_jax.protocol.learner.mailbox import Mailbox
+from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.messages import (
     AnchorValue,
     FragmentValue,

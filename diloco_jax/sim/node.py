@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from diloco_jax.protocol.effects import AdoptState, Effect
-from diloco_jax.protocol.learner.machine import Learner, Saved
+from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.mailbox import Mailbox
+from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import GlobalFragment, LearnerMessage, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer

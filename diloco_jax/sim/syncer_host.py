@@ -49,11 +49,9 @@ class SyncerHost:
         """Build a machine as that with which this run began."""
         scenario = self._world.scenario
         fragments = range(scenario.config.num_fragments)
-        syncer = self._make_syncer(scenario.config, scenario.total_steps, FINGERPRINT)
-        syncer.payload_bytes = dict.fromkeys(fragments, scenario.payload_bytes)
-        if scenario.step_bytes is not None:
-            syncer.step_bytes = dict.fromkeys(fragments, scenario.step_bytes)
-        return syncer
+        whole = dict.fromkeys(fragments, scenario.payload_bytes)
+        steps = dict.fromkeys(fragments, scenario.step_bytes) if scenario.step_bytes is not None else {}
+        return self._make_syncer(scenario.config, scenario.total_steps, FINGERPRINT, whole, steps)
 
     def _initial(self) -> list[Value]:
         return [

@@ -141,7 +141,7 @@ class SyncerProcess:
         lines = len(self._disk.tape) if self._observers else 0  # that of the input is written
         if effects:
             done = effects if self.dies_after is None else effects[: self.dies_after]
-            ends = self.machine.finished and self.finished_s == NEVER_S
+            ends = self.machine.progress.finished and self.finished_s == NEVER_S
             heard, send = self._heard, self._send
             for effect in done:
                 kind = type(effect)

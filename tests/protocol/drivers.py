@@ -1,4 +1,4 @@
-"""What the drivers of both machines keep in memory and on disk, and what they may expect of a machine.
+"""Drivers of both machines, in memory: the values that they keep, and what they may expect of a machine.
 
 Values, states and payloads are stood for by digests and names; whoever asks for one that is not there, frees one twice
 or keeps too many fails the test.
@@ -24,8 +24,9 @@ from diloco_jax.protocol.effects import (
     StageState,
     UnstageState,
 )
-from diloco_jax.protocol.learner.machine import Learner, Saved
+from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.mailbox import Given, Mailbox
+from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.messages import (
     NO_VERSION,
     AnchorValue,
@@ -54,7 +55,7 @@ def value_of(fragment_id: int, version: int, epoch: int) -> Value:
 
 
 class Snapshot(NamedTuple):
-    """What is on disk of one moment of the run."""
+    """Files of one moment of the run."""
 
     global_step: int
     state: str  # of the machine, as JSON
@@ -117,7 +118,7 @@ class SyncerDriver:
         self.snapshots.append(Snapshot(global_step, json.dumps(machine.state()), tuple(self.values), tape_lines))
 
     def die(self) -> None:
-        """What was in memory is lost; what an earlier process had on disk is loaded."""
+        """Lose the memory, and load what an earlier process had on disk."""
         snapshots, num_fragments = self.snapshots, len(self.values)
         self.__init__(num_fragments)  # type: ignore[misc]
         self.snapshots = snapshots
@@ -237,7 +238,7 @@ class LearnerDriver:
 
 
 def saved_by(effect: SaveState, machine: Learner) -> Saved:
-    """What is on disk after a learner saved its state."""
+    """Describe the file after a learner saved its state."""
     return Saved(effect.global_step, tuple(machine.digests))
 
 

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from diloco_jax.protocol.effects import Adopt, Drop, Effect, Merge, Note, SaveSnapshot, SaveState, Send, Stage, Unstage
-from diloco_jax.protocol.learner.machine import STOPPED, Learner, Saved
+from diloco_jax.protocol.learner.machine import STOPPED, Learner
+from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.messages import SYNCER, FragmentValue, Heartbeat, Message, Refuse
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
@@ -280,7 +281,7 @@ class Pair:
         return [m for sender, receiver, m in self.sent if isinstance(m, kind) and name in ("", sender, receiver)]
 
     def contributors(self) -> list[tuple[str, ...]]:
-        """Who was merged, round by round."""
+        """Name those that were merged, round by round."""
         return [tuple(part.learner_id for part in merge.parts) for merge in self.merges()]
 
     def check_replay(self) -> None:
@@ -295,10 +296,8 @@ class Pair:
                 assert anchor.version != newest.version or anchor == newest, f"{name}: {anchor}, newest is {newest}"
 
     def _new_syncer(self) -> Syncer:
-        syncer = Syncer(self.config, self._total_steps, self._fingerprint)
-        if self._steps:
-            syncer.step_bytes = dict.fromkeys(range(self.config.num_fragments), STEP_BYTES)
-        return syncer
+        step_bytes = dict.fromkeys(range(self.config.num_fragments) if self._steps else (), STEP_BYTES)
+        return Syncer(self.config, self._total_steps, self._fingerprint, step_bytes=step_bytes)
 
     # ---- the drivers ----------------------------------------------------------------------------------------------
 
@@ -345,7 +344,7 @@ class Pair:
                 return
         for effect in effects:
             self._execute(effect, handled)
-        in_flight = len(self.syncer._rounds)
+        in_flight = len(self.syncer.rounds.flying)
         assert in_flight <= max(1, self.config.overlap_steps), f"{in_flight} rounds in flight"
         check_fates(self.syncer)
         if not self.holds_merges:

@@ -1,4 +1,4 @@
-"""How property tests run: the same examples every time, and no clock that a busy machine could make them fail by."""
+"""Settings of property tests: the same examples every time, and no clock that fails on a busy machine."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from diloco_jax.protocol.effects import Effect, Send
@@ -23,11 +23,14 @@ FINGERPRINT = (("model", "abc"),)
 LEASED = 1000  # samples that a member got when it greeted: enough for every test that is not about them
 
 
-def new(total_steps: int = 100, **settings: Any) -> Syncer:
-    """Four fragments, one due at every global step: 1, 2, 3, 0, 1, ... No grace window, so that K alone decides."""
+def new(total_steps: int = 100, sizes: Sequence[dict[int, int]] = (), **settings: Any) -> Syncer:
+    """Four fragments, one due at every global step: 1, 2, 3, 0, 1, ... No grace window, so that K alone decides.
+
+    `sizes` are those of whole values, and of steps.
+    """
     small: dict[str, Any] = {"sync_every": 4, "num_fragments": 4, "grace_steps_max": 0.0}
     small |= {"lease_s": 8.0, "resend_s": 3.0, "lease_ahead_steps": LEASED}
-    return Syncer(ProtocolConfig(**small | settings), total_steps, FINGERPRINT)
+    return Syncer(ProtocolConfig(**small | settings), total_steps, FINGERPRINT, *sizes)
 
 
 def hello(name: str, incarnation: int = 1, versions: tuple[int, ...] = (0, 0, 0, 0), **changed: Any) -> Hello:
@@ -37,13 +40,15 @@ def hello(name: str, incarnation: int = 1, versions: tuple[int, ...] = (0, 0, 0,
 
 
 def digest(fragment_id: int, version: int) -> int:
-    """Of a global value; that of an initial one is 0 in a syncer that was not told another."""
+    """Name the digest of a global value; that of an initial one is 0 in a syncer that was not told another."""
     return 1000 * version + fragment_id if version else 0
 
 
 def merged(syncer: Syncer, global_step: int, now_s: float, left_out: tuple[str, ...] = ()) -> list[Effect]:
     """The merge of a round is done."""
-    return syncer.on_merged(global_step, digest(syncer._rounds[global_step].fragment_id, global_step), left_out, now_s)
+    return syncer.on_merged(
+        global_step, digest(syncer.rounds.flying[global_step].fragment_id, global_step), left_out, now_s
+    )
 
 
 def fragment(

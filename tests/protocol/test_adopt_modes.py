@@ -1,4 +1,4 @@
-"""What a value that is sent says of the samples that taught it, however adoption treats the work before it."""
+"""A value that is sent tells of the samples that taught it, however adoption treats the work before it."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diloco_jax.protocol.effects import Effect, Note, Send
-from diloco_jax.protocol.membership import ACTIVE, GONE, JOINING, SILENT
+from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT
 from diloco_jax.protocol.messages import Adopted, Expel, Heartbeat, Leave, StateRequest, Stop
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.health import conditions
@@ -139,7 +139,7 @@ def unmerged(syncer: Syncer, rounds: int) -> list[Effect]:
         newest = tuple(Adopted(version) for version in syncer.versions)
         effects += syncer.on_message(report("b", step, tuple(Adopted(v, step, 0) for v in syncer.versions)), now_s)
         effects += syncer.on_message(report("a", step, newest), now_s)
-        this = next(iter(syncer._rounds.values()))
+        this = next(iter(syncer.rounds.flying.values()))
         base = syncer.versions[this.fragment_id]
         syncer.on_message(value("a", this.global_step, this.fragment_id, step, base_version=base), now_s)
         effects += merged(syncer, this.global_step, now_s)
@@ -174,7 +174,7 @@ def test_a_share_ends_the_alarm() -> None:
     assert said(syncer, "b", 9.0)[0] == "unmerged"
     held = tuple(Adopted(version) for version in syncer.versions)
     syncer.on_message(report("b", 50, held), 50.0)
-    this = next(iter(syncer._rounds.values()))
+    this = next(iter(syncer.rounds.flying.values()))
     base = syncer.versions[this.fragment_id]
     for name in sorted(this.asked):
         syncer.on_message(value(name, this.global_step, this.fragment_id, 50, base_version=base), 50.0)
@@ -195,7 +195,7 @@ def test_a_strike_is_a_condition_until_a_value_can_be_used() -> None:
     pair.poisoned = set()
     pair.wait(1.0)
     pair.step("a", "b")
-    assert pair.syncer.membership.members["b"].strikes == 0
+    assert pair.syncer.membership.members["b"].credit.strikes == 0
 
 
 def test_an_expelled_learner_stops_and_its_next_incarnation_may_join() -> None:

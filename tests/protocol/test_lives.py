@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from diloco_jax.protocol.effects import Adopt, AdoptState, Drop, Send
-from diloco_jax.protocol.learner.machine import JOINING, RECOVERING, TRAINING, Learner, Saved
+from diloco_jax.protocol.learner.machine import JOINING, RECOVERING, TRAINING, Learner
+from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.messages import (
     SYNCER,
     Advance,
@@ -85,7 +86,7 @@ def test_a_value_of_a_life_that_is_over_speaks_for_it_only(usable: bool) -> None
     pair.poisoned = set() if usable else {"b"}
     pair.merge()
     member = pair.syncer.membership.members["b"]
-    assert (member.strikes, member.expelled, member.state) == (0, False, JOINING)
+    assert (member.credit.strikes, member.credit.expelled, member.state) == (0, False, JOINING)
     assert pair.messages(Expel) == []
     assert pair.notes("merged")[-1].members == (("a", "b") if usable else ("a",))
     assert member.rounds == (2 if usable else 1), "its name's work, whichever life did it"

@@ -1,4 +1,4 @@
-"""What a machine is given while a step runs, and what waits for the gap between two steps."""
+"""Mail that a machine is given while a step runs, and mail that waits for the gap between two steps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Mail:
         self.take()
 
     def come(self, *messages: SyncerMessage) -> list[Any]:
-        """What the machine asks for at once."""
+        """Let messages come; returns what the machine asks for at once."""
         given = [self.box.arrive(message, "item", 1.0) for message in messages]
         return [effect for one in given if one is not None for effect in one.effects]
 
@@ -67,7 +67,7 @@ class Mail:
             self.box.read(message, f"values of {message.version}", 1.0)
 
     def take(self) -> list[tuple[SyncerMessage, str]]:
-        """What the machine is given in the gap."""
+        """Reach the gap; returns what the machine is given there."""
         given = []
         while (one := self.box.take(1.0)) is not None:
             given.append((one.message, one.item))
@@ -76,7 +76,7 @@ class Mail:
 
 @pytest.fixture
 def mail() -> Mail:
-    """Of a learner that trains and has made a step."""
+    """The mail of a learner that trains and has made a step."""
     mail = Mail()
     assert mail.machine.state == TRAINING
     mail.machine.on_step(10, 1.0, 2.5, 1.0, samples_end=mail.machine.take_batch().end)
@@ -136,18 +136,18 @@ def test_a_part_of_a_state_is_taken_at_once_while_nobody_steps_and_dropped_from_
     joining.read(fragment(1, 5))
     assert KeepPart(0, 2) in joining.come(part(0, 4)), "it does not wait behind what is to be adopted"
     assert joining.machine.adopted[1].version == 3
-    heard_s = mail.machine._heard_s
+    heard_s = mail.machine.contact.heard_s
     assert mail.machine.may_step() and mail.come(part(0, 4)) == []
-    assert not mail.box and mail.machine._heard_s == heard_s
+    assert not mail.box and mail.machine.contact.heard_s == heard_s
 
 
 def test_nothing_is_adopted_while_a_state_is_being_taken_over() -> None:
-    """Which of its parameters count was decided before: those of a fragment adopted since would replace newer ones."""
+    """The choice of its parameters was made before: those of a fragment adopted since would replace newer ones."""
     mail = Mail(4)
     mail.come(part(0, 4))
     mail.read(fragment(1, 5))
     effects = mail.come(part(1, 4))
-    assert AdoptState("donor", 9, (0, 1)) in effects and mail.machine.adopting
+    assert AdoptState("donor", 9, (0, 1)) in effects and mail.machine.start.adopting
     assert mail.take() == [] and len(mail.box) == 1
     done = mail.machine.on_state_adopted(True, 2.0)
     assert done == [Send("syncer", StateDone("a", 1, "donor"))] and mail.machine.state == TRAINING

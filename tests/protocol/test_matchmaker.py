@@ -1,4 +1,4 @@
-"""Who gives its state to whom, and whole transfers over a bad network: the syncer's side of recovery."""
+"""The syncer's side of recovery: matches of donors and receivers, and whole transfers over a bad network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import random
 import pytest
 
 from diloco_jax.protocol.effects import Drop, DropParts, Effect, KeepPart, Note, Send, StageState, UnstageState
-from diloco_jax.protocol.membership import ACTIVE, GONE, SILENT, Membership
+from diloco_jax.protocol.member import ACTIVE, GONE, SILENT
+from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import (
     SYNCER,
     Message,

@@ -1,4 +1,4 @@
-"""Who is let in and why not, what moves a member from state to state, and the median of step times."""
+"""Learners are let in or refused; what moves a member from state to state, and the median of step times."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from diloco_jax.protocol.membership import ACTIVE, GONE, JOINING, OPEN, SILENT, Membership
+from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT
+from diloco_jax.protocol.membership import OPEN, Membership
 from diloco_jax.protocol.messages import Hello
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
@@ -102,11 +103,11 @@ def test_a_newer_incarnation_starts_anew_and_keeps_the_totals() -> None:
     members = membership()
     member = members.join(hello(), 0.0)
     members.set_state(member, ACTIVE, 0.0)
-    member.local_step, member.tokens, member.rounds, member.used_step = 7, 70, 2, 6
-    again = members.join(hello(incarnation=2), 5.0)
-    assert again is member
+    member.local_step, member.tokens, member.rounds, member.credit.used_step = 7, 70, 2, 6
+    member = members.join(hello(incarnation=2), 5.0)
+    assert members.members == {"a": member}
     assert (member.state, member.incarnation, member.restarts) == (JOINING, 2, 1)
-    assert (member.local_step, member.tokens, member.used_step, member.adopted) == (0, 0, 0, ())
+    assert (member.local_step, member.tokens, member.credit.used_step, member.adopted) == (0, 0, 0, ())
     assert (member.total_steps, member.total_tokens, member.rounds) == (7, 70, 2)
     assert members.live == 0
     assert members.get("a", 1) is None, "the old incarnation is not known any more"
@@ -150,12 +151,12 @@ def test_whoever_remembers_what_was_made_void_is_refused() -> None:
 def test_an_expelled_incarnation_is_refused_and_the_next_is_not() -> None:
     members = membership()
     member = members.join(hello(), 0.0)
-    member.expelled, member.strikes = True, 3
+    member.credit.expelled, member.credit.strikes = True, 3
     members.set_state(member, GONE, 1.0)
     assert "incarnation 1 of a was expelled; start the learner again" in members.refusal(hello(), EPOCH, 0)
     assert members.refusal(hello(incarnation=2), EPOCH, 0) == ""
-    members.join(hello(incarnation=2), 2.0)
-    assert (member.expelled, member.strikes) == (False, 0)
+    member = members.join(hello(incarnation=2), 2.0)
+    assert (member.credit.expelled, member.credit.strikes) == (False, 0)
 
 
 def test_whoever_is_connected_expires_at_the_lease() -> None:

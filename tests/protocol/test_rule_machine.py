@@ -213,7 +213,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def rounds_are_few(self) -> None:
-        assert len(self.pair.syncer._rounds) <= max(1, self.pair.config.overlap_steps)
+        assert len(self.pair.syncer.rounds.flying) <= max(1, self.pair.config.overlap_steps)
 
     # ---- how it ends ----------------------------------------------------------------------------------------------
 

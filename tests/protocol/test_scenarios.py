@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.protocol.learner.machine import STOPPED, TRAINING, WAITING
-from diloco_jax.protocol.membership import ACTIVE, GONE, JOINING
+from diloco_jax.protocol.member import ACTIVE, GONE, JOINING
 from diloco_jax.protocol.messages import (
     Advance,
     FragmentValue,

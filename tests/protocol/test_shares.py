@@ -44,7 +44,7 @@ def test_whoever_was_left_out_is_told_so_and_is_not_asked_again_before_it_holds_
         assert not [m for m in sent(effects, "b") if isinstance(m, PullRequest)]
     effects = syncer.on_message(report("b", 4, (Adopted(1, 3, 30),)), 9.0)
     assert PullRequest(2, 0, 4) in sent(effects, "b")
-    assert syncer.membership.members["b"].strikes == 1
+    assert syncer.membership.members["b"].credit.strikes == 1
 
 
 def test_without_a_new_version_nothing_will_replace_its_parameters_so_it_is_asked_again() -> None:
@@ -84,7 +84,7 @@ def test_of_a_version_that_was_lost_with_the_syncer_nobody_has_a_share() -> None
 
 
 def test_when_the_end_of_the_tape_is_lost_nobody_is_promised_a_share_that_it_may_not_have() -> None:
-    """Who was left out is then forgotten: an old residual twice does less harm than one of a bad value once."""
+    """A value left out is then forgotten: an old residual twice does less harm than one of a bad value once."""
     pair = Pair(quorum=2, snapshot_every=1)
     pair.join("a", "b")
     pair.poisoned = {"b"}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note, Restore, SaveSnapshot
-from diloco_jax.protocol.membership import GONE
+from diloco_jax.protocol.member import GONE
 from diloco_jax.protocol.messages import Adopted, AnchorRequest, AnchorValue, Refuse, Stop, Welcome
 from diloco_jax.protocol.syncer.machine import Syncer
 from tests.protocol.pair import Pair
@@ -47,7 +47,7 @@ class Driven:
             if not self.merging:
                 return []
             global_step = self.merging.pop(item[1] % len(self.merging))
-            left_out = tuple(sorted(item[2] & self.machine._rounds[global_step].values.keys()))
+            left_out = tuple(sorted(item[2] & self.machine.rounds.flying[global_step].values.keys()))
             return self.machine.on_merged(global_step, 1000 + global_step, left_out, self.now_s)
         if kind == "restart":
             self.merging.clear()

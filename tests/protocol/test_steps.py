@@ -19,24 +19,19 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.syncer.collector import STEPS_MAX
+from diloco_jax.protocol.syncer.downstream import STEPS_MAX
 from diloco_jax.protocol.syncer.machine import Syncer
 from tests.protocol.pair import Pair
 from tests.protocol.syncer_inputs import FINGERPRINT, digest, hello, merged, new, only, running, sent, value
 
 WHOLE, STEP = 400, 50  # bytes
+SIZES = (dict.fromkeys(range(4), WHOLE), dict.fromkeys(range(4), STEP))
 HEARTBEAT_S = 100.0
 
 
 def stepping(*names: str, **settings: Any) -> Syncer:
     """Round 1, of fragment 1, is pulled from everybody."""
-    return sized(running(*names, **settings))
-
-
-def sized(syncer: Syncer) -> Syncer:
-    syncer.payload_bytes = dict.fromkeys(range(4), WHOLE)
-    syncer.step_bytes = dict.fromkeys(range(4), STEP)
-    return syncer
+    return running(*names, **{"sizes": SIZES} | settings)
 
 
 def first_version(syncer: Syncer, *names: str) -> list[Effect]:
@@ -63,8 +58,7 @@ def test_a_new_version_goes_out_as_a_step_to_whoever_holds_its_base() -> None:
 
 
 def test_without_the_size_of_a_step_values_go_out_whole() -> None:
-    syncer = stepping("a")
-    del syncer.step_bytes[1]
+    syncer = stepping("a", sizes=(SIZES[0], {0: STEP}))
     assert fragments(first_version(syncer, "a"), "a") == [(1, 1, NO_VERSION, WHOLE)]
 
 
@@ -128,7 +122,7 @@ def test_restarts_and_rewinds_forget_from_where_steps_lead() -> None:
 def test_a_restored_machine_knows_who_can_use_which_step() -> None:
     syncer = stepping("a", "b")
     first_version(syncer, "a", "b")
-    other = sized(new(quorum=2))
+    other = new(quorum=2, sizes=SIZES)
     other.restore(json.loads(json.dumps(syncer.state())))
     assert other.state() == syncer.state()
     for again in range(2):
@@ -168,7 +162,7 @@ def take(machine: Learner, message: GlobalFragment) -> list[Effect]:
 
 
 def asks_at_s(machine: Learner) -> float | None:
-    """When it greets again, if it is going to."""
+    """Return the time at which it greets again, if it is going to."""
     deadline_s = machine.next_deadline_s()
     return deadline_s if deadline_s != HEARTBEAT_S else None
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.protocol.effects import Discard, Drop, Merge, Note, Part, Send
-from diloco_jax.protocol.membership import ACTIVE, JOINING
+from diloco_jax.protocol.member import ACTIVE, JOINING
 from diloco_jax.protocol.messages import Adopted, FragmentValue, Heartbeat, PullRequest, Refuse, Welcome
 from diloco_jax.protocol.syncer.machine import Syncer
 from tests.protocol.syncer_inputs import fragment, hello, merged, new, only, report, running, sent, value
@@ -16,8 +16,7 @@ from tests.protocol.syncer_inputs import fragment, hello, merged, new, only, rep
 
 
 def test_a_newcomer_is_welcomed_and_gets_every_fragment() -> None:
-    syncer = new()
-    syncer.payload_bytes = {0: 11, 1: 22, 2: 33, 3: 44}
+    syncer = new(sizes=[{0: 11, 1: 22, 2: 33, 3: 44}])
     effects = syncer.on_message(hello("a", versions=(-1,) * 4), 0.0)
     assert effects[0] == Note("joined", 0, -1, ("a",), "incarnation 1")
     assert sent(effects, "a") == [
@@ -159,7 +158,7 @@ def test_merges_when_everybody_answered_in_the_order_of_names() -> None:
         Send("a", fragment(1, 1, 1, merged_round=1)),
         Send("b", fragment(1, 1, 1, merged_round=1)),
     ]
-    assert syncer.versions == [0, 1, 0, 0] and (syncer.merged_rounds, syncer.merged_parts) == (1, 2)
+    assert syncer.versions == [0, 1, 0, 0] and (syncer.merged_rounds, syncer.progress.merged_parts) == (1, 2)
     assert syncer.membership.members["a"].rounds == 1
 
 
@@ -175,7 +174,7 @@ def test_a_second_or_late_value_is_dropped() -> None:
     merged(syncer, 1, 4.0)
     (drop,) = syncer.on_message(value("b", 1, 1, 1), 5.0)
     assert isinstance(drop, Drop), "after the merge"
-    assert syncer.merged_parts == 2
+    assert syncer.progress.merged_parts == 2
 
 
 @pytest.mark.parametrize(

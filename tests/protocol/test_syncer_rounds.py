@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.protocol.effects import Discard, Drop, Merge, Note, Part, Send
-from diloco_jax.protocol.membership import ACTIVE, GONE, SILENT
+from diloco_jax.protocol.member import ACTIVE, GONE, SILENT
 from diloco_jax.protocol.messages import Adopted, Advance, Heartbeat, Leave, PullRequest, Stop
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer

@@ -208,7 +208,7 @@ def test_the_end_of_a_tape_goes_back_to_a_snapshot_from_before_it() -> None:
     machine = pair._new_syncer()
     machine.restore(json.loads(snapshot.state))
     list(replay(tail, machine, {snapshot.global_step: json.loads(snapshot.state)}))
-    assert (machine.epoch, machine.rewound, machine.global_step) == (2, 2, snapshot.global_step)
+    assert (machine.epoch, machine.progress.rewound, machine.global_step) == (2, 2, snapshot.global_step)
 
 
 def test_another_configuration_decides_otherwise() -> None:

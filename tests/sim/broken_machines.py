@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from diloco_jax.protocol.effects import AdoptState, Effect, Merge, Send, UnstageState
 from diloco_jax.protocol.learner.heads import STALE
 from diloco_jax.protocol.learner.machine import RECOVERING, TRAINING, Learner
+from diloco_jax.protocol.learner.start import Start
 from diloco_jax.protocol.leases import Batch, LeaseBook
-from diloco_jax.protocol.membership import Held, Member
-from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment, PullRequest, StatePart, SyncerMessage
+from diloco_jax.protocol.member import Held, Member
+from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment, Hello, PullRequest, StatePart, SyncerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer.comeback import Comeback
+from diloco_jax.protocol.syncer.downstream import Downstream
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.roster import Roster
+
+
+def having(part: type, make: type[Syncer] | type[Learner]) -> Callable[..., Any]:
+    """Make machines of which one part is a broken one."""
+
+    def make_machine(*args: Any, **kwargs: Any) -> Syncer | Learner:
+        with patch.object(sys.modules[make.__mro__[-2].__module__], part.__mro__[1].__name__, part):
+            return make(*args, **kwargs)
+
+    return make_machine
 
 
 class Diligent(Syncer):
@@ -22,7 +38,7 @@ class Diligent(Syncer):
     def on_restart(self, *args: Any) -> list[Effect]:
         again = [
             Merge(this.global_step, this.fragment_id, tuple(part for _, part in sorted(this.values.items())))
-            for this in self._rounds.values()
+            for this in self.rounds.flying.values()
             if this.phase == "merging"
         ]
         return super().on_restart(*args) + again
@@ -35,20 +51,20 @@ class Lenient(Syncer):
         return super().on_merged(global_step, digest, (), now_s)
 
 
-class Flatterer(Syncer):
+class Flatterer(Downstream):
     """Tells everybody that every version holds a value of theirs."""
 
-    def _global(self, *args: Any, **how: Any) -> Send:
-        send = super()._global(*args, **how)
+    def send(self, *args: Any, **how: Any) -> Send:
+        send = super().send(*args, **how)
         assert isinstance(send.message, GlobalFragment)
         return send._replace(message=send.message._replace(merged_round=send.message.version))
 
 
-class Discreet(Syncer):
+class Discreet(Downstream):
     """Tells nobody whose values a version holds."""
 
-    def _global(self, *args: Any, **how: Any) -> Send:
-        send = super()._global(*args, **how)
+    def send(self, *args: Any, **how: Any) -> Send:
+        send = super().send(*args, **how)
         assert isinstance(send.message, GlobalFragment)
         return send._replace(message=send.message._replace(merged_round=NO_VERSION))
 
@@ -60,11 +76,11 @@ class Patient(Syncer):
         super().__init__(replace(config, strikes_max=1000), *args)
 
 
-class Forgiving(Syncer):
+class Forgiving(Roster):
     """Takes messages of those that it has expelled."""
 
-    def _lose(self, member: Any, state: str, reason: str, now_s: float) -> list[Effect]:
-        return [] if reason == "expelled" else super()._lose(member, state, reason, now_s)
+    def lose(self, member: Any, state: str, reason: str, now_s: float) -> list[Effect]:
+        return [] if reason == "expelled" else super().lose(member, state, reason, now_s)
 
 
 class Greedy(Learner):
@@ -81,7 +97,7 @@ class Unasked(Learner):
 
     def _serve(self, effects: list[Effect]) -> None:
         if self.local_step > 0 and self.state == TRAINING:
-            effects += self._donor.serve(1_000_000, self.local_step, tuple(held.version for held in self.adopted))
+            effects += self.donor.serve(1_000_000, self.local_step, tuple(held.version for held in self.adopted))
 
 
 class Uncritical(Learner):
@@ -101,12 +117,11 @@ class Hoards(Learner):
         return [e for e in super().on_message(message, now_s) if not isinstance(e, UnstageState)]
 
 
-class Slow(Learner):
+class Slow(Start):
     """Takes an old state for a young one."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._receiver._config = replace(self._config, sync_every=1000)
+    def __init__(self, learner_id: str, incarnation: int, config: ProtocolConfig, *args: Any) -> None:
+        super().__init__(learner_id, incarnation, replace(config, sync_every=1000), *args)
 
 
 class GivesTwice(LeaseBook):
@@ -132,15 +147,6 @@ class Overcounter(LeaseBook):
         super().on_merged(learner_id, fragment_id, version, samples)
 
 
-def with_book(make: type[LeaseBook]) -> Callable[..., Syncer]:
-    def make_syncer(config: ProtocolConfig, *args: Any) -> Syncer:
-        syncer = Syncer(config, *args)
-        syncer.leases = make(config.num_fragments)
-        return syncer
-
-    return make_syncer
-
-
 class Adrift(Learner):
     """Reads beside what was leased to it."""
 
@@ -154,20 +160,20 @@ class Liar(Syncer):
 
     def on_restart(self, *args: Any) -> list[Effect]:
         effects = super().on_restart(*args)
-        self.digests = [digest + 1 for digest in self.digests]
+        self.downstream.digests = [digest + 1 for digest in self.digests]
         return effects
 
 
-class Careless(Syncer):
+class Careless(Comeback):
     """Does not wait for what learners bring after a restart."""
 
-    def on_restart(self, *args: Any) -> list[Effect]:
-        effects = super().on_restart(*args)
-        if self._restoring is not None:
-            self._restoring.deadline_s = args[-1] + 2.5
+    def restart(self, *args: Any) -> list[Effect]:
+        effects = super().restart(*args)
+        if self.restoring is not None:
+            self.restoring.deadline_s = args[-1] + 2.5
         return effects
 
-    def _ask_anchors(self, *args: Any) -> None:
+    def ask(self, *args: Any) -> None:
         pass
 
 
@@ -175,39 +181,39 @@ class Gullible(Learner):
     """Applies every step, whatever it holds."""
 
     def wants(self, message: GlobalFragment, now_s: float) -> bool:
-        return self._heads.judge(message) != STALE
+        return self.heads.judge(message) != STALE
 
 
-class Wasteful(Syncer):
+class Wasteful(Downstream):
     """Sends every value whole, although it could send steps."""
 
-    def _global(self, member: Member, fragment_id: int, *args: Any, **kwargs: Any) -> Send:
-        member.will_hold[fragment_id] = Held(NO_VERSION, 0)
-        return super()._global(member, fragment_id, *args, **kwargs)
+    def send(self, member: Member, fragment_id: int, *args: Any, **kwargs: Any) -> Send:
+        member.down.will_hold[fragment_id] = Held(NO_VERSION, 0)
+        return super().send(member, fragment_id, *args, **kwargs)
 
 
-class Presumptuous(Syncer):
+class Presumptuous(Downstream):
     """Believes that everybody holds what a step starts from."""
 
-    def _global(self, member: Member, fragment_id: int, *args: Any, **kwargs: Any) -> Send:
-        if fragment_id in self._bases:
-            member.will_hold[fragment_id] = self._bases[fragment_id]
-        return super()._global(member, fragment_id, *args, **kwargs)
+    def send(self, member: Member, fragment_id: int, *args: Any, **kwargs: Any) -> Send:
+        if fragment_id in self.bases:
+            member.down.will_hold[fragment_id] = self.bases[fragment_id]
+        return super().send(member, fragment_id, *args, **kwargs)
 
 
-class Insistent(Syncer):
+class Insistent(Downstream):
     """Sends the same step again and again."""
 
-    def _global(self, member: Member, fragment_id: int, *args: Any, **kwargs: Any) -> Send:
-        member.sent.pop(fragment_id, None)
-        return super()._global(member, fragment_id, *args, **kwargs)
+    def send(self, member: Member, fragment_id: int, *args: Any, **kwargs: Any) -> Send:
+        member.down.sent.pop(fragment_id, None)
+        return super().send(member, fragment_id, *args, **kwargs)
 
 
-class Confused(Syncer):
+class Confused(Downstream):
     """Names another base than that of the step which its driver has."""
 
-    def _global(self, *args: Any, **kwargs: Any) -> Send:
-        send = super()._global(*args, **kwargs)
+    def send(self, *args: Any, **kwargs: Any) -> Send:
+        send = super().send(*args, **kwargs)
         assert isinstance(send.message, GlobalFragment)
         return send._replace(message=send.message._replace(base=send.message.base + (send.message.base > 0)))
 
@@ -249,3 +255,25 @@ class Distracted(Learner):
     def on_pull(self, message: PullRequest, now_s: float) -> list[Effect]:
         self.global_step = max(self.global_step, message.global_step)
         return super().on_pull(message, now_s)
+
+
+class Partial(Syncer):
+    """Forgets one member in its broadcasts."""
+
+    def on_merged(self, global_step: int, digest: int, left_out: Sequence[str], now_s: float) -> list[Effect]:
+        effects = super().on_merged(global_step, digest, left_out, now_s)
+        return [e for e in effects if not (isinstance(e, Send) and _forgotten(e))]
+
+
+class Unhelpful(Downstream):
+    """Does not hear it complain."""
+
+    def missing(self, hello: Hello) -> list[int]:
+        return [] if hello.learner_id == "island-3" and self._progress.global_step else super().missing(hello)
+
+    def repair(self, *args: Any) -> None:
+        pass
+
+
+def _forgotten(send: Send) -> bool:
+    return send.peer == "island-3" and isinstance(send.message, GlobalFragment)

@@ -1,4 +1,4 @@
-"""What has arrived of the global fragments at a learner, adopted or not: the values to which steps apply.
+"""The newest global fragments that a learner has read, adopted or not: the values to which steps apply.
 
 A driver reads values as they arrive; the training state adopts them between two inner steps, the newest only. So a step
 applies to the newest value that was read, its head, which is as new as the adopted one or newer. It stays over
@@ -39,9 +39,12 @@ class Heads:
         self._untold[message.fragment_id] = now_s
 
     def arrived(self, now_s: float) -> tuple[Arrived, ...]:
-        """What was read since this was asked last. A driver's thread may have read it after the moment `now_s`."""
+        """Tell what was read since this was asked last. A driver's thread may have read it after the moment `now_s`."""
         if not self._untold:
             return ()
-        told = [Arrived(p, self._heads[p].version, max(0.0, now_s - read_s)) for p, read_s in self._untold.items()]
+        told = [
+            Arrived(fragment_id, self._heads[fragment_id].version, now_s - read_s if now_s > read_s else 0.0)
+            for fragment_id, read_s in self._untold.items()
+        ]
         self._untold.clear()
         return tuple(told)

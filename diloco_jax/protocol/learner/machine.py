@@ -11,27 +11,32 @@ Rules of this file
 
 States:  joining -> recovering (only when it joins a run that is under way) -> training <-> waiting (lockstep only)
          any -> stopped
+
+Its parts own what there is to know: the global values held (anchors.py) and read (heads.py), the copies (stager.py),
+the link (contact.py), how it begins (start.py), its data (leases.py), and states for others (recovery.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
-from diloco_jax.protocol.effects import AdoptState, Drop, Effect, Finish, SaveState, Send
+from diloco_jax.protocol.effects import Adopt, Drop, Effect, Finish, SaveState, Send
+from diloco_jax.protocol.learner.anchors import Anchors
+from diloco_jax.protocol.learner.contact import Contact
 from diloco_jax.protocol.learner.heads import GAP, USEFUL, Heads
-from diloco_jax.protocol.learner.stager import Stager
+from diloco_jax.protocol.learner.stager import Counters, Stager
+from diloco_jax.protocol.learner.start import Saved, Start
 from diloco_jax.protocol.leases import Allotment, Batch
 from diloco_jax.protocol.messages import (
     NO_VERSION,
     SYNCER,
+    Adopted,
     Advance,
     AnchorRequest,
     Expel,
     GlobalFragment,
-    Heartbeat,
-    Hello,
     Lease,
     Leave,
     PullRequest,
@@ -45,21 +50,14 @@ from diloco_jax.protocol.messages import (
     SyncerMessage,
     Welcome,
 )
-from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.recovery import Donor, Receiver
+from diloco_jax.protocol.pacing import ProtocolConfig, Schedule
+from diloco_jax.protocol.recovery import Donor
 
 JOINING, RECOVERING, TRAINING = "joining", "recovering", "training"
 WAITING, STOPPED = "waiting", "stopped"
 
 
-class Saved(NamedTuple):
-    """A state of this learner on disk, from an earlier life."""
-
-    global_step: int
-    digests: tuple[int, ...]  # of the global values that its parameters are based on: a version may come twice
-
-
-class Learner(Stager):
+class Learner:
     """State machine of one learner. See the rules above and docs/protocol.md.
 
     Args:
@@ -85,87 +83,78 @@ class Learner(Stager):
         adopt_mode: str = "overwrite",
         payload_bytes: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        super().__init__(learner_id, incarnation, config, adopt_mode, payload_bytes)
+        self.learner_id = learner_id
+        self.incarnation = incarnation
         self.state = JOINING
-        self._fingerprint = fingerprint
-        self._step_samples = step_samples
-        self._saved = saved
-        self._allotment = Allotment(step_samples, config.lease_ahead_steps)
-        self._receiver = Receiver(learner_id, incarnation, config)
-        self._donor = Donor(learner_id, incarnation)
-        self._heads = Heads()
-        self._welcomed = False
-        self.adopting = False  # a state is being taken over by the driver
+        self.global_step = 0  # newest known; in lockstep the schedule's own count
+        self.local_step = 0
+        self.tokens = 0
+        self.samples = 0  # of its leases that are trained on
+        self.anchors = Anchors(config.num_fragments)
+        self.heads = Heads()
+        self.contact = Contact(learner_id, incarnation, fingerprint, config)
+        self.start = Start(learner_id, incarnation, config, saved)
+        self.allotment = Allotment(step_samples, config.lease_ahead_steps)
+        self.donor = Donor(learner_id, incarnation)
+        self._config = config
+        self._lockstep = config.lockstep
+        self._schedule = schedule = Schedule(config.sync_every, config.num_fragments)
+        self.stager = Stager(learner_id, incarnation, config, schedule, self.anchors, adopt_mode, payload_bytes)
         self._marker = 0  # snapshots that this learner has passed
         self._waits_for = 0  # lockstep: the round whose fragment must come back before the next step
-        self._report: StepReport | None = None
-        self._resend_at_s: float | None = None
-        self._resend_wait_s = config.resend_s
-        self._heard_s = 0.0  # when a message of the syncer was last taken, or the link came to stand
-        self._unheard_steps = 0  # inner steps since then
-        self._hello_step = 0  # local step of the newest greeting
-        self._heartbeat_at_s: float | None = None
 
-    # ---- connection ---------------------------------------------------------------------------------------------
+    # ---- connection -------------------------------------------------------------------------------------------------
 
     def on_connected(self, now_s: float) -> list[Effect]:
         """The link stands; introduce yourself."""
         if self.state == STOPPED:
             return []
-        self._connected = True
-        self._heard_s, self._unheard_steps = now_s, 0
-        self._resend_wait_s = self._config.resend_s
-        self._heartbeat_at_s = now_s + self._config.heartbeat_s
-        return [self._hello(now_s), *self._receiver.on_connected(now_s)]
+        self.contact.connect(now_s)
+        return [self._hello(now_s), *self.start.receiver.on_connected(now_s)]
 
     def on_disconnected(self, now_s: float) -> list[Effect]:
         """The link is gone; training goes on, pulls of the old link are void."""
-        self._connected = False
-        self._resend_at_s = self._heartbeat_at_s = None
-        self._wanted.clear()
-        effects = self._donor.forget_all()
+        self.contact.connected = False
+        self.contact.fall_silent()
+        self.stager.wanted.clear()
+        effects = self.donor.forget_all()
         if self.state == WAITING:
             return effects  # no step will renew the copy, and the round may still ask for it on the next link
-        return effects + self._unstage_all()
+        return effects + self.stager.unstage_all()
 
     def leave(self, reason: str, now_s: float) -> list[Effect]:
         """Say goodbye and stop."""
-        said: list[Effect] = [Send(SYNCER, Leave(self.learner_id, self.incarnation, reason))] if self._connected else []
-        return [*said, *self._stop(reason)]
+        goodbye = Send(SYNCER, Leave(self.learner_id, self.incarnation, reason))
+        return [*([goodbye] if self.contact.connected else []), *self._stop(reason)]
 
     def wants(self, message: GlobalFragment, now_s: float) -> bool:
-        """Whether a global fragment that has arrived is of use: read it, then call `on_read` or `on_corrupt`."""
-        verdict = self._heads.judge(message)
+        """Say if a global fragment that has arrived is of use: read it, then call `on_read` or `on_corrupt`."""
+        verdict = self.heads.judge(message)
         if verdict == GAP:
             self.on_corrupt(now_s)
         return verdict == USEFUL
 
     def on_read(self, message: GlobalFragment, now_s: float) -> None:
         """Its value is there, with the right digest: later steps apply to it, adopted or not."""
-        self._heads.move(message, now_s)
+        self.heads.move(message, now_s)
 
     def on_corrupt(self, now_s: float) -> None:
         """A fragment arrived damaged, or led to another digest. Ask later, and once: the answer may be damaged too."""
-        if self._connected and self.state != STOPPED and self._resend_at_s is None:
-            self._resend_at_s = now_s + self._resend_wait_s
+        if self.contact.connected and self.state != STOPPED and self.contact.resend_at_s is None:
+            self.contact.ask_again(now_s)
 
     def _hello(self, now_s: float) -> Send:
-        self._resend_at_s = now_s + self._resend_wait_s
-        self._hello_step = self.local_step
-        self._resend_wait_s = min(2 * self._resend_wait_s, self._config.lease_s)  # it may be slow, and not lost
-        versions, digests = tuple(a.version for a in self.adopted), tuple(self.digests)
-        who = (self.learner_id, self.incarnation, self._fingerprint)
-        return Send(SYNCER, Hello(*who, versions, digests, self.epoch, self._step_samples, self._allotment.granted))
+        return self.contact.hello(self.anchors, self.allotment, self.local_step, now_s)
 
-    # ---- stepping -----------------------------------------------------------------------------------------------
+    # ---- stepping ---------------------------------------------------------------------------------------------------
 
     def may_step(self) -> bool:
-        """Whether the next inner step may start. Outside lockstep: always, once every fragment is held."""
+        """Say if the next inner step may start. Outside lockstep: always, once every fragment is held."""
         return self.state == TRAINING
 
     def take_batch(self) -> Batch:
-        """What the next step reads. Once per step; a driver may read one step ahead."""
-        return self._allotment.take()
+        """Take the data of the next step. Once per step; a driver may read one step ahead."""
+        return self.allotment.take()
 
     def on_step(self, num_tokens: int, step_s: float, loss: float, now_s: float, *, samples_end: int) -> list[Effect]:
         """An inner step on `num_tokens` tokens has finished.
@@ -178,122 +167,113 @@ class Learner(Stager):
             samples_end: `end` of the batch that it read.
         """
         assert self.state == TRAINING, f"step in state {self.state}"
+        contact, stager, adopted = self.contact, self.stager, self.anchors.adopted
         self.local_step += 1
         self.tokens += num_tokens
         self.samples = samples_end
-        self._unheard_steps += 1
+        contact.unheard_steps += 1
         if self._lockstep:
             self.global_step += 1
         effects: list[Effect] = []
-        if self._connected or self._lockstep:
-            self._stage_due(effects)
-        told = (self.local_step, self.tokens, self.global_step, self.adopted, step_s, loss, samples_end)
-        leased, arrived = self._allotment.granted, self._heads.arrived(now_s)
-        self._report = report = StepReport(self.learner_id, self.incarnation, *told, leased, arrived)
-        if self._connected:
+        now = Counters(self.local_step, self.tokens, adopted, samples_end)
+        if contact.connected or self._lockstep:
+            stager.stage_due(now, self.global_step if self._lockstep else stager.next_round, effects)
+        told = (self.local_step, self.tokens, self.global_step, adopted, step_s, loss, samples_end)
+        leased, arrived = self.allotment.granted, self.heads.arrived(now_s)
+        contact.report = report = StepReport(self.learner_id, self.incarnation, *told, leased, arrived)
+        if contact.connected:
             effects.append(Send(SYNCER, report))
-            if self._wanted:
-                self._answer_wanted(effects)
+            if stager.wanted:
+                stager.answer_wanted(now, effects)
         if self._lockstep and self._schedule.due(self.global_step) >= 0:
             self._waits_for = self.global_step
             self.state = WAITING
-            self._resend_at_s = now_s + self._resend_wait_s
+            contact.ask_again(now_s)
         every = self._config.snapshot_every
         if every and self.global_step // every > self._marker:
             self._marker = self.global_step // every
             effects.append(SaveState(self.global_step))
-        self._serve(effects)
+        if self.donor.waiting:
+            self._serve(effects)
         return effects
 
     def _serve(self, effects: list[Effect]) -> None:
         """Copy the state for those who wait for it; between two steps only."""
-        if self._donor.waiting and self.local_step > 0 and self.state in (TRAINING, WAITING):
-            effects += self._donor.serve(self.global_step, self.local_step, tuple(a.version for a in self.adopted))
+        if self.local_step > 0 and self.state in (TRAINING, WAITING):
+            effects += self.donor.serve(self.global_step, self.local_step, self.anchors.versions)
 
-    # ---- messages of the syncer ------------------------------------------------------------------------------------
+    # ---- messages of the syncer -------------------------------------------------------------------------------------
 
     def on_message(self, message: SyncerMessage, now_s: float) -> list[Effect]:
         """Any message of the syncer."""
         if self.state == STOPPED:
             return []
-        self._heard_s, self._unheard_steps = now_s, 0
-        effects = self._take(message, now_s)
-        self._serve(effects)
-        return effects
-
-    def _take(self, message: SyncerMessage, now_s: float) -> list[Effect]:
+        self.contact.heard_s, self.contact.unheard_steps = now_s, 0
         match message:
             case GlobalFragment():
-                return self.on_global(message, now_s)
+                effects = self.on_global(message, now_s)
             case PullRequest():
-                return self.on_pull(message, now_s)
+                effects = self.on_pull(message, now_s)
             case Advance():
-                return self.on_advance(message, now_s)
+                effects = self.on_advance(message, now_s)
             case Lease():
-                self._allotment.add(message)
-                return self._update_state(now_s)
+                self.allotment.add(message)
+                effects = self._update_state(now_s)
             case Welcome():
-                return self.on_welcome(message, now_s)
+                effects = self.on_welcome(message, now_s)
             case AnchorRequest():
-                return self.on_anchor_request(message, now_s)
+                effects = self.on_anchor_request(message, now_s)
             case StatePull():
-                return self.on_state_pull(message, now_s)
+                effects = self.on_state_pull(message, now_s)
             case StateEnd(receiver):
-                return self._donor.on_end(receiver)
-            case StatePart() | StateUnavailable():
-                return self._recover(message, now_s)
+                effects = self.donor.on_end(receiver)
+            case StatePart():
+                effects = self.start.receiver.on_part(message, self.global_step, now_s) + self._update_state(now_s)
+            case StateUnavailable():
+                effects = self.start.receiver.on_unavailable(message, self.global_step, now_s)
+                effects += self._update_state(now_s)
             case Refuse(reason):
-                return self._stop(f"refused: {reason}")
+                effects = self._stop(f"refused: {reason}")
             case Expel(reason):
-                return self._stop(f"expelled: {reason}")
+                effects = self._stop(f"expelled: {reason}")
             case Stop(global_step, reason):
                 self._see(global_step)
-                return self.leave(reason, now_s)
+                effects = self.leave(reason, now_s)
             case _:
                 assert_never(message)
+        if self.donor.waiting:
+            self._serve(effects)
+        return effects
 
     def on_welcome(self, message: Welcome, now_s: float) -> list[Effect]:
-        """Accepted; what is still missing follows as GlobalFragment. A run under way has states to give."""
+        """Accepted; what is still missing follows as GlobalFragment."""
         self._see(message.global_step)
-        self.epoch = max(self.epoch, message.epoch)
+        self.anchors.epoch = max(self.anchors.epoch, message.epoch)
         if self.state in (RECOVERING, TRAINING):  # the hello of a reconnection is answered
-            self._resend_at_s, self._resend_wait_s = None, self._config.resend_s
-        effects: list[Effect] = []
-        if not self._welcomed:
-            self._welcomed = True
-            if self._saved is not None and abs(self._saved.global_step - message.global_step) > self._config.sync_every:
-                self._saved = None  # too old to be better than the others' states
-            if self._saved is None and message.global_step > 0 and self._config.recover_from_peers:
-                effects += self._receiver.begin(message.global_step, now_s)
-        return effects + self._update_state(now_s)
-
-    def _recover(self, message: StatePart | StateUnavailable, now_s: float) -> list[Effect]:
-        if isinstance(message, StatePart):
-            effects = self._receiver.on_part(message, self.global_step, now_s)
-        else:
-            effects = self._receiver.on_unavailable(message, self.global_step, now_s)
-        return effects + self._update_state(now_s)
+            self.contact.answered()
+        return self.start.on_welcome(message.global_step, now_s) + self._update_state(now_s)
 
     def on_state_adopted(self, ok: bool, now_s: float) -> list[Effect]:
         """The driver has taken a state over, or could not use it."""
-        self.adopting = False
-        own, self._saved = self._saved is not None, None
-        effects: list[Effect] = []
-        if not own:
-            effects += self._receiver.adopted() if ok else self._receiver.failed(self.global_step, now_s)
-        elif not ok and self._config.recover_from_peers:
-            effects += self._receiver.begin(self.global_step, now_s)
-        return effects + self._update_state(now_s)
+        return self.start.on_adopted(ok, self.global_step, now_s) + self._update_state(now_s)
 
     def on_state_pull(self, message: StatePull, now_s: float) -> list[Effect]:
         """Somebody needs a state: give what is copied already, or copy one between two steps."""
-        again = message.receiver in self._donor.waiting
-        effects = self._donor.on_pull(message)
-        if again and message.clock > self.global_step and self._connected:
+        again = message.receiver in self.donor.waiting
+        effects = self.donor.on_pull(message)
+        if again and message.clock > self.global_step and self.contact.connected:
             effects.append(self._hello(now_s))  # the broadcast that it waits for was lost on its way here
         if self.state == WAITING:
             self._serve(effects)
         return effects
+
+    def on_anchor_request(self, message: AnchorRequest, now_s: float) -> list[Effect]:
+        """A restarted syncer lacks a global value that is held here, or was replaced by a newer one since."""
+        return self.anchors.answer(message, self.learner_id, self.incarnation)
+
+    def on_pull(self, message: PullRequest, now_s: float) -> list[Effect]:
+        """A round wants a fragment as it was after a step: now, or after the next one."""
+        return self.stager.on_pull(message)
 
     def on_advance(self, message: Advance, now_s: float) -> list[Effect]:
         """A global step closed without a new fragment; in lockstep that ends the wait for it."""
@@ -305,22 +285,23 @@ class Learner(Stager):
     def on_global(self, message: GlobalFragment, now_s: float) -> list[Effect]:
         """Adopt a newer global fragment: its counters begin again at the current local step."""
         self._see(message.global_step)
-        fragment_id, version, epoch = message.fragment_id, message.version, message.epoch
-        if not 0 <= fragment_id < len(self.adopted):
-            return [Drop(SYNCER, f"unknown fragment {fragment_id}, there are {len(self.adopted)}")]
-        held = self.adopted[fragment_id].version
-        if (epoch, version) <= (self._epochs[fragment_id], held):
-            return []  # a duplicate, or overtaken by a newer one
-        if version == held and message.digest == self.digests[fragment_id]:
-            return []  # a duplicate from a later life of the syncer
-        effects = self._adopt(message)
-        if self.state == JOINING and held == NO_VERSION:  # progress: what else is missing is probably on its way
-            self._resend_at_s = now_s + self._resend_wait_s
+        anchors, fragment_id, version = self.anchors, message.fragment_id, message.version
+        if not 0 <= fragment_id < len(anchors.adopted):
+            return [Drop(SYNCER, f"unknown fragment {fragment_id}, there are {len(anchors.adopted)}")]
+        if not anchors.is_news(message):
+            return []
+        effects: list[Effect] = [Adopt(fragment_id, version)]
+        if self.state == JOINING and anchors.adopted[fragment_id].version == NO_VERSION:
+            self.contact.ask_again(now_s)  # progress: what else is missing is probably on its way
+        self.stager.on_global(message, self.samples, effects)
+        anchors.take(message, self.local_step, self.tokens)
+        if version > self.global_step:
+            self.global_step = version
         return effects if self.state == TRAINING else effects + self._update_state(now_s)
 
     def _see(self, global_step: int) -> None:
-        if global_step >= self._next_round:
-            self._next_round = global_step + 1
+        if global_step >= self.stager.next_round:
+            self.stager.next_round = global_step + 1
         if global_step > self.global_step and (not self._lockstep or self.state in (JOINING, RECOVERING)):
             self.global_step = global_step
 
@@ -330,20 +311,12 @@ class Learner(Stager):
             if self.adopted[self._schedule.due(self._waits_for)].version >= self._waits_for:
                 self._train()
         elif self.state in (JOINING, RECOVERING):
-            held = [a.version for a in self.adopted]
-            if not self._welcomed or NO_VERSION in held or not self._allotment.ready:
+            if not self.start.welcomed or NO_VERSION in self.anchors.versions or not self.allotment.ready:
                 return []
             if self.state == JOINING:
-                self.state, self._resend_at_s = RECOVERING, None
-            if self.adopting:
-                return []
-            if self._saved is not None:
-                self.adopting = True
-                same = tuple(p for p, digest in enumerate(self._saved.digests) if digest == self.digests[p])
-                return [AdoptState("", self._saved.global_step, same)]
-            effects = self._receiver.adopt(held, self.global_step, now_s)
-            self.adopting = any(isinstance(effect, AdoptState) for effect in effects)
-            if self._receiver.over:
+                self.state, self.contact.resend_at_s = RECOVERING, None
+            effects = self.start.take_over(self.anchors, self.global_step, now_s)
+            if self.start.over:
                 self._marker = self.global_step // max(1, self._config.snapshot_every)
                 self._train()
             return effects
@@ -351,24 +324,24 @@ class Learner(Stager):
 
     def _train(self) -> None:
         self.state = TRAINING
-        self._resend_at_s = None
-        self._resend_wait_s = self._config.resend_s
+        self.contact.answered()
 
     def _stop(self, reason: str) -> list[Effect]:
         self.state = STOPPED
-        self._receiver.give_up()
-        self._resend_at_s = self._heartbeat_at_s = None
-        return [*self._unstage_all(), *self._donor.forget_all(), Finish(reason)]
+        self.start.receiver.give_up()
+        self.contact.fall_silent()
+        return [*self.stager.unstage_all(), *self.donor.forget_all(), Finish(reason)]
 
-    # ---- time -----------------------------------------------------------------------------------------------------
+    # ---- time -------------------------------------------------------------------------------------------------------
 
     def next_deadline_s(self) -> float | None:
-        """When on_tick must be called next, or None."""
-        if not self._connected:
+        """Return the time at which on_tick must be called next, or None."""
+        contact = self.contact
+        if not contact.connected:
             return None
-        deadline_s, repeat_s = self._heartbeat_at_s, self._receiver.resend_s
-        if self._resend_at_s is not None and (deadline_s is None or self._resend_at_s < deadline_s):
-            deadline_s = self._resend_at_s
+        deadline_s, resend_s, repeat_s = contact.heartbeat_at_s, contact.resend_at_s, self.start.receiver.resend_s
+        if resend_s is not None and (deadline_s is None or resend_s < deadline_s):
+            deadline_s = resend_s
         if repeat_s is not None and (deadline_s is None or repeat_s < deadline_s):
             deadline_s = repeat_s
         return deadline_s
@@ -376,22 +349,37 @@ class Learner(Stager):
     def on_tick(self, now_s: float) -> list[Effect]:
         """Repeat an unanswered hello (and, in lockstep, the report that the round waits for); beat the heart."""
         effects: list[Effect] = []
-        if not self._connected or self.state == STOPPED:
+        contact = self.contact
+        if not contact.connected or self.state == STOPPED:
             return effects
-        if self._resend_at_s is not None and now_s >= self._resend_at_s:
-            if self.state == TRAINING and self._hello_step == self.local_step:
-                self._resend_at_s = now_s + self._resend_wait_s  # the answer may wait for the end of the step
+        if contact.resend_at_s is not None and now_s >= contact.resend_at_s:
+            if self.state == TRAINING and contact.hello_step == self.local_step:
+                contact.ask_again(now_s)  # the answer may wait for the end of the step
             else:
                 effects.append(self._hello(now_s))
-            if self.state == WAITING and self._report is not None:
-                effects.append(Send(SYNCER, self._report))
-        effects += self._receiver.on_tick(self.global_step, now_s)
+            if self.state == WAITING and contact.report is not None:
+                effects.append(Send(SYNCER, contact.report))
+        effects += self.start.receiver.on_tick(self.global_step, now_s)
         effects += self._update_state(now_s)  # the last attempt to get a state may have failed just now
-        if self._heartbeat_at_s is not None and now_s >= self._heartbeat_at_s:
-            unheard = self._unheard_steps >= 2 or self.state == RECOVERING
-            silent = now_s - self._heard_s >= self._config.lease_s and unheard
-            if silent and self._resend_at_s is None:
-                effects.append(self._hello(now_s))  # maybe it lost track of us: ask to be let in again
-            self._heartbeat_at_s = now_s + self._config.heartbeat_s
-            effects.append(Send(SYNCER, Heartbeat(self.learner_id, self.incarnation)))
+        if contact.heartbeat_at_s is not None and now_s >= contact.heartbeat_at_s:
+            if contact.lost_track(now_s) and (contact.unheard_steps >= 2 or self.state == RECOVERING):
+                effects.append(self._hello(now_s))  # ask to be let in again
+            effects.append(contact.heartbeat(now_s))
         return effects
+
+    # ---- looking ----------------------------------------------------------------------------------------------------
+
+    @property
+    def adopted(self) -> tuple[Adopted, ...]:
+        """Version of each fragment that is held, and where this learner stood when it took it."""
+        return self.anchors.adopted
+
+    @property
+    def digests(self) -> list[int]:
+        """Digests of the global values that are held."""
+        return self.anchors.digests
+
+    @property
+    def epoch(self) -> int:
+        """Newest life of the syncer that is known."""
+        return self.anchors.epoch

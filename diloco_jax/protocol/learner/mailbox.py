@@ -1,4 +1,4 @@
-"""When a message of the syncer is given to a learner's machine: at once, or in the gap between two inner steps.
+"""The syncer's messages on their way into a learner's machine: at once, or in the gap between two inner steps.
 
 Every driver hears its link while a step runs, and asks a mailbox what to do with what came:
 
@@ -85,10 +85,11 @@ class Mailbox(Generic[Item]):
 
     def take(self, now_s: float) -> Given[Item] | None:
         """Give the machine what has waited longest; None if nothing does. In the gap between two steps only."""
-        if not self._waiting or self._machine.adopting:
-            return None
-        message, item = self._waiting.pop(next(iter(self._waiting)))
-        return Given(message, item, self._machine.on_message(message, now_s))
+        if self._waiting and not self._machine.start.adopting:
+            for first in self._waiting:
+                message, item = self._waiting.pop(first)
+                return Given(message, item, self._machine.on_message(message, now_s))
+        return None
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -1,4 +1,4 @@
-"""What a restarted syncer still lacks, and of whom to ask for it. snapshot.py tells the story."""
+"""The versions that a restarted syncer lacks, and whom to ask for them. comeback.py tells the story."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
 
-from diloco_jax.protocol.membership import Member
+from diloco_jax.protocol.member import Member
 from diloco_jax.protocol.syncer.rounds import Round
 
 REPETITIONS_MAX = 3  # of a question to somebody who is back; behind the deadline that many are still waited for
@@ -53,9 +53,9 @@ class Restoring:
         found = []
         members, turn = list(present), self.repetitions + self.unheard
         for fragment_id in self.wanted:
-            version = max((m.offered[fragment_id] for m in members if m.offered), default=-1)
+            version = max((m.down.offered[fragment_id] for m in members if m.down.offered), default=-1)
             if version > max(self.held[fragment_id], self.asked.get(fragment_id, (-1, ""))[0]):
-                holders = [m.learner_id for m in members if m.offered and m.offered[fragment_id] == version]
+                holders = [m.learner_id for m in members if m.down.offered and m.down.offered[fragment_id] == version]
                 learner_id = holders[turn % len(holders)]
                 self.asked[fragment_id] = (version, learner_id)
                 found.append((learner_id, fragment_id, version))
@@ -65,7 +65,7 @@ class Restoring:
         return found
 
     def repeat(self, members: Mapping[str, Member], now_s: float) -> None:
-        """When it is time to ask again, forget what was asked for."""
+        """Forget what was asked for, if it is time to ask again."""
         if not self.asked or now_s < self.resend_s:
             return
         if any(members[name].heard_s > self.asked_s for _, name in self.asked.values()):
@@ -81,7 +81,7 @@ class Restoring:
             self.deadline_s, self.repetitions, self.unheard = deadline_s, 0, 0
 
     def next_deadline_s(self) -> float:
-        """What time alone can resolve."""
+        """Return the time at which a wait ends by itself."""
         if self.asked and self.repetitions < REPETITIONS_MAX:
             return self.resend_s
         deadline_s = inf if self.deadline_s is None else self.deadline_s
@@ -101,7 +101,7 @@ class Restoring:
             self.asked.pop(fragment_id, None)
 
     def is_over(self, versions: Sequence[int], now_s: float) -> bool:
-        """Whether nothing newer can come, or the wait for it is over."""
+        """Say if nothing newer can come, or the wait for it is over."""
         if self.deadline_s is None:
             return False  # without learners there is nothing to go on with, and they may bring everything
         if now_s >= self.deadline_s:  # what a learner that is back holds is worth asking for again
@@ -129,7 +129,7 @@ class Restoring:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Restoring:
-        """What `to_plain` described."""
+        """Make what `to_plain` described."""
         rounds = [Round.from_plain(this) for this in plain["uncertain"]]
         uncertain = {this.fragment_id: this for this in rounds}
         deadline_s, asked_s, resend_s, resend_wait_s = plain["times"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.effects import Part
@@ -11,60 +11,38 @@ from diloco_jax.protocol.pacing import ProtocolConfig, ema
 COLLECTING, PULLING, MERGING = "collecting", "pulling", "merging"
 
 
+@dataclass(slots=True)
 class Round:
-    """One fragment's turn at the syncer; syncer.py moves it from phase to phase."""
+    """One fragment's turn at the syncer; book.py moves it from phase to phase."""
 
-    __slots__ = (
-        "asked",
-        "closed_s",
-        "closes_s",
-        "expires_s",
-        "former",
-        "fragment_id",
-        "global_step",
-        "half_s",
-        "opened_s",
-        "paced_s",
-        "phase",
-        "resend_s",
-        "resend_wait_s",
-        "size",
-        "values",
-    )
-
-    def __init__(self, global_step: int, fragment_id: int, now_s: float) -> None:
-        self.global_step = global_step
-        self.fragment_id = fragment_id  # -1: no fragment is due
-        self.phase = COLLECTING
-        self.opened_s = now_s
-        self.closes_s: float | None = None  # end of the grace window, once the quorum is met
-        self.paced_s = 0.0  # it does not close before
-        self.closed_s = 0.0
-        self.resend_s = 0.0  # when unanswered pulls are repeated
-        self.resend_wait_s = 0.0  # doubles every time: on a slow link the values are under way, not lost
-        self.expires_s = 0.0  # when they are given up
-        self.size = 0  # learners that were asked
-        self.half_s: float | None = None  # when half of them had answered
-        self.asked: dict[str, int] = {}  # learner -> local step asked for, until it answers
-        self.values: dict[str, Part] = {}
-        self.former: set[str] = set()  # learners whose value here is of an incarnation before the present one
+    global_step: int
+    fragment_id: int  # -1: no fragment is due
+    opened_s: float
+    phase: str = COLLECTING
+    closes_s: float | None = None  # end of the grace window, once the quorum is met
+    paced_s: float = 0.0  # it does not close before
+    closed_s: float = 0.0
+    resend_s: float = 0.0  # when unanswered pulls are repeated
+    resend_wait_s: float = 0.0  # doubles every time: on a slow link the values are under way, not lost
+    expires_s: float = 0.0  # when they are given up
+    size: int = 0  # learners that were asked
+    half_s: float | None = None  # when half of them had answered
+    asked: dict[str, int] = field(default_factory=dict)  # learner -> local step asked for, until it answers
+    values: dict[str, Part] = field(default_factory=dict)
+    former: set[str] = field(default_factory=set)  # whose value here is of an incarnation before the present one
 
     def to_plain(self) -> dict[str, Any]:
         """Everything, as plain values that JSON keeps exactly."""
-        plain = {name: getattr(self, name) for name in self.__slots__}
+        plain = {name: getattr(self, name) for name in sorted(self.__slots__)}
         values, former = list(self.values.values()), sorted(self.former)
         return plain | {"asked": list(self.asked.items()), "values": values, "former": former}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Round:
         """The round that `to_plain` described."""
-        this = cls(plain["global_step"], plain["fragment_id"], 0.0)
-        for name in cls.__slots__:
-            setattr(this, name, plain[name])
-        this.former = set(plain["former"])
-        this.asked = {learner_id: local_step for learner_id, local_step in plain["asked"]}
-        this.values = {part.learner_id: part for part in (Part(*values) for values in plain["values"])}
-        return this
+        asked = {learner_id: local_step for learner_id, local_step in plain["asked"]}
+        values = {part.learner_id: part for part in (Part(*values) for values in plain["values"])}
+        return cls(**plain | {"asked": asked, "values": values, "former": set(plain["former"])})
 
     def answered(self, learner_id: str, now_s: float) -> None:
         """A learner that was asked has answered."""
@@ -72,11 +50,9 @@ class Round:
         if self.half_s is None and 2 * len(self.asked) <= self.size:
             self.half_s = now_s
 
-    def waits_long_for(self, now_s: float) -> Iterable[str]:
-        """Learners whose answers take more than twice as long as those of half of the members: names, no copy."""
-        if self.half_s is None or now_s - self.closed_s <= 2 * (self.half_s - self.closed_s):
-            return ()
-        return self.asked
+    def waits_long(self, now_s: float) -> bool:
+        """Say if those that are still asked take more than twice as long as the faster half did."""
+        return self.half_s is not None and now_s - self.closed_s > 2 * (self.half_s - self.closed_s)
 
     @property
     def waits_for(self) -> str:

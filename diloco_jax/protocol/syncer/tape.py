@@ -14,39 +14,13 @@ from __future__ import annotations
 import json
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from diloco_jax.protocol.effects import Effect, SaveSnapshot
-from diloco_jax.protocol.messages import (
-    Adopted,
-    AnchorValue,
-    Arrived,
-    FragmentValue,
-    Heartbeat,
-    Hello,
-    LearnerMessage,
-    Leave,
-    StateDone,
-    StatePart,
-    StateRefused,
-    StateRequest,
-    StepReport,
-)
+from diloco_jax.protocol.messages import Adopted, Arrived, LearnerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
 
-_KINDS = (
-    Hello,
-    StepReport,
-    FragmentValue,
-    AnchorValue,
-    StateRequest,
-    StatePart,
-    StateRefused,
-    StateDone,
-    Heartbeat,
-    Leave,
-)
-_MESSAGES = {kind.__name__: kind for kind in _KINDS}
+_MESSAGES: dict[str, Callable[..., LearnerMessage]] = {kind.__name__: kind for kind in get_args(LearnerMessage)}
 _NOT_A_LINE = (
     ValueError,
     TypeError,
@@ -151,7 +125,7 @@ def _remember(states: dict[int, Mapping[str, Any]], global_step: int, syncer: Sy
 
 
 def lives(lines: Iterable[str]) -> int:
-    """How many lives of the syncer a tape has seen: 1, and one more for each restart and rewind."""
+    """Count the lives of the syncer that a tape has seen: 1, and one more for each restart and rewind."""
     return 1 + sum(line.startswith(('["restart"', '["rewind"')) for line in lines)
 
 

@@ -1,10 +1,10 @@
-"""In what condition each learner is, and since when, in words that tell people what to look at. No rule reads this."""
+"""Conditions of learners, and since when they last, in words that tell people what to look at. No rule reads this."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from diloco_jax.protocol.membership import ACTIVE, GONE, JOINING, SILENT, Member
+from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT, Member
 from diloco_jax.protocol.syncer.machine import Syncer
 
 SLOW_FACTOR = 2.0  # times the median step
@@ -28,8 +28,8 @@ def conditions(syncer: Syncer, now_s: float) -> list[Condition]:
 def _condition(syncer: Syncer, member: Member, now_s: float) -> Condition:
     name, since_s = member.learner_id, member.since_s
     quiet_s = now_s - member.heard_s
-    if member.expelled:
-        return Condition(name, "expelled", since_s, f"{member.strikes} values in a row were not usable")
+    if member.credit.expelled:
+        return Condition(name, "expelled", since_s, f"{member.credit.strikes} values in a row were not usable")
     if member.state == GONE:
         if syncer.finished:
             return Condition(name, "left", since_s, "the run is complete")
@@ -39,17 +39,17 @@ def _condition(syncer: Syncer, member: Member, now_s: float) -> Condition:
     if member.state == SILENT:
         return Condition(name, "silent", since_s, f"connected, but not heard for {quiet_s:.1f} s: stopped, or cut off")
     if member.state == JOINING:
-        donor = syncer.donor_of(name)
+        donor = syncer.matches.donor_of(name)
         if donor:
             return Condition(name, "recovering", since_s, f"takes over the state of {donor}")
         return Condition(
             name, "joining", since_s, f"alive, last heard {quiet_s:.1f} s ago; loads, compiles or downloads"
         )
     assert member.state == ACTIVE, f"{name} is {member.state}"
-    if member.strikes:
-        return Condition(name, "striking", since_s, f"{member.strikes} of {syncer.config.strikes_max} strikes")
-    if member.alarmed:
-        rounds = syncer.merged_rounds - member.merged_mark
+    if member.credit.strikes:
+        return Condition(name, "striking", since_s, f"{member.credit.strikes} of {syncer.config.strikes_max} strikes")
+    if member.credit.alarmed:
+        rounds = syncer.merged_rounds - member.credit.merged_mark
         return Condition(name, "unmerged", since_s, f"trains, but had no share in the last {rounds} rounds")
     median_s = syncer.membership.median_step_s()
     if median_s and member.step_s and member.step_s > SLOW_FACTOR * median_s:

@@ -1,4 +1,4 @@
-"""What a run has done so far, counted from the messages that the syncer sees; the source of status and summary. No rule
+"""Statistics of a run so far, counted from the messages that the syncer sees; the source of status and summary. No rule
 reads this, and simulated runs count with it too.
 
 Definitions (docs/architecture.md repeats them for users)
@@ -19,10 +19,10 @@ newest one. A run that went back to a snapshot has lost the steps after it, and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from diloco_jax.protocol.membership import Member
+from diloco_jax.protocol.member import Member
 from diloco_jax.protocol.messages import StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.health import conditions
@@ -55,32 +55,19 @@ def step_overhead(busy_s: float, span_s: float) -> float:
     return max(0.0, 1 - busy_s / span_s) if span_s > 0 else 0.0
 
 
+@dataclass(slots=True)
 class LearnerStats:
     """Time accounting of one learner over all its incarnations."""
 
-    __slots__ = (
-        "begin_s",
-        "busy_s",
-        "end_s",
-        "incarnation",
-        "last_round",
-        "last_step",
-        "rate",
-        "span_s",
-        "step_tokens",
-    )
-
-    def __init__(self, plain: Mapping[str, Any] = MappingProxyType({})) -> None:
-        self.incarnation = -1
-        self.busy_s = 0.0  # inside inner steps
-        self.begin_s = self.end_s = 0.0  # of the current incarnation
-        self.span_s = 0.0  # first to last step, of earlier incarnations
-        self.rate: float | None = None  # tokens per second, moving average
-        self.last_round = 0
-        self.last_step = 0  # of the current incarnation
-        self.step_tokens = 0
-        for name, value in plain.items():
-            setattr(self, name, value)
+    incarnation: int = -1
+    busy_s: float = 0.0  # inside inner steps
+    begin_s: float = 0.0  # of the current incarnation
+    end_s: float = 0.0
+    span_s: float = 0.0  # first to last step, of earlier incarnations
+    rate: float | None = None  # tokens per second, moving average
+    last_round: int = 0
+    last_step: int = 0  # of the current incarnation
+    step_tokens: int = 0
 
     @property
     def total_span_s(self) -> float:
@@ -140,17 +127,14 @@ class RunStats:
             self._learners.setdefault(name, LearnerStats()).last_round = global_step
 
     def state(self) -> dict[str, Any]:
-        """What is counted here and not by the machine, as plain values; `restore` takes them back."""
-        learners = {
-            name: {slot: getattr(stats, slot) for slot in LearnerStats.__slots__}
-            for name, stats in self._learners.items()
-        }
+        """Return, as plain values, everything that is counted here and not by the machine; `restore` takes it back."""
+        learners = {name: asdict(stats) for name, stats in self._learners.items()}
         covered_s = [self._covered_s, self._covered_until_s]
         return {"learners": learners, "began_s": self._began_s, "covered_s": covered_s, "outrun": self._outrun.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned."""
-        self._learners = {name: LearnerStats(plain) for name, plain in state["learners"].items()}
+        self._learners = {name: LearnerStats(**plain) for name, plain in state["learners"].items()}
         self._began_s = state["began_s"]
         self._covered_s, self._covered_until_s = state["covered_s"]
         self._outrun.restore(state["outrun"])
@@ -162,13 +146,13 @@ class RunStats:
 
     @property
     def alarms(self) -> list[str]:
-        """What is wrong with the run now, in words."""
+        """Alarms of this moment, in words."""
         return [str(self._outrun.episodes[-1])] if self._outrun.current and not self._syncer.finished else []
 
     @property
     def contributors_per_round(self) -> float:
         """Mean number of learners in a merge."""
-        return self._syncer.merged_parts / max(1, self._syncer.merged_rounds)
+        return self._syncer.progress.merged_parts / max(1, self._syncer.merged_rounds)
 
     def _members(self) -> list[Member]:
         return [member for _, member in sorted(self._syncer.membership.members.items())]
@@ -201,7 +185,7 @@ class RunStats:
         return rows
 
     def data_parallel_bytes(self) -> int:
-        """What one bfloat16 gradient all-reduce per inner step would have moved through the islands' links.
+        """Return the bytes of one bfloat16 gradient all-reduce per inner step through the islands' links.
 
         A ring of M islands sends, and receives, 2 (M - 1) / M times the gradient at each of them.
         """

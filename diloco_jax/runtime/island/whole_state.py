@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from diloco_jax.core.codec import Bytes
-from diloco_jax.protocol.learner.machine import Saved
+from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS, LEARNERS
 from diloco_jax.training.whole_state.staging import StagedState

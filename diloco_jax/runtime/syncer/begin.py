@@ -2,7 +2,7 @@
 
 fresh     no tape: the initial model, a new machine
 failover  a tape: the newest readable snapshot, then every decision after it from the tape; what values the snapshot
-          lacks comes from the learners, who are alive and hold them (protocol/syncer/snapshot.py)
+          lacks comes from the learners, who are alive and hold them (protocol/syncer/comeback.py)
 rewind    a tape, and nobody is alive: the newest readable snapshot alone; what came after it is void
 """
 

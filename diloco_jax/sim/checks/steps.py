@@ -14,7 +14,7 @@ from diloco_jax.protocol.messages import (
     SyncerMessage,
     Welcome,
 )
-from diloco_jax.protocol.syncer.collector import STEPS_MAX
+from diloco_jax.protocol.syncer.downstream import STEPS_MAX
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.checks.checker import Checker
 from diloco_jax.sim.cluster import Cluster

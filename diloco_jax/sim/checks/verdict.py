@@ -132,6 +132,6 @@ def judge(
         cluster.engine.events,
         cluster.engine.now_s,
         syncer.merged_rounds,
-        syncer.merged_parts,
+        syncer.progress.merged_parts,
         sum(member.total_steps for member in syncer.membership.members.values()),
     )

@@ -175,7 +175,7 @@ def simulate(cell: Cell, on_share: Callable[[float], None] | None = None) -> Row
         recorder.save(tapes)
         until_s = run.end_s
     syncer = run.syncer
-    contributors = syncer.merged_parts / syncer.merged_rounds if syncer.merged_rounds else None
+    contributors = syncer.progress.merged_parts / syncer.merged_rounds if syncer.merged_rounds else None
     return _row(cell, parts, until_s, contributors, syncer.merged_rounds, run.engine.events)
 
 

@@ -1,0 +1,81 @@
+"""A learner's link to the syncer: what is said on it beside reports and values, and what is said again."""
+
+from __future__ import annotations
+
+from diloco_jax.protocol.effects import Send
+from diloco_jax.protocol.learner.anchors import Anchors
+from diloco_jax.protocol.leases import Allotment
+from diloco_jax.protocol.messages import SYNCER, Heartbeat, Hello, StepReport
+from diloco_jax.protocol.pacing import ProtocolConfig
+
+
+class Contact:
+    """The state of the link, and the times at which to greet, to repeat or to beat the heart next.
+
+    Args:
+        learner_id: who speaks.
+        incarnation: its life.
+        fingerprint: what both sides must agree on.
+        config: lease, heartbeat and patience.
+
+    Attributes:
+        connected: whether the link stands.
+        heard_s: when a message of the syncer was last taken, or the link came to stand.
+        unheard_steps: inner steps since then.
+        resend_at_s: when to repeat what is not answered; None if nothing is.
+        heartbeat_at_s: when to say that one is alive.
+        hello_step: local step of the newest greeting.
+        report: the newest report, in case that the syncer lost it.
+    """
+
+    def __init__(
+        self, learner_id: str, incarnation: int, fingerprint: tuple[tuple[str, str], ...], config: ProtocolConfig
+    ) -> None:
+        self.connected = False
+        self.heard_s = 0.0
+        self.unheard_steps = 0
+        self.resend_at_s: float | None = None
+        self.heartbeat_at_s: float | None = None
+        self.hello_step = 0
+        self.report: StepReport | None = None
+        self._who = (learner_id, incarnation)
+        self._fingerprint = fingerprint
+        self._config = config
+        self._resend_wait_s = config.resend_s
+
+    def connect(self, now_s: float) -> None:
+        """The link stands."""
+        self.connected = True
+        self.heard_s, self.unheard_steps = now_s, 0
+        self._resend_wait_s = self._config.resend_s
+        self.heartbeat_at_s = now_s + self._config.heartbeat_s
+
+    def fall_silent(self) -> None:
+        """There is nobody to speak to, or nothing to say any more."""
+        self.resend_at_s = self.heartbeat_at_s = None
+
+    def ask_again(self, now_s: float) -> None:
+        """Wait for an answer before anything is repeated."""
+        self.resend_at_s = now_s + self._resend_wait_s
+
+    def answered(self) -> None:
+        """Nothing is to be repeated."""
+        self.resend_at_s, self._resend_wait_s = None, self._config.resend_s
+
+    def hello(self, anchors: Anchors, allotment: Allotment, local_step: int, now_s: float) -> Send:
+        """Greet the syncer: it sends what is missing."""
+        self.ask_again(now_s)
+        self.hello_step = local_step
+        self._resend_wait_s = min(2 * self._resend_wait_s, self._config.lease_s)  # it may be slow, and not lost
+        versions, digests = anchors.versions, tuple(anchors.digests)
+        data = (allotment.step_samples, allotment.granted)
+        return Send(SYNCER, Hello(*self._who, self._fingerprint, versions, digests, anchors.epoch, *data))
+
+    def lost_track(self, now_s: float) -> bool:
+        """Say if the syncer has been silent for so long that it may have forgotten this learner."""
+        return now_s - self.heard_s >= self._config.lease_s and self.resend_at_s is None
+
+    def heartbeat(self, now_s: float) -> Send:
+        """Say that this learner is alive."""
+        self.heartbeat_at_s = now_s + self._config.heartbeat_s
+        return Send(SYNCER, Heartbeat(*self._who))

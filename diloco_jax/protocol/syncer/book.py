@@ -1,0 +1,317 @@
+"""Rounds at the syncer: quorum, grace, pulls, merges, and the pace at which they follow each other (paper, Alg. 2).
+
+A round is one global step's turn of its due fragment:
+
+    COLLECTING --quorum and grace--> PULLING --all answered or gone--> MERGING --on_merged--> broadcast
+         |  (no fragment due)            |  (nobody answered)             |  (no value was usable)
+         +--> Advance                    +--> abandoned: Discard, Advance +--> abandoned: Advance
+
+One round collects at a time; up to overlap_steps rounds are in flight, never two of the same fragment. With fewer live
+learners than the quorum a round stays in COLLECTING ("below quorum"): merging is paused, training is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Part, SaveSnapshot, Send
+from diloco_jax.protocol.leases import LeaseBook
+from diloco_jax.protocol.member import ACTIVE, JOINING, Member
+from diloco_jax.protocol.membership import Membership
+from diloco_jax.protocol.messages import Advance, FragmentValue, PullRequest, Stop
+from diloco_jax.protocol.pacing import Closing, ProtocolConfig, Schedule, closing, grace_window_s
+from diloco_jax.protocol.syncer.downstream import Downstream
+from diloco_jax.protocol.syncer.progress import Progress
+from diloco_jax.protocol.syncer.rounds import MERGING, PULLING, Pace, Round
+
+
+@dataclass
+class RoundBook:
+    """The rounds in flight, who is fresh for the one that collects, and the pace."""
+
+    config: ProtocolConfig
+    progress: Progress
+    membership: Membership
+    downstream: Downstream  # the versions that rounds make
+    leases: LeaseBook  # of what went into them
+    schedule: Schedule
+    flying: dict[int, Round] = field(default_factory=dict)  # global step -> round
+    collecting: Round | None = None  # the one of them that is not closed
+    fresh: set[str] = field(default_factory=set)  # members that have reported a step which it may count
+    paused: bool = False  # no round opens or closes, since learners may bring newer versions
+    pace: Pace = field(default_factory=Pace)
+    closed_s: float = 0.0  # when the newest round of a fragment closed
+
+    def __post_init__(self) -> None:
+        self.lockstep = self.config.lockstep
+
+    # ---- from opening to closing ------------------------------------------------------------------------------------
+
+    def proceed(self, now_s: float) -> list[Effect]:
+        """Open, and close, what can be opened and closed now."""
+        effects: list[Effect] = []
+        while not (self.progress.finished or self.paused):
+            this = self.collecting or self._open(effects, now_s)
+            if this is None:
+                break
+            late = self._late(now_s)
+            fresh = len(self.fresh - late) if late else len(self.fresh)
+            if fresh < self.config.quorum:
+                this.closes_s = None  # somebody may have left in the grace window
+                break
+            if this.closes_s is None:
+                this.closes_s = self._begin_grace(this, now_s)
+            if now_s < this.closes_s:
+                if fresh < self.membership.live - len(late):
+                    break
+                this.closes_s = now_s if now_s > this.paced_s else this.paced_s  # there is nobody else to wait for
+                if now_s < this.closes_s:
+                    break
+            self._close(this, late, effects, now_s)
+        return effects
+
+    def _open(self, effects: list[Effect], now_s: float) -> Round | None:
+        """Open the next round, if its fragment and a place in flight are free; finish when there is none left."""
+        step = self.schedule.next_due(self.progress.global_step) if self.lockstep else self.progress.global_step + 1
+        if step > self.progress.total_steps:
+            if not self.flying:
+                self.progress.finished = True
+                self.end(effects)
+            return None
+        fragment_id = self.schedule.due(step)
+        if len(self.flying) >= max(1, self.config.overlap_steps):
+            return None
+        if fragment_id >= 0 and any(this.fragment_id == fragment_id for this in self.flying.values()):
+            return None
+        self.collecting = self.flying[step] = Round(step, fragment_id, now_s)
+        self.fresh = set()
+        for member in self.membership.members.values():
+            self.count(member)
+        return self.collecting
+
+    def count(self, member: Member) -> bool:
+        """Count a live member towards the collecting round, if its newest report is fresh; whether that is news."""
+        this = self.collecting
+        if this is None or member.state != ACTIVE or member.learner_id in self.fresh:
+            return False
+        if not member.is_fresh(this.global_step, this.fragment_id, self.lockstep):
+            return False
+        self.fresh.add(member.learner_id)
+        return True
+
+    def _begin_grace(self, this: Round, now_s: float) -> float:
+        """The quorum is met: how long the round waits for others, or for the links."""
+        step_s = self.membership.median_step_s()
+        broadcast_s, wait_s = self.membership.broadcast_s(step_s)
+        self.pace = self.pace.after_quorum(now_s - this.opened_s, step_s, self.config)
+        if this.fragment_id >= 0:  # if rounds closed faster than links carry what they make, it would pile up
+            this.paced_s = self.closed_s + broadcast_s / self.config.grace_safety + wait_s
+        sync_s = (self.pace.merge_s or 0.0) + broadcast_s
+        grace_s = grace_window_s(self.config, step_s, self.pace.quorum_s, sync_s)
+        return max(now_s + grace_s, this.paced_s)
+
+    def _late(self, now_s: float) -> set[str]:
+        """Live learners that the collecting round leaves out: an earlier one waits long for them (a slow link).
+
+        It would wait as long, and with it every round after it. With too few others it takes them all the same.
+        """
+        late: set[str] = set()
+        for this in self.flying.values():
+            if this.asked and this.waits_long(now_s):
+                late.update(name for name in this.asked if self.membership.members[name].state == ACTIVE)
+        return late if self.membership.live - len(late) >= self.config.quorum else set()
+
+    def _decide(self, this: Round | None, late: set[str], now_s: float) -> Closing:
+        closes_s = this.closes_s if this is not None else None
+        live = self.membership.live - len(late)
+        return closing(len(self.fresh - late), live, self.config.quorum, closes_s, now_s)
+
+    def _close(self, this: Round, late: set[str], effects: list[Effect], now_s: float) -> None:
+        reason = self._decide(this, late, now_s).reason
+        progress, members = self.progress, sorted(self.fresh - late)
+        marker = self.config.snapshot_every
+        snapshot = marker > 0 and this.global_step // marker > progress.global_step // marker
+        self.collecting = None
+        progress.global_step = this.global_step
+        for learner_id in members:
+            member = self.membership.members[learner_id]
+            member.credit.used_step = member.local_step
+        left_out = f", without {', '.join(sorted(late))}: an earlier round waits long for that" if late else ""
+        effects.append(progress.note("closed", this.fragment_id, tuple(members), reason + left_out))
+        if snapshot:
+            effects.append(SaveSnapshot(progress.global_step))
+        if this.fragment_id < 0:
+            del self.flying[this.global_step]
+            self._advance(effects)
+            return
+        this.phase = PULLING
+        this.closed_s = self.closed_s = now_s
+        this.resend_wait_s = max(self.config.resend_s, 2.0 * (self.pace.merge_s or 0.0))
+        this.resend_s = now_s + this.resend_wait_s
+        this.expires_s = now_s + self.config.pull_timeout_s
+        for learner_id in members:
+            this.size += 1
+            this.asked[learner_id] = local_step = self.membership.members[learner_id].local_step
+            effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
+        for member in self.membership.live_members():
+            self.downstream.repair(member, this.fragment_id, effects)
+
+    @property
+    def any_closed(self) -> bool:
+        """True while values of a round are on their way, or are being merged."""
+        return len(self.flying) > (self.collecting is not None)
+
+    # ---- from closing to the end ------------------------------------------------------------------------------------
+
+    def on_value(self, member: Member, message: FragmentValue, now_s: float) -> list[Effect]:
+        """Take a member's answer to a pull, if it is of use."""
+        name, fragment_id, history = member.learner_id, message.fragment_id, self.downstream.history
+        if not 0 <= fragment_id < len(history):
+            return [Drop(name, f"value of fragment {fragment_id}, there are {len(history)}")]
+        this = self.flying.get(message.global_step)
+        if this is None or this.phase != PULLING or name not in this.asked:
+            return [Drop(name, f"value for round {message.global_step} came late or was not asked for")]
+        if fragment_id != this.fragment_id:
+            return [Drop(name, f"value of fragment {fragment_id} where {this.fragment_id} was asked for")]
+        this.answered(name, now_s)
+        if message.steps < 1 or message.tokens < 1:
+            return [Drop(name, "value without a step since the last adoption"), *self.settle(this, now_s)]
+        base = message.base_version
+        if base not in history[fragment_id]:
+            reason = f"value against version {base}, kept are {history[fragment_id]}"
+            return [Drop(name, reason), self.downstream.send(member, fragment_id), *self.settle(this, now_s)]
+        member.credit.merged_base[fragment_id] = base
+        counted = (message.local_step, message.steps, message.tokens, base, message.samples, message.since)
+        this.values[name] = Part(name, *counted)
+        return self.settle(this, now_s) + self.proceed(now_s)  # it may have been left out of the collecting round
+
+    def settle(self, this: Round, now_s: float) -> list[Effect]:
+        """Merge a pulled round once nobody is left to answer; give it up when nobody did."""
+        if this.asked or this.phase != PULLING:
+            return []
+        if this.values:
+            this.phase = MERGING
+            parts = tuple([this.values[learner_id] for learner_id in sorted(this.values)])
+            return [Merge(this.global_step, this.fragment_id, parts)]
+        del self.flying[this.global_step]
+        note = self.progress.note("abandoned", this.fragment_id, (), "no value arrived", this.global_step)
+        effects: list[Effect] = [note, Discard(this.global_step)]
+        self._advance(effects)
+        return effects + self.proceed(now_s)
+
+    def end_merge(self, global_step: int) -> Round:
+        """Take the round out of the book that was being merged."""
+        this = self.flying.pop(global_step)
+        assert this.phase == MERGING, f"round {global_step} merged in phase {this.phase}"
+        return this
+
+    def abandon(self, this: Round, effects: list[Effect]) -> None:
+        """A round has made nothing of the values that came."""
+        note = self.progress.note("abandoned", this.fragment_id, (), "no value was usable", this.global_step)
+        effects.append(note)
+        self._advance(effects)
+
+    def renew(self, this: Round, parts: Sequence[Part], digest: int, effects: list[Effect], now_s: float) -> None:
+        """A round has made a new version: everybody gets it."""
+        self.pace = self.pace.after_merge(now_s - this.closed_s, self.membership.median_step_s(), self.config)
+        self.downstream.renew(this.fragment_id, this.global_step, digest)
+        self.credit(this, parts, effects)
+        for part in parts:
+            if part.learner_id not in this.former:
+                self.membership.members[part.learner_id].credit.merged_round[this.fragment_id] = this.global_step
+        for member in self.membership.connected():
+            effects.append(self.downstream.send(member, this.fragment_id, broadcast_s=now_s))
+
+    def credit(self, this: Round, parts: Sequence[Part], effects: list[Effect]) -> None:
+        """Count the values that are in a new version."""
+        fragment_id, version, progress = this.fragment_id, this.global_step, self.progress
+        progress.merged_rounds += 1
+        progress.merged_parts += len(parts)
+        for part in parts:
+            member = self.membership.members[part.learner_id]
+            member.rounds += 1
+            if part.learner_id in this.former:
+                continue  # its own counters and data begin anew
+            credit = member.credit
+            credit.merged_mark, credit.strikes, credit.alarmed = progress.merged_rounds, 0, False
+            self.leases.on_merged(part.learner_id, fragment_id, version, part.samples, part.since)
+        names = tuple([part.learner_id for part in parts])
+        effects.append(progress.note("merged", fragment_id, names, "", version))
+
+    def lose(self, learner_id: str, now_s: float) -> list[Effect]:
+        """Wait no longer for a learner."""
+        effects: list[Effect] = []
+        self.fresh.discard(learner_id)
+        for this in list(self.flying.values()):
+            if this.asked.pop(learner_id, None) is not None:
+                effects += self.settle(this, now_s)
+        return effects
+
+    def clear(self) -> list[Effect]:
+        """Give up every round in flight."""
+        effects: list[Effect] = [Discard(this.global_step) for this in self.flying.values()]
+        self.flying, self.collecting, self.fresh = {}, None, set()
+        return effects
+
+    def _advance(self, effects: list[Effect]) -> None:
+        message = Advance(self.progress.global_step)
+        effects += [Send(member.learner_id, message) for member in self.membership.connected()]
+
+    def end(self, effects: list[Effect]) -> None:
+        """Tell everybody that the run is complete."""
+        stop = Stop(self.progress.global_step, "run complete")
+        effects += [Send(member.learner_id, stop) for member in self.membership.connected()]
+        effects += [self.progress.note("finished", -1, (), "run complete"), Finish("run complete")]
+
+    # ---- time -------------------------------------------------------------------------------------------------------
+
+    def on_tick(self, now_s: float) -> list[Effect]:
+        """Repeat unanswered pulls, and give them up in the end."""
+        effects: list[Effect] = []
+        for this in [r for r in self.flying.values() if r.phase == PULLING]:
+            if now_s >= this.expires_s:
+                reason = f"no value within {self.config.pull_timeout_s} s"
+                effects += [Drop(learner_id, reason) for learner_id in sorted(this.asked)]
+                this.asked.clear()
+                effects += self.settle(this, now_s)
+            elif now_s >= this.resend_s:
+                this.resend_wait_s *= 2
+                this.resend_s = now_s + this.resend_wait_s
+                for learner_id, local_step in sorted(this.asked.items()):
+                    effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
+        return effects
+
+    def waiting_for(self, now_s: float) -> str:
+        """In words, what the next round waits for."""
+        this = self.collecting
+        if this is None:
+            oldest = min(self.flying.values(), key=lambda r: r.global_step, default=None)
+            return oldest.waits_for if oldest is not None else "the first learner"
+        connected = self.membership.connected()
+        late = [m.learner_id for m in connected if m.state == ACTIVE and m.learner_id not in self.fresh]
+        joining = [m.learner_id for m in connected if m.state == JOINING]
+        words = [f"round {this.global_step}: {self._decide(this, self._late(now_s), now_s).reason}"]
+        words += [f"not yet: {', '.join(late)}"] if late else []
+        words += [f"joining: {', '.join(joining)}"] if joining else []
+        return "; ".join(words)
+
+    # ---- plain values -----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {
+            "rounds": [this.to_plain() for this in self.flying.values()],
+            "collecting": self.collecting.global_step if self.collecting is not None else None,
+            "fresh": sorted(self.fresh),
+            "pace": [*self.pace, self.closed_s],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Become what `state()` described."""
+        self.flying = {this.global_step: this for this in map(Round.from_plain, state["rounds"])}
+        self.collecting = self.flying.get(state["collecting"])
+        self.fresh = set(state["fresh"])
+        *averages, self.closed_s = state["pace"]
+        self.pace = Pace(*averages)

@@ -1,0 +1,185 @@
+"""The return of the syncer: restarts of its process, and going back to a snapshot.
+
+Restart. A syncer that died comes back with the values of its newest snapshot and, from its tape, with every decision
+that it took. Newer values are in the hands of learners, bit for bit. Until it has them no round opens; training does
+not stop.
+
+    on_restart --learners return--> AnchorRequest -> AnchorValue -> Restore --all are back, or restore_s--> rounds
+
+A version that nobody holds is lost: nothing of it reached a learner, and its fragment goes on from the newest that is
+left. A round that was being merged counts as merged if somebody holds its result. Versions are never numbered again.
+
+Rewind. When every process died, the run goes on from the snapshot alone: what came after it is void, and whoever
+remembers it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_jax.protocol.effects import Drop, Effect, Restore, Send
+from diloco_jax.protocol.leases import LeaseBook
+from diloco_jax.protocol.member import GONE, Member
+from diloco_jax.protocol.membership import Membership
+from diloco_jax.protocol.messages import AnchorRequest, AnchorValue
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer.book import RoundBook
+from diloco_jax.protocol.syncer.downstream import Downstream
+from diloco_jax.protocol.syncer.progress import Progress
+from diloco_jax.protocol.syncer.restoring import Restoring
+from diloco_jax.protocol.syncer.rounds import MERGING
+
+
+@dataclass
+class Comeback:
+    """Brings the syncer's parts from a restart to the next round."""
+
+    config: ProtocolConfig
+    progress: Progress
+    membership: Membership  # who took part, and is expected back
+    downstream: Downstream
+    rounds: RoundBook  # paused until it is over
+    leases: LeaseBook
+    restoring: Restoring | None = None  # what is still to be had from learners
+
+    def restart(self, held: Sequence[int], digests: Sequence[int], now_s: float) -> list[Effect]:
+        """The process died: begin to restore what its successor does not hold."""
+        progress, versions, before = self.progress, self.downstream.versions, self.restoring
+        assert len(held) == len(digests) == len(versions), f"{len(held)} fragments, not {len(versions)}"
+        progress.epoch += 1
+        effects: list[Effect] = [progress.note("restarted", -1, (), f"life {progress.epoch} of the syncer")]
+        awaited = {member.learner_id for member in self.membership.connected()}
+        flying = self.rounds.flying.values()
+        uncertain = {this.fragment_id: this for this in flying if this.phase == MERGING}
+        if before is not None:  # it died again before all were back
+            awaited |= before.awaited
+            uncertain |= before.uncertain
+        for this in flying:
+            self._reopen(this.fragment_id, this.values)
+        wanted = {p for p, version in enumerate(held) if version != versions[p]} | set(uncertain)
+        restoring = Restoring(held, digests, wanted, uncertain, awaited, None, self.config.resend_s)
+        self._begin(restoring if wanted else None, effects, now_s)
+        return effects
+
+    def rewind(self, epoch: int, now_s: float) -> list[Effect]:
+        """The run goes on from a snapshot that was just restored."""
+        progress = self.progress
+        assert epoch > progress.epoch, f"epoch {epoch} after {progress.epoch}"
+        progress.epoch = progress.rewound = epoch
+        effects: list[Effect] = [progress.note("restarted", -1, (), f"life {epoch}, from the snapshot")]
+        self._begin(None, effects, now_s)
+        return effects
+
+    def _begin(self, restoring: Restoring | None, effects: list[Effect], now_s: float) -> None:
+        """Forget links, and what was on its way."""
+        for member in self.membership.connected():
+            self.membership.set_state(member, GONE, now_s)
+        effects += self.rounds.clear()
+        self.downstream.forget_steps()
+        self._go(restoring)
+
+    def _go(self, restoring: Restoring | None) -> None:
+        self.restoring = restoring
+        self.rounds.paused = restoring is not None
+
+    def _reopen(self, fragment_id: int, learners: Iterable[str]) -> None:
+        """Let the steps count again that these learners gave of the fragment: they did not come through."""
+        for learner_id in learners:
+            self.membership.members[learner_id].credit.merged_base.pop(fragment_id, None)
+
+    # ---- while it restores ------------------------------------------------------------------------------------------
+
+    def on_back(self, learner_id: str, effects: list[Effect], now_s: float) -> None:
+        """A learner greeted, or is heard again: it may hold what is wanted."""
+        if self.restoring is not None:
+            self.restoring.on_back(learner_id, now_s + self.config.restore_s)
+            self.ask(effects, now_s)
+
+    def on_tick(self, effects: list[Effect], now_s: float) -> None:
+        """Ask again for what did not come."""
+        if self.restoring is not None:
+            self.restoring.repeat(self.membership.members, now_s)
+            self.proceed(effects, now_s)
+
+    def on_anchor(self, member: Member, message: AnchorValue, now_s: float) -> list[Effect]:
+        """A learner sends a global value that may be wanted."""
+        name, fragment_id, version = member.learner_id, message.fragment_id, message.version
+        restoring, downstream = self.restoring, self.downstream
+        if restoring is None or fragment_id not in restoring.wanted or version <= restoring.held[fragment_id]:
+            return [Drop(name, f"version {version} of fragment {fragment_id} is not needed")]
+        effects: list[Effect] = []
+        known = downstream.digests[fragment_id] if version == downstream.versions[fragment_id] else message.digest
+        if message.digest == known:
+            restoring.take(fragment_id, version, message.digest)
+            effects.append(Restore(fragment_id, version))
+        else:
+            effects.append(Drop(name, f"version {version} of fragment {fragment_id} has another digest than was made"))
+            offered = member.down.offered
+            member.down.offered = tuple(-1 if p == fragment_id else held for p, held in enumerate(offered))
+            restoring.asked.pop(fragment_id, None)
+            self.ask(effects, now_s)
+        self.finish(effects, now_s)
+        return effects + self.rounds.proceed(now_s)
+
+    def on_lost(self, learner_id: str) -> None:
+        """A learner is gone or silent."""
+        if self.restoring is not None:
+            self.restoring.on_lost(learner_id, last=not self.membership.present())
+
+    def proceed(self, effects: list[Effect], now_s: float) -> None:
+        """Ask for what is wanted, and go on when nothing more can come."""
+        self.ask(effects, now_s)
+        self.finish(effects, now_s)
+
+    def ask(self, effects: list[Effect], now_s: float) -> None:
+        """Ask for the newest versions that somebody offers."""
+        if self.restoring is not None:
+            for learner_id, fragment_id, version in self.restoring.asks(self.membership.present(), now_s):
+                effects.append(Send(learner_id, AnchorRequest(fragment_id, version)))
+
+    def finish(self, effects: list[Effect], now_s: float) -> None:
+        """Go on, once every version that anybody holds is here, or the wait for it is over."""
+        restoring, downstream = self.restoring, self.downstream
+        if restoring is None or not restoring.is_over(downstream.versions, now_s):
+            return
+        self._go(None)
+        for fragment_id in restoring.wanted:
+            self._decide(restoring, fragment_id, effects)
+        for member in self.membership.connected():
+            for p in restoring.wanted:
+                if not member.down.offered or member.down.offered[p] != downstream.versions[p]:
+                    effects.append(downstream.send(member, p))
+        if self.progress.finished:  # it died before its last snapshot
+            self.rounds.end(effects)
+
+    def _decide(self, restoring: Restoring, p: int, effects: list[Effect]) -> None:
+        """Settle from which version of this fragment the run goes on, and what that means for its rounds."""
+        progress, downstream = self.progress, self.downstream
+        version, made, this = restoring.held[p], downstream.versions[p], restoring.uncertain.get(p)
+        if this is not None and version == this.global_step:  # the merge had come through
+            self.rounds.credit(this, [part for _, part in sorted(this.values.items())], effects)
+        elif version < made:
+            self.leases.revert(p, version)
+            self._reopen(p, self.membership.members)
+            for member in self.membership.members.values():
+                if member.credit.merged_round.get(p, version) > version:
+                    del member.credit.merged_round[p]  # what it gave is in no value that anybody holds
+            effects.append(progress.note("lost", p, (), f"version {made}: nobody holds it, {version} goes on"))
+        elif this is not None:
+            effects.append(progress.note("abandoned", p, (), "its merge died with the syncer", this.global_step))
+        else:
+            effects.append(progress.note("restored", p, (), f"version {version}, from a learner"))
+        downstream.replace(p, version, restoring.digests[p])
+        progress.global_step = max(progress.global_step, version)
+
+    # ---- plain values -----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any] | None:
+        """Everything, as plain values."""
+        return self.restoring.to_plain() if self.restoring is not None else None
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Become what `state()` described."""
+        self._go(Restoring.from_plain(dict(state)) if state is not None else None)
