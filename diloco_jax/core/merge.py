@@ -95,7 +95,9 @@ def token_weights(
 def coefficients(
     products: Float64[np.ndarray, "m m"], weights: Float64[np.ndarray, "m"], method: Method
 ) -> Float32[np.ndarray, "m"]:
-    """Return c with merged = sum_m c_m v_m, from the products <v_i, v_j> of a tensor's outer gradients (paper, D.2).
+    """Return c with merged = sum_m c_m v_m, from the products <v_i, v_j> of a unit's outer gradients (paper, D.2).
+
+    A unit is a tensor, a layer or an expert of a stack, or the piece of one that is in the fragment.
 
       average   c_m = w_m
       rda       c_m = (w_m / |v_m|) (sum_j w_j |v_j|) / |sum_j w_j phi(v_j)|
@@ -107,7 +109,7 @@ def coefficients(
     Args:
       products: above the diagonal and on it; what is below is not read.
       weights: at least 0, with the sum 1.
-      method: 'rda' or 'average'.
+      method: see `MergeConfig.method`.
     """
     if method == "average" or np.count_nonzero(weights) == 1:
         return weights.astype(np.float32)
@@ -129,7 +131,7 @@ class Rule(NamedTuple):
     """The way in which a slice is merged.
 
     Attributes:
-      method: rda or average.
+      method: see `Method`. Merge shards may cut only what is "average" (shards.py): all else needs whole units.
       unit: how many of its elements, one after the other, have coefficients of their own.
     """
 
@@ -140,14 +142,18 @@ class Rule(NamedTuple):
 def merge_rule(path: str, shape: tuple[int, ...], kind: Kind, config: MergeConfig) -> Rule:
     """Return how a slice of the tensor at `path` is merged.
 
+    Vectors and tables are averaged whatever the method: the paper merges them directly, since of a vector, and of a
+    table's rows that few learners touched, a direction says little.
+
     Args:
       path: of the whole tensor.
       shape: of the tensor or of a slice of it (equal number of axes).
       kind: what the tensor is.
       config: the settings.
     """
-    if config.method == "rda" and kind.form == "matrix" and not any(_matches(path, p) for p in config.average_paths):
-        return Rule("rda", kind.unit(shape))
+    averaged = any(_matches(path, pattern) for pattern in config.average_paths)
+    if config.method != "average" and kind.form == "matrix" and not averaged:
+        return Rule(config.method, kind.unit(shape))
     return Rule("average", math.prod(shape))
 
 

@@ -1,8 +1,8 @@
 """Shares of merge shards: their elements of every fragment, and the places of their parts in a payload.
 
-Tensors that are merged by radial-directional averaging stay whole, since their coefficients need the norm of the whole
-tensor. Averaged slices may be cut, at multiples of a leaf. So every leaf, and each tensor's norm, is computed by one
-shard exactly as it would be by one process: any number of shards gives the same bits.
+Tensors that are not merely averaged stay whole, since their coefficients need the norm of the whole tensor. Averaged
+slices may be cut, at multiples of a leaf. So every leaf, and each tensor's norm, is computed by one shard exactly as it
+would be by one process: any number of shards gives the same bits.
 
 Both sides compute this from the plan and the settings; nothing of it travels.
 """

@@ -139,7 +139,7 @@ class Syncer:
         elif progress.finished:
             effects.append(Send(member.learner_id, Stop(progress.global_step, "run complete")))
         elif self.config.lockstep and not missing and not self.rounds.any_closed:
-            # what it waits for may have been given up; an Advance must not overtake a fragment, hence `missing`
+            # its round may have been abandoned; an Advance must not overtake a fragment, hence `missing`
             effects.append(Send(member.learner_id, Advance(progress.global_step)))
         return effects + self.rounds.proceed(now_s)
 

@@ -24,7 +24,7 @@ class Round:
     closed_s: float = 0.0
     resend_s: float = 0.0  # when unanswered pulls are repeated
     resend_wait_s: float = 0.0  # doubles every time: on a slow link the values are under way, not lost
-    expires_s: float = 0.0  # when they are given up
+    expires_s: float = 0.0  # when they are abandoned
     size: int = 0  # learners that were asked
     half_s: float | None = None  # when half of them had answered
     asked: dict[str, int] = field(default_factory=dict)  # learner -> local step asked for, until it answers

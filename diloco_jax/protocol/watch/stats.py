@@ -1,7 +1,7 @@
 """Statistics of a run so far, counted from the messages that the syncer sees; the source of status and summary. No rule
 reads this, and simulated runs count with it too.
 
-Definitions (docs/architecture.md repeats them for users)
+Definitions (docs/architecture.md has them for users)
   * goodput: time that learners spent in inner steps, over the time that all configured islands had since the first
     inner step of the run began. A dead or restarting island lowers it.
     The first step of an island compiles; that time counts as a step.
@@ -194,7 +194,7 @@ class RunStats:
         return round(per_step * sum(member.total_steps for member in self._members()))
 
     def summary(self, wire: Mapping[str, int], now_s: float) -> dict[str, Any]:
-        """The measured part of summary.json (design, section 9), all but the evaluation."""
+        """Return the measured part of summary.json, all but the evaluation; docs/architecture.md lists its keys."""
         began_s = self._began_s if self._began_s is not None else now_s
         window_s = max(now_s - began_s, 1e-9)
         busy_s = sum(stats.busy_s for stats in self._learners.values())

@@ -16,7 +16,6 @@ from typing import Any
 
 from diloco_jax.protocol.effects import Effect, Note, SaveSnapshot
 from diloco_jax.protocol.messages import StepReport
-from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import lives, replay
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS, TAPE_FILE
@@ -55,9 +54,7 @@ def _fail_over(parts: Parts, snapshot: Snapshot | None, now_s: float) -> list[Ef
     states: dict[int, Any] = {}
     start, loaded = 0, -1
     if snapshot is not None:
-        states[snapshot.global_step] = _restored(parts.machine, snapshot)
-        parts.model.load(snapshot.model)
-        parts.stats.restore(snapshot.stats)
+        states[snapshot.global_step] = _restored(parts, snapshot)
         start, loaded = snapshot.tape_bytes, snapshot.global_step
     count = 0
     counted = {loaded: parts.stats.state()}
@@ -104,21 +101,21 @@ def _rewind(parts: Parts, loaded: tuple[Path, Snapshot] | None, now_s: float) ->
         if checkpoint.global_step_of(other) > snapshot.global_step:
             checkpoint.set_aside(other)
     epoch = lives(read_lines(parts.run_dir / TAPE_FILE)) + 1
-    state = _restored(parts.machine, snapshot)  # before the tape says that it was
-    parts.model.load(snapshot.model)
-    parts.stats.restore(snapshot.stats)
+    state = _restored(parts, snapshot)  # before the tape says that it was
     log.info(f"the run goes on from {path.name}; what came after it is void")
     return parts.taped.on_rewind(state, snapshot.global_step, epoch, now_s)
 
 
-def _restored(machine: Syncer, snapshot: Snapshot) -> dict[str, Any]:
-    """Restore the machine; returns its state."""
+def _restored(parts: Parts, snapshot: Snapshot) -> dict[str, Any]:
+    """Restore machine, statistics and model; return the machine's state."""
     state: dict[str, Any] = json.loads(snapshot.machine)
     try:
-        machine.restore(state)
+        parts.machine.restore(state)
+        parts.stats.restore(snapshot.stats)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(
             f"the snapshot of global step {snapshot.global_step} was written by another version of this program "
             f"({type(error).__name__}: {error}); go on with that version, or start a new run"
         ) from error
+    parts.model.load(snapshot.model)
     return state
