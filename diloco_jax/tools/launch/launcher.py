@@ -61,7 +61,7 @@ class Guide(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """A way of launching.
+    """A way of launching on Google Cloud.
 
     Attributes:
       name: as `diloco launch` calls it.
