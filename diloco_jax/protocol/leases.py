@@ -221,7 +221,7 @@ class LeaseBook:
         self._num_fragments = num_fragments
         self._next = 0
         self.pool: list[Range] = []  # released, sorted, never adjacent
-        self.unconfirmed: dict[int, int] = {}  # fragment -> newest version that nobody is known to hold
+        self.unconfirmed: dict[int, int] = {}  # fragment with pending shares -> its version, which nobody has told of
         self._leased = self._merged = self._overwritten = self._released = 0
         self.holdings: dict[str, Holding] = {}
         self._ended: dict[str, int] = {}  # learner -> samples up to the end of its newest book, which is closed
@@ -280,6 +280,11 @@ class LeaseBook:
             holding.pending.append(Share(fragment_id, version, since, known))
             self.unconfirmed[fragment_id] = version
 
+    def on_version(self, fragment_id: int, version: int) -> None:
+        """A fragment is at this version now: whoever holds it holds what went into those before."""
+        if fragment_id in self.unconfirmed:
+            self.unconfirmed[fragment_id] = version
+
     def confirm(self, fragment_id: int, version: int) -> None:
         """A learner holds this version: what went into it is safe."""
         if version >= self.unconfirmed.get(fragment_id, 0):
@@ -298,9 +303,10 @@ class LeaseBook:
 
     def revert(self, fragment_id: int, version: int) -> None:
         """Every newer version than this one is lost: what went into it was not merged."""
-        self.unconfirmed.pop(fragment_id, None)
         for holding in self.holdings.values():
             holding.pending = [s for s in holding.pending if s.fragment_id != fragment_id or s.version <= version]
+        if not any(s.fragment_id == fragment_id for holding in self.holdings.values() for s in holding.pending):
+            self.unconfirmed.pop(fragment_id, None)
 
     def release(self, learner_id: str) -> int:
         """Take back of what a lost incarnation has the fate is open; returns how many samples."""

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from diloco_jax.protocol.leases import BOOK, Fates, LeaseBook
-from diloco_jax.protocol.messages import Heartbeat, Lease
+from diloco_jax.protocol.messages import Adopted, Heartbeat, Lease
 from diloco_jax.protocol.syncer.machine import Syncer
 from tests.protocol.syncer_inputs import expand, hello, indices, leases, merged, new, report, sent, value
 
@@ -177,6 +177,31 @@ def test_a_merge_that_died_with_the_syncer_merged_nothing() -> None:
     book.revert(0, 2)
     book.confirm(0, 2)
     assert book.fates == Fates(4, 0, 0, 0, 4)
+
+
+def held(version: int) -> tuple[Adopted, ...]:
+    return (Adopted(version, 0, 0),)
+
+
+@pytest.mark.parametrize("newest", [2, 1], ids=["a version of others alone", "the version after it is lost"])
+def test_a_merge_counts_by_the_version_that_goes_on(newest: int) -> None:
+    """Seeds 300138 and 300776 of the simulator: the book waited for a version that nobody would ever tell of."""
+    book = LeaseBook(1)
+    book.open("a")
+    book.grant("a", 4)
+    book.on_merged("a", 0, 1, 4)
+    if newest == 2:
+        book.on_version(0, 2)  # made of values whose learners are gone
+        book.on_held(held(1))
+        assert book.fates.merged == 0, "version 2 goes on, and nobody is known to hold it"
+    else:
+        book.open("b")
+        book.grant("b", 4)
+        book.on_merged("b", 0, 2, 4)
+        book.revert(0, 1)
+        book.on_version(0, 1)
+    book.on_held(held(newest))
+    assert book.fates.merged == 4 and not book.unconfirmed
 
 
 def test_what_no_value_held_any_more_is_overwritten() -> None:

@@ -237,6 +237,7 @@ class RoundBook:
             credit = member.credit
             credit.merged_mark, credit.strikes, credit.alarmed = progress.merged_rounds, 0, False
             self.leases.on_merged(part.learner_id, fragment_id, version, part.samples, part.since)
+        self.leases.on_version(fragment_id, version)
         names = tuple([part.learner_id for part in parts])
         effects.append(progress.note("merged", fragment_id, names, "", version))
 

@@ -172,6 +172,7 @@ class Comeback:
         else:
             effects.append(progress.note("restored", p, (), f"version {version}, from a learner"))
         downstream.replace(p, version, restoring.digests[p])
+        self.leases.on_version(p, version)
         progress.global_step = max(progress.global_step, version)
 
     # ---- plain values -----------------------------------------------------------------------------------------------
