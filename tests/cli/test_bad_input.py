@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 import diloco_jax
 from diloco_jax.cli import main as cli
+from diloco_jax.runtime.syncer.run import SyncerRun
 from diloco_jax.settings import text as config_file
 from tests.runtime.helpers import SMALL, environment, run, start, wait_for, write_config
 
@@ -142,6 +144,13 @@ def test_what_a_run_would_stumble_over_is_found_before_anything_starts(
     check_refused(result, *words)
     assert result.returncode == 2 and not (tmp_path / "run").exists()
     assert len((result.stdout + result.stderr).splitlines()) == 1, "one line"
+
+
+def test_a_syncer_by_itself_finds_too_little_text_before_it_listens(tmp_path: Path) -> None:
+    (tmp_path / "some.txt").write_text("x" * 10000)
+    config = config_file.load(write_config(tmp_path, data={"path": str(tmp_path / "some.txt")}))
+    with pytest.raises(ValueError, match="held-out windows make no batch of 16"):
+        SyncerRun(config, tmp_path / "run", threading.Event())
 
 
 def test_chaos_checks_before_anything_starts_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

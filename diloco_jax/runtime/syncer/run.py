@@ -28,6 +28,7 @@ from diloco_jax.runtime.syncer.snapshots import Keeper, SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
 from diloco_jax.runtime.syncer.workers import Merges, Results
 from diloco_jax.settings.run import RunConfig, fingerprint
+from diloco_jax.training.data import check_source
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class SyncerRun:
         self._stop = stop
         self._rewind = rewind
         self._results, self._events = Results(), Results()
+        check_source(config.data, config.train.seq_len, config.train.eval_batch_size)  # not at the first evaluation
         self._evaluator = Evaluator(config)
         plan = config.fragments.plan(self._evaluator.shapes, self._evaluator.kinds, config.protocol.num_fragments)
         threads = config.syncer.merge_threads or os.cpu_count() or 1
