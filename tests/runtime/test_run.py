@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.net, pytest.mark.timeout(500)]
 
 SUMMARY_KEYS = {"eval_loss", "eval_bits_per_byte", "tokens", "wall_s", "global_steps", "goodput", "uptime"} | {
     "contributors_per_round",
+    "unmerged_fragments",
     "steps_per_round",
     "alarms",
     "wire",
@@ -45,6 +46,15 @@ def test_summary_has_every_key_and_adds_up(finished: Path) -> None:
     assert 0 < summary["goodput"] <= 1 and 0 < summary["uptime"] <= 1
     assert 1 <= summary["contributors_per_round"] <= 2
     assert 2.0 < summary["eval_loss"] < 5.5  # below the uniform ln 256 = 5.545: something was learned
+
+
+def test_data_parallel_ends_with_the_same_keys(tmp_path: Path) -> None:
+    config = write_config(tmp_path, algorithm="data_parallel", train={"steps": 6, "eval_every": 0})
+    result = run("train", config, "--run-dir", tmp_path / "run", "--quiet", timeout_s=200)
+    assert result.returncode == 0, result.stdout + result.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary.keys() >= SUMMARY_KEYS and summary["complete"]
+    assert [row.keys() >= LEARNER_KEYS for row in summary["learners"].values()] == [True]
 
 
 def test_wire_bytes_are_those_of_the_fragments(finished: Path) -> None:

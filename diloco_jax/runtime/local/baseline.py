@@ -116,6 +116,7 @@ class DataParallelRun:
             "goodput": round(share, 4),
             "uptime": round(share, 4),
             "contributors_per_round": 1.0,
+            "unmerged_fragments": [],
             "steps_per_round": 1.0,
             "alarms": [],
             "wire": {"up_bytes": 0, "down_bytes": 0, "data_parallel_bytes": 0},

@@ -90,7 +90,7 @@ def spawn_python(
         folder: for NAME.log.
     """
     environment = dict(child_environment(config, name))
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "scripts" / "bench")])
     with (folder / f"{name}.log").open("ab") as log:
         child = lab.spawn(name, site, [sys.executable, *words], stdout=log, environment=environment)
     if cores := core_share(config.islands, name, sorted(os.sched_getaffinity(0))):
