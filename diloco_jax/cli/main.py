@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 
 from diloco_jax.cli import prepare, records, runs
-from diloco_jax.cli.shared import COMPILER, FAILED, INTERRUPTED, WRONG_INPUT
+from diloco_jax.cli.shared import FAILED, INTERRUPTED, WRONG_INPUT
 from diloco_jax.cli.words import CHAOS_LEARNER, COMPILE, MERGE_SHARD, Command, check_command, make_parser
 from diloco_jax.runtime.local.machine import limit_jax, look
 
@@ -68,13 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         traceback.print_exc()
         status = FAILED
-    if (
-        known.leave is not None
-    ):  # one of several processes of an island: the interpreter's end would wait for the others
+    if known.leave is not None:  # of several processes of an island: the interpreter's end would wait for the others
         known.leave(status)
-    if any(thread.name == COMPILER for thread in threading.enumerate()):
+    if arguments is None and any(thread.daemon for thread in threading.enumerate()):
         sys.stdout.flush()
-        os._exit(status)  # a compiler cannot be interrupted, and the interpreter aborts when it ends below one
+        sys.stderr.flush()
+        os._exit(status)  # a thread in compiled code (XLA, gRPC) cannot be interrupted: the end would abort below it
     return status
 
 

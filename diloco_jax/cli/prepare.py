@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from diloco_jax.cli.shared import COMPILER, FAILED, learner_dir, load_config, show
+from diloco_jax.cli.shared import FAILED, learner_dir, load_config, show
 
 
 def certs(arguments: argparse.Namespace) -> int:
@@ -90,7 +90,7 @@ def preflight(arguments: argparse.Namespace) -> int:
         except Exception as error:
             done.set_exception(error)
 
-    threading.Thread(target=compile_all, name=COMPILER, daemon=True).start()  # Ctrl-C need not wait for a compiler
+    threading.Thread(target=compile_all, name="compile", daemon=True).start()  # Ctrl-C need not wait for it
     result = done.result()
     show(arguments, finite(result), lambda _: describe(result))
     return 0 if result["ok"] else FAILED

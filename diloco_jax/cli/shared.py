@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from diloco_jax.settings.run import RunConfig
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130  # exit statuses
-COMPILER = "compile"  # a thread that compiles; it cannot be interrupted
 
 
 def show(arguments: argparse.Namespace, result: Any, describe: Callable[[Any], object]) -> None:
