@@ -27,7 +27,7 @@ from diloco_jax.protocol.syncer.progress import Progress
 from diloco_jax.protocol.syncer.rounds import MERGING, PULLING, Pace, Round
 
 
-@dataclass
+@dataclass(slots=True)
 class RoundBook:
     """The rounds in flight, who is fresh for the one that collects, and the pace."""
 
@@ -43,6 +43,7 @@ class RoundBook:
     paused: bool = False  # no round opens or closes, since learners may bring newer versions
     pace: Pace = field(default_factory=Pace)
     closed_s: float = 0.0  # when the newest round of a fragment closed
+    lockstep: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.lockstep = self.config.lockstep
@@ -121,7 +122,9 @@ class RoundBook:
         for this in self.flying.values():
             if this.asked and this.waits_long(now_s):
                 late.update(name for name in this.asked if self.membership.members[name].state == ACTIVE)
-        return late if self.membership.live - len(late) >= self.config.quorum else set()
+        if late and self.membership.live - len(late) < self.config.quorum:
+            return set()
+        return late
 
     def _decide(self, this: Round | None, late: set[str], now_s: float) -> Closing:
         closes_s = this.closes_s if this is not None else None
@@ -183,8 +186,9 @@ class RoundBook:
             reason = f"value against version {base}, kept are {history[fragment_id]}"
             return [Drop(name, reason), self.downstream.send(member, fragment_id), *self.settle(this, now_s)]
         member.credit.merged_base[fragment_id] = base
-        counted = (message.local_step, message.steps, message.tokens, base, message.samples, message.since)
-        this.values[name] = Part(name, *counted)
+        this.values[name] = Part(
+            name, message.local_step, message.steps, message.tokens, base, message.samples, message.since
+        )
         return self.settle(this, now_s) + self.proceed(now_s)  # it may have been left out of the collecting round
 
     def settle(self, this: Round, now_s: float) -> list[Effect]:
