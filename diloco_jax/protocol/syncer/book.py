@@ -119,6 +119,8 @@ class RoundBook:
         It would wait as long, and with it every round after it. With too few others it takes them all the same.
         """
         late: set[str] = set()
+        if len(self.flying) < 2:  # none but the one that collects
+            return late
         for this in self.flying.values():
             if this.asked and this.waits_long(now_s):
                 late.update(name for name in this.asked if self.membership.members[name].state == ACTIVE)
