@@ -36,7 +36,7 @@ class Downlink:
 
     sent: dict[int, Sent] = field(default_factory=dict)  # fragment -> its newest version's way to this member
     offered: tuple[int, ...] = ()  # versions held when it last greeted
-    will_hold: list[Held] = field(default_factory=list)  # per fragment, once all that was sent since then has arrived
+    will_hold: list[Held] = field(default_factory=list)  # per fragment, once all sent since then is there; for steps
     arrived_s: float = 0.0  # when it last read a global value
     broadcast_s: float | None = None  # moving average: how long a new value is on its way to it, by itself
     wait_s: float = 0.0  # moving average: how long it first waits behind the version before

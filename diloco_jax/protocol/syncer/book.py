@@ -223,16 +223,15 @@ class RoundBook:
         """A round has made a new version: everybody gets it."""
         self.pace = self.pace.after_merge(now_s - this.closed_s, self.membership.median_step_s(), self.config)
         self.downstream.renew(this.fragment_id, this.global_step, digest)
-        self.credit(this, parts, effects)
-        for part in parts:
-            if part.learner_id not in this.former:
-                self.membership.members[part.learner_id].credit.merged_round[this.fragment_id] = this.global_step
+        for member in self.credit(this, parts, effects):
+            member.credit.merged_round[this.fragment_id] = this.global_step
         for member in self.membership.connected():
             effects.append(self.downstream.send(member, this.fragment_id, broadcast_s=now_s))
 
-    def credit(self, this: Round, parts: Sequence[Part], effects: list[Effect]) -> None:
-        """Count the values that are in a new version."""
+    def credit(self, this: Round, parts: Sequence[Part], effects: list[Effect]) -> list[Member]:
+        """Count the values that are in a new version; returns the members of whose present incarnation one is."""
         fragment_id, version, progress = this.fragment_id, this.global_step, self.progress
+        present: list[Member] = []
         progress.merged_rounds += 1
         progress.merged_parts += len(parts)
         for part in parts:
@@ -243,8 +242,10 @@ class RoundBook:
             credit = member.credit
             credit.merged_mark, credit.strikes, credit.alarmed = progress.merged_rounds, 0, False
             self.leases.on_merged(part.learner_id, fragment_id, version, part.samples, part.since)
+            present.append(member)
         names = tuple([part.learner_id for part in parts])
         effects.append(progress.note("merged", fragment_id, names, "", version))
+        return present
 
     def lose(self, learner_id: str, now_s: float) -> list[Effect]:
         """Wait no longer for a learner."""
