@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from diloco_jax.protocol.messages import Adopted, Lease
 
 Range = tuple[int, int]
+Share = tuple[int, int, int, int]  # that a value has in a version: fragment, version, since, samples (as on_merged)
 BOOK = 1 << 32  # more samples than one incarnation is ever given
 
 
@@ -127,15 +128,6 @@ class Fates(NamedTuple):
     out: int
 
 
-class Share(NamedTuple):
-    """The samples that a value held which went into a version."""
-
-    fragment_id: int
-    version: int
-    since: int  # the first of its samples that it held something of
-    samples: int
-
-
 class Holding:
     """The samples of one incarnation of a learner of which the fate is open."""
 
@@ -163,11 +155,16 @@ class Holding:
     def confirm(self, fragment_id: int, version: int) -> bool:
         """Note that versions of this fragment up to this one are safe; returns whether it was the last one behind."""
         last = self.marks[fragment_id] == self.settled
-        for share in [s for s in self.pending if s.fragment_id == fragment_id and s.version <= version]:
-            self.pending.remove(share)
-            if share.samples > self.marks[fragment_id]:
-                self.marks[fragment_id] = share.samples
-            self._teach(share.since if share.since > self.settled else self.settled, share.samples)
+        left: list[Share] = []
+        for share in self.pending:
+            taught, made, since, samples = share
+            if taught != fragment_id or made > version:
+                left.append(share)
+                continue
+            if samples > self.marks[fragment_id]:
+                self.marks[fragment_id] = samples
+            self._teach(since if since > self.settled else self.settled, samples)
+        self.pending = left
         return last
 
     def _teach(self, start: int, stop: int) -> None:
@@ -277,7 +274,7 @@ class LeaseBook:
         holding = self.holdings.get(learner_id)
         if holding is not None:
             known = samples if samples < holding.granted else holding.granted
-            holding.pending.append(Share(fragment_id, version, since, known))
+            holding.pending.append((fragment_id, version, since, known))
             self.unconfirmed[fragment_id] = version
 
     def on_version(self, fragment_id: int, version: int) -> None:
@@ -304,8 +301,8 @@ class LeaseBook:
     def revert(self, fragment_id: int, version: int) -> None:
         """Every newer version than this one is lost: what went into it was not merged."""
         for holding in self.holdings.values():
-            holding.pending = [s for s in holding.pending if s.fragment_id != fragment_id or s.version <= version]
-        if not any(s.fragment_id == fragment_id for holding in self.holdings.values() for s in holding.pending):
+            holding.pending = [one for one in holding.pending if one[0] != fragment_id or one[1] <= version]
+        if not any(one[0] == fragment_id for holding in self.holdings.values() for one in holding.pending):
             self.unconfirmed.pop(fragment_id, None)
 
     def release(self, learner_id: str) -> int:
@@ -359,5 +356,5 @@ class LeaseBook:
             holding = self.holdings[plain["name"]] = Holding(self._num_fragments)
             holding.ranges = [(start, stop) for start, stop in plain["ranges"]]
             holding.settled, holding.granted, holding.marks = plain["settled"], plain["granted"], list(plain["marks"])
-            holding.pending = [Share(*share) for share in plain["pending"]]
+            holding.pending = [(p, made, since, samples) for p, made, since, samples in plain["pending"]]
             holding.taught = [(start, stop) for start, stop in plain["taught"]]

@@ -36,7 +36,7 @@ class Downlink:
 
     sent: dict[int, Sent] = field(default_factory=dict)  # fragment -> its newest version's way to this member
     offered: tuple[int, ...] = ()  # versions held when it last greeted
-    will_hold: list[Held] = field(default_factory=list)  # per fragment, once all that was sent since then has arrived
+    will_hold: list[Held] = field(default_factory=list)  # per fragment, once all sent since then is there; for steps
     arrived_s: float = 0.0  # when it last read a global value
     broadcast_s: float | None = None  # moving average: how long a new value is on its way to it, by itself
     wait_s: float = 0.0  # moving average: how long it first waits behind the version before
@@ -60,9 +60,12 @@ class Downlink:
             sent, free_s = self.sent.get(fragment_id), self.arrived_s
             if arrived_s > free_s:
                 self.arrived_s = arrived_s
-            if sent is not None and sent.version == version and sent.broadcast_s is not None:
-                wait_s = free_s - sent.broadcast_s if free_s > sent.broadcast_s else 0.0
-                took_s = arrived_s - sent.broadcast_s - wait_s
+            if sent is None or sent.version != version:
+                continue
+            begun_s = sent.broadcast_s
+            if begun_s is not None:
+                wait_s = free_s - begun_s if free_s > begun_s else 0.0
+                took_s = arrived_s - begun_s - wait_s
                 sample_s = 0.0 if took_s < 0 else took_s if took_s < longest_s else longest_s
                 self.broadcast_s = ema(self.broadcast_s, sample_s, decay)
                 self.wait_s = ema(self.wait_s, wait_s if wait_s < longest_s else longest_s, decay)

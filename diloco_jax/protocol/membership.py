@@ -160,12 +160,13 @@ class Membership:
         Args:
             step_s: the median of the inner steps.
         """
-        live = [(m.down.broadcast_s, m.down.wait_s) for m in self.members.values() if m.state == ACTIVE]
-        ways = sorted([(way_s, wait_s) for way_s, wait_s in live if way_s is not None])
+        links = [m.down for m in self.members.values() if m.state == ACTIVE]
+        ways = sorted([(link.broadcast_s, link.wait_s) for link in links if link.broadcast_s is not None])
         if not ways:
             return 0.0, 0.0
         limit_s = ways[(len(ways) - 1) // 2][0] + (step_s or 0.0)
-        ways = [way for way in ways if way[0] <= limit_s]
+        while ways[-1][0] > limit_s:
+            del ways[-1]
         return ways[-1][0], sum([wait_s for _, wait_s in ways]) / len(ways)
 
     def state(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ DIAL_S = 0.01  # from dialling to a link that stands
 SUPERVISOR_S = 1.0  # until a process that was refused or expelled is started again
 SAVED_KEPT = 2
 FILLED = frozenset((StatePart, AnchorValue))  # what the machine leaves for the driver to fill
-HANDLED = frozenset((AdoptState, SaveState, Finish))
+DONE = HELD | {AdoptState, SaveState, Finish}  # besides what is sent
 
 
 class LearnerDriver:
@@ -205,7 +205,9 @@ class LearnerDriver:
             return
         stepping = process.step.runs
         if type(message) is GlobalFragment:
-            self._read(process, message, False, now_s)
+            read = self._read(process, message, False, now_s)
+            if read and stepping and process.tick_s > now_s:
+                return  # it waits for the gap; no deadline has changed, and no pause held up a tick
         elif type(message) is Garbled:
             if isinstance(message.message, GlobalFragment):  # else a part of a state: it will be asked for again
                 self._read(process, message.message, True, now_s)
@@ -220,10 +222,10 @@ class LearnerDriver:
         else:
             self._see_mail(process, now_s)
 
-    def _read(self, process: LearnerProcess, message: GlobalFragment, garbled: bool, now_s: float) -> None:
-        """Read a global fragment as it comes, if the machine wants it: as the link thread of a real learner."""
+    def _read(self, process: LearnerProcess, message: GlobalFragment, garbled: bool, now_s: float) -> bool:
+        """Read a global fragment as it comes, as the link thread of a real learner; returns whether it was of use."""
         if not process.machine.wants(message, now_s):
-            return
+            return False
         ok = process.holdings.read(message, garbled)
         for observer in self._observers:
             observer.on_read(process, message, ok, now_s)
@@ -231,6 +233,7 @@ class LearnerDriver:
             process.mailbox.read(message, None, now_s)
         else:
             process.machine.on_corrupt(now_s)
+        return ok
 
     def _see_mail(self, process: LearnerProcess, now_s: float) -> None:
         """Take what waits, now or when the thread that would step has seen it."""
@@ -351,10 +354,11 @@ class LearnerDriver:
                         self._world.useless.add((process.name, sent.global_step))
                     if sent is not None:
                         self._send(link.up, sent)
-            elif kind in HELD:
-                process.holdings.execute(effect, message)
-            elif kind in HANDLED:
-                self._handle(process, effect)
+            elif kind in DONE:  # Stage and Unstage, the most frequent ones, are not: there is nothing to copy
+                if kind in HELD:
+                    process.holdings.execute(effect, message)
+                else:
+                    self._handle(process, effect)
         for observer in self._observers:
             observer.on_learner(process, message, effects, now_s)
 

@@ -39,6 +39,7 @@ class Contact:
         self.hello_step = 0
         self.report: StepReport | None = None
         self._who = (learner_id, incarnation)
+        self._heartbeat = Send(SYNCER, Heartbeat(learner_id, incarnation))  # always the same
         self._fingerprint = fingerprint
         self._config = config
         self._resend_wait_s = config.resend_s
@@ -78,4 +79,4 @@ class Contact:
     def heartbeat(self, now_s: float) -> Send:
         """Say that this learner is alive."""
         self.heartbeat_at_s = now_s + self._config.heartbeat_s
-        return Send(SYNCER, Heartbeat(*self._who))
+        return self._heartbeat

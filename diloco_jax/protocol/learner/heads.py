@@ -42,9 +42,9 @@ class Heads:
         """Tell what was read since this was asked last. A driver's thread may have read it after the moment `now_s`."""
         if not self._untold:
             return ()
-        told = [
-            Arrived(fragment_id, self._heads[fragment_id].version, now_s - read_s if now_s > read_s else 0.0)
-            for fragment_id, read_s in self._untold.items()
-        ]
+        told = []
+        for fragment_id, read_s in self._untold.items():
+            ago_s = now_s - read_s if now_s > read_s else 0.0
+            told.append(Arrived(fragment_id, self._heads[fragment_id].version, ago_s))
         self._untold.clear()
         return tuple(told)

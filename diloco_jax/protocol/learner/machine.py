@@ -26,7 +26,7 @@ from diloco_jax.protocol.effects import Adopt, Drop, Effect, Finish, SaveState, 
 from diloco_jax.protocol.learner.anchors import Anchors
 from diloco_jax.protocol.learner.contact import Contact
 from diloco_jax.protocol.learner.heads import GAP, USEFUL, Heads
-from diloco_jax.protocol.learner.stager import Counters, Stager
+from diloco_jax.protocol.learner.stager import Stager
 from diloco_jax.protocol.learner.start import Saved, Start
 from diloco_jax.protocol.leases import Allotment, Batch
 from diloco_jax.protocol.messages import (
@@ -167,7 +167,7 @@ class Learner:
             samples_end: `end` of the batch that it read.
         """
         assert self.state == TRAINING, f"step in state {self.state}"
-        contact, stager, adopted = self.contact, self.stager, self.anchors.adopted
+        contact, stager = self.contact, self.stager
         self.local_step += 1
         self.tokens += num_tokens
         self.samples = samples_end
@@ -175,16 +175,25 @@ class Learner:
         if self._lockstep:
             self.global_step += 1
         effects: list[Effect] = []
-        now = Counters(self.local_step, self.tokens, adopted, samples_end)
+        contact.report = report = StepReport(
+            self.learner_id,
+            self.incarnation,
+            self.local_step,
+            self.tokens,
+            self.global_step,
+            self.anchors.adopted,
+            step_s,
+            loss,
+            samples_end,
+            self.allotment.granted,
+            self.heads.arrived(now_s),
+        )
         if contact.connected or self._lockstep:
-            stager.stage_due(now, self.global_step if self._lockstep else stager.next_round, effects)
-        told = (self.local_step, self.tokens, self.global_step, adopted, step_s, loss, samples_end)
-        leased, arrived = self.allotment.granted, self.heads.arrived(now_s)
-        contact.report = report = StepReport(self.learner_id, self.incarnation, *told, leased, arrived)
+            stager.stage_due(report, self.global_step if self._lockstep else stager.next_round, effects)
         if contact.connected:
             effects.append(Send(SYNCER, report))
             if stager.wanted:
-                stager.answer_wanted(now, effects)
+                stager.answer_wanted(report, effects)
         if self._lockstep and self._schedule.due(self.global_step) >= 0:
             self._waits_for = self.global_step
             self.state = WAITING
@@ -359,8 +368,9 @@ class Learner:
                 effects.append(self._hello(now_s))
             if self.state == WAITING and contact.report is not None:
                 effects.append(Send(SYNCER, contact.report))
-        effects += self.start.receiver.on_tick(self.global_step, now_s)
-        effects += self._update_state(now_s)  # the last attempt to get a state may have failed just now
+        if self.state != TRAINING:
+            effects += self.start.receiver.on_tick(self.global_step, now_s)
+            effects += self._update_state(now_s)  # the last attempt to get a state may have failed just now
         if contact.heartbeat_at_s is not None and now_s >= contact.heartbeat_at_s:
             if contact.lost_track(now_s) and (contact.unheard_steps >= 2 or self.state == RECOVERING):
                 effects.append(self._hello(now_s))  # ask to be let in again

@@ -17,7 +17,8 @@ Time and the link itself (`on_tick`, `on_connected`, `on_disconnected`) do not c
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from diloco_jax.protocol.effects import Effect
 from diloco_jax.protocol.learner.machine import Learner
@@ -33,7 +34,8 @@ from diloco_jax.protocol.messages import (
 Item = TypeVar("Item")
 
 
-class Given(NamedTuple, Generic[Item]):
+@dataclass(slots=True)
+class Given(Generic[Item]):
     """An input of the machine, and what it led to."""
 
     message: SyncerMessage

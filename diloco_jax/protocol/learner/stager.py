@@ -8,23 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 from diloco_jax.protocol.effects import Drop, Effect, Send, Stage, Unstage
 from diloco_jax.protocol.learner.anchors import Anchors
-from diloco_jax.protocol.messages import NO_VERSION, SYNCER, Adopted, FragmentValue, GlobalFragment, PullRequest
+from diloco_jax.protocol.messages import NO_VERSION, SYNCER, FragmentValue, GlobalFragment, PullRequest, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig, Schedule
 
 STAGED_STEPS_MAX = 3  # copies of one fragment: the grace window spans one step, the pull's way another
-
-
-class Counters(NamedTuple):
-    """The counters of a learner when it staged fragments."""
-
-    local_step: int
-    tokens: int
-    adopted: tuple[Adopted, ...]  # per fragment
-    samples: int
 
 
 class Stager:
@@ -60,17 +50,18 @@ class Stager:
     ) -> None:
         self.next_round = 1
         self.wanted: dict[int, int] = {}
-        self._who = (learner_id, incarnation)
+        self._learner_id = learner_id
+        self._incarnation = incarnation
         self._config = config
         self._schedule = schedule
         self._anchors = anchors
         self._adopt_mode = adopt_mode
         self._payload_bytes = payload_bytes
-        self._staged: dict[int, list[Counters]] = defaultdict(list)  # fragment -> of each copy, oldest first
+        self._staged: dict[int, list[StepReport]] = defaultdict(list)  # fragment -> that of each copy, oldest first
         self._since = [0] * config.num_fragments  # samples whose work adoption has overwritten
         self._sent: dict[int, tuple[int, int]] = {}  # fragment -> newest round that a copy was sent for, its samples
 
-    def stage_due(self, now: Counters, first_round: int, effects: list[Effect]) -> None:
+    def stage_due(self, now: StepReport, first_round: int, effects: list[Effect]) -> None:
         """Stage what the rounds from this one on will ask for, and let go of what they will not."""
         fragments = self._schedule.due_within(first_round, self._config.overlap_steps or 1)
         for fragment_id in list(self._staged):
@@ -78,7 +69,7 @@ class Stager:
                 self._unstage(fragment_id, effects)
         self._stage(fragments, now, effects)
 
-    def _stage(self, fragments: Iterable[int], now: Counters, effects: list[Effect]) -> None:
+    def _stage(self, fragments: Iterable[int], now: StepReport, effects: list[Effect]) -> None:
         for fragment_id in fragments:
             copies = self._staged[fragment_id]
             copies.append(now)
@@ -97,7 +88,7 @@ class Stager:
             self._unstage(fragment_id, effects)
         return effects
 
-    def answer_wanted(self, now: Counters, effects: list[Effect]) -> None:
+    def answer_wanted(self, now: StepReport, effects: list[Effect]) -> None:
         """After a step: send what was asked for before any copy existed."""
         for fragment_id, global_step in sorted(self.wanted.items()):
             copies = self._staged.get(fragment_id)
@@ -147,10 +138,21 @@ class Stager:
         if self.wanted and version >= self.wanted.get(fragment_id, version + 1):
             del self.wanted[fragment_id]
 
-    def _value(self, global_step: int, fragment_id: int, copy: Counters) -> Send:
+    def _value(self, global_step: int, fragment_id: int, copy: StepReport) -> Send:
         adopted, size = copy.adopted[fragment_id], self._payload_bytes.get(fragment_id, 0)
         self._sent[fragment_id] = (global_step, copy.samples)
         steps, tokens = copy.local_step - adopted.local_step, copy.tokens - adopted.tokens
-        counted = (copy.local_step, steps, tokens, adopted.version, copy.samples)
-        value = FragmentValue(*self._who, global_step, fragment_id, *counted, size, self._since[fragment_id])
+        value = FragmentValue(
+            self._learner_id,
+            self._incarnation,
+            global_step,
+            fragment_id,
+            copy.local_step,
+            steps,
+            tokens,
+            adopted.version,
+            copy.samples,
+            size,
+            self._since[fragment_id],
+        )
         return Send(SYNCER, value)

@@ -27,7 +27,7 @@ from diloco_jax.protocol.syncer.progress import Progress
 from diloco_jax.protocol.syncer.rounds import MERGING, PULLING, Pace, Round
 
 
-@dataclass
+@dataclass(slots=True)
 class RoundBook:
     """The rounds in flight, who is fresh for the one that collects, and the pace."""
 
@@ -43,6 +43,7 @@ class RoundBook:
     paused: bool = False  # no round opens or closes, since learners may bring newer versions
     pace: Pace = field(default_factory=Pace)
     closed_s: float = 0.0  # when the newest round of a fragment closed
+    lockstep: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.lockstep = self.config.lockstep
@@ -118,10 +119,14 @@ class RoundBook:
         It would wait as long, and with it every round after it. With too few others it takes them all the same.
         """
         late: set[str] = set()
+        if len(self.flying) < 2:  # none but the one that collects
+            return late
         for this in self.flying.values():
             if this.asked and this.waits_long(now_s):
                 late.update(name for name in this.asked if self.membership.members[name].state == ACTIVE)
-        return late if self.membership.live - len(late) >= self.config.quorum else set()
+        if late and self.membership.live - len(late) < self.config.quorum:
+            return set()
+        return late
 
     def _decide(self, this: Round | None, late: set[str], now_s: float) -> Closing:
         closes_s = this.closes_s if this is not None else None
@@ -183,8 +188,9 @@ class RoundBook:
             reason = f"value against version {base}, kept are {history[fragment_id]}"
             return [Drop(name, reason), self.downstream.send(member, fragment_id), *self.settle(this, now_s)]
         member.credit.merged_base[fragment_id] = base
-        counted = (message.local_step, message.steps, message.tokens, base, message.samples, message.since)
-        this.values[name] = Part(name, *counted)
+        this.values[name] = Part(
+            name, message.local_step, message.steps, message.tokens, base, message.samples, message.since
+        )
         return self.settle(this, now_s) + self.proceed(now_s)  # it may have been left out of the collecting round
 
     def settle(self, this: Round, now_s: float) -> list[Effect]:
@@ -217,16 +223,15 @@ class RoundBook:
         """A round has made a new version: everybody gets it."""
         self.pace = self.pace.after_merge(now_s - this.closed_s, self.membership.median_step_s(), self.config)
         self.downstream.renew(this.fragment_id, this.global_step, digest)
-        self.credit(this, parts, effects)
-        for part in parts:
-            if part.learner_id not in this.former:
-                self.membership.members[part.learner_id].credit.merged_round[this.fragment_id] = this.global_step
+        for member in self.credit(this, parts, effects):
+            member.credit.merged_round[this.fragment_id] = this.global_step
         for member in self.membership.connected():
             effects.append(self.downstream.send(member, this.fragment_id, broadcast_s=now_s))
 
-    def credit(self, this: Round, parts: Sequence[Part], effects: list[Effect]) -> None:
-        """Count the values that are in a new version."""
+    def credit(self, this: Round, parts: Sequence[Part], effects: list[Effect]) -> list[Member]:
+        """Count the values that are in a new version; returns the members of whose present incarnation one is."""
         fragment_id, version, progress = this.fragment_id, this.global_step, self.progress
+        present: list[Member] = []
         progress.merged_rounds += 1
         progress.merged_parts += len(parts)
         for part in parts:
@@ -237,9 +242,11 @@ class RoundBook:
             credit = member.credit
             credit.merged_mark, credit.strikes, credit.alarmed = progress.merged_rounds, 0, False
             self.leases.on_merged(part.learner_id, fragment_id, version, part.samples, part.since)
+            present.append(member)
         self.leases.on_version(fragment_id, version)
         names = tuple([part.learner_id for part in parts])
         effects.append(progress.note("merged", fragment_id, names, "", version))
+        return present
 
     def lose(self, learner_id: str, now_s: float) -> list[Effect]:
         """Wait no longer for a learner."""

@@ -32,7 +32,7 @@ from diloco_jax.protocol.syncer.restoring import Restoring
 from diloco_jax.protocol.syncer.rounds import MERGING
 
 
-@dataclass
+@dataclass(slots=True)
 class Comeback:
     """Brings the syncer's parts from a restart to the next round."""
 

@@ -45,6 +45,7 @@ class Downstream:
         self._progress = progress
         self._payload_bytes = dict(payload_bytes)
         self._step_bytes = dict(step_bytes)
+        self._newest: GlobalFragment | None = None  # message that was sent
 
     def renew(self, fragment_id: int, version: int, digest: int) -> None:
         """Take a version that was merged; a step leads to it from the one before."""
@@ -79,20 +80,22 @@ class Downstream:
             broadcast_s: when, if this is the broadcast after its merge.
         """
         down, version, digest = member.down, self.versions[fragment_id], self.digests[fragment_id]
-        sent = down.sent.get(fragment_id)
-        steps = sent.steps if sent is not None and sent.version == version else 0
-        will_hold, has_steps = down.will_hold[fragment_id], fragment_id in self._step_bytes
-        if has_steps and steps < STEPS_MAX and self.bases.get(fragment_id) == will_hold:
-            size, base, steps = self._step_bytes[fragment_id], will_hold.version, steps + 1
-        else:
-            size, base, steps = self._payload_bytes.get(fragment_id, 0), NO_VERSION, STEPS_MAX
+        size, base, steps = self._payload_bytes.get(fragment_id, 0), NO_VERSION, STEPS_MAX
+        if fragment_id in self._step_bytes:
+            sent, will_hold = down.sent.get(fragment_id), down.will_hold[fragment_id]
+            before = sent.steps if sent is not None and sent.version == version else 0
+            if before < STEPS_MAX and self.bases.get(fragment_id) == will_hold:
+                size, base, steps = self._step_bytes[fragment_id], will_hold.version, before + 1
+            down.will_hold[fragment_id] = Held(version, digest)
         wait_steps = wait_steps or self._config.overlap_steps + 1
         down.sent[fragment_id] = Sent(version, steps, member.local_step, wait_steps, broadcast_s)
-        down.will_hold[fragment_id] = Held(version, digest)
         merged_round = member.credit.merged_round.get(fragment_id, NO_VERSION)
         now = self._progress
         value = (now.global_step, fragment_id, version, now.epoch, digest, size, base, merged_round)
-        return Send(member.learner_id, GlobalFragment(*value))
+        message = self._newest
+        if message is None or message != value:  # nearly all members of a broadcast get the same
+            message = self._newest = GlobalFragment(*value)
+        return Send(member.learner_id, message)
 
     def repair(self, member: Member, fragment_id: int, effects: list[Effect]) -> None:
         """Repeat a broadcast that was lost: its learner began a step after it was due, and still lacks it.

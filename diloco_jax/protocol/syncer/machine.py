@@ -92,23 +92,21 @@ class Syncer:
 
     def on_message(self, message: LearnerMessage, now_s: float) -> list[Effect]:
         """Any message of a learner. The driver vouches that the sender is who the message says."""
-        match message:
-            case StepReport():
-                return self.on_report(message, now_s)
-            case FragmentValue():
-                return self.on_value(message, now_s)
-            case Heartbeat():
-                return self.on_heartbeat(message, now_s)
-            case Hello():
-                return self.on_hello(message, now_s)
-            case Leave():
-                return self.on_leave(message, now_s)
-            case AnchorValue():
-                return self.on_anchor(message, now_s)
-            case StateRequest() | StatePart() | StateRefused() | StateDone():
-                return self.on_state_message(message, now_s)
-            case _:
-                assert_never(message)
+        if isinstance(message, StepReport):  # not by match, which makes a set and a list for the case that fits
+            return self.on_report(message, now_s)
+        if isinstance(message, FragmentValue):
+            return self.on_value(message, now_s)
+        if isinstance(message, Heartbeat):
+            return self.on_heartbeat(message, now_s)
+        if isinstance(message, Hello):
+            return self.on_hello(message, now_s)
+        if isinstance(message, Leave):
+            return self.on_leave(message, now_s)
+        if isinstance(message, AnchorValue):
+            return self.on_anchor(message, now_s)
+        if isinstance(message, StateRequest | StatePart | StateRefused | StateDone):
+            return self.on_state_message(message, now_s)
+        assert_never(message)
 
     def on_hello(self, message: Hello, now_s: float) -> list[Effect]:
         """A learner joins, comes back, or repeats its greeting because something was lost."""
@@ -145,17 +143,17 @@ class Syncer:
 
     def on_report(self, message: StepReport, now_s: float) -> list[Effect]:
         """A learner finished an inner step."""
-        name = message.learner_id
+        name, local_step = message.learner_id, message.local_step
         member = self.membership.get(name, message.incarnation)
         if member is None:
             return [Drop(name, "report before hello, or of an old incarnation")]
         if len(message.adopted) != len(self.downstream.versions):
             return [Drop(name, f"{len(message.adopted)} fragments reported, {len(self.versions)} exist")]
-        if not (0 <= message.step_s < inf and message.local_step >= 1 and message.tokens >= 0):
-            return [Drop(name, f"step {message.local_step} that took {message.step_s} s is impossible")]
+        if not (0 <= message.step_s < inf and local_step >= 1 and message.tokens >= 0):
+            return [Drop(name, f"step {local_step} that took {message.step_s} s is impossible")]
         if not 0 <= message.samples <= message.granted:
             return [Drop(name, f"{message.samples} samples used of {message.granted} that were leased is impossible")]
-        if message.local_step > member.local_step:  # else a duplicate, or overtaken by a newer one: a sign of life
+        if local_step > member.local_step:  # else a duplicate, or overtaken by a newer one: a sign of life
             if self.leases.unconfirmed:
                 self.leases.on_held(message.adopted)
             member.record(message, self.config, now_s)
@@ -164,7 +162,7 @@ class Syncer:
             return [Send(name, Stop(self.progress.global_step, "run complete"))]
         effects: list[Effect] = []
         self.roster.heard(member, effects, now_s)
-        if message.local_step == member.local_step:  # an overtaken one tells of fewer leases than have arrived
+        if local_step == member.local_step:  # an overtaken one tells of fewer leases than have arrived
             self.roster.supply(member, message, effects)
         if self.rounds.count(member):
             return effects + self.rounds.proceed(now_s)

@@ -17,7 +17,7 @@ from diloco_jax.protocol.syncer.progress import Progress
 from diloco_jax.protocol.syncer.rounds import Round
 
 
-@dataclass
+@dataclass(slots=True)
 class Roster:
     """The members, and all that must hear of it when one of them comes or goes."""
 
