@@ -6,13 +6,13 @@ often the model is evaluated or where the data lies, may change from one process
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from diloco_jax.runtime.records.files import METRICS_FILE, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.records.telemetry import read_object
 from diloco_jax.settings.run import RunConfig
 
 MAY_CHANGE = (
@@ -61,7 +61,7 @@ def check_resumable(run_dir: Path) -> None:
         what = "a data-parallel run, which cannot go on" if (run_dir / METRICS_FILE).exists() else "no run"
         raise ValueError(f"{run_dir} holds {what}; leave out --resume, or name another folder with --run-dir")
     try:
-        summary = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+        summary = read_object(run_dir / SUMMARY_FILE)
     except (OSError, ValueError):
         return  # it was killed, perhaps while it wrote this
     if summary.get("complete"):

@@ -16,7 +16,7 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE
 from diloco_jax.runtime.records.liveness import judge, signature
-from diloco_jax.runtime.records.telemetry import write_json
+from diloco_jax.runtime.records.telemetry import read_object, write_json
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.questions import ask_status
@@ -163,15 +163,13 @@ def read_status(run: str, *, allow_plaintext: bool = False, transport: Transport
     folder = Path(run)
     path = folder / STATUS_FILE
     try:
-        status = json.loads(path.read_text(encoding="utf-8"))
+        status = read_object(path, "state", "global_step", "learners")
     except OSError as error:
         if (folder / CONFIG_FILE).exists():
             raise ValueError(
                 f"the run in {run} has said nothing yet: it is starting, or ended before it began; see {folder / LOGS}"
             ) from error
         raise ValueError(f"{run} has no {STATUS_FILE} ({error.strerror}); give a run's folder or host:port") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not readable ({error}); try again") from error
     return judge(folder, status, lambda: _answer(run, transport, allow_plaintext=allow_plaintext))
 
 

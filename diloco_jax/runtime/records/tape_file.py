@@ -116,7 +116,11 @@ def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[
 
 
 def last_time_s(path: Path) -> float | None:
-    """Return the time of a tape's newest input, in seconds since the run began; None without a whole line."""
+    """Return the time of a tape's newest input, in seconds since the run began; None without a whole line.
+
+    Raises:
+        ValueError: its last line is none of a tape.
+    """
     with path.open("rb") as file:
         end = file.seek(0, 2)
         block, tail = 1 << 16, b""
@@ -125,4 +129,7 @@ def last_time_s(path: Path) -> float | None:
             file.seek(start)
             tail, end = file.read(end - start) + tail, start
     lines = tail.split(b"\n")[:-1]
-    return float(json.loads(lines[-1])[1]) if lines else None
+    try:
+        return float(json.loads(lines[-1])[1]) if lines else None
+    except (ValueError, TypeError, LookupError):
+        raise ValueError(f"{path} is damaged: its last line is {lines[-1][:80]!r}; remove that line") from None

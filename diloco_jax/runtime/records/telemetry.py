@@ -48,6 +48,23 @@ def write_json(path: str | os.PathLike[str], obj: Any) -> None:
     replace_text(path, json.dumps(finite(obj), allow_nan=False, indent=2) + "\n")
 
 
+def read_object(path: Path, *keys: str) -> dict[str, Any]:
+    """Read a JSON file that holds an object with these keys.
+
+    Raises:
+        ValueError: it is damaged, or of something else.
+        OSError: it cannot be read.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not readable ({error}); try again, or remove it") from error
+    if not isinstance(found, dict) or (missing := [key for key in keys if key not in found]):
+        what = "no object" if not isinstance(found, dict) else f"no {', '.join(missing)}"
+        raise ValueError(f"{path} is damaged or of another program: it holds {what}; restore or remove it")
+    return found
+
+
 def replace_text(path: str | os.PathLike[str], text: str) -> None:
     """Replace a text file at once; its folder must exist."""
     target = Path(path)

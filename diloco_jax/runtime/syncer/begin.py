@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,18 @@ def begin(parts: Parts, mode: str, now_s: float) -> list[Effect]:
     """
     if mode == FRESH:
         return parts.taped.on_begin(parts.model.digests, now_s)
-    loaded = checkpoint.newest_readable(parts.run_dir / CHECKPOINTS, lambda path: read_snapshot(path, parts.model))
+    loaded = checkpoint.newest_readable(parts.run_dir / CHECKPOINTS, partial(_read, parts))
     if mode == REWIND:
         return _rewind(parts, loaded, now_s)
     return _fail_over(parts, loaded[1] if loaded is not None else None, now_s)
+
+
+def _read(parts: Parts, path: Path) -> Snapshot:
+    """Read a snapshot, and raise ValueError if it cannot be of this run's tape."""
+    snapshot, size = read_snapshot(path, parts.model), (parts.run_dir / TAPE_FILE).stat().st_size
+    if snapshot.tape_bytes > size:
+        raise ValueError(f"{path} was taken at byte {snapshot.tape_bytes} of a tape that has {size}")
+    return snapshot
 
 
 def _fail_over(parts: Parts, snapshot: Snapshot | None, now_s: float) -> list[Effect]:
@@ -72,7 +81,7 @@ def _fail_over(parts: Parts, snapshot: Snapshot | None, now_s: float) -> list[Ef
     return parts.taped.on_restart(parts.model.versions, parts.model.digests, loaded, now_s)
 
 
-def _counted(lines: Iterator[str], parts: Parts, counted: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
+def _counted(lines: Iterator[str], parts: Parts, counted: dict[int, dict[str, Any]]) -> Iterator[str]:
     """Pass lines on; each report is counted just before the machine gets it, as it was when it was written.
 
     Args:
@@ -84,8 +93,10 @@ def _counted(lines: Iterator[str], parts: Parts, counted: Mapping[int, Mapping[s
         if line.startswith('["StepReport"'):
             _, then_s, *fields = json.loads(line)
             parts.stats.on_report(StepReport(*fields), then_s)
-        elif line.startswith('["rewind"'):
-            parts.stats.restore(counted[json.loads(line)[2]])
+        elif line.startswith('["snapshot"'):
+            counted[json.loads(line)[2]] = parts.stats.state()
+        elif line.startswith('["rewind"') and (kept := counted.get(json.loads(line)[2])):
+            parts.stats.restore(kept)  # else the machine's replay says that its snapshot is not on the tape
         yield line
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from diloco_jax.runtime.model.global_model import Capture, GlobalModel, SavedModel
 from diloco_jax.runtime.records import checkpoint
-from diloco_jax.runtime.records.tape_file import RETRY_S
+from diloco_jax.runtime.records.tape_file import RETRY_S, TapeStopped
 from diloco_jax.runtime.syncer.parts import Parts
 
 log = logging.getLogger(__name__)
@@ -196,6 +196,12 @@ class Keeper:
             log.warning("no snapshot of this moment: newer values were still on their way from learners")
             return
         self._writer.wait()
+        parts = self._parts
+        try:  # the machine has not asked for it, so only this line tells a replay of it
+            parts.taped.on_snapshot(parts.machine.global_step, parts.clock.now_s())
+        except TapeStopped as error:
+            log.warning(f"no snapshot of this moment: {error}")
+            return
         snapshot = self._capture()
         self._writer.write(snapshot)
         while self._writer.condition and not self._parts.stop.wait(RETRY_S):

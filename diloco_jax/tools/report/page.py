@@ -6,7 +6,6 @@ that was stopped in the middle has no summary.json and gets a page with what its
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from diloco_jax.drawing.page import figure, legend, page
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.protocol.watch.stats import never_merged, participation, step_overhead
 from diloco_jax.runtime.records.files import CONFIG_FILE, METRICS_FILE, REPORT_FILE, SUMMARY_FILE
-from diloco_jax.runtime.records.telemetry import read_metrics, replace_text
+from diloco_jax.runtime.records.telemetry import read_metrics, read_object, replace_text
 from diloco_jax.tools.report import plots
 from diloco_jax.tools.report.live import format_duration
 from diloco_jax.tools.report.plots import MARKS, DrawnRound, LearnerMark
@@ -340,7 +339,7 @@ def read_summary(story: Story, path: Path) -> dict[str, Any]:
     counted = story.counted()
     if not path.is_file():
         return {**counted, "complete": False}
-    written = json.loads(path.read_text(encoding="utf-8"))
+    written = read_object(path, "learners", "wire")
     learners = counted["learners"]
     for name, row in written["learners"].items():
         learners[name] = learners.get(name, {}) | row

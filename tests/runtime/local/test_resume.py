@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +58,34 @@ def test_everybody_killed_and_the_newest_snapshot_broken(folder: Path) -> None:
     assert all(len(set(numbers)) == 2 for numbers in lives.values()), lives
     done = run("train", job.config, "--run-dir", job.run_dir, "--resume")
     assert done.returncode == 2 and "complete" in done.stderr
+
+
+@pytest.mark.net
+@pytest.mark.timeout(500)
+def test_a_run_that_was_stopped_goes_on_and_its_tape_tells_it(folder: Path) -> None:
+    """The snapshot of the stop is one that the machine never asked for; a syncer that fails over must know it too."""
+    job = Job(folder, train={"steps": 150, "eval_every": 0})
+    job.reached(60)
+    job.process.send_signal(signal.SIGINT)
+    job.process.communicate(timeout=100)
+    assert job.process.returncode == 130
+    stop = complete(job.run_dir / "checkpoints")[0]
+    assert stop.name not in ("step_00000050", "step_00000100")
+    job.process = job.begin("--resume")
+    job.reached(int(stop.name.removeprefix("step_")) + 1, epoch=2)
+    damage(stop)
+    os.kill(job.pid_of("syncer"), signal.SIGKILL)
+    _, summary = job.finish()
+    assert summary["complete"] and summary["global_steps"] == 150
+    for command in ("audit", "replay"):
+        told = run(command, job.run_dir, timeout_s=200)
+        assert told.returncode == 0, told.stdout + told.stderr
+
+
+def test_a_tape_that_ends_in_no_line_of_a_tape_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tape.jsonl").write_text('["tick",1.0]\n["tick","x"]\n')
+    with pytest.raises(ValueError, match=r"tape.jsonl is damaged: its last line is .*tick"):
+        mode_of(tmp_path, rewind=True)
 
 
 def tape_of_killed(run_dir: Path) -> list[list[object]]:

@@ -118,6 +118,13 @@ def test_a_folder_in_which_nobody_has_spoken_yet(tmp_path: Path, capsys: pytest.
     assert "has said nothing yet" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", ["{}", "[]", "5", "null", '{"name": 1}', "{"])
+def test_a_file_of_something_else_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    (tmp_path / "status.json").write_text(content)
+    with pytest.raises(ValueError, match=r"status\.json is (damaged or of another program|not readable)"):
+        read_status(str(tmp_path))
+
+
 @pytest.mark.net
 @pytest.mark.timeout(500)
 def test_a_run_that_is_stopped_and_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
