@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.cli.shared import FAILED, INTERRUPTED, learner_dir, load_config, show
@@ -74,13 +75,13 @@ def learner(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     run_dir = learner_dir(arguments, config)
     stop = _begin_process(run_dir)
-    from diloco_jax.runtime.island.follower import Follower
     from diloco_jax.runtime.island.join import join, leave
+    from diloco_jax.runtime.learner.joined import Joining
     from diloco_jax.runtime.learner.preemption import check_source, watch
-    from diloco_jax.runtime.learner.run import LearnerRun
+    from diloco_jax.runtime.learner.run import LearnerRun, follow
     from diloco_jax.runtime.records.status import known_address
 
-    make: Callable[..., LearnerRun] = LearnerRun
+    make: Callable[[Joining, Event], LearnerRun] = LearnerRun
     if arguments.name == CHAOS_LEARNER:
         from diloco_jax.tools.chaos.learner import chaos_learner
 
@@ -92,9 +93,11 @@ def learner(arguments: argparse.Namespace) -> int:
     if config.island(arguments.island).hosts > 1:
         arguments.leave = leave
     hosts = join(config, arguments.island, incarnation, arguments.host, arguments.coordinator)
+    incarnation = incarnation if hosts is None else hosts.incarnation
+    joining = Joining(config, arguments.island, incarnation, address, run_dir, hosts)
     if hosts is not None and hosts.host:
-        return Follower(config, arguments.island, address, stop, hosts).run()
-    reason = make(config, arguments.island, incarnation, address, run_dir, stop, hosts).run()
+        return follow(joining, stop)
+    reason = make(joining, stop).run()
     print(f"{arguments.island}: {reason}", flush=True)
     return INTERRUPTED if stop.is_set() else 0  # 0 only when the syncer ended the run
 

@@ -20,6 +20,7 @@ from jaxtyping import Array, Int32
 from diloco_jax.core.codec import Format
 from diloco_jax.core.kinds import Kind, kind_of
 from diloco_jax.training.exchange.exchange import Exchange
+from diloco_jax.training.exchanged import by_name
 from diloco_jax.training.models.protocol import (
     Batch,
     GraphDef,
@@ -45,7 +46,6 @@ from diloco_jax.training.train_step import TrainState, make_train_step, model_lo
 from diloco_jax.training.whole_state.layout import StateLayout
 
 T = TypeVar("T")
-PARAMS, OPTIMIZER, OTHER = "params/", "optimizer/", "other/"  # what the names of a state's leaves begin with
 
 
 class Blueprint:
@@ -234,15 +234,6 @@ class Blueprint:
 def describe(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     """Return the leaf with a layout."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def by_name(state: TrainState) -> dict[str, Any]:
-    """Return the leaves of a state by the names under which they leave the island, in the order of the tree."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state.opt_state)
-    named = {OPTIMIZER + jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-    assert len(named) == len(leaves), "two leaves of the optimizer's state have one name"
-    other = {OTHER + path: value for path, value in state.other.items()}
-    return {**{PARAMS + path: value for path, value in state.params.items()}, **named, **other}
 
 
 class _Description(NamedTuple):

@@ -281,7 +281,7 @@ ARRIVED = GlobalFragment(5, 1, 5, 1, 1 << 60, 90)
 COMMANDS = (
     c.HostMeet(3, (("seed", "0"), ("mesh", "fsdp"))),
     c.HostPutBatch((c.SampleRange(0, 8), c.SampleRange(16, 24))),
-    c.HostStep(0.5),
+    c.HostStep(5),
     c.HostArrival(7, ARRIVED),
     c.HostAdopt(7, ARRIVED),
     c.HostLeaf(8, -1, "params/w"),

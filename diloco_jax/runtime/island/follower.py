@@ -1,7 +1,7 @@
 """A host of an island that does not lead: no machine, no decisions. It does what the leader says, in that order.
 
 Threads
-  * the caller's ("steps"): the only one to touch the devices: steps, copies, adoptions, states.
+  * the caller's ("steps"): the only one to touch the devices: copies, adoptions, states; it makes the steps.
   * "group": receives what the leader says and hands it on.
   * "link": reads and checks global fragments before they are adopted; connects to the syncer.
   * "payload": encodes and sends this host's parts of fragments (payloads.py).
@@ -23,13 +23,14 @@ import numpy as np
 from diloco_jax.core.codec import Bytes
 from diloco_jax.protocol.messages import FragmentValue
 from diloco_jax.runtime.island.adoptions import GlobalValues, Values
-from diloco_jax.runtime.island.host import Host
-from diloco_jax.runtime.island.join import Hosts, die, make_dialler
+from diloco_jax.runtime.island.host import Host, Ranges
+from diloco_jax.runtime.island.join import FAILED, die
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.group import commands
 from diloco_jax.transport.group.group import GroupMember
 from diloco_jax.transport.link import Link, Payload, TransportError
+from diloco_jax.transport.sharded import Dialler
 
 POLL_S = 0.2
 
@@ -37,20 +38,36 @@ log = logging.getLogger(__name__)
 
 
 class Follower:
-    """One host that follows, from its first message to its last.
+    """One host that follows, from its first message to its last; whoever steps it calls `next_step` and `leave`.
 
     Args:
-        config, learner_id, address, hosts: as `LearnerRun`.
+        config: the run.
+        host: whose fragments and states it exchanges.
+        dialler: connects this process to the syncer.
+        group: the connection to the leader.
         stop: set from outside to leave politely; the leader decides when.
+        on_batch: takes the samples of the next step, while the one before may be running.
+
+    Attributes:
+        status: exit status that the leader said in the end; None before.
     """
 
-    def __init__(self, config: RunConfig, learner_id: str, address: str, stop: threading.Event, hosts: Hosts) -> None:
-        assert isinstance(hosts.group, GroupMember), "host 0 leads"
-        self._group = hosts.group
+    def __init__(
+        self,
+        config: RunConfig,
+        host: Host,
+        dialler: Dialler,
+        group: GroupMember,
+        stop: threading.Event,
+        on_batch: Callable[[Ranges], None],
+    ) -> None:
+        self.status: int | None = None
+        self._on_batch = on_batch
+        self._group = group
         self._stop = stop
         self._told_stop = False
-        self._host = host = Host(config, learner_id)
-        self._dialler = make_dialler(config, host.plan, learner_id, hosts.incarnation, address, hosts)
+        self._host = host
+        self._dialler = dialler
         self._values = GlobalValues(host.fragments, config.wire.down)  # the link thread's
         self._arrived: dict[tuple[int, int], Values] = {}  # fragment, arrival -> value that may be adopted
         self._link: Link | None = None
@@ -61,22 +78,31 @@ class Follower:
             queue.SimpleQueue()
         )
         self._received_leaves: queue.SimpleQueue[tuple[commands.HostHave, Bytes]] = queue.SimpleQueue()
-        self._status: int | None = None
-
-    def run(self) -> int:
-        """Follow until the leader ends, and return the exit status that it says. If a host is lost the process ends."""
         self._in_thread("group", self._receive)
         self._in_thread("link", self._serve_link)
+
+    def next_step(self) -> int | None:
+        """Do what the leader says until it makes a step; returns the step's global step, or None at the end.
+
+        If a host is lost the process ends.
+        """
         try:
-            while self._status is None:
-                self._do(self._steps_do.get())
+            while self.status is None:
+                command = self._steps_do.get()
+                if isinstance(command, commands.HostStep):
+                    return command.clock
+                self._do(command)
         except Exception as error:  # such as a collective that lost one of its hosts
             die(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
+        return None
+
+    def leave(self) -> int:
+        """End, and return the exit status that the leader said; FAILED if it did not."""
         self._payloads.close()
         if self._link is not None:
             self._link.close(0.0)
         self._group.close()
-        return self._status
+        return FAILED if self.status is None else self.status
 
     # ---- the thread "steps" ---------------------------------------------------------------------------------------
 
@@ -86,9 +112,7 @@ class Follower:
             case commands.HostWarmUp(number):
                 self._in_thread("compile", partial(self._warm_up, number))
             case commands.HostPutBatch(ranges):
-                host.put_batch(ranges)
-            case commands.HostStep(rate):
-                host.step(rate)
+                self._on_batch(ranges)
             case commands.HostStage(fragment_id, local_step):
                 host.stage(fragment_id, local_step)
             case commands.HostUnstage(fragment_id, local_step):
@@ -110,7 +134,7 @@ class Follower:
                 host.load_leaves(self._ask_leaf, fragments)
                 self._answer(number)
             case commands.HostEnd(status):
-                self._status = status
+                self.status = status
             case _:
                 raise ValueError(f"a {type(command).__name__} is not expected here")
 
@@ -171,7 +195,7 @@ class Follower:
     # ---- the thread "group" ---------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        while self._status is None:
+        while self.status is None:
             item = self._group.receive(POLL_S)
             if self._stop.is_set() and not self._told_stop:
                 self._told_stop = True

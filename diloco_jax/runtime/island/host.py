@@ -1,4 +1,4 @@
-"""One process of an island, which obeys its learner: steps, staged copies, adoptions, whole states.
+"""One process of an island, which obeys its learner: staged copies, adoptions, whole states.
 
 An island of one process has one `Host`. With several each has one, and all do the same in the same order, so that the
 programs of their devices meet: the leader's is a `LeadingHost`, which tells the others (leader.py, follower.py).
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import jax
 import numpy as np
 
 from diloco_jax.core.codec import Bytes
@@ -16,9 +15,8 @@ from diloco_jax.core.fragments import Fragment, FragmentPlan
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment
 from diloco_jax.runtime.island.adoptions import Adoptions, Values
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.training.data import SampleOrder, load_source
 from diloco_jax.training.exchange.outgoing import StagedFragment
-from diloco_jax.training.island import Island, StepHandle
+from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.training.whole_state.staging import StagedState
 from diloco_jax.transport.group import commands
 
@@ -31,37 +29,24 @@ class Host:
     """One process's devices, and what they have in flight. One thread at a time, where nothing else is said.
 
     Attributes:
-        island: that trains, or this process's part of it.
+        island: whose fragments and states leave and come in; its owner steps it.
         plan: how its model is cut.
-        corpus: what this process reads its samples from, in words that others can compare.
         anchors: the global values adopted last, by fragment.
 
     Args:
         config: the run.
-        learner_id: name of the island.
-        devices: of the island; all that JAX sees if not given.
+        island: that is exchanged, or this process's part of it.
+        compile_step: compiles what its owner runs.
     """
 
-    def __init__(self, config: RunConfig, learner_id: str, devices: Sequence[jax.Device] | None = None) -> None:
-        own = config.island(learner_id)
-        source = load_source(config.data, config.train.seq_len)
-        self.corpus = source.corpus
-        self._order = SampleOrder(source, config.data.shuffle_seed + config.seed)
-        self.island = Island(
-            config.model,
-            config.optimizer,
-            own.mesh,
-            seed=config.seed,
-            devices=devices,
-            wire=config.wire.up,
-            rebase=config.adopt.mode == "rebase",
-        )
-        self.plan: FragmentPlan = config.fragments.plan(
-            self.island.shapes, self.island.kinds, config.protocol.num_fragments
-        )
-        self.batch_shape = (own.batch_size, config.train.seq_len + 1)
+    def __init__(
+        self, config: RunConfig, island: ExchangedState, compile_step: Callable[[], None] = lambda: None
+    ) -> None:
+        self.island = island
+        self.plan: FragmentPlan = config.fragments.plan(island.shapes, island.kinds, config.protocol.num_fragments)
         self.anchors: dict[int, Values] = {}
-        self._adoptions = Adoptions(self.island, self.plan.fragments, config.adopt)
+        self._compile_step = compile_step
+        self._adoptions = Adoptions(island, self.plan.fragments, config.adopt)
         self._states: dict[int, StagedState] = {}
 
     @property
@@ -76,7 +61,8 @@ class Host:
 
     def warm_up(self) -> None:
         """Compile what the island runs. Any thread."""
-        self.island.warm_up(self.batch_shape, self.fragments)
+        self._compile_step()
+        self.island.exchange.warm_up(self.fragments)
 
     def connect(self, epoch: int, number: int) -> None:
         """Give every other host a link to the syncer of its own, now that the learner has a new one.
@@ -91,19 +77,13 @@ class Host:
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
-    def put_batch(self, ranges: Ranges) -> None:
-        """Copy the samples of the next step to the devices; returns at once."""
+    def tell_batch(self, ranges: Ranges) -> None:
+        """Tell the other hosts which samples the next step reads."""
         self.tell(commands.HostPutBatch(tuple(commands.SampleRange(*each) for each in ranges)))
-        self._batch, self._position = self.island.put_batch(self._order.batch(ranges)), ranges[0][0]
 
-    def step(self, rate: float) -> StepHandle:
-        """Dispatch one inner step on the batch that was put last; returns at once."""
-        self.tell(commands.HostStep(rate))
-        return self.island.step(self._batch, rate, self._position)
-
-    def wait(self, handle: StepHandle) -> Mapping[str, float]:
-        """Block until a step is done; returns its loss and what else the model reports."""
-        return self.island.wait(handle)
+    def tell_step(self, clock: int) -> None:
+        """Tell the other hosts to make a step, and at which global step it begins."""
+        self.tell(commands.HostStep(clock))
 
     # ---- fragments ------------------------------------------------------------------------------------------------
 

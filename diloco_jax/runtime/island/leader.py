@@ -17,6 +17,7 @@ from diloco_jax.runtime.island.host import Host, State
 from diloco_jax.runtime.island.join import Hosts, die
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.exchange.outgoing import StagedFragment
+from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.training.whole_state.staging import CopyGone, StagedState
 from diloco_jax.transport.group import commands
 from diloco_jax.transport.group.group import GroupItem, GroupLeader
@@ -62,13 +63,20 @@ class LeadingHost(Host):
     """Host 0 of several. It tells the others what `Host` allows one thread at a time, in that order.
 
     Args:
-        config, learner_id: as `Host`.
+        config, island, compile_step: as `Host`.
         hosts: all of them.
         stop: set when another host shall end.
     """
 
-    def __init__(self, config: RunConfig, learner_id: str, hosts: Hosts, stop: threading.Event) -> None:
-        super().__init__(config, learner_id)
+    def __init__(
+        self,
+        config: RunConfig,
+        island: ExchangedState,
+        compile_step: Callable[[], None],
+        hosts: Hosts,
+        stop: threading.Event,
+    ) -> None:
+        super().__init__(config, island, compile_step)
         assert isinstance(hosts.group, GroupLeader), "another host than 0 leads"
         self._group = hosts.group
         self._count = hosts.count

@@ -1,76 +1,183 @@
 """An island's part in a run, for whoever steps it.
 
 It keeps contact with the syncer, hands copies of fragments out and global values in, and keeps states for recovery. It
-never steps: whoever does asks `ready` before the first step, `take_batch` for what to read, and calls `stepped` after
-each one, in which values and states are adopted; `leave` comes last.
+never steps: whoever does (the built-in loop in run.py, or a loop of the user's own) calls `begin` before the first
+step, asks `take_batch` for what to read, and calls `stepped` after each one, in which values and states are adopted;
+`leave` comes last.
+
+Threads
+  * the caller's ("steps"): the only one to touch the island; between two steps it adopts what came.
+  * "link": receives, checks and decodes what came, gives the machine (under its lock) at once what its mailbox says,
+    reconnects (inbox.py).
+  * "payload": waits for staged copies, encodes and sends them (island/payloads.py).
+  * "compile": compiles what the island runs while the model and, after a restart, a healthy learner's state arrive.
+  * "save": reads and writes this learner's own states on disk (island/whole_state.py).
+
+Nothing that the network or the disk does makes a step wait, outside lockstep (docs/protocol.md).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
 
+from diloco_jax.core import codec
+from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol.effects import AdoptState, Effect
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.leases import Batch
 from diloco_jax.runtime.island.adoptions import GlobalValues
 from diloco_jax.runtime.island.host import Host
-from diloco_jax.runtime.island.join import FAILED, STOPPED
+from diloco_jax.runtime.island.join import FAILED, STOPPED, Hosts, make_dialler
+from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.payloads import PayloadSender
+from diloco_jax.runtime.island.whole_state import SavedState, SavedStates
 from diloco_jax.runtime.learner.decisions import IDLE_S, Decisions, Signals
 from diloco_jax.runtime.learner.effects import Effects, LearnerOutbox
 from diloco_jax.runtime.learner.inbox import LearnerInbox, LinkKeeper
 from diloco_jax.runtime.learner.states import States
 from diloco_jax.runtime.learner.tape import LearnerTape
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.run import RunConfig, fingerprint
+from diloco_jax.training.exchanged import ExchangedState
+from diloco_jax.transport.link import check_name
 from diloco_jax.transport.sharded import Dialler
 
 log = logging.getLogger(__name__)
 
 
+class Joining(NamedTuple):
+    """The way in which one process of an island takes part in a run.
+
+    Attributes:
+        config: the run.
+        learner_id: name of the island.
+        incarnation: grows with every start of this learner.
+        address: where the syncer listens.
+        run_dir: folder for the tape and for the learner's own saved states.
+        hosts: the island's processes, if there are several.
+    """
+
+    config: RunConfig
+    learner_id: str
+    incarnation: int
+    address: str
+    run_dir: Path
+    hosts: Hosts | None = None
+
+    def dialler(self, plan: FragmentPlan) -> Dialler:
+        """Return what connects this process to the syncer."""
+        return make_dialler(self.config, plan, self.learner_id, self.incarnation, self.address, self.hosts)
+
+    def saved_states(self) -> SavedStates:
+        """Return this learner's states on disk."""
+        count = 1 if self.hosts is None else self.hosts.count
+        return SavedStates(self.run_dir, check_name(self.learner_id), count)
+
+    def host(
+        self, island: ExchangedState, compile_step: Callable[[], None], stop: threading.Event
+    ) -> Host | LeadingHost:
+        """Return the host of an island's first process."""
+        if self.hosts is None:
+            return Host(self.config, island, compile_step)
+        return LeadingHost(self.config, island, compile_step, self.hosts, stop)
+
+
+class StepSize(NamedTuple):
+    """The data of one inner step.
+
+    Attributes:
+        samples: of the run's global order.
+        tokens: in all of them.
+        corpus: what they are read from, in words that others can compare; "" if nothing is known of it.
+    """
+
+    samples: int
+    tokens: int
+    corpus: str = ""
+
+
 class Joined:
     """One life of a learner that has joined its run. Only the thread that steps may call it.
 
+    Args:
+        joining: its way in.
+        host: whose fragments and states it exchanges.
+        size: of its steps.
+        signals: of its threads.
+        saved: its newest state on disk, if there is one.
+        disk: takes its states.
+        payloads: sends what is heavy.
+
     Attributes:
+        machine: decides.
         inbox: takes what the syncer says.
     """
 
     def __init__(
         self,
-        config: RunConfig,
-        machine: Learner,
+        joining: Joining,
         host: Host,
-        dialler: Dialler,
-        tape: LearnerTape,
-        states: States,
-        payloads: PayloadSender,
+        size: StepSize,
         signals: Signals,
+        disk: SavedStates,
+        saved: SavedState | None,
+        payloads: PayloadSender,
     ) -> None:
-        self._machine = machine
+        config = joining.config
+        self.machine = machine = Learner(
+            joining.learner_id,
+            joining.incarnation,
+            config.protocol,
+            fingerprint(config, host.plan.fingerprint, size.corpus),
+            step_samples=size.samples,
+            saved=None if saved is None else saved.described,
+            adopt_mode=config.adopt.mode,
+            payload_bytes={p.fragment_id: codec.encoded_size(p.shapes, config.wire.up) for p in host.fragments},
+        )
         self._host = host
-        self._tape = tape
-        self._states = states
+        self._address = joining.address
+        self._tape = tape = LearnerTape(joining.run_dir, joining.learner_id, joining.incarnation, size.samples)
+        self._states = states = States(machine, host, tape, disk, saved)
         self._payloads = payloads
         self._signals = signals
         self._outbox = LearnerOutbox(host, tape, payloads)
         self._decisions = decisions = Decisions(machine, Effects(host, tape, self._outbox, states), signals)
         self.inbox = LearnerInbox(host, decisions, GlobalValues(host.fragments, config.wire.down), signals)
+        dialler = joining.dialler(host.plan)
         self._link = LinkKeeper(host, decisions, self.inbox, self._outbox, dialler, signals)
-        self._step_tokens = host.batch_shape[0] * config.train.seq_len
+        self._step_tokens = size.tokens
 
     @property
     def finished(self) -> str:
         """Return the reason that the machine gave when it ended; "" before."""
         return self._decisions.finished
 
-    def connect(self) -> None:
-        """Make the link to the syncer, and keep it from now on.
+    def begin(self) -> bool:
+        """Compile, make the link to the syncer and keep it from now on; then wait for what a step needs (`ready`).
 
         Raises:
             TransportError: the syncer, or a host of the island, cannot be reached.
         """
+        threading.Thread(target=self._compile, name="compile", daemon=True).start()
         self._link.connect()
         threading.Thread(target=self._link.run, name="link", daemon=True).start()
+        return self.ready()
+
+    def _compile(self) -> None:
+        """Run as the body of the thread "compile"."""
+        began_s = time.monotonic()
+        try:
+            self._host.warm_up()
+            log.info(f"compiled what a step, staging and adoption need in {time.monotonic() - began_s:.1f} s")
+        except Exception as error:
+            self._signals.fail(error)
+        finally:
+            self._signals.compiled.set()
+            self._signals.woken.set()
 
     def ready(self) -> bool:
         """Wait for what a step needs: at first model, data, a state and the compiler; in lockstep the due fragment.
@@ -81,7 +188,7 @@ class Joined:
         Raises:
             Exception: that of another thread.
         """
-        machine, signals = self._machine, self._signals
+        machine, signals = self.machine, self._signals
         while not self._over() and not (machine.may_step() and signals.compiled.is_set()):
             signals.woken.clear()
             self.inbox.drain()
@@ -96,15 +203,16 @@ class Joined:
         """Return the samples of the next step; at most one step ahead."""
         return self._decisions.ask(Learner.take_batch)
 
-    def stepped(self, batch: Batch, clock: int, loss: float, took_s: float) -> bool:
+    def stepped(self, batch: Batch, clock: int, metrics: Mapping[str, float], took_s: float) -> bool:
         """Report a step that is done, adopt what came meanwhile, and wait until the next one may begin (`ready`).
 
         Args:
             batch: what it read.
             clock: global step when it began.
-            loss: of its training.
+            metrics: of its training; `loss` is one of them.
             took_s: how long it took.
         """
+        loss = metrics["loss"]
 
         def report(machine: Learner, now_s: float) -> list[Effect]:
             effects = machine.on_step(self._step_tokens, took_s, loss, now_s, samples_end=batch.end)
@@ -128,6 +236,19 @@ class Joined:
         self._decisions.ask(lambda machine: self._tape.end(finished or "failed", machine.digests))
         failed = finished.partition(":")[0] in ("", "refused", "expelled")
         self._host.end(STOPPED if stopped else FAILED if failed else 0)
+
+    def check_end(self) -> None:
+        """Raise an error if the syncer refused or expelled this learner.
+
+        Raises:
+            ValueError: the syncer refused it before it had a place in the run.
+            ConnectionError: it refused or expelled this incarnation; a new one may join.
+        """
+        kind, _, reason = self.finished.partition(": ")
+        if kind == "refused" and not self.machine.epoch:
+            raise ValueError(f"the syncer at {self._address} refused this learner: {reason}")
+        if kind in ("refused", "expelled"):
+            raise ConnectionAbortedError(f"the syncer at {self._address} {kind} this incarnation: {reason}")
 
     def _over(self) -> bool:
         self._signals.check()

@@ -1,15 +1,4 @@
-"""The driver of the learner machine: inner steps on the island, and its part in the run.
-
-Threads
-  * the caller's ("steps"): the only one to touch the island. Steps, and between two steps adopts what came.
-  * "link": receives, checks and decodes what came, gives the machine (under its lock) at once what its mailbox says,
-    reconnects (inbox.py).
-  * "payload": waits for staged copies, encodes and sends them (island/payloads.py).
-  * "compile": compiles what the island runs while the model and, after a restart, a healthy learner's state arrive.
-  * "save": reads and writes this learner's own states on disk (island/whole_state.py).
-
-Nothing that the network or the disk does makes a step wait, outside lockstep (docs/protocol.md).
-"""
+"""A learner with the built-in loop: it steps the model of the config, and takes its part in the run by `Joined`."""
 
 from __future__ import annotations
 
@@ -17,24 +6,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import jax
 
-from diloco_jax.core import codec
-from diloco_jax.protocol.learner.machine import Learner
+from diloco_jax.runtime.island.built_in import BuiltInLoop
+from diloco_jax.runtime.island.follower import Follower
 from diloco_jax.runtime.island.host import Host
-from diloco_jax.runtime.island.join import Hosts, make_dialler
-from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.payloads import PayloadSender
-from diloco_jax.runtime.island.whole_state import SavedStates
 from diloco_jax.runtime.learner.decisions import Signals
-from diloco_jax.runtime.learner.joined import Joined
-from diloco_jax.runtime.learner.states import States
-from diloco_jax.runtime.learner.tape import LearnerTape
-from diloco_jax.settings.run import RunConfig, fingerprint
-from diloco_jax.training.optimizers import learning_rate
-from diloco_jax.transport.link import check_name
+from diloco_jax.runtime.learner.joined import Joined, Joining, StepSize
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.transport.group.group import GroupMember
 
 log = logging.getLogger(__name__)
 
@@ -43,60 +25,35 @@ class LearnerRun:
     """One learner from its first greeting to its last step.
 
     Args:
-        config: the run.
-        learner_id: name of the island.
-        incarnation: grows with every start of this learner.
-        address: where the syncer listens.
-        run_dir: folder for the tape and for the learner's own saved states.
+        joining: its way into the run; with several hosts this one leads.
         stop: set from outside to leave politely.
-        hosts: the island's other processes, if there are any; this one leads.
         devices: of the island; all that JAX sees if not given.
-        make_host: makes the island of one process.
+        make_loop: makes what steps.
         make_sender: makes the thread that sends payloads, of the host and of a function that takes its errors.
 
     Attributes:
-        host: trains; has the island, and how its model is cut.
+        loop: steps; has the island.
+        host: of the island; knows how its model is cut.
         joined: its part in the run.
     """
 
     def __init__(
         self,
-        config: RunConfig,
-        learner_id: str,
-        incarnation: int,
-        address: str,
-        run_dir: Path,
+        joining: Joining,
         stop: threading.Event,
-        hosts: Hosts | None = None,
         *,
         devices: Sequence[jax.Device] | None = None,
-        make_host: Callable[[RunConfig, str, Sequence[jax.Device] | None], Host] = Host,
+        make_loop: Callable[[RunConfig, str, Sequence[jax.Device] | None], BuiltInLoop] = BuiltInLoop,
         make_sender: Callable[[Host, Callable[[Exception], None]], PayloadSender] = lambda _, fail: PayloadSender(fail),
     ) -> None:
-        self._address = address
-        self._signals = signals = Signals(stop)
-        self._rate = learning_rate(config.optimizer, config.train.steps)
-        disk = SavedStates(run_dir, check_name(learner_id), 1 if hosts is None else hosts.count)
+        signals, disk = Signals(stop), joining.saved_states()
         finding = disk.find()  # while the island is built
-        self.host = host = (
-            make_host(config, learner_id, devices) if hosts is None else LeadingHost(config, learner_id, hosts, stop)
-        )
-        saved = finding.result()
-        self._machine = Learner(
-            learner_id,
-            incarnation,
-            config.protocol,
-            fingerprint(config, host.plan.fingerprint, host.corpus),
-            step_samples=host.batch_shape[0],
-            saved=None if saved is None else saved.described,
-            adopt_mode=config.adopt.mode,
-            payload_bytes={p.fragment_id: codec.encoded_size(p.shapes, config.wire.up) for p in host.fragments},
-        )
-        tape = LearnerTape(run_dir, learner_id, incarnation, host.batch_shape[0])
-        states = States(self._machine, host, tape, disk, saved)
-        dialler = make_dialler(config, host.plan, learner_id, incarnation, address, hosts)
+        self.loop = loop = make_loop(joining.config, joining.learner_id, devices)
+        self.host = host = joining.host(loop.island, loop.warm_up, stop)
+        samples, length = loop.batch_shape
+        size = StepSize(samples, samples * (length - 1), loop.corpus)
         payloads = make_sender(host, signals.fail)
-        self.joined = Joined(config, self._machine, host, dialler, tape, states, payloads, signals)
+        self.joined = Joined(joining, host, size, signals, disk, finding.result(), payloads)
 
     def run(self) -> str:
         """Train until the syncer says stop, or until stopped; returns the reason.
@@ -106,44 +63,40 @@ class LearnerRun:
             ValueError: the syncer refused this learner.
             ConnectionError: it expelled this incarnation; a new one may join.
         """
-        threading.Thread(target=self._compile, name="compile", daemon=True).start()
         try:
-            self.joined.connect()
-            if self.joined.ready():
+            if self.joined.begin():
                 self._train()
         finally:
             self.joined.leave()
-        finished = self.joined.finished
-        kind, _, reason = finished.partition(": ")
-        if kind == "refused" and not self._machine.epoch:
-            raise ValueError(f"the syncer at {self._address} refused this learner: {reason}")
-        if kind in ("refused", "expelled"):
-            raise ConnectionAbortedError(f"the syncer at {self._address} {kind} this incarnation: {reason}")
-        return finished
+        self.joined.check_end()
+        return self.joined.finished
 
     def _train(self) -> None:
         """Make inner steps until the learner ends; what one reads is put on the devices while the one before runs."""
-        host, joined = self.host, self.joined
-        log.info(f"the first step begins at global step {self._machine.global_step}")
+        host, loop, joined = self.host, self.loop, self.joined
+        log.info(f"the first step begins at global step {joined.machine.global_step}")
         batch, going = joined.take_batch(), True
-        host.put_batch(batch.ranges)
+        host.tell_batch(batch.ranges)
+        loop.put_batch(batch.ranges)
         while going:
-            began_s, clock = time.monotonic(), self._machine.global_step
-            handle = host.step(self._rate(clock))
+            began_s, clock = time.monotonic(), joined.machine.global_step
+            host.tell_step(clock)
+            handle = loop.step(clock)
             following = joined.take_batch()
-            host.put_batch(following.ranges)
-            loss = host.wait(handle)["loss"]
-            going = joined.stepped(batch, clock, loss, time.monotonic() - began_s)
+            host.tell_batch(following.ranges)
+            loop.put_batch(following.ranges)
+            metrics = loop.wait(handle)
+            going = joined.stepped(batch, clock, metrics, time.monotonic() - began_s)
             batch = following
 
-    def _compile(self) -> None:
-        """Run as the body of the thread "compile"."""
-        began_s = time.monotonic()
-        try:
-            self.host.warm_up()
-            log.info(f"compiled the inner step, staging and adoption in {time.monotonic() - began_s:.1f} s")
-        except Exception as error:
-            self._signals.fail(error)
-        finally:
-            self._signals.compiled.set()
-            self._signals.woken.set()
+
+def follow(joining: Joining, stop: threading.Event) -> int:
+    """Make the steps of a host that does not lead, until its leader ends; returns the exit status."""
+    assert joining.hosts is not None and isinstance(joining.hosts.group, GroupMember), "host 0 leads"
+    loop = BuiltInLoop(joining.config, joining.learner_id)
+    host = Host(joining.config, loop.island, loop.warm_up)
+    dialler = joining.dialler(host.plan)
+    follower = Follower(joining.config, host, dialler, joining.hosts.group, stop, loop.put_batch)
+    while (clock := follower.next_step()) is not None:
+        loop.step(clock)
+    return follower.leave()

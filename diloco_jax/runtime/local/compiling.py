@@ -6,6 +6,7 @@ share cores would all do it at the same time. Real accelerators are left to thei
 
 from __future__ import annotations
 
+from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.local.machine import Machine, emulated_devices
 from diloco_jax.settings.run import RunConfig
@@ -26,4 +27,5 @@ def shared_by_several(config: RunConfig, machine: Machine) -> list[str]:
 
 def compile_programs(config: RunConfig, island: str) -> None:
     """Compile what this island runs, and keep it where `keep_programs` said."""
-    Host(config, island).warm_up()
+    loop = BuiltInLoop(config, island)
+    Host(config, loop.island, loop.warm_up).warm_up()

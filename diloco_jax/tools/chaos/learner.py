@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,11 +21,12 @@ import numpy as np
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import Fragment
 from diloco_jax.protocol.messages import FragmentValue
+from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender, StagedUpdate
+from diloco_jax.runtime.learner.joined import Joining
 from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.records.line_file import LineFile
-from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.chaos.actions import CHAOS, began_unix_s, order_file
 from diloco_jax.tools.chaos.verdict import WAITS_FILE
 from diloco_jax.training.island import StepHandle
@@ -37,16 +39,14 @@ WAITS_MAX = 100_000  # lines of one life
 log = logging.getLogger(__name__)
 
 
-def chaos_learner(
-    config: RunConfig, learner_id: str, incarnation: int, address: str, run_dir: Path, *others: Any
-) -> LearnerRun:
+def chaos_learner(joining: Joining, stop: threading.Event) -> LearnerRun:
     """Make a LearnerRun that can be told to misbehave. On the main thread: it sets a signal handler."""
-    waits = run_dir / CHAOS / WAITS_FILE.format(name=learner_id, incarnation=incarnation)
+    name, run_dir = joining.learner_id, joining.run_dir
+    waits = run_dir / CHAOS / WAITS_FILE.format(name=name, incarnation=joining.incarnation)
     waits.parent.mkdir(exist_ok=True)
-    make_host = partial(TimedHost, LineFile(waits), began_unix_s(run_dir))
-    make_sender = partial(BadSender, order_file(run_dir, learner_id), config.wire.up)
-    arguments = (config, learner_id, incarnation, address, run_dir, *others)
-    return LearnerRun(*arguments, make_host=make_host, make_sender=make_sender)
+    make_loop = partial(TimedLoop, LineFile(waits), began_unix_s(run_dir))
+    make_sender = partial(BadSender, order_file(run_dir, name), joining.config.wire.up)
+    return LearnerRun(joining, stop, make_loop=make_loop, make_sender=make_sender)
 
 
 class BadSender(PayloadSender):
@@ -92,13 +92,13 @@ class _BadUpdate(NamedTuple):
         return codec.encode(values, self.format)
 
 
-class TimedHost(Host):
-    """A Host that writes down when, and how long, it waited between two inner steps.
+class TimedLoop(BuiltInLoop):
+    """The built-in loop, which writes down when, and how long, it waited between two inner steps.
 
     Args:
         waits: file of the waits.
         began_unix_s: when the run began.
-        arguments: of a `Host`.
+        arguments: of a `BuiltInLoop`.
     """
 
     def __init__(self, waits: LineFile, began_unix_s: float, *arguments: Any) -> None:
@@ -108,14 +108,14 @@ class TimedHost(Host):
         self._step_ended_s: float | None = None
         self._lines = 0
 
-    def step(self, rate: float) -> StepHandle:
+    def step(self, clock: int) -> StepHandle:
         """Begin an inner step; a long wait before it is written down."""
         wait_s = 0.0 if self._step_ended_s is None else time.monotonic() - self._step_ended_s
         if wait_s >= WAIT_TOLD_S and self._lines < WAITS_MAX:
             self._lines += 1
             t = round(time.time() - self._began_unix_s, 3)
             self._waits.append((json.dumps([t, round(wait_s, 4)]) + "\n").encode())
-        return super().step(rate)
+        return super().step(clock)
 
     def wait(self, handle: StepHandle) -> Mapping[str, float]:
         """Wait for the step and return its figures."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from diloco_jax.core import codec
 from diloco_jax.runtime.island.adoptions import Adoptions
-from diloco_jax.runtime.island.host import Host
+from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.replay.lives import (
     Copied,
@@ -30,7 +30,7 @@ from diloco_jax.tools.replay.lives import (
 )
 from diloco_jax.tools.replay.script import LearnerLife, Name
 from diloco_jax.training.exchange.outgoing import HeldFragment
-from diloco_jax.training.optimizers import learning_rate
+from diloco_jax.training.island import Island
 from diloco_jax.training.train_step import TrainState
 from diloco_jax.training.whole_state.layout import HostState
 
@@ -56,9 +56,10 @@ class Trainer:
 
     def __init__(self, config: RunConfig, sequences: int = 1) -> None:
         devices = jax.devices()[: config.island("").devices or None]  # as many as an island has
-        self._host = host = Host(config, "", devices)
-        self.island, self.fragments = host.island, host.fragments
-        self._rate = learning_rate(config.optimizer, config.train.steps)
+        self._loop = loop = BuiltInLoop(config, "", devices)
+        self.island: Island = loop.island
+        plan = config.fragments.plan(loop.island.shapes, loop.island.kinds, config.protocol.num_fragments)
+        self.fragments = plan.fragments
         self._sequences = sequences
         self._compiled: set[int] = set()  # sizes of a batch
         self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self.island.state)
@@ -82,10 +83,10 @@ class Trainer:
         size = sum(stop - start for start, stop in ranges)
         if size not in self._compiled:  # in the same way as a learner does
             self._compiled.add(size)
-            self.island.warm_up((size, self._host.batch_shape[1]))
-        self._host.put_batch(ranges)
+            self.island.warm_up((size, self._loop.batch_shape[1]))
+        self._loop.put_batch(ranges)
         self.steps += 1
-        return self._host.wait(self._host.step(self._rate(entry.clock)))["loss"]
+        return self._loop.wait(self._loop.step(entry.clock))["loss"]
 
 
 class OtherLives(Protocol):

@@ -53,9 +53,9 @@ class HostPutBatch(NamedTuple):
 
 
 class HostStep(NamedTuple):
-    """Dispatch one inner step with this learning rate."""
+    """Make one inner step, which begins at this global step."""
 
-    rate: float
+    clock: int
 
 
 class HostStage(NamedTuple):

@@ -592,10 +592,10 @@ class HostPutBatch(_message.Message):
     def __init__(self, ranges_start: _Optional[_Iterable[int]] = ..., ranges_stop: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HostStep(_message.Message):
-    __slots__ = ("rate",)
-    RATE_FIELD_NUMBER: _ClassVar[int]
-    rate: float
-    def __init__(self, rate: _Optional[float] = ...) -> None: ...
+    __slots__ = ("clock",)
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    clock: int
+    def __init__(self, clock: _Optional[int] = ...) -> None: ...
 
 class HostStage(_message.Message):
     __slots__ = ("fragment_id", "local_step")

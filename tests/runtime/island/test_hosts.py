@@ -25,8 +25,10 @@ from diloco_jax.protocol.messages import FragmentValue, GlobalFragment
 from diloco_jax.runtime.island import follower as follower_module
 from diloco_jax.runtime.island import join as hosts
 from diloco_jax.runtime.island import leader as host_leader
+from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.runtime.island.follower import Follower
-from diloco_jax.runtime.island.join import Hosts, join
+from diloco_jax.runtime.island.host import Host
+from diloco_jax.runtime.island.join import Hosts, join, make_dialler
 from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.local import processes as island_processes
 from diloco_jax.runtime.local.processes import Child, Process
@@ -60,13 +62,28 @@ class Pair:
         group, (member,) = group_of(2)
         self.stop, self.asked = threading.Event(), threading.Event()
         nobody = f"127.0.0.1:{free_port()}"
-        self.leader = LeadingHost(config, "island-0", Hosts(0, 2, group, 1), self.stop)
-        self.follower = Follower(config, "island-0", nobody, self.asked, Hosts(1, 2, member, 1))
-        self.follows = self.follower._host
+        self.loop, loop = BuiltInLoop(config, "island-0"), BuiltInLoop(config, "island-0")
+        self.leader = LeadingHost(config, self.loop.island, self.loop.warm_up, Hosts(0, 2, group, 1), self.stop)
+        self.follows = host = Host(config, loop.island, loop.warm_up)
+        dialler = make_dialler(config, host.plan, "island-0", 1, nobody, Hosts(1, 2, member, 1))
+        self.follower = Follower(config, host, dialler, member, self.asked, loop.put_batch)
+        self._steps = loop.step
         self.statuses: list[int] = []
         self.deaths = deaths
-        self.thread = threading.Thread(target=lambda: self.statuses.append(self.follower.run()), daemon=True)
+        self.thread = threading.Thread(target=self.follow, daemon=True)
         self.thread.start()
+
+    def follow(self) -> None:
+        while (clock := self.follower.next_step()) is not None:
+            self._steps(clock)
+        self.statuses.append(self.follower.leave())
+
+    def step(self, ranges: list[tuple[int, int]], clock: int) -> None:
+        """A step of both hosts."""
+        self.leader.tell_batch(ranges)
+        self.loop.put_batch(ranges)
+        self.leader.tell_step(clock)
+        self.loop.wait(self.loop.step(clock))
 
     def give(self, version: int, fill: float, *, damage: bool = False) -> tuple[GlobalFragment, dict[str, np.ndarray]]:
         """A global value of fragment 0 that both hosts get."""
@@ -115,8 +132,7 @@ def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
     pair.leader.warm_up()
     pair.leader.adopt(*pair.give(0, 0.5))
     for step in range(3):
-        pair.leader.put_batch([(8 * step, 8 * step + 8)])
-        pair.leader.island.wait(pair.leader.step(0.01))
+        pair.step([(8 * step, 8 * step + 8)], step)
     pair.leader.stage(0, 3)
     staged = pair.leader.send(FragmentValue("island-0", 1, 1, 0, 3, 3, 24, 0, 0, 0))
     assert staged.encode()
@@ -130,8 +146,7 @@ def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
     assert pair.same() and not pair.follows._adoptions._staged and len(pair.follower._arrived) == 1
     copy = pair.leader.stage_state(7)
     assert copy.of_others(copy.layout.leaves[0].name).keys() == {1}
-    pair.leader.put_batch([(0, 8)])
-    pair.leader.island.wait(pair.leader.step(0.01))
+    pair.step([(0, 8)], 0)
     pair.leader.load_state(copy.value(), [0, 1])
     pair.settle()
     assert pair.same()

@@ -41,6 +41,7 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.runtime.island.whole_state import STATE_PART_BYTES
+from diloco_jax.runtime.learner.joined import Joining
 from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.learner.tape import learner_tape_path
 from diloco_jax.settings.run import IslandsConfig, RunConfig, TrainConfig
@@ -91,7 +92,8 @@ class Script:
     def __init__(self, run_dir: Path, config: RunConfig = CONFIG, incarnation: int = INCARNATION) -> None:
         self.listener = listen(TransportConfig(), run_id=config.name)
         self.stop = threading.Event()
-        self.learner = LearnerRun(config, NAME, incarnation, self.listener.address, run_dir, self.stop)
+        joining = Joining(config, NAME, incarnation, self.listener.address, run_dir)
+        self.learner = LearnerRun(joining, self.stop)
         self.reason = ""
         self.error: Exception | None = None
         self.heard: list[Any] = []
@@ -337,7 +339,7 @@ def test_a_foreign_state_is_refused_and_training_begins_without(script: Script) 
 
 def test_hearts_beat_while_the_compiler_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_end = threading.Event()
-    monkeypatch.setattr(Island, "warm_up", lambda island, shape, fragments: may_end.wait(WAIT_S))
+    monkeypatch.setattr(Island, "warm_up", lambda island, shape: may_end.wait(WAIT_S))
     script = Script(tmp_path)
     script.admit()
     for _ in range(3):

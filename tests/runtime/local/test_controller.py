@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.cli import main as cli
+from diloco_jax.runtime.learner.joined import Joining
 from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.local.controller import IslandsRun, split_devices, use_pathways
 from diloco_jax.runtime.records.files import ADDRESS_FILE, LOGS, SUMMARY_FILE, TAPE_FILE, TAPES
@@ -117,11 +118,10 @@ class Fleet:
         fleet = self
 
         class Told:
-            def __init__(
-                self, config: Any, name: str, incarnation: int, address: str, run_dir: Any, stop: Any, *, devices: Any
-            ) -> None:
+            def __init__(self, joining: Joining, stop: Any, *, devices: Any) -> None:
+                name = joining.learner_id
                 fleet.starts[name] += 1
-                fleet.incarnations.setdefault(name, []).append(incarnation)
+                fleet.incarnations.setdefault(name, []).append(joining.incarnation)
                 fleet.devices.setdefault(name, set()).update(device.id for device in devices)
                 fleet.lives.append(stop)
                 self._run = lambda: body(name, fleet.starts[name], stop)
@@ -208,18 +208,18 @@ class FailsOnce(LearnerRun):
 
     failed = False
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        step, steps = self.host.island.step, Counter[str]()
+    def __init__(self, joining: Joining, *arguments: Any, **options: Any) -> None:
+        super().__init__(joining, *arguments, **options)
+        step, steps = self.loop.island.step, Counter[str]()
 
         def failing(*values: Any) -> Any:
             steps["made"] += 1
-            if arguments[1] == "island-1" and steps["made"] == 5 and not FailsOnce.failed:
+            if joining.learner_id == "island-1" and steps["made"] == 5 and not FailsOnce.failed:
                 FailsOnce.failed = True
                 raise RuntimeError("the slice is gone")
             return step(*values)
 
-        self.host.island.step = failing  # type: ignore[method-assign]
+        self.loop.island.step = failing  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

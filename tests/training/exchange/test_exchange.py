@@ -214,7 +214,8 @@ def test_after_warming_up_nothing_is_compiled(
 ) -> None:
     island = make_island(fsdp=2, wire="int4", rebase=True, args={"mlp_dim": 64})  # no other test has compiled it
     plan = plan_of(island, fragments=4)
-    island.warm_up(batches[0].shape, plan.fragments)
+    island.warm_up(batches[0].shape)
+    island.exchange.warm_up(plan.fragments)
     start = island.parameters()
     island.adopt(plan.fragments[0], take(start, plan.fragments[0]))  # tiny programs of JAX's own, once
     compilations.clear()

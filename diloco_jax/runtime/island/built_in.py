@@ -1,0 +1,66 @@
+"""The built-in training loop of one process of an island: the model's inner step, on data of the run's global order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from diloco_jax.runtime.island.host import Ranges
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.training.data import SampleOrder, load_source
+from diloco_jax.training.island import Island, StepHandle
+from diloco_jax.training.optimizers import learning_rate
+
+
+class BuiltInLoop:
+    """Who steps an island that trains a model of the config. One thread at a time.
+
+    Attributes:
+        island: that trains, or this process's part of it.
+        corpus: what this process reads its samples from, in words that others can compare.
+        batch_shape: of a step: (sequences, length + 1).
+        rate: learning rate of a global step.
+
+    Args:
+        config: the run.
+        learner_id: name of the island.
+        devices: of the island; all that JAX sees if not given.
+    """
+
+    def __init__(self, config: RunConfig, learner_id: str, devices: Sequence[jax.Device] | None = None) -> None:
+        own = config.island(learner_id)
+        source = load_source(config.data, config.train.seq_len)
+        self.corpus = source.corpus
+        self.batch_shape = (own.batch_size, config.train.seq_len + 1)
+        self.rate = learning_rate(config.optimizer, config.train.steps)
+        self._order = SampleOrder(source, config.data.shuffle_seed + config.seed)
+        self.island = Island(
+            config.model,
+            config.optimizer,
+            own.mesh,
+            seed=config.seed,
+            devices=devices,
+            wire=config.wire.up,
+            rebase=config.adopt.mode == "rebase",
+        )
+
+    def warm_up(self) -> None:
+        """Compile the inner step. Any thread."""
+        self.island.warm_up(self.batch_shape)
+
+    def put_batch(self, ranges: Ranges) -> None:
+        """Copy the samples of the next step to the devices; returns at once."""
+        self._batch, self._position = self.island.put_batch(self._order.batch(ranges)), ranges[0][0]
+
+    def step(self, clock: int) -> StepHandle:
+        """Dispatch one inner step on the batch that was put last; returns at once.
+
+        Args:
+            clock: global step, which says the learning rate.
+        """
+        return self.island.step(self._batch, self.rate(clock), self._position)
+
+    def wait(self, handle: StepHandle) -> Mapping[str, float]:
+        """Block until a step is done; returns its loss and what else the model reports."""
+        return self.island.wait(handle)
