@@ -14,7 +14,7 @@ from diloco_jax.training.optimizers import learning_rate
 
 
 class BuiltInLoop:
-    """Who steps an island that trains a model of the config. One thread at a time.
+    """The steps of an island that trains a model of the config. One thread at a time.
 
     Attributes:
         island: that trains, or this process's part of it.
