@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from diloco_jax.protocol.pacing import ProtocolConfig
     from diloco_jax.protocol.syncer.machine import Syncer
     from diloco_jax.runtime.learner.run import LearnerRun
+    from diloco_jax.runtime.own_loop.island import OwnIsland, join
     from diloco_jax.runtime.syncer.run import SyncerRun
     from diloco_jax.settings.run import RunConfig
     from diloco_jax.settings.text import dump, load
     from diloco_jax.training.island import Island
     from diloco_jax.training.models.protocol import TrainableModel
+    from diloco_jax.transport.link import TransportConfig
 
 __version__ = "0.1.0"
 
@@ -28,22 +30,28 @@ _HOMES = {
     "ProtocolConfig": "protocol.pacing",
     "Syncer": "protocol.syncer.machine",
     "LearnerRun": "runtime.learner.run",
+    "OwnIsland": "runtime.own_loop.island",
+    "join": "runtime.own_loop.island",
     "SyncerRun": "runtime.syncer.run",
     "RunConfig": "settings.run",
     "Island": "training.island",
     "TrainableModel": "training.models.protocol",
+    "TransportConfig": "transport.link",
 }
 
 __all__ = [
     "Island",
     "Learner",
     "LearnerRun",
+    "OwnIsland",
     "ProtocolConfig",
     "RunConfig",
     "Syncer",
     "SyncerRun",
     "TrainableModel",
+    "TransportConfig",
     "dump",
+    "join",
     "load",
 ]
 

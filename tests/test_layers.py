@@ -47,6 +47,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "island": {"model", "records"},
         "learner": {"island", "records"},
         "syncer": {"model", "records"},
+        "own_loop": {"learner", "island", "model", "records"},
         "local": {"learner", "syncer", "island", "model", "records"},
     },
     "sim": {"": set(), "checks": {""}, "goodput": {""}, "__main__": {"", "checks"}},

@@ -63,9 +63,13 @@ def syncer(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     run_dir = _run_dir(arguments, config)
     stop = _begin_process(run_dir)
+    from diloco_jax.runtime.model.offered import offered_model
     from diloco_jax.runtime.syncer.run import SyncerRun
 
-    summary = SyncerRun(config, run_dir, stop, rewind=arguments.rewind).run()
+    offered = offered_model(config, run_dir, stop) if config.model.own else None
+    if config.model.own and offered is None:
+        return INTERRUPTED
+    summary = SyncerRun(config, run_dir, stop, rewind=arguments.rewind, offered=offered).run()
     return 0 if summary["complete"] or stop.is_set() else FAILED
 
 

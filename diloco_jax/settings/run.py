@@ -42,6 +42,8 @@ class SyncerConfig:
     """Processes on the syncer's host among which the model is dealt out, at most 64; 0 or 1: the syncer merges itself.
     Learners send each its part directly, and get parts back. Values and decisions are the same with any number. If
     transport.address has a port, shards listen on those that follow it."""
+    parameters_max: int = 2_000_000_000
+    """Largest model, in parameters, that a first learner may bring if the config names none (model.module: own)."""
 
     def __post_init__(self) -> None:
         if self.restarts_max < 0 or not 0 <= self.restart_delay_s < inf:
@@ -50,6 +52,8 @@ class SyncerConfig:
             )
         if not 0 <= self.merge_threads <= 256:
             raise ValueError(f"syncer.merge_threads is {self.merge_threads}; use 1 to 256, or 0 for one per core")
+        if self.parameters_max < 1:
+            raise ValueError(f"syncer.parameters_max is {self.parameters_max}; it must be at least 1")
         if not 0 <= self.shards <= SHARDS_MAX:
             raise ValueError(f"syncer.shards is {self.shards}; use 0 (the syncer merges itself) to {SHARDS_MAX}")
 

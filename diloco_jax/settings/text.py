@@ -118,6 +118,13 @@ def parse(values: Mapping[str, Any], source: str) -> RunConfig:
         raise ValueError(f"{source}: {where} is {first['input']!r}: {message}") from error
 
 
+def parse_text(text: str, source: str) -> RunConfig:
+    """Read a config that came as text, such as `dump` writes it; `source` names its origin in errors."""
+    if len(text) > CONFIG_BYTES_MAX:
+        raise ValueError(f"{source} has {len(text)} characters, the limit is {CONFIG_BYTES_MAX}; is it a config?")
+    return parse(_mapping(text, source), source)
+
+
 def dump(config: RunConfig) -> str:
     """Write the config as YAML, every setting in full; `parse` reads it back to an equal RunConfig."""
     return yaml.safe_dump(_ADAPTER.dump_python(config, mode="json"), sort_keys=False, allow_unicode=True)
@@ -132,16 +139,18 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise ValueError(f"config {path} cannot be read: {error.strerror}; name a YAML file, see configs/") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"config {path} is not UTF-8 text ({error.reason}); name a YAML file, see configs/") from error
+    return _mapping(text, f"config {path}")
+
+
+def _mapping(text: str, source: str) -> Mapping[str, Any]:
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"config {path} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ValueError(
-            f"config {path} holds a {type(values).__name__}; it must be a mapping such as 'train: {{...}}'"
-        )
+        raise ValueError(f"{source} holds a {type(values).__name__}; it must be a mapping such as 'train: {{...}}'")
     return values
 
 

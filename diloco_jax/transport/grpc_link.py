@@ -31,6 +31,7 @@ from diloco_jax.transport.calls import (
     read_shards,
     unanswered,
 )
+from diloco_jax.transport.greeting import DESCRIBE, DescriptionDesk
 from diloco_jax.transport.link import (
     HOST_TYPES,
     LEARNER_TYPES,
@@ -193,6 +194,7 @@ class GrpcListener:
             ValueError with the reason why nothing does. None: the answer is that this syncer cannot.
         status_json: the answer to `diloco status`; the driver replaces it whenever it likes.
         desk: answers `diloco doctor`.
+        greeter: tells loops of their owners' own what the run is.
     """
 
     def __init__(self, config: TransportConfig, run_id: str, epoch: int, shards: Sequence[str]) -> None:
@@ -211,7 +213,11 @@ class GrpcListener:
         own = credentials(config, SYNCER)
         self._gate = Gate(encrypted=config.encrypted, token=own.token)
         self.desk = ProbeDesk(run_id, self._gate, lambda: self._book.connected, self._shards)
+        self.greeter = DescriptionDesk(self._gate)
         handlers = {
+            DESCRIBE: grpc.unary_unary_rpc_method_handler(
+                self.greeter.serve, response_serializer=pb.DescribeReply.SerializeToString
+            ),
             CONNECT: grpc.stream_stream_rpc_method_handler(self._serve),
             STATUS: grpc.unary_unary_rpc_method_handler(
                 self._tell, response_serializer=pb.StatusReply.SerializeToString

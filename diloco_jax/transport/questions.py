@@ -23,7 +23,7 @@ def ask_status(config: TransportConfig) -> str:
         ValueError: Our own certificate, key or token cannot be used, or the address is not loopback and plaintext was
             not allowed.
     """
-    reply: pb.StatusReply = _ask(config, STATUS, b"", pb.StatusReply.FromString)
+    reply: pb.StatusReply = ask(config, STATUS, b"", pb.StatusReply.FromString)
     return reply.json
 
 
@@ -35,18 +35,31 @@ def ask_drain(config: TransportConfig, learner_id: str) -> tuple[bool, str]:
         ValueError: As for `ask_status`, or the name cannot be that of a learner.
     """
     request = pb.DrainRequest(learner_id=check_name(learner_id)).SerializeToString()
-    reply: pb.DrainReply = _ask(config, DRAIN, request, pb.DrainReply.FromString)
+    reply: pb.DrainReply = ask(config, DRAIN, request, pb.DrainReply.FromString)
     return reply.ok, reply.message
 
 
-def _ask(config: TransportConfig, method: str, request: bytes, read: Callable[[bytes], Any]) -> Any:
-    own = credentials(config, SYNCER, owner=False)
+def ask(config: TransportConfig, method: str, request: bytes, read: Callable[[bytes], Any], name: str = SYNCER) -> Any:
+    """Return the answer of the syncer at `config.address` to one question.
+
+    Args:
+        config: how to ask.
+        method: of the service.
+        request: the question's bytes.
+        read: makes the answer of its bytes.
+        name: who asks; it stands for "{name}" in the files of the config.
+
+    Raises:
+        TransportError: Nobody answered in time, or our credentials do not do.
+        ValueError: Our own certificate, key or token cannot be used.
+    """
+    own = credentials(config, name, owner=False)
     with open_channel(config, own) as channel:
-        ask = channel.unary_unary(f"/{SERVICE}/{method}", response_deserializer=read)
+        call = channel.unary_unary(f"/{SERVICE}/{method}", response_deserializer=read)
         try:
-            return ask(request, timeout=config.connect_timeout_s, wait_for_ready=True, metadata=own.metadata)
+            return call(request, timeout=config.connect_timeout_s, wait_for_ready=True, metadata=own.metadata)
         except grpc.RpcError as error:
-            raise failure(config, error, SYNCER) from None
+            raise failure(config, error, name) from None
 
 
 def failure(config: TransportConfig, error: Exception, name: str) -> TransportError:

@@ -35,10 +35,11 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_setup
 from diloco_jax.runtime.model.merge_shards import MergeShards
-from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, open_listener
+from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, Told, open_listener
 from diloco_jax.runtime.syncer.workers import Results
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.settings.text import dump
+from diloco_jax.transport.greeting import Description
 from diloco_jax.transport.grpc_link import GrpcListener
 from diloco_jax.transport.sharded import Dialler
 
@@ -179,7 +180,7 @@ def serve(case: Case, folder: Path, elements: int, pipe: Connection) -> None:
     arithmetic = Arithmetic(setup, shards.shares) if shards else local_arithmetic(setup)
     model = make_model(config, plan, {name: np.zeros(s, np.float32) for name, s in plan.shapes.items()}, arithmetic)
     life = Life("fresh", 1, threading.Event())
-    listener = open_listener(config, path.parent, life, FINGERPRINT, shards, events)
+    listener = open_listener(config, path.parent, life, Told(FINGERPRINT, Description("", "")), shards, events)
     pids = [os.getpid()]
     if shards is not None:
         pids += [share.process.pid for share in shards.shares]

@@ -100,9 +100,23 @@ def join(config: RunConfig, learner_id: str, incarnation: int, host: int | None,
             f"{island.hosts}; correct one of them"
         )
     corpus = load_source(config.data, config.train.seq_len).corpus
-    same = {**dict(fingerprint(config, "", corpus)), "island": str(island), "JAX": jax.__version__}
-    hosts = _meet(config, learner_id, jax.process_index(), island.hosts, coordinator, incarnation)
-    return replace(hosts, incarnation=_agree(hosts, same))
+    same = {**dict(fingerprint(config, "", corpus)), "island": str(island)}
+    return meet(config, learner_id, incarnation, coordinator, same)
+
+
+def meet(config: RunConfig, learner_id: str, incarnation: int, coordinator: str, same: Mapping[str, str]) -> Hosts:
+    """Let the processes of an island find each other, once JAX's distributed runtime has begun.
+
+    Args:
+      config, learner_id, incarnation, coordinator: as `join`.
+      same: settings that all of them must have, as far as this one has them.
+
+    Raises:
+      ValueError: a host has another setting.
+      ConnectionError: a host is gone.
+    """
+    hosts = _meet(config, learner_id, jax.process_index(), jax.process_count(), coordinator, incarnation)
+    return replace(hosts, incarnation=_agree(hosts, {**same, "JAX": jax.__version__}))
 
 
 def _begin_jax(island: IslandConfig, host: int | None, coordinator: str) -> None:

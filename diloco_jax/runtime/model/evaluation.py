@@ -151,12 +151,12 @@ class Evaluations:
 
     Args:
         config: how often and on how much.
-        evaluator: does it.
+        evaluator: does it; None if the islands do.
         report: gets each result, or the exception that ended one, on that thread.
     """
 
-    def __init__(self, config: RunConfig, evaluator: Evaluator, report: Callable[[Any], None]) -> None:
-        self._every = config.train.eval_every
+    def __init__(self, config: RunConfig, evaluator: Evaluator | None, report: Callable[[Any], None]) -> None:
+        self._every = config.train.eval_every if evaluator is not None else 0
         self._batches = config.train.eval_batches
         self._evaluator = evaluator
         self._report = report
@@ -183,6 +183,7 @@ class Evaluations:
         self._running = self._thread.submit(self._evaluate, global_step, tokens, capture())
 
     def _evaluate(self, global_step: int, tokens: int, assemble: Assemble) -> None:
+        assert self._evaluator is not None, "nobody evaluates"
         try:
             result = self._evaluator.evaluate(assemble(), self._batches)
             self._report({**result, "global_step": global_step, "tokens": tokens})

@@ -18,6 +18,7 @@ REPORT_FILE = "report.html"
 CHECKPOINTS = "checkpoints"
 LEARNERS = "learners"  # below checkpoints: what each learner saved of itself
 TAPES = "tapes"  # what each learner did
+OFFERED = "offered"  # the initial model, if an island brought it
 LOGS = "logs"
 PROGRAMS = "programs"  # compiled ones, so that a process that starts again need not compile
 TENSORBOARD = "tensorboard"

@@ -16,6 +16,7 @@ from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.evaluation import Evaluations, Evaluator
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_setup
 from diloco_jax.runtime.model.merge_shards import MergeShards
+from diloco_jax.runtime.model.offered import OfferedModel, describe_run, layout_of
 from diloco_jax.runtime.records.files import CHECKPOINTS, CONFIG_FILE, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.status import NOTHING_EARLIER, read_earlier
 from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s
@@ -23,7 +24,7 @@ from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
 from diloco_jax.runtime.syncer.driver import FAREWELL_S, SyncerDriver
 from diloco_jax.runtime.syncer.parts import Parts, RunClock
-from diloco_jax.runtime.syncer.sharded_listener import Life, open_listener
+from diloco_jax.runtime.syncer.sharded_listener import Life, Told, open_listener
 from diloco_jax.runtime.syncer.snapshots import Keeper, SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
 from diloco_jax.runtime.syncer.workers import Merges, Results
@@ -43,17 +44,29 @@ class SyncerRun:
         run_dir: where tape, metrics, status, snapshots and summary go.
         stop: set from outside to end the run early, in good order.
         rewind: nobody is alive; go on from the newest snapshot and let what came after it be void.
+        offered: the model that an island brought, if the config names none.
     """
 
-    def __init__(self, config: RunConfig, run_dir: Path, stop: threading.Event, *, rewind: bool = False) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        stop: threading.Event,
+        *,
+        rewind: bool = False,
+        offered: OfferedModel | None = None,
+    ) -> None:
         self._config = config
         self._run_dir = run_dir
         self._stop = stop
         self._rewind = rewind
         self._results, self._events = Results(), Results()
-        check_source(config.data, config.train.seq_len, config.train.eval_batch_size)  # not at the first evaluation
-        self._evaluator = Evaluator(config)
-        plan = config.fragments.plan(self._evaluator.shapes, self._evaluator.kinds, config.protocol.num_fragments)
+        self._evaluator = None
+        if offered is None:
+            check_source(config.data, config.train.seq_len, config.train.eval_batch_size)  # not at the first evaluation
+            self._evaluator = Evaluator(config)
+        model: Evaluator | OfferedModel = offered or self._evaluator  # type: ignore[assignment]
+        plan = config.fragments.plan(model.shapes, model.kinds, config.protocol.num_fragments)
         threads = config.syncer.merge_threads or os.cpu_count() or 1
         setup = make_setup(config, plan)
         self._shards = None
@@ -61,10 +74,12 @@ class SyncerRun:
             path, death = run_dir / CONFIG_FILE, self._results.put
             self._shards = MergeShards(setup, plan, path, threads, self._events.put, death)
         arithmetic = Arithmetic(setup, self._shards.shares) if self._shards else local_arithmetic(setup, threads)
-        self._model = make_model(config, plan, self._evaluator.initial_parameters(), arithmetic)
-        self._fingerprint = fingerprint(config, plan.fingerprint, self._evaluator.corpus)
+        self._model = make_model(config, plan, model.initial_parameters(), arithmetic)
+        self._fingerprint = fingerprint(config, plan.fingerprint, model.corpus)
         self._machine = _make_machine(config, plan, self._model, self._fingerprint)
-        self._stats = RunStats(config.islands.names, self._evaluator.num_parameters, self._machine)
+        self._num_parameters = model.num_parameters
+        self._description = describe_run(config, layout_of(model.shapes, model.kinds))
+        self._stats = RunStats(config.islands.names, self._num_parameters, self._machine)
 
     def run(self) -> dict[str, Any]:
         """Serve until the last global step, or until stopped; returns the summary.
@@ -92,7 +107,8 @@ class SyncerRun:
             evaluations.skip_to(machine.global_step)
             lingers = mode == FAILOVER and machine.finished and not machine.restoring
             life = Life(mode, machine.epoch, stop)
-            listener = open_listener(config, run_dir, life, self._fingerprint, self._shards, self._events)
+            told = Told(self._fingerprint, self._description)
+            listener = open_listener(config, run_dir, life, told, self._shards, self._events)
             watch.listens(listener)
             driver = SyncerDriver(
                 parts, listener, results=self._results, merges=merges, evaluations=evaluations, keeper=keeper,
@@ -127,11 +143,12 @@ class SyncerRun:
         if not keeper.saved:
             keeper.save_last(watch.tell)
         evaluations.close()
-        result = self._evaluator.evaluate(self._model.parameters(), self._config.train.final_eval_batches)
-        result |= {"global_step": self._machine.global_step, "tokens": summary["tokens"]}
-        watch.on_eval(result, ended_s)
+        result: dict[str, Any] = {"loss": watch.eval_loss, "bits_per_byte": None}
+        if self._evaluator is not None:
+            result = self._evaluator.evaluate(self._model.parameters(), self._config.train.final_eval_batches)
+            watch.on_eval(result | {"global_step": self._machine.global_step, "tokens": summary["tokens"]}, ended_s)
         summary = {"eval_loss": result["loss"], "eval_bits_per_byte": result["bits_per_byte"], **summary}
-        summary |= {"complete": self._machine.finished, "num_parameters": self._evaluator.num_parameters}
+        summary |= {"complete": self._machine.finished, "num_parameters": self._num_parameters}
         write_json(self._run_dir / SUMMARY_FILE, summary)
         if warning := never_merged(summary["unmerged_fragments"]):
             log.warning(warning)

@@ -27,6 +27,7 @@ from diloco_jax.runtime.records.files import ADDRESS_FILE
 from diloco_jax.runtime.syncer.begin import FAILOVER
 from diloco_jax.runtime.syncer.workers import Results
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.transport.greeting import Description
 from diloco_jax.transport.grpc_link import GrpcListener, listen
 from diloco_jax.transport.link import Delivery, Payload, Traffic, split_address
 
@@ -196,11 +197,18 @@ class Life(NamedTuple):
     stop: threading.Event
 
 
+class Told(NamedTuple):
+    """The answers of a listener to whoever asks: what a learner must agree on, and what the run is."""
+
+    fingerprint: tuple[tuple[str, str], ...]
+    description: Description
+
+
 def open_listener(
     config: RunConfig,
     run_dir: Path,
     life: Life,
-    fingerprint: tuple[tuple[str, str], ...],
+    told: Told,
     shards: MergeShards | None,
     events: Results,
 ) -> GrpcListener | ShardedListener:
@@ -210,7 +218,7 @@ def open_listener(
         config: the run.
         run_dir: its folder; the address is kept there.
         life: of the syncer.
-        fingerprint: what a learner must agree on.
+        told: to whoever asks.
         shards: that listen too, if there are any.
         events: what these say unasked.
 
@@ -219,18 +227,20 @@ def open_listener(
     """
     others = _open_shards(config.transport.address, shards, life) if shards is not None else ()
     transport, file = config.transport, run_dir / ADDRESS_FILE
-    if life.mode == FAILOVER and file.exists() and split_address(transport.address)[1] == 0:
+    known = life.mode == FAILOVER or config.model.own  # learners were here before
+    if known and file.exists() and split_address(transport.address)[1] == 0:
         transport = replace(transport, address=file.read_text(encoding="utf-8"))
-    patience_s = LISTEN_PATIENCE_S if life.mode == FAILOVER else 0.0
+    patience_s = LISTEN_PATIENCE_S if known else 0.0
     listener = _patiently(
         lambda: listen(transport, run_id=config.name, epoch=life.epoch, shards=others), patience_s, life.stop
     )
     if not file.exists() or file.read_text(encoding="utf-8") != listener.address:  # else a full disk need not matter
         file.write_text(listener.address, encoding="utf-8")
-    listener.desk.settings = dict(fingerprint)
+    listener.desk.settings = dict(told.fingerprint)
+    listener.greeter.description = told.description
     if shards is None:
         return listener
-    return ShardedListener(listener, shards, events, fingerprint, max(1, config.protocol.overlap_steps))
+    return ShardedListener(listener, shards, events, told.fingerprint, max(1, config.protocol.overlap_steps))
 
 
 def _open_shards(address: str, shards: MergeShards, life: Life) -> tuple[str, ...]:

@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 class Watch:
     """The counts of a run, and everything that is told of it.
 
+    Attributes:
+        eval_loss: newest evaluation; None before the first one.
+
     Args:
         parts: of the run.
         earlier: what processes before this one had counted.
@@ -31,7 +34,7 @@ class Watch:
     def __init__(self, parts: Parts, earlier: Earlier, alarms: Callable[[], Sequence[str]]) -> None:
         self._parts = parts
         self._wire_before = earlier.wire
-        self._eval_loss = earlier.eval_loss
+        self.eval_loss = earlier.eval_loss
         self._alarms = alarms
         self._listener: GrpcListener | ShardedListener | None = None
         self._telemetry = Telemetry(parts.run_dir, tensorboard=parts.config.tensorboard)
@@ -66,7 +69,7 @@ class Watch:
 
     def on_eval(self, result: dict[str, Any], now_s: float) -> None:
         """Tell what an evaluation came to."""
-        self._eval_loss = result["loss"]
+        self.eval_loss = result["loss"]
         record = {"kind": "eval", "t": now_s, "global_step": result["global_step"], "tokens": result["tokens"]}
         self._telemetry.write(record | {"loss": result["loss"], "bits_per_byte": result["bits_per_byte"]})
         log.info(f"global step {result['global_step']}: evaluation loss {result['loss']:.4f}")
@@ -88,7 +91,7 @@ class Watch:
             now_s,
             stopped=parts.stop.is_set() and not parts.machine.finished,
             alarms=self._alarms(),
-            eval_loss=self._eval_loss,
+            eval_loss=self.eval_loss,
             wire=self.wire(),
         )
         if self._listener is not None:

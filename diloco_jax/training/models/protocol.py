@@ -24,6 +24,7 @@ Metrics = dict[str, Float[Array, ""]]
 Params = dict[str, Float[Array, "..."]]  # path -> array
 GraphDef = nnx.GraphDef[Any]  # the static structure of a module
 T = TypeVar("T")
+OWN = "own"  # the model of a run whose islands bring it
 
 
 @runtime_checkable
@@ -52,14 +53,20 @@ class ModelConfig:
     """The model to train, and the arguments that its `from_config` receives."""
 
     module: str = "diloco_jax.training.models.decoder:Decoder"
-    """Import path of the model as `package.module:Class`."""
+    """Import path of the model as `package.module:Class`. "own": the islands' own loops bring it (diloco_jax.join); the
+    syncer takes shapes and initial values from the first of them, and evaluates nothing."""
 
     args: dict[str, Any] = field(default_factory=dict)
     """Passed to the class unchanged, for the built-in decoder the fields of DecoderConfig."""
 
+    @property
+    def own(self) -> bool:
+        """Tell whether the islands' own loops bring the model."""
+        return self.module == OWN
+
     def __post_init__(self) -> None:
         package, _, name = self.module.partition(":")
-        if not package or not name:
+        if not self.own and (not package or not name):
             raise ValueError(f"model.module is '{self.module}'; write it as package.module:Class")
 
 

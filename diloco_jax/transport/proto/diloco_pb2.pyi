@@ -49,6 +49,38 @@ class DrainReply(_message.Message):
     message: str
     def __init__(self, ok: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
 
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeReply(_message.Message):
+    __slots__ = ("config", "layout")
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    config: str
+    layout: str
+    def __init__(self, config: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
+
+class OfferRequest(_message.Message):
+    __slots__ = ("learner_id", "layout", "digest", "values")
+    LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    learner_id: str
+    layout: str
+    digest: int
+    values: bytes
+    def __init__(self, learner_id: _Optional[str] = ..., layout: _Optional[str] = ..., digest: _Optional[int] = ..., values: _Optional[bytes] = ...) -> None: ...
+
+class OfferReply(_message.Message):
+    __slots__ = ("taken", "message")
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    taken: bool
+    message: str
+    def __init__(self, taken: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
+
 class ProbeRequest(_message.Message):
     __slots__ = ("kind", "probe", "seconds", "noise")
     KIND_FIELD_NUMBER: _ClassVar[int]

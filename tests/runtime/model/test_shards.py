@@ -22,10 +22,11 @@ from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_setup
 from diloco_jax.runtime.model.merge_shards import MergeShards
 from diloco_jax.runtime.model.shard_commands import ShardFree
-from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, open_listener
+from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, Told, open_listener
 from diloco_jax.runtime.syncer.workers import Results
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
+from diloco_jax.transport.greeting import Description
 from diloco_jax.transport.link import Delivery, Link
 from diloco_jax.transport.sharded import Dialler, ShardedLink
 from tests.runtime.helpers import kill_processes, processes_of, run, start, status, wait_for, write_config
@@ -48,7 +49,7 @@ class Bench:
         self.shards = MergeShards(setup, LEAFY_PLAN, path, 1, events.put, self.deaths.append)
         self.model = model(self.config, Arithmetic(setup, self.shards.shares))
         life = Life("fresh", 1, threading.Event())
-        listener = open_listener(self.config, folder, life, FINGERPRINT, self.shards, events)
+        listener = open_listener(self.config, folder, life, Told(FINGERPRINT, Description("", "")), self.shards, events)
         assert isinstance(listener, ShardedListener)
         self.listener = listener
         self.links: dict[str, Link] = {}

@@ -1,0 +1,142 @@
+"""A model that the first island brings: how it is described, what of it is refused, and where a run keeps it.
+
+The description (`layout`) is JSON, {path: [shape, form, stack]} in ascending order of the paths; the values are
+float32, little-endian, tensor after tensor in that order. Initial values are kept in the run's folder, so that a syncer
+that starts again has them before it reads its tape.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+
+from diloco_jax.core.kinds import Form, Kind
+from diloco_jax.runtime.records import checkpoint
+from diloco_jax.runtime.records.files import ADDRESS_FILE, OFFERED
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.text import dump
+from diloco_jax.transport.greeting import LAYOUT_BYTES_MAX, Description, ModelDesk
+from diloco_jax.transport.link import TransportConfig
+
+TENSORS_MAX = 20_000
+PATH_LENGTH_MAX = 500
+POLL_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class OfferedModel:
+    """The model of a run whose islands' own loops bring it.
+
+    Attributes:
+        shapes: of every parameter, by path.
+        kinds: what every parameter is, by path.
+        corpus: "": the first learner says what islands read.
+
+    Args:
+        layout: as `layout_of` writes it.
+        values: initial values by path, float32.
+    """
+
+    corpus = ""
+
+    def __init__(self, layout: str, values: Mapping[str, np.ndarray]) -> None:
+        self.shapes, self.kinds = read_layout(layout)
+        self._values = values
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def initial_parameters(self) -> Mapping[str, np.ndarray]:
+        """Return the initial values by path, for nobody to write to."""
+        return self._values
+
+
+def layout_of(shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, Kind]) -> str:
+    """Describe a model."""
+    rows = {path: [list(shapes[path]), kinds[path].form, kinds[path].stack] for path in sorted(shapes)}
+    return json.dumps(rows, separators=(",", ":"))
+
+
+def read_layout(layout: str) -> tuple[dict[str, tuple[int, ...]], dict[str, Kind]]:
+    """Return shapes and kinds that `layout_of` described.
+
+    Raises:
+        ValueError: it describes no model, or too many tensors.
+    """
+    if len(layout) > LAYOUT_BYTES_MAX:
+        raise ValueError(f"a layout of {len(layout)} characters is too long: at most {LAYOUT_BYTES_MAX}")
+    shapes, kinds = {}, {}
+    try:
+        rows = json.loads(layout)
+        if not 0 < len(rows) <= TENSORS_MAX:
+            raise ValueError(f"{len(rows)} tensors; use 1 to {TENSORS_MAX}")
+        for path, (shape, form, stack) in rows.items():
+            sound = all(isinstance(n, int) and n >= 0 for n in (*shape, stack)) and stack <= len(shape)
+            if not sound or form not in get_args(Form) or not 0 < len(path) <= PATH_LENGTH_MAX:
+                raise ValueError(f"tensor {path[:80]!r} of shape {shape}, form {form!r} and stack {stack}")
+            shapes[path], kinds[path] = tuple(shape), Kind(form, stack)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"the layout describes no model: {error}") from error
+    return shapes, kinds
+
+
+def describe_run(config: RunConfig, layout: str) -> Description:
+    """Return what a loop of the user's own needs to know of a run; files and address are those of its own machine."""
+    here = TransportConfig()
+    local = {name: getattr(here, name) for name in ("address", "tls_ca", "tls_certificate", "tls_key", "token_file")}
+    return Description(dump(replace(config, transport=replace(config.transport, **local))), layout)
+
+
+def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> OfferedModel | None:
+    """Return the model of this run: the one that its folder has, or else the first that an island brings.
+
+    The address at which islands bring it is that at which the syncer listens afterwards.
+
+    Args:
+        config: the run.
+        run_dir: its folder.
+        stop: set from outside; then the result is None.
+
+    Raises:
+        ValueError: the folder's model is damaged, or this machine cannot listen.
+    """
+    folder = run_dir / OFFERED
+    for found in checkpoint.complete(folder):
+        groups, meta = checkpoint.load(found, checkpoint.PARAMETERS)
+        return OfferedModel(str(meta["layout"]), groups[checkpoint.PARAMETERS])
+    desk = ModelDesk(config.transport, describe_run(config, ""), lambda layout: _bytes_of(layout, config))
+    try:
+        (run_dir / ADDRESS_FILE).write_text(desk.address, encoding="utf-8")
+        log.info(f"waiting at {desk.address} for the first island, which brings the model")
+        while (offer := desk.take(POLL_S)) is None:
+            if stop.is_set():
+                return None
+    finally:
+        desk.close()
+    shapes, _ = read_layout(offer.layout)
+    flat, values, start = np.frombuffer(offer.values, "<f4"), {}, 0
+    for path, shape in shapes.items():
+        values[path] = flat[start : start + math.prod(shape)].reshape(shape)
+        start += math.prod(shape)
+    checkpoint.save(folder, {checkpoint.PARAMETERS: values}, {"global_step": 0, "layout": offer.layout})
+    return OfferedModel(offer.layout, values)
+
+
+def _bytes_of(layout: str, config: RunConfig) -> int:
+    """Return the size of a model's values; ValueError for a model that this run cannot take."""
+    shapes, kinds = read_layout(layout)
+    count, limit = sum(math.prod(shape) for shape in shapes.values()), config.syncer.parameters_max
+    if count > limit:
+        raise ValueError(f"the model has {count:,} parameters, the limit is {limit:,}: raise syncer.parameters_max")
+    config.fragments.plan(shapes, kinds, config.protocol.num_fragments)
+    return 4 * count

@@ -1,0 +1,1 @@
+"""An island in a training loop of the user's own: `diloco_jax.join`."""

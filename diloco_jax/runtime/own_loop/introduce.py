@@ -1,0 +1,117 @@
+"""The way of a user's loop into a run: it learns the run's config, and brings the model if the run has none."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Array
+
+from diloco_jax.core.kinds import Kind
+from diloco_jax.runtime.model.offered import layout_of, read_layout
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.text import parse_text
+from diloco_jax.transport.greeting import Description, ask_description, offer_model
+from diloco_jax.transport.link import TransportConfig, TransportError
+
+POLL_S = 0.2
+
+
+def introduce(
+    transport: TransportConfig,
+    learner_id: str,
+    params: Mapping[str, Array],
+    kinds: Mapping[str, Kind],
+) -> RunConfig:
+    """Return the config of the run whose syncer listens at `transport.address`; it has this model afterwards.
+
+    Args:
+        transport: how this process reaches the syncer.
+        learner_id: our name.
+        params: initial values by path.
+        kinds: what they are, by path.
+
+    Raises:
+        TransportError: the syncer cannot be reached, or does not take the model.
+        ValueError: the run's model is another one; names the first tensor that differs.
+    """
+    shapes = {path: tuple(value.shape) for path, value in params.items()}
+    ours = layout_of(shapes, kinds)
+    described = ask_description(transport, learner_id)
+    if _any_host(not described.layout):
+        whole = _whole(params)
+        if jax.process_index() == 0 and not described.layout:
+            reason = offer_model(transport, learner_id, ours, list(_bytes(whole)))
+            described = _await_model(transport, learner_id, reason)
+        else:
+            described = _await_model(transport, learner_id, "")
+    _compare(ours, described.layout)
+    config = parse_text(described.config, f"the config that the syncer at {transport.address} told")
+    return replace(config, transport=_joined(config.transport, transport))
+
+
+def _await_model(transport: TransportConfig, learner_id: str, reason: str) -> Description:
+    """Ask until the run has a model: ours, or that of another island that was faster.
+
+    Args:
+        transport, learner_id: as `introduce`.
+        reason: why ours was not taken, if it was not.
+    """
+    ends_s = time.monotonic() + transport.connect_timeout_s
+    while True:
+        described = ask_description(transport, learner_id)
+        if described.layout:
+            return described
+        if time.monotonic() > ends_s:
+            raise TransportError(
+                f"the run at {transport.address} has no model yet: {reason or 'nobody has brought one'}"
+            )
+        time.sleep(POLL_S)
+
+
+def _compare(ours: str, theirs: str) -> None:
+    """Raise ValueError if the run's model is not ours."""
+    (shapes, kinds), (their_shapes, their_kinds) = read_layout(ours), read_layout(theirs)
+    for path in sorted(shapes.keys() | their_shapes.keys()):
+        here, there = (shapes.get(path), kinds.get(path)), (their_shapes.get(path), their_kinds.get(path))
+        if here != there:
+            words = [f"shape {shape}, {kind.form}" if kind else "nothing" for shape, kind in (here, there)]
+            raise ValueError(
+                f"this loop's model is not the run's: parameter {path!r} has {words[0]} here and {words[1]} there; "
+                "join with the same tree on every island (and the same axes)"
+            )
+
+
+def _joined(told: TransportConfig, own: TransportConfig) -> TransportConfig:
+    """Return the run's transport with the address and the files of this machine."""
+    local = ("address", "tls_ca", "tls_certificate", "tls_key", "token_file", "allow_plaintext", "connect_timeout_s")
+    return replace(told, **{name: getattr(own, name) for name in local})
+
+
+def _any_host(here: bool) -> bool:
+    """Return what the leader says, the same on all processes of this island: what follows is a collective."""
+    if jax.process_count() == 1:
+        return here
+    return bool(np.asarray(multihost_utils.broadcast_one_to_all(np.array(here))))
+
+
+def _whole(params: Mapping[str, Array]) -> dict[str, np.ndarray]:
+    """Return all values on this host, as float32."""
+    found = {}
+    for path in sorted(params):
+        value = params[path]
+        if not value.is_fully_addressable:
+            value = multihost_utils.process_allgather(value, tiled=True)
+        found[path] = np.asarray(jax.device_get(value)).astype("<f4", copy=False)
+    return found
+
+
+def _bytes(values: Mapping[str, np.ndarray]) -> Iterator[memoryview]:
+    for path in sorted(values):
+        if math.prod(values[path].shape):
+            yield np.ascontiguousarray(values[path]).reshape(-1).view(np.uint8).data

@@ -1,0 +1,362 @@
+"""`diloco_jax.join`: an island in a training loop of the user's own.
+
+    with diloco_jax.join("syncer:50051", name="a", params=params, opt_state=opt_state,
+                         samples_per_step=B, tokens_per_step=B * T) as island:
+        params, opt_state = island.state().values()
+        while island.training:
+            batch = load(island.next_samples())
+            params, opt_state, metrics = step(params, opt_state, batch, island.global_step)
+            params = island.after_step(params, metrics, opt_state=opt_state)
+
+The loop steps; all else of a learner is what the built-in one has (runtime/learner/joined.py). On an island of several
+processes each calls the same methods in the same order: the first one leads, the others do what it says.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
+
+import jax
+import numpy as np
+from jaxtyping import Int64
+
+from diloco_jax.core.fragments import put
+from diloco_jax.protocol.leases import Batch
+from diloco_jax.runtime.island.follower import Follower
+from diloco_jax.runtime.island.host import Host, Ranges
+from diloco_jax.runtime.island.join import Hosts, meet
+from diloco_jax.runtime.island.payloads import PayloadSender
+from diloco_jax.runtime.learner.decisions import Signals
+from diloco_jax.runtime.learner.joined import Joined, Joining, StepSize
+from diloco_jax.runtime.learner.preemption import check_source, watch
+from diloco_jax.runtime.own_loop.introduce import introduce
+from diloco_jax.runtime.own_loop.trees import LoopState
+from diloco_jax.runtime.records.signals import die_with_parent
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.text import load
+from diloco_jax.training.sharding import LogicalAxes
+from diloco_jax.training.train_step import TrainState
+from diloco_jax.transport.group.group import GroupMember
+from diloco_jax.transport.link import TransportConfig, check_name
+
+SYNCER_ENV, ISLAND_ENV, INCARNATION_ENV = "DILOCO_SYNCER", "DILOCO_ISLAND", "DILOCO_INCARNATION"
+RUN_DIR_ENV, CONFIG_ENV = "DILOCO_RUN_DIR", "DILOCO_CONFIG"
+NOTHING = TrainState({}, None)  # between two steps' ends the arrays are the loop's alone
+
+log = logging.getLogger(__name__)
+
+
+class Leading(NamedTuple):
+    """The first process of an island: it decides."""
+
+    joined: Joined
+    host: Host
+
+
+class OwnIsland:
+    """An island that a user's loop steps; `join` makes it. One thread at a time.
+
+    Attributes:
+        name: of the island.
+        config: of the run.
+        global_step: of the run when the next step begins, the same on all hosts; schedules go by it.
+    """
+
+    def __init__(self, config: RunConfig, name: str, state: LoopState, stop: threading.Event, data: str) -> None:
+        self.name = name
+        self.config = config
+        self.global_step = 0
+        self._state = state
+        self._stop = stop
+        self._leased = data == "leased"
+        self._held = state.exchanged(config.wire.up, config.adopt.mode == "rebase")
+        self._batch = Batch((), 0)
+        self._asked = False  # for the samples of the coming step
+        self._handed = False  # the state, to the loop
+        self._going: bool | None = None
+        self._ready_s = 0.0
+        self._side: Leading | Follower | None = None
+        self._host: Host | None = None
+        self._undo: Callable[[], object] = lambda: None
+
+    # ---- what a loop calls ----------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return {"params", "opt_state"} with which the first step begins; waits for them.
+
+        The parameters are the global model; the optimizer's state is, after a return, that of this island's newest
+        save or of a healthy peer, else what `join` was given. Without an `opt_state` there, "params" alone.
+
+        Raises:
+            ValueError: the syncer refuses this island.
+            ConnectionError: it cannot be reached.
+        """
+        if self._handed:
+            raise ValueError("state() is for once, before the first step; after_step() returns what comes later")
+        if self._going is None:
+            self._begin()
+        self._handed, found = True, self._held.state
+        given: dict[str, Any] = {"params": self._state.given_back(found.params)}
+        if found.opt_state is not None:
+            # Outputs of a step are committed to their devices; inputs that are not would compile it a second time.
+            given["opt_state"] = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), found.opt_state)
+        return given
+
+    @property
+    def training(self) -> bool:
+        """Tell whether there is another step to make."""
+        if not self._handed:
+            raise ValueError("begin with what state() returns: what join() was given is not the run's model any more")
+        self._held.state = NOTHING
+        return bool(self._going)
+
+    def next_samples(self) -> Int64[np.ndarray, " samples"]:
+        """Return which samples the next step reads: positions of the run's global order, from 0 without end.
+
+        Raises:
+            ValueError: the loop has data of its own (`data="own"`).
+        """
+        if not self._leased:
+            raise ValueError('this island was joined with data="own"; read your own data, or join with data="leased"')
+        self._asked = True
+        return np.concatenate([np.arange(start, stop) for start, stop in self._batch.ranges])
+
+    def after_step(self, params: Any, metrics: Any, *, opt_state: Any = None) -> Any:
+        """Report a step, hand out and take in what is due, and return the parameters for the next one.
+
+        It waits for the step, never for the network (but in lockstep, `protocol.overlap_steps: 0`). The parameters
+        given are used up where a fragment came: go on with those that are returned.
+
+        Args:
+            params: as the step left them: the tree, layout and dtypes that `join` was given.
+            metrics: a scalar loss, or scalars by name with one called `loss`.
+            opt_state: as the step left it, if `join` was given one.
+
+        Raises:
+            ValueError: another tree, a donated array, no loss, or a batch that the loop did not ask for.
+        """
+        if not self._going:
+            raise ValueError("after_step() without a step: call it only while island.training")
+        if self._leased and not self._asked:
+            raise ValueError('next_samples() was not called for this step; call it, or join with data="own"')
+        self._held.state = self._state.taken(params, opt_state, "after_step()")
+        values = _scalars(metrics)
+        side = self._side
+        if isinstance(side, Leading):
+            took_s = time.monotonic() - self._ready_s
+            self._going = side.joined.stepped(self._batch, self.global_step, values, took_s)
+            self._next(self._going)
+        else:
+            self._follow()
+        return self._state.given_back(self._held.state.params)
+
+    def global_params(self) -> Any:
+        """Return the newest global model that this island holds, as the loop's tree: what an evaluation is of."""
+        assert self._host is not None, "the island has not begun"
+        values = {path: np.zeros(shape, np.float32) for path, shape in self._state.shapes.items()}
+        for fragment in self._host.fragments:
+            values = put(values, fragment, self._host.anchors[fragment.fragment_id])
+        return self._state.placed(values)
+
+    def leave(self) -> None:
+        """Leave the run politely, if it is not over; safe to call again.
+
+        Raises:
+            ValueError: the syncer had refused this island.
+            ConnectionError: it had expelled this incarnation; a new one may join.
+        """
+        side, self._side = self._side, None
+        self._undo()
+        if isinstance(side, Follower):
+            self._stop.set()
+            while side.next_step() is not None:  # the leader decides when
+                pass
+            side.leave()
+        elif side is not None:
+            if self._going:
+                self._stop.set()
+            side.joined.leave()
+            side.joined.check_end()
+        self._going = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            self.leave()
+            return
+        try:
+            self.leave()
+        except (ValueError, ConnectionError) as other:  # the loop's own error is what people need to see
+            log.warning(f"{self.name}: {other}")
+
+    # ---- both sides of an island ----------------------------------------------------------------------------------
+
+    def take_part(self, joining: Joining, size: StepSize) -> None:
+        """Take the place in the run that `joining` says."""
+        hosts, signals = joining.hosts, Signals(self._stop)
+        if hosts is not None and hosts.host:
+            assert isinstance(hosts.group, GroupMember), "host 0 leads"
+            self._host = host = Host(self.config, self._held)
+            dialler = joining.dialler(host.plan)
+            self._side = Follower(self.config, host, dialler, hosts.group, self._stop, self._take_ranges)
+            return
+        disk = joining.saved_states()
+        finding = disk.find()
+        self._host = host = joining.host(self._held, lambda: None, self._stop)
+        joined = Joined(joining, host, size, signals, disk, finding.result(), PayloadSender(signals.fail))
+        self._side = Leading(joined, host)
+
+    def on_leaving(self, undo: Callable[[], object]) -> None:
+        """Call this once the island leaves."""
+        self._undo = undo
+
+    def _begin(self) -> None:
+        side = self._side
+        if side is None:
+            raise ValueError("this island has left its run; join again")
+        if isinstance(side, Leading):
+            self._going = side.joined.begin()
+            self._next(self._going)
+        else:
+            self._follow()
+
+    def _next(self, going: bool) -> None:
+        """Tell the other hosts of the next step."""
+        side = self._side
+        assert isinstance(side, Leading), "host 0 leads"
+        self._asked = False
+        if not going:
+            return
+        self.global_step = side.joined.machine.global_step
+        self._batch = side.joined.take_batch()
+        side.host.tell_batch(self._batch.ranges)
+        side.host.tell_step(self.global_step)
+        self._ready_s = time.monotonic()
+
+    def _follow(self) -> None:
+        assert isinstance(self._side, Follower), "another host leads"
+        clock = self._side.next_step()
+        self._going, self._asked = clock is not None, False
+        self.global_step = self.global_step if clock is None else clock
+
+    def _take_ranges(self, ranges: Ranges) -> None:
+        self._batch = self._batch._replace(ranges=tuple((start, stop) for start, stop in ranges))
+
+
+def _scalars(metrics: Any) -> dict[str, float]:
+    """Return what a loop reports as floats by name; waits for them.
+
+    Raises:
+        ValueError: no loss is among them, or one is no scalar.
+    """
+    named = metrics if isinstance(metrics, Mapping) else {"loss": metrics}
+    if "loss" not in named:
+        raise ValueError(
+            f"metrics has no 'loss' ({', '.join(map(str, named)) or 'nothing'}); give a scalar of that name"
+        )
+    try:
+        return {str(name): float(value) for name, value in jax.device_get(dict(named)).items()}
+    except TypeError as error:
+        raise ValueError(f"metrics must be scalars by name: {error}") from error
+
+
+def join(
+    syncer: str | None = None,
+    *,
+    name: str | None = None,
+    params: Any,
+    opt_state: Any = None,
+    samples_per_step: int,
+    tokens_per_step: int,
+    data: Literal["leased", "own"] = "leased",
+    axes: Mapping[str, LogicalAxes] | None = None,
+    transport: TransportConfig | None = None,
+    run_dir: str | Path | None = None,
+    preemption: str = "",
+    coordinator: str = "",
+) -> OwnIsland:
+    """Join a run as an island that the caller's own loop steps; see the head of this file, and docs/join.md.
+
+    SIGTERM makes `training` false, so that the island leaves politely; so does a preemption notice.
+
+    Args:
+        syncer: host:port of the syncer. None: DILOCO_SYNCER, as `diloco train` sets it (islands.command).
+        name: of the island, the same at every start. None: DILOCO_ISLAND.
+        params: what is trained and exchanged, a pytree of JAX arrays in any layout on one mesh. The first island of a
+            run whose config names no model brings the initial values with it.
+        opt_state: what else a returning island needs, such as the optimizer's state: any pytree of arrays. None:
+            nothing but parameters comes back.
+        samples_per_step: samples of one inner step, over all devices and hosts of the island.
+        tokens_per_step: tokens in them; merges weigh by it.
+        data: "leased": the loop reads the samples of `next_samples`, so that every sample of the run has one fate.
+            "own": it reads what it likes.
+        axes: logical axis names of parameters by path, such as ("vocab", "embed") for an embedding, which is averaged,
+            or ("layers", None, None) for a stack; unnamed ones go by their shape. The same on all islands.
+        transport: certificates, token and time-outs of this machine; its address is not used.
+        run_dir: folder of this island's tapes and saved states, the same at every start. None: DILOCO_RUN_DIR, else
+            runs/ and the run's name.
+        preemption: "gce", or a file whose appearance is a notice of preemption.
+        coordinator: host:port that jax.distributed.initialize was given, on an island of several processes.
+
+    Raises:
+        ValueError: an argument is wrong, an array was donated, or the run's model is another one.
+        ConnectionError: the syncer cannot be reached.
+    """
+    learner_id = check_name(_given(name, ISLAND_ENV, "name"))
+    for what, count in (("samples_per_step", samples_per_step), ("tokens_per_step", tokens_per_step)):
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"{what} is {count!r}; give a whole number from 1")
+    if data not in ("leased", "own"):
+        raise ValueError(f'data is {data!r}; use "leased" or "own"')
+    state = LoopState(params, opt_state, axes)
+    del params, opt_state
+    own = transport or _own_transport()
+    own = replace(own, address=_given(syncer, SYNCER_ENV, "syncer"))
+    config = introduce(own, learner_id, state.params, state.kinds)
+    die_with_parent()
+    folder = Path(run_dir or os.environ.get(RUN_DIR_ENV) or Path(config.runs_dir) / config.name)
+    incarnation = int(os.environ.get(INCARNATION_ENV) or time.time() * 1000)
+    hosts: Hosts | None = None
+    if jax.process_count() > 1:
+        same = {"samples_per_step": str(samples_per_step), "tokens_per_step": str(tokens_per_step), "data": data}
+        hosts = meet(config, learner_id, incarnation, coordinator, same)
+        incarnation = hosts.incarnation
+    stop = threading.Event()
+    if preemption:
+        watch(check_source(preemption), stop)
+    island = OwnIsland(config, learner_id, state, stop, data)
+    island.on_leaving(_stop_on_sigterm(stop))
+    joining = Joining(config, learner_id, incarnation, own.address, folder, hosts)
+    island.take_part(joining, StepSize(samples_per_step, tokens_per_step))
+    return island
+
+
+def _given(value: str | None, variable: str, argument: str) -> str:
+    found = value or os.environ.get(variable, "")
+    if not found:
+        raise ValueError(f"join() needs {argument}=, or {variable} in the environment")
+    return found
+
+
+def _own_transport() -> TransportConfig:
+    path = os.environ.get(CONFIG_ENV)
+    return load(path).transport if path else TransportConfig()
+
+
+def _stop_on_sigterm(stop: threading.Event) -> Callable[[], object]:
+    """Let SIGTERM end the island politely, where this may be asked for; returns what puts things back."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    before = signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    return lambda: signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,197 @@
+"""The user's arrays, and the same arrays as an island exchanges them: by path, on one mesh.
+
+Nothing is copied. The exchange describes every leaf on a mesh of its own making, with the same devices, since its
+programs need a mesh even where there is one device; what it hands back gets the name of the layout that the loop's own
+array had, or the loop's programs would be compiled again for another name of the same layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array
+
+from diloco_jax.core.kinds import Kind, kind_of
+from diloco_jax.training.exchange.exchange import Exchange
+from diloco_jax.training.exchanged import ExchangedState, by_name
+from diloco_jax.training.sharding import LogicalAxes
+from diloco_jax.training.train_step import TrainState
+from diloco_jax.training.whole_state.layout import StateLayout
+
+ONE_DEVICE = "device"  # the axis of a mesh of one device
+
+
+class LoopState:
+    """Parameters and optimizer state of a user's loop, with the names and layouts that they had at the beginning.
+
+    Attributes:
+        shapes: of every parameter, by path.
+        kinds: what every parameter is, by path.
+        params: initial values by path, until `exchanged`.
+
+    Args:
+        params: any pytree of JAX arrays.
+        opt_state: likewise; None if it stays with the loop.
+        axes: logical names of the axes of parameters, by path, as a Flax module would give them ("vocab", "layers").
+
+    Raises:
+        ValueError: a leaf is no array, was donated, is no float, or the leaves do not lie on the same devices.
+    """
+
+    def __init__(self, params: Any, opt_state: Any = None, axes: Mapping[str, LogicalAxes] | None = None) -> None:
+        leaves = jax.tree.leaves(params)
+        self._treedef: Any = jax.tree.structure(params)
+        self._paths = _paths(params)
+        axes = axes or {}
+        if unknown := sorted(set(axes) - set(self._paths)):
+            raise ValueError(f"axes names {unknown[0]!r}, which is no parameter; they are {', '.join(self._paths[:8])}")
+        for path, leaf in zip(self._paths, leaves, strict=True):
+            _check(f"params[{path!r}]", leaf)
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise ValueError(f"params[{path!r}] is {leaf.dtype}; only floats can be merged: leave it out of params")
+        if not leaves:
+            raise ValueError("params has no arrays; give the tree that the optimizer updates")
+        self.shapes = dict(sorted((path, tuple(leaf.shape)) for path, leaf in zip(self._paths, leaves, strict=True)))
+        self.kinds: dict[str, Kind] = {path: kind_of(shape, axes.get(path, ())) for path, shape in self.shapes.items()}
+        self._opt_tree: Any = jax.tree.structure(opt_state)
+        for path, leaf in zip(_paths(opt_state), jax.tree.leaves(opt_state), strict=True):
+            _check(f"opt_state[{path!r}]", leaf)
+        self._lies = _layouts({path: leaf for path, leaf in zip(self._paths, leaves, strict=True)})
+        self._given: dict[str, Sharding] = {}  # the layout of each parameter, as the loop names it
+        # Copies: adoption donates them, and the loop may have the same memory elsewhere, such as in an average.
+        self.params = self._named([jnp.copy(leaf) for leaf in leaves])
+        self._opt_state = opt_state
+
+    def exchanged(self, wire: Any, rebase: bool) -> ExchangedState:
+        """Return what an island exchanges of this state, which is gone from here.
+
+        Args:
+            wire: format in which fragments leave the island.
+            rebase: whether fragments will be adopted with mode "rebase".
+        """
+        first = TrainState(self.params, self._opt_state)
+        tensors = {
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._lies[path])
+            for path, leaf in self.params.items()
+        }
+        self.params, self._opt_state = {}, None
+        moments: Any = jax.tree.map(lambda leaf: leaf.sharding, first.opt_state)
+        lies: Any = TrainState(self._lies, moments)  # type: ignore[arg-type]
+        layout = StateLayout(by_name(first))
+        return ExchangedState(first, lies, self.kinds, layout, Exchange(tensors, wire, rebase))
+
+    def taken(self, params: Any, opt_state: Any, who: str) -> TrainState:
+        """Return a loop's arrays by path.
+
+        Args:
+            params: as they are after a step.
+            opt_state: likewise.
+            who: names the caller in errors.
+
+        Raises:
+            ValueError: the trees are not those of the beginning, or an array was donated.
+        """
+        leaves, treedef = jax.tree.flatten(params)
+        if treedef != self._treedef:
+            raise ValueError(f"{who} got params of another structure than join() did: {treedef}, not {self._treedef}")
+        if (found := jax.tree.structure(opt_state)) != self._opt_tree:
+            words = "pass opt_state to both, or to none" if None in (opt_state,) else f"{found}, not {self._opt_tree}"
+            raise ValueError(f"{who} got an opt_state of another structure than join() did: {words}")
+        for path, leaf in zip(self._paths, leaves, strict=True):
+            _check(f"params[{path!r}]", leaf)
+        return TrainState(self._named(leaves), opt_state)
+
+    def given_back(self, params: Mapping[str, Array]) -> Any:
+        """Return parameters by path as the loop's tree, each with the layout that the loop's own had."""
+        leaves = [_renamed(params[path], self._given[path]) for path in self._paths]
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def placed(self, values: Mapping[str, np.ndarray]) -> Any:
+        """Return host values by path as the loop's tree, in the layout of the beginning."""
+        leaves = [jax.device_put(values[path], self._lies[path]) for path in self._paths]
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def _named(self, leaves: Sequence[Array]) -> dict[str, Array]:
+        """Return leaves by path, and remember what the loop calls their layouts."""
+        named = dict(zip(self._paths, leaves, strict=True))
+        for path, leaf in named.items():
+            if leaf.sharding is self._given.get(path):
+                continue
+            if not leaf.sharding.is_equivalent_to(self._lies[path], leaf.ndim):
+                raise ValueError(
+                    f"params[{path!r}] lies as {leaf.sharding} now, but as {self._lies[path]} when join() was called; "
+                    "keep its layout (out_shardings of the step)"
+                )
+            self._given[path] = leaf.sharding
+        return named
+
+
+def _paths(tree: Any) -> list[str]:
+    """Return a name for each leaf, in the order of the tree: the keys on its way, with slashes.
+
+    Raises:
+        ValueError: two leaves have one name.
+    """
+    found, _ = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found]
+    if twice := sorted({path for path in paths if paths.count(path) > 1} if len(set(paths)) < len(paths) else ()):
+        raise ValueError(f"two leaves have the name {twice[0]!r}; rename a key that contains '/'")
+    return paths
+
+
+def _check(name: str, leaf: Any) -> None:
+    if not isinstance(leaf, jax.Array):
+        raise ValueError(f"{name} is a {type(leaf).__name__}, not a JAX array; take it out of the tree (partition it)")
+    if leaf.is_deleted():
+        raise ValueError(
+            f"{name} was donated: its memory is another array's by now. Give what the step returned, not what went in; "
+            "and go on with what after_step returns"
+        )
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+        raise ValueError(f"{name} is a {leaf.dtype}; give jax.random.key_data of it")
+
+
+def _layouts(leaves: Mapping[str, Array]) -> dict[str, NamedSharding]:
+    """Return the same layout for every leaf on one mesh that all share.
+
+    Raises:
+        ValueError: they lie on different devices or meshes, or not in the devices' memory.
+    """
+    mesh: Mesh | None = None
+    lies: dict[str, NamedSharding] = {}
+    for path, leaf in leaves.items():
+        own, spec = _mesh_of(path, leaf.sharding)
+        mesh = own if mesh is None else mesh
+        if (own.axis_names, own.devices.tolist()) != (mesh.axis_names, mesh.devices.tolist()):
+            raise ValueError(
+                f"params[{path!r}] lies on {own}, others on {mesh}: put all parameters on one mesh, "
+                "replicated where they are not sharded"
+            )
+        lies[path] = NamedSharding(mesh, spec)
+    return lies
+
+
+def _mesh_of(path: str, sharding: Sharding) -> tuple[Mesh, PartitionSpec]:
+    devices: Any = sharding.device_set
+    device = next(iter(devices))
+    if sharding.memory_kind not in (None, device.default_memory().kind):
+        raise ValueError(f"params[{path!r}] is in memory of kind {sharding.memory_kind}; keep it on the devices")
+    if isinstance(sharding, NamedSharding):
+        assert isinstance(sharding.mesh, Mesh), "an array lies on devices"
+        return Mesh(sharding.mesh.devices, sharding.mesh.axis_names), sharding.spec  # its axes' types do not matter
+    if len(sharding.device_set) == 1:
+        return Mesh(np.array(list(sharding.device_set)), (ONE_DEVICE,)), PartitionSpec()
+    raise ValueError(f"params[{path!r}] lies as {sharding}; use a jax.sharding.NamedSharding")
+
+
+def _renamed(array: Array, sharding: Sharding) -> Array:
+    """Return the same memory under another name of the same layout."""
+    if array.sharding is sharding:
+        return array
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)

@@ -1,0 +1,213 @@
+"""The first words between a loop of the user's own and a syncer: what the run is, and what its model is.
+
+The loop asks for the run's config and the layout of its model (`ask_description`). While the run has no model, the
+first loop brings layout and initial values (`offer_model`); everybody after it is told that layout and compares. What
+comes is bounded before memory is taken for it: the layout by LAYOUT_BYTES_MAX, the values by what the layout says and
+the syncer's owner allows.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import grpc
+import xxhash
+from google.protobuf.message import DecodeError
+
+from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.transport.calls import SERVICE, open_channel, open_server
+from diloco_jax.transport.link import TransportConfig, check_name
+from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.questions import ask, failure
+from diloco_jax.transport.trust.security import Denied, Gate, credentials
+
+DESCRIBE, OFFER = "Describe", "Offer"
+LAYOUT_BYTES_MAX = 2 << 20
+VALUES_BYTES = 1 << 20  # of one message
+STALL_S = 60.0  # without a message of an offer
+
+
+class Description(NamedTuple):
+    """A run, as its syncer describes it: its config as YAML, and the layout of its model, "" while it has none."""
+
+    config: str
+    layout: str
+
+
+class ModelOffer(NamedTuple):
+    """A model that a learner brought: its layout, and the bytes of its initial values."""
+
+    layout: str
+    values: bytearray
+
+
+# ---- learner ----------------------------------------------------------------------------------------------------
+
+
+def ask_description(config: TransportConfig, learner_id: str) -> Description:
+    """Return what the syncer at `config.address` says of its run.
+
+    Raises:
+        TransportError: nobody answered in time, or our credentials do not do.
+        ValueError: our own certificate, key or token cannot be used.
+    """
+    reply: pb.DescribeReply = ask(config, DESCRIBE, b"", pb.DescribeReply.FromString, check_name(learner_id))
+    return Description(reply.config, reply.layout)
+
+
+def offer_model(config: TransportConfig, learner_id: str, layout: str, values: Iterable[memoryview]) -> str:
+    """Bring the model of a run that has none; return why it was not taken, "" if it was.
+
+    Args:
+        config: how to reach the syncer.
+        learner_id: our name.
+        layout: of the model.
+        values: the bytes of its tensors; read twice.
+
+    Raises:
+        TransportError: the syncer is gone, or refuses.
+    """
+    own, pieces = credentials(config, learner_id), list(values)
+    hasher = xxhash.xxh3_64()
+    for piece in pieces:
+        hasher.update(piece)
+
+    def requests() -> Iterator[bytes]:
+        yield pb.OfferRequest(learner_id=learner_id, layout=layout, digest=hasher.intdigest()).SerializeToString()
+        for piece in pieces:
+            for start in range(0, piece.nbytes, VALUES_BYTES):
+                yield pb.OfferRequest(values=bytes(piece[start : start + VALUES_BYTES])).SerializeToString()
+
+    with open_channel(config, own) as channel:
+        call = channel.stream_unary(f"/{SERVICE}/{OFFER}", response_deserializer=pb.OfferReply.FromString)
+        try:
+            reply = call(requests(), wait_for_ready=True, metadata=own.metadata)
+        except grpc.RpcError as error:
+            raise failure(config, error, learner_id) from None
+    return "" if reply.taken else reply.message or "no reason was given"
+
+
+# ---- syncer -----------------------------------------------------------------------------------------------------
+
+
+class DescriptionDesk:
+    """Serves the method DESCRIBE of one listener.
+
+    Args:
+        gate: decides who may ask.
+
+    Attributes:
+        description: the answer; whoever drives the listener sets it.
+    """
+
+    def __init__(self, gate: Gate) -> None:
+        self.description = Description("", "")
+        self._gate = gate
+
+    def serve(self, _: bytes, context: Any) -> pb.DescribeReply:
+        """Serve one call."""
+        try:
+            self._gate.check(dict(context.invocation_metadata()))
+        except Denied as error:
+            context.abort(error.code, str(error))
+        return pb.DescribeReply(config=self.description.config, layout=self.description.layout)
+
+
+class ModelDesk:
+    """A listener for a run without a model, which takes the first one that is offered.
+
+    Args:
+        config: how it listens.
+        description: of the run, without a layout.
+        measure: returns the bytes of a layout's values, and raises ValueError for one that cannot be taken.
+
+    Attributes:
+        address: where learners find it, with the real port.
+
+    Raises:
+        ValueError: this machine cannot listen there.
+    """
+
+    def __init__(self, config: TransportConfig, description: Description, measure: Callable[[str], int]) -> None:
+        own = credentials(config, SYNCER)
+        self._gate = Gate(encrypted=config.encrypted, token=own.token)
+        self._measure = measure
+        self._busy = threading.Lock()
+        self._taken = threading.Event()
+        self._offer: ModelOffer | None = None
+        desk = DescriptionDesk(self._gate)
+        desk.description = description
+        handlers = {
+            DESCRIBE: grpc.unary_unary_rpc_method_handler(
+                desk.serve, response_serializer=pb.DescribeReply.SerializeToString
+            ),
+            OFFER: grpc.stream_unary_rpc_method_handler(
+                self._serve, response_serializer=pb.OfferReply.SerializeToString
+            ),
+        }
+        self._server, self.address = open_server(config, SERVICE, handlers, own.server)
+
+    def take(self, timeout_s: float) -> ModelOffer | None:
+        """Return the model once one was brought whole; None after so many seconds."""
+        return self._offer if self._taken.wait(timeout_s) else None
+
+    def close(self) -> None:
+        """Let the last answer out, and leave the port."""
+        self._server.stop(1.0).wait(2.0)
+
+    def _serve(self, requests: Iterator[bytes], context: Any) -> pb.OfferReply:
+        try:
+            self._gate.check(dict(context.invocation_metadata()))
+            first = pb.OfferRequest.FromString(next(requests, b""))
+            self._gate.check_speaks_for(check_name(first.learner_id), context.auth_context())
+        except Denied as error:
+            context.abort(error.code, str(error))
+        except (DecodeError, ValueError) as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if not self._busy.acquire(blocking=False):
+            return pb.OfferReply(message="another learner brings the model")
+        heard_s = [time.monotonic()]
+        context.add_callback(watch_silence(context.cancel, heard_s))
+        try:
+            if self._offer is not None:
+                return pb.OfferReply(message="another learner has brought the model")
+            size = self._measure(first.layout)
+            values, filled = bytearray(size), 0
+            for raw in requests:
+                heard_s[0] = time.monotonic()
+                piece = pb.OfferRequest.FromString(raw).values
+                if filled + len(piece) > size:
+                    return pb.OfferReply(message=f"more than the {size} bytes came that the layout says")
+                values[filled : filled + len(piece)] = piece
+                filled += len(piece)
+            if filled < size or xxhash.xxh3_64_intdigest(values) != first.digest:
+                return pb.OfferReply(message=f"{filled} of {size} bytes came, or they are damaged")
+            self._offer = ModelOffer(first.layout, values)
+            self._taken.set()
+            return pb.OfferReply(taken=True)
+        except (DecodeError, ValueError) as error:
+            return pb.OfferReply(message=str(error))
+        finally:
+            self._busy.release()
+
+
+def watch_silence(cancel: Callable[[], object], heard_s: list[float]) -> Callable[[], None]:
+    """Cut a caller off that says nothing for STALL_S; returns what ends the watch.
+
+    Args:
+        cancel: ends the call.
+        heard_s: one item, the monotonic time of its last message.
+    """
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(STALL_S / 4):
+            if time.monotonic() > heard_s[0] + STALL_S:
+                cancel()
+                return
+
+    threading.Thread(target=look, name="diloco-offer", daemon=True).start()
+    return over.set
