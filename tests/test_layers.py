@@ -48,7 +48,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "learner": {"island", "records"},
         "syncer": {"model", "records"},
         "own_loop": {"learner", "island", "model", "records"},
-        "local": {"learner", "syncer", "island", "model", "records"},
+        "local": {"own_loop", "learner", "syncer", "island", "model", "records"},
     },
     "sim": {"": set(), "checks": {""}, "goodput": {""}, "__main__": {"", "checks"}},
     "tools": {

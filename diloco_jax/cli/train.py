@@ -65,6 +65,8 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     report = write_report(run_dir)
     ending = "complete" if summary["complete"] else "stopped"
     loss = "not finite" if summary["eval_loss"] is None else f"{summary['eval_loss']:.4f}"
+    if config.model.own and summary["eval_loss"] is None:
+        loss = "not told (the islands evaluate)"
     say(
         f"{ending}: evaluation loss {loss} after {summary['global_steps']} global steps and "
         f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s"

@@ -84,6 +84,10 @@ class IslandsConfig:
     own; for a controller that sees several slices, such as Pathways. If it dies, all islands start again."""
     pathways: bool = False
     """Let that one process see its devices through Pathways; needs the package pathwaysutils there."""
+    command: tuple[str, ...] = ()
+    """The program of an island's process in a local run: a training loop that calls diloco_jax.join, for example
+    [python, my_loop.py]. It gets DILOCO_SYNCER, DILOCO_ISLAND, DILOCO_RUN_DIR and the like from the environment. Empty:
+    the built-in loop."""
     each: dict[str, IslandOverride] = field(default_factory=dict)
     """What single islands have differently, by name: {island-3: {topology: v6e:16x16, batch_size: 512}}."""
     restarts_max: int = 10
@@ -111,6 +115,8 @@ class IslandsConfig:
             raise ValueError("islands.pathways is set, but islands.controller is 'processes'; set it to single")
         if self.controller != "single":
             return
+        if self.command:
+            raise ValueError("islands.command starts a process for each island; set islands.controller to processes")
         own = [self._own(name) for name in self.names]
         if len({bool(each.devices) for each in own}) > 1:
             raise ValueError(

@@ -5,6 +5,7 @@ Nothing is computed, no file of the corpus is read, and no accelerator is looked
 
 from __future__ import annotations
 
+import shutil
 import traceback
 from pathlib import Path
 
@@ -31,6 +32,15 @@ def check_input(config: RunConfig) -> None:
     """
     if config.algorithm == "decoupled":
         _check_transport(config)
+    if config.islands.command and shutil.which(config.islands.command[0]) is None:
+        raise ValueError(f"islands.command {config.islands.command[0]!r} is no program here; name one, such as python")
+    if config.model.own:
+        if config.algorithm != "decoupled" or not config.islands.command:
+            raise ValueError(
+                "model.module is own, so the islands' own loops bring the model: name them in islands.command, or "
+                "start `diloco syncer` and your loops yourself (docs/join.md)"
+            )
+        return
     check_source(config.data, config.train.seq_len, config.train.eval_batch_size)
     learning_rate(config.optimizer, config.train.steps)
     blueprint = _check_model(config)

@@ -14,7 +14,7 @@ from diloco_jax.settings.run import RunConfig
 
 def shared_by_several(config: RunConfig, machine: Machine) -> list[str]:
     """Name one island of each kind that has several members, all of them emulated in a process of their own."""
-    if not machine.emulates or config.islands.controller == "single":
+    if not machine.emulates or config.islands.controller == "single" or config.islands.command:
         return []
     kinds: dict[str, list[str]] = {}
     for name in config.islands.names:

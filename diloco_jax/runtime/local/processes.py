@@ -34,7 +34,8 @@ class Process:
     def last_line(self) -> str:
         """Return the last line of its log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return lines[-1][:400] if lines else "it said nothing"
+        said = [line for line in lines[-4:] if not line.startswith(("-----", "For simplicity, JAX has removed"))]
+        return said[-1][:400] if said else "it said nothing"
 
 
 @dataclass(slots=True)

@@ -16,10 +16,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from diloco_jax.runtime.local.compiling import shared_by_several
 from diloco_jax.runtime.local.machine import CONTROLLER, Machine, check, look, settings_of
 from diloco_jax.runtime.local.processes import Child, Process, free_address
+from diloco_jax.runtime.own_loop.surroundings import (
+    CONFIG_ENV,
+    COORDINATOR_ENV,
+    HOST_ENV,
+    HOSTS_ENV,
+    INCARNATION_ENV,
+    ISLAND_ENV,
+    RUN_DIR_ENV,
+    SYNCER_ENV,
+)
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, TAPES
 from diloco_jax.runtime.records.signals import PARENT_ENV, USER_ERROR
 from diloco_jax.runtime.records.status import complete, last_state, start_again
@@ -128,16 +139,23 @@ class LocalRun:
     def _start_island(self, name: str, address: str) -> Child:
         if name == CONTROLLER:
             return Child(name, [self._start(name, [CONTROLLER, self._config_path, "--syncer", address])])
-        words = ["learner", self._config_path, "--island", name, "--syncer", address]
-        words += ["--incarnation", str(next_incarnation(self._run_dir, name))]
-        hosts = self._config.island(name).hosts
+        incarnation, hosts = str(next_incarnation(self._run_dir, name)), self._config.island(name).hosts
+        coordinator = free_address() if hosts > 1 else ""  # another one at each start: the last may not be free yet
+        if self._config.islands.command:
+            told = {SYNCER_ENV: address, ISLAND_ENV: name, INCARNATION_ENV: incarnation, COORDINATOR_ENV: coordinator}
+            told |= {RUN_DIR_ENV: str(self._run_dir), CONFIG_ENV: self._config_path, HOSTS_ENV: str(hosts)}
+            return Child(name, [self._start(name, [], host, told | {HOST_ENV: str(host)}) for host in range(hosts)])
+        words = ["learner", self._config_path, "--island", name, "--syncer", address, "--incarnation", incarnation]
         if hosts == 1:
             return Child(name, [self._start(name, words)])
-        words += ["--coordinator", free_address()]  # another one at each start: the last one may not be free yet
+        words += ["--coordinator", coordinator]
         return Child(name, [self._start(name, [*words, "--host", str(host)], host) for host in range(hosts)])
 
-    def _start(self, name: str, arguments: list[str], host: int = 0) -> Process:
-        environment = child_environment(self._config, name, self._machine, host)
+    def _start(
+        self, name: str, arguments: list[str], host: int = 0, told: Mapping[str, str] = MappingProxyType({})
+    ) -> Process:
+        """Start a process of this program; without arguments, that of the islands' own, which is told so much."""
+        environment = {**child_environment(self._config, name, self._machine, host), **told}
         process = self._start_process(f"{name}.host-{host}" if host else name, arguments, environment)
         shares_cores = self._machine.emulates and hasattr(os, "sched_setaffinity")
         cores = core_share(self._config.islands, name, sorted(os.sched_getaffinity(0))) if shares_cores else set()
@@ -148,9 +166,12 @@ class LocalRun:
 
     def _start_process(self, title: str, arguments: list[str], environment: Mapping[str, str]) -> Process:
         log = self._run_dir / LOGS / f"{title}.log"
+        command: Sequence[str] = self._config.islands.command
+        if arguments:
+            command = [sys.executable, "-m", "diloco_jax", *arguments, "--run-dir", str(self._run_dir)]
         with log.open("ab") as stream:
             process = subprocess.Popen(
-                [sys.executable, "-m", "diloco_jax", *arguments, "--run-dir", str(self._run_dir)],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,

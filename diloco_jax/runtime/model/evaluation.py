@@ -133,6 +133,8 @@ class Writing(NamedTuple):
 
 def cannot_write(config: RunConfig) -> str:
     """Say why the model of a run cannot write text, or nothing if it can."""
+    if config.model.own:
+        return "the run's model is the islands' own (model.module: own), which nothing here knows; let your loop write"
     if config.data.format != "bytes":
         return (
             "the run was trained on token ids (data.format: tokens), and nothing here turns them into text; "

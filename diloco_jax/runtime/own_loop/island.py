@@ -15,7 +15,6 @@ processes each calls the same methods in the same order: the first one leads, th
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
 import time
@@ -33,23 +32,21 @@ from diloco_jax.core.fragments import put
 from diloco_jax.protocol.leases import Batch
 from diloco_jax.runtime.island.follower import Follower
 from diloco_jax.runtime.island.host import Host, Ranges
-from diloco_jax.runtime.island.join import Hosts, meet
+from diloco_jax.runtime.island.join import meet
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.learner.decisions import Signals
 from diloco_jax.runtime.learner.joined import Joined, Joining, StepSize
 from diloco_jax.runtime.learner.preemption import check_source, watch
 from diloco_jax.runtime.own_loop.introduce import introduce
+from diloco_jax.runtime.own_loop.surroundings import look
 from diloco_jax.runtime.own_loop.trees import LoopState
 from diloco_jax.runtime.records.signals import die_with_parent
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.settings.text import load
 from diloco_jax.training.sharding import LogicalAxes
 from diloco_jax.training.train_step import TrainState
 from diloco_jax.transport.group.group import GroupMember
-from diloco_jax.transport.link import TransportConfig, check_name
+from diloco_jax.transport.link import TransportConfig
 
-SYNCER_ENV, ISLAND_ENV, INCARNATION_ENV = "DILOCO_SYNCER", "DILOCO_ISLAND", "DILOCO_INCARNATION"
-RUN_DIR_ENV, CONFIG_ENV = "DILOCO_RUN_DIR", "DILOCO_CONFIG"
 NOTHING = TrainState({}, None)  # between two steps' ends the arrays are the loop's alone
 
 log = logging.getLogger(__name__)
@@ -107,8 +104,7 @@ class OwnIsland:
         self._handed, found = True, self._held.state
         given: dict[str, Any] = {"params": self._state.given_back(found.params)}
         if found.opt_state is not None:
-            # Outputs of a step are committed to their devices; inputs that are not would compile it a second time.
-            given["opt_state"] = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), found.opt_state)
+            given["opt_state"] = found.opt_state
         return given
 
     @property
@@ -280,6 +276,7 @@ def join(
     samples_per_step: int,
     tokens_per_step: int,
     data: Literal["leased", "own"] = "leased",
+    corpus: str = "",
     axes: Mapping[str, LogicalAxes] | None = None,
     transport: TransportConfig | None = None,
     run_dir: str | Path | None = None,
@@ -301,19 +298,21 @@ def join(
         tokens_per_step: tokens in them; merges weigh by it.
         data: "leased": the loop reads the samples of `next_samples`, so that every sample of the run has one fate.
             "own": it reads what it likes.
+        corpus: what the samples are read from, in a word or a digest that all islands must agree on.
         axes: logical axis names of parameters by path, such as ("vocab", "embed") for an embedding, which is averaged,
             or ("layers", None, None) for a stack; unnamed ones go by their shape. The same on all islands.
         transport: certificates, token and time-outs of this machine; its address is not used.
         run_dir: folder of this island's tapes and saved states, the same at every start. None: DILOCO_RUN_DIR, else
             runs/ and the run's name.
         preemption: "gce", or a file whose appearance is a notice of preemption.
-        coordinator: host:port that jax.distributed.initialize was given, on an island of several processes.
+        coordinator: host:port that jax.distributed.initialize was given, on an island of several processes. "":
+            DILOCO_COORDINATOR, or this machine's own address.
 
     Raises:
         ValueError: an argument is wrong, an array was donated, or the run's model is another one.
         ConnectionError: the syncer cannot be reached.
     """
-    learner_id = check_name(_given(name, ISLAND_ENV, "name"))
+    here = look(syncer, name, run_dir, coordinator)
     for what, count in (("samples_per_step", samples_per_step), ("tokens_per_step", tokens_per_step)):
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"{what} is {count!r}; give a whole number from 1")
@@ -321,37 +320,23 @@ def join(
         raise ValueError(f'data is {data!r}; use "leased" or "own"')
     state = LoopState(params, opt_state, axes)
     del params, opt_state
-    own = transport or _own_transport()
-    own = replace(own, address=_given(syncer, SYNCER_ENV, "syncer"))
-    config = introduce(own, learner_id, state.params, state.kinds)
+    own = replace(transport or here.transport, address=here.syncer)
+    config = introduce(own, here.name, state.params, state.kinds)
     die_with_parent()
-    folder = Path(run_dir or os.environ.get(RUN_DIR_ENV) or Path(config.runs_dir) / config.name)
-    incarnation = int(os.environ.get(INCARNATION_ENV) or time.time() * 1000)
-    hosts: Hosts | None = None
+    incarnation, hosts = here.incarnation, None
     if jax.process_count() > 1:
         same = {"samples_per_step": str(samples_per_step), "tokens_per_step": str(tokens_per_step), "data": data}
-        hosts = meet(config, learner_id, incarnation, coordinator, same)
+        hosts = meet(config, here.name, incarnation, here.coordinator, same)
         incarnation = hosts.incarnation
     stop = threading.Event()
     if preemption:
         watch(check_source(preemption), stop)
-    island = OwnIsland(config, learner_id, state, stop, data)
+    island = OwnIsland(config, here.name, state, stop, data)
     island.on_leaving(_stop_on_sigterm(stop))
-    joining = Joining(config, learner_id, incarnation, own.address, folder, hosts)
-    island.take_part(joining, StepSize(samples_per_step, tokens_per_step))
+    folder = here.run_dir or Path(config.runs_dir) / config.name
+    joining = Joining(config, here.name, incarnation, own.address, folder, hosts)
+    island.take_part(joining, StepSize(samples_per_step, tokens_per_step, corpus))
     return island
-
-
-def _given(value: str | None, variable: str, argument: str) -> str:
-    found = value or os.environ.get(variable, "")
-    if not found:
-        raise ValueError(f"join() needs {argument}=, or {variable} in the environment")
-    return found
-
-
-def _own_transport() -> TransportConfig:
-    path = os.environ.get(CONFIG_ENV)
-    return load(path).transport if path else TransportConfig()
 
 
 def _stop_on_sigterm(stop: threading.Event) -> Callable[[], object]:

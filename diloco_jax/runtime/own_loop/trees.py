@@ -19,7 +19,7 @@ from jaxtyping import Array
 from diloco_jax.core.kinds import Kind, kind_of
 from diloco_jax.training.exchange.exchange import Exchange
 from diloco_jax.training.exchanged import ExchangedState, by_name
-from diloco_jax.training.sharding import LogicalAxes
+from diloco_jax.training.sharding import LogicalAxes, put_array
 from diloco_jax.training.train_step import TrainState
 from diloco_jax.training.whole_state.layout import StateLayout
 
@@ -61,11 +61,12 @@ class LoopState:
         self._opt_tree: Any = jax.tree.structure(opt_state)
         for path, leaf in zip(_paths(opt_state), jax.tree.leaves(opt_state), strict=True):
             _check(f"opt_state[{path!r}]", leaf)
-        self._lies = _layouts({path: leaf for path, leaf in zip(self._paths, leaves, strict=True)})
+        self._lies = lies = _layouts({path: leaf for path, leaf in zip(self._paths, leaves, strict=True)})
+        self._everywhere = NamedSharding(next(iter(lies.values())).mesh, PartitionSpec())
         self._given: dict[str, Sharding] = {}  # the layout of each parameter, as the loop names it
         # Copies: adoption donates them, and the loop may have the same memory elsewhere, such as in an average.
         self.params = self._named([jnp.copy(leaf) for leaf in leaves])
-        self._opt_state = opt_state
+        self._opt_state = jax.tree.map(self._committed, opt_state)
 
     def exchanged(self, wire: Any, rebase: bool) -> ExchangedState:
         """Return what an island exchanges of this state, which is gone from here.
@@ -115,6 +116,15 @@ class LoopState:
         """Return host values by path as the loop's tree, in the layout of the beginning."""
         leaves = [jax.device_put(values[path], self._lies[path]) for path in self._paths]
         return jax.tree.unflatten(self._treedef, leaves)
+
+    def _committed(self, leaf: Array) -> Array:
+        """Return a leaf bound to the devices of the parameters, as the outputs of a step are.
+
+        A step would be compiled a second time for the second step's inputs if those of the first were not.
+        """
+        if leaf.sharding.device_set == self._everywhere.device_set:
+            return jax.device_put(leaf, leaf.sharding)
+        return put_array(np.asarray(leaf), self._everywhere)  # such as a counter, on the default device
 
     def _named(self, leaves: Sequence[Array]) -> dict[str, Array]:
         """Return leaves by path, and remember what the loop calls their layouts."""

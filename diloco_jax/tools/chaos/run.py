@@ -6,9 +6,10 @@ import json
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from diloco_jax.protocol.messages import SYNCER
@@ -70,10 +71,12 @@ class ChaosRun(LocalRun):
         del address  # the relay looks it up at every connection
         return super()._start_island(name, self.relays[name].address)
 
-    def _start(self, name: str, arguments: list[str], host: int = 0) -> Process:
-        if arguments[0] == "learner":
+    def _start(
+        self, name: str, arguments: list[str], host: int = 0, told: Mapping[str, str] = MappingProxyType({})
+    ) -> Process:
+        if arguments[:1] == ["learner"]:
             arguments = ["chaos-learner", *arguments[1:]]
-        return super()._start(name, arguments, host)
+        return super()._start(name, arguments, host, told)
 
 
 def for_chaos(config: RunConfig, faults: int) -> RunConfig:

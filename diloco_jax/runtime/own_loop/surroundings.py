@@ -1,0 +1,65 @@
+"""The environment variables with which `diloco train` tells a program of the user's own its place in a run.
+
+A program on several hosts calls jax.distributed.initialize with DILOCO_COORDINATOR, DILOCO_HOSTS (their number) and
+DILOCO_HOST (its own) before it touches a device.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from diloco_jax.settings.text import load
+from diloco_jax.transport.link import TransportConfig, check_name
+
+SYNCER_ENV = "DILOCO_SYNCER"  # host:port
+ISLAND_ENV = "DILOCO_ISLAND"  # name
+INCARNATION_ENV = "DILOCO_INCARNATION"  # of this start
+RUN_DIR_ENV, CONFIG_ENV = "DILOCO_RUN_DIR", "DILOCO_CONFIG"
+COORDINATOR_ENV, HOSTS_ENV, HOST_ENV = "DILOCO_COORDINATOR", "DILOCO_HOSTS", "DILOCO_HOST"
+
+
+class Surroundings(NamedTuple):
+    """The place of a process in a run, as arguments and environment say.
+
+    Attributes:
+        syncer: host:port.
+        name: of the island.
+        run_dir: folder for tapes and saved states; None for the run's name below its folder of runs.
+        coordinator: host:port of JAX's coordination service, "" if nobody said it.
+        incarnation: of this start; grows.
+        transport: files and time-outs of this machine, if a config says them.
+    """
+
+    syncer: str
+    name: str
+    run_dir: Path | None
+    coordinator: str
+    incarnation: int
+    transport: TransportConfig
+
+
+def look(syncer: str | None, name: str | None, run_dir: str | Path | None, coordinator: str) -> Surroundings:
+    """Return what the arguments of `join` say, and of what they leave out, the environment.
+
+    Raises:
+        ValueError: neither names syncer or island, or one of them is no such name.
+    """
+    config, folder = os.environ.get(CONFIG_ENV), run_dir or os.environ.get(RUN_DIR_ENV)
+    return Surroundings(
+        _given(syncer, SYNCER_ENV, "syncer"),
+        check_name(_given(name, ISLAND_ENV, "name")),
+        Path(folder) if folder else None,
+        coordinator or os.environ.get(COORDINATOR_ENV, ""),
+        int(os.environ.get(INCARNATION_ENV) or time.time() * 1000),
+        load(config).transport if config else TransportConfig(),
+    )
+
+
+def _given(value: str | None, variable: str, argument: str) -> str:
+    found = value or os.environ.get(variable, "")
+    if not found:
+        raise ValueError(f"join() needs {argument}=, or {variable} in the environment")
+    return found
