@@ -1,0 +1,198 @@
+"""Loops of a user's own as islands of real runs, and what `join` refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import diloco_jax
+from diloco_jax.core.fragments import FragmentConfig, take
+from diloco_jax.runtime.model.offered import layout_of, read_layout
+from diloco_jax.runtime.own_loop.trees import LoopState
+from diloco_jax.runtime.records.telemetry import read_metrics
+from diloco_jax.settings.run import SyncerConfig
+from diloco_jax.transport.link import TransportConfig
+from tests.runtime.helpers import kill_processes, merged, run, start, status, wait_for
+
+LOOP = Path(__file__).with_name("loop.py")
+OWN: dict[str, Any] = {
+    "name": "own",
+    "islands": {"count": 2, "devices": 2, "command": [sys.executable, str(LOOP)], "restart_delay_s": 0.1},
+    "model": {"module": "own"},
+    "train": {"steps": 120, "eval_every": 0},
+    "protocol": {"sync_every": 4, "num_fragments": 3, "snapshot_every": 20},
+    "tensorboard": False,
+}
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    path = folder / "own.yaml"
+    path.write_text(yaml.safe_dump(merged(OWN, changes)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "run"
+    kill_processes(tmp_path)
+
+
+def island_pid(run_dir: Path, name: str) -> int:
+    """The process of an island, by what it was told."""
+    for entry in Path("/proc").iterdir():
+        try:
+            told = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else ()
+        except OSError:
+            continue
+        if f"DILOCO_ISLAND={name}".encode() in told and f"DILOCO_RUN_DIR={run_dir}".encode() in told:
+            return int(entry.name)
+    return 0
+
+
+def notes(run_dir: Path, kind: str, name: str) -> int:
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return 0
+    return sum(r["kind"] == kind and name in r.get("members", ()) for r in read_metrics(path))
+
+
+@pytest.mark.net
+@pytest.mark.timeout(120)
+def test_islands_die_and_return_the_syncer_dies_and_one_is_drained(tmp_path: Path, run_dir: Path) -> None:
+    process = start("train", write(tmp_path, train={"steps": 400}), "--quiet", "--run-dir", run_dir, step_s=0.05)
+    wait_for(lambda: notes(run_dir, "merged", "island-1") > 3, "merges of island-1")
+    wait_for(lambda: any((run_dir / "checkpoints" / "learners" / "island-1").glob("step_*[0-9]")), "a saved state")
+    os.kill(island_pid(run_dir, "island-1"), signal.SIGKILL)
+    wait_for(lambda: notes(run_dir, "joined", "island-1") == 2, "the return of island-1")
+    tapes = lambda: [path.read_text() for path in (run_dir / "tapes").glob("island-1.*")]  # noqa: E731
+    wait_for(lambda: any('["state",' in tape for tape in tapes()), "its whole state, or a peer's")
+    syncer = next(int(pid.name) for pid in Path("/proc").iterdir() if is_syncer(pid, run_dir))
+    os.kill(syncer, signal.SIGKILL)
+    before = status(run_dir)["global_step"]
+    wait_for(lambda: status(run_dir).get("epoch") == 2 and status(run_dir)["global_step"] > before + 5, "failover")
+    assert run("drain", "island-0", run_dir).returncode == 0
+    output, _ = process.communicate(timeout=60)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert process.returncode == 0 and summary["complete"], output
+    assert "island-0 left" in output and "1 compiled step" in (run_dir / "logs/island-1.log").read_text()
+    audit = json.loads(run("audit", run_dir, "--json").stdout)
+    assert audit["violations"] == 0 and audit["merged"] > 0
+
+
+def is_syncer(entry: Path, run_dir: Path) -> bool:
+    try:
+        words = (entry / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return b"syncer" in words and str(run_dir).encode() in words
+
+
+@pytest.mark.net
+@pytest.mark.timeout(120)
+def test_an_island_of_two_hosts_joins_and_holds_the_global_model(tmp_path: Path, run_dir: Path) -> None:
+    islands = {"count": 1, "hosts": 2, "devices": 4}
+    protocol = {"sync_every": 3, "overlap_steps": 0}  # every value sent is merged and adopted before the next step
+    path = write(tmp_path, islands=islands, train={"steps": 30}, protocol=protocol)
+    output = run("train", path, "--quiet", "--run-dir", run_dir)
+    assert output.returncode == 0, output.stdout + output.stderr
+    logs = [(run_dir / "logs" / name).read_text() for name in ("island-0.log", "island-0.host-1.log")]
+    assert all("1 compiled step" in log for log in logs), logs
+    losses = {log.rpartition("loss ")[2].split()[0] for log in logs}
+    assert len(losses) == 1 and float(losses.pop()) < 0.5
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["complete"] and summary["learners"]["island-0"]["participation"] == 1.0
+
+
+# ---- arrays -------------------------------------------------------------------------------------------------------
+
+
+def tree(devices: int = 1) -> dict[str, Any]:
+    mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, PartitionSpec("x"))
+    return {"a": [jax.device_put(jnp.arange(8.0), rows)], "b": jax.device_put(jnp.ones((4, 6)), rows)}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_loops_arrays_go_out_and_come_back_as_they_were(devices: int) -> None:
+    given = tree(devices) if devices > 1 else {"a": [jnp.arange(8.0)], "b": jnp.ones((4, 6))}
+    count = jnp.int32(3)  # not bound to a device
+    state = LoopState(given, (count, given["b"]))
+    assert state.shapes == {"a/0": (8,), "b": (4, 6)} and layout_of(*read_layout(layout_of(state.shapes, state.kinds)))
+    island = state.exchanged("float32", False)
+    whole = FragmentConfig().plan(state.shapes, state.kinds, 1).fragments[0]
+    values = take({"a/0": np.full(8, 5, np.float32), "b": np.zeros((4, 6), np.float32)}, whole)
+    island.adopt(whole, values)
+    back = state.given_back(island.state.params)
+    assert np.array_equal(back["a"][0], np.full(8, 5.0)) and not np.any(back["b"])
+    # the loop's own arrays are untouched, the new ones lie as they did, and a counter lies where the parameters do
+    assert np.array_equal(given["b"], np.ones((4, 6))) and type(back["b"].sharding) is type(given["b"].sharding)
+    assert back["b"].sharding == given["b"].sharding
+    assert len(island.state.opt_state[0].sharding.device_set) == devices
+    taken = state.taken(back, island.state.opt_state, "after_step()")
+    assert taken.params["b"] is back["b"]
+    with pytest.raises(ValueError, match="another structure"):
+        state.taken({"a": back["a"]}, island.state.opt_state, "after_step()")
+    with pytest.raises(ValueError, match="opt_state"):
+        state.taken(back, None, "after_step()")
+    island.state = taken
+    island.adopt(whole, values)
+    with pytest.raises(ValueError, match=r"params\['a/0'\] was donated"):
+        state.taken(back, island.state.opt_state, "after_step()")
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({}, "no arrays"),
+        ({"w": np.ones(3)}, r"params\['w'\] is a ndarray, not a JAX array"),
+        ({"n": jnp.arange(3)}, "only floats can be merged"),
+        ({"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}}, "two leaves have the name 'a/b'"),
+    ],
+)
+def test_what_cannot_be_exchanged_is_refused(params: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        LoopState(params)
+
+
+def test_join_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DILOCO_SYNCER", raising=False)
+    one = {"params": {"w": jnp.ones(3)}, "samples_per_step": 1, "tokens_per_step": 1}
+    nobody = TransportConfig(connect_timeout_s=0.2)
+    for arguments, words in (
+        ({"name": "a"}, "syncer=, or DILOCO_SYNCER"),
+        ({"syncer": "127.0.0.1:1"}, "name=, or DILOCO_ISLAND"),
+        ({"syncer": "127.0.0.1:1", "name": "a", "samples_per_step": 0}, "samples_per_step is 0"),
+        ({"syncer": "127.0.0.1:1", "name": "a", "data": "mine"}, 'use "leased" or "own"'),
+        ({"syncer": "127.0.0.1:1", "name": "a", "axes": {"v": ("vocab",)}}, "'v', which is no parameter"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            diloco_jax.join(**{**one, **arguments})
+    with pytest.raises(ConnectionError, match="no"):
+        diloco_jax.join("127.0.0.1:1", name="a", transport=nobody, **one)
+
+
+def test_layouts_are_bounded() -> None:
+    for bad in (
+        "[]",
+        "{}",
+        '{"w":[[-1],"matrix",0]}',
+        '{"w":[[2],"cube",0]}',
+        '{"w":[[2],"vector",2]}',
+        "{",
+        '{"w":3}',
+    ):
+        with pytest.raises(ValueError, match="describes no model"):
+            read_layout(bad)
+    assert SyncerConfig().parameters_max == 2_000_000_000
