@@ -31,6 +31,11 @@ class Evaluator:
     """
 
     def __init__(self, config: RunConfig) -> None:
+        if config.model.own:
+            raise ValueError(
+                "the run's model is the islands' own (model.module: own), so only their loops can evaluate or repeat "
+                "it; name a model with the same parameters in model.module if there is one"
+            )
         self._config = config
         self._source = load_source(config.data, config.train.seq_len)
         self.corpus = self._source.corpus
