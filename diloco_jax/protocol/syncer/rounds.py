@@ -29,6 +29,7 @@ class Round:
     half_s: float | None = None  # when half of them had answered
     asked: dict[str, int] = field(default_factory=dict)  # learner -> local step asked for, until it answers
     values: dict[str, Part] = field(default_factory=dict)
+    told_tokens: dict[str, int] = field(default_factory=dict)  # learner -> that its member had reported as it closed
     former: set[str] = field(default_factory=set)  # whose value here is of an incarnation before the present one
 
     def to_plain(self) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class LearnerRun:
     ) -> None:
         self._address = address
         self._signals = signals = Signals(stop)
-        self._rate = learning_rate(config.optimizer, config.train.steps)
+        self._rate = learning_rate(config.optimizer, config.planned_steps)
         disk = SavedStates(run_dir, check_name(learner_id), 1 if hosts is None else hosts.count)
         finding = disk.find()  # while the island is built
         self.host = host = (
@@ -128,7 +128,7 @@ class LearnerRun:
         batch, going = joined.take_batch(), True
         host.put_batch(batch.ranges)
         while going:
-            began_s, clock = time.monotonic(), self._machine.global_step
+            began_s, clock = time.monotonic(), self._machine.schedule_step
             handle = host.step(self._rate(clock))
             following = joined.take_batch()
             host.put_batch(following.ranges)

@@ -32,7 +32,7 @@ def check_input(config: RunConfig) -> None:
     if config.algorithm == "decoupled":
         _check_transport(config)
     check_source(config.data, config.train.seq_len, config.train.eval_batch_size)
-    learning_rate(config.optimizer, config.train.steps)
+    learning_rate(config.optimizer, config.planned_steps)
     blueprint = _check_model(config)
     config.fragments.plan(blueprint.shapes, blueprint.kinds, config.protocol.num_fragments)
 

@@ -58,7 +58,7 @@ class Trainer:
         devices = jax.devices()[: config.island("").devices or None]  # as many as an island has
         self._host = host = Host(config, "", devices)
         self.island, self.fragments = host.island, host.fragments
-        self._rate = learning_rate(config.optimizer, config.train.steps)
+        self._rate = learning_rate(config.optimizer, config.planned_steps)
         self._sequences = sequences
         self._compiled: set[int] = set()  # sizes of a batch
         self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self.island.state)
