@@ -112,6 +112,7 @@ class DataParallelRun:
             "eval_loss": result["loss"],
             "eval_bits_per_byte": result["bits_per_byte"],
             "tokens": self._tokens,
+            "merged_tokens": self._tokens,
             "wall_s": round(ended_s, 3),
             "global_steps": step,
             "goodput": round(share, 4),

@@ -12,21 +12,24 @@ from diloco_jax.sim.checks.checker import Checker
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.node import Effects, LearnerProcess
 
+Life = tuple[str, int]
+
 
 @dataclass(slots=True)
 class Counted:
-    """The tokens of a run, learner by learner, as far as rounds have merged them."""
+    """The tokens of a run that rounds have merged, and who gave them."""
 
     tokens: int = 0
     present: dict[str, int] = field(default_factory=dict)  # learner -> incarnation
-    merged: dict[tuple[str, int], int] = field(default_factory=dict)  # life -> up to which of its tokens
+    merged: dict[Life, int] = field(default_factory=dict)  # up to which of its tokens
+
+    def news(self, life: Life, told: int) -> int:
+        """Tokens of a life up to these that are not merged; none of one that was replaced."""
+        return max(0, told - self.merged.get(life, 0)) if self.present[life[0]] == life[1] else 0
 
 
 class BudgetHolds(Checker):
-    """A run ends with the round that brings the merged tokens to the budget, and no schedule is further than they are.
-
-    No token counts twice. What a learner has trained on it knows from the number of its step, not from its report.
-    """
+    """No token counts twice, the end is where they reach the budget, and no schedule is further than they are."""
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
@@ -37,72 +40,54 @@ class BudgetHolds(Checker):
         self._counted = Counted()
         self._kept: dict[int, Counted] = {}  # global step of a snapshot -> what was counted then
         self._asked: dict[tuple[int, str], int] = {}  # round and learner -> its tokens up to the step asked for
-        self._values: dict[tuple[int, str], FragmentValue] = {}
-        self._clocks: dict[tuple[str, int], int] = {}
+        self._values: dict[int, dict[Life, int]] = {}  # round -> tokens of each value
+        self._clocks: dict[Life, int] = {}
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)
         if rewound_to >= 0:
-            self._counted = deepcopy(self._kept[rewound_to])
-            self._values.clear()
+            self._counted, self._values = deepcopy(self._kept[rewound_to]), {}
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
-        machine, names = self.cluster.syncer, {effect.peer for effect in effects if isinstance(effect, Drop)}
-        if isinstance(given, FragmentValue) and given.learner_id not in names:
-            self._values[given.global_step, given.learner_id] = given
-        if isinstance(given, Hello) and given.learner_id not in names:
+        machine, dropped = self.cluster.syncer, {effect.peer for effect in effects if isinstance(effect, Drop)}
+        if isinstance(given, FragmentValue) and given.learner_id not in dropped:
+            self._values.setdefault(given.global_step, {})[given.learner_id, given.incarnation] = given.tokens
+        if isinstance(given, Hello) and given.learner_id not in dropped:
             self._counted.present[given.learner_id] = given.incarnation
         for effect in effects:
-            if isinstance(effect, Note) and effect.kind == "closed" and effect.fragment_id >= 0:
+            if isinstance(effect, Note) and effect.kind == "closed":
                 self._close(effect)
             elif isinstance(effect, Note) and effect.kind == "merged":
-                self._merge(effect)
+                for life, tokens in self._values.pop(effect.global_step).items():
+                    if life[0] in effect.members:
+                        told = self._asked[effect.global_step, life[0]]
+                        self._counted.tokens += min(tokens, self._counted.news(life, told))
+                        self._counted.merged[life] = max(told, self._counted.merged.get(life, 0))
             elif isinstance(effect, Finish):
                 ahead = self.config.sync_every if self.config.lockstep else 1  # to the next round
                 done = machine.global_step + ahead > self.cluster.scenario.total_steps
-                told = f"the run ends at global step {machine.global_step} with {self._counted.tokens} merged tokens"
-                self.check(done or 0 < self._budget <= self._counted.tokens, f"{told}, not {self._budget}")
+                told_so = f"the run ends at global step {machine.global_step} with {self._counted.tokens} merged tokens"
+                self.check(done or 0 < self._budget <= self._counted.tokens, f"{told_so}, not {self._budget}")
         theirs, ours = machine.progress.merged_tokens, self._counted.tokens
         self.check(theirs == ours, f"the syncer counts {theirs} merged tokens, merged are {ours}")
         self._kept |= {e.global_step: deepcopy(self._counted) for e in effects if isinstance(e, SaveSnapshot)}
 
     def _close(self, note: Note) -> None:
-        here = {life: told for life, told in self._arrived().items() if told > self._counted.merged.get(life, 0)}
-        due = self._counted.tokens + sum(told - self._counted.merged.get(life, 0) for life, told in here.items())
-        self.check(not self._budget or due < self._budget, f"round {note.global_step} closes with {due} tokens")
-        for name in note.members:
-            node, member = self.cluster.nodes[name], self.cluster.syncer.membership.members[name]
-            step_tokens = node.step_samples * self.cluster.scenario.sample_tokens
-            self._asked[note.global_step, name] = member.local_step * step_tokens
-
-    def _arrived(self) -> dict[tuple[str, int], int]:
-        """Return, for present lives, up to which of their tokens the values reach that wait to be merged."""
-        reached: dict[tuple[str, int], int] = {}
-        for (global_step, name), value in self._values.items():
-            life = (name, value.incarnation)
-            if global_step in self.cluster.syncer.rounds.flying and self._counted.present[name] == value.incarnation:
-                reached[life] = max(reached.get(life, 0), self._asked[global_step, name])
-        return reached
-
-    def _merge(self, note: Note) -> None:
-        for name in note.members:
-            value, told = self._values.pop((note.global_step, name)), self._asked[note.global_step, name]
-            life, counted = (name, value.incarnation), self._counted
-            if counted.present[name] == value.incarnation and told > counted.merged.get(life, 0):
-                counted.tokens += min(value.tokens, told - counted.merged.get(life, 0))
-                counted.merged[life] = told
+        due: dict[Life, int] = {}  # of values that wait to be merged
+        for global_step in self._values.keys() & self.cluster.syncer.rounds.flying.keys():
+            for life in self._values[global_step]:
+                due[life] = max(due.get(life, 0), self._counted.news(life, self._asked[global_step, life[0]]))
+        tokens = self._counted.tokens + sum(due.values())
+        self.check(not self._budget or tokens < self._budget, f"round {note.global_step} closes with {tokens} tokens")
+        for name in note.members:  # by the number of the step, not by what it reported
+            step_tokens = self.cluster.nodes[name].step_samples * self.cluster.scenario.sample_tokens
+            self._asked[note.global_step, name] = self.cluster.syncer.membership.members[name].local_step * step_tokens
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
-        if not began:
-            return
-        clock, name = process.step.clock, process.name
-        before = self._clocks.get(process.key, 0)
-        self.check(clock >= before, f"the schedule of {name} goes back from step {before} to {clock}")
-        self._clocks[process.key] = clock
-        if not self._budget:
-            self.check(
-                clock == process.machine.global_step, f"the schedule of {name} leaves the global step for {clock}"
-            )
-            return
-        due = self._counted.tokens // self._step_tokens + self._reach
-        self.check(clock <= due, f"{name} trains at step {clock} of the schedule, {due} is the furthest")
+        if began:
+            clock, before = process.step.clock, self._clocks.get(process.key, 0)
+            furthest = self._counted.tokens // self._step_tokens + self._reach
+            self.check(clock >= before, f"the schedule of {process.name} goes back from step {before} to {clock}")
+            follows = clock <= furthest if self._budget else clock == process.machine.global_step
+            self.check(follows, f"{process.name} trains at step {clock} of the schedule, {furthest} is the furthest")
+            self._clocks[process.key] = clock
