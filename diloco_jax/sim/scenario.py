@@ -78,7 +78,7 @@ class Scenario:
 
     @property
     def budget(self) -> Budget:
-        """Of tokens; a step of the schedule is what all learners together do in one on average."""
+        """The budget: a step of the schedule is what all learners together do in one, on average."""
         return Budget(self.tokens, self.learners * sum(self.step_samples) * self.sample_tokens // 2)
 
     @property

@@ -79,9 +79,8 @@ class RoundBook:
         if not self.progress.budget.tokens:
             return tokens
         told: dict[str, int] = {}
-        for this in self.flying.values():
-            for name in {*this.asked, *this.values} - this.former:
-                told[name] = max(told.get(name, 0), this.told_tokens[name])
+        for this in self.flying.values():  # oldest first, so that of each member the newest report stays
+            told |= {name: this.told_tokens[name] for name in {*this.asked, *this.values} - this.former}
         members = self.membership.members
         return tokens + sum(max(0, told[name] - members[name].credit.merged_tokens) for name in told)
 

@@ -44,9 +44,8 @@ class Round:
         asked = {learner_id: local_step for learner_id, local_step in plain["asked"]}
         told_tokens = dict(plain["told_tokens"])
         values = {part.learner_id: part for part in (Part(*values) for values in plain["values"])}
-        return cls(
-            **plain | {"asked": asked, "values": values, "former": set(plain["former"]), "told_tokens": told_tokens}
-        )
+        former = set(plain["former"])
+        return cls(**plain | {"asked": asked, "told_tokens": told_tokens, "values": values, "former": former})
 
     def answered(self, learner_id: str, now_s: float) -> None:
         """A learner that was asked has answered."""

@@ -101,7 +101,7 @@ class Joined:
 
         Args:
             batch: what it read.
-            clock: global step when it began.
+            clock: step of the schedule when it began.
             loss: of its training.
             took_s: how long it took.
         """
