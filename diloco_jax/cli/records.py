@@ -93,10 +93,10 @@ def audit(arguments: argparse.Namespace) -> int:
     run_dir = Path(arguments.run)
     scenario = read_scenario(run_dir) if arguments.config is None else None
     if scenario is not None:
-        result = audit_run(run_dir, scenario.protocol, scenario.total_steps)
+        result = audit_run(run_dir, scenario.protocol, scenario.total_steps, scenario.budget)
     else:
         config = load(arguments.config or run_config(arguments.run))
-        result = audit_run(run_dir, config.protocol, config.train.steps)
+        result = audit_run(run_dir, config.protocol, config.train.steps, config.budget)
     show(arguments, result, describe)
     return FAILED if result["violations"] else 0
 

@@ -128,7 +128,7 @@ def chaos(arguments: argparse.Namespace) -> int:
         arguments.seed,
         config.islands.names,
         faults=arguments.faults,
-        steps=config.train.steps,
+        steps=config.planned_steps,
         lease_s=config.protocol.lease_s,
         kinds=arguments.kinds.split(",") if arguments.kinds else KINDS,
     )

@@ -78,10 +78,22 @@ class Credit:
     used_step: int = 0  # newest local step that a closed round has counted
     merged_base: dict[int, int] = field(default_factory=dict)  # fragment -> version under its newest value used up
     merged_round: dict[int, int] = field(default_factory=dict)  # fragment -> newest round that merged a value of it
+    merged_tokens: int = 0  # of its reported ones, those up to its newest value that a round has merged
     merged_mark: int = 0  # rounds merged when it last had a share in one, or became active
     alarmed: bool = False
     strikes: int = 0  # values in a row that could not be used
     expelled: bool = False
+
+    def merge(self, told_tokens: int, value_tokens: int) -> int:
+        """Count a merged value, and return how many tokens are merged by it for the first time.
+
+        Args:
+            told_tokens: reported when the value was asked for.
+            value_tokens: of these, newest first, what the value may hold: those since its version was adopted.
+        """
+        news = max(0, told_tokens - self.merged_tokens)
+        self.merged_tokens += news
+        return min(news, value_tokens)
 
 
 @dataclass(slots=True)

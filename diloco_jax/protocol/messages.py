@@ -172,6 +172,7 @@ class Welcome(NamedTuple):
     global_step: int
     versions: tuple[int, ...]
     epoch: int
+    schedule_lead: int = 0  # of the learning-rate schedule before `global_step`, in steps: syncer/progress.py
 
 
 class Refuse(NamedTuple):
@@ -252,12 +253,14 @@ class GlobalFragment(NamedTuple):
     payload_bytes: int
     base: int = NO_VERSION
     merged_round: int = NO_VERSION  # newest round of this fragment that merged a value of the receiver's incarnation
+    schedule_lead: int = 0
 
 
 class Advance(NamedTuple):
     """A global step without a due fragment was closed."""
 
     global_step: int
+    schedule_lead: int = 0
 
 
 class Stop(NamedTuple):

@@ -16,6 +16,7 @@ from diloco_jax.core.fragments import FragmentConfig
 from diloco_jax.core.merge import MergeConfig, WeightScheme
 from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer.progress import Budget
 from diloco_jax.settings.cloud import CloudConfig
 from diloco_jax.settings.islands import IslandConfig, IslandsConfig
 from diloco_jax.settings.slices import Topology
@@ -26,6 +27,7 @@ from diloco_jax.training.sharding import AXIS_RULES, MeshLayout, planned_mesh
 from diloco_jax.transport.link import TransportConfig
 
 SHARDS_MAX = 64
+TOKENS_MAX = 10**18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,13 @@ class TrainConfig:
     """The amount of training, its batches, and how it is watched."""
 
     steps: int = 1000
-    """T: global steps of the run; about as many inner steps on every island."""
+    """T: global steps of the run; about as many inner steps on every island. 0, with train.tokens only: as many as the
+    tokens need."""
+    tokens: int = 0
+    """Tokens that rounds must have merged before the run ends, whoever trained on them; 0 = it ends after train.steps.
+    The learning rate then follows the merged tokens, where a step (optimizer.warmup_steps) is as many as a global step
+    of all islands has: train.seq_len times the sum of their batches. train.steps still ends the run where that comes
+    first, so it must be 0 or no less than the tokens need; more of it, for islands that are away."""
     batch_size: int = 32
     """Sequences per global step over all islands together; each takes an equal share, unless islands.batch_size says
     how many."""
@@ -95,8 +103,10 @@ class TrainConfig:
     the model's own. Of its initial value a share momentum^settle_batches remains: 5 % of 300 batches with 0.99."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.tokens <= TOKENS_MAX:
+            raise ValueError(f"train.tokens is {self.tokens}; use 1 to 10^18, or 0 for a run of train.steps")
         for name in ("steps", "batch_size", "seq_len", "eval_batches", "final_eval_batches", "eval_batch_size"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) < (0 if name == "steps" and self.tokens else 1):
                 raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at least 1")
         if self.eval_every < 0:
             raise ValueError(f"train.eval_every is {self.eval_every}; use 0 (only at the end) or more")
@@ -208,10 +218,37 @@ class RunConfig:
                 f"transport.queue_payloads_max is {self.transport.queue_payloads_max}, but a joining learner gets all "
                 f"{self.protocol.num_fragments} fragments at once; raise it"
             )
+        self._check_budget()
         for name in ("", *self.islands.each):
             self.check_mesh(self.island(name))
         if self.model.module.startswith("diloco_jax.training.models."):
             self._check_built_in()
+
+    def _check_budget(self) -> None:
+        tokens, step_tokens = self.budget
+        if 0 < tokens < step_tokens:
+            raise ValueError(
+                f"train.tokens is {tokens}, less than the {step_tokens} of one global step of all islands "
+                "(train.seq_len times their batches); raise it, or leave it out and set train.steps"
+            )
+        if tokens and 0 < self.train.steps < self.planned_steps:
+            raise ValueError(
+                f"train.steps {self.train.steps} ends the run before its train.tokens {tokens} are merged, which takes "
+                f"{self.planned_steps} global steps or more; set train.steps to 0 (as many as they need), or higher"
+            )
+
+    @property
+    def budget(self) -> Budget:
+        """The tokens after which the run ends, and those of one global step of all islands."""
+        sizes = [self.island(name).batch_size for name in self.islands.names]
+        batch_size = self.train.batch_size if self.algorithm == "data_parallel" else sum(sizes)
+        return Budget(self.train.tokens, batch_size * self.train.seq_len)
+
+    @property
+    def planned_steps(self) -> int:
+        """Global steps of the learning-rate schedule, and of the run if all islands take part in each."""
+        tokens, step_tokens = self.budget
+        return -(-tokens // step_tokens) if tokens else self.train.steps
 
     def check_mesh(self, island: IslandConfig) -> None:
         """Check that an island's devices, as far as they are known, can share its batch.
@@ -278,7 +315,8 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str) -> tuple[
         "model": f"{config.model.module} {json.dumps(dict(config.model.args), sort_keys=True)}",
         "model layout": plan_fingerprint,
         "sequence length": str(config.train.seq_len),
-        "global steps": str(config.train.steps),
+        "global steps": f"{config.planned_steps}"
+        + (f" for {config.train.tokens} tokens" if config.train.tokens else ""),
         "protocol": f"H={protocol.sync_every} P={protocol.num_fragments} tau={protocol.overlap_steps}",
         "wire": f"{config.wire.up} up, {config.wire.down} down",
         "shards": _shares(config),

@@ -270,7 +270,7 @@ class LearnerDriver:
             return
         step.runs = True
         step.began_s = now_s
-        step.clock = machine.global_step
+        step.clock = machine.schedule_step
         step.batch = step.ahead or machine.take_batch()
         step.ahead = machine.take_batch() if self._world.scenario.reads_ahead else None
         engine.at(now_s + node.pace.takes_s() * node.factor, self._end_step, process)

@@ -36,7 +36,7 @@ class InnerStep:
 
     runs: bool = False
     began_s: float = 0.0
-    clock: int = 0  # the machine's global step then
+    clock: int = 0  # the machine's schedule step then
     batch: Batch = NO_BATCH  # what it reads
     ahead: Batch | None = None  # what the next one reads, if that is drawn already
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer.progress import Budget
 from diloco_jax.sim.faults import NEVER_S, Fault, random_faults
 from diloco_jax.sim.network import NetworkOptions
 
@@ -22,6 +23,8 @@ class Scenario:
     """M: how many there are, those included that join late."""
     total_steps: int = 100
     """Global steps after which the run is complete."""
+    tokens: int = 0
+    """Merged tokens after which it is complete already; 0: no budget."""
     network: NetworkOptions = field(default_factory=NetworkOptions)
     """What messages suffer."""
     faults: tuple[Fault, ...] = ()
@@ -74,6 +77,11 @@ class Scenario:
         return tuple(f"island-{number}" for number in range(self.learners))
 
     @property
+    def budget(self) -> Budget:
+        """The budget: a step of the schedule is what all learners together do in one, on average."""
+        return Budget(self.tokens, self.learners * sum(self.step_samples) * self.sample_tokens // 2)
+
+    @property
     def faults_over_s(self) -> float:
         """Time at which the last fault is healed."""
         return max((fault.over_s for fault in self.faults), default=0.0)
@@ -118,7 +126,11 @@ def random_scenario(seed: int) -> Scenario:
         seed=seed,
     )
     step_bytes = random.choice((None, drawn.payload_bytes // 8, drawn.payload_bytes // 8))
-    return replace(drawn, step_bytes=step_bytes, wake_s=random.choice((0.0, 0.0, 0.1, 0.5)))
+    drawn = replace(drawn, step_bytes=step_bytes, wake_s=random.choice((0.0, 0.0, 0.1, 0.5)))
+    share = random.choice(
+        (0.0, random.uniform(0.1, 0.9))
+    )  # of the tokens of all steps; half of the runs have no budget
+    return replace(drawn, tokens=int(share * drawn.total_steps * drawn.budget.step_tokens))
 
 
 def _random_config(random: Random, stayers: int) -> ProtocolConfig:

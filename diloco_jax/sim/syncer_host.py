@@ -51,7 +51,7 @@ class SyncerHost:
         fragments = range(scenario.config.num_fragments)
         whole = dict.fromkeys(fragments, scenario.payload_bytes)
         steps = dict.fromkeys(fragments, scenario.step_bytes) if scenario.step_bytes is not None else {}
-        return self._make_syncer(scenario.config, scenario.total_steps, FINGERPRINT, whole, steps)
+        return self._make_syncer(scenario.config, scenario.total_steps, FINGERPRINT, whole, steps, scenario.budget)
 
     def _initial(self) -> list[Value]:
         return [

@@ -86,6 +86,7 @@ class LearnerTapes(Observer):
             "seed": scenario.seed,
             "learners": scenario.learners,
             "total_steps": scenario.total_steps,
+            "budget": list(scenario.budget),
             "step_samples": {name: node.step_samples for name, node in self._cluster.nodes.items()},
             "faults": [str(fault) for fault in scenario.faults],
             "protocol": asdict(scenario.config),

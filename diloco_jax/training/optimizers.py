@@ -65,10 +65,10 @@ class OptimizerConfig:
     """wsd (warm up, stay, decay), cosine (warm up, then half a cosine), or constant (warm up, stay)."""
 
     warmup_steps: int = 50
-    """Global steps of linear warm-up; 0 = none."""
+    """Global steps of linear warm-up; 0 = none. With train.tokens, so many times the tokens of one (train.tokens)."""
 
     decay_fraction: float = 0.2
-    """Share of all global steps, at the end, in which wsd decays linearly; 0 = never, 1 = all of them."""
+    """Share of all global steps (or of train.tokens), at the end, in which wsd decays linearly; 0 = never, 1 = all."""
 
     final_fraction: float = 0.1
     """Rate after the last step as a share of the peak; 0 = down to nothing."""

@@ -69,6 +69,8 @@ def _check_of(field: FieldDescriptor) -> Check:
     if field.type == FieldDescriptor.TYPE_FIXED64:
         return lambda _: ""
     least = {FieldDescriptor.TYPE_SINT64: -1, FieldDescriptor.TYPE_INT64: 0}[field.type]
+    if field.name == "schedule_lead":  # it may be behind
+        least = -COUNTER_MAX
     return lambda n: "" if least <= n <= COUNTER_MAX else f"is {n}, it must be {least} to {COUNTER_MAX}"
 
 

@@ -47,7 +47,7 @@ def _read(folder: Path) -> RealRun:
     settings = RunSettings(
         protocol=config.protocol,
         names=config.islands.names,
-        total_steps=config.train.steps,
+        total_steps=config.planned_steps,
         restart_delay_s=config.islands.restart_delay_s,
         syncer_restart_delay_s=config.syncer.restart_delay_s,
         connect_timeout_s=config.transport.connect_timeout_s,

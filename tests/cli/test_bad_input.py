@@ -51,6 +51,11 @@ WRONG_AXIS = {"data": -1, "rules": {"embd": ["fsdp"]}}
     [
         ({"train": {"stepz": 5}}, ["unknown setting train.stepz (value 5)", "did you mean train.steps"]),
         ({"train": {"steps": "many"}}, ["train.steps is 'many'", "valid integer"]),
+        ({"train": {"steps": 0}}, ["train.steps is 0", "at least 1"]),
+        ({"train": {"tokens": -5}}, ["train.tokens is -5", "0 for a run of train.steps"]),
+        ({"train": {"tokens": 255}}, ["train.tokens is 255", "256 of one global step", "raise it"]),
+        ({"train": {"tokens": 81 * 256}}, ["train.steps 80 ends", "81 global steps", "set train.steps to 0"]),
+        ({"train": {"steps": 0, "tokens": 1025}, "optimizer": {"warmup_steps": 6}}, ["warmup_steps 6", "5 global"]),
         ({"train": 7}, ["train is 7", "section"]),
         ({"protocol": {"quorum": 9}}, ["quorum (K) is 9", "2 islands (M)", "lower protocol.quorum"]),
         ({"protocol": {"num_fragments": 0}}, ["num_fragments is 0", "at least 1"]),

@@ -49,11 +49,12 @@ def test_summary_has_every_key_and_adds_up(finished: Path) -> None:
 
 
 def test_data_parallel_ends_with_the_same_keys(tmp_path: Path) -> None:
-    config = write_config(tmp_path, algorithm="data_parallel", train={"steps": 6, "eval_every": 0})
+    config = write_config(tmp_path, algorithm="data_parallel", train={"steps": 0, "tokens": 1500, "eval_every": 0})
     result = run("train", config, "--run-dir", tmp_path / "run", "--quiet", timeout_s=200)
     assert result.returncode == 0, result.stdout + result.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary.keys() >= SUMMARY_KEYS and summary["complete"]
+    assert summary["global_steps"] == 6 and summary["merged_tokens"] == 6 * 8 * 32, "the first multiple above 1500"
     assert [row.keys() >= LEARNER_KEYS for row in summary["learners"].values()] == [True]
 
 

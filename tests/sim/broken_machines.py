@@ -8,18 +8,22 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from diloco_jax.protocol.effects import AdoptState, Effect, Merge, Send, UnstageState
+from diloco_jax.protocol.effects import AdoptState, Effect, Merge, Part, Send, UnstageState
 from diloco_jax.protocol.learner.heads import STALE
 from diloco_jax.protocol.learner.machine import RECOVERING, TRAINING, Learner
+from diloco_jax.protocol.learner.schedule_clock import ScheduleClock
 from diloco_jax.protocol.learner.start import Start
 from diloco_jax.protocol.leases import Batch, LeaseBook
 from diloco_jax.protocol.member import Held, Member
 from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment, Hello, PullRequest, StatePart, SyncerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.comeback import Comeback
 from diloco_jax.protocol.syncer.downstream import Downstream
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.progress import Progress
 from diloco_jax.protocol.syncer.roster import Roster
+from diloco_jax.protocol.syncer.rounds import Round
 
 
 def having(part: type, make: type[Syncer] | type[Learner]) -> Callable[..., Any]:
@@ -273,6 +277,43 @@ class Unhelpful(Downstream):
 
     def repair(self, *args: Any) -> None:
         pass
+
+
+class Overbooking(Progress):
+    """Opens rounds although those in flight may bring the last tokens."""
+
+    def allows(self, global_step: int, tokens: int) -> bool:
+        return super().allows(global_step, self.merged_tokens)
+
+
+class Generous(RoundBook):
+    """Counts what a value holds, counted before or not."""
+
+    def credit(self, this: Round, parts: Sequence[Part], effects: list[Effect]) -> list[Member]:
+        self.progress.merged_tokens += sum(part.tokens for part in parts)
+        return super().credit(this, parts, effects)
+
+
+class Premature(Progress):
+    """Ends with half of the tokens."""
+
+    def allows(self, global_step: int, tokens: int) -> bool:
+        return super().allows(global_step, 2 * tokens)
+
+
+class Wavering(ScheduleClock):
+    """Goes back when fewer tokens were merged than expected."""
+
+    def at(self, global_step: int) -> int:
+        return max(0, global_step + self._lead)
+
+
+class Hasting(Learner):
+    """Trains ahead of its schedule."""
+
+    @property
+    def schedule_step(self) -> int:
+        return super().schedule_step + 1
 
 
 def _forgotten(send: Send) -> bool:

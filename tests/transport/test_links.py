@@ -29,10 +29,10 @@ LEARNER_SAYS: list[tuple[m.LearnerMessage, bytes]] = [
     (m.Leave("a", 0, "done"), b""),
 ]
 SYNCER_SAYS: list[tuple[m.SyncerMessage, bytes]] = [
-    (m.Welcome(4, (4, -1), 2), b""),
+    (m.Welcome(4, (4, -1), 2, 7), b""),
     (m.Refuse("no"), b""),
     (m.PullRequest(5, 1, 40), b""),
-    (m.GlobalFragment(5, 1, 4, 2, 2**64 - 1, 4), b"\x00\xff\x00\xff"),
+    (m.GlobalFragment(5, 1, 4, 2, 2**64 - 1, 4, -1, 3, -(2**40)), b"\x00\xff\x00\xff"),
     (m.Expel("not usable three times"), b""),
     (m.Lease(64, 4096, 4608), b""),
     (m.AnchorRequest(1, 4), b""),
@@ -40,7 +40,7 @@ SYNCER_SAYS: list[tuple[m.SyncerMessage, bytes]] = [
     (m.StatePart("b", 5, "a", 40, (7, -1), 2, 3, 99, 6), b"a part"),
     (m.StateEnd("b"), b""),
     (m.StateUnavailable("b", "it left"), b""),
-    (m.Advance(6), b""),
+    (m.Advance(6, -2), b""),
     (m.Stop(7, "complete"), b""),
 ]
 

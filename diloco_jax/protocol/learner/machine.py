@@ -13,7 +13,8 @@ States:  joining -> recovering (only when it joins a run that is under way) -> t
          any -> stopped
 
 Its parts own what there is to know: the global values held (anchors.py) and read (heads.py), the copies (stager.py),
-the link (contact.py), how it begins (start.py), its data (leases.py), and states for others (recovery.py).
+the link (contact.py), how it begins (start.py), its data (leases.py), states for others (recovery.py), and the
+learning-rate schedule (schedule_clock.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from diloco_jax.protocol.effects import Adopt, Drop, Effect, Finish, SaveState, 
 from diloco_jax.protocol.learner.anchors import Anchors
 from diloco_jax.protocol.learner.contact import Contact
 from diloco_jax.protocol.learner.heads import GAP, USEFUL, Heads
+from diloco_jax.protocol.learner.schedule_clock import ScheduleClock
 from diloco_jax.protocol.learner.stager import Stager
 from diloco_jax.protocol.learner.start import Saved, Start
 from diloco_jax.protocol.leases import Allotment, Batch
@@ -53,8 +55,7 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.protocol.pacing import ProtocolConfig, Schedule
 from diloco_jax.protocol.recovery import Donor
 
-JOINING, RECOVERING, TRAINING = "joining", "recovering", "training"
-WAITING, STOPPED = "waiting", "stopped"
+JOINING, RECOVERING, TRAINING, WAITING, STOPPED = "joining", "recovering", "training", "waiting", "stopped"
 
 
 class Learner:
@@ -90,6 +91,7 @@ class Learner:
         self.local_step = 0
         self.tokens = 0
         self.samples = 0  # of its leases that are trained on
+        self.schedule_clock = ScheduleClock()
         self.anchors = Anchors(config.num_fragments)
         self.heads = Heads()
         self.contact = Contact(learner_id, incarnation, fingerprint, config)
@@ -175,19 +177,9 @@ class Learner:
         if self._lockstep:
             self.global_step += 1
         effects: list[Effect] = []
-        contact.report = report = StepReport(
-            self.learner_id,
-            self.incarnation,
-            self.local_step,
-            self.tokens,
-            self.global_step,
-            self.anchors.adopted,
-            step_s,
-            loss,
-            samples_end,
-            self.allotment.granted,
-            self.heads.arrived(now_s),
-        )
+        done = (self.learner_id, self.incarnation, self.local_step, self.tokens, self.global_step)
+        data = (samples_end, self.allotment.granted, self.heads.arrived(now_s))
+        contact.report = report = StepReport(*done, self.anchors.adopted, step_s, loss, *data)
         if contact.connected or self._lockstep:
             stager.stage_due(report, self.global_step if self._lockstep else stager.next_round, effects)
         if contact.connected:
@@ -256,7 +248,7 @@ class Learner:
 
     def on_welcome(self, message: Welcome, now_s: float) -> list[Effect]:
         """Accepted; what is still missing follows as GlobalFragment."""
-        self._see(message.global_step)
+        self._see(message.global_step, message.schedule_lead)
         self.anchors.epoch = max(self.anchors.epoch, message.epoch)
         if self.state in (RECOVERING, TRAINING):  # the hello of a reconnection is answered
             self.contact.answered()
@@ -286,14 +278,14 @@ class Learner:
 
     def on_advance(self, message: Advance, now_s: float) -> list[Effect]:
         """A global step closed without a new fragment; in lockstep that ends the wait for it."""
-        self._see(message.global_step)
+        self._see(message.global_step, message.schedule_lead)
         if self.state == WAITING and message.global_step >= self._waits_for:
             self._train()
         return []
 
     def on_global(self, message: GlobalFragment, now_s: float) -> list[Effect]:
         """Adopt a newer global fragment: its counters begin again at the current local step."""
-        self._see(message.global_step)
+        self._see(message.global_step, message.schedule_lead)
         anchors, fragment_id, version = self.anchors, message.fragment_id, message.version
         if not 0 <= fragment_id < len(anchors.adopted):
             return [Drop(SYNCER, f"unknown fragment {fragment_id}, there are {len(anchors.adopted)}")]
@@ -304,11 +296,12 @@ class Learner:
             self.contact.ask_again(now_s)  # progress: what else is missing is probably on its way
         self.stager.on_global(message, self.samples, effects)
         anchors.take(message, self.local_step, self.tokens)
-        if version > self.global_step:
-            self.global_step = version
+        self.global_step = max(self.global_step, version)
         return effects if self.state == TRAINING else effects + self._update_state(now_s)
 
-    def _see(self, global_step: int) -> None:
+    def _see(self, global_step: int, schedule_lead: int | None = None) -> None:
+        if schedule_lead is not None:
+            self.schedule_clock.hear(global_step, schedule_lead, self.global_step)
         if global_step >= self.stager.next_round:
             self.stager.next_round = global_step + 1
         if global_step > self.global_step and (not self._lockstep or self.state in (JOINING, RECOVERING)):
@@ -378,6 +371,11 @@ class Learner:
         return effects
 
     # ---- looking ----------------------------------------------------------------------------------------------------
+
+    @property
+    def schedule_step(self) -> int:
+        """The step of the learning-rate schedule at which the next inner step trains: without a budget global_step."""
+        return self.schedule_clock.at(self.global_step)
 
     @property
     def adopted(self) -> tuple[Adopted, ...]:

@@ -73,10 +73,21 @@ class RoundBook:
             self._close(this, late, effects, now_s)
         return effects
 
+    def _promised_tokens(self) -> int:
+        """Return the merged tokens that there will be if every value is merged that a closed round has asked for."""
+        tokens = self.progress.merged_tokens
+        if not self.progress.budget.tokens:
+            return tokens
+        told: dict[str, int] = {}
+        for this in self.flying.values():  # oldest first, so that of each member the newest report stays
+            told |= {name: this.told_tokens[name] for name in {*this.asked, *this.values} - this.former}
+        members = self.membership.members
+        return tokens + sum(max(0, told[name] - members[name].credit.merged_tokens) for name in told)
+
     def _open(self, effects: list[Effect], now_s: float) -> Round | None:
         """Open the next round, if its fragment and a place in flight are free; finish when there is none left."""
         step = self.schedule.next_due(self.progress.global_step) if self.lockstep else self.progress.global_step + 1
-        if step > self.progress.total_steps:
+        if not self.progress.allows(step, self._promised_tokens()):
             if not self.flying:
                 self.progress.finished = True
                 self.end(effects)
@@ -158,7 +169,9 @@ class RoundBook:
         this.expires_s = now_s + self.config.pull_timeout_s
         for learner_id in members:
             this.size += 1
-            this.asked[learner_id] = local_step = self.membership.members[learner_id].local_step
+            member = self.membership.members[learner_id]
+            this.asked[learner_id] = local_step = member.local_step
+            this.told_tokens[learner_id] = member.tokens
             effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
         for member in self.membership.live_members():
             self.downstream.repair(member, this.fragment_id, effects)
@@ -234,12 +247,14 @@ class RoundBook:
         present: list[Member] = []
         progress.merged_rounds += 1
         progress.merged_parts += len(parts)
+        progress.merged_step = max(progress.merged_step, version)
         for part in parts:
             member = self.membership.members[part.learner_id]
             member.rounds += 1
             if part.learner_id in this.former:
                 continue  # its own counters and data begin anew
             credit = member.credit
+            progress.merged_tokens += credit.merge(this.told_tokens[part.learner_id], part.tokens)
             credit.merged_mark, credit.strikes, credit.alarmed = progress.merged_rounds, 0, False
             self.leases.on_merged(part.learner_id, fragment_id, version, part.samples, part.since)
             present.append(member)
@@ -264,7 +279,7 @@ class RoundBook:
         return effects
 
     def _advance(self, effects: list[Effect]) -> None:
-        message = Advance(self.progress.global_step)
+        message = Advance(self.progress.global_step, self.progress.schedule_lead)
         effects += [Send(member.learner_id, message) for member in self.membership.connected()]
 
     def end(self, effects: list[Effect]) -> None:

@@ -91,7 +91,8 @@ class Downstream:
         down.sent[fragment_id] = Sent(version, steps, member.local_step, wait_steps, broadcast_s)
         merged_round = member.credit.merged_round.get(fragment_id, NO_VERSION)
         now = self._progress
-        value = (now.global_step, fragment_id, version, now.epoch, digest, size, base, merged_round)
+        lead = now.schedule_lead
+        value = (now.global_step, fragment_id, version, now.epoch, digest, size, base, merged_round, lead)
         message = self._newest
         if message is None or message != value:  # nearly all members of a broadcast get the same
             message = self._newest = GlobalFragment(*value)

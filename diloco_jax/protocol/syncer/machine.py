@@ -47,7 +47,7 @@ from diloco_jax.protocol.recovery import Matchmaker
 from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.comeback import Comeback
 from diloco_jax.protocol.syncer.downstream import Downstream
-from diloco_jax.protocol.syncer.progress import Progress
+from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget, Progress
 from diloco_jax.protocol.syncer.roster import Roster
 from diloco_jax.protocol.syncer.rounds import COLLECTING, PULLING
 
@@ -57,10 +57,11 @@ class Syncer:
 
     Args:
         config: the numbers of the algorithm.
-        total_steps: global steps after which the run is complete.
+        total_steps: global steps after which the run is complete at the latest.
         fingerprint: what both sides must agree on.
         payload_bytes: fragment -> size of its encoded global value.
         step_bytes: likewise of a step to its newest version; absent: steps are not used.
+        budget: merged tokens after which the run is complete (progress.py).
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class Syncer:
         fingerprint: tuple[tuple[str, str], ...] = (),
         payload_bytes: Mapping[int, int] = MappingProxyType({}),
         step_bytes: Mapping[int, int] = MappingProxyType({}),
+        budget: Budget = NO_BUDGET,
     ) -> None:
         self.config = config
-        self.progress = progress = Progress(total_steps)
+        self.progress = progress = Progress(total_steps, budget, config.sync_every + config.overlap_steps)
         self.membership = members = Membership(fingerprint, config.num_fragments, config.learners_max)
         self.leases = leases = LeaseBook(config.num_fragments)
         self.downstream = down = Downstream(config, progress, payload_bytes, step_bytes)
@@ -125,7 +127,8 @@ class Syncer:
         elif member.state == SILENT:
             self.roster.heard(member, effects, now_s)
             self.rounds.count(member)
-        effects.append(Send(member.learner_id, Welcome(progress.global_step, tuple(self.versions), progress.epoch)))
+        welcome = Welcome(progress.global_step, tuple(self.versions), progress.epoch, progress.schedule_lead)
+        effects.append(Send(member.learner_id, welcome))
         self.roster.supply(member, message, effects)
         restoring = self.comeback.restoring
         wanted = restoring.wanted if restoring is not None else ()  # of these nobody knows yet which is the newest
@@ -138,7 +141,7 @@ class Syncer:
             effects.append(Send(member.learner_id, Stop(progress.global_step, "run complete")))
         elif self.config.lockstep and not missing and not self.rounds.any_closed:
             # its round may have been abandoned; an Advance must not overtake a fragment, hence `missing`
-            effects.append(Send(member.learner_id, Advance(progress.global_step)))
+            effects.append(Send(member.learner_id, Advance(progress.global_step, progress.schedule_lead)))
         return effects + self.rounds.proceed(now_s)
 
     def on_report(self, message: StepReport, now_s: float) -> list[Effect]:
@@ -271,9 +274,8 @@ class Syncer:
         """
         names = [member.learner_id for member in self.membership.connected()]
         if learner_id not in names:
-            raise ValueError(
-                f"no learner {learner_id[:80]!r} is connected; there are {', '.join(names[:16]) or 'nobody'}"
-            )
+            there = ", ".join(names[:16]) or "nobody"
+            raise ValueError(f"no learner {learner_id[:80]!r} is connected; there are {there}")
         return [Send(learner_id, Stop(self.global_step, "drained"))]
 
     def on_restart(self, held: Sequence[int], digests: Sequence[int], now_s: float) -> list[Effect]:

@@ -3,40 +3,104 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from diloco_jax.protocol.effects import Note
+
+
+class Budget(NamedTuple):
+    """A run's end in merged tokens, and how many of them are one step of its learning-rate schedule."""
+
+    tokens: int = 0  # 0: no budget; the run ends, and its schedule goes, by global steps
+    step_tokens: int = 1
+
+
+NO_BUDGET = Budget()
 
 
 class Progress:
     """The syncer's life, and what the run has come to in it.
 
+    Merged tokens: when a round closes, each member has reported so many tokens since its start. They are merged when
+    the round has merged the member's value, except those that were merged before and those from before the member
+    adopted the version under that value. So each token counts once, whichever fragments it went into.
+
+    With a token budget the run is complete once the merged tokens reach it, or after `total_steps`. No round opens
+    while those in flight may reach it, so what is merged beyond the budget is less than one round's tokens.
+
     Args:
-        total_steps: global steps after which the run is complete.
+        total_steps: global steps after which the run is complete; 0, with a budget only: as many as that needs.
+        budget: of tokens.
+        reach: global steps that the schedule goes on for without a merge: the longest way from one to the next.
     """
 
-    __slots__ = ("epoch", "finished", "global_step", "merged_parts", "merged_rounds", "rewound", "total_steps")
+    __slots__ = (
+        "_reach",
+        "budget",
+        "epoch",
+        "finished",
+        "global_step",
+        "merged_parts",
+        "merged_rounds",
+        "merged_step",
+        "merged_tokens",
+        "rewound",
+        "total_steps",
+    )
 
-    def __init__(self, total_steps: int) -> None:
-        if total_steps < 1:
+    def __init__(self, total_steps: int, budget: Budget = NO_BUDGET, reach: int = 0) -> None:
+        if total_steps < (0 if budget.tokens else 1):
             raise ValueError(f"total_steps is {total_steps}, but a run needs at least 1 global step")
         self.total_steps = total_steps
+        self.budget = budget
+        self._reach = reach
         self.epoch = 1  # which life of the syncer this is
         self.rewound = 0  # the life in which the run was last put back to a snapshot
         self.global_step = 0  # closed rounds
         self.merged_rounds = 0
         self.merged_parts = 0  # values in them
+        self.merged_step = 0  # newest of these rounds
+        self.merged_tokens = 0
         self.finished = False
 
     def state(self) -> dict[str, Any]:
         """Everything, as plain values."""
         counts = [self.global_step, self.merged_rounds, self.merged_parts, self.finished]
-        return {"epoch": [self.epoch, self.rewound], "counts": counts}
+        merged = [self.merged_step, self.merged_tokens]
+        return {"epoch": [self.epoch, self.rewound], "counts": counts, "merged": merged}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Become what `state()` described."""
         self.epoch, self.rewound = state["epoch"]
         self.global_step, self.merged_rounds, self.merged_parts, self.finished = state["counts"]
+        self.merged_step, self.merged_tokens = state["merged"]
+
+    def allows(self, global_step: int, tokens: int) -> bool:
+        """Say if the run goes on to this global step when so many tokens are merged, or may soon be."""
+        if self.budget.tokens and tokens >= self.budget.tokens:
+            return False
+        return not self.total_steps or global_step <= self.total_steps
+
+    @property
+    def schedule_lead(self) -> int:
+        """Steps by which the learning-rate schedule is ahead of the global step, or behind; 0 without a budget.
+
+        At a merged round the schedule is at merged tokens / budget.step_tokens. From there it goes on with the global
+        steps, for rounds are rare where fragments are few, until the next merge sets it right.
+        """
+        tokens, step_tokens = self.budget
+        if not tokens:
+            return 0
+        return min(self.merged_tokens, tokens) // step_tokens - max(self.merged_step, self.global_step - self._reach)
+
+    @property
+    def expected_steps(self) -> int:
+        """Global steps of the whole run, if every one from now on merges a step's tokens."""
+        tokens, step_tokens = self.budget
+        if not tokens:
+            return self.total_steps
+        steps = self.global_step - min(0, self.merged_tokens - tokens) // step_tokens  # rounded up
+        return min(steps, self.total_steps) if self.total_steps else steps
 
     def note(
         self, kind: str, fragment_id: int, members: tuple[str, ...], reason: str, global_step: int | None = None

@@ -29,20 +29,23 @@ class Round:
     half_s: float | None = None  # when half of them had answered
     asked: dict[str, int] = field(default_factory=dict)  # learner -> local step asked for, until it answers
     values: dict[str, Part] = field(default_factory=dict)
+    told_tokens: dict[str, int] = field(default_factory=dict)  # learner -> that its member had reported as it closed
     former: set[str] = field(default_factory=set)  # whose value here is of an incarnation before the present one
 
     def to_plain(self) -> dict[str, Any]:
         """Everything, as plain values that JSON keeps exactly."""
         plain = {name: getattr(self, name) for name in sorted(self.__slots__)}
-        values, former = list(self.values.values()), sorted(self.former)
-        return plain | {"asked": list(self.asked.items()), "values": values, "former": former}
+        plain |= {"values": list(self.values.values()), "former": sorted(self.former)}
+        return plain | {"asked": list(self.asked.items()), "told_tokens": dict(self.told_tokens)}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Round:
         """The round that `to_plain` described."""
         asked = {learner_id: local_step for learner_id, local_step in plain["asked"]}
+        told_tokens = dict(plain["told_tokens"])
         values = {part.learner_id: part for part in (Part(*values) for values in plain["values"])}
-        return cls(**plain | {"asked": asked, "values": values, "former": set(plain["former"])})
+        former = set(plain["former"])
+        return cls(**plain | {"asked": asked, "told_tokens": told_tokens, "values": values, "former": former})
 
     def answered(self, learner_id: str, now_s: float) -> None:
         """A learner that was asked has answered."""

@@ -211,6 +211,7 @@ class RunStats:
         most = max((member.total_steps for member in self._members()), default=0)
         return {
             "tokens": self.tokens,
+            "merged_tokens": self._syncer.progress.merged_tokens,
             "wall_s": round(now_s, 3),
             "global_steps": self._syncer.global_step,
             "goodput": round(min(1.0, busy_s / (max(1, len(self._names)) * window_s)), 4),

@@ -20,7 +20,7 @@ class BuiltInLoop:
         island: that trains, or this process's part of it.
         corpus: what this process reads its samples from, in words that others can compare.
         batch_shape: of a step: (sequences, length + 1).
-        rate: learning rate of a global step.
+        rate: learning rate of a step of the schedule.
 
     Args:
         config: the run.
@@ -33,7 +33,7 @@ class BuiltInLoop:
         source = load_source(config.data, config.train.seq_len)
         self.corpus = source.corpus
         self.batch_shape = (own.batch_size, config.train.seq_len + 1)
-        self.rate = learning_rate(config.optimizer, config.train.steps)
+        self.rate = learning_rate(config.optimizer, config.planned_steps)
         self._order = SampleOrder(source, config.data.shuffle_seed + config.seed)
         self.island = Island(
             config.model,
@@ -57,7 +57,7 @@ class BuiltInLoop:
         """Dispatch one inner step on the batch that was put last; returns at once.
 
         Args:
-            clock: global step, which says the learning rate.
+            clock: step of the schedule, which says the learning rate.
         """
         return self.island.step(self._batch, self.rate(clock), self._position)
 

@@ -208,7 +208,7 @@ class Joined:
 
         Args:
             batch: what it read.
-            clock: global step when it began.
+            clock: step of the schedule when it began.
             metrics: of its training; `loss` is one of them.
             took_s: how long it took.
         """

@@ -79,7 +79,7 @@ class LearnerRun:
         host.tell_batch(batch.ranges)
         loop.put_batch(batch.ranges)
         while going:
-            began_s, clock = time.monotonic(), joined.machine.global_step
+            began_s, clock = time.monotonic(), joined.machine.schedule_step
             host.tell_step(clock)
             handle = loop.step(clock)
             following = joined.take_batch()

@@ -9,7 +9,7 @@ of the step, so a value that went into a merge has its steps on a tape, whatever
     ["staged_state", local_step]                                   a copy for a receiver
     ["saved", local_step, global_step]                             a copy for the disk
     ["sent", fragment_id, global_step, local_step]                 the value of a round left
-    ["step", local_step, clock, [[start, stop], ...], loss]        the global step when it began, and what it read
+    ["step", local_step, clock, [[start, stop], ...], loss]        clock: step of the schedule; then what it read
     ["lost", lines]                                                the disk took so many lines not: no replay from here
     ["end", reason, [digest of each fragment held]]
 """

@@ -53,17 +53,18 @@ class DataParallelRun:
         config = self._config
         source = load_source(config.data, config.train.seq_len)
         batches = SampleOrder(source, config.data.shuffle_seed + config.seed).batches(config.train.batch_size)
-        rate = learning_rate(config.optimizer, config.train.steps)
+        steps = config.planned_steps
+        rate = learning_rate(config.optimizer, steps)
         batch = self._island.put_batch(next(batches))
         began_s, step, told_s = self._now_s(), 0, 0.0
-        while step < config.train.steps and not self._stop.is_set():
+        while step < steps and not self._stop.is_set():
             step_began_s = self._now_s()
             handle = self._island.step(batch, rate(step), step * config.train.batch_size)
             batch = self._island.put_batch(next(batches))  # while the step runs
             loss = self._island.wait(handle)["loss"]
             step += 1
             self._count(step, loss, self._now_s() - step_began_s)
-            if config.train.eval_every and step % config.train.eval_every == 0 and step < config.train.steps:
+            if config.train.eval_every and step % config.train.eval_every == 0 and step < steps:
                 self._evaluate(step, config.train.eval_batches)
             if self._now_s() - told_s >= STATUS_EVERY_S:
                 told_s = self._now_s()
@@ -93,7 +94,7 @@ class DataParallelRun:
         row |= {"local_step": step, "tokens": self._tokens}
         row |= {"tokens_per_s": rate, "last_merged_round": step, "participation": 1.0, "restarts": 0, **self._last}
         status = {"run": self._config.name, "state": state, "global_step": step, "wall_s": self._now_s()}
-        status |= {"total_steps": self._config.train.steps, "waiting_for": "nothing", "tokens": self._tokens}
+        status |= {"total_steps": self._config.planned_steps, "waiting_for": "nothing", "tokens": self._tokens}
         status |= {"tokens_per_s": rate, "eval_loss": self._eval_loss, "contributors_per_round": 1.0}
         status |= {"wire": {"up_bytes": 0, "down_bytes": 0}, "epoch": 1, "alarms": [], "learners": [row]}
         status["said"] = signature()
@@ -111,6 +112,7 @@ class DataParallelRun:
             "eval_loss": result["loss"],
             "eval_bits_per_byte": result["bits_per_byte"],
             "tokens": self._tokens,
+            "merged_tokens": self._tokens,
             "wall_s": round(ended_s, 3),
             "global_steps": step,
             "goodput": round(share, 4),
@@ -121,7 +123,7 @@ class DataParallelRun:
             "alarms": [],
             "wire": {"up_bytes": 0, "down_bytes": 0, "data_parallel_bytes": 0},
             "learners": {NAME: {**learner, "step_overhead": round(1 - share, 4)}},
-            "complete": step >= self._config.train.steps,
+            "complete": step >= self._config.planned_steps,
             "num_parameters": self._evaluator.num_parameters,
         }
         write_json(self._run_dir / SUMMARY_FILE, summary)

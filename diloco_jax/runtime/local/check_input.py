@@ -42,7 +42,7 @@ def check_input(config: RunConfig) -> None:
             )
         return
     check_source(config.data, config.train.seq_len, config.train.eval_batch_size)
-    learning_rate(config.optimizer, config.train.steps)
+    learning_rate(config.optimizer, config.planned_steps)
     blueprint = _check_model(config)
     config.fragments.plan(blueprint.shapes, blueprint.kinds, config.protocol.num_fragments)
 

@@ -65,7 +65,8 @@ class OwnIsland:
     Attributes:
         name: of the island.
         config: of the run.
-        global_step: of the run when the next step begins, the same on all hosts; schedules go by it.
+        global_step: of the run when the next step begins, the same on all hosts; with a budget of tokens the step that
+            they stand for. Schedules go by it.
     """
 
     def __init__(self, config: RunConfig, name: str, state: LoopState, stop: threading.Event, data: str) -> None:
@@ -234,7 +235,7 @@ class OwnIsland:
         self._asked = False
         if not going:
             return
-        self.global_step = side.joined.machine.global_step
+        self.global_step = side.joined.machine.schedule_step
         self._batch = side.joined.take_batch()
         side.host.tell_batch(self._batch.ranges)
         side.host.tell_step(self.global_step)

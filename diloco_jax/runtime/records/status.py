@@ -52,7 +52,7 @@ def compose_status(
         "run": run,
         "state": "stopped" if stopped else state,
         "global_step": syncer.global_step,
-        "total_steps": syncer.progress.total_steps,
+        "total_steps": syncer.progress.expected_steps,
         "epoch": syncer.epoch,
         "waiting_for": alarms[0] if alarms else syncer.waiting_for(now_s),
         "alarms": [*alarms, *stats.alarms],

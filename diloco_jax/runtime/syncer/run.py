@@ -168,4 +168,5 @@ def _make_machine(
         fingerprint,
         payload_bytes={number: model.value_bytes(number) for number in numbers},
         step_bytes={number: size for number in numbers if (size := model.step_bytes(number))},
+        budget=config.budget,
     )

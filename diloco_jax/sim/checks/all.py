@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from diloco_jax.sim.checks.budget import BudgetHolds
 from diloco_jax.sim.checks.checker import Checker
 from diloco_jax.sim.checks.failover import AnchorsAgree, StateRoundTrip, TapeReplays
 from diloco_jax.sim.checks.learners import CopiesBounded, FreshLearnersKeepQuiet, NeverWaits, StepsUndisturbed
@@ -36,6 +37,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     WholeWhereNeeded,
     StateRoundTrip,
     TapeReplays,
+    BudgetHolds,
     RoundsAdvance,
     EverybodyTrains,
     VersionsConverge,

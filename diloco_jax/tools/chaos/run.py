@@ -109,7 +109,7 @@ def run_chaos(
     stop, over = stop_on_signals(), threading.Event()
     run = ChaosRun(config, run_dir, say, stop)
     saboteur = Saboteur(run_dir, run, run.relays)
-    islands, steps, lease_s = config.islands.names, config.train.steps, config.protocol.lease_s
+    islands, steps, lease_s = config.islands.names, config.planned_steps, config.protocol.lease_s
     driver = Driver(schedule, islands, steps, lease_s, run_dir, run, saboteur, say)
     say(f"run folder {run_dir}, logs in {run_dir / LOGS}, {len(schedule)} faults")
     problems = []
@@ -138,7 +138,7 @@ def run_chaos(
     if summary:
         say(f"report {write_report(run_dir)}")
     try:
-        samples = audit(run_dir, config.protocol, config.train.steps)
+        samples = audit(run_dir, config.protocol, config.train.steps, config.budget)
     except (ValueError, OSError) as error:
         problems.append(f"the tapes cannot be audited: {error}")
     result = judge(driver.ledger, run_dir, driver.inflicted, driver.skipped, summary, samples)

@@ -30,7 +30,7 @@ def check_data(config: RunConfig) -> Check:
     except (ValueError, OSError) as error:
         return of_error("data", error, "correct data.path on this machine")
     windows = len(source.train)
-    share = config.train.steps * config.train.batch_size / windows
+    share = config.planned_steps * config.train.batch_size / windows
     read = f"reads them {share:.1f} times" if share > 1 else f"reads {share:.2%} of them"
     return Check("data", "ok", f"{config.data.path}: {windows:,} training windows, the run {read}")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget
 from diloco_jax.runtime.records.files import TAPE_FILE, TAPES
 from diloco_jax.sim.checks.auditor import Auditor
 from diloco_jax.sim.checks.sample_book import Findings, Range, joined
@@ -23,13 +24,14 @@ from diloco_jax.tools.replay.script import fingerprint_of, inputs
 COMPARED_AFTER = ("merged", "restart", "rewind")  # inputs
 
 
-def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int) -> dict[str, Any]:
+def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Budget = NO_BUDGET) -> dict[str, Any]:
     """Follow every sample index of a run.
 
     Args:
         run_dir: folder with the tapes.
         protocol: of the run.
         total_steps: global steps of the run.
+        budget: of tokens.
 
     Returns:
         leased, merged, overwritten, released, out: handed out, and what became of it; repeated: handed out not for the
@@ -40,7 +42,7 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int) -> dict[str
         ValueError: a tape is missing or broken; names it.
     """
     tape = run_dir / TAPE_FILE
-    machine = Syncer(protocol, total_steps, fingerprint_of(tape))
+    machine = Syncer(protocol, total_steps, fingerprint_of(tape), budget=budget)
     auditor = Auditor(protocol.num_fragments)
     for line, effects in inputs(tape, machine):
         auditor.take(line, effects)

@@ -31,6 +31,7 @@ from diloco_jax.settings.run import RunConfig, fingerprint
 from diloco_jax.sim.checks.auditor import Moments
 from diloco_jax.tools.replay.lives import NeededLives, TapedStep, TookState
 from diloco_jax.tools.replay.replica import Replica, Trainer, Values, same_loss
+from diloco_jax.tools.replay.scenario import read_scenario
 from diloco_jax.tools.replay.script import (
     Back,
     Brought,
@@ -62,7 +63,9 @@ class Replay:
 
     def __init__(self, config: RunConfig, folder: Path, *, until: int | None = None, compare: bool = True) -> None:
         self._compare = compare
-        self.script = read_script(folder / TAPE_FILE, config.protocol, config.train.steps, until)
+        simulated = read_scenario(folder)
+        budget = config.budget if simulated is None else simulated.budget
+        self.script = read_script(folder / TAPE_FILE, config.protocol, config.train.steps, until, budget)
         self.needs = NeededLives(folder, self.script)
         self.evaluator = Evaluator(config)
         plan = config.fragments.plan(self.evaluator.shapes, self.evaluator.kinds, config.protocol.num_fragments)

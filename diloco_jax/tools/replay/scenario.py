@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer.progress import Budget
 from diloco_jax.settings.run import RunConfig
 
 SCENARIO_FILE = "scenario.json"
@@ -20,6 +21,7 @@ class SimulatedRun(NamedTuple):
     protocol: ProtocolConfig
     total_steps: int
     learners: int
+    budget: Budget
 
 
 def read_scenario(folder: Path) -> SimulatedRun | None:
@@ -35,7 +37,8 @@ def read_scenario(folder: Path) -> SimulatedRun | None:
         if path.stat().st_size > SCENARIO_BYTES_MAX:
             raise ValueError(f"more than {SCENARIO_BYTES_MAX} bytes")
         values = json.loads(path.read_text(encoding="utf-8"))
-        return SimulatedRun(ProtocolConfig(**values["protocol"]), int(values["total_steps"]), int(values["learners"]))
+        protocol, budget = ProtocolConfig(**values["protocol"]), Budget(*map(int, values["budget"]))
+        return SimulatedRun(protocol, int(values["total_steps"]), int(values["learners"]), budget)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} cannot be read ({type(error).__name__}: {error}); write it again: python -m diloco_jax.sim --tapes"

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Restore, SaveSnapshot
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget
 from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.runtime.records.tape_file import read_lines
 
@@ -121,7 +122,9 @@ class _Reader:
                 self._values = {key: life for key, life in self._values.items() if key[0] != effect.global_step}
 
 
-def read_script(tape: Path, protocol: ProtocolConfig, total_steps: int, until: int | None = None) -> Script:
+def read_script(
+    tape: Path, protocol: ProtocolConfig, total_steps: int, until: int | None = None, budget: Budget = NO_BUDGET
+) -> Script:
     """Let a machine take the decisions of a run again, and note what they ask for.
 
     Args:
@@ -129,12 +132,13 @@ def read_script(tape: Path, protocol: ProtocolConfig, total_steps: int, until: i
         protocol: of the run.
         total_steps: global steps of the run.
         until: stop after the first merged round of this global step or a later one; None reads to the end.
+        budget: of tokens.
 
     Raises:
         ValueError: the tape is missing, holds no learner, or cannot be replayed; names it.
     """
     fingerprint = fingerprint_of(tape)
-    machine = Syncer(protocol, total_steps, fingerprint)
+    machine = Syncer(protocol, total_steps, fingerprint, budget=budget)
     reader = _Reader(fingerprint)
     script = reader.script
     for line, effects in inputs(tape, machine):

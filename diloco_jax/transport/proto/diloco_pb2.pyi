@@ -474,14 +474,16 @@ class Leave(_message.Message):
     def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("global_step", "versions", "epoch")
+    __slots__ = ("global_step", "versions", "epoch", "schedule_lead")
     GLOBAL_STEP_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_LEAD_FIELD_NUMBER: _ClassVar[int]
     global_step: int
     versions: _containers.RepeatedScalarFieldContainer[int]
     epoch: int
-    def __init__(self, global_step: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ...) -> None: ...
+    schedule_lead: int
+    def __init__(self, global_step: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., schedule_lead: _Optional[int] = ...) -> None: ...
 
 class Refuse(_message.Message):
     __slots__ = ("reason",)
@@ -550,7 +552,7 @@ class PullRequest(_message.Message):
     def __init__(self, global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., local_step: _Optional[int] = ...) -> None: ...
 
 class GlobalFragment(_message.Message):
-    __slots__ = ("global_step", "fragment_id", "version", "payload_bytes", "epoch", "digest", "base", "merged_round")
+    __slots__ = ("global_step", "fragment_id", "version", "payload_bytes", "epoch", "digest", "base", "merged_round", "schedule_lead")
     GLOBAL_STEP_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -559,6 +561,7 @@ class GlobalFragment(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     MERGED_ROUND_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_LEAD_FIELD_NUMBER: _ClassVar[int]
     global_step: int
     fragment_id: int
     version: int
@@ -567,13 +570,16 @@ class GlobalFragment(_message.Message):
     digest: int
     base: int
     merged_round: int
-    def __init__(self, global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., digest: _Optional[int] = ..., base: _Optional[int] = ..., merged_round: _Optional[int] = ...) -> None: ...
+    schedule_lead: int
+    def __init__(self, global_step: _Optional[int] = ..., fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., digest: _Optional[int] = ..., base: _Optional[int] = ..., merged_round: _Optional[int] = ..., schedule_lead: _Optional[int] = ...) -> None: ...
 
 class Advance(_message.Message):
-    __slots__ = ("global_step",)
+    __slots__ = ("global_step", "schedule_lead")
     GLOBAL_STEP_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_LEAD_FIELD_NUMBER: _ClassVar[int]
     global_step: int
-    def __init__(self, global_step: _Optional[int] = ...) -> None: ...
+    schedule_lead: int
+    def __init__(self, global_step: _Optional[int] = ..., schedule_lead: _Optional[int] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ("global_step", "reason")

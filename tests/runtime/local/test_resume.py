@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.runtime.local.resume import check_resumable, check_same_run
 from diloco_jax.runtime.local.run import next_incarnation
 from diloco_jax.runtime.records.checkpoint import complete
@@ -19,6 +20,8 @@ from diloco_jax.runtime.records.files import newest_run_dir
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND, mode_of
 from diloco_jax.runtime.syncer.parts import RunClock
 from diloco_jax.settings.run import RunConfig, SyncerConfig
+from diloco_jax.settings.text import load
+from diloco_jax.tools.replay.script import fingerprint_of, inputs
 from tests.runtime.helpers import run, wait_for, write_config
 from tests.runtime.syncer.test_failover import STEPS, Job, check_end, folder, tape_of
 from tests.runtime.syncer.test_snapshots import damage
@@ -65,7 +68,8 @@ def test_everybody_killed_and_the_newest_snapshot_broken(folder: Path) -> None:
 def test_a_run_that_was_stopped_goes_on_and_its_tape_tells_it(folder: Path) -> None:
     """The snapshot of the stop is one that the machine never asked for; a syncer that fails over must know it too."""
     numbers = {"sync_every": 6, "num_fragments": 6, "snapshot_every": 20, "quorum": 2}
-    job = Job(folder, train={"steps": 80, "eval_every": 0}, protocol=numbers)
+    tokens = 80 * 256 - 100  # each of 80 global steps has 8 sequences of 32
+    job = Job(folder, train={"steps": 0, "tokens": tokens, "eval_every": 0}, protocol=numbers)
     job.reached(23)
     job.process.send_signal(signal.SIGINT)
     job.process.communicate(timeout=100)
@@ -77,10 +81,24 @@ def test_a_run_that_was_stopped_goes_on_and_its_tape_tells_it(folder: Path) -> N
     damage(stop)
     os.kill(job.pid_of("syncer"), signal.SIGKILL)
     _, summary = job.finish()
-    assert summary["complete"] and summary["global_steps"] == 80
+    assert summary["complete"] and summary["merged_tokens"] >= tokens
+    check_budget(job.run_dir)
     for command in ("audit", "replay"):
         told = run(command, job.run_dir, timeout_s=200)
         assert told.returncode == 0, told.stdout + told.stderr
+
+
+def check_budget(run_dir: Path) -> None:
+    """The run ended with the merge that reached its tokens, and the learning rate went all the way with them."""
+    config, numbers = load(run_dir / "config.yaml"), [0]
+    machine = Syncer(config.protocol, 0, fingerprint_of(run_dir / "tape.jsonl"), budget=config.budget)
+    for _ in inputs(run_dir / "tape.jsonl", machine):
+        numbers = [*(n for n in numbers if n < machine.progress.merged_tokens), machine.progress.merged_tokens]
+    assert numbers[-2] < config.train.tokens <= numbers[-1] and machine.finished
+    newest = max((run_dir / "tapes").glob("island-0.*.jsonl"), key=lambda path: int(path.name.split(".")[1]))
+    clocks = [line[2] for line in map(json.loads, newest.read_text().splitlines()) if line[0] == "step"]
+    assert clocks == sorted(clocks) and config.planned_steps == 80
+    assert abs(clocks[-1] - 80) <= config.protocol.overlap_steps + 2, clocks[-5:]
 
 
 def test_a_tape_that_ends_in_no_line_of_a_tape_is_named(tmp_path: Path) -> None:

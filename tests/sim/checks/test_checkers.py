@@ -78,6 +78,7 @@ RECOVERY = Scenario(
     state_parts=6,
     seed=2,
 )
+TOKENS = replace(ONE_FRAGMENT, tokens=400_000, config=replace(CONFIG, num_fragments=1))
 STEPS = replace(
     SCENARIO,
     payload_bytes=8000,
@@ -339,6 +340,11 @@ BROKEN = [
         with_syncer(broken.ForgetsRounds, replace(FAILOVER, seed=3)),
         "in a restored machine to|is back as",
     ),
+    (checkers.BudgetHolds, with_syncer(broken.Overbooking, TOKENS), "closes with"),
+    (checkers.BudgetHolds, with_syncer(broken.Premature, TOKENS), "the run ends at global step .* not 400000"),
+    (checkers.BudgetHolds, with_syncer(broken.Generous, TOKENS), "merged tokens, merged are"),
+    (checkers.BudgetHolds, with_learner(broken.Wavering, TOKENS), "goes back from step"),
+    (checkers.BudgetHolds, with_learner(broken.Hasting), "trains at step 1 of the schedule"),
     (checkers.EverybodyTrains, with_learner(broken.Hesitant, replace(SCENARIO, total_steps=600)), "is recovering for"),
     (checkers.RoundsAdvance, with_syncer(Deaf, QUORUM), "no round closed for"),
     (

@@ -1,0 +1,111 @@
+"""A run with a token budget ends with the merge that reaches it, and its learning-rate schedule follows the merges."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from diloco_jax.protocol.effects import Finish
+from diloco_jax.protocol.learner.schedule_clock import ScheduleClock
+from diloco_jax.protocol.member import Credit
+from diloco_jax.protocol.messages import GlobalFragment, Stop, Welcome
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.progress import Budget
+from tests.protocol.syncer_inputs import FINGERPRINT, hello, merged, only, report, sent, value
+
+CONFIG = ProtocolConfig(sync_every=4, num_fragments=4, grace_steps_max=0.0, lease_s=99.0, pull_timeout_s=20.0)
+
+
+def new(tokens: int, step_tokens: int = 10, total_steps: int = 0) -> Syncer:
+    """A syncer to which "a" has greeted; each of its steps reports 10 tokens."""
+    syncer = Syncer(CONFIG, total_steps, FINGERPRINT, budget=Budget(tokens, step_tokens))
+    syncer.on_message(hello("a"), 0.0)
+    return syncer
+
+
+def trained(syncer: Syncer, step: int, **changed: Any) -> list[Any]:
+    """A step, and at once the value of its round and the merge."""
+    syncer.on_message(report("a", step), step)
+    syncer.on_message(value("a", step, step % 4, step, **changed), step)
+    return merged(syncer, step, step)
+
+
+@pytest.mark.parametrize(
+    ("values", "news"),
+    [
+        ([(10, 10), (30, 30)], [10, 20]),  # of two fragments: the first ten count once
+        ([(30, 30), (10, 10)], [30, 0]),  # rounds that end out of turn
+        ([(10, 10), (50, 5), (60, 60)], [10, 5, 10]),  # 35 were trained on a value that was replaced since
+    ],
+)
+def test_each_token_counts_once(values: list[tuple[int, int]], news: list[int]) -> None:
+    credit = Credit()
+    assert [credit.merge(told, held) for told, held in values] == news
+
+
+def test_the_merge_that_reaches_the_budget_ends_the_run() -> None:
+    syncer = new(35)
+    for step in range(1, 4):
+        assert not only(trained(syncer, step), Finish)
+        assert (syncer.progress.merged_tokens, syncer.progress.expected_steps) == (10 * step, 4)
+    effects = trained(syncer, 4)
+    assert only(effects, Finish) and Stop(4, "run complete") in sent(effects) and syncer.finished
+    assert (syncer.progress.merged_tokens, syncer.progress.expected_steps) == (40, 4)
+    assert syncer.waiting_for(5.0) == "nothing: the run is complete"
+
+
+def test_no_round_opens_while_those_in_flight_may_reach_it() -> None:
+    syncer = new(20)
+    for step in (1, 2, 3):
+        syncer.on_message(report("a", step), step)
+    assert syncer.global_step == 2 and not syncer.rounds.collecting
+    syncer.on_message(value("a", 1, 1, 1), 3.0)
+    assert not only(merged(syncer, 1, 3.0), Finish) and syncer.global_step == 2, "round 2 may bring the rest"
+    syncer.on_tick(30.0)  # its value never came
+    assert syncer.global_step == 3 and syncer.progress.merged_tokens == 10
+    syncer.on_message(value("a", 3, 3, 3), 31.0)
+    assert only(merged(syncer, 3, 31.0), Finish) and syncer.progress.merged_tokens == 30
+
+
+def test_the_steps_end_a_run_that_comes_to_them_first() -> None:
+    syncer = new(1000, total_steps=2)
+    assert not only(trained(syncer, 1), Finish) and syncer.progress.expected_steps == 2
+    assert only(trained(syncer, 2), Finish)
+    with pytest.raises(ValueError, match="total_steps is 0"):
+        new(0)
+
+
+def test_a_value_of_a_life_that_was_replaced_does_not_count() -> None:
+    syncer = new(1000)
+    syncer.on_message(report("a", 1), 1.0)
+    syncer.on_message(value("a", 1, 1, 1), 1.0)
+    syncer.on_message(hello("a", 2), 1.5)
+    merged(syncer, 1, 2.0)
+    assert (syncer.merged_rounds, syncer.progress.merged_tokens) == (1, 0)
+
+
+def test_messages_tell_how_far_the_schedule_is_ahead() -> None:
+    syncer = new(1000, step_tokens=5)  # each step brings twice what was planned
+    syncer.on_message(report("a", 1), 1.0)
+    assert sent(syncer.on_message(hello("b"), 1.0), "b")[0] == Welcome(1, (0,) * 4, 1, 0), "nothing is merged yet"
+    syncer.on_message(value("a", 1, 1, 1), 1.0)
+    leads = [m.schedule_lead for m in sent(merged(syncer, 1, 1.0), "a") if isinstance(m, GlobalFragment)]
+    assert leads == [1] == [m.schedule_lead for m in sent(syncer.on_message(hello("b"), 1.0)) if isinstance(m, Welcome)]
+    syncer.progress.global_step = 20  # rounds that merged nothing: it goes on for H + tau of them
+    assert 20 + syncer.progress.schedule_lead == 2 + CONFIG.sync_every + CONFIG.overlap_steps
+    other = Syncer(CONFIG, 0, FINGERPRINT, budget=Budget(1000, 5))
+    other.restore(json.loads(json.dumps(syncer.state())))
+    assert other.progress.schedule_lead == syncer.progress.schedule_lead
+
+
+def test_a_schedule_follows_the_newest_word_and_never_goes_back() -> None:
+    clock = ScheduleClock()
+    assert [clock.at(step) for step in (0, 3)] == [0, 3], "without a word, and without a budget, the global step"
+    clock.hear(4, 6, 3)
+    assert [clock.at(step) for step in (4, 5)] == [10, 11]
+    clock.hear(3, 90, 5)  # overtaken by the one before
+    clock.hear(6, -2, 5)  # fewer were merged than expected
+    assert [clock.at(step) for step in (6, 12, 14)] == [11, 11, 12]
