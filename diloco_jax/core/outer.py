@@ -10,13 +10,16 @@ default, is computed in the pass that merges, and no mean and no step of a whole
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 import numpy as np
 import optax
 from jaxtyping import Float32
+
+from diloco_jax.core.named import check_setting, make_transformation
 
 Flat = Float32[np.ndarray, "_"]
 Views = Mapping[str, Float32[np.ndarray, "..."]]
@@ -41,7 +44,15 @@ class OuterConfig:
     """mu of 'nesterov' and first-moment decay of 'adam', at least 0 and below 1; 'sgd' does not use it. 0: no memory;
     near 1: old rounds dominate."""
 
+    module: str = ""
+    """A function of your own as package.module:Name that returns an optax.GradientTransformation with its own rate, in
+    place of all above. Each fragment has a state; each merge shard updates the tensors that it has by themselves."""
+
+    args: dict[str, Any] = field(default_factory=dict)
+    """Passed to that function by name."""
+
     def __post_init__(self) -> None:
+        check_setting("outer", self.module, self.args)
         if self.optimizer not in get_args(OptimizerName):
             choices = ", ".join(get_args(OptimizerName))
             raise ValueError(f"outer optimizer is {self.optimizer!r}; choose one of {choices}")
@@ -49,6 +60,11 @@ class OuterConfig:
             raise ValueError(f"outer learning_rate is {self.learning_rate}; it must be finite and above 0")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"outer momentum is {self.momentum}; it must be at least 0 and below 1")
+
+    @property
+    def elementwise(self) -> bool:
+        """Tell, without making the optimizer, whether it is `Outer.elementwise`."""
+        return not self.module and self.optimizer != "adam"
 
 
 @runtime_checkable
@@ -176,8 +192,19 @@ class Optax:
         return Moves(gradient.exactly(flat), -1.0, finite=bool(finite)), after
 
 
-def make_outer(config: OuterConfig) -> Outer:
-    """Return the optimizer that `config` names."""
+def make_outer(config: OuterConfig, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})) -> Outer:
+    """Return the optimizer that `config` names.
+
+    Args:
+      config: which one, and its constants.
+      shapes: of all that it will update; one of the user's own is checked on them.
+
+    Raises:
+      ValueError: the user's own function is none that can update these.
+    """
+    if config.module:
+        params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+        return Optax(make_transformation("outer", config.module, config.args, params))
     match config.optimizer:
         case "nesterov":
             return Nesterov(config.learning_rate, config.momentum)

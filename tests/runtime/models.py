@@ -18,6 +18,7 @@ from diloco_jax.runtime.model.global_model import GlobalModel, Merged
 from diloco_jax.runtime.model.model_share import Setup
 
 SHAPES = {"layer/kernel": (4, 6), "layer/bias": (6,), "embed": (8, 4)}
+OWN = "docs.examples.own_outer:decayed"  # outer.module
 FRAGMENTS = 2
 LEAFY = {"embed": (1 << 10, 600), "norm": (300,), **{f"layer_{n}/kernel": (64, 40 + n) for n in range(5)}}
 LEAFY_PLAN: FragmentPlan = plan_fragments(LEAFY, 2)

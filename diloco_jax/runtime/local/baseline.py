@@ -46,6 +46,7 @@ class DataParallelRun:
         self._busy_s = 0.0
         self._tokens = 0
         self._eval_loss: float | None = None
+        self._eval_scores: dict[str, float | None] = {}
         self._last: dict[str, float] = {}
 
     def run(self) -> dict[str, Any]:
@@ -81,10 +82,10 @@ class DataParallelRun:
         self._telemetry.write(record | {"tokens": self._tokens, "global_step": step, "loss": loss, "step_s": step_s})
 
     def _evaluate(self, step: int, batches: int) -> dict[str, Any]:
-        result = self._evaluator.evaluate(self._island.parameters(), batches)
-        self._eval_loss = result["loss"]
+        result = self._evaluator.evaluate(self._island.parameters(), batches, step)
+        self._eval_loss, self._eval_scores = result["loss"], result["scores"]
         record = {"kind": "eval", "t": self._now_s(), "global_step": step, "tokens": self._tokens}
-        self._telemetry.write(record | {"loss": result["loss"], "bits_per_byte": result["bits_per_byte"]})
+        self._telemetry.write(record | {key: result[key] for key in ("loss", "bits_per_byte", "scores")})
         return result
 
     def _tell(self, step: int, state: str) -> None:
@@ -95,6 +96,7 @@ class DataParallelRun:
         status = {"run": self._config.name, "state": state, "global_step": step, "wall_s": self._now_s()}
         status |= {"total_steps": self._config.train.steps, "waiting_for": "nothing", "tokens": self._tokens}
         status |= {"tokens_per_s": rate, "eval_loss": self._eval_loss, "contributors_per_round": 1.0}
+        status["eval_scores"] = self._eval_scores
         status |= {"wire": {"up_bytes": 0, "down_bytes": 0}, "epoch": 1, "alarms": [], "learners": [row]}
         status["said"] = signature()
         write_json(self._run_dir / STATUS_FILE, status)
@@ -110,6 +112,7 @@ class DataParallelRun:
         summary = {
             "eval_loss": result["loss"],
             "eval_bits_per_byte": result["bits_per_byte"],
+            "eval_scores": result["scores"],
             "tokens": self._tokens,
             "wall_s": round(ended_s, 3),
             "global_steps": step,
@@ -118,7 +121,7 @@ class DataParallelRun:
             "contributors_per_round": 1.0,
             "unmerged_fragments": [],
             "steps_per_round": 1.0,
-            "alarms": [],
+            "alarms": self._evaluator.scorer.alarms,
             "wire": {"up_bytes": 0, "down_bytes": 0, "data_parallel_bytes": 0},
             "learners": {NAME: {**learner, "step_overhead": round(1 - share, 4)}},
             "complete": step >= self._config.train.steps,

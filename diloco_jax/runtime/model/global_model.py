@@ -23,7 +23,7 @@ from diloco_jax.core.layout import Layout, combined
 from diloco_jax.core.merge import WeightScheme, token_weights
 from diloco_jax.core.outer import make_outer
 from diloco_jax.core.passes import State, norms
-from diloco_jax.core.shards import share
+from diloco_jax.core.shards import Shares, share
 from diloco_jax.protocol.effects import Merge
 from diloco_jax.protocol.messages import NO_VERSION
 from diloco_jax.runtime.model.arithmetic import Arithmetic, Moment
@@ -300,10 +300,19 @@ class GlobalModel:
         return mark, State(flat, outer, residual)
 
 
+def make_shares(config: RunConfig, plan: FragmentPlan) -> Shares:
+    """Return how a run's model is dealt out."""
+    return share(plan, config.merge, max(1, config.syncer.shards), cut=config.outer.elementwise)
+
+
 def make_setup(config: RunConfig, plan: FragmentPlan) -> Setup:
-    """Return what a run's processes compute, in so many shares."""
-    outer = make_outer(config.outer)
-    shares = share(plan, config.merge, max(1, config.syncer.shards), cut=outer.elementwise)
+    """Return what a run's processes compute, in so many shares.
+
+    Raises:
+        ValueError: outer.module is none that can update this model.
+    """
+    shares = make_shares(config, plan)
+    outer = make_outer(config.outer, dict(each for fragment in plan.fragments for each in fragment.keys_shapes))
     return Setup(shares, outer, config.wire.up, config.wire.down, config.protocol.anchor_history)
 
 

@@ -33,6 +33,7 @@ def compose_status(
     stopped: bool,
     alarms: Sequence[str],
     eval_loss: float | None,
+    eval_scores: Mapping[str, float | None],
     wire: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return what the run does now, for `diloco status` and the live view.
@@ -43,7 +44,7 @@ def compose_status(
         now_s: the run's clock.
         stopped: whether it was ended early.
         alarms: what is wrong with the syncer itself, such as a full disk; the first is what everybody waits for.
-        eval_loss: newest evaluation.
+        eval_loss, eval_scores: newest evaluation.
         wire: bytes moved.
     """
     learners = stats.status(now_s)
@@ -60,6 +61,7 @@ def compose_status(
         "tokens": stats.tokens,
         "tokens_per_s": round(sum(row["tokens_per_s"] for row in learners), 1),
         "eval_loss": eval_loss,
+        "eval_scores": dict(eval_scores),
         "contributors_per_round": round(stats.contributors_per_round, 3),
         "wire": dict(wire),
         "learners": learners,
@@ -72,9 +74,10 @@ class Earlier(NamedTuple):
 
     wire: dict[str, int]
     eval_loss: float | None
+    eval_scores: Mapping[str, float | None]
 
 
-NOTHING_EARLIER = Earlier({"up_bytes": 0, "down_bytes": 0}, None)
+NOTHING_EARLIER = Earlier({"up_bytes": 0, "down_bytes": 0}, None, {})
 
 
 def _last_words(run_dir: Path) -> dict[str, Any]:
@@ -90,7 +93,8 @@ def read_earlier(run_dir: Path) -> Earlier:
     """Return what the last process that wrote this folder's status had counted; zeros when that cannot be read."""
     said = _last_words(run_dir)
     try:
-        return Earlier({key: int(said["wire"][key]) for key in ("up_bytes", "down_bytes")}, said["eval_loss"])
+        wire = {key: int(said["wire"][key]) for key in ("up_bytes", "down_bytes")}
+        return Earlier(wire, said["eval_loss"], dict(said.get("eval_scores", {})))
     except (ValueError, KeyError, TypeError):
         return NOTHING_EARLIER
 

@@ -127,10 +127,12 @@ class SyncerRun:
         if not keeper.saved:
             keeper.save_last(watch.tell)
         evaluations.close()
-        result = self._evaluator.evaluate(self._model.parameters(), self._config.train.final_eval_batches)
-        result |= {"global_step": self._machine.global_step, "tokens": summary["tokens"]}
+        step, batches = self._machine.global_step, self._config.train.final_eval_batches
+        result = self._evaluator.evaluate(self._model.parameters(), batches, step)
+        result |= {"global_step": step, "tokens": summary["tokens"]}
         watch.on_eval(result, ended_s)
-        summary = {"eval_loss": result["loss"], "eval_bits_per_byte": result["bits_per_byte"], **summary}
+        found = {f"eval_{key}": result[key] for key in ("loss", "bits_per_byte", "scores")}
+        summary = {**found, **summary, "alarms": summary["alarms"] + self._evaluator.scorer.alarms}
         summary |= {"complete": self._machine.finished, "num_parameters": self._evaluator.num_parameters}
         write_json(self._run_dir / SUMMARY_FILE, summary)
         if warning := never_merged(summary["unmerged_fragments"]):
