@@ -11,15 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 import numpy as np
 import optax
 from jaxtyping import Float32
-
-from diloco_jax.core.named import check_setting, make_transformation
 
 Flat = Float32[np.ndarray, "_"]
 Views = Mapping[str, Float32[np.ndarray, "..."]]
@@ -52,7 +49,6 @@ class OuterConfig:
     """Passed to that function by name."""
 
     def __post_init__(self) -> None:
-        check_setting("outer", self.module, self.args)
         if self.optimizer not in get_args(OptimizerName):
             choices = ", ".join(get_args(OptimizerName))
             raise ValueError(f"outer optimizer is {self.optimizer!r}; choose one of {choices}")
@@ -63,7 +59,7 @@ class OuterConfig:
 
     @property
     def elementwise(self) -> bool:
-        """Tell, without making the optimizer, whether it is `Outer.elementwise`."""
+        """Tell, without making the optimizer, if it is `Outer.elementwise`."""
         return not self.module and self.optimizer != "adam"
 
 
@@ -192,19 +188,8 @@ class Optax:
         return Moves(gradient.exactly(flat), -1.0, finite=bool(finite)), after
 
 
-def make_outer(config: OuterConfig, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})) -> Outer:
-    """Return the optimizer that `config` names.
-
-    Args:
-      config: which one, and its constants.
-      shapes: of all that it will update; one of the user's own is checked on them.
-
-    Raises:
-      ValueError: the user's own function is none that can update these.
-    """
-    if config.module:
-        params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
-        return Optax(make_transformation("outer", config.module, config.args, params))
+def make_outer(config: OuterConfig) -> Outer:
+    """Return the built-in optimizer that `config` names."""
     match config.optimizer:
         case "nesterov":
             return Nesterov(config.learning_rate, config.momentum)

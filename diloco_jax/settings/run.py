@@ -14,7 +14,6 @@ from typing import Any, Literal
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import FragmentConfig
 from diloco_jax.core.merge import MergeConfig, WeightScheme
-from diloco_jax.core.named import check_setting
 from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.settings.cloud import CloudConfig
@@ -22,6 +21,7 @@ from diloco_jax.settings.islands import IslandConfig, IslandsConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.training.data import DataConfig
 from diloco_jax.training.models.protocol import ModelConfig
+from diloco_jax.training.named import check_setting
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import AXIS_RULES, MeshLayout, planned_mesh
 from diloco_jax.transport.link import TransportConfig
@@ -194,6 +194,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.name or any(c in self.name for c in "/\\\0") or self.name.startswith("."):
             raise ValueError(f"name is {self.name!r}; use a plain word, it names the run's folder")
+        check_setting("outer", self.outer.module, self.outer.args)
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed is {self.seed}; it must be in [0, 2^31)")
         count = self.islands.count

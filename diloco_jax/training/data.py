@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 from jaxtyping import Int32, Integer
 
-from diloco_jax.core.named import check_setting
+from diloco_jax.training.named import check_setting
 from diloco_jax.training.own_data import OwnSamples, open_own
 
 DataFormat = Literal["bytes", "tokens"]

@@ -19,7 +19,7 @@ import optax
 from jaxtyping import Array
 
 from diloco_jax.core.kinds import Kind, kind_of
-from diloco_jax.core.named import check_setting, make_transformation
+from diloco_jax.training.named import check_setting, make_transformation
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["wsd", "cosine", "constant"]

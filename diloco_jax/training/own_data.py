@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 from jaxtyping import Int32
 
-from diloco_jax.core.named import failure, make_named
+from diloco_jax.training.named import failure, make_named
 
 SAMPLES_MAX = 2**32 - 1  # as many as the shuffle can number
 DESCRIBED = 64  # samples at equal distances that are read before training

@@ -46,7 +46,6 @@ class DataParallelRun:
         self._busy_s = 0.0
         self._tokens = 0
         self._eval_loss: float | None = None
-        self._eval_scores: dict[str, float | None] = {}
         self._last: dict[str, float] = {}
 
     def run(self) -> dict[str, Any]:
@@ -83,7 +82,7 @@ class DataParallelRun:
 
     def _evaluate(self, step: int, batches: int) -> dict[str, Any]:
         result = self._evaluator.evaluate(self._island.parameters(), batches, step)
-        self._eval_loss, self._eval_scores = result["loss"], result["scores"]
+        self._eval_loss = result["loss"]
         record = {"kind": "eval", "t": self._now_s(), "global_step": step, "tokens": self._tokens}
         self._telemetry.write(record | {key: result[key] for key in ("loss", "bits_per_byte", "scores")})
         return result
@@ -96,7 +95,6 @@ class DataParallelRun:
         status = {"run": self._config.name, "state": state, "global_step": step, "wall_s": self._now_s()}
         status |= {"total_steps": self._config.train.steps, "waiting_for": "nothing", "tokens": self._tokens}
         status |= {"tokens_per_s": rate, "eval_loss": self._eval_loss, "contributors_per_round": 1.0}
-        status["eval_scores"] = self._eval_scores
         status |= {"wire": {"up_bytes": 0, "down_bytes": 0}, "epoch": 1, "alarms": [], "learners": [row]}
         status["said"] = signature()
         write_json(self._run_dir / STATUS_FILE, status)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from diloco_jax.core.named import failure, is_ours
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.model.global_model import make_setup
 from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data import check_source
+from diloco_jax.training.named import failure, is_ours
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.training.sharding import MeshConfig
 from diloco_jax.transport.link import check_free, split_address

@@ -9,8 +9,8 @@ from typing import Any
 
 from flax import nnx
 
-from diloco_jax.core.named import failure, make_named
 from diloco_jax.settings.run import EvaluationConfig
+from diloco_jax.training.named import failure, make_named
 
 NAMES_MAX = 32
 NAME_MAX = 64  # characters

@@ -74,10 +74,9 @@ class Earlier(NamedTuple):
 
     wire: dict[str, int]
     eval_loss: float | None
-    eval_scores: Mapping[str, float | None]
 
 
-NOTHING_EARLIER = Earlier({"up_bytes": 0, "down_bytes": 0}, None, {})
+NOTHING_EARLIER = Earlier({"up_bytes": 0, "down_bytes": 0}, None)
 
 
 def _last_words(run_dir: Path) -> dict[str, Any]:
@@ -93,8 +92,7 @@ def read_earlier(run_dir: Path) -> Earlier:
     """Return what the last process that wrote this folder's status had counted; zeros when that cannot be read."""
     said = _last_words(run_dir)
     try:
-        wire = {key: int(said["wire"][key]) for key in ("up_bytes", "down_bytes")}
-        return Earlier(wire, said["eval_loss"], dict(said.get("eval_scores", {})))
+        return Earlier({key: int(said["wire"][key]) for key in ("up_bytes", "down_bytes")}, said["eval_loss"])
     except (ValueError, KeyError, TypeError):
         return NOTHING_EARLIER
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from diloco_jax.core.named import check_setting, load_named
 from diloco_jax.training.models.variables import path_of, prepare
+from diloco_jax.training.named import check_setting, load_named
 from diloco_jax.training.sharding import LogicalAxes
 
 Batch = Mapping[str, Int32[Array, "..."]]  # {"tokens": int32 [batch, length + 1]}
