@@ -168,8 +168,7 @@ def describe(status: Mapping[str, Any]) -> str:
     text += [
         f"waiting for: {status['waiting_for']}",
         f"tokens: {format_count(status['tokens'])}, now {format_count(status['tokens_per_s'])}/s; "
-        f"eval loss: {_or_none(status['eval_loss'], '.4f')}"
-        + "".join(f", {name}: {_or_none(value, '.4g')}" for name, value in status.get("eval_scores", {}).items()),
+        f"eval loss: {_or_none(status['eval_loss'], '.4f')}" + scores_text(status.get("eval_scores", {})),
         f"contributors per round: {status['contributors_per_round']:.2f}; moved up "
         f"{format_bytes(status['wire']['up_bytes'])}, down {format_bytes(status['wire']['down_bytes'])}",
     ]
@@ -191,6 +190,11 @@ def _condition(row: Mapping[str, Any]) -> str:
     reason = f"; {row['reason']}" if row["reason"] else ""
     condition = f"{row['condition']} for {format_duration(row['since_s'])}{details}{reason}"
     return f"{condition}; {merged}, participation {row['participation']:.0%}{restarts}"
+
+
+def scores_text(scores: Mapping[str, float | None]) -> str:
+    """Write the numbers of evaluation.module, to follow the loss."""
+    return "".join(f", {name} {_or_none(value, '.4g')}" for name, value in scores.items())
 
 
 class LiveView:
