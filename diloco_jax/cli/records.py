@@ -105,13 +105,16 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Print the loss of the newest checkpoint on the held-out data."""
     from diloco_jax.runtime.model.evaluation import Evaluator
     from diloco_jax.runtime.records.telemetry import finite
+    from diloco_jax.tools.report.live import scores_text
 
     config, parameters, meta = _newest(arguments.run)
     if arguments.batches is not None and arguments.batches < 1:
         raise ValueError(f"--batches is {arguments.batches}; use at least 1")
-    result = Evaluator(config).evaluate(parameters, arguments.batches or config.train.final_eval_batches)
+    batches = arguments.batches or config.train.final_eval_batches
+    result = Evaluator(config).evaluate(parameters, batches, meta["global_step"])
     bits = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] is not None else ""
     told = f"global step {meta['global_step']}: loss {result['loss']:.4f}{bits} on {result['tokens']} tokens"
+    told += scores_text(result["scores"])
     show(arguments, finite({**result, "global_step": meta["global_step"]}), lambda _: told)
     return 0
 

@@ -16,7 +16,7 @@ from diloco_jax.runtime.model.evaluation import cannot_write
 from diloco_jax.runtime.records.files import LOGS, STATUS_FILE, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.report.live import LiveView
+from diloco_jax.tools.report.live import LiveView, scores_text
 from diloco_jax.tools.report.page import write_report
 
 
@@ -67,6 +67,7 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     loss = "not finite" if summary["eval_loss"] is None else f"{summary['eval_loss']:.4f}"
     if config.model.own and summary["eval_loss"] is None:
         loss = "not told (the islands evaluate)"
+    loss += scores_text(summary["eval_scores"])
     say(
         f"{ending}: evaluation loss {loss} after {summary['global_steps']} global steps and "
         f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s"

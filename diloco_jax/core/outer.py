@@ -10,7 +10,7 @@ default, is computed in the pass that merges, and no mean and no step of a whole
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
@@ -41,6 +41,13 @@ class OuterConfig:
     """mu of 'nesterov' and first-moment decay of 'adam', at least 0 and below 1; 'sgd' does not use it. 0: no memory;
     near 1: old rounds dominate."""
 
+    module: str = ""
+    """A function of your own as package.module:Name that returns an optax.GradientTransformation with its own rate, in
+    place of all above. Each fragment has a state; each merge shard updates the tensors that it has by themselves."""
+
+    args: dict[str, Any] = field(default_factory=dict)
+    """Passed to that function by name."""
+
     def __post_init__(self) -> None:
         if self.optimizer not in get_args(OptimizerName):
             choices = ", ".join(get_args(OptimizerName))
@@ -49,6 +56,11 @@ class OuterConfig:
             raise ValueError(f"outer learning_rate is {self.learning_rate}; it must be finite and above 0")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"outer momentum is {self.momentum}; it must be at least 0 and below 1")
+
+    @property
+    def elementwise(self) -> bool:
+        """Tell, without making the optimizer, if it is `Outer.elementwise`."""
+        return not self.module and self.optimizer != "adam"
 
 
 @runtime_checkable
@@ -177,7 +189,7 @@ class Optax:
 
 
 def make_outer(config: OuterConfig) -> Outer:
-    """Return the optimizer that `config` names."""
+    """Return the built-in optimizer that `config` names."""
     match config.optimizer:
         case "nesterov":
             return Nesterov(config.learning_rate, config.momentum)

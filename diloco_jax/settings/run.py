@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import FragmentConfig
@@ -22,6 +22,7 @@ from diloco_jax.settings.islands import IslandConfig, IslandsConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.training.data import DataConfig
 from diloco_jax.training.models.protocol import ModelConfig
+from diloco_jax.training.named import check_setting
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import AXIS_RULES, MeshLayout, planned_mesh
 from diloco_jax.transport.link import TransportConfig
@@ -115,6 +116,20 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    """Numbers of your own about the global model, beside the held-out loss at each evaluation."""
+
+    module: str = ""
+    """A class of your own as package.module:Name. An object of it is called with the global model (flax.nnx.Module, in
+    the mode of an evaluation) and its global step, and returns named numbers; at most 32."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Passed to the class by name."""
+
+    def __post_init__(self) -> None:
+        check_setting("evaluation", self.module, self.args)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptConfig:
     """The learner's way to take a global fragment that arrives."""
 
@@ -159,6 +174,8 @@ class RunConfig:
     """The syncer of a local run."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Amount of training."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Evaluation beside the held-out loss."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -191,6 +208,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.name or any(c in self.name for c in "/\\\0") or self.name.startswith("."):
             raise ValueError(f"name is {self.name!r}; use a plain word, it names the run's folder")
+        check_setting("outer", self.outer.module, self.outer.args)
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed is {self.seed}; it must be in [0, 2^31)")
         count = self.islands.count
@@ -284,8 +302,7 @@ class RunConfig:
             )
         # an embedding clamps ids that it does not have, silently
         have = self.model.args.get("vocab_size", 256)
-        need = 256 if self.data.format == "bytes" else self.data.vocab_size
-        if isinstance(have, int) and have < need:
+        if isinstance(have, int) and have < (need := self.data.ids):
             raise ValueError(
                 f"model.args.vocab_size is {have}, but the data has ids below {need}; raise it, or correct "
                 "data.vocab_size"
@@ -332,5 +349,5 @@ def _shares(config: RunConfig) -> str:
     """Name the settings from which learners and shards compute the parts of a payload."""
     if config.syncer.shards < 2:
         return "none"
-    merge, outer = config.merge, config.outer
-    return f"{config.syncer.shards}, {merge.method} but for {', '.join(merge.average_paths)}, {outer.optimizer}"
+    merge, outer = config.merge, config.outer.module or config.outer.optimizer
+    return f"{config.syncer.shards}, {merge.method} but for {', '.join(merge.average_paths)}, {outer}"

@@ -2,6 +2,8 @@
 
     corpus -> [train | held out] -> windows -> global order (shuffled anew each epoch) -> batches
 
+Samples of the user's own (own_data.py) take the place of windows.
+
 The global order (`SampleOrder`) has positions 0, 1, 2, ... without end; a learner reads those that the syncer leased to
 it. The held-out part is the tail of the corpus; no training window touches it.
 """
@@ -12,16 +14,19 @@ import itertools
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 from zlib import crc32
 
 import grain
 import numpy as np
 import xxhash
 from jaxtyping import Int32, Integer
+
+from diloco_jax.training.named import check_setting
+from diloco_jax.training.own_data import OwnSamples, open_own
 
 DataFormat = Literal["bytes", "tokens"]
 TokenDtype = Literal["uint16", "uint32"]
@@ -49,7 +54,7 @@ class DataConfig:
     """Type of the ids in a token file, little-endian."""
 
     vocab_size: int = 65_536
-    """Ids in a token file must be below this (checked on every batch); bytes always have 256."""
+    """Ids in a token file or a source of your own are below this (checked on every batch); bytes always have 256."""
 
     held_out_fraction: float = 0.02
     """Share of the corpus, at its end, kept for evaluation; more than 0, less than 1."""
@@ -57,7 +62,17 @@ class DataConfig:
     shuffle_seed: int = 0
     """Seed of the global order of the windows; islands of one run must agree."""
 
+    module: str = ""
+    """A source of your own as package.module:Name, in place of path and format: a class with `__len__` and
+    `__getitem__`, whose samples are arrays of train.seq_len + 1 ids below vocab_size."""
+
+    args: dict[str, Any] = field(default_factory=dict)
+    """Passed to that class by name; all machines of a run must agree."""
+
     def __post_init__(self) -> None:
+        check_setting("data", self.module, self.args)
+        if self.module and self.path != STDLIB:
+            raise ValueError(f"data.path is '{self.path}', but data.module '{self.module}' takes its place; remove one")
         if self.format not in get_args(DataFormat):
             raise ValueError(f"data.format is '{self.format}'; choose from {', '.join(get_args(DataFormat))}")
         if self.token_dtype not in get_args(TokenDtype):
@@ -68,6 +83,16 @@ class DataConfig:
             raise ValueError(f"data.vocab_size is {self.vocab_size}, data.patterns {self.patterns}; both must be given")
         if not 0 <= self.shuffle_seed < 2**31:
             raise ValueError(f"data.shuffle_seed is {self.shuffle_seed}; it must be in [0, 2^31)")
+
+    @property
+    def of_bytes(self) -> bool:
+        """Tell whether a token is a byte."""
+        return self.format == "bytes" and not self.module
+
+    @property
+    def ids(self) -> int:
+        """Return the number below which all ids are."""
+        return 256 if self.of_bytes else self.vocab_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +116,8 @@ class Windows:
 class Source:
     """A corpus cut into windows for training and for evaluation, which share no id."""
 
-    train: Windows
-    held_out: Windows
+    train: Windows | OwnSamples
+    held_out: Windows | OwnSamples
     vocab_size: int
     corpus: str = ""
     """Length and digest of all ids, by which islands tell that they read the same; see `described`."""
@@ -147,11 +172,16 @@ def _count_tokens(config: DataConfig) -> int:
 
 
 def check_source(config: DataConfig, seq_len: int, eval_batch_size: int) -> None:
-    """Find out from names and sizes alone whether `load_source` and `eval_batches` will do: nothing is read.
+    """Find out from names and sizes alone whether `load_source` and `eval_batches` will do: no file is read.
+
+    Of a source of the user's own some samples are read.
 
     Raises:
       ValueError: as those two.
     """
+    if config.module:
+        next(eval_batches(load_source(config, seq_len), eval_batch_size, 1))
+        return
     if config.format == "bytes":
         _, files = _find_files(config)
         count = sum(path.stat().st_size + 1 for path in files)
@@ -182,10 +212,20 @@ def load_source(config: DataConfig, seq_len: int) -> Source:
     """Open the corpus and cut it into windows of `seq_len` + 1 token ids.
 
     Raises:
-      ValueError: the path is missing, no file matches, or the corpus is too short for one window of each part.
+      ValueError: the path is missing, no file matches, or the corpus is too short for one window of each part; or the
+        user's own source is none.
     """
     if seq_len < 1:
         raise ValueError(f"the sequence length is {seq_len}; it must be at least 1")
+    if config.module:
+        samples = open_own(config.module, config.args, seq_len, config.ids)
+        cut = len(samples) - round(len(samples) * config.held_out_fraction)
+        if not 0 < cut < len(samples):
+            raise ValueError(
+                f"data.module '{config.module}' has {len(samples)} samples, {cut} of them for training; give more, or "
+                f"another data.held_out_fraction ({config.held_out_fraction})"
+            )
+        return Source(replace(samples, stop=cut), replace(samples, start=cut), config.ids, samples.described())
     if config.format == "bytes":
         ids = _read_bytes(config)
     else:
@@ -199,7 +239,7 @@ def _cut(config: DataConfig, ids: Integer[np.ndarray, " n"], seq_len: int, corpu
     source = Source(
         train=Windows(ids[:cut], seq_len),
         held_out=Windows(ids[cut:], seq_len),
-        vocab_size=256 if config.format == "bytes" else config.vocab_size,
+        vocab_size=config.ids,
         corpus=corpus,
     )
     if not len(source.train) or not len(source.held_out):

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import optax
 from jaxtyping import Array
 
 from diloco_jax.core.kinds import Kind, kind_of
+from diloco_jax.training.named import check_setting, make_transformation
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["wsd", "cosine", "constant"]
@@ -28,6 +29,13 @@ Schedule = Callable[[int], float]  # global step -> learning rate, on the host: 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
     """The inner optimizer of every island, and its schedule."""
+
+    module: str = ""
+    """A function of your own as package.module:Name that returns an optax.GradientTransformation made for learning
+    rate 1, in place of `name` and what is below it up to adam_paths; rate and schedule stay those of this section."""
+
+    args: dict[str, Any] = field(default_factory=dict)
+    """Passed to that function by name."""
 
     name: OptimizerName = "adamw"
     """adamw, or muon (orthogonalised momentum for matrices, each layer's and each expert's for itself; adam for all
@@ -74,9 +82,10 @@ class OptimizerConfig:
     """Rate after the last step as a share of the peak; 0 = down to nothing."""
 
     def __post_init__(self) -> None:
-        for field, choices in (("name", get_args(OptimizerName)), ("schedule", get_args(ScheduleName))):
-            if getattr(self, field) not in choices:
-                raise ValueError(f"optimizer.{field} is '{getattr(self, field)}'; choose from {', '.join(choices)}")
+        check_setting("optimizer", self.module, self.args)
+        for name, choices in (("name", get_args(OptimizerName)), ("schedule", get_args(ScheduleName))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"optimizer.{name} is '{getattr(self, name)}'; choose from {', '.join(choices)}")
         rules: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
             "be positive and finite": (lambda x: 0 < x < math.inf, ("learning_rate", "adam_learning_rate")),
             "be at least 1": (lambda x: x >= 1, ("accumulate_steps",)),
@@ -85,9 +94,9 @@ class OptimizerConfig:
             "be between 0 and 1": (lambda x: 0 <= x <= 1, ("decay_fraction", "final_fraction")),
         }
         for must, (fits, names) in rules.items():
-            for field in names:
-                if not fits(getattr(self, field)):
-                    raise ValueError(f"optimizer.{field} is {getattr(self, field)}; it must {must}")
+            for name in names:
+                if not fits(getattr(self, name)):
+                    raise ValueError(f"optimizer.{name} is {getattr(self, name)}; it must {must}")
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> Schedule:
@@ -136,7 +145,12 @@ def make_inner(
       config: which optimizer, and its constants.
       params: {path: array}; only paths and shapes are read.
       kinds: what each parameter is; what its shape alone says where not named.
+
+    Raises:
+      ValueError: the user's own function is none that can train these parameters.
     """
+    if config.module:
+        return make_transformation("optimizer", config.module, config.args, params)
     known = {path: (kinds or {}).get(path, kind_of(value.shape)) for path, value in params.items()}
     matrices = {
         path: kind.form == "matrix" and not any(fnmatch(path, pattern) for pattern in config.adam_paths)

@@ -112,7 +112,7 @@ class BadValue(Decoder):
         ({"data": {"path": "short.txt"}}, ["short.txt' has 401 tokens", "give more text"]),
         ({"data": {"path": "some.txt"}}, ["held-out windows make no batch of 16", "lower train.eval_batch_size"]),
         ({"model": {"module": "nowhere:Thing"}}, ["nowhere", "model.module"]),
-        ({"model": {"module": "Thing"}}, ["model.module is 'Thing'", "package.module:Class"]),
+        ({"model": {"module": "Thing"}}, ["model.module is 'Thing'", "package.module:Name"]),
         ({"model": {"module": "wrong_models:Thing"}}, ["has no attribute 'Thing'", "model.module"]),
         ({"model": {"module": "broken_model:Thing"}}, ["broken_model.py, line 1", "SyntaxError", "model.module"]),
         ({"model": {"module": "wrong_models:NoArgs"}}, ["KeyError: 'width'", "wrong_models.py, line 9", "model.args"]),

@@ -10,14 +10,15 @@ import numpy as np
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import FragmentPlan, plan_fragments
 from diloco_jax.core.merge import MergeConfig
-from diloco_jax.core.outer import OuterConfig, make_outer
+from diloco_jax.core.outer import OuterConfig
 from diloco_jax.core.shards import share
 from diloco_jax.protocol.effects import Merge, Part
 from diloco_jax.runtime.model.arithmetic import local_arithmetic
-from diloco_jax.runtime.model.global_model import GlobalModel, Merged
+from diloco_jax.runtime.model.global_model import GlobalModel, Merged, outer_of
 from diloco_jax.runtime.model.model_share import Setup
 
 SHAPES = {"layer/kernel": (4, 6), "layer/bias": (6,), "embed": (8, 4)}
+OWN = "docs.examples.own_outer:decayed"  # outer.module
 FRAGMENTS = 2
 LEAFY = {"embed": (1 << 10, 600), "norm": (300,), **{f"layer_{n}/kernel": (64, 40 + n) for n in range(5)}}
 LEAFY_PLAN: FragmentPlan = plan_fragments(LEAFY, 2)
@@ -50,7 +51,7 @@ def model_of(
     anchor_history: int = 2,
 ) -> GlobalModel:
     """A model in this process."""
-    merge, how = merge or MergeConfig(), make_outer(outer)
+    merge, how = merge or MergeConfig(), outer_of(outer, plan)
     setup = Setup(share(plan, merge, shards, cut=how.elementwise), how, up, down, anchor_history)
     factor = merge.outlier_factor
     return GlobalModel(plan, parameters, local_arithmetic(setup), weights="tokens2_per_step", outlier_factor=factor)

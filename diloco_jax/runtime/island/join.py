@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.runtime.model.global_model import make_setup
+from diloco_jax.runtime.model.global_model import make_shares
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig, fingerprint
 from diloco_jax.training.data import load_source
@@ -258,7 +258,7 @@ def make_dialler(
         run_id=config.name,
         learner_id=learner_id,
         incarnation=incarnation,
-        shares=make_setup(config, plan).shares,
+        shares=make_shares(config, plan),
         up=config.wire.up,
         down=config.wire.down,
         host=LEADER if hosts is None else hosts.host,

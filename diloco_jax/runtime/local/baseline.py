@@ -82,10 +82,10 @@ class DataParallelRun:
         self._telemetry.write(record | {"tokens": self._tokens, "global_step": step, "loss": loss, "step_s": step_s})
 
     def _evaluate(self, step: int, batches: int) -> dict[str, Any]:
-        result = self._evaluator.evaluate(self._island.parameters(), batches)
+        result = self._evaluator.evaluate(self._island.parameters(), batches, step)
         self._eval_loss = result["loss"]
         record = {"kind": "eval", "t": self._now_s(), "global_step": step, "tokens": self._tokens}
-        self._telemetry.write(record | {"loss": result["loss"], "bits_per_byte": result["bits_per_byte"]})
+        self._telemetry.write(record | {key: result[key] for key in ("loss", "bits_per_byte", "scores")})
         return result
 
     def _tell(self, step: int, state: str) -> None:
@@ -111,6 +111,7 @@ class DataParallelRun:
         summary = {
             "eval_loss": result["loss"],
             "eval_bits_per_byte": result["bits_per_byte"],
+            "eval_scores": result["scores"],
             "tokens": self._tokens,
             "merged_tokens": self._tokens,
             "wall_s": round(ended_s, 3),
@@ -120,7 +121,7 @@ class DataParallelRun:
             "contributors_per_round": 1.0,
             "unmerged_fragments": [],
             "steps_per_round": 1.0,
-            "alarms": [],
+            "alarms": self._evaluator.scorer.alarms,
             "wire": {"up_bytes": 0, "down_bytes": 0, "data_parallel_bytes": 0},
             "learners": {NAME: {**learner, "step_overhead": round(1 - share, 4)}},
             "complete": step >= self._config.planned_steps,

@@ -1,27 +1,27 @@
 """Find out whether a run can begin, before any of its processes starts: model, data, fragments, credentials.
 
-Nothing is computed, no file of the corpus is read, and no accelerator is looked for: its processes will want it.
+Nothing is computed, no file of the corpus is read, and no accelerator is looked for: its processes will want it. Code
+of the user's own is made once, as the processes will make it.
 """
 
 from __future__ import annotations
 
 import shutil
-import traceback
-from pathlib import Path
 
 import jax
 import numpy as np
 
 from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.runtime.model.global_model import make_setup
+from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data import check_source
+from diloco_jax.training.named import failure, is_ours
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.training.sharding import MeshConfig
 from diloco_jax.transport.link import check_free, split_address
 from diloco_jax.transport.trust.security import credentials
-
-PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def check_input(config: RunConfig) -> None:
@@ -30,6 +30,7 @@ def check_input(config: RunConfig) -> None:
     Raises:
         ValueError: something is missing or wrong; names the setting and the remedy.
     """
+    jax.config.update("jax_platforms", "cpu")  # arrays of the user's code must not take what islands will need
     if config.algorithm == "decoupled":
         _check_transport(config)
     if config.islands.command and shutil.which(config.islands.command[0]) is None:
@@ -44,7 +45,8 @@ def check_input(config: RunConfig) -> None:
     check_source(config.data, config.train.seq_len, config.train.eval_batch_size)
     learning_rate(config.optimizer, config.planned_steps)
     blueprint = _check_model(config)
-    config.fragments.plan(blueprint.shapes, blueprint.kinds, config.protocol.num_fragments)
+    make_setup(config, config.fragments.plan(blueprint.shapes, blueprint.kinds, config.protocol.num_fragments))
+    Scorer(config.evaluation)
 
 
 def _check_transport(config: RunConfig) -> None:
@@ -69,17 +71,5 @@ def _check_model(config: RunConfig) -> Blueprint:
         draw = jax.ShapeDtypeStruct((2,), np.uint32) if blueprint.streams.kinds else None
         jax.eval_shape(blueprint.step, blueprint.state_shapes, batch, rate, draw)
     except Exception as error:  # of the model's own code it may be anything
-        frames = traceback.extract_tb(error.__traceback__)
-        if isinstance(error, ValueError) and PACKAGE in Path(frames[-1].filename).parents:
-            raise  # in our words
-        frame = next((frame for frame in reversed(frames) if not _is_library(frame.filename)), frames[-1])
-        raise ValueError(
-            f"model.module '{config.model.module}' fails: {type(error).__name__}: {' '.join(str(error).split())[:300]} "
-            f"({frame.filename}, line {frame.lineno}); correct it, or model.args"
-        ) from error
+        raise error if is_ours(error) else failure("model", config.model.module, error) from error
     return blueprint
-
-
-def _is_library(filename: str) -> bool:
-    path = Path(filename)
-    return "site-packages" in path.parts or PACKAGE in path.parents

@@ -21,6 +21,7 @@ MAY_CHANGE = (
     "syncer",
     "checkpoints",
     "transport",
+    "evaluation",
     "data.path",
     "islands.restarts_max",
     "islands.restart_delay_s",

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data import SampleOrder, eval_batches, load_source
@@ -37,6 +38,7 @@ class Evaluator:
                 "it; name a model with the same parameters in model.module if there is one"
             )
         self._config = config
+        self.scorer = Scorer(config.evaluation)
         self._source = load_source(config.data, config.train.seq_len)
         self.corpus = self._source.corpus
         device = jax.local_devices(backend="cpu")[0]
@@ -52,24 +54,28 @@ class Evaluator:
         drawn = self._blueprint.draw()
         return {path: np.array(drawn.pop(path), np.float32) for path in sorted(drawn)}
 
-    def evaluate(self, parameters: Mapping[str, np.ndarray], max_batches: int) -> dict[str, Any]:
+    def evaluate(self, parameters: Mapping[str, np.ndarray], max_batches: int, global_step: int = 0) -> dict[str, Any]:
         """Compute the mean held-out loss of these parameters.
 
         Args:
             parameters: float32 arrays by path.
             max_batches: batches of train.eval_batch_size sequences; fewer when the split is smaller.
+            global_step: of the parameters.
 
         Returns:
-            loss in nats per token, bits_per_byte (None unless a token is a byte), tokens.
+            loss in nats per token, bits_per_byte (None unless a token is a byte), tokens, and scores, the numbers of
+            evaluation.module by name.
 
         Raises:
             ValueError: paths or shapes are not those of the model.
         """
         batches = eval_batches(self._source, self._config.train.eval_batch_size, max_batches)
         placed = self._placed(parameters)
-        result = self._blueprint.mean_loss(placed, self._settled(placed), batches)
-        bits = result["loss"] / math.log(2) if self._config.data.format == "bytes" else None
-        return {"loss": result["loss"], "bits_per_byte": bits, "tokens": int(result["tokens"])}
+        other = self._settled(placed)
+        result = self._blueprint.mean_loss(placed, other, batches)
+        bits = result["loss"] / math.log(2) if self._config.data.of_bytes else None
+        scores = self.scorer.scores(lambda: self._blueprint.model(placed, other), global_step)
+        return {"loss": result["loss"], "bits_per_byte": bits, "tokens": int(result["tokens"]), "scores": scores}
 
     def write(self, prompt: bytes, parameters: Mapping[str, np.ndarray], count: int, how: Writing) -> bytes:
         """Continue a text by `count` bytes with these parameters.
@@ -140,10 +146,10 @@ def cannot_write(config: RunConfig) -> str:
     """Say why the model of a run cannot write text, or nothing if it can."""
     if config.model.own:
         return "the run's model is the islands' own (model.module: own), which nothing here knows; let your loop write"
-    if config.data.format != "bytes":
+    if not config.data.of_bytes:
         return (
-            "the run was trained on token ids (data.format: tokens), and nothing here turns them into text; "
-            "read its checkpoint with the tokenizer that made them"
+            "the run was trained on token ids (data.format: tokens, or data.module), and nothing here turns them into "
+            "text; read its checkpoint with the tokenizer that made them"
         )
     if not callable(getattr(find_model(config.model.module), "generate", None)):
         return (
@@ -192,7 +198,7 @@ class Evaluations:
     def _evaluate(self, global_step: int, tokens: int, assemble: Assemble) -> None:
         assert self._evaluator is not None, "nobody evaluates"
         try:
-            result = self._evaluator.evaluate(assemble(), self._batches)
+            result = self._evaluator.evaluate(assemble(), self._batches, global_step)
             self._report({**result, "global_step": global_step, "tokens": tokens})
         except Exception as error:
             self._report(error)

@@ -16,20 +16,22 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from diloco_jax.core.fragments import FragmentPlan, put, take
 from diloco_jax.core.layout import Layout, combined
 from diloco_jax.core.merge import WeightScheme, token_weights
-from diloco_jax.core.outer import make_outer
+from diloco_jax.core.outer import Optax, Outer, OuterConfig, make_outer
 from diloco_jax.core.passes import State, norms
-from diloco_jax.core.shards import share
+from diloco_jax.core.shards import Shares, share
 from diloco_jax.protocol.effects import Merge
 from diloco_jax.protocol.messages import NO_VERSION
 from diloco_jax.runtime.model.arithmetic import Arithmetic, Moment
 from diloco_jax.runtime.model.model_share import Bytes, Setup
 from diloco_jax.runtime.model.usable import ODD_BEFORE, RATES_KEPT, RATES_MIN, Candidate, Mark, Odd, choose, median
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.training.named import make_transformation
 
 Arrays = dict[str, np.ndarray]
 
@@ -300,10 +302,27 @@ class GlobalModel:
         return mark, State(flat, outer, residual)
 
 
+def make_shares(config: RunConfig, plan: FragmentPlan) -> Shares:
+    """Return how a run's model is dealt out."""
+    return share(plan, config.merge, max(1, config.syncer.shards), cut=config.outer.elementwise)
+
+
+def outer_of(config: OuterConfig, plan: FragmentPlan) -> Outer:
+    """Return a run's outer optimizer, built-in or the user's own.
+
+    Raises:
+        ValueError: outer.module is none that can update these fragments.
+    """
+    if not config.module:
+        return make_outer(config)
+    shapes = dict(each for fragment in plan.fragments for each in fragment.keys_shapes)
+    params = {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in shapes.items()}
+    return Optax(make_transformation("outer", config.module, config.args, params))
+
+
 def make_setup(config: RunConfig, plan: FragmentPlan) -> Setup:
-    """Return what a run's processes compute, in so many shares."""
-    outer = make_outer(config.outer)
-    shares = share(plan, config.merge, max(1, config.syncer.shards), cut=outer.elementwise)
+    """Return what a run's processes compute, in so many shares. Raises as `outer_of`."""
+    shares, outer = make_shares(config, plan), outer_of(config.outer, plan)
     return Setup(shares, outer, config.wire.up, config.wire.down, config.protocol.anchor_history)
 
 

@@ -33,6 +33,7 @@ def compose_status(
     stopped: bool,
     alarms: Sequence[str],
     eval_loss: float | None,
+    eval_scores: Mapping[str, float | None],
     wire: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return what the run does now, for `diloco status` and the live view.
@@ -43,7 +44,7 @@ def compose_status(
         now_s: the run's clock.
         stopped: whether it was ended early.
         alarms: what is wrong with the syncer itself, such as a full disk; the first is what everybody waits for.
-        eval_loss: newest evaluation.
+        eval_loss, eval_scores: newest evaluation.
         wire: bytes moved.
     """
     learners = stats.status(now_s)
@@ -60,6 +61,7 @@ def compose_status(
         "tokens": stats.tokens,
         "tokens_per_s": round(sum(row["tokens_per_s"] for row in learners), 1),
         "eval_loss": eval_loss,
+        "eval_scores": dict(eval_scores),
         "contributors_per_round": round(stats.contributors_per_round, 3),
         "wire": dict(wire),
         "learners": learners,

@@ -7,7 +7,7 @@ since the run began, bytes and tokens cumulative:
     closed, merged, abandoned, joined, left, silent, back, finished
             t global_step fragment_id members reason                             (the protocol's Note)
     wire    t global_step up_bytes down_bytes
-    eval    t global_step tokens loss bits_per_byte                              (of the global model)
+    eval    t global_step tokens loss bits_per_byte scores                       (of the global model)
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ class Scalars:
             self._add(GLOBAL, record["global_step"], values)
         elif kind == "eval":
             values = {"evaluation/loss": record["loss"], "evaluation/bits_per_byte": record["bits_per_byte"]}
-            values["learning/tokens"] = record["tokens"]
+            values |= {"learning/tokens": record["tokens"]}
+            values |= {f"evaluation/{name}": value for name, value in record.get("scores", {}).items()}
             self._add(GLOBAL, record["global_step"], values)
 
     def _tokens_per_s(self, record: Mapping[str, Any]) -> float | None:

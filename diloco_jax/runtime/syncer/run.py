@@ -143,11 +143,15 @@ class SyncerRun:
         if not keeper.saved:
             keeper.save_last(watch.tell)
         evaluations.close()
-        result: dict[str, Any] = {"loss": watch.eval_loss, "bits_per_byte": None}
+        step, batches = self._machine.global_step, self._config.train.final_eval_batches
+        result: dict[str, Any] = {"loss": watch.eval_loss, "bits_per_byte": None, "scores": {}}
+        alarms: list[str] = []
         if self._evaluator is not None:
-            result = self._evaluator.evaluate(self._model.parameters(), self._config.train.final_eval_batches)
-            watch.on_eval(result | {"global_step": self._machine.global_step, "tokens": summary["tokens"]}, ended_s)
-        summary = {"eval_loss": result["loss"], "eval_bits_per_byte": result["bits_per_byte"], **summary}
+            result = self._evaluator.evaluate(self._model.parameters(), batches, step)
+            watch.on_eval(result | {"global_step": step, "tokens": summary["tokens"]}, ended_s)
+            alarms = self._evaluator.scorer.alarms
+        found = {f"eval_{key}": result[key] for key in ("loss", "bits_per_byte", "scores")}
+        summary = {**found, **summary, "alarms": summary["alarms"] + alarms}
         summary |= {"complete": self._machine.finished, "num_parameters": self._num_parameters}
         write_json(self._run_dir / SUMMARY_FILE, summary)
         if warning := never_merged(summary["unmerged_fragments"]):

@@ -34,7 +34,7 @@ class Watch:
     def __init__(self, parts: Parts, earlier: Earlier, alarms: Callable[[], Sequence[str]]) -> None:
         self._parts = parts
         self._wire_before = earlier.wire
-        self.eval_loss = earlier.eval_loss
+        self.eval_loss, self._eval_scores = earlier.eval_loss, dict[str, float | None]()
         self._alarms = alarms
         self._listener: GrpcListener | ShardedListener | None = None
         self._telemetry = Telemetry(parts.run_dir, tensorboard=parts.config.tensorboard)
@@ -69,9 +69,9 @@ class Watch:
 
     def on_eval(self, result: dict[str, Any], now_s: float) -> None:
         """Tell what an evaluation came to."""
-        self.eval_loss = result["loss"]
+        self.eval_loss, self._eval_scores = result["loss"], result["scores"]
         record = {"kind": "eval", "t": now_s, "global_step": result["global_step"], "tokens": result["tokens"]}
-        self._telemetry.write(record | {"loss": result["loss"], "bits_per_byte": result["bits_per_byte"]})
+        self._telemetry.write(record | {key: result[key] for key in ("loss", "bits_per_byte", "scores")})
         log.info(f"global step {result['global_step']}: evaluation loss {result['loss']:.4f}")
 
     def wire(self) -> dict[str, int]:
@@ -92,6 +92,7 @@ class Watch:
             stopped=parts.stop.is_set() and not parts.machine.finished,
             alarms=self._alarms(),
             eval_loss=self.eval_loss,
+            eval_scores=self._eval_scores,
             wire=self.wire(),
         )
         if self._listener is not None:

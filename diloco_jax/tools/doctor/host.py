@@ -28,11 +28,13 @@ def check_data(config: RunConfig) -> Check:
     try:
         source = load_source(config.data, config.train.seq_len)
     except (ValueError, OSError) as error:
-        return of_error("data", error, "correct data.path on this machine")
+        return of_error("data", error, "correct data.path or data.module on this machine")
     windows = len(source.train)
     share = config.planned_steps * config.train.batch_size / windows
     read = f"reads them {share:.1f} times" if share > 1 else f"reads {share:.2%} of them"
-    return Check("data", "ok", f"{config.data.path}: {windows:,} training windows, the run {read}")
+    return Check(
+        "data", "ok", f"{config.data.module or config.data.path}: {windows:,} training windows, the run {read}"
+    )
 
 
 def check_memory(need_bytes: float, path: Path = MEMORY) -> Check:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from diloco_jax.runtime.model.global_model import make_setup
+from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.settings.run import RunConfig, fingerprint
 from diloco_jax.tools.budget.links import LinkNeeds
 from diloco_jax.tools.budget.memory import num_parameters
@@ -34,10 +36,13 @@ def part_of(config: RunConfig, island: str = "") -> ProcessPart:
     """Work out the part of an island's process, or of the syncer's where no island is named.
 
     Raises:
-        ValueError: the model cannot be loaded.
+        ValueError: the model, or code of the user's own, cannot be loaded.
     """
     found = outline(config, IslandKind(config.island(island), (island,)))
     settings = dict(fingerprint(config, found.plan.fingerprint, _corpus(config)))
+    if not island:  # code of the user's own that is the syncer's alone
+        make_setup(config, found.plan)
+        Scorer(config.evaluation)
     own = (found.needs.host, found.needs.disk_bytes) if island else syncer_needs(config, found.plan)
     return ProcessPart(num_parameters(found.blueprint), settings, found.links, sum(own[0]), own[1])
 

@@ -263,12 +263,13 @@ def replay_synthetic(config: RunConfig, folder: Path, out: Path, until: int | No
     parameters = this.model.parameters()
     learners = _work(this, config.island("").batch_size * config.train.seq_len)
     tokens = sum(row["tokens"] for row in learners.values())
-    result = this.evaluator.evaluate(parameters, config.train.final_eval_batches)
+    result = this.evaluator.evaluate(parameters, config.train.final_eval_batches, this.script.global_step)
     meta = {"global_step": this.script.global_step, "tokens": tokens, "run": config.name}
     checkpoint.save_parameters(out / CHECKPOINTS, parameters, meta)
     summary = {
         "eval_loss": result["loss"],
         "eval_bits_per_byte": result["bits_per_byte"],
+        "eval_scores": result["scores"],
         "sha256": digest_of(parameters),
         "tokens": tokens,
         "global_steps": this.script.global_step,

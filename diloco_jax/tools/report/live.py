@@ -3,9 +3,9 @@
 Both read the status that the syncer writes about once a second, one JSON object:
 
     run, state (starting, running, complete, stopped; liveness.py has more), global_step, total_steps, waiting_for,
-    wall_s, tokens, tokens_per_s, eval_loss, contributors_per_round, wire: {up_bytes, down_bytes}, epoch (life of the
-    syncer), alarms (what is wrong: a full disk of the syncer, islands that outrun rounds), said: {machine, process,
-    supervisor, unix_s (when)}, learners: [
+    wall_s, tokens, tokens_per_s, eval_loss, eval_scores (by name), contributors_per_round, wire: {up_bytes,
+    down_bytes}, epoch (life of the syncer), alarms (what is wrong: a full disk of the syncer, islands that outrun
+    rounds), said: {machine, process, supervisor, unix_s (when)}, learners: [
         {learner, state (joining, active, silent, gone), condition (protocol/watch/health.py), reason (for it),
          since_s (seconds in that condition), local_step, tokens, tokens_per_s, loss, step_s, last_merged_round,
          participation, restarts}]
@@ -168,7 +168,7 @@ def describe(status: Mapping[str, Any]) -> str:
     text += [
         f"waiting for: {status['waiting_for']}",
         f"tokens: {format_count(status['tokens'])}, now {format_count(status['tokens_per_s'])}/s; "
-        f"eval loss: {_or_none(status['eval_loss'], '.4f')}",
+        f"eval loss: {_or_none(status['eval_loss'], '.4f')}" + scores_text(status.get("eval_scores", {})),
         f"contributors per round: {status['contributors_per_round']:.2f}; moved up "
         f"{format_bytes(status['wire']['up_bytes'])}, down {format_bytes(status['wire']['down_bytes'])}",
     ]
@@ -190,6 +190,11 @@ def _condition(row: Mapping[str, Any]) -> str:
     reason = f"; {row['reason']}" if row["reason"] else ""
     condition = f"{row['condition']} for {format_duration(row['since_s'])}{details}{reason}"
     return f"{condition}; {merged}, participation {row['participation']:.0%}{restarts}"
+
+
+def scores_text(scores: Mapping[str, float | None]) -> str:
+    """Write the numbers of evaluation.module, to follow the loss."""
+    return "".join(f", {name} {_or_none(value, '.4g')}" for name, value in scores.items())
 
 
 class LiveView:

@@ -73,6 +73,7 @@ class Story:
     evals: list[tuple[float, float, float]] = field(default_factory=list)  # time, tokens, loss
     progress: list[tuple[float, int]] = field(default_factory=list)  # time, tokens of all learners
     bits_per_byte: float | None = None
+    scores: dict[str, float | None] = field(default_factory=dict)  # of the newest evaluation
     abandoned: int = 0
     global_step: int = 0
     end_s: float = 0.0
@@ -107,6 +108,7 @@ class Story:
         return {
             "eval_loss": self.evals[-1][2] if self.evals else None,
             "eval_bits_per_byte": self.bits_per_byte,
+            "eval_scores": self.scores,
             "tokens": self.tokens,
             "wall_s": self.end_s,
             "global_steps": self.global_step,
@@ -139,7 +141,7 @@ def read_story(path: Path) -> Story:
             story.wire.append((t, record["up_bytes"], record["down_bytes"]))
         elif kind == "eval" and record["loss"] is not None:
             story.evals.append((t, record["tokens"], record["loss"]))
-            story.bits_per_byte = record["bits_per_byte"]
+            story.bits_per_byte, story.scores = record["bits_per_byte"], record.get("scores", {})
         elif kind == "restarted":
             story.marks.append(LearnerMark(t, kind, SYNCER, record["reason"]))
             back.clear()
@@ -297,6 +299,7 @@ def _figures(summary: Mapping[str, Any]) -> str:
     cells: list[tuple[str, Any, Callable[[Any], str]]] = [
         ("eval loss", summary["eval_loss"], "{:.4f}".format),
         ("bits per byte", summary["eval_bits_per_byte"], "{:.4f}".format),
+        *((escape(name), value, "{:.4g}".format) for name, value in summary["eval_scores"].items()),
         ("tokens", summary["tokens"], format_count),
         ("wall time", summary["wall_s"], format_duration),
         ("global steps", summary["global_steps"], str),

@@ -7,7 +7,6 @@ class as `package.module:Class`. Parameters leave the module as a flat dict from
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
@@ -17,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from diloco_jax.training.models.variables import path_of, prepare
+from diloco_jax.training.named import check_setting, load_named
 from diloco_jax.training.sharding import LogicalAxes
 
 Batch = Mapping[str, Int32[Array, "..."]]  # {"tokens": int32 [batch, length + 1]}
@@ -65,9 +65,10 @@ class ModelConfig:
         return self.module == OWN
 
     def __post_init__(self) -> None:
-        package, _, name = self.module.partition(":")
-        if not self.own and (not package or not name):
-            raise ValueError(f"model.module is '{self.module}'; write it as package.module:Class")
+        if not self.module:
+            raise ValueError("model.module is ''; write it as package.module:Name, or own")
+        if not self.own:
+            check_setting("model", self.module, self.args)
 
 
 def config_from_args(config_class: type[T], args: Mapping[str, Any], where: str = "model.args") -> T:
@@ -93,13 +94,7 @@ def find_model(module: str) -> type[nnx.Module]:
     Raises:
       ValueError: it cannot be imported, is no `nnx.Module`, or lacks a method of `TrainableModel`.
     """
-    package, _, name = module.partition(":")
-    try:
-        found = getattr(importlib.import_module(package), name)
-    except ImportError as error:
-        raise ValueError(f"model.module '{module}' cannot be imported: {error}; install or correct it") from error
-    except AttributeError as error:
-        raise ValueError(f"model.module '{module}': '{package}' has no attribute '{name}'") from error
+    found = load_named("model", module)
     if not (isinstance(found, type) and issubclass(found, nnx.Module)):
         raise ValueError(f"model.module '{module}' is not a flax.nnx.Module class; derive it from nnx.Module")
     missing = [method for method in ("from_config", "loss") if not callable(getattr(found, method, None))]

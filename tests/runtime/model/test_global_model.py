@@ -12,7 +12,7 @@ from diloco_jax.core.layout import value_digest
 from diloco_jax.core.outer import OuterConfig
 from diloco_jax.runtime.model.global_model import GlobalModel
 from diloco_jax.runtime.model.usable import RATES_KEPT, RATES_MIN
-from tests.runtime.models import FRAGMENTS, gradient, make_model, merge, order
+from tests.runtime.models import FRAGMENTS, OWN, gradient, make_model, merge, order
 
 
 def settle(model: GlobalModel, rounds: int = RATES_MIN, norm: float = 1.0, fragment_id: int = 0) -> int:
@@ -49,7 +49,9 @@ def test_a_capture_stays_as_it_was_and_can_be_gone_back_to() -> None:
     assert [m.state.digest for m in first if m.state] == [m.state.digest for m in again if m.state]
 
 
-@pytest.mark.parametrize("outer", [OuterConfig(), OuterConfig(momentum=0.9), OuterConfig(optimizer="adam")])
+@pytest.mark.parametrize(
+    "outer", [OuterConfig(), OuterConfig(momentum=0.9), OuterConfig(optimizer="adam"), OuterConfig(module=OWN)]
+)
 def test_what_is_packed_goes_on_bit_for_bit(outer: OuterConfig) -> None:
     model, other = make_model(outer), make_model(outer)
     step = settle(model, RATES_MIN)

@@ -97,5 +97,5 @@ def test_wrong_arguments_are_named(args: dict[str, Any], message: str) -> None:
 
 
 def test_the_module_is_written_with_a_colon() -> None:
-    with pytest.raises(ValueError, match=r"package\.module:Class"):
+    with pytest.raises(ValueError, match=r"package\.module:Name"):
         ModelConfig(module="diloco_jax.Decoder")

@@ -1,0 +1,123 @@
+"""Code of the user's own, which a config names as `package.module:Name`: imported, called with its arguments, checked.
+
+Each error is one sentence: the setting, its value, what is wrong, and the remedy. Nothing is registered; a name is
+found as Python finds it, in the working directory too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sysconfig
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+PACKAGE = Path(__file__).resolve().parents[1]
+LIBRARIES = {PACKAGE, Path(sysconfig.get_paths()["stdlib"])}
+MESSAGE_MAX = 300  # characters of an error that is not ours
+
+
+def check_setting(section: str, module: str, args: Mapping[str, Any]) -> None:
+    """Check how a section of a config names code (`module`, "" for none) and its `args`; nothing is imported.
+
+    Raises:
+      ValueError: the name is not written as it must be, or the arguments are not plain values.
+    """
+    package, _, name = module.partition(":")
+    if (module or args) and not (package and name):
+        raise ValueError(f"{section}.module is '{module}'; write it as package.module:Name")
+    try:
+        json.dumps(args)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{section}.args is {args}: {error}; use numbers, text, lists and mappings") from error
+
+
+def load_named(section: str, module: str) -> Any:
+    """Import what `<section>.module` names.
+
+    Raises:
+      ValueError: it cannot be imported, or is not there.
+    """
+    package, _, name = module.partition(":")
+    try:
+        return getattr(importlib.import_module(package), name)
+    except ImportError as error:
+        raise ValueError(f"{section}.module '{module}' cannot be imported: {error}; install or correct it") from error
+    except Exception as error:  # of the user's own code it may be anything
+        raise failure(section, module, error) from error
+
+
+def make_named(section: str, module: str, args: Mapping[str, Any]) -> Any:
+    """Call what `<section>.module` names with `<section>.args`.
+
+    Raises:
+      ValueError: it cannot be found, or fails.
+    """
+    found = load_named(section, module)
+    try:
+        return found(**args)
+    except Exception as error:
+        raise failure(section, module, error) from error
+
+
+def failure(section: str, module: str, error: Exception) -> ValueError:
+    """Return an error of the user's code in one sentence, with the last line of that code."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    said = " ".join(str(error).split())[:MESSAGE_MAX]
+    remedy = f"correct it, or {section}.args"
+    return ValueError(f"{section}.module '{module}' fails: {type(error).__name__}: {said}{place}; {remedy}")
+
+
+def is_ours(error: Exception) -> bool:
+    """Tell whether an error is a sentence of this package, which needs no other words."""
+    raised = traceback.extract_tb(error.__traceback__)[-1]
+    return isinstance(error, ValueError) and PACKAGE in Path(raised.filename).parents
+
+
+def _is_library(filename: str) -> bool:
+    path = Path(filename)
+    return filename.startswith("<") or "site-packages" in path.parts or not LIBRARIES.isdisjoint(path.parents)
+
+
+def make_transformation(
+    section: str, module: str, args: Mapping[str, Any], params: Mapping[str, Any]
+) -> optax.GradientTransformation:
+    """Make an optax transformation of the user's own, and check it on the shapes of what it will update, by path.
+
+    Raises:
+      ValueError: as `make_named`; or it is no transformation, or not one of these parameters.
+    """
+    tx = make_named(section, module, args)
+    where = f"{section}.module '{module}'"
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        kind = type(tx).__name__
+        raise ValueError(f"{where} returns a {kind} without init and update; return an optax.GradientTransformation")
+    given = {path: jax.ShapeDtypeStruct(value.shape, value.dtype) for path, value in params.items()}
+    try:
+        before = jax.eval_shape(tx.init, given)
+        moves, after = jax.eval_shape(tx.update, given, before, given)
+    except Exception as error:
+        raise failure(section, module, error) from error
+    for what, found, wanted in (("updates", moves, given), ("state", after, before)):
+        if different := sorted(_shapes(found).items() ^ _shapes(wanted).items()):
+            leaf = f"{different[0][0]} of shape {different[0][1]} is in one of them only"
+            raise ValueError(
+                f"{where} returns another {what} structure than it was given: {leaf}; keep names and shapes"
+            )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(before):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            key = f"a typed random key in its state ({jax.tree_util.keystr(path)})"
+            raise ValueError(f"{where} has {key}, which cannot be saved or sent; keep jax.random.key_data of it")
+    return tx
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in leaves}
