@@ -31,6 +31,7 @@ COMMANDS: dict[str, Command] = {
     "baseline": runs.baseline,
     "status": records.status,
     "drain": records.drain,
+    "profile": records.profile,
     "eval": records.evaluate,
     "sample": records.sample,
     "report": records.report,

@@ -54,6 +54,15 @@ def drain(arguments: argparse.Namespace) -> int:
     return 0 if ok else FAILED
 
 
+def profile(arguments: argparse.Namespace) -> int:
+    from diloco_jax.runtime.learner.profiling import ask_profile
+
+    result = ask_profile(Path(arguments.run), arguments.island, arguments.steps)
+    told = f"{result['steps']} steps of {arguments.island}: xprof --logdir {result['folder']}"
+    show(arguments, result, lambda _: told)
+    return 0
+
+
 def report(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.report.page import write_report
 

@@ -30,6 +30,7 @@ from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.whole_state import SavedStates
 from diloco_jax.runtime.learner.decisions import Signals
 from diloco_jax.runtime.learner.joined import Joined
+from diloco_jax.runtime.learner.profiling import Profiling
 from diloco_jax.runtime.learner.states import States
 from diloco_jax.runtime.learner.tape import LearnerTape
 from diloco_jax.settings.run import RunConfig, fingerprint
@@ -96,7 +97,8 @@ class LearnerRun:
         states = States(self._machine, host, tape, disk, saved)
         dialler = make_dialler(config, host.plan, learner_id, incarnation, address, hosts)
         payloads = make_sender(host, signals.fail)
-        self.joined = Joined(config, self._machine, host, dialler, tape, states, payloads, signals)
+        profiling = Profiling(run_dir, learner_id)
+        self.joined = Joined(config, self._machine, host, dialler, tape, states, payloads, signals, profiling)
 
     def run(self) -> str:
         """Train until the syncer says stop, or until stopped; returns the reason.

@@ -19,6 +19,7 @@ CHECKPOINTS = "checkpoints"
 LEARNERS = "learners"  # below checkpoints: what each learner saved of itself
 TAPES = "tapes"  # what each learner did
 LOGS = "logs"
+PROFILES = "profiles"  # what jax.profiler wrote of some steps of an island
 PROGRAMS = "programs"  # compiled ones, so that a process that starts again need not compile
 TENSORBOARD = "tensorboard"
 
