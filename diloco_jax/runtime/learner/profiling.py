@@ -100,7 +100,7 @@ class Profiling:
             self._mark = None
 
     def _tell(self, state: str, **more: str) -> None:
-        write_json(self._path, {"state": state, "steps": self._steps, "folder": str(self._folder), **more})
+        write_json(self._path, {"state": state, "steps": self._steps, "folder": self._folder.name, **more})
 
 
 def order_path(run_dir: Path, learner_id: str) -> Path:
@@ -145,7 +145,7 @@ def _await(path: Path, learner_id: str) -> Mapping[str, Any]:
         except FileNotFoundError:
             raise ValueError(f"{learner_id} has started again, and forgot the order; ask again") from None
         if order["state"] == DONE:
-            return order
+            return {**order, "folder": str(path.parent / order["folder"])}
         if order["state"] == FAILED:
             raise ValueError(f"{learner_id} could not be profiled, and trains on: {order['reason']}")
         if told_s_ago > SILENCE_S:
