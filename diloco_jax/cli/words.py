@@ -173,6 +173,8 @@ def _looking_words(add: Add) -> None:
     sample.add_argument("--seed", type=int, default=0, help="of what is drawn; default: 0")
     report = add("report", "Write report.html of a run.")
     report.add_argument("run", help="folder of the run")
+    about = "instead, write all islands on one timeline for ui.perfetto.dev; default: RUN/perfetto.json.gz"
+    report.add_argument("--perfetto", metavar="FILE", nargs="?", const="", help=about)
     replay = add("replay", "Train a run again from its tapes, and compare the result bit for bit.")
     replay.add_argument("run", help="folder of the run; with --config, of a simulation's tapes")
     replay.add_argument(
