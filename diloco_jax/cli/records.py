@@ -57,9 +57,8 @@ def drain(arguments: argparse.Namespace) -> int:
 def profile(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.learner.profiling import ask_profile
 
-    result = ask_profile(Path(arguments.run), arguments.island, arguments.steps)
-    told = f"{result['steps']} steps of {arguments.island}: xprof --logdir {result['folder']}"
-    show(arguments, result, lambda _: told)
+    folder = ask_profile(Path(arguments.run), arguments.island, arguments.steps)
+    show(arguments, {"profile": str(folder)}, lambda _: f"a profile of {arguments.island}: xprof --logdir {folder}")
     return 0
 
 
@@ -71,7 +70,7 @@ def report(arguments: argparse.Namespace) -> int:
     if arguments.perfetto is not None:
         config, path = load(run_config(arguments.run)), Path(arguments.perfetto) if arguments.perfetto else None
         trace = write_perfetto(Path(arguments.run), config.protocol, config.train.steps, path)
-        show(arguments, {"perfetto": str(trace)}, lambda result: f"{result['perfetto']}: open it in ui.perfetto.dev")
+        show(arguments, {"perfetto": str(trace)}, lambda _: f"{trace}: open it in ui.perfetto.dev")
         return 0
     show(arguments, {"report": str(write_report(Path(arguments.run)))}, lambda result: result["report"])
     return 0

@@ -1,6 +1,6 @@
 """A profile of some steps of an island, on demand: `diloco profile` leaves an order in the run's folder.
 
-RUN/profiles/NAME.json   the order, and what becomes of it: state is asked, profiling, done or failed; steps, folder
+RUN/profiles/NAME.json   {"steps": N}, as long as somebody waits; the learner adds "folder" or "failed" in the end
 RUN/profiles/NAME-STEP/  what jax.profiler wrote of the steps after STEP: xprof and TensorBoard open it
 
 The learner looks for orders between two steps, so its process needs no port. A profiler that fails never stops it.
@@ -11,21 +11,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from diloco_jax.runtime.records.files import PROFILES, STATUS_FILE, TAPES
-from diloco_jax.runtime.records.liveness import DEAD, ENDED
-from diloco_jax.runtime.records.status import read_status
+from diloco_jax.runtime.records.files import PROFILES, TAPES
 from diloco_jax.runtime.records.telemetry import read_object, write_json
 
 STEPS_MAX = 1000  # a trace of so many steps is as large as viewers take
-LOOK_S = 0.5  # between two looks for an order
-SILENCE_S = 120.0  # without a step an order is given up
-ASKED, PROFILING, DONE, FAILED = "asked", "profiling", "done", "failed"
+LOOK_S = 0.5  # between two looks for an order, or for what became of it
+LINE_BYTES_MAX = 1 << 16  # of the last line of a learner's tape
+SILENCE_S = 120.0  # a learner that made no step for so long makes none
 
 log = logging.getLogger(__name__)
 
@@ -34,77 +30,62 @@ class Profiling:
     """The learner's side. Only the thread that steps may call it."""
 
     def __init__(self, run_dir: Path, learner_id: str) -> None:
-        self._path = order_path(run_dir, learner_id)
-        self._steps = self._left = 0
+        self._path = _order_path(run_dir, learner_id)
+        self._left = 0  # steps that are still to be profiled
         self._folder = Path()
-        self._mark: jax.profiler.StepTraceAnnotation | None = None
-        self._look_at_s = self._tell_at_s = 0.0
+        self._mark = contextlib.ExitStack()
+        self._look_at_s = 0.0
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)  # an order to an earlier life
 
     def step_done(self, local_step: int) -> None:
         """Begin, go on with or end a profile, as an order says; `local_step` is the step that is done."""
-        now_s = time.monotonic()
         try:
+            self._mark.close()
             if self._left:
                 self._left -= 1
-                self._end_mark()
-                self._go_on(local_step, now_s)
-            elif now_s >= self._look_at_s:
-                self._look_at_s = now_s + LOOK_S
+                if not self._left:
+                    jax.profiler.stop_trace()
+                    self._tell("folder", self._folder.name)
+            elif time.monotonic() >= self._look_at_s:
+                self._look_at_s = time.monotonic() + LOOK_S
                 if self._path.exists():
                     self._begin(local_step)
+            if self._left:
+                self._mark.enter_context(jax.profiler.StepTraceAnnotation("step", step_num=local_step + 1))
         except Exception as error:  # of the profiler, or of the disk
             log.warning(f"no profile: {error}")
-            if self._left:
-                with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):
+                if self._left:
+                    self._left = 0
                     jax.profiler.stop_trace()
-            self._left = 0
             with contextlib.suppress(OSError):
-                self._tell(FAILED, reason=str(error))
+                self._tell("failed", str(error))
 
     def close(self) -> None:
         """End a profile early: there are no more steps."""
         if self._left:
-            self._steps -= self._left
             self._left = 1
-            self.step_done(-1)
+            self.step_done(0)
 
     def _begin(self, local_step: int) -> None:
-        order = read_object(self._path, "state", "steps")
-        if order["state"] != ASKED:  # nobody has fetched the outcome of another one
+        order = read_object(self._path, "steps")
+        if "folder" in order or "failed" in order:
             return
-        self._steps = check_steps(order["steps"])
-        self._folder = self._path.with_suffix("").with_name(f"{self._path.stem}-{local_step}")
+        steps = check_steps(order["steps"])
+        self._folder = self._path.with_name(f"{self._path.stem}-{local_step}")
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # every call of Python would slow the steps that are measured
         jax.profiler.start_trace(self._folder, profiler_options=options)
-        self._left = self._steps
-        self._go_on(local_step, time.monotonic())
+        self._left = steps
 
-    def _go_on(self, local_step: int, now_s: float) -> None:
-        if not self._left:
-            jax.profiler.stop_trace()
-            log.info(f"profiled {self._steps} steps: {self._folder}")
-            self._tell(DONE)
-            return
-        if now_s >= self._tell_at_s:
-            self._tell_at_s = now_s + LOOK_S
-            self._tell(PROFILING)
-        self._mark = jax.profiler.StepTraceAnnotation("step", step_num=local_step + 1)
-        self._mark.__enter__()
-
-    def _end_mark(self) -> None:
-        if self._mark is not None:
-            self._mark.__exit__(None, None, None)
-            self._mark = None
-
-    def _tell(self, state: str, **more: str) -> None:
-        write_json(self._path, {"state": state, "steps": self._steps, "folder": self._folder.name, **more})
+    def _tell(self, key: str, value: str) -> None:
+        log.info(f"profile: {key} {value}")
+        if self._path.exists():  # somebody waits
+            write_json(self._path, {"steps": 0, key: value})
 
 
-def order_path(run_dir: Path, learner_id: str) -> Path:
-    """Return the file by which a learner is asked for a profile."""
+def _order_path(run_dir: Path, learner_id: str) -> Path:
     return run_dir / PROFILES / f"{learner_id}.json"
 
 
@@ -115,56 +96,44 @@ def check_steps(steps: object) -> int:
     return steps
 
 
-def ask_profile(run_dir: Path, learner_id: str, steps: int) -> Mapping[str, Any]:
-    """Let a learner whose folder this is profile its next steps, and wait for it.
-
-    Returns:
-        The order as it ended: folder, and steps, fewer if the learner left meanwhile.
+def ask_profile(run_dir: Path, learner_id: str, steps: int) -> Path:
+    """Let a learner whose folder this is profile its next steps; returns the folder of the profile when it is there.
 
     Raises:
         ValueError: there is no such learner, it makes no steps, it is being profiled already, or its profiler failed.
     """
     check_steps(steps)
-    _check_running(run_dir, learner_id)
-    path = order_path(run_dir, learner_id)
-    with contextlib.suppress(FileNotFoundError):
-        if read_object(path, "state")["state"] in (ASKED, PROFILING) and time.time() - path.stat().st_mtime < SILENCE_S:
-            raise ValueError(f"{learner_id} is being profiled already; wait, or remove {path} if nobody waits for it")
+    tapes = sorted((run_dir / TAPES).glob("*.jsonl"), key=lambda tape: tape.stat().st_mtime)
+    newest = {tape.name.rsplit(".", 2)[0]: tape for tape in tapes}
+    if learner_id not in newest:
+        raise ValueError(
+            f"{run_dir} has no island {learner_id!r}; there are: {', '.join(sorted(newest)) or 'none yet'}"
+        )
+    path, tape = _order_path(run_dir, learner_id), newest[learner_id]
+    if path.exists():
+        raise ValueError(f"{learner_id} is being profiled already; wait, or remove {path} if nobody waits for it")
     path.parent.mkdir(exist_ok=True)
-    write_json(path, {"state": ASKED, "steps": steps})
+    write_json(path, {"steps": steps})
     try:
-        return _await(path, learner_id)
+        while True:
+            gone = _ended(tape)  # asked first: a learner that leaves ends its profile before its tape
+            if (order := read_object(path)).keys() & {"folder", "failed"}:
+                break
+            if gone:
+                raise ValueError(f"{learner_id} makes no steps; `diloco status {run_dir}` may say why")
+            time.sleep(LOOK_S / 2)
+    except FileNotFoundError:
+        raise ValueError(f"{learner_id} has started again, and forgot the order; ask again") from None
     finally:
         path.unlink(missing_ok=True)
+    if "failed" in order:
+        raise ValueError(f"{learner_id} could not be profiled, and trains on: {order['failed']}")
+    return path.with_name(order["folder"])
 
 
-def _await(path: Path, learner_id: str) -> Mapping[str, Any]:
-    while True:
-        try:
-            order, told_s_ago = read_object(path, "state"), time.time() - path.stat().st_mtime
-        except FileNotFoundError:
-            raise ValueError(f"{learner_id} has started again, and forgot the order; ask again") from None
-        if order["state"] == DONE:
-            return {**order, "folder": str(path.parent / order["folder"])}
-        if order["state"] == FAILED:
-            raise ValueError(f"{learner_id} could not be profiled, and trains on: {order['reason']}")
-        if told_s_ago > SILENCE_S:
-            raise ValueError(f"{learner_id} made no step for {SILENCE_S:g} s; see `diloco status {path.parent.parent}`")
-        time.sleep(LOOK_S / 2)
-
-
-def _check_running(run_dir: Path, learner_id: str) -> None:
-    """Raise ValueError unless this learner makes steps, as far as one can see on this machine."""
-    if (run_dir / STATUS_FILE).exists():
-        status = read_status(str(run_dir))
-        if status["state"] in (*DEAD, *ENDED):
-            raise ValueError(f"the run in {run_dir} is {status['state']}: no steps are made that could be profiled")
-        states = {row["learner"]: row["state"] for row in status["learners"]}
-    else:  # the folder of a learner whose syncer is elsewhere
-        states = {path.name.rsplit(".", 2)[0]: "active" for path in (run_dir / TAPES).glob("*.jsonl")}
-    if learner_id not in states:
-        raise ValueError(
-            f"{run_dir} has no island {learner_id!r}; there are: {', '.join(sorted(states)) or 'none yet'}"
-        )
-    if states[learner_id] == "gone":
-        raise ValueError(f"{learner_id} has left, and makes no steps; `diloco status {run_dir}` says why")
+def _ended(tape: Path) -> bool:
+    """Return whether the learner of this tape has left, or has made no step for long."""
+    with tape.open("rb") as lines:
+        lines.seek(max(0, lines.seek(0, 2) - LINE_BYTES_MAX))
+        left = lines.read().rpartition(b'\n["')[2].startswith(b"end")
+    return left or time.time() - tape.stat().st_mtime > SILENCE_S

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from diloco_jax.protocol.effects import Effect, Merge, Note, Send
 from diloco_jax.protocol.messages import SYNCER, FragmentValue, GlobalFragment, PullRequest, StepReport
@@ -22,7 +22,7 @@ from diloco_jax.runtime.records.telemetry import finite, read_metrics
 from diloco_jax.tools.replay.script import fingerprint_of, inputs
 
 TRACE_FILE = "perfetto.json.gz"
-STEP_REPORT, FRAGMENT_VALUE = StepReport.__name__, FragmentValue.__name__
+STEP_REPORT, FRAGMENT_VALUE = StepReport.__name__, FragmentValue.__name__  # inputs on a tape
 
 
 def write_perfetto(run_dir: Path, protocol: ProtocolConfig, total_steps: int, path: Path | None = None) -> Path:
@@ -37,81 +37,58 @@ def write_perfetto(run_dir: Path, protocol: ProtocolConfig, total_steps: int, pa
     Raises:
         ValueError: the folder has no tape, or one that cannot be replayed; names it.
     """
-    tape, target = run_dir / TAPE_FILE, path or run_dir / TRACE_FILE
-    machine = Syncer(protocol, total_steps, fingerprint_of(tape))
-    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with gzip.open(draft, "wt", encoding="utf-8") as file:
-            trace = _Trace(file)
-            timeline = _Timeline(trace)
-            for (kind, now_s, *fields), effects in inputs(tape, machine):
-                timeline.take(kind, now_s, fields)
-                for effect in effects:
-                    timeline.execute(effect, now_s)
-            if (run_dir / METRICS_FILE).exists():
-                for record in read_metrics(run_dir / METRICS_FILE):
-                    if record["kind"] == "eval":
-                        trace.moment(SYNCER, "evaluations", f"loss {record['loss']}", record["t"], **record)
-            trace.close()
-        os.replace(draft, target)
-    finally:
-        draft.unlink(missing_ok=True)
+    tape, trace = run_dir / TAPE_FILE, Trace()
+    timeline = _Timeline(trace)
+    for (kind, now_s, *fields), effects in inputs(tape, Syncer(protocol, total_steps, fingerprint_of(tape))):
+        timeline.take(kind, now_s, fields)
+        for effect in effects:
+            timeline.execute(effect, now_s)
+    for record in read_metrics(run_dir / METRICS_FILE) if (run_dir / METRICS_FILE).exists() else ():
+        if record["kind"] == "eval":
+            trace.draw(SYNCER, "evaluations", f"loss {record['loss']}", record["t"], facts=record)
+    target = path or run_dir / TRACE_FILE
+    with gzip.open(target, "wt", encoding="utf-8") as file:
+        json.dump({"displayTimeUnit": "ms", "traceEvents": finite(trace.events)}, file, separators=(",", ":"))
     return target
 
 
-class _Trace:
-    """The file: events of the Chrome trace format, with times in microseconds."""
+class Trace:
+    """Events in the Chrome trace format, with times in microseconds."""
 
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self._file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        self._separator = ""
-        self._processes: dict[str, int] = {}
-        self._threads: dict[tuple[str, str], int] = {}
-        self._lanes: dict[tuple[str, str], list[float]] = {}  # of each track: where the last span of a lane ends
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._ids: dict[tuple[str, ...], int] = {}  # of a process; of one of its threads
+        self._lanes: dict[tuple[str, str], list[float]] = {}  # of a track: where the last span of each lane ends
 
-    def close(self) -> None:
-        """Write the end of the file."""
-        self._file.write("\n]}\n")
+    def draw(
+        self, who: str, track: str, name: str, at_s: float, end_s: float | None = None, facts: object = None
+    ) -> None:
+        """Draw a moment, or a span; spans come as they end, and those that overlap lie in several lanes."""
+        more: dict[str, Any] = {"ph": "i", "s": "t"}
+        if end_s is not None:
+            lanes = self._lanes.setdefault((who, track), [])
+            lane = next((number for number, free_s in enumerate(lanes) if free_s <= at_s), len(lanes))
+            lanes[lane : lane + 1] = [end_s]
+            track += f" {lane + 1}" if lane else ""
+            more = {"ph": "X", "dur": round(end_s * 1e6) - round(at_s * 1e6)}
+        pid, tid = self._named("process_name", who), self._named("thread_name", who, track)
+        self.events.append({**more, "name": name, "pid": pid, "tid": tid, "ts": round(at_s * 1e6), "args": facts or {}})
 
-    def span(self, who: str, track: str, name: str, begin_s: float, end_s: float, **facts: Any) -> None:
-        """Draw something that took time; spans come as they end, and those that overlap lie in several lanes."""
-        lanes = self._lanes.setdefault((who, track), [])
-        lane = next((number for number, free_s in enumerate(lanes) if free_s <= begin_s), len(lanes))
-        lanes[lane:] = [end_s, *lanes[lane + 1 :]]
-        begin_us = round(begin_s * 1e6)
-        timed = {"ts": begin_us, "dur": max(0, round(end_s * 1e6) - begin_us)}
-        self._put("X", who, track if not lane else f"{track} {lane + 1}", name, args=facts, **timed)
-
-    def moment(self, who: str, track: str, name: str, at_s: float, **facts: Any) -> None:
-        """Draw something that took no time."""
-        self._put("i", who, track, name, ts=round(at_s * 1e6), s="t", args=facts)
-
-    def _put(self, phase: str, who: str, track: str, name: str, **more: Any) -> None:
-        if who not in self._processes:
-            self._processes[who] = len(self._processes) + 1
-            self._write(ph="M", name="process_name", pid=self._processes[who], args={"name": who})
-        pid, key = self._processes[who], (who, track)
-        if key not in self._threads:
-            self._threads[key] = len(self._threads) + 1
-            self._write(ph="M", name="thread_name", pid=pid, tid=self._threads[key], args={"name": track})
-        self._write(ph=phase, name=name, pid=pid, tid=self._threads[key], **more)
-
-    def _write(self, **event: Any) -> None:
-        self._file.write(self._separator + json.dumps(finite(event), separators=(",", ":")))
-        self._separator = ",\n"
+    def _named(self, what: str, *names: str) -> int:
+        if names not in self._ids:
+            self._ids[names] = len(self._ids) + 1
+            ids = {"pid": self._ids[names[:1]], "tid": self._ids[names]}
+            self.events.append({"ph": "M", "name": what, **ids, "args": {"name": names[-1]}})
+        return self._ids[names]
 
 
 class _Timeline:
     """Everything that has begun and not ended, by who and what."""
 
-    def __init__(self, trace: _Trace) -> None:
+    def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._closed: dict[int, float] = {}  # rounds, and when they closed
-        self._merges: dict[int, float] = {}
-        self._pulls: dict[tuple[str, int], float] = {}  # learner, round
-        self._sent: dict[tuple[str, int], tuple[int, float]] = {}  # learner, fragment -> version, time
-        self._last: dict[str, tuple[int, int, float, list[Any]]] = {}  # incarnation, step, its end, adopted
+        self._begun: dict[tuple[object, ...], float] = {}  # rounds, merges, pulls and broadcasts
+        self._last: dict[str, tuple[int, int, float, Sequence[Any]]] = {}  # incarnation, step, its end, adopted
 
     def take(self, kind: str, now_s: float, fields: list[Any]) -> None:
         """Draw what an input of the syncer ends."""
@@ -119,56 +96,48 @@ class _Timeline:
             self._step(StepReport(*fields), now_s)
         elif kind == FRAGMENT_VALUE:
             value = FragmentValue(*fields)
-            asked_s = self._pulls.pop((value.learner_id, value.global_step), None)
+            asked_s = self._begun.pop(("pull", value.learner_id, value.global_step), None)
             if asked_s is not None:
-                name, facts = f"pull of fragment {value.fragment_id}", value._asdict()
-                self._trace.span(value.learner_id, "pulls", name, asked_s, now_s, **facts)
+                name = f"pull of fragment {value.fragment_id}"
+                self._trace.draw(value.learner_id, "pulls", name, asked_s, now_s, value._asdict())
         elif kind in ("begin", "restart", "rewind"):
-            for begun in (self._closed, self._merges, self._pulls, self._sent):
-                begun.clear()
-            self._trace.moment(SYNCER, "events", kind, now_s)
+            self._begun.clear()
+            self._trace.draw(SYNCER, "events", kind, now_s)
 
     def execute(self, effect: Effect, now_s: float) -> None:
         """Draw what the syncer decided, or remember when it began."""
         match effect:
             case Send(peer, PullRequest() as pull):
-                self._pulls[peer, pull.global_step] = now_s
+                self._begun["pull", peer, pull.global_step] = now_s
             case Send(peer, GlobalFragment() as value):
-                self._sent[peer, value.fragment_id] = value.version, now_s
+                self._begun["sent", peer, value.fragment_id, value.version] = now_s
             case Merge():
-                self._merges[effect.global_step] = now_s
+                self._begun["merge", effect.global_step] = now_s
             case Note("closed"):
-                self._closed[effect.global_step] = now_s
+                self._begun["round", effect.global_step] = now_s
             case Note("merged" | "abandoned"):
-                self._round(effect, now_s)
+                for track in ("round", "merge") if effect.kind == "merged" else ("round",):
+                    name, begun_s = f"{track} {effect.global_step}", self._begun.pop((track, effect.global_step), now_s)
+                    self._trace.draw(SYNCER, f"{track}s", name, begun_s, now_s, effect._asdict())
             case Note():
                 for who in effect.members or (SYNCER,):
-                    self._trace.moment(who, "events", effect.kind, now_s, reason=effect.reason)
-
-    def _round(self, note: Note, now_s: float) -> None:
-        step, facts = note.global_step, note._asdict()
-        name = f"{'' if note.kind == 'merged' else 'abandoned '}round {step}"
-        self._trace.span(SYNCER, "rounds", name, self._closed.pop(step, now_s), now_s, **facts)
-        merge_s = self._merges.pop(step, None)
-        if merge_s is not None:
-            self._trace.span(SYNCER, "merges", f"merge of fragment {note.fragment_id}", merge_s, now_s, round=step)
+                    self._trace.draw(who, "events", effect.kind, now_s, facts=effect._asdict())
 
     def _step(self, report: StepReport, now_s: float) -> None:
-        name, trace = report.learner_id, self._trace
-        incarnation, step, end_s, adopted = self._last.get(name, (-1, 0, 0.0, []))
-        if incarnation != report.incarnation:
-            step, adopted = 0, []
-        elif step >= report.local_step:  # told again
+        name, draw = report.learner_id, self._trace.draw
+        incarnation, step, end_s, adopted = self._last.get(name, (-1, 0, 0.0, ()))
+        if incarnation == report.incarnation and step >= report.local_step:  # told again
             return
+        if incarnation != report.incarnation:
+            adopted = ()
         begin_s = min(now_s, max(end_s, now_s - report.step_s))
         for fragment_id, held in enumerate(report.adopted):
-            if fragment_id >= len(adopted) or held != adopted[fragment_id]:
-                trace.moment(name, "steps", f"adopts fragment {fragment_id}", begin_s, version=held[0])
+            if [held] != [*adopted[fragment_id : fragment_id + 1]]:
+                draw(name, "steps", f"adopts fragment {fragment_id}", begin_s, facts={"version": held[0]})
         for fragment_id, version, ago_s in report.arrived:
-            sent = self._sent.get((name, fragment_id), (None, 0.0))
-            if sent[0] == version:
-                told = f"fragment {fragment_id} comes"
-                trace.span(name, "broadcasts", told, sent[1], max(sent[1], now_s - ago_s), version=version)
+            sent_s = self._begun.pop(("sent", name, fragment_id, version), None)
+            if sent_s is not None:
+                draw(name, "broadcasts", f"fragment {fragment_id} comes", sent_s, max(sent_s, now_s - ago_s))
         facts = {key: getattr(report, key) for key in ("loss", "tokens", "global_step", "incarnation")}
-        trace.span(name, "steps", f"step {report.local_step}", begin_s, now_s, **facts)
-        self._last[name] = (report.incarnation, report.local_step, now_s, list(report.adopted))
+        draw(name, "steps", f"step {report.local_step}", begin_s, now_s, facts)
+        self._last[name] = (report.incarnation, report.local_step, now_s, report.adopted)
