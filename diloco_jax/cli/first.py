@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PATTERN = "*.yaml"
-CONFIGS = {  # bodies of a shell function that lists the package's configs, and files
-    "bash": f'compgen -W "%s" -- "$1"; compgen -f -X "!{PATTERN}" -- "$1"; compgen -d -- "$1"',
-    "zsh": f'compadd -- %s; _files -g "{PATTERN}"',
-    "fish": 'printf "%%s\\n" %s; __fish_complete_suffix .yaml',
+CONFIGS = {  # a function of the shell that offers the package's configs, and files
+    "bash": '_diloco_configs() { compgen -W "%s" -- "$1"; compgen -f -X "!*.yaml" -- "$1"; compgen -d -- "$1"; }',
+    "zsh": '_diloco_configs() { compadd -- %s; _files -g "*.yaml"; }',
+    "fish": 'function _diloco_configs; printf "%%s\\n" %s; __fish_complete_suffix .yaml; end',
 }
 
 
@@ -42,15 +41,8 @@ def completion(arguments: argparse.Namespace) -> int:
     from diloco_jax.settings.packed import packed
     from diloco_jax.settings.schema import config_schema, setting_names
 
-    body = CONFIGS[arguments.shell] % " ".join(packed())
-    function = (
-        f"function _diloco_configs\n  {body}\nend" if arguments.shell == "fish" else f"_diloco_configs() {{ {body}; }}"
-    )
-    configs = {"bash": "_diloco_configs", "zsh": "_diloco_configs", "fish": "(_diloco_configs)"}
-    completers: Mapping[str, Any] = {
-        "config": configs,
-        **dict.fromkeys(("run", "run_dir", "folder", "dir", "out"), shtab.DIRECTORY),
-    }
+    completers: dict[str, Any] = {"config": dict.fromkeys(CONFIGS, "_diloco_configs") | {"fish": "(_diloco_configs)"}}
+    completers |= dict.fromkeys(("run", "run_dir", "folder", "dir", "out"), shtab.DIRECTORY)
     settings = [*setting_names(config_schema())]
     for command in _commands(arguments.parser):
         if command.get_default("takes_overrides") and command.get_default("name") != "simulate":
@@ -60,7 +52,7 @@ def completion(arguments: argparse.Namespace) -> int:
         for action in command._actions:
             if action.choices is None and action.dest in completers:
                 action.complete = completers[action.dest]  # type: ignore[attr-defined]
-    preamble: Any = {arguments.shell: function}
+    preamble: Any = {arguments.shell: CONFIGS[arguments.shell] % " ".join(packed())}
     print(shtab.complete(arguments.parser, arguments.shell, preamble=preamble))
     return 0
 

@@ -21,17 +21,14 @@ def config_schema() -> dict[str, Any]:
     return {"$schema": DIALECT, **TypeAdapter(RunConfig).json_schema()}
 
 
-def setting_names(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def setting_names(schema: Mapping[str, Any], section: str = "RunConfig", prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield every setting that has a name of its own as section.name, with its help text."""
-
-    def below(properties: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
-        for name, facts in properties.items():
-            if "$ref" in facts:
-                yield from below(schema["$defs"][facts["$ref"].rpartition("/")[2]]["properties"], f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}", facts["description"]
-
-    return below(schema["properties"], "")
+    properties = schema["$defs"].get(section, schema)["properties"]
+    for name, facts in properties.items():
+        if "$ref" in facts:
+            yield from setting_names(schema, facts["$ref"].rpartition("/")[2], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", facts["description"]
 
 
 def _sections(section: type) -> Iterator[type]:

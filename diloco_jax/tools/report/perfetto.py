@@ -22,7 +22,6 @@ from diloco_jax.runtime.records.telemetry import finite, read_metrics
 from diloco_jax.tools.replay.script import fingerprint_of, inputs
 
 TRACE_FILE = "perfetto.json.gz"
-STEP_REPORT, FRAGMENT_VALUE = StepReport.__name__, FragmentValue.__name__  # inputs on a tape
 
 
 def write_perfetto(run_dir: Path, protocol: ProtocolConfig, total_steps: int, path: Path | None = None) -> Path:
@@ -92,9 +91,9 @@ class _Timeline:
 
     def take(self, kind: str, now_s: float, fields: list[Any]) -> None:
         """Draw what an input of the syncer ends."""
-        if kind == STEP_REPORT:
+        if kind == "StepReport":
             self._step(StepReport(*fields), now_s)
-        elif kind == FRAGMENT_VALUE:
+        elif kind == "FragmentValue":
             value = FragmentValue(*fields)
             asked_s = self._begun.pop(("pull", value.learner_id, value.global_step), None)
             if asked_s is not None:
