@@ -14,11 +14,12 @@ ARG JAX="jax[tpu]"
 RUN pip install -c constraints-py311.txt "$JAX"
 
 # The other dependencies, before the sources, whose changes must not install them anew.
-COPY pyproject.toml LICENSE ./
-RUN mkdir diloco_jax && touch diloco_jax/__init__.py \
+COPY pyproject.toml LICENSE README.md ./
+RUN mkdir configs diloco_jax && touch diloco_jax/__init__.py \
     && pip install -c constraints-py311.txt . \
     && pip uninstall --yes diloco-jax
 
+COPY configs ./configs
 COPY diloco_jax ./diloco_jax
 RUN pip install --no-deps .
 

@@ -53,7 +53,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "sim": {"": set(), "checks": {""}, "goodput": {""}, "__main__": {"", "checks"}},
     "tools": {
         "budget": set(),
-        "report": set(),
+        "report": {"replay"},
         "replay": set(),
         "preflight": {"budget"},
         "plan": {"budget", "preflight"},

@@ -13,12 +13,13 @@ import threading
 import traceback
 from collections.abc import Sequence
 
-from diloco_jax.cli import prepare, records, runs
+from diloco_jax.cli import first, prepare, records, runs
 from diloco_jax.cli.shared import FAILED, INTERRUPTED, WRONG_INPUT
 from diloco_jax.cli.words import CHAOS_LEARNER, COMPILE, MERGE_SHARD, Command, check_command, make_parser
 from diloco_jax.runtime.local.machine import limit_jax, look
 
 COMMANDS: dict[str, Command] = {
+    "init": first.init,
     "train": runs.train,
     "syncer": runs.syncer,
     "learner": runs.learner,
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Command] = {
     "baseline": runs.baseline,
     "status": records.status,
     "drain": records.drain,
+    "profile": records.profile,
     "eval": records.evaluate,
     "sample": records.sample,
     "report": records.report,
@@ -41,6 +43,8 @@ COMMANDS: dict[str, Command] = {
     "doctor": prepare.doctor,
     "launch": prepare.launch,
     "preflight": prepare.preflight,
+    "schema": first.schema,
+    "completion": first.completion,
 }
 TRAINING = {"train", "chaos", "learner", CHAOS_LEARNER, COMPILE, "islands", "baseline", "replay"}  # or start who does
 DISK_TROUBLE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)  # may be over at the next attempt

@@ -139,7 +139,7 @@ def plan(arguments: argparse.Namespace) -> int:
         show(arguments, table13.result(), lambda _: table13.describe())
         return 0
     if not arguments.config:
-        raise ValueError("no config is named; give a YAML file, see configs/, or --preset table13")
+        raise ValueError("no config is named; give a YAML file, quickstart, or --preset table13")
     from diloco_jax.runtime.records.telemetry import finite
     from diloco_jax.sim.goodput.assumptions import Assumptions
     from diloco_jax.tools.plan.advice import advise

@@ -54,9 +54,24 @@ def drain(arguments: argparse.Namespace) -> int:
     return 0 if ok else FAILED
 
 
-def report(arguments: argparse.Namespace) -> int:
-    from diloco_jax.tools.report.page import write_report
+def profile(arguments: argparse.Namespace) -> int:
+    from diloco_jax.runtime.learner.profiling import ask_profile
 
+    folder = ask_profile(Path(arguments.run), arguments.island, arguments.steps)
+    show(arguments, {"profile": str(folder)}, lambda _: f"a profile of {arguments.island}: xprof --logdir {folder}")
+    return 0
+
+
+def report(arguments: argparse.Namespace) -> int:
+    from diloco_jax.settings.text import load
+    from diloco_jax.tools.report.page import write_report
+    from diloco_jax.tools.report.perfetto import write_perfetto
+
+    if arguments.perfetto is not None:
+        config, path = load(run_config(arguments.run)), Path(arguments.perfetto) if arguments.perfetto else None
+        trace = write_perfetto(Path(arguments.run), config.protocol, config.train.steps, path)
+        show(arguments, {"perfetto": str(trace)}, lambda _: f"{trace}: open it in ui.perfetto.dev")
+        return 0
     show(arguments, {"report": str(write_report(Path(arguments.run)))}, lambda result: result["report"])
     return 0
 

@@ -20,12 +20,15 @@ def show(arguments: argparse.Namespace, result: Any, describe: Callable[[Any], o
 
 
 def load_config(arguments: argparse.Namespace) -> RunConfig:
-    """Load the config that the command line names, with the settings that follow it."""
+    """Load the config that the command line names, with the settings that follow it; its path is known from then on."""
+    from diloco_jax.settings.packed import find_config
     from diloco_jax.settings.text import load, show_settings
 
     command = f"diloco {arguments.name} {arguments.way}" if arguments.name == "launch" else f"diloco {arguments.name}"
+    word = arguments.config
+    arguments.config = find_config(word)
     if arguments.settings:
-        show_settings(arguments.config, f"{command} {arguments.config}")
+        show_settings(arguments.config, f"{command} {word}")
         raise SystemExit(0)
     files = [word for word in arguments.overrides if word.endswith((".yaml", ".yml"))]
     if files and not Path(arguments.config).exists():
@@ -34,7 +37,7 @@ def load_config(arguments: argparse.Namespace) -> RunConfig:
     try:
         return load(arguments.config, arguments.overrides) if arguments.overrides else config
     except ValueError as error:
-        raise ValueError(f"{error}; `{command} {arguments.config} --settings` lists all settings") from error
+        raise ValueError(f"{error}; `{command} {word} --settings` lists all settings") from error
 
 
 def run_config(run: str) -> Path:

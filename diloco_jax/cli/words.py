@@ -10,12 +10,14 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from typing import NoReturn
 
+from diloco_jax.settings.packed import packed
 from diloco_jax.sim.goodput.assumptions import Assumptions
 
 Command = Callable[[argparse.Namespace], int]
 Add = Callable[..., "Parser"]
 UNLISTED = CHAOS_LEARNER, MERGE_SHARD, COMPILE = "chaos-learner", "merge-shard", "compile"
 JSON, SUMMARY = "print one JSON object", "print summary.json at the end, no live view"
+CONFIG = "YAML file, or a config of the package, such as quickstart"
 SYNCER = "host:port of the syncer; default: that of the run's folder, or the config's"
 OVERRIDES = "settings of the config may follow as --section.name value; `CONFIG --settings` lists them all"
 
@@ -59,6 +61,7 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
             sub.add_argument("--json", action="store_true", help=json)
         return sub
 
+    _first_words(add, parser)
     train = add(
         "train", "A whole run on this machine: syncer and islands, live view, report.", config=True, json=SUMMARY
     )
@@ -103,11 +106,22 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
     return parser
 
 
+def _first_words(add: Add, parser: Parser) -> None:
+    init = add("init", "Write a config to begin with, and its schema for your editor.", json="")
+    names = ", ".join(packed())
+    init.add_argument("config", nargs="?", default="quickstart", choices=tuple(packed()), metavar="NAME", help=names)
+    init.add_argument("--dir", default=".", help="folder for them; default: this one")
+    add("schema", "Print the JSON Schema of a config, for editors.", json="")
+    completion = add("completion", "Print a script that makes a shell complete this command.", json="")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    completion.set_defaults(parser=parser)
+
+
 def _config_words(sub: Parser, **config: str) -> None:
     """Add the words of a command that takes a config, and settings after it."""
     sub.set_defaults(takes_overrides=True)
     sub.epilog = OVERRIDES
-    sub.add_argument("config", **{"help": "YAML file, see configs/"} | config)  # type: ignore[arg-type]
+    sub.add_argument("config", **{"help": CONFIG} | config)  # type: ignore[arg-type]
     sub.add_argument("--settings", action="store_true", help="list all settings with their meaning, and exit")
 
 
@@ -135,6 +149,10 @@ def _looking_words(add: Add) -> None:
         asks.add_argument("run", help="folder of the run, or host:port of its syncer")
         asks.add_argument("--config", help="YAML file whose transport section has the credentials for host:port")
         asks.add_argument("--allow-plaintext", action="store_true", help="ask an address that is not loopback")
+    profile = add("profile", "Profile some steps of an island, while it trains, for xprof and TensorBoard.")
+    profile.add_argument("run", help="folder of the run, on the machine of the island")
+    profile.add_argument("--island", required=True, help="name of the learner, such as island-0")
+    profile.add_argument("--steps", type=int, default=10, help="how many, 1 to 1000; default: 10")
     certs = add("certs", "Make certificates and a token for a run: a test authority, syncer, learners.")
     certs.add_argument("folder", help="where the files go; what is there already stays as it is")
     certs.add_argument("--learners", default="", help="names of learners, separated by commas: island-0,island-1")
@@ -155,6 +173,8 @@ def _looking_words(add: Add) -> None:
     sample.add_argument("--seed", type=int, default=0, help="of what is drawn; default: 0")
     report = add("report", "Write report.html of a run.")
     report.add_argument("run", help="folder of the run")
+    about = "instead, write all islands on one timeline for ui.perfetto.dev; default: RUN/perfetto.json.gz"
+    report.add_argument("--perfetto", metavar="FILE", nargs="?", const="", help=about)
     replay = add("replay", "Train a run again from its tapes, and compare the result bit for bit.")
     replay.add_argument("run", help="folder of the run; with --config, of a simulation's tapes")
     replay.add_argument(
@@ -185,7 +205,7 @@ def _doctor_words(doctor: Parser) -> None:
 
 def _launch_words(launch: Parser) -> None:
     launch.add_argument("way", choices=("gke", "gce", "tpu-vm"), help="Kubernetes, Compute Engine, or Cloud TPU API")
-    _config_words(launch, help="YAML file, see configs/; its cloud section says where")
+    _config_words(launch, help=f"{CONFIG}; its cloud section says where")
     launch.add_argument("--out", metavar="DIR", help="write the files there; without it they are only printed")
     launch.add_argument("--force", action="store_true", help="overwrite the files of an earlier launch in --out")
     launch.add_argument("--run", action="store_true", help="run the commands too; default for --out: RUNS_DIR/NAME-WAY")

@@ -19,6 +19,7 @@ import tyro
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from diloco_jax.settings.packed import packed
 from diloco_jax.settings.run import RunConfig
 
 CONFIG_BYTES_MAX = 1 << 20
@@ -72,7 +73,7 @@ def _overridden(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, An
 
 def _step(hint: Any, part: str) -> tuple[str, Any]:
     """Resolve one part of a dotted name: as it is written in a file, and the type of what it names."""
-    section, arguments = _section(hint), typing.get_args(hint)
+    section, arguments = section_of(hint), typing.get_args(hint)
     if typing.get_origin(hint) is dict:
         return part, arguments[1]
     if section is None:
@@ -136,9 +137,9 @@ def _read(path: Path) -> Mapping[str, Any]:
             raise ValueError(f"config {path} has more than {CONFIG_BYTES_MAX} bytes; is it a config?")
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"config {path} cannot be read: {error.strerror}; name a YAML file, see configs/") from error
+        raise ValueError(f"config {path} cannot be read: {error.strerror}; {_choices()}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"config {path} is not UTF-8 text ({error.reason}); name a YAML file, see configs/") from error
+        raise ValueError(f"config {path} is not UTF-8 text ({error.reason}); {_choices()}") from error
     return _mapping(text, f"config {path}")
 
 
@@ -154,6 +155,10 @@ def _mapping(text: str, source: str) -> Mapping[str, Any]:
     return values
 
 
+def _choices() -> str:
+    return f"name a YAML file, or a config of the package: {', '.join(packed())}"
+
+
 def _first_unknown_key(cls: type, values: Mapping[str, Any], prefix: str) -> str:
     """Name the first key that no section has, in words, or return an empty string."""
     hints = typing.get_type_hints(cls)
@@ -162,7 +167,7 @@ def _first_unknown_key(cls: type, values: Mapping[str, Any], prefix: str) -> str
             near = difflib.get_close_matches(str(key), hints, n=1)
             advice = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(hints)}"
             return f"unknown setting {prefix}{key} (value {value!r}); {advice}"
-        section = _section(hints[key])
+        section = section_of(hints[key])
         if section is None or (value is None and type(None) in typing.get_args(hints[key])):
             continue
         parts = {key: value}
@@ -176,7 +181,7 @@ def _first_unknown_key(cls: type, values: Mapping[str, Any], prefix: str) -> str
     return ""
 
 
-def _section(hint: Any) -> type | None:
+def section_of(hint: Any) -> type | None:
     """Return the dataclass that a setting holds, alone or by name, or may hold; None if it holds none."""
     found = next((each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)), None)
     return typing.cast(type | None, found)

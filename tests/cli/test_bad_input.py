@@ -168,7 +168,7 @@ def test_chaos_checks_before_anything_starts_too(tmp_path: Path, capsys: pytest.
 def test_wrong_override_and_missing_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path)
     check_refused(call(capsys, "train", config, "--outer.learning_rate", "-1"), "learning_rate is -1", "above 0")
-    check_refused(call(capsys, "train", tmp_path / "none.yaml"), "none.yaml cannot be read", "configs/")
+    check_refused(call(capsys, "train", tmp_path / "none.yaml"), "none.yaml cannot be read", "quickstart")
     (tmp_path / "broken.yaml").write_text("train: [1,")
     check_refused(call(capsys, "train", tmp_path / "broken.yaml"), "broken.yaml is not valid YAML")
     check_refused(call(capsys, "eval", tmp_path), "holds no checkpoint", "folder of a run")

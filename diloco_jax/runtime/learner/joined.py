@@ -39,6 +39,7 @@ from diloco_jax.runtime.island.whole_state import SavedState, SavedStates
 from diloco_jax.runtime.learner.decisions import IDLE_S, Decisions, Signals
 from diloco_jax.runtime.learner.effects import Effects, LearnerOutbox
 from diloco_jax.runtime.learner.inbox import LearnerInbox, LinkKeeper
+from diloco_jax.runtime.learner.profiling import Profiling
 from diloco_jax.runtime.learner.states import States
 from diloco_jax.runtime.learner.tape import LearnerTape
 from diloco_jax.settings.run import RunConfig, fingerprint
@@ -144,6 +145,7 @@ class Joined:
         self._states = states = States(machine, host, tape, disk, saved)
         self._payloads = payloads
         self._signals = signals
+        self._profiling = Profiling(joining.run_dir, joining.learner_id)
         self._outbox = LearnerOutbox(host, tape, payloads)
         self._decisions = decisions = Decisions(machine, Effects(host, tape, self._outbox, states), signals)
         self.inbox = LearnerInbox(host, decisions, GlobalValues(host.fragments, config.wire.down), signals)
@@ -221,10 +223,12 @@ class Joined:
 
         self._decisions.apply(report)
         self.inbox.drain()
+        self._profiling.step_done(self.machine.local_step)
         return self.ready()
 
     def leave(self) -> None:
         """Say goodbye, and end everything."""
+        self._profiling.close()
         stopped = self._signals.stop.is_set()
         if stopped and not self._decisions.finished:
             self._decisions.apply(lambda machine, now_s: machine.leave("stopped from outside", now_s))

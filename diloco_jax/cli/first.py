@@ -1,0 +1,63 @@
+"""Subcommands for the first minutes: a config to begin with, its schema for editors, completion for shells."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+CONFIGS = {  # a function of the shell that offers the package's configs, and files
+    "bash": '_diloco_configs() { compgen -W "%s" -- "$1"; compgen -f -X "!*.yaml" -- "$1"; compgen -d -- "$1"; }',
+    "zsh": '_diloco_configs() { compadd -- %s; _files -g "*.yaml"; }',
+    "fish": 'function _diloco_configs; printf "%%s\\n" %s; __fish_complete_suffix .yaml; end',
+}
+
+
+def init(arguments: argparse.Namespace) -> int:
+    """Write a config to begin with, and the schema beside it."""
+    from diloco_jax.settings.packed import SCHEMA_FILE, copy_config
+    from diloco_jax.settings.schema import config_schema
+
+    folder = Path(arguments.dir)
+    target = copy_config(arguments.config, folder)
+    (folder / SCHEMA_FILE).write_text(json.dumps(config_schema(), indent=1) + "\n", encoding="utf-8")
+    print(f"{target} is yours to change, {folder / SCHEMA_FILE} is for your editor; next: diloco train {target}")
+    return 0
+
+
+def schema(_: argparse.Namespace) -> int:
+    from diloco_jax.settings.schema import config_schema
+
+    print(json.dumps(config_schema(), indent=1))
+    return 0
+
+
+def completion(arguments: argparse.Namespace) -> int:
+    """Print a script that completes commands, options, settings and configs."""
+    import shtab
+
+    from diloco_jax.settings.packed import packed
+    from diloco_jax.settings.schema import config_schema, setting_names
+
+    completers: dict[str, Any] = {"config": dict.fromkeys(CONFIGS, "_diloco_configs") | {"fish": "(_diloco_configs)"}}
+    completers |= dict.fromkeys(("run", "run_dir", "folder", "dir", "out"), shtab.DIRECTORY)
+    settings = [*setting_names(config_schema())]
+    for command in _commands(arguments.parser):
+        if command.get_default("takes_overrides") and command.get_default("name") != "simulate":
+            for name, text in settings:
+                if f"--{name}" not in command._option_string_actions:  # `chaos` has a --seed of its own
+                    command.add_argument(f"--{name}", help=" ".join(text.split(". ")[0].split()).replace("%", "%%"))
+        for action in command._actions:
+            if action.choices is None and action.dest in completers:
+                action.complete = completers[action.dest]  # type: ignore[attr-defined]
+    preamble: Any = {arguments.shell: CONFIGS[arguments.shell] % " ".join(packed())}
+    print(shtab.complete(arguments.parser, arguments.shell, preamble=preamble))
+    return 0
+
+
+def _commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.values()

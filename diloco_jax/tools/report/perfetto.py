@@ -1,0 +1,142 @@
+"""A run on one timeline, for ui.perfetto.dev or chrome://tracing: what the syncer's tape says of everybody.
+
+The syncer's machine takes its decisions again, so rounds, pulls, merges and broadcasts are exact, on the run's clock.
+Steps and arrivals are as learners reported them, late by the way of a report; an adoption stands at the begin of the
+step that it precedes.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.protocol.effects import Effect, Merge, Note, Send
+from diloco_jax.protocol.messages import SYNCER, FragmentValue, GlobalFragment, PullRequest, StepReport
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.runtime.records.files import METRICS_FILE, TAPE_FILE
+from diloco_jax.runtime.records.telemetry import finite, read_metrics
+from diloco_jax.tools.replay.script import fingerprint_of, inputs
+
+TRACE_FILE = "perfetto.json.gz"
+
+
+def write_perfetto(run_dir: Path, protocol: ProtocolConfig, total_steps: int, path: Path | None = None) -> Path:
+    """Write the trace of a run, under way or not, and return its path.
+
+    Args:
+        run_dir: folder of the run.
+        protocol: of the run.
+        total_steps: global steps of the run.
+        path: of the gzipped trace; default: perfetto.json.gz in the folder.
+
+    Raises:
+        ValueError: the folder has no tape, or one that cannot be replayed; names it.
+    """
+    tape, trace = run_dir / TAPE_FILE, Trace()
+    timeline = _Timeline(trace)
+    for (kind, now_s, *fields), effects in inputs(tape, Syncer(protocol, total_steps, fingerprint_of(tape))):
+        timeline.take(kind, now_s, fields)
+        for effect in effects:
+            timeline.execute(effect, now_s)
+    for record in read_metrics(run_dir / METRICS_FILE) if (run_dir / METRICS_FILE).exists() else ():
+        if record["kind"] == "eval":
+            trace.draw(SYNCER, "evaluations", f"loss {record['loss']}", record["t"], facts=record)
+    target = path or run_dir / TRACE_FILE
+    with gzip.open(target, "wt", encoding="utf-8") as file:
+        json.dump({"displayTimeUnit": "ms", "traceEvents": finite(trace.events)}, file, separators=(",", ":"))
+    return target
+
+
+class Trace:
+    """Events in the Chrome trace format, with times in microseconds."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._ids: dict[tuple[str, ...], int] = {}  # of a process; of one of its threads
+        self._lanes: dict[tuple[str, str], list[float]] = {}  # of a track: where the last span of each lane ends
+
+    def draw(
+        self, who: str, track: str, name: str, at_s: float, end_s: float | None = None, facts: object = None
+    ) -> None:
+        """Draw a moment, or a span; spans come as they end, and those that overlap lie in several lanes."""
+        more: dict[str, Any] = {"ph": "i", "s": "t"}
+        if end_s is not None:
+            lanes = self._lanes.setdefault((who, track), [])
+            lane = next((number for number, free_s in enumerate(lanes) if free_s <= at_s), len(lanes))
+            lanes[lane : lane + 1] = [end_s]
+            track += f" {lane + 1}" if lane else ""
+            more = {"ph": "X", "dur": round(end_s * 1e6) - round(at_s * 1e6)}
+        pid, tid = self._named("process_name", who), self._named("thread_name", who, track)
+        self.events.append({**more, "name": name, "pid": pid, "tid": tid, "ts": round(at_s * 1e6), "args": facts or {}})
+
+    def _named(self, what: str, *names: str) -> int:
+        if names not in self._ids:
+            self._ids[names] = len(self._ids) + 1
+            ids = {"pid": self._ids[names[:1]], "tid": self._ids[names]}
+            self.events.append({"ph": "M", "name": what, **ids, "args": {"name": names[-1]}})
+        return self._ids[names]
+
+
+class _Timeline:
+    """Everything that has begun and not ended, by who and what."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._begun: dict[tuple[object, ...], float] = {}  # rounds, merges, pulls and broadcasts
+        self._last: dict[str, tuple[int, int, float, Sequence[Any]]] = {}  # incarnation, step, its end, adopted
+
+    def take(self, kind: str, now_s: float, fields: list[Any]) -> None:
+        """Draw what an input of the syncer ends."""
+        if kind == "StepReport":
+            self._step(StepReport(*fields), now_s)
+        elif kind == "FragmentValue":
+            value = FragmentValue(*fields)
+            asked_s = self._begun.pop(("pull", value.learner_id, value.global_step), None)
+            if asked_s is not None:
+                name = f"pull of fragment {value.fragment_id}"
+                self._trace.draw(value.learner_id, "pulls", name, asked_s, now_s, value._asdict())
+        elif kind in ("begin", "restart", "rewind"):
+            self._begun.clear()
+            self._trace.draw(SYNCER, "events", kind, now_s)
+
+    def execute(self, effect: Effect, now_s: float) -> None:
+        """Draw what the syncer decided, or remember when it began."""
+        match effect:
+            case Send(peer, PullRequest() as pull):
+                self._begun["pull", peer, pull.global_step] = now_s
+            case Send(peer, GlobalFragment() as value):
+                self._begun["sent", peer, value.fragment_id, value.version] = now_s
+            case Merge():
+                self._begun["merge", effect.global_step] = now_s
+            case Note("closed"):
+                self._begun["round", effect.global_step] = now_s
+            case Note("merged" | "abandoned"):
+                for track in ("round", "merge") if effect.kind == "merged" else ("round",):
+                    name, begun_s = f"{track} {effect.global_step}", self._begun.pop((track, effect.global_step), now_s)
+                    self._trace.draw(SYNCER, f"{track}s", name, begun_s, now_s, effect._asdict())
+            case Note():
+                for who in effect.members or (SYNCER,):
+                    self._trace.draw(who, "events", effect.kind, now_s, facts=effect._asdict())
+
+    def _step(self, report: StepReport, now_s: float) -> None:
+        name, draw = report.learner_id, self._trace.draw
+        incarnation, step, end_s, adopted = self._last.get(name, (-1, 0, 0.0, ()))
+        if incarnation == report.incarnation and step >= report.local_step:  # told again
+            return
+        if incarnation != report.incarnation:
+            adopted = ()
+        begin_s = min(now_s, max(end_s, now_s - report.step_s))
+        for fragment_id, held in enumerate(report.adopted):
+            if [held] != [*adopted[fragment_id : fragment_id + 1]]:
+                draw(name, "steps", f"adopts fragment {fragment_id}", begin_s, facts={"version": held[0]})
+        for fragment_id, version, ago_s in report.arrived:
+            sent_s = self._begun.pop(("sent", name, fragment_id, version), None)
+            if sent_s is not None:
+                draw(name, "broadcasts", f"fragment {fragment_id} comes", sent_s, max(sent_s, now_s - ago_s))
+        facts = {key: getattr(report, key) for key in ("loss", "tokens", "global_step", "incarnation")}
+        draw(name, "steps", f"step {report.local_step}", begin_s, now_s, facts)
+        self._last[name] = (report.incarnation, report.local_step, now_s, report.adopted)

@@ -1,0 +1,70 @@
+"""Profiles of a learner that trains: made, refused, and never the end of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+from diloco_jax.protocol.messages import StepReport
+from diloco_jax.runtime.learner.profiling import Profiling, ask_profile
+from tests.runtime.learner.test_run import NAME, Script
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps of a trace, as a viewer finds them."""
+    (trace,) = folder.rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(trace)).planes
+    events = [event for plane in planes for line in plane.lines for event in line.events if event.name == "step"]
+    return sorted(int(dict(event.stats)["step_num"]) for event in events)
+
+
+def test_a_learner_is_profiled_and_trains_on_when_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(tmp_path)
+    script.admit(samples=(0, 1_000_000))
+    script.await_message(StepReport)
+    folder = ask_profile(tmp_path, NAME, 3)
+    first = int(folder.name.removeprefix(f"{NAME}-")) + 1
+    assert steps_in(folder) == [first, first + 1, first + 2]
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: 1 / 0)
+    with pytest.raises(ValueError, match="could not be profiled, and trains on: division by zero"):
+        ask_profile(tmp_path, NAME, 3)
+    now = script.tape("step")[-1][1]
+    while script.await_message(StepReport).local_step <= now:
+        pass
+    script.end()
+    assert [path.name for path in (tmp_path / "profiles").iterdir()] == [folder.name] and script.error is None
+    with pytest.raises(ValueError, match="island-0 makes no steps"):
+        ask_profile(tmp_path, NAME, 3)
+
+
+def test_a_learner_that_leaves_ends_its_profile(tmp_path: Path) -> None:
+    profiling, path = Profiling(tmp_path, NAME), tmp_path / "profiles" / f"{NAME}.json"
+    path.parent.mkdir()
+    path.write_text('{"steps": 100}')
+    for step in (5, 6, 7):
+        profiling.step_done(step)
+    profiling.close()
+    assert steps_in(path.parent / json.loads(path.read_text())["folder"]) == [6, 7, 8]
+    assert Profiling(tmp_path, NAME) and not path.exists()  # another life forgets it
+
+
+@pytest.mark.parametrize(
+    ("island", "steps", "words"),
+    [
+        (NAME, 0, "--steps is 0; use 1 to 1000"),
+        (NAME, 1001, "use 1 to 1000"),
+        ("island-9", 1, "no island 'island-9'; there are: island-0"),
+        (NAME, 1, "is being profiled already"),
+    ],
+)
+def test_an_order_that_cannot_be_obeyed_is_refused(island: str, steps: int, words: str, tmp_path: Path) -> None:
+    for name in (f"tapes/{NAME}.7.jsonl", f"profiles/{NAME}.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=words):
+        ask_profile(tmp_path, island, steps)
