@@ -42,12 +42,13 @@ LAYERS: dict[str, set[str]] = {
 ROOMS: dict[str, dict[str, set[str]]] = {
     "protocol": {"": set(), "learner": {""}, "syncer": {""}, "watch": {"", "syncer"}},
     "runtime": {
-        "records": set(),
+        "trackers": set(),
+        "records": {"trackers"},
         "model": {"records"},
         "island": {"model", "records"},
-        "learner": {"island", "records"},
-        "syncer": {"model", "records"},
-        "local": {"learner", "syncer", "island", "model", "records"},
+        "learner": {"island", "records", "trackers"},
+        "syncer": {"model", "records", "trackers"},
+        "local": {"learner", "syncer", "island", "model", "records", "trackers"},
     },
     "sim": {"": set(), "checks": {""}, "goodput": {""}, "__main__": {"", "checks"}},
     "tools": {

@@ -26,6 +26,7 @@ from diloco_jax.training.sharding import AXIS_RULES, MeshLayout, planned_mesh
 from diloco_jax.transport.link import TransportConfig
 
 SHARDS_MAX = 64
+OUTLETS_MAX = 16  # trackers, and callbacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,14 +172,19 @@ class RunConfig:
     """Snapshots on disk."""
     cloud: CloudConfig = field(default_factory=CloudConfig)
     """Machines on Google Cloud, for `diloco launch`."""
-    tensorboard: bool = True
-    """Whether to write TensorBoard files beside metrics.jsonl."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, or package.module:Class of your own."""
+    callbacks: tuple[str, ...] = ()
+    """Classes of your own, package.module:Class, with on_step, on_round, on_eval or on_event."""
 
     def __post_init__(self) -> None:
         if not self.name or any(c in self.name for c in "/\\\0") or self.name.startswith("."):
             raise ValueError(f"name is {self.name!r}; use a plain word, it names the run's folder")
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed is {self.seed}; it must be in [0, 2^31)")
+        for name in ("trackers", "callbacks"):
+            if len(getattr(self, name)) > OUTLETS_MAX:
+                raise ValueError(f"{name} has {len(getattr(self, name))} names; use at most {OUTLETS_MAX}")
         count = self.islands.count
         if self.algorithm == "decoupled" and self.protocol.quorum > count:
             raise ValueError(

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Mapping
 
 from diloco_jax.protocol.effects import AdoptState, Effect
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.leases import Batch
+from diloco_jax.protocol.messages import Metric, MetricsReport
 from diloco_jax.runtime.island.adoptions import GlobalValues
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.join import FAILED, STOPPED
@@ -20,6 +23,7 @@ from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.learner.decisions import IDLE_S, Decisions, Signals
 from diloco_jax.runtime.learner.effects import Effects, LearnerOutbox
 from diloco_jax.runtime.learner.inbox import LearnerInbox, LinkKeeper
+from diloco_jax.runtime.learner.metrics import IslandMetrics
 from diloco_jax.runtime.learner.states import States
 from diloco_jax.runtime.learner.tape import LearnerTape
 from diloco_jax.settings.run import RunConfig
@@ -45,6 +49,7 @@ class Joined:
         states: States,
         payloads: PayloadSender,
         signals: Signals,
+        metrics: IslandMetrics,
     ) -> None:
         self._machine = machine
         self._host = host
@@ -52,6 +57,7 @@ class Joined:
         self._states = states
         self._payloads = payloads
         self._signals = signals
+        self._metrics = metrics
         self._outbox = LearnerOutbox(host, tape, payloads)
         self._decisions = decisions = Decisions(machine, Effects(host, tape, self._outbox, states), signals)
         self.inbox = LearnerInbox(host, decisions, GlobalValues(host.fragments, config.wire.down), signals)
@@ -96,24 +102,34 @@ class Joined:
         """Return the samples of the next step; at most one step ahead."""
         return self._decisions.ask(Learner.take_batch)
 
-    def stepped(self, batch: Batch, clock: int, loss: float, took_s: float) -> bool:
+    def stepped(self, batch: Batch, clock: int, metrics: Mapping[str, float], took_s: float) -> bool:
         """Report a step that is done, adopt what came meanwhile, and wait until the next one may begin (`ready`).
 
         Args:
             batch: what it read.
             clock: global step when it began.
-            loss: of its training.
+            metrics: of its training, name -> scalar; "loss" must be there.
             took_s: how long it took.
         """
+
+        loss = float(metrics["loss"])
 
         def report(machine: Learner, now_s: float) -> list[Effect]:
             effects = machine.on_step(self._step_tokens, took_s, loss, now_s, samples_end=batch.end)
             self._tape.note("step", machine.local_step, clock, batch.ranges, loss)
+            self._metrics.step(machine.local_step, metrics, took_s, self._step_tokens)
             return effects
 
         self._decisions.apply(report)
+        self._decisions.ask(self._tell_metrics)
         self.inbox.drain()
         return self.ready()
+
+    def _tell_metrics(self, machine: Learner) -> None:
+        # while there is no link they wait, as one mean
+        if self._outbox.link is not None and (values := self._metrics.due(time.monotonic())) is not None:
+            told = tuple(Metric(name, value) for name, value in values.items())
+            self._outbox.send(MetricsReport(machine.learner_id, machine.incarnation, machine.local_step, told))
 
     def leave(self) -> None:
         """Say goodbye, and end everything."""
@@ -122,6 +138,7 @@ class Joined:
             self._decisions.apply(lambda machine, now_s: machine.leave("stopped from outside", now_s))
         finished = self._decisions.finished
         self._payloads.close()
+        self._metrics.close()
         if self._outbox.link is not None:
             self._outbox.link.close(2.0)
         self._states.close()

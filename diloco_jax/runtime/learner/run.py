@@ -30,6 +30,7 @@ from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.whole_state import SavedStates
 from diloco_jax.runtime.learner.decisions import Signals
 from diloco_jax.runtime.learner.joined import Joined
+from diloco_jax.runtime.learner.metrics import metrics_of
 from diloco_jax.runtime.learner.states import States
 from diloco_jax.runtime.learner.tape import LearnerTape
 from diloco_jax.settings.run import RunConfig, fingerprint
@@ -96,7 +97,8 @@ class LearnerRun:
         states = States(self._machine, host, tape, disk, saved)
         dialler = make_dialler(config, host.plan, learner_id, incarnation, address, hosts)
         payloads = make_sender(host, signals.fail)
-        self.joined = Joined(config, self._machine, host, dialler, tape, states, payloads, signals)
+        metrics = metrics_of(config, learner_id, host.island)
+        self.joined = Joined(config, self._machine, host, dialler, tape, states, payloads, signals, metrics)
 
     def run(self) -> str:
         """Train until the syncer says stop, or until stopped; returns the reason.
@@ -129,11 +131,12 @@ class LearnerRun:
         host.put_batch(batch.ranges)
         while going:
             began_s, clock = time.monotonic(), self._machine.global_step
-            handle = host.step(self._rate(clock))
+            rate = self._rate(clock)
+            handle = host.step(rate)
             following = joined.take_batch()
             host.put_batch(following.ranges)
-            loss = host.wait(handle)["loss"]
-            going = joined.stepped(batch, clock, loss, time.monotonic() - began_s)
+            metrics = {**host.wait(handle), "learning_rate": rate}
+            going = joined.stepped(batch, clock, metrics, time.monotonic() - began_s)
             batch = following
 
     def _compile(self) -> None:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.runtime.trackers.load import find_callbacks, find_trackers
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data import check_source
@@ -31,6 +32,8 @@ def check_input(config: RunConfig) -> None:
     """
     if config.algorithm == "decoupled":
         _check_transport(config)
+    find_trackers(config.trackers)
+    find_callbacks(config.callbacks)
     check_source(config.data, config.train.seq_len, config.train.eval_batch_size)
     learning_rate(config.optimizer, config.train.steps)
     blueprint = _check_model(config)

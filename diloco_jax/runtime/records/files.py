@@ -20,7 +20,6 @@ LEARNERS = "learners"  # below checkpoints: what each learner saved of itself
 TAPES = "tapes"  # what each learner did
 LOGS = "logs"
 PROGRAMS = "programs"  # compiled ones, so that a process that starts again need not compile
-TENSORBOARD = "tensorboard"
 
 
 def new_run_dir(runs_dir: Path, name: str) -> Path:

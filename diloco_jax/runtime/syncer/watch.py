@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from diloco_jax.protocol.effects import Note
-from diloco_jax.protocol.messages import StepReport
+from diloco_jax.protocol.messages import MetricsReport, StepReport
 from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.status import Earlier, compose_status
 from diloco_jax.runtime.records.telemetry import Telemetry, finite, write_json
 from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.sharded_listener import ShardedListener
+from diloco_jax.runtime.trackers.outlets import Outlets
 from diloco_jax.transport.grpc_link import GrpcListener
 
+SUMMED = ("tokens_per_s", "model_flops_per_s")  # in what is told of all islands together
+
 log = logging.getLogger(__name__)
+
+
+def merged_metrics(islands: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return what islands measured as one: sums of SUMMED, of all else the mean over those that have it."""
+    found: dict[str, list[float]] = {}
+    for values in islands:
+        for name, value in values.items():
+            found.setdefault(name, []).append(value)
+    return {name: sum(each) / (1 if name in SUMMED else len(each)) for name, each in found.items()}
 
 
 class Watch:
@@ -34,7 +46,9 @@ class Watch:
         self._eval_loss = earlier.eval_loss
         self._alarms = alarms
         self._listener: GrpcListener | ShardedListener | None = None
-        self._telemetry = Telemetry(parts.run_dir, tensorboard=parts.config.tensorboard)
+        self._metrics: dict[str, Mapping[str, float]] = {}  # newest of each island
+        self._news = False
+        self._telemetry = Telemetry(parts.run_dir, Outlets(parts.config, parts.run_dir))
 
     def listens(self, listener: GrpcListener | ShardedListener) -> None:
         """Tell whoever asks this listener too from now on, and count its traffic."""
@@ -52,6 +66,17 @@ class Watch:
         record = {"kind": "step", "t": now_s, "learner": report.learner_id, "incarnation": report.incarnation}
         record |= {"local_step": report.local_step, "tokens": member.past_tokens + report.tokens}
         record |= {"global_step": report.global_step, "loss": report.loss, "step_s": report.step_s}
+        self._telemetry.write(record)
+
+    def on_metrics(self, report: MetricsReport, now_s: float) -> None:
+        """Tell what an island measured, unless another process of it has taken its place."""
+        machine = self._parts.machine
+        if machine.membership.get(report.learner_id, report.incarnation) is None:
+            return
+        self._metrics[report.learner_id] = values = dict(report.values)
+        self._news = True
+        record = {"kind": "metrics", "t": now_s, "learner": report.learner_id, "incarnation": report.incarnation}
+        record |= {"local_step": report.local_step, "global_step": machine.global_step, "values": values}
         self._telemetry.write(record)
 
     def on_note(self, note: Note) -> None:
@@ -81,6 +106,8 @@ class Watch:
         """Say how the run is doing, to whoever looks. What cannot be written is written the next time."""
         parts = self._parts
         now_s = parts.clock.now_s()
+        connected = {member.learner_id for member in parts.machine.membership.connected()}
+        self._metrics = {name: values for name, values in self._metrics.items() if name in connected}
         status = compose_status(
             parts.config.name,
             parts.machine,
@@ -90,6 +117,7 @@ class Watch:
             alarms=self._alarms(),
             eval_loss=self._eval_loss,
             wire=self.wire(),
+            metrics=self._metrics,
         )
         if self._listener is not None:
             self._listener.status_json = json.dumps(finite(status))
@@ -97,6 +125,11 @@ class Watch:
             write_json(parts.run_dir / STATUS_FILE, status)
         except OSError as error:
             log.warning(f"status not written: {error}")
+        if self._news and self._metrics:
+            record = {"kind": "merged_metrics", "t": now_s, "global_step": parts.machine.global_step}
+            record |= {"islands": sorted(self._metrics), "values": merged_metrics(self._metrics.values())}
+            self._telemetry.write(record)
+        self._news = False
         self._telemetry.write({"kind": "wire", "t": now_s, "global_step": parts.machine.global_step, **status["wire"]})
         self._telemetry.flush()
 
