@@ -173,7 +173,8 @@ class RunConfig:
     cloud: CloudConfig = field(default_factory=CloudConfig)
     """Machines on Google Cloud, for `diloco launch`."""
     trackers: tuple[str, ...] = ("tensorboard",)
-    """Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, or package.module:Class of your own."""
+    """Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, or a class of your own as
+    package.module:Class."""
     callbacks: tuple[str, ...] = ()
     """Classes of your own, package.module:Class, with on_step, on_round, on_eval or on_event."""
 

@@ -138,10 +138,10 @@ class Joined:
             self._decisions.apply(lambda machine, now_s: machine.leave("stopped from outside", now_s))
         finished = self._decisions.finished
         self._payloads.close()
-        self._metrics.close()
         if self._outbox.link is not None:
             self._outbox.link.close(2.0)
         self._states.close()
+        self._metrics.close()
         self._decisions.ask(lambda machine: self._tape.end(finished or "failed", machine.digests))
         failed = finished.partition(":")[0] in ("", "refused", "expelled")
         self._host.end(STOPPED if stopped else FAILED if failed else 0)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from diloco_jax.protocol.messages import SYNCER
-from diloco_jax.runtime.trackers.load import find_callbacks, find_trackers
+from diloco_jax.runtime.trackers.outlets import find_callbacks, find_trackers
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data import check_source

@@ -4,9 +4,9 @@ One process writes a run's telemetry: the syncer's, or the data-parallel baselin
 since the run began, bytes and tokens cumulative:
 
     step    t learner incarnation local_step tokens global_step loss step_s      (tokens: of all its incarnations)
-    metrics t learner incarnation local_step global_step values                  (of an island: docs/metrics.md has names)
+    metrics t learner incarnation local_step global_step values                  (of an island; docs/metrics.md)
     merged_metrics
-            t global_step islands values                                         (of the islands that are connected)
+            t global_step islands values                                         (of these islands together)
     closed, merged, abandoned, joined, left, silent, back, finished
             t global_step fragment_id members reason                             (the protocol's Note)
     wire    t global_step up_bytes down_bytes

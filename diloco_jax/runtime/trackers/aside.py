@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 WAITING_MAX = 4096  # calls that wait for one object
-CLOSE_S = 30.0  # how long the calls that wait have at the end
 
 log = logging.getLogger(__name__)
 
@@ -26,53 +25,47 @@ class Aside:
 
     def __init__(self, name: str, make: Callable[[], Any]) -> None:
         self._name = name
-        self._make = make
         self._waiting: queue.Queue[tuple[str, tuple[Any, ...]] | None] = queue.Queue(WAITING_MAX)
-        self._failed = False
         self._lost = 0
-        self._thread = threading.Thread(target=self._run, name=f"aside-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(make,), name=name, daemon=True)
         self._thread.start()
 
     def call(self, method: str, *arguments: Any) -> None:
         """Call a method soon, in the order of the calls; one that the object does not have is not called."""
-        if self._failed:
+        if not self._thread.is_alive():
             return
         try:
             self._waiting.put_nowait((method, arguments))
         except queue.Full:
             if not self._lost:
-                log.warning(f"{self._name} is too slow: {WAITING_MAX} calls wait for it, and what comes now is lost")
+                log.warning(f"{self._name} is too slow: {WAITING_MAX} calls wait, what comes now is lost")
             self._lost += 1
 
-    def _run(self) -> None:
-        """Run as the body of the thread."""
+    def _run(self, make: Callable[[], Any]) -> None:
         method = "its constructor"
         try:
-            target = self._make()
+            target = make()
             while (job := self._waiting.get()) is not None:
                 method, arguments = job
-                if (function := getattr(target, method, None)) is not None:
-                    function(*arguments)
+                getattr(target, method, lambda *_: None)(*arguments)
         except (Exception, SystemExit) as error:
-            self._failed = True
-            log.warning(
-                f"{self._name} failed in {method} and is not called any more; the run goes on: "
-                f"{type(error).__name__}: {error}"
-            )
+            told = f"{type(error).__name__}: {error}"
+            log.warning(f"{self._name} failed in {method} and is not called any more, the run goes on: {told}")
 
     def close(self, ends_s: float) -> None:
-        """Let it do what waits for it until then (`time.monotonic`), and leave it; a thread that hangs ends with us."""
-        if self._thread.is_alive():
+        """Let it do what waits until then (`time.monotonic`); a thread that hangs ends with the process."""
+        while self._thread.is_alive() and time.monotonic() < ends_s:
             with contextlib.suppress(queue.Full):
-                self._waiting.put(None, timeout=max(0.01, ends_s - time.monotonic()))
-            self._thread.join(max(0.0, ends_s - time.monotonic()))
+                self._waiting.put(None, timeout=0.1)
+                break
+        self._thread.join(max(0.0, ends_s - time.monotonic()))
         waiting = self._waiting.qsize() if self._thread.is_alive() else 0
         if self._lost or waiting:
             log.warning(f"{self._name} did not get all: {self._lost} calls were lost, {waiting} still waited")
 
 
-def close_all(asides: Iterable[Aside]) -> None:
-    """Close all of them within CLOSE_S."""
-    ends_s = time.monotonic() + CLOSE_S
+def close_all(asides: Iterable[Aside], within_s: float) -> None:
+    """Close all of them; those that wait for something have this long together."""
+    ends_s = time.monotonic() + within_s
     for aside in asides:
         aside.close(ends_s)

@@ -2,33 +2,89 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from diloco_jax.runtime.trackers import built_in
 from diloco_jax.runtime.trackers.aside import Aside, close_all
-from diloco_jax.runtime.trackers.load import find_callbacks, find_trackers
 from diloco_jax.settings.run import RunConfig
 
+BUILT_IN: dict[str, tuple[type, str]] = {  # name -> class, and the package that it needs
+    "tensorboard": (built_in.TensorboardTracker, "tensorboardX"),
+    "wandb": (built_in.WandbTracker, "wandb"),
+    "trackio": (built_in.TrackioTracker, "trackio"),
+    "mlflow": (built_in.MlflowTracker, "mlflow"),
+}
+TRACKER_METHODS = ("begin", "log", "close")
+CALLBACK_METHODS = ("on_step", "on_round", "on_eval", "on_event")
+CLOSE_S = 30.0  # at the end: some trackers send what is left
 MERGED = "merged"  # group of what belongs to no single island
 QUIET = ("step", "closed")  # records that are neither values nor events
 
 
-class Outlets:
-    """All of a run's trackers and callbacks, those of steps excepted: these are in the learners' processes.
+def find_trackers(names: Sequence[str]) -> dict[str, type]:
+    """Return the classes of these trackers.
 
-    Args:
-        config: the run.
-        folder: of the run.
+    Raises:
+        ValueError: one is not installed, cannot be loaded, or lacks a method.
+    """
+    found = {}
+    for name in names:
+        found[name], package = BUILT_IN[name] if name in BUILT_IN else (load_named("trackers", name), "")
+        if package and importlib.util.find_spec(package) is None:
+            raise ValueError(f'trackers has {name}, which is not installed; run pip install "diloco-jax[{name}]"')
+        if missing := [method for method in TRACKER_METHODS if not hasattr(found[name], method)]:
+            raise ValueError(f"trackers: '{name}' lacks {' and '.join(missing)}; see docs/metrics.md")
+    return found
+
+
+def find_callbacks(names: Sequence[str], methods: Sequence[str] = CALLBACK_METHODS) -> dict[str, type]:
+    """Return the classes of those callbacks that have one of the methods.
+
+    Raises:
+        ValueError: one cannot be loaded, or has no method that is ever called.
+    """
+    found = {name: load_named("callbacks", name) for name in names}
+    for name, each in found.items():
+        if not any(hasattr(each, method) for method in CALLBACK_METHODS):
+            raise ValueError(f"callbacks: '{name}' has none of {', '.join(CALLBACK_METHODS)}; give it one of them")
+    return {name: each for name, each in found.items() if any(hasattr(each, method) for method in methods)}
+
+
+def load_named(setting: str, name: str) -> type:
+    """Import the class `package.module:Class`.
+
+    Raises:
+        ValueError: there is none; names the setting and the remedy.
+    """
+    package, _, attribute = name.partition(":")
+    if not package or not attribute:
+        known = f", or one of {', '.join(BUILT_IN)}" if setting == "trackers" else ""
+        raise ValueError(f"{setting} has '{name}'; write package.module:Class{known}")
+    try:
+        found = getattr(importlib.import_module(package), attribute)
+    except Exception as error:  # a module of the user's own may raise anything
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{setting}: '{name}' cannot be loaded ({told}); install or correct it") from error
+    if not isinstance(found, type):
+        raise ValueError(f"{setting}: '{name}' is no class; name one that is called without arguments")
+    return found
+
+
+class Outlets:
+    """All of a run's trackers and callbacks; `on_step` is called in the learners' processes.
 
     Raises:
         ValueError: one of them cannot be loaded.
     """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
-        trackers, callbacks = find_trackers(config.trackers), find_callbacks(config.callbacks)
+        trackers, callbacks = find_trackers(config.trackers), find_callbacks(config.callbacks, CALLBACK_METHODS[1:])
         self._trackers = [Aside(f"the tracker {name}", make) for name, make in trackers.items()]
         self._callbacks = [Aside(f"the callback {name}", make) for name, make in callbacks.items()]
         for tracker in self._trackers:
@@ -67,4 +123,4 @@ class Outlets:
         """Let all of them end what they have to do, as far as there is time."""
         for tracker in self._trackers:
             tracker.call("close")
-        close_all([*self._trackers, *self._callbacks])
+        close_all([*self._trackers, *self._callbacks], CLOSE_S)

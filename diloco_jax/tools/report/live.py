@@ -8,7 +8,7 @@ Both read the status that the syncer writes about once a second, one JSON object
     supervisor, unix_s (when)}, learners: [
         {learner, state (joining, active, silent, gone), condition (protocol/watch/health.py), reason (for it),
          since_s (seconds in that condition), local_step, tokens, tokens_per_s, loss, step_s, last_merged_round,
-         participation, restarts}]
+         participation, restarts, metrics: {name: value} (docs/metrics.md)}]
 
 A learner's numbers may be null until it has reported a step.
 """
@@ -49,6 +49,7 @@ CONDITION_STYLES = {
 }
 RUN_STYLES = {"starting": "cyan", "running": "green", "complete": "green", "stopped": "yellow", SILENT: "yellow"}
 NO_VALUE = "–"
+SPEEDS = {"mfu": ("MFU", "{:.0%}".format), "model_flops_per_s": ("FLOP/s", format_count)}  # the first that is known
 
 
 def format_duration(seconds: float) -> str:
@@ -82,12 +83,26 @@ def _time_left(status: Mapping[str, Any], steps_per_s: float | None) -> str:
     return f"about {format_duration((status['total_steps'] - status['global_step']) / rate)} left"
 
 
+def _speed(row: Mapping[str, Any], name: str) -> str:
+    value = row.get("metrics", {}).get(name)
+    return NO_VALUE if value is None else SPEEDS[name][1](value)
+
+
 def _learner_table(learners: list[Mapping[str, Any]]) -> Table:
     # headers may wrap and the space between columns is one, so that it fits into 80 columns
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for name in ("island", "condition"):
         table.add_column(name, no_wrap=True)
-    for name in ("step", "tokens/s", "loss", "merged in", "participation", "restarts"):
+    speed = next((name for name in SPEEDS if any(name in row.get("metrics", {}) for row in learners)), "")
+    for name in (
+        "step",
+        "tokens/s",
+        *([SPEEDS[speed][0]] if speed else []),
+        "loss",
+        "merged in",
+        "takes part",
+        "restarts",
+    ):
         table.add_column(name, justify="right")
     for row in learners:
         condition = row["condition"]
@@ -101,6 +116,7 @@ def _learner_table(learners: list[Mapping[str, Any]]) -> Table:
             state,
             str(row["local_step"]),
             format_count(row["tokens_per_s"]),
+            *([_speed(row, speed)] if speed else []),
             _or_none(row["loss"], ".3f"),
             str(row["last_merged_round"]) if row["last_merged_round"] else NO_VALUE,
             f"{row['participation']:.0%}",
@@ -186,6 +202,9 @@ def _condition(row: Mapping[str, Any]) -> str:
     details = f" after step {row['local_step']}"
     if row["state"] == "active":
         rate = f"{format_count(row['tokens_per_s'])} tokens/s"
+        metrics = row.get("metrics", {})
+        rate += f", grad norm {metrics['grad_norm']:.3g}" if metrics.get("grad_norm") is not None else ""
+        rate += f", MFU {metrics['mfu']:.1%}" if metrics.get("mfu") is not None else ""
         details = f": step {row['local_step']}, loss {_or_none(row['loss'], '.3f')}, {rate}"
     reason = f"; {row['reason']}" if row["reason"] else ""
     condition = f"{row['condition']} for {format_duration(row['since_s'])}{details}{reason}"
