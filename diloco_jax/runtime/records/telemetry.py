@@ -15,7 +15,6 @@ since the run began, bytes and tokens cumulative:
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -130,19 +129,13 @@ class Telemetry:
 
     def flush(self) -> None:
         """Hand everything written so far to the operating system; to be called about once a second."""
-        with self._tolerated():
+        try:
             if self._waiting:
                 self._file.append("".join(f"{line}\n" for line in self._waiting).encode())
                 self._waiting.clear()
             self._failing = False
-
-    @contextlib.contextmanager
-    def _tolerated(self) -> Iterator[None]:
-        """Let telemetry that the disk refuses wait for the next flush."""
-        try:
-            yield
         except OSError as error:
-            if not self._failing:
+            if not self._failing:  # they wait for the next time
                 log.warning(f"metrics cannot be written ({error}); the newest {WAITING_MAX} records wait")
             self._failing = True
 

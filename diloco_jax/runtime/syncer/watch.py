@@ -106,8 +106,6 @@ class Watch:
         """Say how the run is doing, to whoever looks. What cannot be written is written the next time."""
         parts = self._parts
         now_s = parts.clock.now_s()
-        connected = {member.learner_id for member in parts.machine.membership.connected()}
-        self._metrics = {name: values for name, values in self._metrics.items() if name in connected}
         status = compose_status(
             parts.config.name,
             parts.machine,
@@ -125,12 +123,13 @@ class Watch:
             write_json(parts.run_dir / STATUS_FILE, status)
         except OSError as error:
             log.warning(f"status not written: {error}")
-        if self._news and self._metrics:
-            record = {"kind": "merged_metrics", "t": now_s, "global_step": parts.machine.global_step}
-            record |= {"islands": sorted(self._metrics), "values": merged_metrics(self._metrics.values())}
-            self._telemetry.write(record)
+        when = {"t": now_s, "global_step": parts.machine.global_step}
+        together = {m.learner_id for m in parts.machine.membership.connected()} & self._metrics.keys()
+        if self._news and together:
+            values = merged_metrics(self._metrics[name] for name in together)
+            self._telemetry.write({"kind": "merged_metrics", **when, "islands": sorted(together), "values": values})
         self._news = False
-        self._telemetry.write({"kind": "wire", "t": now_s, "global_step": parts.machine.global_step, **status["wire"]})
+        self._telemetry.write({"kind": "wire", **when, **status["wire"]})
         self._telemetry.flush()
 
     def close(self) -> None:

@@ -42,22 +42,19 @@ class TensorboardTracker:
     """TensorBoard files without TensorFlow, over the global step: an island's local steps begin again at zero."""
 
     def begin(self, run: str, config: Mapping[str, Any], folder: Path) -> None:
-        """Choose the folder; its files are made as groups come."""
         self._folder = folder / "tensorboard"
         self._writers: dict[str, Any] = {}
 
     def log(self, step: int, values: Mapping[str, float], group: str) -> None:
-        """Write one event, and hand it to the operating system."""
         writer = self._writers.get(group)
         if writer is None:
             (self._folder / group).mkdir(parents=True, exist_ok=True)
             writer = self._writers[group] = EventsWriter(str(self._folder / group / "events"))
         scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         writer.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
-        writer.flush()
+        writer.flush()  # to the operating system
 
     def close(self) -> None:
-        """Close every file."""
         for writer in self._writers.values():
             writer.close()
 
@@ -66,18 +63,15 @@ class WandbTracker:
     """A run at Weights & Biases: project WANDB_PROJECT, else "diloco"; WANDB_MODE=offline writes to its folder only."""
 
     def begin(self, run: str, config: Mapping[str, Any], folder: Path) -> None:
-        """Begin the run, or go on with it."""
         name, _ = _kept(folder / "wandb" / "run_id", lambda: uuid.uuid4().hex)
         where = {"project": os.environ.get("WANDB_PROJECT", PROJECT), "name": run, "dir": folder}
         self._run = importlib.import_module("wandb").init(**where, config=dict(config), id=name, resume="allow")
         self._run.define_metric("*", step_metric="global_step")  # islands differ in it, and its own step may only grow
 
     def log(self, step: int, values: Mapping[str, float], group: str) -> None:
-        """Log one row."""
         self._run.log({**_named(values, group), "global_step": step})
 
     def close(self) -> None:
-        """Send what is left."""
         self._run.finish()
 
 
@@ -85,17 +79,14 @@ class TrackioTracker:
     """A run of trackio: project TRACKIO_PROJECT, else "diloco", in TRACKIO_DIR or its usual place."""
 
     def begin(self, run: str, config: Mapping[str, Any], folder: Path) -> None:
-        """Begin the run, or go on with it."""
         name, _ = _kept(folder / "trackio" / "run_id", lambda: f"{run}-{uuid.uuid4().hex[:8]}")
         where = {"project": os.environ.get("TRACKIO_PROJECT", PROJECT), "name": name, "embed": False}
         self._run = importlib.import_module("trackio").init(**where, config=dict(config), resume="allow")
 
     def log(self, step: int, values: Mapping[str, float], group: str) -> None:
-        """Log one row."""
         self._run.log(_named(values, group), step=step)
 
     def close(self) -> None:
-        """Write what is left."""
         self._run.finish()
 
 
@@ -103,7 +94,6 @@ class MlflowTracker:
     """A run of MLflow: experiment MLFLOW_EXPERIMENT_NAME, else "diloco", at MLFLOW_TRACKING_URI or in its folder."""
 
     def begin(self, run: str, config: Mapping[str, Any], folder: Path) -> None:
-        """Begin the run, or go on with it."""
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else it asks for a database
         mlflow = importlib.import_module("mlflow")
         uri = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlflow" / "store").resolve().as_uri()
@@ -121,13 +111,11 @@ class MlflowTracker:
             self._client.log_batch(self._id, params=params[start : start + PARAMS_MAX])
 
     def log(self, step: int, values: Mapping[str, float], group: str) -> None:
-        """Log one row."""
         now_ms = round(time.time() * 1000)
         metrics = [self._entities.Metric(key, value, now_ms, step) for key, value in _named(values, group).items()]
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self) -> None:
-        """Say that the run has ended."""
         self._client.set_terminated(self._id)
 
 

@@ -83,29 +83,19 @@ def _time_left(status: Mapping[str, Any], steps_per_s: float | None) -> str:
     return f"about {format_duration((status['total_steps'] - status['global_step']) / rate)} left"
 
 
-def _speed(row: Mapping[str, Any], name: str) -> str:
-    value = row.get("metrics", {}).get(name)
-    return NO_VALUE if value is None else SPEEDS[name][1](value)
-
-
 def _learner_table(learners: list[Mapping[str, Any]]) -> Table:
     # headers may wrap and the space between columns is one, so that it fits into 80 columns
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for name in ("island", "condition"):
         table.add_column(name, no_wrap=True)
     speed = next((name for name in SPEEDS if any(name in row.get("metrics", {}) for row in learners)), "")
-    for name in (
-        "step",
-        "tokens/s",
-        *([SPEEDS[speed][0]] if speed else []),
-        "loss",
-        "merged in",
-        "takes part",
-        "restarts",
-    ):
+    names = ["step", "tokens/s", "loss", "merged in", "takes part", "restarts"]
+    if speed:
+        names.insert(2, SPEEDS[speed][0])
+    for name in names:
         table.add_column(name, justify="right")
     for row in learners:
-        condition = row["condition"]
+        condition, value = row["condition"], row.get("metrics", {}).get(speed)
         state = Text(condition, style=CONDITION_STYLES.get(condition, ""))
         if condition != "training":
             number, unit, *_ = format_duration(row["since_s"]).split()
@@ -116,7 +106,7 @@ def _learner_table(learners: list[Mapping[str, Any]]) -> Table:
             state,
             str(row["local_step"]),
             format_count(row["tokens_per_s"]),
-            *([_speed(row, speed)] if speed else []),
+            *([NO_VALUE if value is None else SPEEDS[speed][1](value)] if speed else []),
             _or_none(row["loss"], ".3f"),
             str(row["last_merged_round"]) if row["last_merged_round"] else NO_VALUE,
             f"{row['participation']:.0%}",
@@ -202,9 +192,9 @@ def _condition(row: Mapping[str, Any]) -> str:
     details = f" after step {row['local_step']}"
     if row["state"] == "active":
         rate = f"{format_count(row['tokens_per_s'])} tokens/s"
-        metrics = row.get("metrics", {})
-        rate += f", grad norm {metrics['grad_norm']:.3g}" if metrics.get("grad_norm") is not None else ""
-        rate += f", MFU {metrics['mfu']:.1%}" if metrics.get("mfu") is not None else ""
+        for name, form in (("grad_norm", "grad norm {:.3g}"), ("mfu", "MFU {:.1%}")):
+            if (value := row.get("metrics", {}).get(name)) is not None:
+                rate += f", {form.format(value)}"
         details = f": step {row['local_step']}, loss {_or_none(row['loss'], '.3f')}, {rate}"
     reason = f"; {row['reason']}" if row["reason"] else ""
     condition = f"{row['condition']} for {format_duration(row['since_s'])}{details}{reason}"
