@@ -36,7 +36,7 @@ def find_trackers(names: Sequence[str]) -> dict[str, type]:
     found = {}
     for name in names:
         found[name], package = BUILT_IN[name] if name in BUILT_IN else (load_named("trackers", name), "")
-        if package and importlib.util.find_spec(package) is None:
+        if package and not getattr(importlib.util.find_spec(package), "origin", None):  # a folder wandb/ is no package
             raise ValueError(f'trackers has {name}, which is not installed; run pip install "diloco-jax[{name}]"')
         if missing := [method for method in TRACKER_METHODS if not hasattr(found[name], method)]:
             raise ValueError(f"trackers: '{name}' lacks {' and '.join(missing)}; see docs/metrics.md")
