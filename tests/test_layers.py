@@ -42,13 +42,14 @@ LAYERS: dict[str, set[str]] = {
 ROOMS: dict[str, dict[str, set[str]]] = {
     "protocol": {"": set(), "learner": {""}, "syncer": {""}, "watch": {"", "syncer"}},
     "runtime": {
-        "records": set(),
+        "trackers": set(),
+        "records": {"trackers"},
         "model": {"records"},
         "island": {"model", "records"},
-        "learner": {"island", "records"},
-        "syncer": {"model", "records"},
-        "own_loop": {"learner", "island", "model", "records"},
-        "local": {"own_loop", "learner", "syncer", "island", "model", "records"},
+        "learner": {"island", "records", "trackers"},
+        "syncer": {"model", "records", "trackers"},
+        "own_loop": {"learner", "island", "model", "records", "trackers"},
+        "local": {"own_loop", "learner", "syncer", "island", "model", "records", "trackers"},
     },
     "sim": {"": set(), "checks": {""}, "goodput": {""}, "__main__": {"", "checks"}},
     "tools": {

@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 SYNCER = "syncer"  # the peer name of the syncer; no learner may take it
 NO_VERSION = -1
+METRICS_MAX = 64  # values in one report of metrics
+METRIC_LENGTH_MAX = 64  # characters of a name
 
 
 class Adopted(NamedTuple):
@@ -76,6 +78,25 @@ class StepReport(NamedTuple):
     samples: int  # samples of its leases that this incarnation has trained on
     granted: int  # samples of the leases that have arrived
     arrived: tuple[Arrived, ...] = ()  # since the report before, the newest of each fragment
+
+
+class Metric(NamedTuple):
+    """One number that an island measured: of its training, its speed or its machine."""
+
+    name: str
+    value: float
+
+
+class MetricsReport(NamedTuple):
+    """Means over the steps since the report before, about once per second; for people.
+
+    No input of a machine and not on the tape: the syncer's driver tells it on. docs/metrics.md lists the names.
+    """
+
+    learner_id: str
+    incarnation: int
+    local_step: int  # newest step in it
+    values: tuple[Metric, ...]  # at most METRICS_MAX
 
 
 class FragmentValue(NamedTuple):
@@ -276,4 +297,4 @@ StateAnswer = StatePull | StatePart | StateEnd | StateUnavailable
 SyncerMessage = (
     Welcome | Refuse | Expel | Lease | PullRequest | AnchorRequest | StateAnswer | GlobalFragment | Advance | Stop
 )
-Message = LearnerMessage | SyncerMessage
+Message = LearnerMessage | SyncerMessage | MetricsReport

@@ -90,6 +90,8 @@ class IslandsConfig:
     the built-in loop."""
     each: dict[str, IslandOverride] = field(default_factory=dict)
     """What single islands have differently, by name: {island-3: {topology: v6e:16x16, batch_size: 512}}."""
+    peak_tflops: float = 0.0
+    """Peak of one device in TFLOP/s, of which MFU is a share; 0: that of the known TPUs and GPUs, without it no MFU."""
     restarts_max: int = 10
     """How often a local run starts a dead island again before it gives it up."""
     restart_delay_s: float = 1.0
@@ -106,6 +108,8 @@ class IslandsConfig:
         if self.restarts_max < 0 or not 0 <= self.restart_delay_s < inf:
             told = f"islands.restarts_max {self.restarts_max} and restart_delay_s {self.restart_delay_s}"
             raise ValueError(f"{told} must be at least 0")
+        if not 0 <= self.peak_tflops < inf:
+            raise ValueError(f"islands.peak_tflops is {self.peak_tflops}; use TFLOP/s of one device, or 0 if unknown")
         self._check_controller()
         for name in ("", *self.each):
             _check(self._own(name), f"islands.each.{name}" if name else "islands")

@@ -29,6 +29,7 @@ from diloco_jax.transport.link import TransportConfig
 
 SHARDS_MAX = 64
 TOKENS_MAX = 10**18
+OUTLETS_MAX = 16  # trackers, and callbacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,8 +203,11 @@ class RunConfig:
     """Snapshots on disk."""
     cloud: CloudConfig = field(default_factory=CloudConfig)
     """Machines on Google Cloud, for `diloco launch`."""
-    tensorboard: bool = True
-    """Whether to write TensorBoard files beside metrics.jsonl."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, or a class of your own as
+    package.module:Class."""
+    callbacks: tuple[str, ...] = ()
+    """Classes of your own, package.module:Class, with on_step, on_round, on_eval or on_event."""
 
     def __post_init__(self) -> None:
         if not self.name or any(c in self.name for c in "/\\\0") or self.name.startswith("."):
@@ -211,6 +215,9 @@ class RunConfig:
         check_setting("outer", self.outer.module, self.outer.args)
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed is {self.seed}; it must be in [0, 2^31)")
+        for name in ("trackers", "callbacks"):
+            if len(getattr(self, name)) > OUTLETS_MAX:
+                raise ValueError(f"{name} has {len(getattr(self, name))} names; use at most {OUTLETS_MAX}")
         count = self.islands.count
         if self.algorithm == "decoupled" and self.protocol.quorum > count:
             raise ValueError(

@@ -56,6 +56,14 @@ GENERATIONS = {
     ),
 }
 
+# Dense bfloat16 operations per second of a device, by what JAX calls it; GPUs: NVIDIA's data sheets.
+DEVICE_PEAK_FLOPS = {
+    **dict.fromkeys(("TPU v5", "TPU v5p"), GENERATIONS["v5p"].peak_flops),
+    **dict.fromkeys(("TPU v6 lite", "TPU v6e"), GENERATIONS["v6e"].peak_flops),
+    **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"), 312e12),
+    **dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H200"), 989e12),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:

@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,15 @@ def parse_text(text: str, source: str) -> RunConfig:
 def dump(config: RunConfig) -> str:
     """Write the config as YAML, every setting in full; `parse` reads it back to an equal RunConfig."""
     return yaml.safe_dump(_ADAPTER.dump_python(config, mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested settings as (dotted name, value)."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -38,19 +38,19 @@ def check_setting(section: str, module: str, args: Mapping[str, Any]) -> None:
         raise ValueError(f"{section}.args is {args}: {error}; use numbers, text, lists and mappings") from error
 
 
-def load_named(section: str, module: str) -> Any:
-    """Import what `<section>.module` names.
+def load_named(setting: str, name: str) -> Any:
+    """Import what a setting, such as `data.module`, names as `package.module:Name`.
 
     Raises:
       ValueError: it cannot be imported, or is not there.
     """
-    package, _, name = module.partition(":")
+    package, _, attribute = name.partition(":")
     try:
-        return getattr(importlib.import_module(package), name)
+        return getattr(importlib.import_module(package), attribute)
     except ImportError as error:
-        raise ValueError(f"{section}.module '{module}' cannot be imported: {error}; install or correct it") from error
+        raise ValueError(f"{setting} '{name}' cannot be imported: {error}; install or correct it") from error
     except Exception as error:  # of the user's own code it may be anything
-        raise failure(section, module, error) from error
+        raise failure(setting.removesuffix(".module"), name, error) from error
 
 
 def make_named(section: str, module: str, args: Mapping[str, Any]) -> Any:
@@ -59,7 +59,7 @@ def make_named(section: str, module: str, args: Mapping[str, Any]) -> Any:
     Raises:
       ValueError: it cannot be found, or fails.
     """
-    found = load_named(section, module)
+    found = load_named(f"{section}.module", module)
     try:
         return found(**args)
     except Exception as error:

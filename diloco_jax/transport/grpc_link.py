@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from diloco_jax.protocol.messages import SYNCER, LearnerMessage, SyncerMessage
+from diloco_jax.protocol.messages import SYNCER, LearnerMessage, MetricsReport, SyncerMessage
 from diloco_jax.transport.calls import (
     CONNECT,
     DRAIN,
@@ -76,7 +76,7 @@ class GrpcLink:
         self.shards: tuple[str, ...] = ()
         """Addresses of the syncer's further listeners, as host:port."""
 
-    def send(self, message: LearnerMessage, payload: Payload = b"") -> None:
+    def send(self, message: LearnerMessage | MetricsReport, payload: Payload = b"") -> None:
         """Queue a message; never blocks. See Link.send."""
         allowed = HOST_TYPES if self._session.host else LEARNER_TYPES
         parts = payload_parts(message, payload, allowed, self._session.config.payload_bytes_max)

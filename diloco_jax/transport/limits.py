@@ -12,6 +12,7 @@ from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 
+from diloco_jax.protocol.messages import METRIC_LENGTH_MAX, METRICS_MAX
 from diloco_jax.transport.link import NAME_LENGTH_MAX
 from diloco_jax.transport.proto import diloco_pb2 as pb
 
@@ -26,6 +27,7 @@ TEXT_LENGTHS_MAX = {
     "leaf": REASON_LENGTH_MAX,
     "fingerprint_key": NAME_LENGTH_MAX,
     "fingerprint_value": PAIR_LENGTH_MAX,
+    "values_name": METRIC_LENGTH_MAX,
 }
 
 Check = Callable[[Any], str]  # of a value: "" or what is wrong with it
@@ -63,7 +65,7 @@ def _check_of(field: FieldDescriptor) -> Check:
         longest = TEXT_LENGTHS_MAX.get(field.name, NAME_LENGTH_MAX)
         return lambda text: "" if len(text) <= longest else f"has {len(text)} characters, the limit is {longest}"
     if field.type == FieldDescriptor.TYPE_DOUBLE:
-        if field.name == "loss":  # for people: a run that diverges should show it
+        if field.name in ("loss", "values_value"):  # for people: a run that diverges should show it
             return lambda _: ""
         return lambda x: "" if math.isfinite(x) and x >= 0 else f"is {x!r}, no duration"
     if field.type == FieldDescriptor.TYPE_FIXED64:
@@ -77,8 +79,11 @@ def _check_of(field: FieldDescriptor) -> Check:
 def _rules(cls: str) -> list[tuple[str, bool, int, Check]]:
     """Return (field, whether it is repeated, most elements, check of an element) for all fields of a message."""
     fields = getattr(pb, cls).DESCRIPTOR.fields
-    most = {field.name: PAIRS_MAX if field.name.startswith("fingerprint_") else FRAGMENTS_MAX for field in fields}
-    return [(field.name, field.is_repeated, most[field.name], _check_of(field)) for field in fields]
+    most = {"fingerprint": PAIRS_MAX, "values": METRICS_MAX}  # by what column names begin with
+    return [
+        (field.name, field.is_repeated, most.get(field.name.partition("_")[0], FRAGMENTS_MAX), _check_of(field))
+        for field in fields
+    ]
 
 
 _RULES = {

@@ -24,6 +24,7 @@ from diloco_jax.protocol.messages import (
     GlobalFragment,
     LearnerMessage,
     Message,
+    MetricsReport,
     StatePart,
     SyncerMessage,
 )
@@ -34,7 +35,7 @@ Payload: TypeAlias = Buffer | Sequence[Buffer]
 
 # Those that may have a payload, and all that passes between the hosts of an island.
 BULK_TYPES: tuple[type, ...] = (FragmentValue, GlobalFragment, AnchorValue, StatePart, *COMMANDS, *REPLIES)
-LEARNER_TYPES: tuple[type, ...] = get_args(LearnerMessage)
+LEARNER_TYPES: tuple[type, ...] = (*get_args(LearnerMessage), MetricsReport)
 HOST_TYPES: tuple[type, ...] = (FragmentValue,)  # from a learner's hosts that are not its leader
 SYNCER_TYPES: tuple[type, ...] = get_args(SyncerMessage)
 NAME_LENGTH_MAX = 100
@@ -80,7 +81,7 @@ class Traffic(NamedTuple):
 class Link(Protocol):
     """A learner's session with the syncer. Made by a transport's `connect`."""
 
-    def send(self, message: LearnerMessage, payload: Payload = b"") -> None:
+    def send(self, message: LearnerMessage | MetricsReport, payload: Payload = b"") -> None:
         """Queue a message; never blocks.
 
         Raises:

@@ -26,6 +26,7 @@ from diloco_jax.protocol.messages import (
     GlobalFragment,
     Hello,
     LearnerMessage,
+    MetricsReport,
 )
 from diloco_jax.transport.grpc_link import GrpcLink, connect
 from diloco_jax.transport.link import Delivery, Payload, TransportConfig
@@ -151,7 +152,7 @@ class ShardedLink:
         """Return the session's number, the same at the syncer and its shards."""
         return self._control.number
 
-    def send(self, message: LearnerMessage, payload: Payload = b"") -> None:
+    def send(self, message: LearnerMessage | MetricsReport, payload: Payload = b"") -> None:
         """Queue a message, or its parts; never blocks. See Link.send."""
         if isinstance(message, FragmentValue):
             for shard in self._shares.holders(message.fragment_id):

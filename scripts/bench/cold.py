@@ -55,7 +55,7 @@ def measure(words: Sequence[str], at: int) -> dict[str, float]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "NPROC"))}
         environment = kept | {"NUMBA_CACHE_DIR": f"{folder}/cache", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "diloco_jax", "train", str(ROOT / "configs" / "parity.yaml"), "--json"]
-        command += ["--run-dir", f"{folder}/run", "--tensorboard", "False", *words]
+        command += ["--run-dir", f"{folder}/run", "--trackers", *words]
         ran = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, timeout=JOB_TIMEOUT_S
         )

@@ -21,7 +21,7 @@ def train(config: str, *overrides: object) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder:
         command = [sys.executable, "-m", "diloco_jax", "train", str(ROOT / "configs" / f"{config}.yaml"), "--json"]
-        command += ["--run-dir", f"{folder}/run", "--tensorboard", "False", *map(str, overrides)]
+        command += ["--run-dir", f"{folder}/run", "--trackers", *map(str, overrides)]
         result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=JOB_TIMEOUT_S)
     if result.returncode != 0:
         raise SystemExit(f"{' '.join(command)} ended with status {result.returncode}")

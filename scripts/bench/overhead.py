@@ -70,7 +70,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": {"args": args},
         "protocol": {"num_fragments": 24, "sync_every": 24, "overlap_steps": 2, "snapshot_every": 0},
         "wire": {"up": arguments.wire},
-        "tensorboard": False,
+        "trackers": [],
     }
 
 

@@ -266,7 +266,7 @@ class DilocoJob(Job):
             "optimizer": {"name": "adamw", "learning_rate": 0.001, "warmup_steps": 10},
             "data": {"path": str(corpus)},
             "protocol": {"sync_every": setting.sync_every, "num_fragments": setting.fragments, "overlap_steps": 5},
-            "tensorboard": False,
+            "trackers": [],
         }
 
     def _records(self) -> list[dict[str, Any]]:

@@ -35,7 +35,7 @@ def trained(config: dict[str, Any], tapes: Path, seed: int, format: str, folder:
     """
     folder.mkdir()
     path = folder / "config.yaml"
-    settings = {"seed": seed, "tensorboard": False, "wire": {"up": format, "down": format}}
+    settings = {"seed": seed, "trackers": [], "wire": {"up": format, "down": format}}
     path.write_text(yaml.safe_dump(config | settings), encoding="utf-8")
     command = [sys.executable, "-m", "diloco_jax", "replay", str(tapes), "--config", str(path)]
     command += ["--out", str(folder / "out"), "--json"]

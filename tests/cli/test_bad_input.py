@@ -223,7 +223,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_settings_of_a_command_line_are_those_of_a_file(tmp_path: Path) -> None:
     path = write_config(tmp_path)
-    words = ["--train.steps", "7", "--train.batch-size=4", "--optimizer.learning_rate", "1e-3", "--tensorboard", "True"]
+    words = ["--train.steps", "7", "--train.batch-size=4", "--optimizer.learning_rate", "1e-3"]
+    words += ["--trackers", "--callbacks", "my.code:Told", "--transport.allow-plaintext", "True"]
     words += ["--data.patterns", "*.md", "*.txt", "--model.args.dim", "16", "--wire.up", "int8"]
     words += ["--outer.momentum=5e-1", "--islands.each.island-1.batch-size", "2"]
     words += ["--islands.each.island-1.devices", "None"]
@@ -231,7 +232,9 @@ def test_settings_of_a_command_line_are_those_of_a_file(tmp_path: Path) -> None:
     changes = {
         "train": {"steps": 7, "batch_size": 4},
         "optimizer": {"learning_rate": 0.001},
-        "tensorboard": True,
+        "trackers": [],
+        "callbacks": ["my.code:Told"],
+        "transport": {"allow_plaintext": True},
         "data": {"patterns": ["*.md", "*.txt"]},
         "model": {"args": SMALL["model"]["args"] | {"dim": 16}},
         "wire": {"up": "int8"},

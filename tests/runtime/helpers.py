@@ -37,7 +37,7 @@ SMALL: dict[str, Any] = {
     },
     "optimizer": {"warmup_steps": 5, "learning_rate": 0.003},
     "protocol": {"sync_every": 6, "num_fragments": 6},
-    "tensorboard": False,
+    "trackers": [],
 }
 
 

@@ -9,8 +9,12 @@ from __future__ import annotations
 import os
 import time
 
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
 from diloco_jax.training.island import Island, StepHandle
 from diloco_jax.training.models.decoder import Decoder
+from diloco_jax.training.models.protocol import Batch, Metrics
 
 STEP_S_ENV = "DILOCO_TEST_STEP_S"
 
@@ -31,7 +35,11 @@ class Pacer:
 
 
 class PacedDecoder(Decoder):
-    """The decoder under another name."""
+    """The decoder under another name, with a metric of its own."""
+
+    def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
+        loss, metrics = super().loss(batch)
+        return loss, {**metrics, "perplexity": jnp.exp(loss)}
 
 
 if STEP_S_ENV in os.environ:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,11 @@ LEARNER_KEYS = {"local_steps", "tokens", "participation", "restarts", "step_over
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small run that ended by itself."""
     folder = tmp_path_factory.mktemp("finished")
-    result = run("train", write_config(folder), "--run-dir", folder / "run", "--quiet", timeout_s=200)
+    outlets = {
+        "trackers": ["tensorboard", "docs.examples.own_tracker:Csv"],
+        "callbacks": ["docs.examples.own_callback:Told", "tests.runtime.outlets:Raising"],
+    }
+    result = run("train", write_config(folder, **outlets), "--run-dir", folder / "run", "--quiet", timeout_s=200)
     assert result.returncode == 0, result.stdout + result.stderr
     return folder / "run"
 
@@ -106,6 +111,38 @@ def test_eval_report_and_status_read_a_run(finished: Path) -> None:
     told = json.loads(run("status", finished, "--json").stdout)
     assert told["global_step"] == 80 and told["state"] == "complete" and len(told["learners"]) == 2
     assert "island-1" in run("status", finished).stdout
+
+
+def test_every_metric_of_both_islands_gets_out(finished: Path) -> None:
+    records = list(read_metrics(finished / "metrics.jsonl"))
+    found = {r["learner"]: r for r in records if r["kind"] == "metrics"}
+    assert found.keys() == {"island-0", "island-1"}
+    names = {"loss", "grad_norm", "learning_rate", "tokens_per_s", "model_flops_per_s", "step_s", "perplexity"}
+    for record in found.values():
+        values = record["values"]
+        assert names <= values.keys() and 0 < values["learning_rate"] <= 0.003 and 0 < values["grad_norm"] < 100
+        assert values["perplexity"] == pytest.approx(math.exp(values["loss"]), rel=0.5)
+        assert "mfu" not in values, "nobody knows the peak of these devices"
+    together = [r for r in records if r["kind"] == "merged_metrics"]
+    assert any(r["islands"] == ["island-0", "island-1"] and names <= r["values"].keys() for r in together)
+    told = {row["learner"]: row for row in json.loads((finished / "status.json").read_text())["learners"]}
+    assert told.keys() == found.keys()
+    assert '"MetricsReport"' not in (finished / "tape.jsonl").read_text()
+    page = (finished / "report.html").read_text()
+    assert all(f"<h2>{name}</h2>" in page for name in ("grad_norm", "learning_rate", "perplexity"))
+
+
+def test_trackers_and_callbacks_of_a_run(finished: Path) -> None:
+    groups = {"islands/island-0", "islands/island-1", "merged"}
+    folders = {path.parent.relative_to(finished / "tensorboard").as_posix() for path in finished.rglob("events.out*")}
+    assert folders == groups
+    lines = [line.split(",") for line in (finished / "values.csv").read_text().splitlines()]
+    assert {name.rpartition("/")[0] for _, name, _ in lines} == groups
+    assert {f"islands/island-{n}/perplexity" for n in (0, 1)} | {"merged/eval_loss"} <= {name for _, name, _ in lines}
+    logs = {name: (finished / "logs" / f"{name}.log").read_text() for name in ("syncer", "island-0", "island-1")}
+    assert "evaluated at 80: " in logs["syncer"] and "event finished: round 80 finished: run complete" in logs["syncer"]
+    for log, method in zip(logs.values(), ("on_round", "on_step", "on_step"), strict=True):
+        assert log.count(f"failed in {method} and is not called any more") == log.count("out of order") == 1
 
 
 def test_islands_that_are_alike_compile_once(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from diloco_jax.transport.session.assembly import Assembly
 HEADER = pb.Header(run_id="run", epoch=3, sender="a", incarnation=2, session=7, lane=pb.LANE_BULK)
 VALUE = m.FragmentValue("a", 2, 5, 1, 40, 24, 9000, -1, 80, 10)
 MESSAGES: tuple[type, ...] = tuple(dict.fromkeys((*typing.get_args(m.Message), *COMMANDS, *REPLIES)))
+METRICS = m.MetricsReport("a", 2, 7, ())
 
 
 ARRIVED = st.builds(m.Arrived, st.integers(0, 99), st.integers(0, 1 << 40), st.floats(0, 1e300))
@@ -207,6 +208,8 @@ PART = m.StatePart("a", 2, "b", 1, (1,), 0, 1, 5, 0)
         (REPORT, {"step_s": -1.0}, "StepReport.step_s is -1.0"),
         (REPORT, {"adopted": ((0, 0, 0),) * 16385}, "adopted_version has 16385 elements"),
         (REPORT, {"adopted": ((0, -1, 0),)}, "adopted_local_step is -1"),
+        (METRICS, {"values": (m.Metric("x", 0.0),) * 65}, "MetricsReport.values_name has 65 elements, the limit is 64"),
+        (METRICS, {"values": (m.Metric("x" * 65, 0.0),)}, "values_name has 65 characters, the limit is 64"),
         (PART, {"part": 1}, "StatePart.part is 1 of 1, the limit is 4194304 parts"),
         (PART, {"parts": 0}, "StatePart.part is 0 of 0"),
         (PART, {"parts": 1 << 23}, "the limit is 4194304 parts"),
@@ -312,5 +315,5 @@ def test_a_step_report_stays_small() -> None:
 
 def test_strategies_cover_what_messages_hold() -> None:
     """A new field type must get a rule in wire.py and here, not silently escape the property test."""
-    assert len(MESSAGES) == 22 + 21 and not any(dataclasses.is_dataclass(kind) for kind in MESSAGES)
+    assert len(MESSAGES) == 23 + 21 and not any(dataclasses.is_dataclass(kind) for kind in MESSAGES)
     assert {kind.__name__ for kind in MESSAGES} | {"Goodbye"} == set(wire._BODY_NAMES)

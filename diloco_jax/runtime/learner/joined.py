@@ -30,6 +30,7 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol.effects import AdoptState, Effect
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.leases import Batch
+from diloco_jax.protocol.messages import Metric, MetricsReport
 from diloco_jax.runtime.island.adoptions import GlobalValues
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.join import FAILED, STOPPED, Hosts, make_dialler
@@ -39,6 +40,7 @@ from diloco_jax.runtime.island.whole_state import SavedState, SavedStates
 from diloco_jax.runtime.learner.decisions import IDLE_S, Decisions, Signals
 from diloco_jax.runtime.learner.effects import Effects, LearnerOutbox
 from diloco_jax.runtime.learner.inbox import LearnerInbox, LinkKeeper
+from diloco_jax.runtime.learner.metrics import IslandMetrics
 from diloco_jax.runtime.learner.profiling import Profiling
 from diloco_jax.runtime.learner.states import States
 from diloco_jax.runtime.learner.tape import LearnerTape
@@ -112,6 +114,7 @@ class Joined:
         saved: its newest state on disk, if there is one.
         disk: takes its states.
         payloads: sends what is heavy.
+        metrics: counts what its steps report.
 
     Attributes:
         machine: decides.
@@ -127,6 +130,7 @@ class Joined:
         disk: SavedStates,
         saved: SavedState | None,
         payloads: PayloadSender,
+        metrics: IslandMetrics,
     ) -> None:
         config = joining.config
         self.machine = machine = Learner(
@@ -146,6 +150,7 @@ class Joined:
         self._payloads = payloads
         self._signals = signals
         self._profiling = Profiling(joining.run_dir, joining.learner_id)
+        self._metrics = metrics
         self._outbox = LearnerOutbox(host, tape, payloads)
         self._decisions = decisions = Decisions(machine, Effects(host, tape, self._outbox, states), signals)
         self.inbox = LearnerInbox(host, decisions, GlobalValues(host.fragments, config.wire.down), signals)
@@ -214,17 +219,25 @@ class Joined:
             metrics: of its training; `loss` is one of them.
             took_s: how long it took.
         """
-        loss = metrics["loss"]
+        loss = float(metrics["loss"])
 
         def report(machine: Learner, now_s: float) -> list[Effect]:
             effects = machine.on_step(self._step_tokens, took_s, loss, now_s, samples_end=batch.end)
             self._tape.note("step", machine.local_step, clock, batch.ranges, loss)
+            self._metrics.step(machine.local_step, metrics, took_s, self._step_tokens)
             return effects
 
         self._decisions.apply(report)
+        self._decisions.ask(self._tell_metrics)
         self.inbox.drain()
         self._profiling.step_done(self.machine.local_step)
         return self.ready()
+
+    def _tell_metrics(self, machine: Learner) -> None:
+        # while there is no link they wait, as one mean
+        if self._outbox.link is not None and (values := self._metrics.due(time.monotonic())) is not None:
+            told = tuple(Metric(name, value) for name, value in values.items())
+            self._outbox.send(MetricsReport(machine.learner_id, machine.incarnation, machine.local_step, told))
 
     def leave(self) -> None:
         """Say goodbye, and end everything."""
@@ -237,6 +250,7 @@ class Joined:
         if self._outbox.link is not None:
             self._outbox.link.close(2.0)
         self._states.close()
+        self._metrics.close()
         self._decisions.ask(lambda machine: self._tape.end(finished or "failed", machine.digests))
         failed = finished.partition(":")[0] in ("", "refused", "expelled")
         self._host.end(STOPPED if stopped else FAILED if failed else 0)

@@ -15,6 +15,7 @@ from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.learner.decisions import Signals
 from diloco_jax.runtime.learner.joined import Joined, Joining, StepSize
+from diloco_jax.runtime.learner.metrics import metrics_of
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.group.group import GroupMember
 
@@ -53,7 +54,8 @@ class LearnerRun:
         samples, length = loop.batch_shape
         size = StepSize(samples, samples * (length - 1), loop.corpus)
         payloads = make_sender(host, signals.fail)
-        self.joined = Joined(joining, host, size, signals, disk, finding.result(), payloads)
+        metrics = metrics_of(joining.config, joining.learner_id, loop.island)
+        self.joined = Joined(joining, host, size, signals, disk, finding.result(), payloads, metrics)
 
     def run(self) -> str:
         """Train until the syncer says stop, or until stopped; returns the reason.
@@ -85,7 +87,7 @@ class LearnerRun:
             following = joined.take_batch()
             host.tell_batch(following.ranges)
             loop.put_batch(following.ranges)
-            metrics = loop.wait(handle)
+            metrics = {**loop.wait(handle), "learning_rate": loop.rate(clock)}
             going = joined.stepped(batch, clock, metrics, time.monotonic() - began_s)
             batch = following
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from diloco_jax.runtime.learner.metrics import metrics_of
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.records.checkpoint import save_parameters
 from diloco_jax.runtime.records.files import CHECKPOINTS, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.liveness import signature
 from diloco_jax.runtime.records.telemetry import Telemetry, write_json
+from diloco_jax.runtime.trackers.outlets import Outlets
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.data import SampleOrder, load_source
 from diloco_jax.training.island import Island
@@ -41,12 +44,13 @@ class DataParallelRun:
         self._evaluator = Evaluator(config)
         self._island = Island(config.model, config.optimizer, config.islands.mesh, seed=config.seed)
         self._step_tokens = config.train.batch_size * config.train.seq_len
-        self._telemetry = Telemetry(run_dir, tensorboard=config.tensorboard)
+        self._metrics = metrics_of(config, NAME, self._island)
+        self._telemetry = Telemetry(run_dir, Outlets(config, run_dir))
         self._began_s = time.monotonic()
         self._busy_s = 0.0
         self._tokens = 0
         self._eval_loss: float | None = None
-        self._last: dict[str, float] = {}
+        self._last: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
         """Train, evaluate and write the summary, which is returned."""
@@ -61,9 +65,9 @@ class DataParallelRun:
             step_began_s = self._now_s()
             handle = self._island.step(batch, rate(step), step * config.train.batch_size)
             batch = self._island.put_batch(next(batches))  # while the step runs
-            loss = self._island.wait(handle)["loss"]
+            metrics = {**self._island.wait(handle), "learning_rate": rate(step)}
             step += 1
-            self._count(step, loss, self._now_s() - step_began_s)
+            self._count(step, metrics, self._now_s() - step_began_s)
             if config.train.eval_every and step % config.train.eval_every == 0 and step < steps:
                 self._evaluate(step, config.train.eval_batches)
             if self._now_s() - told_s >= STATUS_EVERY_S:
@@ -74,12 +78,17 @@ class DataParallelRun:
     def _now_s(self) -> float:
         return time.monotonic() - self._began_s
 
-    def _count(self, step: int, loss: float, step_s: float) -> None:
+    def _count(self, step: int, metrics: Mapping[str, float], step_s: float) -> None:
         self._busy_s += step_s
         self._tokens += self._step_tokens
-        self._last = {"loss": loss, "step_s": step_s}
-        record = {"kind": "step", "t": self._now_s(), "learner": NAME, "incarnation": 1, "local_step": step}
-        self._telemetry.write(record | {"tokens": self._tokens, "global_step": step, "loss": loss, "step_s": step_s})
+        told = {"loss": metrics["loss"], "step_s": step_s}
+        self._last |= told
+        record = {"t": self._now_s(), "learner": NAME, "incarnation": 1, "local_step": step, "global_step": step}
+        self._telemetry.write({"kind": "step", **record, "tokens": self._tokens, **told})
+        self._metrics.step(step, metrics, step_s, self._step_tokens)
+        if (values := self._metrics.due(self._now_s())) is not None:
+            self._last["metrics"] = values
+            self._telemetry.write({"kind": "metrics", **record, "values": values})
 
     def _evaluate(self, step: int, batches: int) -> dict[str, Any]:
         result = self._evaluator.evaluate(self._island.parameters(), batches, step)
@@ -129,5 +138,6 @@ class DataParallelRun:
         }
         write_json(self._run_dir / SUMMARY_FILE, summary)
         self._tell(step, "complete" if summary["complete"] else "stopped")
+        self._metrics.close()
         self._telemetry.close()
         return summary

@@ -14,6 +14,7 @@ import numpy as np
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.model.global_model import make_setup
 from diloco_jax.runtime.model.scores import Scorer
+from diloco_jax.runtime.trackers.outlets import find_callbacks, find_trackers
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data import check_source
@@ -35,6 +36,8 @@ def check_input(config: RunConfig) -> None:
         _check_transport(config)
     if config.islands.command and shutil.which(config.islands.command[0]) is None:
         raise ValueError(f"islands.command {config.islands.command[0]!r} is no program here; name one, such as python")
+    find_trackers(config.trackers)
+    find_callbacks(config.callbacks)
     if config.model.own:
         if config.algorithm != "decoupled" or not config.islands.command:
             raise ValueError(

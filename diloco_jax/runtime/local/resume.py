@@ -6,23 +6,24 @@ often the model is evaluated or where the data lies, may change from one process
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from diloco_jax.runtime.records.files import METRICS_FILE, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.telemetry import read_object
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.text import flat
 
 MAY_CHANGE = (
     "runs_dir",
-    "tensorboard",
+    "trackers",
+    "callbacks",
     "syncer",
     "checkpoints",
     "transport",
     "evaluation",
     "data.path",
+    "islands.peak_tflops",
     "islands.restarts_max",
     "islands.restart_delay_s",
     "train.eval_every",
@@ -43,7 +44,7 @@ def check_same_run(began: RunConfig, config: RunConfig, run_dir: Path) -> None:
     Raises:
         ValueError: a setting differs that must not; names it with both values.
     """
-    ours, theirs = dict(_flat(asdict(began))), dict(_flat(asdict(config)))
+    ours, theirs = dict(flat(asdict(began))), dict(flat(asdict(config)))
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name) and not any(name == n or name.startswith(f"{n}.") for n in MAY_CHANGE):
             raise ValueError(
@@ -67,11 +68,3 @@ def check_resumable(run_dir: Path) -> None:
         return  # it was killed, perhaps while it wrote this
     if summary.get("complete"):
         raise ValueError(f"{run_dir} holds a run that is complete; leave out --resume to start another one")
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

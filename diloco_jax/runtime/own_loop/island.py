@@ -36,6 +36,7 @@ from diloco_jax.runtime.island.join import meet
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.learner.decisions import Signals
 from diloco_jax.runtime.learner.joined import Joined, Joining, StepSize
+from diloco_jax.runtime.learner.metrics import own_metrics
 from diloco_jax.runtime.learner.preemption import check_source, watch
 from diloco_jax.runtime.own_loop.introduce import introduce
 from diloco_jax.runtime.own_loop.surroundings import look
@@ -135,7 +136,8 @@ class OwnIsland:
 
         Args:
             params: as the step left them: the tree, layout and dtypes that `join` was given.
-            metrics: a scalar loss, or scalars by name with one called `loss`.
+            metrics: a scalar loss, or scalars by name with one called `loss`. One called `eval_loss` is taken for an
+                evaluation of the global model (`global_params`), which in a run without a model only islands can make.
             opt_state: as the step left it, if `join` was given one.
 
         Raises:
@@ -199,8 +201,8 @@ class OwnIsland:
 
     # ---- both sides of an island ----------------------------------------------------------------------------------
 
-    def take_part(self, joining: Joining, size: StepSize) -> None:
-        """Take the place in the run that `joining` says."""
+    def take_part(self, joining: Joining, size: StepSize, flops_per_step: float) -> None:
+        """Take the place in the run that `joining` says; steps are so large, and take so many operations."""
         hosts, signals = joining.hosts, Signals(self._stop)
         if hosts is not None and hosts.host:
             assert isinstance(hosts.group, GroupMember), "host 0 leads"
@@ -211,7 +213,9 @@ class OwnIsland:
         disk = joining.saved_states()
         finding = disk.find()
         self._host = host = joining.host(self._held, lambda: None, self._stop)
-        joined = Joined(joining, host, size, signals, disk, finding.result(), PayloadSender(signals.fail))
+        metrics = own_metrics(self.config, self.name, self._state.devices, flops_per_step / size.tokens)
+        payloads = PayloadSender(signals.fail)
+        joined = Joined(joining, host, size, signals, disk, finding.result(), payloads, metrics)
         self._side = Leading(joined, host)
 
     def on_leaving(self, undo: Callable[[], object]) -> None:
@@ -276,6 +280,7 @@ def join(
     opt_state: Any = None,
     samples_per_step: int,
     tokens_per_step: int,
+    flops_per_step: float = 0.0,
     data: Literal["leased", "own"] = "leased",
     corpus: str = "",
     axes: Mapping[str, LogicalAxes] | None = None,
@@ -297,6 +302,7 @@ def join(
             nothing but parameters comes back.
         samples_per_step: samples of one inner step, over all devices and hosts of the island.
         tokens_per_step: tokens in them; merges weigh by it.
+        flops_per_step: floating-point operations of the model in one step, for the metrics; 0 if nobody knows.
         data: "leased": the loop reads the samples of `next_samples`, so that every sample of the run has one fate.
             "own": it reads what it likes.
         corpus: what the samples are read from, in a word or a digest that all islands must agree on.
@@ -336,7 +342,7 @@ def join(
     island.on_leaving(_stop_on_sigterm(stop))
     folder = here.run_dir or Path(config.runs_dir) / config.name
     joining = Joining(config, here.name, incarnation, own.address, folder, hosts)
-    island.take_part(joining, StepSize(samples_per_step, tokens_per_step, corpus))
+    island.take_part(joining, StepSize(samples_per_step, tokens_per_step, corpus), flops_per_step)
     return island
 
 

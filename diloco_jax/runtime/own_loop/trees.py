@@ -33,6 +33,7 @@ class LoopState:
         shapes: of every parameter, by path.
         kinds: what every parameter is, by path.
         params: initial values by path, until `exchanged`.
+        devices: on which they lie.
 
     Args:
         params: any pytree of JAX arrays.
@@ -62,6 +63,7 @@ class LoopState:
         for path, leaf in zip(_paths(opt_state), jax.tree.leaves(opt_state), strict=True):
             _check(f"opt_state[{path!r}]", leaf)
         self._lies = lies = _layouts({path: leaf for path, leaf in zip(self._paths, leaves, strict=True)})
+        self.devices: list[jax.Device] = list(next(iter(lies.values())).mesh.devices.flat)
         self._everywhere = NamedSharding(next(iter(lies.values())).mesh, PartitionSpec())
         self._given: dict[str, Sharding] = {}  # the layout of each parameter, as the loop names it
         # Copies: adoption donates them, and the loop may have the same memory elsewhere, such as in an average.

@@ -22,7 +22,6 @@ OFFERED = "offered"  # the initial model, if an island brought it
 LOGS = "logs"
 PROFILES = "profiles"  # what jax.profiler wrote of some steps of an island
 PROGRAMS = "programs"  # compiled ones, so that a process that starts again need not compile
-TENSORBOARD = "tensorboard"
 
 
 def new_run_dir(runs_dir: Path, name: str) -> Path:

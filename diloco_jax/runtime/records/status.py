@@ -35,6 +35,7 @@ def compose_status(
     eval_loss: float | None,
     eval_scores: Mapping[str, float | None],
     wire: Mapping[str, int],
+    metrics: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
     """Return what the run does now, for `diloco status` and the live view.
 
@@ -46,8 +47,9 @@ def compose_status(
         alarms: what is wrong with the syncer itself, such as a full disk; the first is what everybody waits for.
         eval_loss, eval_scores: newest evaluation.
         wire: bytes moved.
+        metrics: newest of each island.
     """
-    learners = stats.status(now_s)
+    learners = [row | {"metrics": metrics.get(row["learner"], {})} for row in stats.status(now_s)]
     state = "complete" if syncer.finished else "running" if stats.tokens else "starting"
     return {
         "run": run,

@@ -1,9 +1,12 @@
-"""Telemetry of a run, for people and dashboards: metrics.jsonl, TensorBoard scalars, small JSON files.
+"""Telemetry of a run, for people and dashboards: metrics.jsonl, trackers and callbacks, small JSON files.
 
 One process writes a run's telemetry: the syncer's, or the data-parallel baseline's. Kinds of records, `t` in seconds
 since the run began, bytes and tokens cumulative:
 
     step    t learner incarnation local_step tokens global_step loss step_s      (tokens: of all its incarnations)
+    metrics t learner incarnation local_step global_step values                  (of an island; docs/metrics.md)
+    merged_metrics
+            t global_step islands values                                         (of these islands together)
     closed, merged, abandoned, joined, left, silent, back, finished
             t global_step fragment_id members reason                             (the protocol's Note)
     wire    t global_step up_bytes down_bytes
@@ -12,7 +15,6 @@ since the run began, bytes and tokens cumulative:
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -22,9 +24,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from diloco_jax.runtime.records.files import METRICS_FILE, TENSORBOARD
+from diloco_jax.runtime.records.files import METRICS_FILE
 from diloco_jax.runtime.records.line_file import LineFile
-from diloco_jax.runtime.records.tensorboard import Scalars
+from diloco_jax.runtime.trackers.outlets import Outlets
 
 FLUSH_EVERY = 500  # lines that wait for the disk at most, while it takes them
 WAITING_MAX = 100_000  # lines that wait while it does not; older ones are lost
@@ -101,13 +103,13 @@ class Telemetry:
 
     Args:
         run_dir: the run's folder, made when missing. Records are appended to what an earlier process wrote.
-        tensorboard: also write TensorBoard scalars, one sub-folder per learner and one for the global model.
+        outlets: get every record too.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], *, tensorboard: bool) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str], outlets: Outlets | None = None) -> None:
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self._scalars = Scalars(folder / TENSORBOARD) if tensorboard else None
+        self._outlets = outlets
         self._file = LineFile(folder / METRICS_FILE)
         self._waiting: deque[str] = deque(maxlen=WAITING_MAX)
         self._failing = False
@@ -121,32 +123,19 @@ class Telemetry:
             line = json.dumps(finite(record), allow_nan=False, separators=(",", ":"))
         self._waiting.append(line)
         if len(self._waiting) % FLUSH_EVERY == 0:
-            self._flush_lines()
-        if self._scalars is not None:
-            with self._tolerated():
-                self._scalars.write(record)
+            self.flush()
+        if self._outlets is not None:
+            self._outlets.write(record)
 
     def flush(self) -> None:
         """Hand everything written so far to the operating system; to be called about once a second."""
-        self._flush_lines()
-        if self._scalars is not None:
-            with self._tolerated():
-                self._scalars.flush()
-
-    def _flush_lines(self) -> None:
-        with self._tolerated():
+        try:
             if self._waiting:
                 self._file.append("".join(f"{line}\n" for line in self._waiting).encode())
                 self._waiting.clear()
             self._failing = False
-
-    @contextlib.contextmanager
-    def _tolerated(self) -> Iterator[None]:
-        """Let telemetry that the disk refuses wait for the next flush."""
-        try:
-            yield
         except OSError as error:
-            if not self._failing:
+            if not self._failing:  # they wait for the next time
                 log.warning(f"metrics cannot be written ({error}); the newest {WAITING_MAX} records wait")
             self._failing = True
 
@@ -157,7 +146,5 @@ class Telemetry:
         self._closed = True
         self.flush()
         self._file.close()
-        if self._scalars is not None:
-            with self._tolerated():
-                self._scalars.close()
-            self._scalars = None
+        if self._outlets is not None:
+            self._outlets.close()

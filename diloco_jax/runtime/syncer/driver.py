@@ -25,6 +25,7 @@ from diloco_jax.protocol.messages import (
     FragmentValue,
     GlobalFragment,
     LearnerMessage,
+    MetricsReport,
     StatePart,
     StepReport,
     Stop,
@@ -138,9 +139,12 @@ class SyncerDriver:
             if member is not None:
                 self._execute(self._taped.on_disconnect(delivery.peer, member.incarnation, delivery.reason, now_s))
             return
-        message: LearnerMessage = delivery.message  # type: ignore[assignment]
+        message: LearnerMessage | MetricsReport = delivery.message  # type: ignore[assignment]
         if message.learner_id != delivery.peer:
             log.info(f"{delivery.peer} spoke as {message.learner_id}; ignored")
+            return
+        if isinstance(message, MetricsReport):
+            self._watch.on_metrics(message, now_s)
             return
         if isinstance(message, StepReport):
             self._watch.on_report(message, now_s)

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from diloco_jax.protocol.effects import Note
-from diloco_jax.protocol.messages import StepReport
+from diloco_jax.protocol.messages import MetricsReport, StepReport
 from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.status import Earlier, compose_status
 from diloco_jax.runtime.records.telemetry import Telemetry, finite, write_json
 from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.sharded_listener import ShardedListener
+from diloco_jax.runtime.trackers.outlets import Outlets
 from diloco_jax.transport.grpc_link import GrpcListener
 
+SUMMED = ("tokens_per_s", "model_flops_per_s")  # in what is told of all islands together
+
+EVAL_LOSS = "eval_loss"  # name under which an island reports an evaluation of the global model
+
 log = logging.getLogger(__name__)
+
+
+def merged_metrics(islands: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return what islands measured as one: sums of SUMMED, of all else the mean over those that have it."""
+    found: dict[str, list[float]] = {}
+    for values in islands:
+        for name, value in values.items():
+            found.setdefault(name, []).append(value)
+    return {name: sum(each) / (1 if name in SUMMED else len(each)) for name, each in found.items()}
 
 
 class Watch:
@@ -37,7 +51,9 @@ class Watch:
         self.eval_loss, self._eval_scores = earlier.eval_loss, dict[str, float | None]()
         self._alarms = alarms
         self._listener: GrpcListener | ShardedListener | None = None
-        self._telemetry = Telemetry(parts.run_dir, tensorboard=parts.config.tensorboard)
+        self._metrics: dict[str, Mapping[str, float]] = {}  # newest of each island
+        self._news = False
+        self._telemetry = Telemetry(parts.run_dir, Outlets(parts.config, parts.run_dir))
 
     def listens(self, listener: GrpcListener | ShardedListener) -> None:
         """Tell whoever asks this listener too from now on, and count its traffic."""
@@ -56,6 +72,20 @@ class Watch:
         record |= {"local_step": report.local_step, "tokens": member.past_tokens + report.tokens}
         record |= {"global_step": report.global_step, "loss": report.loss, "step_s": report.step_s}
         self._telemetry.write(record)
+
+    def on_metrics(self, report: MetricsReport, now_s: float) -> None:
+        """Tell what an island measured, unless another process of it has taken its place."""
+        machine = self._parts.machine
+        if machine.membership.get(report.learner_id, report.incarnation) is None:
+            return
+        self._metrics[report.learner_id] = values = dict(report.values)
+        self._news = True
+        record = {"kind": "metrics", "t": now_s, "learner": report.learner_id, "incarnation": report.incarnation}
+        record |= {"local_step": report.local_step, "global_step": machine.global_step, "values": values}
+        self._telemetry.write(record)
+        if EVAL_LOSS in values:  # of a loop of the user's own
+            told = {"global_step": machine.global_step, "tokens": self._parts.stats.tokens, "scores": {}}
+            self.on_eval({"loss": values[EVAL_LOSS], "bits_per_byte": None, **told}, now_s)
 
     def on_note(self, note: Note) -> None:
         """Count and tell what the machine says of a round or a learner."""
@@ -94,6 +124,7 @@ class Watch:
             eval_loss=self.eval_loss,
             eval_scores=self._eval_scores,
             wire=self.wire(),
+            metrics=self._metrics,
         )
         if self._listener is not None:
             self._listener.status_json = json.dumps(finite(status))
@@ -101,7 +132,13 @@ class Watch:
             write_json(parts.run_dir / STATUS_FILE, status)
         except OSError as error:
             log.warning(f"status not written: {error}")
-        self._telemetry.write({"kind": "wire", "t": now_s, "global_step": parts.machine.global_step, **status["wire"]})
+        when = {"t": now_s, "global_step": parts.machine.global_step}
+        together = {m.learner_id for m in parts.machine.membership.connected()} & self._metrics.keys()
+        if self._news and together:
+            values = merged_metrics(self._metrics[name] for name in together)
+            self._telemetry.write({"kind": "merged_metrics", **when, "islands": sorted(together), "values": values})
+        self._news = False
+        self._telemetry.write({"kind": "wire", **when, **status["wire"]})
         self._telemetry.flush()
 
     def close(self) -> None:

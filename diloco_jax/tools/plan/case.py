@@ -15,11 +15,11 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.sim.goodput.assumptions import Assumptions
 from diloco_jax.sim.goodput.bandwidth import Rounds
-from diloco_jax.tools.budget.flops import model_flops
 from diloco_jax.tools.budget.links import link_needs
 from diloco_jax.tools.budget.memory import num_parameters
 from diloco_jax.tools.budget.needs import IslandOutline, outlines, plan_of
 from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.flops import model_flops
 
 PAYLOAD_SHARE = 0.92  # of a link's rate: 1 Gbit/s, 60 ms, 8 stripes; docs/log.md, 2026-11-21
 WINDOW_SHARE = 2 / 3  # of a window per round trip that one connection moves in practice; docs/benchmarks.md

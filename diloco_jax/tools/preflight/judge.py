@@ -12,7 +12,6 @@ from typing import Any
 from diloco_jax.settings.islands import AUTO
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
-from diloco_jax.tools.budget.flops import ModelFlops, model_flops
 from diloco_jax.tools.budget.links import link_needs
 from diloco_jax.tools.budget.memory import num_parameters
 from diloco_jax.tools.budget.needs import IslandKind, island_needs, kinds_of
@@ -20,6 +19,7 @@ from diloco_jax.tools.preflight.advice import GB, Misfit, advise_anchors, advise
 from diloco_jax.tools.preflight.compile import Built, Compiled, Say, compile_island
 from diloco_jax.tools.preflight.hlo import Collective
 from diloco_jax.tools.preflight.programs import MFU, program_hbm, step_hbm, weight_gathers
+from diloco_jax.training.flops import ModelFlops, model_flops
 
 WHOLE_MODEL = 0.9  # share of the parameters whose gathering at once undoes their sharding
 ALL_LAYERS = 0.5  # the same for weights that are joined over all layers, before the loop over layers

@@ -8,7 +8,7 @@ Both read the status that the syncer writes about once a second, one JSON object
     rounds), said: {machine, process, supervisor, unix_s (when)}, learners: [
         {learner, state (joining, active, silent, gone), condition (protocol/watch/health.py), reason (for it),
          since_s (seconds in that condition), local_step, tokens, tokens_per_s, loss, step_s, last_merged_round,
-         participation, restarts}]
+         participation, restarts, metrics: {name: value} (docs/metrics.md)}]
 
 A learner's numbers may be null until it has reported a step.
 """
@@ -49,6 +49,7 @@ CONDITION_STYLES = {
 }
 RUN_STYLES = {"starting": "cyan", "running": "green", "complete": "green", "stopped": "yellow", SILENT: "yellow"}
 NO_VALUE = "–"
+SPEEDS = {"mfu": ("MFU", "{:.0%}".format), "model_flops_per_s": ("FLOP/s", format_count)}  # the first that is known
 
 
 def format_duration(seconds: float) -> str:
@@ -87,10 +88,14 @@ def _learner_table(learners: list[Mapping[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for name in ("island", "condition"):
         table.add_column(name, no_wrap=True)
-    for name in ("step", "tokens/s", "loss", "merged in", "participation", "restarts"):
+    speed = next((name for name in SPEEDS if any(name in row.get("metrics", {}) for row in learners)), "")
+    names = ["step", "tokens/s", "loss", "merged in", "takes part", "restarts"]
+    if speed:
+        names.insert(2, SPEEDS[speed][0])
+    for name in names:
         table.add_column(name, justify="right")
     for row in learners:
-        condition = row["condition"]
+        condition, value = row["condition"], row.get("metrics", {}).get(speed)
         state = Text(condition, style=CONDITION_STYLES.get(condition, ""))
         if condition != "training":
             number, unit, *_ = format_duration(row["since_s"]).split()
@@ -101,6 +106,7 @@ def _learner_table(learners: list[Mapping[str, Any]]) -> Table:
             state,
             str(row["local_step"]),
             format_count(row["tokens_per_s"]),
+            *([NO_VALUE if value is None else SPEEDS[speed][1](value)] if speed else []),
             _or_none(row["loss"], ".3f"),
             str(row["last_merged_round"]) if row["last_merged_round"] else NO_VALUE,
             f"{row['participation']:.0%}",
@@ -186,6 +192,9 @@ def _condition(row: Mapping[str, Any]) -> str:
     details = f" after step {row['local_step']}"
     if row["state"] == "active":
         rate = f"{format_count(row['tokens_per_s'])} tokens/s"
+        for name, form in (("grad_norm", "grad norm {:.3g}"), ("mfu", "MFU {:.1%}")):
+            if (value := row.get("metrics", {}).get(name)) is not None:
+                rate += f", {form.format(value)}"
         details = f": step {row['local_step']}, loss {_or_none(row['loss'], '.3f')}, {rate}"
     reason = f"; {row['reason']}" if row["reason"] else ""
     condition = f"{row['condition']} for {format_duration(row['since_s'])}{details}{reason}"

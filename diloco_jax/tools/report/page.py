@@ -7,10 +7,9 @@ that was stopped in the middle has no summary.json and gets a page with what its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from html import escape
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,10 @@ from diloco_jax.runtime.records.files import CONFIG_FILE, METRICS_FILE, REPORT_F
 from diloco_jax.runtime.records.telemetry import read_metrics, read_object, replace_text
 from diloco_jax.tools.report import plots
 from diloco_jax.tools.report.live import format_duration
-from diloco_jax.tools.report.plots import MARKS, DrawnRound, LearnerMark
+from diloco_jax.tools.report.plots import MARKS, POINTS_MAX, DrawnRound, LearnerMark, smooth, style, thin
 
-POINTS_MAX = 320  # per curve: about one for every three pixels
-SMOOTHING = 60  # a curve's moving average spans one part in so many of its length
+METRICS_MAX = 8  # charts of what islands measured
+METRICS_FIRST = ("grad_norm", "learning_rate", "tokens_per_s", "mfu", "model_flops_per_s")
 WARM_UP = 0.08  # share of a run that may lie outside the axes, so that the rest can be told apart
 
 
@@ -71,6 +70,7 @@ class Story:
     marks: list[LearnerMark] = field(default_factory=list)
     wire: list[tuple[float, int, int]] = field(default_factory=list)  # time, up, down
     evals: list[tuple[float, float, float]] = field(default_factory=list)  # time, tokens, loss
+    metrics: dict[str, dict[str, list[Point]]] = field(default_factory=dict)  # name -> island -> time, value
     progress: list[tuple[float, int]] = field(default_factory=list)  # time, tokens of all learners
     bits_per_byte: float | None = None
     scores: dict[str, float | None] = field(default_factory=dict)  # of the newest evaluation
@@ -91,6 +91,15 @@ class Story:
     def settled_s(self) -> float:
         """Return the time at which the part of the run begins that the axes are made for."""
         return self.begin_s + WARM_UP * (self.end_s - self.begin_s)
+
+    def measured(self, record: Mapping[str, Any]) -> None:
+        """Take what an island measured; of long curves every second point goes."""
+        for name, value in record["values"].items():
+            points = self.metrics.setdefault(name, {}).setdefault(record["learner"], [])
+            if value is not None:
+                points.append((record["t"], value))
+            if len(points) > 2 * POINTS_MAX:
+                del points[1::2]
 
     def counted(self) -> dict[str, Any]:
         """Return the keys of summary.json as far as the records tell them."""
@@ -133,6 +142,8 @@ def read_story(path: Path) -> Story:
             all_tokens = story.tokens - track.tokens + record["tokens"]
             track.add(record, all_tokens)
             story.progress.append((t, all_tokens))
+        elif kind == "metrics":
+            story.measured(record)
         elif kind == "merged":
             story.rounds.append(DrawnRound(t, record["global_step"], frozenset(record["members"])))
             for name in record["members"]:
@@ -160,29 +171,6 @@ def read_story(path: Path) -> Story:
     return story
 
 
-def smooth(points: Sequence[Point]) -> list[Point]:
-    """Return a centred moving average, thinned to at most POINTS_MAX points that include the first and the last."""
-    half = len(points) // (2 * SMOOTHING)
-    sums = list(accumulate((value for _, value in points), initial=0.0))
-    every = max(1, -(-len(points) // POINTS_MAX))
-    out = []
-    for index in [*range(0, len(points) - 1, every), *([len(points) - 1] if points else [])]:
-        reach = min(half, index)  # narrow at the begin, where the curve is steep
-        first, last = index - reach, min(index + reach + 1, len(points))
-        out.append((points[index][0], (sums[last] - sums[first]) / (last - first)))
-    return out
-
-
-def _thin(points: Sequence[Point]) -> list[Point]:
-    every = max(1, -(-len(points) // POINTS_MAX))
-    return [*points[::every], *(points[-1:] if (len(points) - 1) % every else [])]
-
-
-def _style(index: int, count: int) -> str:
-    """Return the colour class of one of `count` islands; too many to tell apart share one colour."""
-    return f"k{index}" if count <= charts.NUM_COLOURS else "many"
-
-
 def _loss_charts(story: Story) -> str:
     """Draw loss over tokens and over time, islands and global model, on one scale of losses."""
     values = [
@@ -208,7 +196,7 @@ def _loss_chart(story: Story, title: str, note: str, column: int, x_axis: Axis, 
     lines = []
     for index, (name, track) in enumerate(story.tracks.items()):
         points = smooth([(step[column], step[2]) for step in track.steps])
-        lines += [Line(name=name, points=points, style=_style(index, len(story.tracks)))] if points else []
+        lines += [Line(name=name, points=points, style=style(index, len(story.tracks)))] if points else []
     entries = [(line.name, line.style) for line in lines]
     if len(story.tracks) > charts.NUM_COLOURS:
         entries = [(f"{len(lines)} islands", "many")]
@@ -220,8 +208,8 @@ def _loss_chart(story: Story, title: str, note: str, column: int, x_axis: Axis, 
     return figure(title, note, chart, legend(entries))
 
 
-def _time_axis(story: Story) -> Axis:
-    return charts.time_axis(story.end_s, "time since the run began")
+def _time_axis(story: Story, ticks_max: int = 10) -> Axis:
+    return charts.time_axis(story.end_s, "time since the run began", ticks_max)
 
 
 def _timeline(story: Story) -> str:
@@ -247,14 +235,14 @@ def _wire_chart(story: Story, wire: Mapping[str, Any]) -> str:
         return ""
     up, down = wire["up_bytes"], wire["down_bytes"]
     lines = [
-        Line(name=f"up, {format_bytes(up)}", points=_thin([(t, u) for t, u, _ in story.wire if u]), style="k0"),
-        Line(name=f"down, {format_bytes(down)}", points=_thin([(t, d) for t, _, d in story.wire if d]), style="k4"),
+        Line(name=f"up, {format_bytes(up)}", points=thin([(t, u) for t, u, _ in story.wire if u]), style="k0"),
+        Line(name=f"down, {format_bytes(down)}", points=thin([(t, d) for t, _, d in story.wire if d]), style="k4"),
     ]
     note = "Bytes moved between islands and syncer since the run began, on a logarithmic scale."
     data_parallel = wire.get("data_parallel_bytes")
     if data_parallel and story.tokens:
         scale = data_parallel / story.tokens
-        points = _thin([(t, tokens * scale) for t, tokens in story.progress])
+        points = thin([(t, tokens * scale) for t, tokens in story.progress])
         name = f"data parallel, {format_bytes(data_parallel)}"
         lines.append(Line(name=name, points=points, style="main dashed"))
         note += (
@@ -275,9 +263,25 @@ def _wire_chart(story: Story, wire: Mapping[str, Any]) -> str:
     return figure("Bytes on the wire", note, chart, legend([(line.name, line.style) for line in lines]))
 
 
+def _metric_charts(story: Story) -> str:
+    """Draw what islands measured, the best known first; the loss has its own charts."""
+    rest, out = sorted(set(story.metrics) - {*METRICS_FIRST, "loss", "step_s"}), ""
+    for name in [*(name for name in METRICS_FIRST if name in story.metrics), *rest][:METRICS_MAX]:
+        curves = [(index, each, story.metrics[name].get(each)) for index, each in enumerate(story.tracks)]
+        count = len(story.tracks)
+        lines = [Line(name=each, points=thin(some), style=style(index, count)) for index, each, some in curves if some]
+        if values := [value for line in lines for _, value in line.points]:
+            axis = charts.number_axis(values, name)
+            large = axis.high >= 10_000
+            axis = replace(axis, ticks=tuple((x, format_count(x) if large else text) for x, text in axis.ticks))
+            chart = charts.line_chart(name, lines, _time_axis(story, 6), axis, width=HALF, height=220)
+            out += figure(name, "Of every island, about once per second.", chart, wide=False)
+    return out
+
+
 def _island_bars(learners: Mapping[str, Mapping[str, Any]]) -> str:
     def values(key: str) -> list[tuple[str, float, str]]:
-        rows = [(name, row[key], _style(index, len(learners))) for index, (name, row) in enumerate(learners.items())]
+        rows = [(name, row[key], style(index, len(learners))) for index, (name, row) in enumerate(learners.items())]
         return [row for row in rows if row[1] is not None]
 
     out = ""
@@ -381,6 +385,7 @@ def write_report(folder: Path) -> Path:
         _figures(summary),
         _loss_charts(story),
         _timeline(story),
+        _metric_charts(story),
         _wire_chart(story, summary["wire"]),
         _island_bars(summary["learners"]),
         _island_table(summary["learners"]),

@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby
+from itertools import accumulate, groupby
 
-from diloco_jax.drawing.charts import BOTTOM, RIGHT, WIDE, draw_x_axis, num, svg, time_axis
+from diloco_jax.drawing.charts import BOTTOM, NUM_COLOURS, RIGHT, WIDE, Point, draw_x_axis, num, svg, time_axis
 
 LABEL_WIDTH_MAX = 150
 CELLS_MAX = 260  # rounds are grouped so that no row of the timeline has more cells
+POINTS_MAX = 320  # per curve: about one for every three pixels
+SMOOTHING = 60  # a curve's moving average spans one part in so many of its length
 MARKS = {
     "joined": "joins",
     "left": "leaves",
@@ -19,6 +21,30 @@ MARKS = {
     "back": "is heard again",
     "restarted": "starts again",  # the syncer
 }
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """Return a centred moving average, thinned to at most POINTS_MAX points that include the first and the last."""
+    half = len(points) // (2 * SMOOTHING)
+    sums = list(accumulate((value for _, value in points), initial=0.0))
+    every = max(1, -(-len(points) // POINTS_MAX))
+    out = []
+    for index in [*range(0, len(points) - 1, every), *([len(points) - 1] if points else [])]:
+        reach = min(half, index)  # narrow at the begin, where the curve is steep
+        first, last = index - reach, min(index + reach + 1, len(points))
+        out.append((points[index][0], (sums[last] - sums[first]) / (last - first)))
+    return out
+
+
+def thin(points: Sequence[Point]) -> list[Point]:
+    """Return at most about POINTS_MAX points that include the first and the last."""
+    every = max(1, -(-len(points) // POINTS_MAX))
+    return [*points[::every], *(points[-1:] if (len(points) - 1) % every else [])]
+
+
+def style(index: int, count: int) -> str:
+    """Return the colour class of one of `count` islands; too many to tell apart share one colour."""
+    return f"k{index}" if count <= NUM_COLOURS else "many"
 
 
 def bars(title: str, values: Sequence[tuple[str, float, str]], *, high: float, width: int) -> str:

@@ -94,7 +94,7 @@ def find_model(module: str) -> type[nnx.Module]:
     Raises:
       ValueError: it cannot be imported, is no `nnx.Module`, or lacks a method of `TrainableModel`.
     """
-    found = load_named("model", module)
+    found = load_named("model.module", module)
     if not (isinstance(found, type) and issubclass(found, nnx.Module)):
         raise ValueError(f"model.module '{module}' is not a flax.nnx.Module class; derive it from nnx.Module")
     missing = [method for method in ("from_config", "loss") if not callable(getattr(found, method, None))]

@@ -154,7 +154,7 @@ class Header(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., session: _Optional[int] = ..., lane: _Optional[_Union[Lane, str]] = ..., stripe: _Optional[int] = ..., stripes: _Optional[int] = ..., host: _Optional[int] = ..., hosts: _Optional[int] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("header", "hello", "step_report", "fragment_value", "heartbeat", "leave", "welcome", "refuse", "pull_request", "global_fragment", "advance", "stop", "goodbye", "anchor_value", "state_request", "state_part", "state_refused", "state_done", "expel", "lease", "anchor_request", "state_pull", "state_end", "state_unavailable", "host_meet", "host_verdict", "host_warm_up", "host_connect", "host_put_batch", "host_step", "host_stage", "host_unstage", "host_send", "host_arrival", "host_supersede", "host_adopt", "host_stage_state", "host_unstage_state", "host_leaf", "host_load_state", "host_have", "host_end", "host_answer", "host_want", "host_stop", "chunk", "data", "holdings")
+    __slots__ = ("header", "hello", "step_report", "fragment_value", "heartbeat", "leave", "welcome", "refuse", "pull_request", "global_fragment", "advance", "stop", "goodbye", "anchor_value", "state_request", "state_part", "state_refused", "state_done", "expel", "lease", "anchor_request", "state_pull", "state_end", "state_unavailable", "metrics_report", "host_meet", "host_verdict", "host_warm_up", "host_connect", "host_put_batch", "host_step", "host_stage", "host_unstage", "host_send", "host_arrival", "host_supersede", "host_adopt", "host_stage_state", "host_unstage_state", "host_leaf", "host_load_state", "host_have", "host_end", "host_answer", "host_want", "host_stop", "chunk", "data", "holdings")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_REPORT_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +179,7 @@ class Frame(_message.Message):
     STATE_PULL_FIELD_NUMBER: _ClassVar[int]
     STATE_END_FIELD_NUMBER: _ClassVar[int]
     STATE_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    METRICS_REPORT_FIELD_NUMBER: _ClassVar[int]
     HOST_MEET_FIELD_NUMBER: _ClassVar[int]
     HOST_VERDICT_FIELD_NUMBER: _ClassVar[int]
     HOST_WARM_UP_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +228,7 @@ class Frame(_message.Message):
     state_pull: StatePull
     state_end: StateEnd
     state_unavailable: StateUnavailable
+    metrics_report: MetricsReport
     host_meet: HostMeet
     host_verdict: HostVerdict
     host_warm_up: HostWarmUp
@@ -251,7 +253,7 @@ class Frame(_message.Message):
     chunk: Chunk
     data: bytes
     holdings: Holdings
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., fragment_value: _Optional[_Union[FragmentValue, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., pull_request: _Optional[_Union[PullRequest, _Mapping]] = ..., global_fragment: _Optional[_Union[GlobalFragment, _Mapping]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., anchor_value: _Optional[_Union[AnchorValue, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_part: _Optional[_Union[StatePart, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., state_done: _Optional[_Union[StateDone, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., anchor_request: _Optional[_Union[AnchorRequest, _Mapping]] = ..., state_pull: _Optional[_Union[StatePull, _Mapping]] = ..., state_end: _Optional[_Union[StateEnd, _Mapping]] = ..., state_unavailable: _Optional[_Union[StateUnavailable, _Mapping]] = ..., host_meet: _Optional[_Union[HostMeet, _Mapping]] = ..., host_verdict: _Optional[_Union[HostVerdict, _Mapping]] = ..., host_warm_up: _Optional[_Union[HostWarmUp, _Mapping]] = ..., host_connect: _Optional[_Union[HostConnect, _Mapping]] = ..., host_put_batch: _Optional[_Union[HostPutBatch, _Mapping]] = ..., host_step: _Optional[_Union[HostStep, _Mapping]] = ..., host_stage: _Optional[_Union[HostStage, _Mapping]] = ..., host_unstage: _Optional[_Union[HostUnstage, _Mapping]] = ..., host_send: _Optional[_Union[HostSend, _Mapping]] = ..., host_arrival: _Optional[_Union[HostArrival, _Mapping]] = ..., host_supersede: _Optional[_Union[HostSupersede, _Mapping]] = ..., host_adopt: _Optional[_Union[HostAdopt, _Mapping]] = ..., host_stage_state: _Optional[_Union[HostStageState, _Mapping]] = ..., host_unstage_state: _Optional[_Union[HostUnstageState, _Mapping]] = ..., host_leaf: _Optional[_Union[HostLeaf, _Mapping]] = ..., host_load_state: _Optional[_Union[HostLoadState, _Mapping]] = ..., host_have: _Optional[_Union[HostHave, _Mapping]] = ..., host_end: _Optional[_Union[HostEnd, _Mapping]] = ..., host_answer: _Optional[_Union[HostAnswer, _Mapping]] = ..., host_want: _Optional[_Union[HostWant, _Mapping]] = ..., host_stop: _Optional[_Union[HostStop, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., data: _Optional[bytes] = ..., holdings: _Optional[_Union[Holdings, _Mapping]] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., fragment_value: _Optional[_Union[FragmentValue, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., pull_request: _Optional[_Union[PullRequest, _Mapping]] = ..., global_fragment: _Optional[_Union[GlobalFragment, _Mapping]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., anchor_value: _Optional[_Union[AnchorValue, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_part: _Optional[_Union[StatePart, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., state_done: _Optional[_Union[StateDone, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., anchor_request: _Optional[_Union[AnchorRequest, _Mapping]] = ..., state_pull: _Optional[_Union[StatePull, _Mapping]] = ..., state_end: _Optional[_Union[StateEnd, _Mapping]] = ..., state_unavailable: _Optional[_Union[StateUnavailable, _Mapping]] = ..., metrics_report: _Optional[_Union[MetricsReport, _Mapping]] = ..., host_meet: _Optional[_Union[HostMeet, _Mapping]] = ..., host_verdict: _Optional[_Union[HostVerdict, _Mapping]] = ..., host_warm_up: _Optional[_Union[HostWarmUp, _Mapping]] = ..., host_connect: _Optional[_Union[HostConnect, _Mapping]] = ..., host_put_batch: _Optional[_Union[HostPutBatch, _Mapping]] = ..., host_step: _Optional[_Union[HostStep, _Mapping]] = ..., host_stage: _Optional[_Union[HostStage, _Mapping]] = ..., host_unstage: _Optional[_Union[HostUnstage, _Mapping]] = ..., host_send: _Optional[_Union[HostSend, _Mapping]] = ..., host_arrival: _Optional[_Union[HostArrival, _Mapping]] = ..., host_supersede: _Optional[_Union[HostSupersede, _Mapping]] = ..., host_adopt: _Optional[_Union[HostAdopt, _Mapping]] = ..., host_stage_state: _Optional[_Union[HostStageState, _Mapping]] = ..., host_unstage_state: _Optional[_Union[HostUnstageState, _Mapping]] = ..., host_leaf: _Optional[_Union[HostLeaf, _Mapping]] = ..., host_load_state: _Optional[_Union[HostLoadState, _Mapping]] = ..., host_have: _Optional[_Union[HostHave, _Mapping]] = ..., host_end: _Optional[_Union[HostEnd, _Mapping]] = ..., host_answer: _Optional[_Union[HostAnswer, _Mapping]] = ..., host_want: _Optional[_Union[HostWant, _Mapping]] = ..., host_stop: _Optional[_Union[HostStop, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., data: _Optional[bytes] = ..., holdings: _Optional[_Union[Holdings, _Mapping]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("payload_bytes", "offset", "crc32c", "message", "key", "resumed")
@@ -350,6 +352,20 @@ class StepReport(_message.Message):
     arrived_version: _containers.RepeatedScalarFieldContainer[int]
     arrived_ago_s: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., local_step: _Optional[int] = ..., tokens: _Optional[int] = ..., global_step: _Optional[int] = ..., adopted_version: _Optional[_Iterable[int]] = ..., adopted_local_step: _Optional[_Iterable[int]] = ..., adopted_tokens: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., loss: _Optional[float] = ..., samples: _Optional[int] = ..., granted: _Optional[int] = ..., arrived_fragment_id: _Optional[_Iterable[int]] = ..., arrived_version: _Optional[_Iterable[int]] = ..., arrived_ago_s: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class MetricsReport(_message.Message):
+    __slots__ = ("learner_id", "incarnation", "local_step", "values_name", "values_value")
+    LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_STEP_FIELD_NUMBER: _ClassVar[int]
+    VALUES_NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUES_VALUE_FIELD_NUMBER: _ClassVar[int]
+    learner_id: str
+    incarnation: int
+    local_step: int
+    values_name: _containers.RepeatedScalarFieldContainer[str]
+    values_value: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., local_step: _Optional[int] = ..., values_name: _Optional[_Iterable[str]] = ..., values_value: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class FragmentValue(_message.Message):
     __slots__ = ("learner_id", "incarnation", "global_step", "fragment_id", "local_step", "steps", "tokens", "base_version", "payload_bytes", "samples", "since")

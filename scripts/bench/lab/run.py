@@ -69,7 +69,7 @@ def job(islands: int, model: Mapping[str, Any], **sections: Mapping[str, Any]) -
         "train": {"steps": 1_000_000, "eval_batch_size": 4, "final_eval_batches": 1},
         "model": model if "module" in model else {"args": model},
         "protocol": {"sync_every": 24, "num_fragments": 24},
-        "tensorboard": False,
+        "trackers": [],
     }
     for name, section in sections.items():
         config[name] = {**config.get(name, {}), **section}

@@ -81,7 +81,7 @@ CONFIG = RunConfig(
     model=ModelConfig(module=f"{__name__}:Tiny"),
     optimizer=OptimizerConfig(warmup_steps=0),
     protocol=ProtocolConfig(sync_every=4, num_fragments=2, heartbeat_s=0.2, resend_s=0.3),
-    tensorboard=False,
+    trackers=(),
 )
 NAME, INCARNATION = "island-0", 7
 

@@ -115,7 +115,7 @@ def tape_of_killed(run_dir: Path) -> list[list[object]]:
 
 def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
     began = RunConfig()
-    check_same_run(began, replace(began, tensorboard=False, syncer=SyncerConfig(restarts_max=3)), tmp_path)
+    check_same_run(began, replace(began, trackers=(), syncer=SyncerConfig(restarts_max=3)), tmp_path)
     with pytest.raises(ValueError, match=r"protocol\.quorum is 2, but the run in .* began with 1; go on with the same"):
         check_same_run(began, replace(began, protocol=ProtocolConfig(quorum=2)), tmp_path)
     with pytest.raises(ValueError, match="seed is 1, but"):

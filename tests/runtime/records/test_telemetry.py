@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +25,8 @@ def step(t: float, learner: str = "island-0", **fields: Any) -> dict[str, Any]:
     return record | {"global_step": 1, "loss": 2.5, "step_s": 0.25} | fields
 
 
-def scalars(folder: Path) -> list[tuple[int, str, float]]:
-    """(step, tag, value) of every scalar in a folder's event files, read by the published record format."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    found = []
-    for path in sorted(folder.glob("events.out.tfevents.*")):
-        data, at = path.read_bytes(), 0
-        while at < len(data):
-            (length,) = struct.unpack_from("<Q", data, at)
-            event = Event.FromString(data[at + 12 : at + 12 + length])
-            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
-            at += 12 + length + 4
-    return found
-
-
 def test_records_come_back_in_order(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path / "new" / "run", tensorboard=False)
+    telemetry = Telemetry(tmp_path / "new" / "run")
     records = [step(0.5), {"kind": "merged", "t": 1.0, "global_step": 2, "fragment_id": 1, "members": ["island-0"]}]
     for record in records:
         telemetry.write(record)
@@ -54,7 +38,7 @@ def test_records_come_back_in_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_json_cannot_say_becomes_null(tmp_path: Path, bad: float) -> None:
-    telemetry = Telemetry(tmp_path, tensorboard=False)
+    telemetry = Telemetry(tmp_path)
     telemetry.write(step(1.0, loss=bad, nested=[{"x": bad}, 1.5]))
     telemetry.close()
 
@@ -86,7 +70,7 @@ def test_a_file_cut_anywhere_still_reads(cut: int) -> None:
         complete = whole[:cut].count(b"\n")
         assert [record["n"] for record in read_metrics(path)] == list(range(complete))
         # a restarted writer goes on behind the last complete line, so nothing in the middle is ever torn
-        telemetry = Telemetry(folder, tensorboard=False)
+        telemetry = Telemetry(folder)
         telemetry.write({"n": -1})
         telemetry.close()
         assert [record["n"] for record in read_metrics(path)] == [*range(complete), -1]
@@ -95,7 +79,7 @@ def test_a_file_cut_anywhere_still_reads(cut: int) -> None:
 def test_a_very_long_torn_line_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"n":0}\n' + "x" * 200_000)
-    Telemetry(tmp_path, tensorboard=False).close()
+    Telemetry(tmp_path).close()
     assert path.read_text() == '{"n":0}\n'
 
 
@@ -121,45 +105,3 @@ def test_write_json_keeps_the_old_file_when_the_new_content_is_bad(tmp_path: Pat
     with pytest.raises(TypeError):
         write_json(path, {"bad": object()})
     assert json.loads(path.read_text()) == {"ok": True}
-
-
-def test_tensorboard_has_one_folder_per_learner_and_one_for_the_run(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path, tensorboard=True)
-    telemetry.write(step(1.0, tokens=100, global_step=3))
-    telemetry.write(step(1.5, tokens=250, global_step=4, loss=math.nan))
-    telemetry.write(step(1.0, learner="island-1"))
-    telemetry.write({"kind": "merged", "t": 2.0, "global_step": 5, "fragment_id": 0, "members": ["a", "b"]})
-    telemetry.write({"kind": "wire", "t": 2.0, "global_step": 5, "up_bytes": 10, "down_bytes": 20})
-    telemetry.write({"kind": "eval", "t": 2.0, "global_step": 5, "tokens": 350, "loss": 2.0, "bits_per_byte": None})
-    telemetry.write({"kind": "left", "t": 3.0, "global_step": 5, "fragment_id": -1, "members": ["b"]})
-    telemetry.close()
-    root = tmp_path / "tensorboard"
-    assert sorted(p.name for p in root.iterdir()) == ["global", "island-0", "island-1"]
-    assert scalars(root / "island-0") == [
-        (3, "learning/loss", 2.5),
-        (3, "perf/step_time_seconds", 0.25),
-        (4, "perf/step_time_seconds", 0.25),
-        (4, "perf/tokens_per_sec", 300.0),
-    ]
-    assert scalars(root / "global") == [
-        (5, "diloco/contributors", 2.0),
-        (5, "wan/up_bytes", 10.0),
-        (5, "wan/down_bytes", 20.0),
-        (5, "evaluation/loss", 2.0),
-        (5, "learning/tokens", 350.0),
-    ]
-
-
-def test_flush_reaches_tensorboard_files_before_close(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path, tensorboard=True)
-    telemetry.write(step(1.0))
-    telemetry.flush()
-    assert scalars(tmp_path / "tensorboard" / "island-0")
-    telemetry.close()
-
-
-def test_no_tensorboard_files_when_it_is_off(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path, tensorboard=False)
-    telemetry.write(step(1.0))
-    telemetry.close()
-    assert not (tmp_path / "tensorboard").exists()

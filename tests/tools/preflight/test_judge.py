@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from diloco_jax.cli import main as cli
 from diloco_jax.settings.slices import Topology
 from diloco_jax.settings.text import parse
-from diloco_jax.tools.budget.flops import model_flops
 from diloco_jax.tools.budget.memory import Hbm
 from diloco_jax.tools.budget.needs import host_limit
 from diloco_jax.tools.preflight import compile as compiling
@@ -31,6 +30,7 @@ from diloco_jax.tools.preflight.hlo import Program, read_program
 from diloco_jax.tools.preflight.programs import Gathers, weight_gathers
 from diloco_jax.tools.preflight.report import describe
 from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.flops import model_flops
 from diloco_jax.training.models.protocol import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig, make_mesh

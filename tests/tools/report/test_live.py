@@ -98,7 +98,11 @@ def test_the_table_fits_into_80_columns() -> None:
     gone = learner("island-3", "gone", since_s=3599, local_step=123_456) | {"condition": "recovering"}
     text = drawn(render(status(learners=[learner("island-0"), gone])), width=80)
     assert "…" not in text
-    assert "participation" in text
+    assert "takes" in text and "FLOP/s" not in text
+    slow = drawn(render(status(learners=[gone | {"metrics": {"model_flops_per_s": 7.2e14}}])), width=80)
+    assert "…" not in slow and "FLOP/s" in slow and "720T" in slow
+    fast = [learner("a", metrics={"mfu": 0.413, "model_flops_per_s": 1.0}), gone]
+    assert "FLOP/s" not in (text := drawn(render(status(learners=fast)), width=80)) and " 41% " in text
 
 
 def test_the_recent_rate_decides_the_time_left() -> None:
@@ -111,7 +115,7 @@ def test_a_run_that_starts_has_a_sensible_picture() -> None:
     text = drawn(render(STARTING))
     assert "no island has connected yet" in text
     assert "waiting for: the first learner" in text
-    assert "participation" not in text
+    assert "takes" not in text
     assert "left" not in text
 
 

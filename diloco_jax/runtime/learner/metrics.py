@@ -1,0 +1,144 @@
+"""Metrics of an island: all that its steps report, its speed and its memory, about once per second.
+
+Names are bounded for the life of a learner, so that one with a number in it cannot fill trackers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from diloco_jax.protocol.messages import METRIC_LENGTH_MAX, METRICS_MAX
+from diloco_jax.runtime.trackers.aside import Aside, close_all
+from diloco_jax.runtime.trackers.outlets import find_callbacks
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.slices import DEVICE_PEAK_FLOPS
+from diloco_jax.training.flops import model_flops
+from diloco_jax.training.island import Island
+
+EVERY_S = 1.0
+CLOSE_S = 5.0  # for callbacks at the end
+OWN = ("step_s", "tokens_per_s", "model_flops_per_s", "mfu", "device_bytes", "device_bytes_peak", "host_bytes")
+NAMES_MAX = METRICS_MAX - len(OWN)  # of what steps report
+
+log = logging.getLogger(__name__)
+
+
+class IslandMetrics:
+    """Sums of what an island's steps reported since the last time. One thread.
+
+    Args:
+        island: its name.
+        devices: of the island; those of this process are asked for their memory.
+        flops_per_token: that the model needs, 0 if nobody knows.
+        peak_flops: operations per second of all its devices, 0 if nobody knows.
+        callbacks: classes with `on_step`, by name.
+    """
+
+    def __init__(
+        self,
+        island: str,
+        devices: Sequence[jax.Device] = (),
+        flops_per_token: float = 0.0,
+        peak_flops: float = 0.0,
+        callbacks: Mapping[str, type] | None = None,
+    ) -> None:
+        self._island = island
+        self._devices = [device for device in devices if device.process_index == jax.process_index()]
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._callbacks = [Aside(f"the callback {name}", make) for name, make in (callbacks or {}).items()]
+        self._names: set[str] = set()
+        self._warned = False
+        self._sums: dict[str, tuple[float, int]] = {}
+        self._tokens, self._busy_s, self._steps, self._due_s = 0, 0.0, 0, 0.0
+
+    def step(self, local_step: int, metrics: Mapping[str, Any], took_s: float, tokens: int) -> None:
+        """Count a step: its number, its metrics (name -> scalar), how long it took, tokens that it trained on."""
+        values = {name: value for name, given in metrics.items() if (value := self._admit(name, given)) is not None}
+        for name, value in values.items():
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = (total + value, count + 1)
+        self._tokens, self._busy_s, self._steps = self._tokens + tokens, self._busy_s + took_s, self._steps + 1
+        for callback in self._callbacks:
+            callback.call("on_step", self._island, local_step, {**values, "step_s": took_s})
+
+    def _admit(self, name: str, given: Any) -> float | None:
+        """Return a metric as a number; None if it cannot be taken, of which the first is told."""
+        value, why = None, ""
+        if not 0 < len(name) <= METRIC_LENGTH_MAX:
+            why = f"its name has {len(name)} characters, use 1 to {METRIC_LENGTH_MAX}"
+        elif name not in self._names and len(self._names) >= NAMES_MAX:
+            why = f"a learner reports at most {NAMES_MAX} names, use fewer"
+        else:
+            try:
+                value = float(given)
+                self._names.add(name)
+            except (TypeError, ValueError) as error:
+                why = f"it is no scalar: {error}"
+        if why and not self._warned:
+            log.warning(f"metric {name[:METRIC_LENGTH_MAX]!r} is left out, and others like it: {why}")
+            self._warned = True
+        return value
+
+    def due(self, now_s: float) -> dict[str, float] | None:
+        """Return means over the steps since the last time, speed and memory; None if it is too early."""
+        if not self._steps or now_s < self._due_s:
+            return None
+        values = {name: total / count for name, (total, count) in self._sums.items()}
+        rate = self._tokens / max(self._busy_s, 1e-9)
+        values |= {"step_s": self._busy_s / self._steps, "tokens_per_s": rate}
+        if flops_per_s := rate * self._flops_per_token:
+            values["model_flops_per_s"] = flops_per_s
+            values |= {"mfu": flops_per_s / self._peak_flops} if self._peak_flops else {}
+        self._sums.clear()
+        self._tokens, self._busy_s, self._steps, self._due_s = 0, 0.0, 0, now_s + EVERY_S
+        return values | memory(self._devices)
+
+    def close(self) -> None:
+        """Let callbacks end."""
+        close_all(self._callbacks, CLOSE_S)
+
+
+def memory(devices: Sequence[Any]) -> dict[str, float]:
+    """Return bytes in use on the fullest device, the most that ever were, and those of this process; what is known."""
+    found = {}
+    with contextlib.suppress(Exception):  # a backend that cannot tell says so in its own way
+        told = [device.memory_stats() for device in devices]
+        for name, key in (("device_bytes", "bytes_in_use"), ("device_bytes_peak", "peak_bytes_in_use")):
+            found[name] = float(max(stats[key] for stats in told))
+    with contextlib.suppress(OSError):  # not every system has /proc
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+        found["host_bytes"] = float(int(pages) * os.sysconf("SC_PAGE_SIZE"))
+    return found
+
+
+def metrics_of(config: RunConfig, name: str, island: Island) -> IslandMetrics:
+    """Return the metrics of an island that trains the run's model.
+
+    Raises:
+        ValueError: a callback cannot be loaded.
+    """
+    batch, seq_len, devices = config.island(name).batch_size, config.train.seq_len, list(island.mesh.devices.flat)
+    flops = model_flops(config.model, island.shapes, batch, seq_len).flops
+    return own_metrics(config, name, devices, flops / (batch * seq_len))
+
+
+def own_metrics(config: RunConfig, name: str, devices: Sequence[jax.Device], flops_per_token: float) -> IslandMetrics:
+    """Return the metrics of an island in a loop of the user's own, which alone knows what its model computes.
+
+    Raises:
+        ValueError: a callback cannot be loaded.
+    """
+    callbacks = find_callbacks(config.callbacks, ("on_step",))
+    return IslandMetrics(name, devices, flops_per_token, _peak(config, devices), callbacks)
+
+
+def _peak(config: RunConfig, devices: Sequence[jax.Device]) -> float:
+    """Return operations per second of all devices, 0 if nobody knows."""
+    return len(devices) * (config.islands.peak_tflops * 1e12 or DEVICE_PEAK_FLOPS.get(devices[0].device_kind, 0.0))

@@ -1,0 +1,119 @@
+"""The trackers and callbacks of a run, fed with its records. Neither can delay or end the run (aside.py)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.runtime.trackers import built_in
+from diloco_jax.runtime.trackers.aside import Aside, close_all
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.training.named import load_named
+
+BUILT_IN: dict[str, tuple[type, str]] = {  # name -> class, and the package that it needs
+    "tensorboard": (built_in.TensorboardTracker, "tensorboardX"),
+    "wandb": (built_in.WandbTracker, "wandb"),
+    "trackio": (built_in.TrackioTracker, "trackio"),
+    "mlflow": (built_in.MlflowTracker, "mlflow"),
+}
+TRACKER_METHODS = ("begin", "log", "close")
+CALLBACK_METHODS = ("on_step", "on_round", "on_eval", "on_event")
+CLOSE_S = 30.0  # at the end: some trackers send what is left
+MERGED = "merged"  # group of what belongs to no single island
+QUIET = ("step", "closed")  # records that are neither values nor events
+
+
+def find_trackers(names: Sequence[str]) -> dict[str, type]:
+    """Return the classes of these trackers.
+
+    Raises:
+        ValueError: one is not installed, cannot be loaded, or lacks a method.
+    """
+    found = {}
+    for name in names:
+        found[name], package = BUILT_IN[name] if name in BUILT_IN else (_class_of("trackers", name), "")
+        if package and not getattr(importlib.util.find_spec(package), "origin", None):  # a folder wandb/ is no package
+            raise ValueError(f'trackers has {name}, which is not installed; run pip install "diloco-jax[{name}]"')
+        if missing := [method for method in TRACKER_METHODS if not hasattr(found[name], method)]:
+            raise ValueError(f"trackers: '{name}' lacks {' and '.join(missing)}; see docs/metrics.md")
+    return found
+
+
+def find_callbacks(names: Sequence[str], methods: Sequence[str] = CALLBACK_METHODS) -> dict[str, type]:
+    """Return the classes of those callbacks that have one of the methods.
+
+    Raises:
+        ValueError: one cannot be loaded, or has no method that is ever called.
+    """
+    found = {name: _class_of("callbacks", name) for name in names}
+    for name, each in found.items():
+        if not any(hasattr(each, method) for method in CALLBACK_METHODS):
+            raise ValueError(f"callbacks: '{name}' has none of {', '.join(CALLBACK_METHODS)}; give it one of them")
+    return {name: each for name, each in found.items() if any(hasattr(each, method) for method in methods)}
+
+
+def _class_of(setting: str, name: str) -> type:
+    package, _, attribute = name.partition(":")
+    if not package or not attribute:
+        known = f", or one of {', '.join(BUILT_IN)}" if setting == "trackers" else ""
+        raise ValueError(f"{setting} has '{name}'; write package.module:Class{known}")
+    found = load_named(setting, name)
+    if not isinstance(found, type):
+        raise ValueError(f"{setting}: '{name}' is no class; name one that is called without arguments")
+    return found
+
+
+class Outlets:
+    """All of a run's trackers and callbacks; `on_step` is called in the learners' processes.
+
+    Raises:
+        ValueError: one of them cannot be loaded.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        trackers, callbacks = find_trackers(config.trackers), find_callbacks(config.callbacks, CALLBACK_METHODS[1:])
+        self._trackers = [Aside(f"the tracker {name}", make) for name, make in trackers.items()]
+        self._callbacks = [Aside(f"the callback {name}", make) for name, make in callbacks.items()]
+        for tracker in self._trackers:
+            tracker.call("begin", config.name, asdict(config), folder)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Hand on what a record tells."""
+        kind, step = record["kind"], record["global_step"]
+        if kind == "metrics":
+            self._log(step, record["values"], f"islands/{record['learner']}")
+        elif kind == "merged_metrics":
+            self._log(step, record["values"], MERGED)
+        elif kind == "wire":
+            self._log(step, {key: record[key] for key in ("up_bytes", "down_bytes")}, MERGED)
+        elif kind == "eval":
+            values = {f"eval_{key}": record[key] for key in ("loss", "bits_per_byte")} | {"tokens": record["tokens"]}
+            values |= {f"eval_{name}": value for name, value in record.get("scores", {}).items()}
+            self._log(step, values, MERGED)
+            self._tell("on_eval", step, values)
+        elif kind == "merged":
+            self._log(step, {"contributors": len(record["members"])}, MERGED)
+            self._tell("on_round", step, record["fragment_id"], tuple(record["members"]))
+        elif kind not in QUIET:
+            who = ", ".join(record["members"]) or f"round {step}"
+            self._tell("on_event", kind, f"{who} {kind}: {record['reason']}")
+
+    def _log(self, step: int, values: Mapping[str, float | None], group: str) -> None:
+        finite = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+        for tracker in self._trackers:
+            tracker.call("log", step, finite, group)
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        for callback in self._callbacks:
+            callback.call(method, *arguments)
+
+    def close(self) -> None:
+        """Let all of them end what they have to do, as far as there is time."""
+        for tracker in self._trackers:
+            tracker.call("close")
+        close_all([*self._trackers, *self._callbacks], CLOSE_S)

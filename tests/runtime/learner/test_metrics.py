@@ -1,0 +1,78 @@
+"""An island's metrics are means with a bound, and what several islands measured is one record."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from diloco_jax.protocol.messages import METRICS_MAX, Metric, MetricsReport
+from diloco_jax.runtime.learner.metrics import NAMES_MAX, IslandMetrics, memory
+from diloco_jax.runtime.syncer.watch import Watch, merged_metrics
+
+STEPS: list[tuple[Any, ...]] = []
+
+
+class Notes:
+    def on_step(self, *arguments: Any) -> None:
+        STEPS.append(arguments)
+
+
+def test_means_rates_and_callbacks() -> None:
+    STEPS.clear()
+    metrics = IslandMetrics("a", flops_per_token=1e6, peak_flops=1e9, callbacks={"notes": Notes})
+    assert metrics.due(0.0) is None, "there was no step"
+    metrics.step(1, {"loss": 3.0, "rare": 5}, 0.5, 100)
+    metrics.step(2, {"loss": 2.0}, 1.5, 100)
+    told = metrics.due(10.0)
+    assert told is not None and told.pop("host_bytes") > 1e6
+    rates = {"tokens_per_s": 100.0, "model_flops_per_s": 1e8, "mfu": 0.1}
+    assert told == {"loss": 2.5, "rare": 5.0, "step_s": 1.0, **rates}
+    metrics.step(3, {"loss": 7.0}, 1.0, 100)
+    assert metrics.due(10.9) is None
+    assert metrics.due(11.0).items() >= {"loss": 7.0, "step_s": 1.0}.items()  # type: ignore[union-attr]
+    metrics.close()
+    assert STEPS[0] == ("a", 1, {"loss": 3.0, "rare": 5.0, "step_s": 0.5}) and len(STEPS) == 3
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ({"x" * 65: 1.0}, "its name has 65 characters, use 1 to 64"),
+        ({f"loss_{n}": 1.0 for n in range(NAMES_MAX + 1)}, f"at most {NAMES_MAX} names, use fewer"),
+        ({"text": "much", "list": [1.0]}, "it is no scalar"),
+    ],
+)
+def test_names_are_bounded_and_that_is_told_once(
+    bad: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = IslandMetrics("a", flops_per_token=1.0, peak_flops=1.0)
+    for number in range(3):
+        metrics.step(number, bad, 1.0, 1)
+    told = metrics.due(0.0)
+    assert told is not None and len(told) <= METRICS_MAX and all(len(name) <= 64 for name in told)
+    assert len(caplog.records) == 1 and says in caplog.text
+
+
+def test_memory_is_that_of_the_fullest_device_where_it_is_known() -> None:
+    full, empty = ({"bytes_in_use": n, "peak_bytes_in_use": 2 * n} for n in (9, 4))
+    found = memory([SimpleNamespace(memory_stats=lambda stats=stats: stats) for stats in (empty, full)])
+    assert (found["device_bytes"], found["device_bytes_peak"]) == (9.0, 18.0)
+    assert memory([SimpleNamespace(memory_stats=lambda: None)]).keys() <= {"host_bytes"}
+
+
+def test_islands_together() -> None:
+    values = [{"loss": 1.0, "tokens_per_s": 10.0}, {"loss": 2.0, "tokens_per_s": 30.0, "own": 4.0}]
+    assert merged_metrics(values) == {"loss": 1.5, "tokens_per_s": 40.0, "own": 4.0}
+
+
+def test_another_incarnation_is_not_heard(tmp_path: Any) -> None:
+    members = SimpleNamespace(get=lambda name, incarnation: incarnation == 2 or None)
+    config = SimpleNamespace(name="run", trackers=(), callbacks=())
+    parts: Any = SimpleNamespace(run_dir=tmp_path, machine=SimpleNamespace(membership=members, global_step=5))
+    parts.config = config
+    watch = Watch(parts, SimpleNamespace(wire={}, eval_loss=None), lambda: ())  # type: ignore[arg-type]
+    for incarnation, value in ((1, 1.0), (2, 2.0), (3, 3.0)):
+        watch.on_metrics(MetricsReport("a", incarnation, 7, (Metric("loss", value),)), 1.5)
+    assert watch._metrics == {"a": {"loss": 2.0}}

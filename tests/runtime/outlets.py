@@ -1,0 +1,14 @@
+"""A callback that fails, for runs with real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Raising:
+    """Fails at the first call in every process."""
+
+    def on_step(self, *arguments: Any) -> None:
+        raise RuntimeError("out of order")
+
+    on_round = on_step
