@@ -19,10 +19,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import diloco_jax
 from diloco_jax.core.fragments import FragmentConfig, take
-from diloco_jax.runtime.model.offered import layout_of, read_layout
+from diloco_jax.runtime.model.offered import describe_run, layout_of, read_layout
 from diloco_jax.runtime.own_loop.trees import LoopState
 from diloco_jax.runtime.records.telemetry import read_metrics
-from diloco_jax.settings.run import SyncerConfig
+from diloco_jax.settings.run import RunConfig, SyncerConfig
+from diloco_jax.transport.grpc_link import listen
 from diloco_jax.transport.link import TransportConfig
 from tests.runtime.helpers import kill_processes, merged, run, start, status, wait_for
 
@@ -181,6 +182,19 @@ def test_join_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
             diloco_jax.join(**{**one, **arguments})
     with pytest.raises(ConnectionError, match="no"):
         diloco_jax.join("127.0.0.1:1", name="a", transport=nobody, **one)
+
+
+def test_another_model_than_the_runs_is_refused_by_its_first_difference() -> None:
+    listener = listen(TransportConfig(), run_id="own")
+    try:
+        theirs = LoopState({"b": jnp.ones(3), "w": jnp.ones((2, 4))})
+        listener.greeter.description = describe_run(RunConfig(), layout_of(theirs.shapes, theirs.kinds))
+        ours = {"b": jnp.ones(3), "w": jnp.ones((2, 3))}
+        with pytest.raises(ValueError, match=r"'w' has shape \(2, 3\), matrix here and shape \(2, 4\), matrix there"):
+            diloco_jax.join(listener.address, name="a", params=ours, samples_per_step=1, tokens_per_step=1)
+        assert not np.any(np.isnan(ours["w"]))  # what was given is as it was
+    finally:
+        listener.close(0.0)
 
 
 def test_layouts_are_bounded() -> None:
