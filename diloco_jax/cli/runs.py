@@ -14,6 +14,7 @@ from diloco_jax.cli.shared import FAILED, INTERRUPTED, learner_dir, load_config,
 from diloco_jax.cli.words import CHAOS_LEARNER
 
 if TYPE_CHECKING:
+    from diloco_jax.runtime.model.evaluations import Evaluates, RunModel
     from diloco_jax.settings.run import RunConfig
 
 
@@ -63,13 +64,21 @@ def syncer(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     run_dir = _run_dir(arguments, config)
     stop = _begin_process(run_dir)
-    from diloco_jax.runtime.model.offered import offered_model
     from diloco_jax.runtime.syncer.run import SyncerRun
 
-    offered = offered_model(config, run_dir, stop) if config.model.own else None
-    if config.model.own and offered is None:
-        return INTERRUPTED
-    summary = SyncerRun(config, run_dir, stop, rewind=arguments.rewind, offered=offered).run()
+    evaluator: Evaluates | None = None
+    model: RunModel | None
+    if config.model.own:
+        from diloco_jax.runtime.model.offered import offered_model
+
+        model = offered_model(config, run_dir, stop)
+        if model is None:
+            return INTERRUPTED
+    else:
+        from diloco_jax.runtime.model.evaluation import Evaluator
+
+        model = evaluator = Evaluator(config)
+    summary = SyncerRun(config, run_dir, stop, model, evaluator, rewind=arguments.rewind).run()
     return 0 if summary["complete"] or stop.is_set() else FAILED
 
 

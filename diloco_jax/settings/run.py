@@ -20,8 +20,8 @@ from diloco_jax.protocol.syncer.progress import Budget
 from diloco_jax.settings.cloud import CloudConfig
 from diloco_jax.settings.islands import IslandConfig, IslandsConfig
 from diloco_jax.settings.slices import Topology
-from diloco_jax.training.data import DataConfig
-from diloco_jax.training.models.protocol import ModelConfig
+from diloco_jax.training.data_config import DataConfig
+from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.named import check_setting
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import AXIS_RULES, MeshLayout, planned_mesh

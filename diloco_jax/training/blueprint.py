@@ -21,10 +21,10 @@ from diloco_jax.core.codec import Format
 from diloco_jax.core.kinds import Kind, kind_of
 from diloco_jax.training.exchange.exchange import Exchange
 from diloco_jax.training.exchanged import by_name
+from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.models.protocol import (
     Batch,
     GraphDef,
-    ModelConfig,
     Params,
     join_model,
     load_model,

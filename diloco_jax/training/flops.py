@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.models.decoder import DecoderConfig
 from diloco_jax.training.models.moe import MoeConfig
-from diloco_jax.training.models.protocol import ModelConfig, config_from_args
+from diloco_jax.training.models.protocol import config_from_args
 
 MOE = "diloco_jax.training.models.moe:MoeDecoder"
 

@@ -18,7 +18,8 @@ from jaxtyping import Int32
 from diloco_jax.core.codec import Format
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.exchanged import ExchangedState
-from diloco_jax.training.models.protocol import Batch, Metrics, ModelConfig
+from diloco_jax.training.models.config import ModelConfig
+from diloco_jax.training.models.protocol import Batch, Metrics
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig, put_array
 

@@ -86,7 +86,7 @@ class Donor:
 
         from diloco_jax.runtime.island.payloads import PayloadSender
         from diloco_jax.training.island import Island
-        from diloco_jax.training.models.protocol import ModelConfig
+        from diloco_jax.training.models.config import ModelConfig
         from diloco_jax.training.optimizers import OptimizerConfig
         from diloco_jax.training.sharding import MeshConfig
         from diloco_jax.transport.grpc_link import connect

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 
 import diloco_jax
 from diloco_jax.cli import main as cli
-from diloco_jax.runtime.syncer.run import SyncerRun
+from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.settings import text as config_file
 from tests.runtime.helpers import SMALL, environment, run, start, wait_for, write_config
 
@@ -155,7 +154,7 @@ def test_a_syncer_by_itself_finds_too_little_text_before_it_listens(tmp_path: Pa
     (tmp_path / "some.txt").write_text("x" * 10000)
     config = config_file.load(write_config(tmp_path, data={"path": str(tmp_path / "some.txt")}))
     with pytest.raises(ValueError, match="held-out windows make no batch of 16"):
-        SyncerRun(config, tmp_path / "run", threading.Event())
+        Evaluator(config)
 
 
 def test_chaos_checks_before_anything_starts_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,9 @@ from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.runtime.records.telemetry import read_metrics
 from diloco_jax.settings.run import EvaluationConfig, OptimizerConfig
 from diloco_jax.training.blueprint import Blueprint
-from diloco_jax.training.data import DataConfig, load_source
-from diloco_jax.training.models.protocol import ModelConfig
+from diloco_jax.training.data import load_source
+from diloco_jax.training.data_config import DataConfig
+from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.sharding import MeshConfig
 from tests.runtime.helpers import ROOT, SMALL, environment, merged, write_config
 from tests.training.conftest import TINY

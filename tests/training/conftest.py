@@ -12,7 +12,7 @@ import pytest
 
 from diloco_jax.core import codec
 from diloco_jax.training.island import Island
-from diloco_jax.training.models.protocol import ModelConfig
+from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig
 

@@ -19,7 +19,7 @@ import numpy as np
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import Fragment, plan_fragments
 from diloco_jax.training.island import Island
-from diloco_jax.training.models.protocol import ModelConfig
+from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig
 

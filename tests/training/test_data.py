@@ -11,7 +11,6 @@ import pytest
 
 from diloco_jax.training.data import (
     WHOLE_BYTES,
-    DataConfig,
     SampleOrder,
     Source,
     Windows,
@@ -20,6 +19,7 @@ from diloco_jax.training.data import (
     eval_batches,
     load_source,
 )
+from diloco_jax.training.data_config import DataConfig
 
 
 def numbered(num_windows: int, seq_len: int = 4) -> Source:

@@ -14,7 +14,7 @@ from flax import nnx
 
 from diloco_jax.core.codec import decode
 from diloco_jax.training.island import Island
-from diloco_jax.training.models.protocol import ModelConfig
+from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig
 from tests.training.islands import MakeIsland, assert_same, pointers, train

@@ -14,7 +14,7 @@ from diloco_jax.core import codec
 from diloco_jax.core.fragments import FragmentConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.exchange.windows import windows_of
-from diloco_jax.training.models.protocol import ModelConfig
+from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig, MeshLayout, constrain, gather, make_mesh, planned_mesh, use_layout
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -14,12 +13,10 @@ import numpy as np
 from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
-from diloco_jax.training.data import SampleOrder, eval_batches, load_source
+from diloco_jax.training.data import SampleOrder, check_source, eval_batches, load_source
 from diloco_jax.training.models.protocol import Params, find_model
 from diloco_jax.training.models.variables import Variables
 from diloco_jax.training.sharding import MeshConfig, put_array
-
-Assemble = Callable[[], Mapping[str, np.ndarray]]
 
 
 class Evaluator:
@@ -37,6 +34,7 @@ class Evaluator:
                 "the run's model is the islands' own (model.module: own), so only their loops can evaluate or repeat "
                 "it; name a model with the same parameters in model.module if there is one"
             )
+        check_source(config.data, config.train.seq_len, config.train.eval_batch_size)  # not at the first evaluation
         self._config = config
         self.scorer = Scorer(config.evaluation)
         self._source = load_source(config.data, config.train.seq_len)
@@ -44,6 +42,11 @@ class Evaluator:
         device = jax.local_devices(backend="cpu")[0]
         self._blueprint = Blueprint(config.model, config.optimizer, MeshConfig(), [device], seed=config.seed)
         self.shapes, self.kinds = self._blueprint.shapes, self._blueprint.kinds
+
+    @property
+    def alarms(self) -> list[str]:
+        """Return what went wrong with numbers of the user's own."""
+        return self.scorer.alarms
 
     @property
     def num_parameters(self) -> int:
@@ -157,52 +160,3 @@ def cannot_write(config: RunConfig) -> str:
             "like that of diloco_jax.training.models.decoder:Decoder"
         )
     return ""
-
-
-class Evaluations:
-    """Evaluates the global model every so many global steps, on a thread of its own, one evaluation at a time.
-
-    Args:
-        config: how often and on how much.
-        evaluator: does it; None if the islands do.
-        report: gets each result, or the exception that ended one, on that thread.
-    """
-
-    def __init__(self, config: RunConfig, evaluator: Evaluator | None, report: Callable[[Any], None]) -> None:
-        self._every = config.train.eval_every if evaluator is not None else 0
-        self._batches = config.train.eval_batches
-        self._evaluator = evaluator
-        self._report = report
-        self._thread = ThreadPoolExecutor(1, "eval")
-        self._running: Future[None] | None = None
-        self._next = self._every
-
-    def skip_to(self, global_step: int) -> None:
-        """Do not repeat what an earlier process has evaluated."""
-        self._next = (global_step // self._every + 1) * self._every if self._every else 0
-
-    def maybe(self, global_step: int, tokens: int, capture: Callable[[], Assemble]) -> None:
-        """Begin an evaluation if one is due and none is running.
-
-        Args:
-            global_step: of the model.
-            tokens: that it was trained on.
-            capture: called here, if at all; what it returns is called on the thread and assembles the model.
-        """
-        busy = self._running is not None and not self._running.done()
-        if not self._next or global_step < self._next or busy:
-            return
-        self._next += self._every
-        self._running = self._thread.submit(self._evaluate, global_step, tokens, capture())
-
-    def _evaluate(self, global_step: int, tokens: int, assemble: Assemble) -> None:
-        assert self._evaluator is not None, "nobody evaluates"
-        try:
-            result = self._evaluator.evaluate(assemble(), self._batches, global_step)
-            self._report({**result, "global_step": global_step, "tokens": tokens})
-        except Exception as error:
-            self._report(error)
-
-    def close(self) -> None:
-        """Wait for the evaluation that is running, and end the thread."""
-        self._thread.shutdown(wait=True)

@@ -320,11 +320,8 @@ def join(
         ConnectionError: the syncer cannot be reached.
     """
     here = look(syncer, name, run_dir, coordinator)
-    for what, count in (("samples_per_step", samples_per_step), ("tokens_per_step", tokens_per_step)):
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"{what} is {count!r}; give a whole number from 1")
-    if data not in ("leased", "own"):
-        raise ValueError(f'data is {data!r}; use "leased" or "own"')
+    sizes = {"samples_per_step": samples_per_step, "tokens_per_step": tokens_per_step}
+    _check(sizes, data)
     state = LoopState(params, opt_state, axes)
     del params, opt_state
     own = replace(transport or here.transport, address=here.syncer)
@@ -332,7 +329,7 @@ def join(
     die_with_parent()
     incarnation, hosts = here.incarnation, None
     if jax.process_count() > 1:
-        same = {"samples_per_step": str(samples_per_step), "tokens_per_step": str(tokens_per_step), "data": data}
+        same = {"data": data, **{what: str(count) for what, count in sizes.items()}}
         hosts = meet(config, here.name, incarnation, here.coordinator, same)
         incarnation = hosts.incarnation
     stop = threading.Event()
@@ -344,6 +341,14 @@ def join(
     joining = Joining(config, here.name, incarnation, own.address, folder, hosts)
     island.take_part(joining, StepSize(samples_per_step, tokens_per_step, corpus), flops_per_step)
     return island
+
+
+def _check(sizes: Mapping[str, int], data: str) -> None:
+    for what, count in sizes.items():
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"{what} is {count!r}; give a whole number from 1")
+    if data not in ("leased", "own"):
+        raise ValueError(f'data is {data!r}; use "leased" or "own"')
 
 
 def _stop_on_sigterm(stop: threading.Event) -> Callable[[], object]:

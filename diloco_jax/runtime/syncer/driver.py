@@ -30,7 +30,7 @@ from diloco_jax.protocol.messages import (
     StepReport,
     Stop,
 )
-from diloco_jax.runtime.model.evaluation import Evaluations
+from diloco_jax.runtime.model.evaluations import Evaluations
 from diloco_jax.runtime.model.global_model import Merged
 from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.sharded_listener import ShardedListener

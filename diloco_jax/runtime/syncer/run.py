@@ -13,10 +13,10 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.protocol.watch.stats import RunStats, never_merged
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
-from diloco_jax.runtime.model.evaluation import Evaluations, Evaluator
+from diloco_jax.runtime.model.evaluations import Evaluates, Evaluations, RunModel
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_setup
 from diloco_jax.runtime.model.merge_shards import MergeShards
-from diloco_jax.runtime.model.offered import OfferedModel, describe_run, layout_of
+from diloco_jax.runtime.model.offered import describe_run, layout_of
 from diloco_jax.runtime.records.files import CHECKPOINTS, CONFIG_FILE, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.status import NOTHING_EARLIER, read_earlier
 from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s
@@ -29,7 +29,6 @@ from diloco_jax.runtime.syncer.snapshots import Keeper, SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
 from diloco_jax.runtime.syncer.workers import Merges, Results
 from diloco_jax.settings.run import RunConfig, fingerprint
-from diloco_jax.training.data import check_source
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +42,9 @@ class SyncerRun:
         config: the run.
         run_dir: where tape, metrics, status, snapshots and summary go.
         stop: set from outside to end the run early, in good order.
+        model: of the run: `Evaluator(config)`, or the one that an island brought.
+        evaluator: evaluates it; None if the islands do.
         rewind: nobody is alive; go on from the newest snapshot and let what came after it be void.
-        offered: the model that an island brought, if the config names none.
     """
 
     def __init__(
@@ -52,20 +52,17 @@ class SyncerRun:
         config: RunConfig,
         run_dir: Path,
         stop: threading.Event,
+        model: RunModel,
+        evaluator: Evaluates | None,
         *,
         rewind: bool = False,
-        offered: OfferedModel | None = None,
     ) -> None:
         self._config = config
         self._run_dir = run_dir
         self._stop = stop
         self._rewind = rewind
         self._results, self._events = Results(), Results()
-        self._evaluator = None
-        if offered is None:
-            check_source(config.data, config.train.seq_len, config.train.eval_batch_size)  # not at the first evaluation
-            self._evaluator = Evaluator(config)
-        model: Evaluator | OfferedModel = offered or self._evaluator  # type: ignore[assignment]
+        self._evaluator = evaluator
         plan = config.fragments.plan(model.shapes, model.kinds, config.protocol.num_fragments)
         threads = config.syncer.merge_threads or os.cpu_count() or 1
         setup = make_setup(config, plan)
@@ -149,7 +146,7 @@ class SyncerRun:
         if self._evaluator is not None:
             result = self._evaluator.evaluate(self._model.parameters(), batches, step)
             watch.on_eval(result | {"global_step": step, "tokens": summary["tokens"]}, ended_s)
-            alarms = self._evaluator.scorer.alarms
+            alarms = self._evaluator.alarms
         found = {f"eval_{key}": result[key] for key in ("loss", "bits_per_byte", "scores")}
         summary = {**found, **summary, "alarms": summary["alarms"] + alarms}
         summary |= {"complete": self._machine.finished, "num_parameters": self._num_parameters}

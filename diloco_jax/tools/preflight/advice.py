@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from diloco_jax.settings.slices import Topology
 from diloco_jax.tools.budget.memory import Hbm
+from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.models.decoder import DecoderConfig
-from diloco_jax.training.models.protocol import ModelConfig, config_from_args
+from diloco_jax.training.models.protocol import config_from_args
 
 GB = 1e9
 ROOM = 0.9  # of a chip's memory, at most, that is planned to be taken

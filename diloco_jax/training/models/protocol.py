@@ -8,7 +8,7 @@ class as `package.module:Class`. Parameters leave the module as a flat dict from
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from diloco_jax.training.models.variables import path_of, prepare
-from diloco_jax.training.named import check_setting, load_named
+from diloco_jax.training.named import load_named
 from diloco_jax.training.sharding import LogicalAxes
 
 Batch = Mapping[str, Int32[Array, "..."]]  # {"tokens": int32 [batch, length + 1]}
@@ -24,7 +24,6 @@ Metrics = dict[str, Float[Array, ""]]
 Params = dict[str, Float[Array, "..."]]  # path -> array
 GraphDef = nnx.GraphDef[Any]  # the static structure of a module
 T = TypeVar("T")
-OWN = "own"  # the model of a run whose islands bring it
 
 
 @runtime_checkable
@@ -46,29 +45,6 @@ class TrainableModel(Protocol):
     def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
         """Return the mean loss per predicted token in nats, and further scalars to log."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """The model to train, and the arguments that its `from_config` receives."""
-
-    module: str = "diloco_jax.training.models.decoder:Decoder"
-    """Import path of the model as `package.module:Class`. "own": the islands' own loops bring it (diloco_jax.join); the
-    syncer takes shapes and initial values from the first of them, and evaluates nothing."""
-
-    args: dict[str, Any] = field(default_factory=dict)
-    """Passed to the class unchanged, for the built-in decoder the fields of DecoderConfig."""
-
-    @property
-    def own(self) -> bool:
-        """Tell whether the islands' own loops bring the model."""
-        return self.module == OWN
-
-    def __post_init__(self) -> None:
-        if not self.module:
-            raise ValueError("model.module is ''; write it as package.module:Name, or own")
-        if not self.own:
-            check_setting("model", self.module, self.args)
 
 
 def config_from_args(config_class: type[T], args: Mapping[str, Any], where: str = "model.args") -> T:

@@ -46,7 +46,7 @@ from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.learner.tape import learner_tape_path
 from diloco_jax.settings.run import IslandsConfig, RunConfig, TrainConfig
 from diloco_jax.training.island import Island, StepHandle
-from diloco_jax.training.models.protocol import ModelConfig
+from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.transport.grpc_link import listen
 from diloco_jax.transport.link import TransportConfig

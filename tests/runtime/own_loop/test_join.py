@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -210,3 +211,10 @@ def test_layouts_are_bounded() -> None:
         with pytest.raises(ValueError, match="describes no model"):
             read_layout(bad)
     assert SyncerConfig().parameters_max == 2_000_000_000
+
+
+def test_a_syncer_without_a_model_needs_no_module_library() -> None:
+    imports = "import sys, diloco_jax.runtime.model.offered, diloco_jax.runtime.syncer.run"
+    found = "print([m for m in ('flax', 'grain', 'diloco_jax.training.blueprint') if m in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", f"{imports}\n{found}"], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "[]"

@@ -31,7 +31,7 @@ from diloco_jax.tools.preflight.programs import Gathers, weight_gathers
 from diloco_jax.tools.preflight.report import describe
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.flops import model_flops
-from diloco_jax.training.models.protocol import ModelConfig
+from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig, make_mesh
 

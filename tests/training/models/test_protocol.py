@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from diloco_jax.training.models.protocol import ModelConfig, join_model, load_model, logical_axes, split_model
+from diloco_jax.training.models.config import ModelConfig
+from diloco_jax.training.models.protocol import join_model, load_model, logical_axes, split_model
 
 
 class Bigram(nnx.Module):

@@ -1,0 +1,97 @@
+"""Evaluations of the global model while a run goes on, by whoever can make one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+
+from diloco_jax.core.kinds import Kind
+from diloco_jax.settings.run import RunConfig
+
+Assemble = Callable[[], Mapping[str, np.ndarray]]
+
+
+class RunModel(Protocol):
+    """The model of a run, as its syncer needs it: `Evaluator` of a model of the config, or `OfferedModel`."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of every parameter, by path."""
+
+    @property
+    def kinds(self) -> Mapping[str, Kind]:
+        """Return what every parameter is, by path."""
+
+    @property
+    def corpus(self) -> str:
+        """Return what it is trained on, in words that others can compare; "" if nobody here knows."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Return how many parameters it has."""
+
+    def initial_parameters(self) -> Mapping[str, np.ndarray]:
+        """Return initial values by path, float32."""
+
+
+class Evaluates(Protocol):
+    """The services of an `Evaluator` that a syncer uses."""
+
+    @property
+    def alarms(self) -> list[str]:
+        """Return what went wrong with numbers of the user's own."""
+
+    def evaluate(self, parameters: Mapping[str, np.ndarray], max_batches: int, global_step: int) -> dict[str, Any]:
+        """See Evaluator.evaluate."""
+
+
+class Evaluations:
+    """Evaluates the global model every so many global steps, on a thread of its own, one evaluation at a time.
+
+    Args:
+        config: how often and on how much.
+        evaluator: does it; None if the islands do.
+        report: gets each result, or the exception that ended one, on that thread.
+    """
+
+    def __init__(self, config: RunConfig, evaluator: Evaluates | None, report: Callable[[Any], None]) -> None:
+        self._every = config.train.eval_every if evaluator is not None else 0
+        self._batches = config.train.eval_batches
+        self._evaluator = evaluator
+        self._report = report
+        self._thread = ThreadPoolExecutor(1, "eval")
+        self._running: Future[None] | None = None
+        self._next = self._every
+
+    def skip_to(self, global_step: int) -> None:
+        """Do not repeat what an earlier process has evaluated."""
+        self._next = (global_step // self._every + 1) * self._every if self._every else 0
+
+    def maybe(self, global_step: int, tokens: int, capture: Callable[[], Assemble]) -> None:
+        """Begin an evaluation if one is due and none is running.
+
+        Args:
+            global_step: of the model.
+            tokens: that it was trained on.
+            capture: called here, if at all; what it returns is called on the thread and assembles the model.
+        """
+        busy = self._running is not None and not self._running.done()
+        if not self._next or global_step < self._next or busy:
+            return
+        self._next += self._every
+        self._running = self._thread.submit(self._evaluate, global_step, tokens, capture())
+
+    def _evaluate(self, global_step: int, tokens: int, assemble: Assemble) -> None:
+        assert self._evaluator is not None, "nobody evaluates"
+        try:
+            result = self._evaluator.evaluate(assemble(), self._batches, global_step)
+            self._report({**result, "global_step": global_step, "tokens": tokens})
+        except Exception as error:
+            self._report(error)
+
+    def close(self) -> None:
+        """Wait for the evaluation that is running, and end the thread."""
+        self._thread.shutdown(wait=True)
