@@ -37,7 +37,7 @@ def read_scenario(folder: Path) -> SimulatedRun | None:
         if path.stat().st_size > SCENARIO_BYTES_MAX:
             raise ValueError(f"more than {SCENARIO_BYTES_MAX} bytes")
         values = json.loads(path.read_text(encoding="utf-8"))
-        protocol, budget = ProtocolConfig(**values["protocol"]), Budget(*map(int, values["budget"]))
+        protocol, budget = ProtocolConfig(**values["protocol"]), Budget(*map(int, values.get("budget", ())))
         return SimulatedRun(protocol, int(values["total_steps"]), int(values["learners"]), budget)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
