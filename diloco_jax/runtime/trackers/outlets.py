@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -37,11 +36,19 @@ def find_trackers(names: Sequence[str]) -> dict[str, type]:
     found = {}
     for name in names:
         found[name], package = BUILT_IN[name] if name in BUILT_IN else (_class_of("trackers", name), "")
-        if package and not getattr(importlib.util.find_spec(package), "origin", None):  # a folder wandb/ is no package
+        if package and not _installed(package):
             raise ValueError(f'trackers has {name}, which is not installed; run pip install "diloco-jax[{name}]"')
         if missing := [method for method in TRACKER_METHODS if not hasattr(found[name], method)]:
             raise ValueError(f"trackers: '{name}' lacks {' and '.join(missing)}; see docs/metrics.md")
     return found
+
+
+def _installed(package: str) -> bool:
+    """Import a package here: in the threads of trackers, two at once, Python 3.11 may fail."""
+    try:
+        return importlib.import_module(package).__file__ is not None  # a folder of that name is no package
+    except ImportError:
+        return False
 
 
 def find_callbacks(names: Sequence[str], methods: Sequence[str] = CALLBACK_METHODS) -> dict[str, type]:
