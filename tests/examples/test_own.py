@@ -20,7 +20,7 @@ from flax import nnx
 from diloco_jax.cli import main as cli
 from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.runtime.records.telemetry import read_metrics
-from diloco_jax.settings.run import EvaluationConfig, OptimizerConfig
+from diloco_jax.settings.run import EvaluationConfig, OptimizerConfig, RunConfig, fingerprint
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data import load_source
 from diloco_jax.training.data_config import DataConfig
@@ -96,7 +96,7 @@ def test_the_page_and_its_examples_train_and_are_trained_again_bit_for_bit(tmp_p
     assert records[-1]["scores"] == scores
     assert json.loads((tmp_path / "run" / "status.json").read_text())["eval_scores"] == scores
     assert f"<dt>guessed</dt><dd>{scores['guessed']:.4g}</dd>" in (tmp_path / "run" / "report.html").read_text()
-    assert diloco("audit", "run")["violations"] == 0
+    assert cli.main(["audit", str(tmp_path / "run")]) == 0
     replayed = diloco("replay", "run")
     assert replayed["identical"] and replayed["sha256"] == replayed["expected_sha256"], replayed
 
@@ -122,6 +122,7 @@ def test_the_page_and_its_examples_train_and_are_trained_again_bit_for_bit(tmp_p
             {"optimizer": {"module": "optax:add_noise", "args": {"eta": 0.1, "gamma": 0.5, "key": 0}}},
             ["typed random key", "jax.random.key_data"],
         ),
+        ({"outer": {"module": "Thing"}}, ["outer.module is 'Thing'; write it as"]),
         ({"outer": {"module": "optax.contrib:reduce_on_plateau"}}, ["outer.module", "'value'", "or outer.args"]),
         ({"outer": {"module": f"{HERE}:gone"}}, ["outer.module", "has no attribute 'gone'"]),
         ({"evaluation": {"module": "builtins:dict"}}, ["makes a dict without __call__(self, model, step)"]),
@@ -145,6 +146,15 @@ def test_the_last_samples_are_held_out_and_a_disk_that_is_away_may_come_back() -
     assert source.held_out[0].tolist() == [810 % 256] * 33 and source.train[809].dtype == np.int32
     with pytest.raises(ConnectionError, match=r"Raising' cannot read sample 0: no route"):
         load_source(replace(config, module=f"{HERE}:Raising", args={"dtype": "remote"}), 32)
+
+
+@pytest.mark.parametrize(
+    ("section", "agreed"), [("data", True), ("optimizer", True), ("outer", False), ("evaluation", False)]
+)
+def test_islands_and_syncer_compare_the_names_that_change_an_island(section: str, agreed: bool) -> None:
+    config = RunConfig(data=DataConfig(module="a:B", vocab_size=256))
+    other = replace(config, **{section: replace(getattr(config, section), module="a:C")})
+    assert (fingerprint(config, "", "") != fingerprint(other, "", "")) == agreed
 
 
 def test_moments_of_an_own_optimizer_lie_like_their_parameters() -> None:
