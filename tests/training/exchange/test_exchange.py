@@ -57,8 +57,18 @@ def load(island: Island, fragment: Fragment, values: dict[str, np.ndarray]) -> N
 
 @pytest.mark.parametrize(
     ("mesh", "format"),
-    [*((mesh, "int4") for mesh in MESHES), *(({"fsdp": 2, "tensor": 2}, f) for f in ("float32", "bfloat16", "int8"))],
-    ids=[*(f"{name}-int4" for name in IDS), "four-float32", "four-bfloat16", "four-int8"],
+    [
+        *((mesh, "int4") for mesh in MESHES),
+        *(({"fsdp": 2, "tensor": 2}, f) for f in ("float32", "bfloat16", "int8")),
+        ({"data": 3}, "int4"),  # three that cannot share the blocks of any tensor equally
+        ({"data": 3}, "bfloat16"),
+    ],
+    ids=[
+        *(f"{name}-int4" for name in IDS),
+        *(f"four-{f}" for f in ("float32", "bfloat16", "int8")),
+        "data3-int4",
+        "data3-bfloat16",
+    ],
 )
 def test_payloads_are_what_the_host_would_encode_with_what_rounding_kept_back(
     make_island: MakeIsland, mesh: dict[str, int], format: Format
