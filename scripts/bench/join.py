@@ -112,9 +112,10 @@ class Loop:
 
         from diloco_jax.training.blueprint import Blueprint
         from diloco_jax.training.data import SampleOrder, load_source
-        from diloco_jax.training.sharding import MeshConfig, put_array
+        from diloco_jax.training.sharding import put_array
 
-        blueprint = Blueprint(config.model, config.optimizer, MeshConfig(), jax.devices(), seed=config.seed)
+        mesh = config.island(overhead.ISLAND).mesh
+        blueprint = Blueprint(config.model, config.optimizer, mesh, jax.devices(), seed=config.seed)
         self._order = SampleOrder(load_source(config.data, config.train.seq_len), config.data.shuffle_seed)
         self._put_batch = blueprint.put_batch
         shape = (arguments.batch_size, arguments.seq_len + 1)

@@ -2,6 +2,7 @@
 
 It runs behind the inner step that is under way and before the next one, which donates the parameters. What goes to host
 memory is the encoded update, for int4 an eighth of the bytes of the parameters; the caller waits for nothing.
+Devices that hold the same encode a share of it each.
 
 Error feedback: what rounding takes from an update, its residual, is added to the next one. A staged copy carries the
 residual that there is once this copy was used; the island takes it over when it adopts the version that the copy went
@@ -213,7 +214,7 @@ class OutgoingProgram:
         sizes: dict[Axes, int] = {}
         for key, share in self._bytes.shares.items():
             axes = self._bytes.windows[key].axes
-            sizes[axes] = sizes.get(axes, 0) + share.size * share.row_units * (codec.BLOCK if self._integer else 1)
+            sizes[axes] = sizes.get(axes, 0) + share.units * (codec.BLOCK if self._integer else 1)
         everywhere = NamedSharding(self._on.mesh, flat_spec(self._on.mesh.axis_names))
         return {axes: floats((size * self._on.mesh.size,), everywhere) for axes, size in sizes.items()}
 

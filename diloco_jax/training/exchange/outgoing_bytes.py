@@ -50,22 +50,30 @@ class _Item(NamedTuple):
         return tuple(index.stop - index.start for index in self.where)
 
 
-class _Share(NamedTuple):
+class Share(NamedTuple):
     """The part of a window that each of the devices that hold it rounds: as many rows each, so the last may overlap.
 
-    Rows are those of the window's grid (`OutgoingBytes`): blocks, where one device holds the whole slice.
+    Attributes:
+      rows: of the window; blocks, where one device holds the whole slice.
+      size: of the share, in rows.
+      row_units: blocks in a row, or elements in formats without blocks.
     """
 
     rows: int
     size: int
-    row_units: int  # blocks in a row, or elements in formats without blocks
+    row_units: int
+
+    @property
+    def units(self) -> int:
+        """Return how many blocks, or elements in formats without blocks, the share has."""
+        return self.size * self.row_units
 
     def cut(self, update: Shaped[Array, "..."], holder: Int32[Array, ""] | int) -> Shaped[Array, "..."]:
         """Return the part of the n-th holder, of the window as an array of units; to be called inside of a program."""
         if self.size == self.rows:
             return update
         first = jnp.minimum(holder * self.size, self.rows - self.size) * self.row_units
-        return jax.lax.dynamic_slice_in_dim(update, first, self.size * self.row_units)
+        return jax.lax.dynamic_slice_in_dim(update, first, self.units)
 
     def place(self, where: Index, take: Index, holder: int) -> tuple[Index, Index] | None:
         """Return what of a window's place in the slice this holder sends, which nobody else does; None if nothing."""
@@ -104,7 +112,7 @@ class OutgoingBytes:
         )
         mesh = windows[0].sharding.mesh
         assert isinstance(mesh, Mesh), "an island has devices"
-        self.shares = {key: self._share(window) for key, window in self.rounded.items()}
+        self.shares = {key: share_of(window, format) for key, window in self.rounded.items()}
         self._items = {
             (stream, number): list(self._items_of(stream, number, device))
             for stream in self.streams
@@ -262,11 +270,6 @@ class OutgoingBytes:
             return ("floats",)
         return ("codes", "scales") if self._integer else ("codes",)
 
-    def _share(self, window: Window) -> _Share:
-        grid = self._grid("scales", window.part.key, window.local_shape)
-        holders = math.prod(n for axis, n in window.sharding.mesh.shape.items() if axis not in window.axes)
-        return _Share(grid[0], math.ceil(grid[0] / holders), math.prod(grid[1:]))
-
     def _grid(self, kind: str, key: str, shape: Shape) -> Shape:
         """Return the shape of what a stream holds of a slice or window of this shape."""
         if key not in self.rounded or not self._integer:
@@ -296,6 +299,13 @@ class OutgoingBytes:
 def flat_spec(axes: Axes) -> PartitionSpec:
     """Return the spec of a flat array with one part for each place along these axes."""
     return PartitionSpec(axes) if axes else PartitionSpec()
+
+
+def share_of(window: Window, format: codec.Format) -> Share:
+    """Return the share of each of the devices that hold the same of a window, if devices round it."""
+    grid = window.block_grid(window.local_shape) if codec.is_integer(format) else window.local_shape or (1,)
+    holders = math.prod(window.sharding.mesh.shape[axis] for axis in holder_axes(window))
+    return Share(grid[0], math.ceil(grid[0] / holders), math.prod(grid[1:]))
 
 
 def holder_axes(window: Window) -> Axes:
