@@ -132,9 +132,9 @@ class Blocks:
         self._adopt(*arguments, **options)
 
     def _measured(self, batch: Any, rate: float, position: int) -> Any:
-        self._began.append(_clocks())
+        self._began.append(clocks())
         if len(self._began) > self._arguments.steps:
-            with_syncer = _medians(self._began)
+            with_syncer = medians(self._began)
             alone = self._alone(rate)
             if self._warm:
                 self._pairs.append((with_syncer, alone))
@@ -144,17 +144,17 @@ class Blocks:
             self._warm = True
             if len(self._pairs) >= self._arguments.pairs:
                 self._stop.set()
-            self._began = [_clocks()]
+            self._began = [clocks()]
         return self._step(batch, rate, position)
 
     def _alone(self, rate: float) -> list[float]:
         order, size = self._order, self._arguments.batch_size
         began = []
         for number in range(self._arguments.steps + 1):
-            began.append(_clocks())
+            began.append(clocks())
             batch = self._island.put_batch(order.batch([(number * size, (number + 1) * size)]))
             self._island.wait(self._step(batch, rate))
-        return _medians(began)
+        return medians(began)
 
     def result(self) -> dict[str, object]:
         """Summarise all pairs."""
@@ -175,11 +175,11 @@ class Blocks:
         }
 
 
-def _clocks() -> tuple[float, float, float]:
+def clocks() -> tuple[float, float, float]:
     return time.perf_counter(), time.process_time(), time.thread_time()
 
 
-def _medians(began: list[tuple[float, float, float]]) -> list[float]:
+def medians(began: list[tuple[float, float, float]]) -> list[float]:
     """Median wall time from step to step, mean processor time of the process, median of the thread."""
     wall, process, thread = ([b[i] - a[i] for a, b in pairwise(began)] for i in range(3))
     return [statistics.median(wall), statistics.mean(process), statistics.mean(thread)]

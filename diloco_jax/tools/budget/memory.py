@@ -14,6 +14,7 @@ from diloco_jax.core.fragments import Fragment, FragmentPlan
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.exchange.outgoing_bytes import share_of
 from diloco_jax.training.exchange.windows import Window, windows_of
 
 PROCESS_BYTES = 1 << 30  # Python, JAX and its compiler
@@ -193,15 +194,15 @@ def _residual_bytes(window: Window, format: Format) -> float:
     """Return the size of what rounding keeps back of a slice, on each chip."""
     if format == "float32" or _on_host(window, format):
         return 0.0
-    elements = window.num_blocks * codec.BLOCK if codec.is_integer(format) else math.prod(window.local_shape)
-    return 4.0 * elements
+    return 4.0 * share_of(window, format).units * (codec.BLOCK if codec.is_integer(format) else 1)
 
 
 def _staged_bytes(window: Window, format: Format, rebase: bool) -> float:
     """Add up what a chip holds of a slice on its way: the payload, the next residual, and for `rebase` the value."""
     elements = math.prod(window.local_shape)
-    if codec.is_integer(format) and not _on_host(window, format):
-        sent = window.num_blocks * (4.0 + codec.block_bytes(format))
+    if format == "float32" or _on_host(window, format):
+        sent = 4.0 * elements
     else:
-        sent = elements * (2.0 if format == "bfloat16" else 4.0)
+        unit_bytes = 4.0 + codec.block_bytes(format) if codec.is_integer(format) else codec.element_bytes(format)
+        sent = share_of(window, format).units * unit_bytes
     return sent + _residual_bytes(window, format) + (4.0 * elements if rebase else 0.0)

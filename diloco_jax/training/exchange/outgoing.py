@@ -2,6 +2,7 @@
 
 It runs behind the inner step that is under way and before the next one, which donates the parameters. What goes to host
 memory is the encoded update, for int4 an eighth of the bytes of the parameters; the caller waits for nothing.
+Devices that hold the same encode a share of it each.
 
 Error feedback: what rounding takes from an update, its residual, is added to the next one. A staged copy carries the
 residual that there is once this copy was used; the island takes it over when it adopts the version that the copy went
@@ -24,7 +25,14 @@ from jaxtyping import Array, Float32, Shaped
 from diloco_jax.core import codec
 from diloco_jax.core.codec import Bytes
 from diloco_jax.core.parts import Buffer
-from diloco_jax.training.exchange.outgoing_bytes import Copies, HostArrays, OutgoingBytes, Stream, flat_spec
+from diloco_jax.training.exchange.outgoing_bytes import (
+    Copies,
+    HostArrays,
+    OutgoingBytes,
+    Stream,
+    flat_spec,
+    holder_axes,
+)
 from diloco_jax.training.exchange.windows import Axes, FragmentWindows, floats
 from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.sharding import put_array
@@ -37,7 +45,7 @@ class Residual(NamedTuple):
     """The sum of what rounding has kept back of a fragment's updates so far.
 
     Attributes:
-      on_devices: flat, the windows one after the other, for all tensors that are shared out over the same mesh axes.
+      on_devices: flat, what each device rounds one after the other, for all tensors shared out over the same mesh axes.
       on_host: of tensors that the host encodes, by key.
     """
 
@@ -186,8 +194,11 @@ class OutgoingProgram:
         on = self._on
         inputs: tuple[Any, ...] = (on.tensors, on.anchors, self._residuals(), on.starts_described)
         outputs = _Outputs(
-            {stream: flat_spec(stream[1]) for stream in self._bytes.streams},
-            {axes: flat_spec(axes) for axes in self._residuals()},
+            {
+                stream: flat_spec(stream[1] if stream[0] == "floats" else on.mesh.axis_names)
+                for stream in self._bytes.streams
+            },
+            {axes: flat_spec(on.mesh.axis_names) for axes in self._residuals()},
             [window.spec for window in on.windows] if self._keep_local else [],
         )
         program = jax.shard_map(
@@ -201,13 +212,11 @@ class OutgoingProgram:
 
     def _residuals(self) -> dict[Axes, jax.ShapeDtypeStruct]:
         sizes: dict[Axes, int] = {}
-        for window in self._bytes.rounded.values():
-            size = window.num_blocks * codec.BLOCK if self._integer else math.prod(window.local_shape)
-            sizes[window.axes] = sizes.get(window.axes, 0) + size
-        return {
-            axes: floats((size * len(self._bytes.devices[axes]),), NamedSharding(self._on.mesh, flat_spec(axes)))
-            for axes, size in sizes.items()
-        }
+        for key, share in self._bytes.shares.items():
+            axes = self._bytes.windows[key].axes
+            sizes[axes] = sizes.get(axes, 0) + share.units * (codec.BLOCK if self._integer else 1)
+        everywhere = NamedSharding(self._on.mesh, flat_spec(self._on.mesh.axis_names))
+        return {axes: floats((size * self._on.mesh.size,), everywhere) for axes, size in sizes.items()}
 
     def _on_each_device(
         self, tensors: DeviceArrays, anchors: DeviceArrays, residuals: Mapping[Axes, Array], starts: Array
@@ -224,18 +233,22 @@ class OutgoingProgram:
                 kept.append(jnp.copy(local))
             # Against what these parameters held of the anchor: else rounding it would look like an update.
             update = (as_held(window.of_value(anchor, start), cut.dtype) - local).reshape(-1)
-            if self._integer and key in self._bytes.rounded:
-                update = codec.to_blocks(jnp, update).reshape(-1)
-            (rounded if key in self._bytes.rounded else plain).setdefault(window.axes, []).append(update)
+            if (share := self._bytes.shares.get(key)) is None:
+                plain.setdefault(window.axes, []).append(update)
+                continue
+            units = codec.to_blocks(jnp, update) if self._integer else update
+            holders = holder_axes(window)
+            part = share.cut(units, jax.lax.axis_index(holders) if holders else 0)
+            rounded.setdefault(window.axes, []).append(part)
         streams: dict[Stream, Array] = {}
         after = {}
         for axes, parts in rounded.items():  # all tensors together: fewer and larger loops, less to compile
-            update = jnp.concatenate(parts) + residuals[axes]
+            update = _joined(parts) + residuals[axes]
             streams["codes", axes], scales, after[axes] = _round(update, self._format)
             if scales is not None:
-                plain.setdefault(axes, []).insert(0, scales)
+                streams["scales", axes] = scales
         for axes, parts in plain.items():
-            streams["floats", axes] = jnp.concatenate(parts)
+            streams["floats", axes] = _joined(parts)
         return _Outputs(streams, after, kept)
 
 
@@ -245,6 +258,13 @@ def as_held(value: Float32[Array, "..."], dtype: jnp.dtype) -> Float32[Array, ".
         return value
     # Without a barrier XLA may drop a cast and its way back. Its other means, `reduce_precision`, loses subnormals.
     return jax.lax.optimization_barrier(value.astype(dtype)).astype(jnp.float32)
+
+
+def _joined(parts: Sequence[Float32[Array, "..."]]) -> Float32[Array, "n"]:
+    """Return arrays one after the other, flat."""
+    # As rows: flat, a loop over everything would mask out what is of another array, which takes CPUs ten times as long.
+    width = math.gcd(*(part.size for part in parts))
+    return jnp.concatenate([part.reshape(-1, width) for part in parts]).reshape(-1)
 
 
 def _round(update: Float32[Array, "n"], format: codec.Format) -> tuple[Array, Array | None, Float32[Array, "n"]]:

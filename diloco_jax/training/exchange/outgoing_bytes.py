@@ -13,9 +13,10 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float32, Shaped
+from jaxtyping import Array, Float32, Int32, Shaped
 
 from diloco_jax.core import codec
 from diloco_jax.core.codec import Bytes
@@ -23,8 +24,8 @@ from diloco_jax.core.parts import Buffer, Runs, concat, pack_part, runs_of_box
 from diloco_jax.training.exchange.windows import Axes, Index, Shape, Window
 
 HostArrays = Mapping[str, Shaped[np.ndarray, "..."]]
-Kind = Literal["codes", "floats"]
-Stream = tuple[Kind, Axes]  # what travels in one array: its kind, and over what it is shared out
+Kind = Literal["codes", "scales", "floats"]
+Stream = tuple[Kind, Axes]  # what travels in one array: its kind, and over what its tensors are shared out
 Copies = Sequence[tuple[Stream, int, Array]]  # stream, position in the mesh of the device that sent it, flat array
 LEADER = 0  # the process that encodes what the devices cannot
 
@@ -49,6 +50,40 @@ class _Item(NamedTuple):
         return tuple(index.stop - index.start for index in self.where)
 
 
+class Share(NamedTuple):
+    """The part of a window that each of the devices that hold it rounds: as many rows each, so the last may overlap.
+
+    Attributes:
+      rows: of the window; blocks, where one device holds the whole slice.
+      size: of the share, in rows.
+      row_units: blocks in a row, or elements in formats without blocks.
+    """
+
+    rows: int
+    size: int
+    row_units: int
+
+    @property
+    def units(self) -> int:
+        """Return how many blocks, or elements in formats without blocks, the share has."""
+        return self.size * self.row_units
+
+    def cut(self, update: Shaped[Array, "..."], holder: Int32[Array, ""] | int) -> Shaped[Array, "..."]:
+        """Return the part of the n-th holder, of the window as an array of units; to be called inside of a program."""
+        if self.size == self.rows:
+            return update
+        first = jnp.minimum(holder * self.size, self.rows - self.size) * self.row_units
+        return jax.lax.dynamic_slice_in_dim(update, first, self.units)
+
+    def place(self, where: Index, take: Index, holder: int) -> tuple[Index, Index] | None:
+        """Return what of a window's place in the slice this holder sends, which nobody else does; None if nothing."""
+        low, high = max(take[0].start, holder * self.size), min(take[0].stop, (holder + 1) * self.size)
+        if low >= high:
+            return None
+        moved, first = where[0].start - take[0].start, min(holder * self.size, self.rows - self.size)
+        return (slice(low + moved, high + moved), *where[1:]), (slice(low - first, high - first), *take[1:])
+
+
 class OutgoingBytes:
     """The contents of one fragment's streams, and the way from them to a payload.
 
@@ -56,8 +91,8 @@ class OutgoingBytes:
       windows: of its slices, by key.
       on_host: keys of the tensors that the host encodes.
       rounded: windows of those that the devices round, by key.
+      shares: of these windows, by key: devices that hold the same share the rounding.
       streams: what the devices send.
-      devices: for each set of axes, (position in the mesh, device) that sends each part of what these share out.
       local: (stream, position in the mesh, position among this process's devices) of what this process gets.
       in_parts: whether other processes have devices of the mesh too.
 
@@ -77,11 +112,11 @@ class OutgoingBytes:
         )
         mesh = windows[0].sharding.mesh
         assert isinstance(mesh, Mesh), "an island has devices"
-        self.devices = {window.axes: _senders(mesh, window.axes) for window in windows}
+        self.shares = {key: share_of(window, format) for key, window in self.rounded.items()}
         self._items = {
-            (stream, number): list(self._items_of(stream, device))
+            (stream, number): list(self._items_of(stream, number, device))
             for stream in self.streams
-            for number, device in self.devices[stream[1]]
+            for number, device in (_senders(mesh, stream[1]) if stream[0] == "floats" else enumerate(mesh.devices.flat))
         }
         self._process = jax.process_index()
         self._process_of = [device.process_index for device in mesh.devices.flat]
@@ -109,7 +144,7 @@ class OutgoingBytes:
             np.ndarray(grid, piece.dtype, payload, offsets[kind, item.key])[item.where] = piece
         encoded, after = self._encoded(copies, before, {})
         for key, data in encoded.items():
-            start = offsets["floats", key]  # the scales, then the codes
+            start = offsets["scales", key]  # the codes follow
             payload[start : start + len(data)] = data
         return bytes(payload), after
 
@@ -141,7 +176,7 @@ class OutgoingBytes:
             for item in self._items[stream, number]:
                 if item.key not in self.on_host:
                     piece = item.piece(flat)
-                    if stream[0] == "floats" and self._integer:
+                    if stream[0] == "scales":
                         self._check(item.key, piece)
                     yield stream[0], item, piece
 
@@ -194,7 +229,7 @@ class OutgoingBytes:
         runs = []
         for stream, number, _ in self.local:
             kind = stream[0]
-            item_bytes = 4 if kind == "floats" else 1 if self._integer else codec.element_bytes(self._format)
+            item_bytes = 4 if kind != "codes" else 1 if self._integer else codec.element_bytes(self._format)
             for item in self._items[stream, number]:
                 if item.key in self.on_host:
                     continue
@@ -204,17 +239,18 @@ class OutgoingBytes:
         if self._process == LEADER:
             for key in (key for key in self.windows if key in self.on_host):
                 size = codec.encoded_size([self.windows[key].shape], self._format)
-                runs.append(runs_of_box(offsets["floats", key], (size,), (slice(0, size),), 1))
+                runs.append(runs_of_box(offsets["scales", key], (size,), (slice(0, size),), 1))
         return concat(*runs)
 
     def _offsets(self) -> dict[tuple[Kind, str], int]:
-        """Return where the floats and the codes of each tensor begin in the payload, as `codec.pack` joins them."""
+        """Return where what a stream holds of each tensor begins in the payload, as `codec.pack` joins them."""
         offsets: dict[tuple[Kind, str], int] = {}
         start = 0
         for key in sorted(self.windows):
             shape = self.windows[key].shape
             scales = 4 * math.ceil(math.prod(shape) / codec.BLOCK) if self._integer else 0
-            offsets["floats", key], offsets["codes", key] = start, start + scales
+            offsets["floats", key] = offsets["scales", key] = start
+            offsets["codes", key] = start + scales
             start += codec.encoded_size([shape], self._format)
         return offsets
 
@@ -229,29 +265,31 @@ class OutgoingBytes:
         ]
 
     def _kinds(self, key: str) -> tuple[Kind, ...]:
-        """Return a tensor's streams: integer formats have codes, scales go with floats; the host encodes floats."""
+        """Return a tensor's streams: integer formats have codes and scales; the host encodes floats."""
         if key not in self.rounded:
             return ("floats",)
-        return ("codes", "floats") if self._integer else ("codes",)
+        return ("codes", "scales") if self._integer else ("codes",)
 
     def _grid(self, kind: str, key: str, shape: Shape) -> Shape:
         """Return the shape of what a stream holds of a slice or window of this shape."""
         if key not in self.rounded or not self._integer:
-            return shape
+            return shape or (1,)
         grid = self.windows[key].block_grid(shape)
         return (*grid, codec.block_bytes(self._format)) if kind == "codes" else grid
 
-    def _items_of(self, stream: Stream, device: jax.Device) -> Iterator[_Item]:
+    def _items_of(self, stream: Stream, number: int, device: jax.Device) -> Iterator[_Item]:
         kind, axes = stream
         start = 0
-        # As the program joins them: the scales of what it rounded come first, then what it did not round.
-        for key, window in sorted(self.windows.items(), key=lambda item: item[0] not in self.rounded):
+        for key, window in self.windows.items():
             if window.axes != axes or kind not in self._kinds(key):
                 continue
             grid = self._grid(kind, key, window.local_shape)
-            stop = start + math.prod(grid)
             shard = window.sharding.devices_indices_map(window.tensor)[device]
             place = window.place(shard, blocks=key in self.rounded and self._integer)
+            if (share := self.shares.get(key)) is not None:
+                grid = (share.size, *grid[1:])
+                place = place and share.place(*place, _holder(window, number))
+            stop = start + math.prod(grid)
             if place is not None:
                 where, take = place
                 yield _Item(key, start, stop, grid, take, where)
@@ -261,6 +299,26 @@ class OutgoingBytes:
 def flat_spec(axes: Axes) -> PartitionSpec:
     """Return the spec of a flat array with one part for each place along these axes."""
     return PartitionSpec(axes) if axes else PartitionSpec()
+
+
+def share_of(window: Window, format: codec.Format) -> Share:
+    """Return the share of each of the devices that hold the same of a window, if devices round it."""
+    grid = window.block_grid(window.local_shape) if codec.is_integer(format) else window.local_shape or (1,)
+    holders = math.prod(window.sharding.mesh.shape[axis] for axis in holder_axes(window))
+    return Share(grid[0], math.ceil(grid[0] / holders), math.prod(grid[1:]))
+
+
+def holder_axes(window: Window) -> Axes:
+    """Return the mesh axes along which devices hold the same of a window, in the order of the mesh."""
+    return tuple(axis for axis in window.sharding.mesh.axis_names if axis not in window.axes)
+
+
+def _holder(window: Window, number: int) -> int:
+    """Return which of the devices that hold the same as the mesh's n-th it is, counted along `holder_axes`."""
+    shape = window.sharding.mesh.shape
+    at = dict(zip(shape, np.unravel_index(number, tuple(shape.values())), strict=True))
+    axes = holder_axes(window)
+    return int(np.ravel_multi_index([at[axis] for axis in axes], [shape[axis] for axis in axes])) if axes else 0
 
 
 def _senders(mesh: Mesh, axes: Axes) -> list[tuple[int, jax.Device]]:

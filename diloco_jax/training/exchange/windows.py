@@ -178,14 +178,15 @@ class Window:
             first = low + max(0, min(self.part.start - low, high - low - self.local_shape[dim]))
             take[dim] = slice(start - first, stop - first)
         if not blocks:
-            return tuple(where), tuple(take)
+            whole = (slice(0, 1),)  # a tensor without axes
+            return tuple(where) or whole, tuple(take) or whole
         return self._in_blocks(where), self._in_blocks(take)
 
     def _in_blocks(self, index: list[slice]) -> Index:
         dim = self.block_dim
         assert dim is not None, "shards cut blocks"
         if dim < 0:
-            return (slice(None),)
+            return (slice(0, self.num_blocks),)
         unit = math.prod(self.shape[dim + 1 :])
         scaled = slice(index[dim].start * unit // BLOCK, index[dim].stop * unit // BLOCK)
         return (*index[:dim], scaled)

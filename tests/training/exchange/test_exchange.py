@@ -57,8 +57,18 @@ def load(island: Island, fragment: Fragment, values: dict[str, np.ndarray]) -> N
 
 @pytest.mark.parametrize(
     ("mesh", "format"),
-    [*((mesh, "int4") for mesh in MESHES), *(({"fsdp": 2, "tensor": 2}, f) for f in ("float32", "bfloat16", "int8"))],
-    ids=[*(f"{name}-int4" for name in IDS), "four-float32", "four-bfloat16", "four-int8"],
+    [
+        *((mesh, "int4") for mesh in MESHES),
+        *(({"fsdp": 2, "tensor": 2}, f) for f in ("float32", "bfloat16", "int8")),
+        ({"data": 3}, "int4"),  # three that cannot share the blocks of any tensor equally
+        ({"data": 3}, "bfloat16"),
+    ],
+    ids=[
+        *(f"{name}-int4" for name in IDS),
+        *(f"four-{f}" for f in ("float32", "bfloat16", "int8")),
+        "data3-int4",
+        "data3-bfloat16",
+    ],
 )
 def test_payloads_are_what_the_host_would_encode_with_what_rounding_kept_back(
     make_island: MakeIsland, mesh: dict[str, int], format: Format
@@ -152,7 +162,9 @@ def test_little_goes_to_the_host_and_each_part_once(make_island: MakeIsland) -> 
         cut = [w for w in windows if w.block_dim is None]
         whole_blocks = [w.shape for w in windows if w.block_dim is not None]
         sent = sum(copy.nbytes for _, _, copy in staged._copies)
-        assert sent == codec.encoded_size(whole_blocks, "int4") + 4 * sum(np.prod(w.shape) for w in cut)
+        expected = codec.encoded_size(whole_blocks, "int4") + 4 * sum(np.prod(w.shape) for w in cut)
+        block = codec.encoded_size([(1,)], "int4")  # of these a device may send one that another has sent, per tensor
+        assert expected <= sent <= expected + block * len(windows) * island.mesh.size
         assert not cut or max(island.mesh.shape["fsdp"], island.mesh.shape["tensor"]) > 1
 
 
