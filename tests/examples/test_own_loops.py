@@ -60,11 +60,12 @@ def syncer(folder: Path, config: dict[str, Any]) -> Iterator[str]:
         process.communicate()
 
 
-def island(folder: Path, address: str, name: str, words: list[str]) -> subprocess.Popen[str]:
-    """A loop of one's own that joins."""
+def island(folder: Path, address: str, name: str, words: list[str]) -> subprocess.Popen[bytes]:
+    """A loop of one's own that joins; what it says goes to a file."""
     own = {"DILOCO_RUN_DIR": str(folder / "run"), "DILOCO_SYNCER": address, "DILOCO_ISLAND": name}
-    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": folder}
-    return subprocess.Popen([sys.executable, *words], env=environment() | {"KERAS_BACKEND": "jax"} | own, **options)
+    with (folder / f"{name}.log").open("wb") as log:
+        everything = environment() | {"KERAS_BACKEND": "jax"} | own
+        return subprocess.Popen([sys.executable, *words], env=everything, stdout=log, stderr=log, cwd=folder)
 
 
 def losses(run_dir: Path, name: str) -> list[float]:
@@ -79,12 +80,13 @@ def play(folder: Path, config: dict[str, Any], words: list[str]) -> dict[str, An
     with syncer(folder, config) as address:
         processes = [island(folder, address, name, words) for name in names]
         try:
-            for process in processes:
-                output, _ = process.communicate(timeout=PATIENCE_S)
-                assert process.returncode == 0, output
+            ended = lambda: [process.poll() for process in processes]  # noqa: E731
+            wait_for(lambda: any(ended()) or None not in ended(), "the end of all loops", PATIENCE_S)
+            assert not any(ended()), [(folder / f"{name}.log").read_text()[-4000:] for name in names]
         finally:
             for process in processes:
                 process.kill()
+                process.wait()
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert summary["complete"] and not summary["unmerged_fragments"], summary
     for name in names:
