@@ -1,4 +1,4 @@
-"""The model of docs/examples/optax_loop.py as a module for the built-in learner: the same names, values and mathematics."""
+"""The model of docs/examples/optax_loop.py as a module for the built-in learner: same names, values and mathematics."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""The loops of docs/examples run as islands of real runs, in which a syncer without a model takes theirs; losses fall."""
+"""The loops of docs/examples as islands of real runs, in which a syncer without a model takes theirs; losses fall."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
