@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -92,6 +93,14 @@ def play(folder: Path, config: dict[str, Any], words: list[str]) -> dict[str, An
         found = losses(folder / "run", name)
         assert found[-1] < 0.8 * found[0], f"{name}: the loss went from {found[0]:.2f} to {found[-1]:.2f}"
     return summary
+
+
+def test_the_readme_counts_the_lines_that_make_an_island() -> None:
+    table = re.findall(r"^\| \[(\w+)\.(?:py|diff)\].* (\d+) \|$", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    counted = {example: (EXAMPLES / f"{example}.py").read_text().count("  # island\n") for example in LOOPS}
+    counted["levanter"] = len(re.findall(r"^\+(?!\+\+)", (EXAMPLES / "levanter.diff").read_text(), re.MULTILINE))
+    assert {example: int(lines) for example, lines in table} == counted
+    assert counted["levanter"] <= 20
 
 
 @pytest.mark.parametrize("example", LOOPS)
