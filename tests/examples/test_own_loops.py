@@ -74,14 +74,14 @@ def losses(run_dir: Path, name: str) -> list[float]:
     return [row["loss"] for row in rows if row["kind"] == "step" and row["learner"] == name]
 
 
-def play(folder: Path, config: dict[str, Any], words: list[str]) -> dict[str, Any]:
+def play(folder: Path, config: dict[str, Any], words: list[str], patience_s: float = PATIENCE_S) -> dict[str, Any]:
     """A whole run of islands that all run the same program; its summary."""
     names = [f"island-{number}" for number in range(config["islands"]["count"])]
     with syncer(folder, config) as address:
         processes = [island(folder, address, name, words) for name in names]
         try:
             ended = lambda: [process.poll() for process in processes]  # noqa: E731
-            wait_for(lambda: any(ended()) or None not in ended(), "the end of all loops", PATIENCE_S)
+            wait_for(lambda: any(ended()) or None not in ended(), "the end of all loops", patience_s)
             assert not any(ended()), [(folder / f"{name}.log").read_text()[-4000:] for name in names]
         finally:
             for process in processes:
