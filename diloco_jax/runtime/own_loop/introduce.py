@@ -46,7 +46,10 @@ def introduce(
     if _any_host(not described.layout):
         whole = _whole(params)
         if jax.process_index() == 0 and not described.layout:
-            reason = offer_model(transport, learner_id, ours, list(_bytes(whole)))
+            try:
+                reason = offer_model(transport, learner_id, ours, list(_bytes(whole)))
+            except TransportError as error:  # another island was faster, and the syncer has gone on to its run
+                reason = str(error)
             described = _await_model(transport, learner_id, reason)
         else:
             described = _await_model(transport, learner_id, "")
@@ -64,7 +67,10 @@ def _await_model(transport: TransportConfig, learner_id: str, reason: str) -> De
     """
     ends_s = time.monotonic() + transport.connect_timeout_s
     while True:
-        described = ask_description(transport, learner_id)
+        try:
+            described = ask_description(transport, learner_id)
+        except TransportError as error:  # between the syncer's two listeners
+            described, reason = Description("", ""), reason or str(error)
         if described.layout:
             return described
         if time.monotonic() > ends_s:

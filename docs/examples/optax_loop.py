@@ -1,0 +1,95 @@
+"""Plain JAX and optax, parameters in a dict of arrays: a loop of one's own that is an island of a run.
+
+    python docs/examples/optax_loop.py --syncer 127.0.0.1:50051 --name a
+
+Lines that end with `# island` make it one; the loop is the same without them. The model predicts bytes of the source of
+Python's standard library, read as the built-in learner reads it, so that both can be compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro  # island
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import diloco_jax  # island
+from diloco_jax.training.data import DataConfig, SampleOrder, load_source
+
+BATCH, LENGTH, CONTEXT, WIDTH, HIDDEN = 16, 64, 8, 32, 128
+PEAK, WARMUP = 1e-2, 10  # learning rate; steps of the whole run
+Params = dict[str, Any]
+
+
+def initial(key: jax.Array) -> Params:
+    """Draw the parameters, 74,112 of them."""
+    normal, (first, second, third) = jax.random.normal, jax.random.split(key, 3)
+    return {
+        "embed": normal(first, (256, WIDTH)),
+        "hidden": {"kernel": normal(second, (CONTEXT * WIDTH, HIDDEN)) / 16, "bias": jnp.zeros(HIDDEN)},
+        "out": {"kernel": normal(third, (HIDDEN, 256)) / 11, "bias": jnp.zeros(256)},
+    }
+
+
+def loss_of(params: Params, tokens: jax.Array) -> jax.Array:
+    """Return the mean loss in nats of every byte but the first, each from up to `CONTEXT` bytes before it."""
+    x = params["embed"][tokens[:, :-1]]
+    x = jnp.concatenate([jnp.pad(x, ((0, 0), (k, 0), (0, 0)))[:, : x.shape[1]] for k in range(CONTEXT)], axis=-1)
+    x = jax.nn.gelu(x @ params["hidden"]["kernel"] + params["hidden"]["bias"])
+    logits = x @ params["out"]["kernel"] + params["out"]["bias"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+DECAYED = {"embed": False, "hidden": {"kernel": True, "bias": False}, "out": {"kernel": True, "bias": False}}
+# For the rate 1, by which the step multiplies: the schedule is the run's, which goes on while an island is away.
+OPTIMIZER = optax.chain(
+    optax.clip_by_global_norm(1.0), optax.adamw(1.0, b1=0.9, b2=0.95, weight_decay=0.1, mask=DECAYED)
+)
+
+# Data parallel over the devices of this process: each holds all parameters and has a share of every batch.
+MESH = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+WHOLE, SPLIT = NamedSharding(MESH, PartitionSpec()), NamedSharding(MESH, PartitionSpec("data"))
+
+
+@partial(jax.jit, donate_argnums=(0, 1), out_shardings=WHOLE)
+def train_step(params: Params, opt_state: Any, tokens: jax.Array, rate: np.float32) -> tuple[Params, Any, Any]:
+    """Make one step, in place."""
+    loss, gradient = jax.value_and_grad(loss_of)(params, tokens)
+    gradient = jax.lax.with_sharding_constraint(gradient, WHOLE)
+    updates, opt_state = OPTIMIZER.update(gradient, opt_state, params)
+    params = jax.tree.map(lambda p, u: p + rate * u, params, updates)
+    return params, opt_state, {"loss": loss, "grad_norm": optax.tree.norm(gradient)}
+
+
+def rate_of(step: int) -> np.float32:
+    """Return the learning rate of a step of the run."""
+    return np.float32(PEAK * (step + 1) / WARMUP if step < WARMUP else PEAK)
+
+
+def train(syncer: str | None = None, name: str | None = None) -> None:  # island
+    """Train until the run is over.
+
+    Args:
+      syncer: its address; from DILOCO_SYNCER if not given.
+      name: of this island; from DILOCO_ISLAND if not given.
+    """
+    params = jax.jit(initial, out_shardings=WHOLE)(jax.random.key(0))
+    opt_state = jax.jit(OPTIMIZER.init, out_shardings=WHOLE)(params)
+    order = SampleOrder(load_source(DataConfig(), LENGTH), seed=0)
+    sizes = {"samples_per_step": BATCH, "tokens_per_step": BATCH * LENGTH}  # island
+    with diloco_jax.join(syncer, name=name, params=params, opt_state=opt_state, **sizes) as island:  # island
+        params, opt_state = island.state().values()  # island
+        while island.training:  # island
+            positions = island.next_samples()  # island
+            tokens = jax.device_put(order.batch([(p, p + 1) for p in positions.tolist()]), SPLIT)
+            params, opt_state, metrics = train_step(params, opt_state, tokens, rate_of(island.global_step))
+            params = island.after_step(params, metrics, opt_state=opt_state)  # island
+
+
+if __name__ == "__main__":
+    tyro.cli(train)  # island

@@ -1,0 +1,138 @@
+"""The loops of docs/examples as islands of real runs, in which a syncer without a model takes theirs; losses fall."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from diloco_jax.runtime.records.checkpoint import latest, load_parameters
+from tests.runtime.helpers import ROOT, environment, start, wait_for
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
+
+EXAMPLES = ROOT / "docs" / "examples"
+PATIENCE_S = 200.0
+OWN: dict[str, Any] = {
+    "name": "own",
+    "islands": {"count": 1, "devices": 1},
+    "train": {"steps": 24},
+    "model": {"module": "own"},
+    "protocol": {"sync_every": 6, "num_fragments": 6},
+    "tensorboard": False,
+}
+# example -> what it needs, the islands that run it, the parameters that travel
+LOOPS = {
+    "optax_loop": ("optax", 1, 74_112),
+    "nnx_loop": ("flax", 1, 74_112),
+    "linen_loop": ("flax", 2, 74_112),
+    "equinox_loop": ("equinox", 1, 74_112),
+    "haiku_loop": ("haiku", 1, 74_112),
+    "lora_loop": ("flax", 1, 6_144),
+    "keras_fit": ("keras", 1, 74_112),
+}
+
+
+@contextlib.contextmanager
+def syncer(folder: Path, config: dict[str, Any]) -> Iterator[str]:
+    """A syncer, and its address; at the end it has made all global steps."""
+    path, run_dir = folder / "config.yaml", folder / "run"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    process = start("syncer", path, "--run-dir", run_dir)
+    try:
+        address = run_dir / "syncer.address"
+        wait_for(lambda: address.exists() and address.read_text(), "an address", PATIENCE_S)
+        yield address.read_text()
+        output, _ = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, output
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def island(folder: Path, address: str, name: str, words: list[str]) -> subprocess.Popen[bytes]:
+    """A loop of one's own that joins; what it says goes to a file."""
+    own = {"DILOCO_RUN_DIR": str(folder / "run"), "DILOCO_SYNCER": address, "DILOCO_ISLAND": name}
+    with (folder / f"{name}.log").open("wb") as log:
+        everything = environment() | {"KERAS_BACKEND": "jax"} | own
+        return subprocess.Popen([sys.executable, *words], env=everything, stdout=log, stderr=log, cwd=folder)
+
+
+def losses(run_dir: Path, name: str) -> list[float]:
+    """What an island reported, step by step."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if row["kind"] == "step" and row["learner"] == name]
+
+
+def play(folder: Path, config: dict[str, Any], words: list[str], patience_s: float = PATIENCE_S) -> dict[str, Any]:
+    """A whole run of islands that all run the same program; its summary."""
+    names = [f"island-{number}" for number in range(config["islands"]["count"])]
+    with syncer(folder, config) as address:
+        processes = [island(folder, address, name, words) for name in names]
+        try:
+            ended = lambda: [process.poll() for process in processes]  # noqa: E731
+            wait_for(lambda: any(ended()) or None not in ended(), "the end of all loops", patience_s)
+            assert not any(ended()), [(folder / f"{name}.log").read_text()[-4000:] for name in names]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["complete"] and not summary["unmerged_fragments"], summary
+    for name in names:
+        found = losses(folder / "run", name)
+        assert found[-1] < 0.8 * found[0], f"{name}: the loss went from {found[0]:.2f} to {found[-1]:.2f}"
+    return summary
+
+
+def test_the_readme_counts_the_lines_that_make_an_island() -> None:
+    table = re.findall(r"^\| \[(\w+)\.(?:py|diff)\].* (\d+) \|$", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    counted = {example: (EXAMPLES / f"{example}.py").read_text().count("  # island\n") for example in LOOPS}
+    counted["levanter"] = len(re.findall(r"^\+(?!\+\+)", (EXAMPLES / "levanter.diff").read_text(), re.MULTILINE))
+    assert {example: int(lines) for example, lines in table} == counted
+    assert counted["levanter"] <= 20
+
+
+@pytest.mark.parametrize("example", LOOPS)
+def test_an_example_is_an_island(example: str, tmp_path: Path) -> None:
+    library, count, parameters = LOOPS[example]
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed; the extra 'examples' has it")
+    alike = {"islands": {"count": count, "devices": 1}, "protocol": OWN["protocol"] | {"quorum": count}}
+    summary = play(tmp_path, OWN | alike, [str(EXAMPLES / f"{example}.py")])
+    assert summary["num_parameters"] == parameters
+    assert summary["contributors_per_round"] == count
+
+
+def test_optax_and_the_built_in_learner_agree_bit_for_bit(tmp_path: Path) -> None:
+    alike = {
+        "train": {"steps": 200, "batch_size": 16, "seq_len": 64, "eval_every": 0, "final_eval_batches": 1},
+        "optimizer": {"schedule": "constant", "warmup_steps": 10, "learning_rate": 0.01},
+        "protocol": OWN["protocol"] | {"overlap_steps": 0},
+    }
+    found = []
+    for module in ("own", "tests.examples.bytes_model:Bytes"):
+        folder = tmp_path / module.split(":")[0]
+        folder.mkdir()
+        config = OWN | alike | {"model": {"module": module}}
+        own = [str(EXAMPLES / "optax_loop.py")]
+        built_in = ["-m", "diloco_jax", "learner", str(folder / "config.yaml"), "--island", "island-0"]
+        play(folder, config, own if module == "own" else [*built_in, "--run-dir", str(folder / "run")])
+        newest = latest(folder / "run" / "checkpoints")
+        assert newest is not None and newest.name == "step_00000200"
+        found.append((load_parameters(newest)[0], losses(folder / "run", "island-0")))
+    (own_values, own_losses), (values, built_in_losses) = found
+    assert own_losses[:200] == built_in_losses[:200]
+    assert own_values.keys() == values.keys()
+    for path, value in values.items():
+        np.testing.assert_array_equal(own_values[path].view(np.uint32), value.view(np.uint32), err_msg=path)

@@ -1,0 +1,43 @@
+"""The moments at which the syncer exchanges the listener that waits for a model for that of the run."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+
+from diloco_jax.core.kinds import kind_of
+from diloco_jax.runtime.model.offered import layout_of
+from diloco_jax.runtime.own_loop import introduce as subject
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.text import dump
+from diloco_jax.transport.greeting import Description
+from diloco_jax.transport.link import TransportConfig, TransportError
+
+KINDS = {"w": kind_of((3,))}
+GONE = TransportError("the syncer did not answer but with UNIMPLEMENTED")
+
+
+def test_a_loop_whose_model_comes_too_late_takes_that_of_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    none, model = Description(dump(RunConfig()), ""), Description(dump(RunConfig()), layout_of({"w": (3,)}, KINDS))
+    answers = iter([none, GONE, none, model])
+
+    def ask(*_: object) -> Description:
+        answer = next(answers)
+        if isinstance(answer, TransportError):
+            raise answer
+        return answer
+
+    def offer(*_: object) -> str:
+        raise GONE
+
+    monkeypatch.setattr(subject, "ask_description", ask)
+    monkeypatch.setattr(subject, "offer_model", offer)
+    monkeypatch.setattr(subject, "POLL_S", 0.0)
+    transport = TransportConfig(address="127.0.0.1:1")
+    assert subject.introduce(transport, "b", {"w": jnp.ones(3)}, KINDS).transport.address == "127.0.0.1:1"
+
+    answers = iter([none, *[GONE] * 3])
+    with pytest.raises(TransportError, match=r"no model yet: .*UNIMPLEMENTED"):
+        subject.introduce(
+            TransportConfig(address="127.0.0.1:1", connect_timeout_s=1e-9), "b", {"w": jnp.ones(3)}, KINDS
+        )
