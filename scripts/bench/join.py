@@ -55,7 +55,7 @@ def main() -> None:
             f"{result['devices']} devices: step time with join x {result['value']:.3f} of "
             f"{1000 * result['step_s']:.1f} ms ({result['low']:.3f} to {result['high']:.3f}, {result['runs']} pairs; "
             f"{result['adopted_per_step']:.2f} fragments adopted per step); the process's processor time x "
-            f"{result['cpu_value']:.3f}; the loop's thread {100 * result['thread_value']:.2f}% of a step more\n"
+            f"{result['cpu_value']:.3f} ({result['cpu_low']:.3f} to {result['cpu_high']:.3f}); the loop's thread {100 * result['thread_value']:.2f}% of a step more\n"
         )
 
 
@@ -147,7 +147,7 @@ class Loop:
             for _ in range(self._arguments.pairs):
                 pairs.append((self._block(island), self._block(None)))
             rounds = island.global_step - rounds
-        ratios = [joined[0] / bare[0] for joined, bare in pairs]
+        ratios, cpu = ([joined[i] / bare[i] for joined, bare in pairs] for i in range(2))
         return {
             "name": "join",
             "value": statistics.median(ratios),
@@ -155,7 +155,9 @@ class Loop:
             "low": min(ratios),
             "high": max(ratios),
             "runs": len(ratios),
-            "cpu_value": statistics.median(joined[1] / bare[1] for joined, bare in pairs),
+            "cpu_value": statistics.median(cpu),
+            "cpu_low": min(cpu),
+            "cpu_high": max(cpu),
             "thread_value": statistics.median((joined[2] - bare[2]) / bare[0] for joined, bare in pairs),
             "step_s": statistics.median(bare[0] for _, bare in pairs),
             "cpu_s": statistics.median(bare[1] for _, bare in pairs),
