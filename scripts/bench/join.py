@@ -27,6 +27,7 @@ from typing import Any
 import overhead
 
 ROOT = Path(__file__).resolve().parents[2]
+WALL, CPU = ("value", "low", "high"), ("cpu_value", "cpu_low", "cpu_high")
 
 
 def main() -> None:
@@ -51,11 +52,11 @@ def main() -> None:
         sys.stdout.write(json.dumps({**worst, "by_devices": results}) + "\n")
         return
     for result in results:
+        value, cpu = ("{:.3f} ({:.3f} to {:.3f})".format(*(result[k] for k in keys)) for keys in (WALL, CPU))
         sys.stdout.write(
-            f"{result['devices']} devices: step time with join x {result['value']:.3f} of "
-            f"{1000 * result['step_s']:.1f} ms ({result['low']:.3f} to {result['high']:.3f}, {result['runs']} pairs; "
-            f"{result['adopted_per_step']:.2f} fragments adopted per step); the process's processor time x "
-            f"{result['cpu_value']:.3f} ({result['cpu_low']:.3f} to {result['cpu_high']:.3f}); the loop's thread {100 * result['thread_value']:.2f}% of a step more\n"
+            f"{result['devices']} devices: step time with join x {value} of {1000 * result['step_s']:.1f} ms, "
+            f"{result['runs']} pairs, {result['adopted_per_step']:.2f} fragments adopted per step; the process's "
+            f"processor time x {cpu}; the loop's thread {100 * result['thread_value']:.2f}% of a step more\n"
         )
 
 
