@@ -69,7 +69,7 @@ def report(arguments: argparse.Namespace) -> int:
 
     if arguments.perfetto is not None:
         config, path = load(run_config(arguments.run)), Path(arguments.perfetto) if arguments.perfetto else None
-        trace = write_perfetto(Path(arguments.run), config.protocol, config.train.steps, path)
+        trace = write_perfetto(Path(arguments.run), config.protocol, config.train.steps, config.budget, path)
         show(arguments, {"perfetto": str(trace)}, lambda _: f"{trace}: open it in ui.perfetto.dev")
         return 0
     show(arguments, {"report": str(write_report(Path(arguments.run)))}, lambda result: result["report"])

@@ -50,7 +50,7 @@ def load_named(setting: str, name: str) -> Any:
     except ImportError as error:
         raise ValueError(f"{setting} '{name}' cannot be imported: {error}; install or correct it") from error
     except Exception as error:  # of the user's own code it may be anything
-        raise failure(setting.removesuffix(".module"), name, error) from error
+        raise failure(setting, name, error) from error
 
 
 def make_named(section: str, module: str, args: Mapping[str, Any]) -> Any:
@@ -63,16 +63,17 @@ def make_named(section: str, module: str, args: Mapping[str, Any]) -> Any:
     try:
         return found(**args)
     except Exception as error:
-        raise failure(section, module, error) from error
+        raise failure(f"{section}.module", module, error) from error
 
 
-def failure(section: str, module: str, error: Exception) -> ValueError:
-    """Return an error of the user's code in one sentence, with the last line of that code."""
+def failure(setting: str, name: str, error: Exception) -> ValueError:
+    """Return an error of the code that a setting names in one sentence, with the last line of that code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     said = " ".join(str(error).split())[:MESSAGE_MAX]
-    remedy = f"correct it, or {section}.args"
-    return ValueError(f"{section}.module '{module}' fails: {type(error).__name__}: {said}{place}; {remedy}")
+    section, dot, _ = setting.rpartition(".")
+    remedy = f"correct it, or {section}.args" if dot else "correct it"
+    return ValueError(f"{setting} '{name}' fails: {type(error).__name__}: {said}{place}; {remedy}")
 
 
 def is_ours(error: Exception) -> bool:
@@ -104,7 +105,7 @@ def make_transformation(
         before = jax.eval_shape(tx.init, given)
         moves, after = jax.eval_shape(tx.update, given, before, given)
     except Exception as error:
-        raise failure(section, module, error) from error
+        raise failure(f"{section}.module", module, error) from error
     for what, found, wanted in (("updates", moves, given), ("state", after, before)):
         if different := sorted(_shapes(found).items() ^ _shapes(wanted).items()):
             leaf = f"{different[0][0]} of shape {different[0][1]} is in one of them only"

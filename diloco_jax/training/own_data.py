@@ -43,7 +43,7 @@ class OwnSamples:
         except OSError as error:  # a disk or a network, which an island that starts again may reach
             raise ConnectionError(f"data.module '{self.module}' cannot read sample {number}: {error}") from error
         except Exception as error:
-            raise failure("data", self.module, error) from error
+            raise failure("data.module", self.module, error) from error
         where, size = f"data.module '{self.module}' gives as sample {number}", self.seq_len + 1
         if sample.shape != (size,) or not np.issubdtype(sample.dtype, np.integer):
             must = f"with train.seq_len {self.seq_len} it must be an array of {size} integers"
@@ -71,7 +71,7 @@ def open_own(module: str, args: Mapping[str, Any], seq_len: int, vocab_size: int
     try:
         count, _ = len(source), source.__getitem__
     except Exception as error:
-        raise failure("data", module, error) from error
+        raise failure("data.module", module, error) from error
     if count > SAMPLES_MAX:
         raise ValueError(f"data.module '{module}' has {count} samples; give at most {SAMPLES_MAX}")
     return OwnSamples(source, module, seq_len, vocab_size, 0, count)

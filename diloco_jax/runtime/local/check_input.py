@@ -74,5 +74,5 @@ def _check_model(config: RunConfig) -> Blueprint:
         draw = jax.ShapeDtypeStruct((2,), np.uint32) if blueprint.streams.kinds else None
         jax.eval_shape(blueprint.step, blueprint.state_shapes, batch, rate, draw)
     except Exception as error:  # of the model's own code it may be anything
-        raise error if is_ours(error) else failure("model", config.model.module, error) from error
+        raise error if is_ours(error) else failure("model.module", config.model.module, error) from error
     return blueprint

@@ -43,7 +43,9 @@ class Scorer:
             return _checked(self._object(model(), global_step))
         except Exception as error:
             if not self.alarms:
-                self.alarms.append(f"{failure('evaluation', self._module, error)}; the run goes on without its numbers")
+                self.alarms.append(
+                    f"{failure('evaluation.module', self._module, error)}; the run goes on without its numbers"
+                )
                 log.warning(self.alarms[0], exc_info=error)
             return {}
 

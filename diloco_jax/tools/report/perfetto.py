@@ -17,6 +17,7 @@ from diloco_jax.protocol.effects import Effect, Merge, Note, Send
 from diloco_jax.protocol.messages import SYNCER, FragmentValue, GlobalFragment, PullRequest, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.progress import Budget
 from diloco_jax.runtime.records.files import METRICS_FILE, TAPE_FILE
 from diloco_jax.runtime.records.telemetry import finite, read_metrics
 from diloco_jax.tools.replay.script import fingerprint_of, inputs
@@ -24,13 +25,16 @@ from diloco_jax.tools.replay.script import fingerprint_of, inputs
 TRACE_FILE = "perfetto.json.gz"
 
 
-def write_perfetto(run_dir: Path, protocol: ProtocolConfig, total_steps: int, path: Path | None = None) -> Path:
+def write_perfetto(
+    run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Budget, path: Path | None = None
+) -> Path:
     """Write the trace of a run, under way or not, and return its path.
 
     Args:
         run_dir: folder of the run.
         protocol: of the run.
         total_steps: global steps of the run.
+        budget: of tokens.
         path: of the gzipped trace; default: perfetto.json.gz in the folder.
 
     Raises:
@@ -38,7 +42,9 @@ def write_perfetto(run_dir: Path, protocol: ProtocolConfig, total_steps: int, pa
     """
     tape, trace = run_dir / TAPE_FILE, Trace()
     timeline = _Timeline(trace)
-    for (kind, now_s, *fields), effects in inputs(tape, Syncer(protocol, total_steps, fingerprint_of(tape))):
+    for (kind, now_s, *fields), effects in inputs(
+        tape, Syncer(protocol, total_steps, fingerprint_of(tape), budget=budget)
+    ):
         timeline.take(kind, now_s, fields)
         for effect in effects:
             timeline.execute(effect, now_s)

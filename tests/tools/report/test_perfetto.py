@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from diloco_jax.protocol.syncer.progress import NO_BUDGET
 from diloco_jax.tools.report.perfetto import Trace, write_perfetto
 from tests.tools.replay.test_replay import STEPS, eventful
 
@@ -32,7 +33,7 @@ def test_an_eventful_run_is_on_one_timeline(tmp_path: Path) -> None:
     (tmp_path / "tape.jsonl").write_text("".join(f"{line}\n" for line in twice))
     record = {"kind": "eval", "t": 2.5, "global_step": 4, "tokens": 40, "loss": float("nan")}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    trace = write_perfetto(tmp_path, pair.config, STEPS)
+    trace = write_perfetto(tmp_path, pair.config, STEPS, NO_BUDGET)
     tracks = tracks_of(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
     lines = [json.loads(line) for line in pair.tape]
 
