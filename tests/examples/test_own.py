@@ -76,7 +76,7 @@ def test_the_page_and_its_examples_train_and_are_trained_again_bit_for_bit(tmp_p
     for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL):
         settings = merged(settings, yaml.safe_load(block))
     assert [name for name in settings if "module" in settings[name]] == ["data", "optimizer", "outer", "evaluation"]
-    assert len(EXAMPLES) == 4 and all(len(path.read_text().splitlines()) <= 20 for path in EXAMPLES)
+    assert len(EXAMPLES) == 6 and all(len(path.read_text().splitlines()) <= 20 for path in EXAMPLES)
     for path in EXAMPLES:
         shutil.copy(path, tmp_path)
     shutil.copy(ROOT / "docs" / "protocol.md", tmp_path / "notes.txt")

@@ -29,7 +29,7 @@ OWN: dict[str, Any] = {
     "train": {"steps": 24},
     "model": {"module": "own"},
     "protocol": {"sync_every": 6, "num_fragments": 6},
-    "tensorboard": False,
+    "trackers": [],
 }
 # example -> what it needs, the islands that run it, the parameters that travel
 LOOPS = {

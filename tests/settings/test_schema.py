@@ -18,7 +18,16 @@ from diloco_jax.settings.text import dump, load, parse
 
 CHECK = jsonschema.Draft202012Validator(config_schema())
 WHOLE = yaml.safe_load(dump(load(packed()["mixed"])))  # with an island that has differences
-FREE = ("model.args", "islands.mesh.rules", "islands.each", "islands.each.island-1.mesh.rules")  # keys are people's own
+FREE = (
+    "model.args",
+    "data.args",
+    "optimizer.args",
+    "outer.args",
+    "evaluation.args",
+    "islands.mesh.rules",
+    "islands.each",
+    "islands.each.island-1.mesh.rules",
+)  # keys are people's own
 NAMES = [key for section in WHOLE.values() if isinstance(section, dict) for key in section]
 
 

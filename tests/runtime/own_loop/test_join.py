@@ -35,7 +35,7 @@ OWN: dict[str, Any] = {
     "model": {"module": "own"},
     "train": {"steps": 120, "eval_every": 0},
     "protocol": {"sync_every": 4, "num_fragments": 3, "snapshot_every": 20},
-    "tensorboard": False,
+    "trackers": [],
 }
 
 
