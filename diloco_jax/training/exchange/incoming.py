@@ -29,6 +29,7 @@ class IncomingProgram:
         self._on = on
         self._rebase = rebase
         self._everywhere = NamedSharding(on.mesh, PartitionSpec())
+        self._shares: dict[float, Float[Array, ""]] = {}  # on the devices, by alpha: a run has one or two
         self.compiled = once(("in", rebase, on.geometry), self._compile)
 
     def blend(self, params: Params, new: DeviceArrays, sent: DeviceArrays, alpha: float) -> Params:
@@ -40,7 +41,9 @@ class IncomingProgram:
           sent: windows of the parameters as they were sent; none without `rebase`.
           alpha: share of the local values, in [0, 1]; without meaning for `rebase`.
         """
-        share = put_array(np.asarray(alpha, np.float32), self._everywhere)
+        if alpha not in self._shares:
+            self._shares[alpha] = put_array(np.asarray(alpha, np.float32), self._everywhere)
+        share = self._shares[alpha]
         with jax.transfer_guard("disallow"):
             updated = self.compiled([params[path] for path in self._on.paths], new, sent, share, self._on.starts)
         return dict(zip(self._on.paths, updated, strict=True))
