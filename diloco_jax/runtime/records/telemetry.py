@@ -82,7 +82,7 @@ def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     A last line without a line break is what a killed or a still writing process leaves; it is skipped.
 
     Raises:
-        ValueError: a complete line is not a JSON object.
+        ValueError: a complete line is no record.
         FileNotFoundError: there is no such file.
     """
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -93,8 +93,8 @@ def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number} is not JSON ({error.msg}); remove that line") from None
-            if not isinstance(record, dict):
-                raise ValueError(f"{path}, line {number} is not a JSON object; remove that line")
+            if not isinstance(record, dict) or not record:
+                raise ValueError(f"{path}, line {number} is not a JSON object with content; remove that line")
             yield record
 
 

@@ -15,7 +15,8 @@ from typing import Any
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget
-from diloco_jax.runtime.records.files import TAPE_FILE, TAPES
+from diloco_jax.runtime.records.files import SUMMARY_FILE, TAPE_FILE, TAPES
+from diloco_jax.runtime.records.telemetry import read_object
 from diloco_jax.sim.checks.auditor import Auditor
 from diloco_jax.sim.checks.sample_book import Findings, Range, joined
 from diloco_jax.tools.replay.lives import Begin, TapedStep, read_entries
@@ -49,6 +50,9 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
         if line[0] in COMPARED_AFTER:
             auditor.compare(machine.leases, machine.global_step)
     auditor.compare(machine.leases, machine.global_step)
+    summary = run_dir / SUMMARY_FILE
+    if not machine.finished and summary.exists() and read_object(summary, "complete")["complete"]:
+        raise ValueError(f"{tape} ends at global step {machine.global_step}, but the run is complete: restore the rest")
     book, findings = auditor.book, auditor.findings
     fates = book.merged + book.overwritten + book.released + book.out
     if book.leased != fates:

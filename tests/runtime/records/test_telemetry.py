@@ -83,7 +83,7 @@ def test_a_very_long_torn_line_is_cut_off(tmp_path: Path) -> None:
     assert path.read_text() == '{"n":0}\n'
 
 
-@pytest.mark.parametrize("line", ["{broken", "[1]", ""])
+@pytest.mark.parametrize("line", ["{broken", "[1]", "", "{}"])
 def test_a_bad_line_in_the_middle_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"n":0}}\n{line}\n{{"n":2}}\n')

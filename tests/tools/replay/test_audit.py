@@ -184,3 +184,12 @@ def test_broken_tapes_are_named(tmp_path: Path) -> None:
     pair.tape[4] = '["StepReport", 1.0'
     with pytest.raises(ValueError, match=r"tape\.jsonl: tape line 5 cannot be"):
         audit(pair.finish(), pair.config, STEPS)
+
+
+def test_a_tape_that_ends_before_its_run_is_no_proof(tmp_path: Path) -> None:
+    pair = TapedPair(tmp_path)
+    pair.join("a")
+    pair.steps(3, "a")
+    (pair.finish() / "summary.json").write_text('{"complete": true}')
+    with pytest.raises(ValueError, match="ends at global step [0-9]+, but the run is complete"):
+        audit(tmp_path, pair.config, STEPS)
