@@ -191,5 +191,5 @@ def test_a_tape_that_ends_before_its_run_is_no_proof(tmp_path: Path) -> None:
     pair.join("a")
     pair.steps(3, "a")
     (pair.finish() / "summary.json").write_text('{"complete": true}')
-    with pytest.raises(ValueError, match="ends at global step [0-9]+, but the run is complete"):
+    with pytest.raises(ValueError, match=r"ends at global step [0-9]+, but the run is complete"):
         audit(tmp_path, pair.config, STEPS)
