@@ -18,6 +18,7 @@ import logging
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from diloco_jax.core.fragments import put
 from diloco_jax.protocol.leases import Batch
 from diloco_jax.runtime.island.follower import Follower
 from diloco_jax.runtime.island.host import Host, Ranges
-from diloco_jax.runtime.island.join import meet
+from diloco_jax.runtime.island.join import die, meet
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.learner.decisions import Signals
 from diloco_jax.runtime.learner.joined import Joined, Joining, StepSize
@@ -85,6 +86,7 @@ class OwnIsland:
         self._ready_s = 0.0
         self._side: Leading | Follower | None = None
         self._host: Host | None = None
+        self._several = False  # processes of this island
         self._undo: Callable[[], object] = lambda: None
 
     # ---- what a loop calls ----------------------------------------------------------------------------------------
@@ -190,10 +192,15 @@ class OwnIsland:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         if kind is None:
             self.leave()
             return
+        if self._several:  # the others may wait for this one in a collective, and for ever
+            traceback.print_exception(kind, error, where)
+            die(f"host {jax.process_index()} failed")
         try:
             self.leave()
         except (ValueError, ConnectionError) as other:  # the loop's own error is what people need to see
@@ -204,6 +211,7 @@ class OwnIsland:
     def take_part(self, joining: Joining, size: StepSize, flops_per_step: float) -> None:
         """Take the place in the run that `joining` says; steps are so large, and take so many operations."""
         hosts, signals = joining.hosts, Signals(self._stop)
+        self._several = hosts is not None
         if hosts is not None and hosts.host:
             assert isinstance(hosts.group, GroupMember), "host 0 leads"
             self._host = host = Host(self.config, self._held)

@@ -65,6 +65,7 @@ class LoopState:
         self._lies = lies = _layouts({path: leaf for path, leaf in zip(self._paths, leaves, strict=True)})
         self.devices: list[jax.Device] = list(next(iter(lies.values())).mesh.devices.flat)
         self._everywhere = NamedSharding(next(iter(lies.values())).mesh, PartitionSpec())
+        self._dtypes = {path: leaf.dtype for path, leaf in zip(self._paths, leaves, strict=True)}
         self._given: dict[str, Sharding] = {}  # the layout of each parameter, as the loop names it
         # Copies: adoption donates them, and the loop may have the same memory elsewhere, such as in an average.
         self.params = self._named([jnp.copy(leaf) for leaf in leaves])
@@ -115,9 +116,10 @@ class LoopState:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def placed(self, values: Mapping[str, np.ndarray]) -> Any:
-        """Return host values by path as the loop's tree, in the layout of the beginning."""
-        leaves = [jax.device_put(values[path], self._lies[path]) for path in self._paths]
-        return jax.tree.unflatten(self._treedef, leaves)
+        """Return host values by path as the loop's tree, in the types and layouts of the loop's own."""
+        lies = self._lies
+        found = {path: put_array(values[path].astype(self._dtypes[path]), lies[path]) for path in self._paths}
+        return self.given_back(found)
 
     def _committed(self, leaf: Array) -> Array:
         """Return a leaf bound to the devices of the parameters, as the outputs of a step are.
