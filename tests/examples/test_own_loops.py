@@ -51,7 +51,8 @@ def syncer(folder: Path, config: dict[str, Any]) -> Iterator[str]:
     process = start("syncer", path, "--run-dir", run_dir)
     try:
         address = run_dir / "syncer.address"
-        wait_for(lambda: address.exists() and address.read_text(), "an address", PATIENCE_S)
+        wait_for(lambda: process.poll() is not None or (address.exists() and address.read_text()), "an address")
+        assert process.poll() is None, process.communicate()[0]
         yield address.read_text()
         output, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, output
