@@ -80,9 +80,10 @@ def train(syncer: str | None = None, name: str | None = None) -> None:  # island
     """
     params = jax.jit(initial, out_shardings=WHOLE)(jax.random.key(0))
     opt_state = jax.jit(OPTIMIZER.init, out_shardings=WHOLE)(params)
-    order = SampleOrder(load_source(DataConfig(), LENGTH), seed=0)
-    sizes = {"samples_per_step": BATCH, "tokens_per_step": BATCH * LENGTH}  # island
-    with diloco_jax.join(syncer, name=name, params=params, opt_state=opt_state, **sizes) as island:  # island
+    source = load_source(DataConfig(), LENGTH)
+    order = SampleOrder(source, seed=0)
+    step = {"samples_per_step": BATCH, "tokens_per_step": BATCH * LENGTH, "corpus": source.corpus}  # island
+    with diloco_jax.join(syncer, name=name, params=params, opt_state=opt_state, **step) as island:  # island
         params, opt_state = island.state().values()  # island
         while island.training:  # island
             positions = island.next_samples()  # island
