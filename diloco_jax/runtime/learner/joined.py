@@ -169,7 +169,8 @@ class Joined:
         Raises:
             TransportError: the syncer, or a host of the island, cannot be reached.
         """
-        threading.Thread(target=self._compile, name="compile", daemon=True).start()
+        # No daemon: an interpreter that ends while XLA compiles aborts, and the reason why it ends is lost.
+        threading.Thread(target=self._compile, name="compile").start()
         self._link.connect()
         threading.Thread(target=self._link.run, name="link", daemon=True).start()
         return self.ready()
