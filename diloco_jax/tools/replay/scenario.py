@@ -41,7 +41,7 @@ def read_scenario(folder: Path) -> SimulatedRun | None:
         return SimulatedRun(protocol, int(values["total_steps"]), int(values["learners"]), budget)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); write it again: python -m diloco_jax.sim --tapes"
+            f"{path} cannot be read ({type(error).__name__}: {error}); write it again: diloco simulate --tapes"
         ) from error
 
 

@@ -278,7 +278,7 @@ def test_life_is_repeated_step_by_step(
     """Against an island that is led by hand; another life that advances in between changes nothing."""
     adopt = AdoptConfig(mode=mode, alpha=0.25)
     monkeypatch.setattr(trainer, "how", adopt)
-    island, rate = trainer.island, trainer._rate
+    island, loop = trainer.island, trainer._loop
     first = trainer.fragments[0]
     island.state, island.exchange.held = trainer.fresh(), {}
     start = island.parameters()
@@ -297,11 +297,11 @@ def test_life_is_repeated_step_by_step(
 
     for p in (0, 1):
         island.adopt(trainer.fragments[p], values[names[p]])
-    order = [trainer._host._order.batch([tuple(r) for r in read]) for read in reads]
     losses = []
     staged = None
-    for index, batch in enumerate(order):
-        losses.append(island.wait(island.step(island.put_batch(batch), rate(3 + index)))["loss"])
+    for index, read in enumerate(reads):
+        loop.put_batch([(start, stop) for start, stop in read])
+        losses.append(loop.wait(loop.step(3 + index))["loss"])
         if index == 0:
             staged = island.stage(first)
         if index == 1:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from diloco_jax.protocol.effects import Adopt, Note
 from diloco_jax.protocol.messages import LearnerMessage, SyncerMessage
-from diloco_jax.sim.checks.checker import HealthyChecker
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.faults import NEVER_S
 from diloco_jax.sim.node import Effects, LearnerProcess
+from invariants.checker import HealthyChecker
 
 
 class RoundsAdvance(HealthyChecker):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from diloco_jax.sim.checks.budget import BudgetHolds
-from diloco_jax.sim.checks.checker import Checker
-from diloco_jax.sim.checks.failover import AnchorsAgree, StateRoundTrip, TapeReplays
-from diloco_jax.sim.checks.learners import CopiesBounded, FreshLearnersKeepQuiet, NeverWaits, StepsUndisturbed
-from diloco_jax.sim.checks.leases import LeasesAccount
-from diloco_jax.sim.checks.progress import EverybodyTrains, RoundsAdvance, VersionsConverge
-from diloco_jax.sim.checks.recovery import RecoveryIsWhole
-from diloco_jax.sim.checks.rounds import (
+from invariants.budget import BudgetHolds
+from invariants.checker import Checker
+from invariants.failover import AnchorsAgree, StateRoundTrip, TapeReplays
+from invariants.learners import CopiesBounded, FreshLearnersKeepQuiet, NeverWaits, StepsUndisturbed
+from invariants.leases import LeasesAccount
+from invariants.progress import EverybodyTrains, RoundsAdvance, VersionsConverge
+from invariants.recovery import RecoveryIsWhole
+from invariants.rounds import (
     MergedOnce,
     QuarantineHolds,
     QuorumHolds,
@@ -17,7 +17,7 @@ from diloco_jax.sim.checks.rounds import (
     SharesAreTold,
     VersionsGrow,
 )
-from diloco_jax.sim.checks.steps import StepsApply, WholeWhereNeeded
+from invariants.steps import StepsApply, WholeWhereNeeded
 
 CHECKERS: tuple[type[Checker], ...] = (
     VersionsGrow,

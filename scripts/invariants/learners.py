@@ -14,9 +14,9 @@ from diloco_jax.protocol.messages import (
     StepReport,
     SyncerMessage,
 )
-from diloco_jax.sim.checks.checker import Checker
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.node import Effects, LearnerProcess
+from invariants.checker import Checker
 
 STAGED_COPIES_MAX = 3  # of one fragment, see protocol/learner/stager.py
 
