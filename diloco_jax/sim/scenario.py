@@ -77,13 +77,3 @@ class Scenario:
     def budget(self) -> Budget:
         """The budget: a step of the schedule is what all learners together do in one, on average."""
         return Budget(self.tokens, self.learners * sum(self.step_samples) * self.sample_tokens // 2)
-
-    @property
-    def faults_over_s(self) -> float:
-        """Time at which the last fault is healed."""
-        return max((fault.over_s for fault in self.faults), default=0.0)
-
-    @property
-    def longest_step_s(self) -> float:
-        """Upper bound of a healthy learner's step."""
-        return self.step_s * (1 + self.speed_spread) * (1 + self.step_noise)

@@ -9,14 +9,7 @@ from invariants.learners import CopiesBounded, FreshLearnersKeepQuiet, NeverWait
 from invariants.leases import LeasesAccount
 from invariants.progress import EverybodyTrains, RoundsAdvance, VersionsConverge
 from invariants.recovery import RecoveryIsWhole
-from invariants.rounds import (
-    MergedOnce,
-    QuarantineHolds,
-    QuorumHolds,
-    RoundsBounded,
-    SharesAreTold,
-    VersionsGrow,
-)
+from invariants.rounds import MergedOnce, QuarantineHolds, QuorumHolds, RoundsBounded, SharesAreTold, VersionsGrow
 from invariants.steps import StepsApply, WholeWhereNeeded
 
 CHECKERS: tuple[type[Checker], ...] = (

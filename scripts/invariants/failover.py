@@ -8,14 +8,7 @@ from collections.abc import Iterator
 from random import Random
 
 from diloco_jax.protocol.effects import Adopt, Effect, Note, Restore, Send
-from diloco_jax.protocol.messages import (
-    NO_VERSION,
-    AnchorValue,
-    GlobalFragment,
-    Hello,
-    LearnerMessage,
-    SyncerMessage,
-)
+from diloco_jax.protocol.messages import NO_VERSION, AnchorValue, GlobalFragment, Hello, LearnerMessage, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.sim.cluster import Cluster

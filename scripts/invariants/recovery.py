@@ -6,14 +6,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from diloco_jax.protocol.effects import AdoptState, Finish, Send, StageState, UnstageState
-from diloco_jax.protocol.messages import (
-    Advance,
-    GlobalFragment,
-    StateRequest,
-    Stop,
-    SyncerMessage,
-    Welcome,
-)
+from diloco_jax.protocol.messages import Advance, GlobalFragment, StateRequest, Stop, SyncerMessage, Welcome
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.holdings import Value, digest_of
 from diloco_jax.sim.node import Effects, LearnerProcess

@@ -16,7 +16,7 @@ import pytest
 
 from diloco_jax.core.fragments import take
 from diloco_jax.protocol.effects import Merge, Part
-from diloco_jax.runtime.records.checkpoint import latest, load_parameters
+from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.settings.run import AdoptConfig, RunConfig
 from diloco_jax.settings.text import parse
 from diloco_jax.tools.replay.lives import NeededLife, NeededLives, TapedStep, TookState, outline, read_entries
@@ -335,8 +335,7 @@ def test_synthetic_tapes_train_a_model(tmp_path: Path) -> None:
     assert result["merged_rounds"] == len(rounds_of(script_of(pair)))
     assert result["eval_loss"] < 5.5, "below the uniform ln 256: something was learned"
     assert json.loads((tmp_path / "out" / "summary.json").read_text()) == result
-    checkpoint = latest(tmp_path / "out" / "checkpoints")
-    assert checkpoint is not None
+    checkpoint = complete(tmp_path / "out" / "checkpoints")[0]
     parameters, meta = load_parameters(checkpoint)
     assert digest_of(parameters) == result["sha256"] and meta["global_step"] == result["global_steps"]
 
