@@ -58,8 +58,5 @@ def as_simulated(config: RunConfig, folder: Path) -> RunConfig:
         return config
     islands = replace(config.islands, count=scenario.learners, batch_size=config.island("").batch_size)
     return replace(
-        config,
-        islands=islands,
-        protocol=scenario.protocol,
-        train=replace(config.train, steps=scenario.total_steps),
+        config, islands=islands, protocol=scenario.protocol, train=replace(config.train, steps=scenario.total_steps)
     )
