@@ -51,7 +51,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "own_loop": {"learner", "island", "model", "records", "trackers"},
         "local": {"own_loop", "learner", "syncer", "island", "model", "records", "trackers"},
     },
-    "sim": {"": set(), "checks": {""}, "goodput": {""}, "__main__": {"", "checks"}},
+    "sim": {"": set(), "goodput": {""}},
     "tools": {
         "budget": set(),
         "report": {"replay"},

@@ -14,7 +14,8 @@ from diloco_jax.cli.shared import FAILED, INTERRUPTED, learner_dir, load_config,
 from diloco_jax.cli.words import CHAOS_LEARNER
 
 if TYPE_CHECKING:
-    from diloco_jax.runtime.model.evaluations import Evaluates, RunModel
+    from diloco_jax.runtime.model.evaluation import Evaluator
+    from diloco_jax.runtime.model.offered import OfferedModel
     from diloco_jax.settings.run import RunConfig
 
 
@@ -66,8 +67,8 @@ def syncer(arguments: argparse.Namespace) -> int:
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.syncer.run import SyncerRun
 
-    evaluator: Evaluates | None = None
-    model: RunModel | None
+    evaluator: Evaluator | None = None
+    model: Evaluator | OfferedModel | None
     if config.model.own:
         from diloco_jax.runtime.model.offered import offered_model
 

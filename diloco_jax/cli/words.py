@@ -235,11 +235,7 @@ def _simulate_words(simulate: Parser) -> None:
         help="rigid, elastic (both data parallel), sync (DiLoCo in lockstep), decoupled; default: all",
     )
     simulate.add_argument("--learners", nargs="+", type=int, help="default: 2 4 8 16")
-    simulate.add_argument(
-        "--chips",
-        nargs="+",
-        help="of all learners together; default: 150k 300k 600k 1.2m 2.4m",
-    )
+    simulate.add_argument("--chips", nargs="+", help="of all learners together; default: 150k 300k 600k 1.2m 2.4m")
     simulate.add_argument("--hours", type=float, help="simulated time; default: a day, or what the preset says")
     simulate.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: 0")
     simulate.add_argument("--workers", type=int, help="processes; default: one on each core")

@@ -21,16 +21,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import xxhash
-from jaxtyping import Array, Float, Float32, Shaped
+from jaxtyping import Float, Float32, Shaped
 
 Format = Literal["float32", "bfloat16", "int8", "int4"]
 Shape = tuple[int, ...]
@@ -43,46 +40,8 @@ _SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 _CHUNK = 512  # blocks that the host works on at once: 512 KiB stay in the cache
 
 
-@partial(jax.jit, static_argnames="format")
-def quantize(x: Float[Array, "n"], format: Format) -> tuple[Shaped[Array, "..."], Float32[Array, "scales"]]:
-    """Encode one flat tensor on its device: `pack` of the result equals `encode` of the tensor.
-
-    Infinities and NaNs give meaningless codes in the integer formats; `pack` refuses their scales.
-
-    Args:
-      x: flat tensor of n elements.
-      format: of the wire.
-
-    Returns:
-      (codes, scales): float32[n] or bfloat16[n] and no scales; for nb = ceil(n / 256) int8[nb, 256] or, for int4,
-      uint8[nb, 128], and float32[nb].
-    """
-    x = x.astype(jnp.float32)
-    if not is_integer(format):
-        return round_elements(jnp, x, format), jnp.zeros((0,), jnp.float32)
-    return quantize_blocks(jnp, to_blocks(jnp, x), format)
-
-
 class NotFinite(ValueError):
     """NaN or infinity, which integer formats cannot carry."""
-
-
-def pack(parts: Mapping[str, tuple[Shaped[np.ndarray, "..."], Float32[np.ndarray, "..."]]]) -> bytes:
-    """Join quantised tensors, already copied to the host, into the payload of a fragment.
-
-    Args:
-      parts: (codes, scales) of each tensor as `quantize` returns them, by key.
-
-    Raises:
-      NotFinite: a tensor held values that are not.
-    """
-    pieces: list[memoryview] = []
-    for key in sorted(parts):
-        codes, scales = parts[key]
-        if not np.isfinite(scales).all():
-            raise NotFinite(f"{key!r} holds NaN or infinity, which integer formats cannot carry; drop this update")
-        pieces += (as_bytes(scales), as_bytes(codes))
-    return b"".join(pieces)
 
 
 def as_bytes(array: Shaped[np.ndarray, "..."]) -> memoryview:
@@ -100,7 +59,13 @@ def encode(values: Mapping[str, Float[np.ndarray, "..."]], format: Format) -> by
     Raises:
       NotFinite: NaN or infinity with an integer format (the other formats carry them).
     """
-    return pack({key: quantize_on_host(value, format) for key, value in values.items()})
+    pieces: list[memoryview] = []
+    for key in sorted(values):
+        codes, scales = quantize_on_host(values[key], format)
+        if not np.isfinite(scales).all():
+            raise NotFinite(f"{key!r} holds NaN or infinity, which integer formats cannot carry; drop this update")
+        pieces += (as_bytes(scales), as_bytes(codes))
+    return b"".join(pieces)
 
 
 def decode(
@@ -109,7 +74,7 @@ def decode(
     """Return the values that a payload holds, as new arrays, in the order of `keys_shapes`.
 
     Args:
-      payload: from `encode` or `pack`.
+      payload: from `encode`.
       keys_shapes: key and shape of each tensor in any order (`Fragment.keys_shapes`).
       format: of the wire.
 
@@ -234,14 +199,18 @@ def _tensor_bytes(size: int, format: Format) -> int:
 def quantize_on_host(
     values: Float[np.ndarray, "..."], format: Format
 ) -> tuple[Shaped[np.ndarray, "..."], Float32[np.ndarray, "scales"]]:
-    """Quantize as `quantize` does, with NumPy, an array of any shape, flattened."""
+    """Return codes and scales of an array of any shape, flattened, as the devices compute them.
+
+    They are float32[n] or bfloat16[n] and no scales; for nb = ceil(n / 256) int8[nb, 256] or, for int4, uint8[nb, 128],
+    and float32[nb].
+    """
     flat = values.reshape(-1).astype(np.float32, copy=False)
     if not is_integer(format):
         return round_elements(np, flat, format), np.zeros(0, np.float32)
     blocks = to_blocks(np, flat)
     codes = np.empty((len(blocks), block_bytes(format)), np.int8 if format == "int8" else np.uint8)
     scales = np.empty(len(blocks), np.float32)
-    with np.errstate(invalid="ignore"):  # values that are not finite show in the scales, which `pack` checks
+    with np.errstate(invalid="ignore"):  # values that are not finite show in the scales, which `encode` checks
         for i in range(0, len(blocks), _CHUNK):
             part = slice(i, i + _CHUNK)
             codes[part], scales[part] = quantize_blocks(np, blocks[part], format)

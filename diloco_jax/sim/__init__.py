@@ -3,6 +3,6 @@
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.faults import Fault
 from diloco_jax.sim.network import NetworkOptions
-from diloco_jax.sim.scenario import Scenario, random_scenario
+from diloco_jax.sim.scenario import Scenario
 
-__all__ = ["Cluster", "Fault", "NetworkOptions", "Scenario", "random_scenario"]
+__all__ = ["Cluster", "Fault", "NetworkOptions", "Scenario"]

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from random import Random
 from typing import NamedTuple
 
 NEVER_S = float("inf")
-WEIGHTS = {  # what random_faults draws, and how often; other kinds happen when a scenario says so
-    "crash": 3,
-    "disconnect": 3,
-    "pause": 2,
-    "slow": 2,
-    "partition": 3,
-    "corrupt": 2,
-    "poison": 3,
-    "donor_crash": 4,
-    "syncer_crash": 4,
-    "rewind": 2,
-}
-KINDS = tuple(WEIGHTS)
 ARMED_S = 5.0  # how long a donor_crash waits for a donor, and a rewind for a snapshot
 ARMED = ("donor_crash", "rewind")
 
@@ -72,44 +57,3 @@ class Fault(NamedTuple):
         if self.kind in ("crash", "disconnect", "donor_crash"):
             text += f", noticed after {self.notice_s:.2f} s" if self.notice_s < NEVER_S else ", unnoticed"
         return text + (", the newest snapshot is damaged" if self.breaks_snapshot else "")
-
-
-def random_faults(
-    random: Random, learners: Sequence[str], count: int, until_s: float, kinds: Sequence[str] = KINDS
-) -> tuple[Fault, ...]:
-    """Draw faults that have all healed at `until_s`, sorted by time.
-
-    Args:
-        random: source of randomness.
-        learners: whom they may hit.
-        count: how many.
-        until_s: end of the last one.
-        kinds: which of KINDS may be drawn.
-    """
-    drawn = random.choices(kinds, [WEIGHTS[kind] for kind in kinds], k=count)
-    return tuple(sorted(_draw(random, kind, learners, until_s) for kind in drawn))
-
-
-def _draw(random: Random, kind: str, learners: Sequence[str], until_s: float) -> Fault:
-    at_s = random.uniform(0.0, 0.8 * until_s)
-    # mostly short ones that hide within a round, some that outlast lease and pull timeout
-    left_s = max(0.0, until_s - at_s - (ARMED_S if kind in ARMED else 0.0))
-    longest_s = (3.0, 40.0) if kind in ("corrupt", "poison") else (0.05, 0.5, 3.0, 40.0)
-    duration_s = min(random.choice(longest_s) * random.uniform(0.2, 1.0), left_s)
-    hit: Sequence[str]
-    if kind in ("donor_crash", "syncer_crash"):
-        hit = ()
-    elif kind == "rewind":
-        hit = random.sample(list(learners), random.randint(0, len(learners) // 2)) if random.random() < 0.3 else ()
-    else:
-        hit = random.sample(list(learners), random.randint(1, len(learners)) if kind == "partition" else 1)
-    breaks = kind in ("crash", "disconnect", "donor_crash")
-    return Fault(
-        at_s,
-        kind,
-        tuple(sorted(hit)),
-        duration_s,
-        random.choice((2.0, 5.0, 20.0)) if kind == "slow" else 1.0,
-        random.choice((0.02, 0.02, 1.0, NEVER_S)) if breaks else NEVER_S,
-        breaks_snapshot=kind in ("syncer_crash", "rewind") and random.random() < 0.3,
-    )

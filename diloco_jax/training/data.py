@@ -174,10 +174,7 @@ def load_source(config: DataConfig, seq_len: int) -> Source:
 def _cut(config: DataConfig, ids: Integer[np.ndarray, " n"], seq_len: int, corpus: str) -> Source:
     cut = len(ids) - round(len(ids) * config.held_out_fraction)
     source = Source(
-        train=Windows(ids[:cut], seq_len),
-        held_out=Windows(ids[cut:], seq_len),
-        vocab_size=config.ids,
-        corpus=corpus,
+        train=Windows(ids[:cut], seq_len), held_out=Windows(ids[cut:], seq_len), vocab_size=config.ids, corpus=corpus
     )
     if not len(source.train) or not len(source.held_out):
         raise ValueError(

@@ -50,12 +50,7 @@ class ExchangedState:
     """
 
     def __init__(
-        self,
-        state: TrainState,
-        lies: Any,
-        kinds: Mapping[str, Kind],
-        state_layout: StateLayout,
-        exchange: Exchange,
+        self, state: TrainState, lies: Any, kinds: Mapping[str, Kind], state_layout: StateLayout, exchange: Exchange
     ) -> None:
         self.state = state
         self.shapes = {path: tuple(value.shape) for path, value in state.params.items()}

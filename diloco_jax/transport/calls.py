@@ -77,12 +77,17 @@ def open_server(
         check_free(config.address)
         port = server.add_secure_port(config.address, own)
     except (OSError, RuntimeError) as error:
-        raise ValueError(
-            f"cannot listen on transport.address {config.address} ({error}): stop the process that has the port, "
-            "choose another one (0: any free port), or use an address of this machine"
-        ) from None
+        raise cannot_listen(config, error) from None
     server.start()
     return server, f"{config.address.rpartition(':')[0]}:{port}"
+
+
+def cannot_listen(config: TransportConfig, why: object) -> ValueError:
+    """Return the error of an address that this machine, or this process, cannot have."""
+    return ValueError(
+        f"cannot listen on transport.address {config.address} ({why}): stop the process that has the port, choose "
+        "another one (0: any free port), or use an address of this machine"
+    )
 
 
 def keep_freed_memory() -> None:

@@ -53,12 +53,7 @@ from diloco_jax.transport.session.dialled import DialledStreams
 from diloco_jax.transport.session.inbox import Inbox, Session
 from diloco_jax.transport.session.sessions import Drains, Refused, SessionBook
 from diloco_jax.transport.session.stream import REFUSAL, Lane, StreamSession
-from diloco_jax.transport.trust.security import (
-    Denied,
-    Gate,
-    credentials,
-    diagnose,
-)
+from diloco_jax.transport.trust.security import Denied, Gate, credentials, diagnose
 
 PATIENCE_S = 1.0  # how long a connection may take before we look for what is wrong
 

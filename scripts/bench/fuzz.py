@@ -1,6 +1,6 @@
 """Feed changed and random bytes to everything that parses bytes from the network, at full speed; one JSON line out.
 
-The targets are those of tests/transport/fuzz_targets.py. An input is a finding when its target fails, takes longer
+The targets are those of fuzzing/targets.py. An input is a finding when its target fails, takes longer
 than ten seconds, or when a target's memory grows by more than 256 MiB. Findings are printed in hexadecimal, with the
 name of their target, so that each can become a test. `value` is the number of inputs; the status is 1 with findings.
 """
@@ -38,10 +38,9 @@ def main() -> int:
     parser.add_argument("--guided", action="store_true", help="look for inputs that reach new code, with atheris")
     parser.add_argument("--guided-child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
     if arguments.guided_child:
         return guide(arguments.guided_child, arguments.inputs, arguments.seed)
-    from tests.transport.fuzz_targets import TARGETS
+    from fuzzing.targets import TARGETS
 
     names = arguments.targets or list(TARGETS)
     unknown = sorted(set(names) - set(TARGETS))
@@ -69,8 +68,8 @@ def main() -> int:
 
 def mutated(name: str, inputs: int, seed: int) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """Try seeds and changed seeds in this process."""
-    from tests.transport.fuzz_inputs import mutate
-    from tests.transport.fuzz_targets import TARGETS
+    from fuzzing.inputs import mutate
+    from fuzzing.targets import TARGETS
 
     target, number, findings = TARGETS[name], random.Random(f"{name} {seed}"), []
     signal.signal(signal.SIGALRM, _give_up)
@@ -123,7 +122,7 @@ def guide(name: str, inputs: int, seed: int) -> int:
         sys.stderr.write("atheris is missing: .venv/bin/pip install -c constraints-py311.txt atheris\n")
         return 2
     with atheris.instrument_imports(include=["diloco_jax.transport", "diloco_jax.protocol", "diloco_jax.training"]):
-        from tests.transport.fuzz_targets import TARGETS
+        from fuzzing.targets import TARGETS
     with tempfile.TemporaryDirectory(prefix="diloco-fuzz-") as folder:
         corpus = Path(folder) / "corpus"
         corpus.mkdir()

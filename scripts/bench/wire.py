@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from invariants.verdict import judge
 from jobs import JOB_TIMEOUT_S, ROOT
 from rich.console import Console
 
 from diloco_jax.settings.text import load
-from diloco_jax.sim.checks.verdict import judge
 from diloco_jax.sim.scenario import Scenario
 
 BASELINE = "float32"

@@ -6,16 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol.effects import (
-    AdoptState,
-    Drop,
-    DropParts,
-    Effect,
-    KeepPart,
-    Send,
-    StageState,
-    UnstageState,
-)
+from diloco_jax.protocol.effects import AdoptState, Drop, DropParts, Effect, KeepPart, Send, StageState, UnstageState
 from diloco_jax.protocol.messages import (
     SYNCER,
     Message,

@@ -9,15 +9,7 @@ import pytest
 
 from diloco_jax.protocol.effects import Adopt, Effect, Send
 from diloco_jax.protocol.learner.machine import Learner
-from diloco_jax.protocol.messages import (
-    NO_VERSION,
-    Advance,
-    GlobalFragment,
-    Hello,
-    Lease,
-    PullRequest,
-    Welcome,
-)
+from diloco_jax.protocol.messages import NO_VERSION, Advance, GlobalFragment, Hello, Lease, PullRequest, Welcome
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.downstream import STEPS_MAX
 from diloco_jax.protocol.syncer.machine import Syncer

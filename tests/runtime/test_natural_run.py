@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco_jax.runtime.model.evaluation import Evaluator
-from diloco_jax.runtime.records.checkpoint import latest, load_parameters
+from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.settings.text import load
 from tests.natural_models import HERE
 from tests.runtime.helpers import kill_processes, processes_of, run, start, status, wait_for, write_config
@@ -61,7 +61,6 @@ def test_it_trains_recovers_and_is_replayed_bit_for_bit(tmp_path: Path) -> None:
     summary = json.loads((run_dir / "summary.json").read_text())
     assert loss == pytest.approx(summary["eval_loss"], rel=1e-4)
     assert loss < 4.5, "below the uniform ln 256 = 5.5, with statistics that belong to the model"
-    path = latest(run_dir / "checkpoints")
-    assert path is not None
+    path = complete(run_dir / "checkpoints")[0]
     unsettled = Evaluator(load(config, ["--train.settle_batches", "0"])).evaluate(load_parameters(path)[0], 2)
     assert loss < unsettled["loss"], "the statistics that a model starts with are no use"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from invariants.draw import WEIGHTS, random_faults
+from invariants.verdict import Timeline, judge
 
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.sim.checks.verdict import Timeline, judge
 from diloco_jax.sim.cluster import Cluster
-from diloco_jax.sim.faults import WEIGHTS, Fault, random_faults
+from diloco_jax.sim.faults import Fault
 from diloco_jax.sim.network import NetworkOptions
 from diloco_jax.sim.scenario import Scenario
 from tests.sim.watching import Watch, judged, watched

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+from invariants.verdict import Verdict, judge
+
 from diloco_jax.protocol.effects import Adopt, Merge, Note, Send
-from diloco_jax.protocol.messages import (
-    NO_VERSION,
-    FragmentValue,
-    GlobalFragment,
-    Hello,
-    LearnerMessage,
-    SyncerMessage,
-)
-from diloco_jax.sim.checks.verdict import Verdict, judge
+from diloco_jax.protocol.messages import NO_VERSION, FragmentValue, GlobalFragment, Hello, LearnerMessage, SyncerMessage
 from diloco_jax.sim.node import Effects, LearnerProcess, Observer
 from diloco_jax.sim.scenario import Scenario
 

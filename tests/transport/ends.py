@@ -8,9 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy as np
-
-from diloco_jax.core.parts import concat, pack_part, runs_of_box
 from diloco_jax.protocol.messages import FragmentValue, Heartbeat, Message
 from diloco_jax.transport import grpc_link
 from diloco_jax.transport.grpc_link import GrpcLink, GrpcListener
@@ -95,20 +92,6 @@ def hear_end(side: Any, words: str = "") -> Delivery:
 def value(number: int = 1, size: int = 0, incarnation: int = 0, *, fragment_id: int = 0) -> FragmentValue:
     """Learner a's value for a round, with a payload of this size."""
     return FragmentValue("a", incarnation, number, fragment_id, 9, 9, 9, 0, 9, size)
-
-
-def parts_of(whole: bytes, hosts: int = 3) -> list[bytes]:
-    """The parts of a payload that hosts have: equal columns of a table, and what is left for the last of them."""
-    rows, width = len(whole) // 30, 30 // hosts
-    grid = np.frombuffer(whole, np.uint8)[: rows * 30].reshape(rows, 30)
-    found = []
-    for host in range(hosts):
-        box = slice(None), slice(host * width, (host + 1) * width)
-        rest = whole[rows * 30 :] if host == hosts - 1 else b""
-        tail = runs_of_box(rows * 30, (len(rest),), (slice(None),), 1)
-        runs = concat(runs_of_box(0, (rows, 30), box, 1), tail)
-        found.append(b"".join(pack_part(runs, [grid[box].tobytes(), rest])))
-    return found
 
 
 def comes_true(condition: Callable[[], object], within_s: float = WAIT_S) -> bool:

@@ -6,15 +6,15 @@ import random
 import unittest.mock
 
 import pytest
+from fuzzing import targets
+from fuzzing.inputs import framed, mutate
+from fuzzing.targets import FRAMES, TARGETS, value_frames
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_jax.transport import wire
 from diloco_jax.transport.session import assembly
 from diloco_jax.transport.trust import security
-from tests.transport import fuzz_targets
-from tests.transport.fuzz_inputs import framed, mutate
-from tests.transport.fuzz_targets import FRAMES, TARGETS, value_frames
 
 INPUTS = {"syncer_machine": 60, "learner_machine": 100, "tape": 100}  # the others are fast
 
@@ -95,7 +95,7 @@ def test_a_gate_that_compares_only_the_beginning_is_found(monkeypatch: pytest.Mo
 def test_a_reader_that_takes_any_size_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     large = framed(*value_frames(bytes(2000), 300))
     TARGETS["lane"].run(large)
-    right = fuzz_targets.BulkLane
-    monkeypatch.setattr(fuzz_targets, "BulkLane", lambda: right(1 << 20))
+    right = targets.BulkLane
+    monkeypatch.setattr(targets, "BulkLane", lambda: right(1 << 20))
     with pytest.raises(AssertionError):
         TARGETS["lane"].run(large)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fuzzing.inputs import parts_of
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import plan_fragments
@@ -19,7 +20,7 @@ from diloco_jax.transport.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import Rejected, TransportError
 from diloco_jax.transport.sharded import Dialler
 from diloco_jax.transport.trust import certificates
-from tests.transport.ends import CONFIG, WAIT_S, Ends, comes_true, greet, hear, hear_end, hear_message, parts_of, value
+from tests.transport.ends import CONFIG, WAIT_S, Ends, comes_true, greet, hear, hear_end, hear_message, value
 
 pytestmark = pytest.mark.net
 SHAPES = {"embed": (1 << 10, 300), "norm": (300,), **{f"layer_{n}": (20, 30 + n) for n in range(4)}}

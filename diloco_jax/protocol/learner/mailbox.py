@@ -22,14 +22,7 @@ from typing import Generic, TypeVar
 
 from diloco_jax.protocol.effects import Effect
 from diloco_jax.protocol.learner.machine import Learner
-from diloco_jax.protocol.messages import (
-    AnchorRequest,
-    GlobalFragment,
-    PullRequest,
-    StatePart,
-    StatePull,
-    SyncerMessage,
-)
+from diloco_jax.protocol.messages import AnchorRequest, GlobalFragment, PullRequest, StatePart, StatePull, SyncerMessage
 
 Item = TypeVar("Item")
 

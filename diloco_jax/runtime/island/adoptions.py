@@ -6,7 +6,6 @@ An island takes a global value with its own share in it, or as if it had never s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -15,8 +14,8 @@ from diloco_jax.core.fragments import Fragment
 from diloco_jax.core.layout import value_digest
 from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment
 from diloco_jax.settings.run import AdoptConfig
-from diloco_jax.training.exchange.exchange import AdoptMode
 from diloco_jax.training.exchange.outgoing import StagedFragment
+from diloco_jax.training.exchanged import ExchangedState
 
 Values = dict[str, np.ndarray]
 
@@ -59,18 +58,6 @@ class GlobalValues:
         self._newest[message.fragment_id] = values
 
 
-class Exchanging(Protocol):
-    """An island, as far as fragments leave it and come back."""
-
-    def stage(self, fragment: Fragment) -> StagedFragment:
-        """See Island.stage."""
-
-    def adopt(
-        self, fragment: Fragment, values: Values, *, mode: AdoptMode, alpha: float, sent: StagedFragment | None
-    ) -> None:
-        """See Island.adopt."""
-
-
 class Adoptions:
     """The staged copies of one life on an island, and what it sent last until it is known what became of that.
 
@@ -84,7 +71,7 @@ class Adoptions:
         how: the run's way of adoption.
     """
 
-    def __init__(self, island: Exchanging, fragments: Sequence[Fragment], how: AdoptConfig) -> None:
+    def __init__(self, island: ExchangedState, fragments: Sequence[Fragment], how: AdoptConfig) -> None:
         self._island = island
         self._fragments = fragments
         self._how = how

@@ -136,9 +136,5 @@ def own_metrics(config: RunConfig, name: str, devices: Sequence[jax.Device], flo
         ValueError: a callback cannot be loaded.
     """
     callbacks = find_callbacks(config.callbacks, ("on_step",))
-    return IslandMetrics(name, devices, flops_per_token, _peak(config, devices), callbacks)
-
-
-def _peak(config: RunConfig, devices: Sequence[jax.Device]) -> float:
-    """Return operations per second of all devices, 0 if nobody knows."""
-    return len(devices) * (config.islands.peak_tflops * 1e12 or DEVICE_PEAK_FLOPS.get(devices[0].device_kind, 0.0))
+    each = config.islands.peak_tflops * 1e12 or DEVICE_PEAK_FLOPS.get(devices[0].device_kind, 0.0)
+    return IslandMetrics(name, devices, flops_per_token, len(devices) * each, callbacks)

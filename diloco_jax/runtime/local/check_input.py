@@ -21,6 +21,7 @@ from diloco_jax.training.data import check_source
 from diloco_jax.training.named import failure, is_ours
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.training.sharding import MeshConfig
+from diloco_jax.transport.calls import cannot_listen
 from diloco_jax.transport.link import check_free, split_address
 from diloco_jax.transport.trust.security import credentials
 
@@ -59,10 +60,7 @@ def _check_transport(config: RunConfig) -> None:
         try:
             check_free(config.transport.address)
         except OSError as error:
-            raise ValueError(
-                f"cannot listen on transport.address {config.transport.address} ({error.strerror}): stop the process "
-                "that has the port, choose another one (0: any free port), or use an address of this machine"
-            ) from error
+            raise cannot_listen(config.transport, error.strerror) from error
 
 
 def _check_model(config: RunConfig) -> Blueprint:

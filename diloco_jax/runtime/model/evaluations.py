@@ -1,51 +1,19 @@
-"""Evaluations of the global model while a run goes on, by whoever can make one."""
+"""Evaluations of the global model while a run goes on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from diloco_jax.core.kinds import Kind
 from diloco_jax.settings.run import RunConfig
 
+if TYPE_CHECKING:  # which reads data: a syncer whose islands bring the model starts without
+    from diloco_jax.runtime.model.evaluation import Evaluator
+
 Assemble = Callable[[], Mapping[str, np.ndarray]]
-
-
-class RunModel(Protocol):
-    """The model of a run, as its syncer needs it: `Evaluator` of a model of the config, or `OfferedModel`."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of every parameter, by path."""
-
-    @property
-    def kinds(self) -> Mapping[str, Kind]:
-        """Return what every parameter is, by path."""
-
-    @property
-    def corpus(self) -> str:
-        """Return what it is trained on, in words that others can compare; "" if nobody here knows."""
-
-    @property
-    def num_parameters(self) -> int:
-        """Return how many parameters it has."""
-
-    def initial_parameters(self) -> Mapping[str, np.ndarray]:
-        """Return initial values by path, float32."""
-
-
-class Evaluates(Protocol):
-    """The services of an `Evaluator` that a syncer uses."""
-
-    @property
-    def alarms(self) -> list[str]:
-        """Return what went wrong with numbers of the user's own."""
-
-    def evaluate(self, parameters: Mapping[str, np.ndarray], max_batches: int, global_step: int) -> dict[str, Any]:
-        """See Evaluator.evaluate."""
 
 
 class Evaluations:
@@ -57,7 +25,7 @@ class Evaluations:
         report: gets each result, or the exception that ended one, on that thread.
     """
 
-    def __init__(self, config: RunConfig, evaluator: Evaluates | None, report: Callable[[Any], None]) -> None:
+    def __init__(self, config: RunConfig, evaluator: Evaluator | None, report: Callable[[Any], None]) -> None:
         self._every = config.train.eval_every if evaluator is not None else 0
         self._batches = config.train.eval_batches
         self._evaluator = evaluator

@@ -16,18 +16,7 @@ import numpy as np
 
 from diloco_jax.core.codec import Format
 from diloco_jax.core.outer import NOTHING, Outer
-from diloco_jax.core.passes import (
-    Flat,
-    Merger,
-    Products,
-    Squares,
-    State,
-    Update,
-    Values,
-    squares_of,
-    subset,
-    values_of,
-)
+from diloco_jax.core.passes import Flat, Merger, Products, Squares, State, Update, Values, squares_of, subset, values_of
 from diloco_jax.core.shards import Shares
 from diloco_jax.protocol.messages import NO_VERSION
 

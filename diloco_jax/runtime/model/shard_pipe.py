@@ -27,10 +27,7 @@ class Pipe:
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        on_message: Callable[[Any, list[np.ndarray]], None],
-        on_end: Callable[[str], None],
+        self, connection: Connection, on_message: Callable[[Any, list[np.ndarray]], None], on_end: Callable[[str], None]
     ) -> None:
         self._connection = connection
         self._on_message = on_message

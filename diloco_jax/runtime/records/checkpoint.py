@@ -127,11 +127,6 @@ def global_step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def latest(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in a folder, or None."""
-    return next(iter(complete(folder)), None)
-
-
 def newest_readable(folder: Path, read: Callable[[Path], T]) -> tuple[Path, T] | None:
     """Return the newest checkpoint that can be read, with what was read; the log names each one that cannot.
 

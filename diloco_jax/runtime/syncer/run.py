@@ -6,17 +6,17 @@ import logging
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.protocol.watch.stats import RunStats, never_merged
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
-from diloco_jax.runtime.model.evaluations import Evaluates, Evaluations, RunModel
+from diloco_jax.runtime.model.evaluations import Evaluations
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_setup
 from diloco_jax.runtime.model.merge_shards import MergeShards
-from diloco_jax.runtime.model.offered import describe_run, layout_of
+from diloco_jax.runtime.model.offered import OfferedModel, describe_run, layout_of
 from diloco_jax.runtime.records.files import CHECKPOINTS, CONFIG_FILE, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.status import NOTHING_EARLIER, read_earlier
 from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s
@@ -29,6 +29,9 @@ from diloco_jax.runtime.syncer.snapshots import Keeper, SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
 from diloco_jax.runtime.syncer.workers import Merges, Results
 from diloco_jax.settings.run import RunConfig, fingerprint
+
+if TYPE_CHECKING:  # which reads data: a syncer whose islands bring the model starts without
+    from diloco_jax.runtime.model.evaluation import Evaluator
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +55,8 @@ class SyncerRun:
         config: RunConfig,
         run_dir: Path,
         stop: threading.Event,
-        model: RunModel,
-        evaluator: Evaluates | None,
+        model: Evaluator | OfferedModel,
+        evaluator: Evaluator | None,
         *,
         rewind: bool = False,
     ) -> None:

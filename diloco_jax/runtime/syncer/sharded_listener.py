@@ -205,12 +205,7 @@ class Told(NamedTuple):
 
 
 def open_listener(
-    config: RunConfig,
-    run_dir: Path,
-    life: Life,
-    told: Told,
-    shards: MergeShards | None,
-    events: Results,
+    config: RunConfig, run_dir: Path, life: Life, told: Told, shards: MergeShards | None, events: Results
 ) -> GrpcListener | ShardedListener:
     """Listen, the merge shards first; after a failover where the process before it did: learners look for it there.
 

@@ -127,8 +127,7 @@ class Slices:
     ) -> None:
         self.chips = chips
         self.steps = 0
-        self.stepping_s = 0.0  # time in steps
-        self.useful_s = 0.0  # the same, times the share of slices that took part
+        self.useful_s = 0.0  # time in steps, times the share of slices that took part
         self.gaps: list[Gap] = []
         self._hardware = hardware
         self._slices = slices
@@ -182,7 +181,6 @@ class Slices:
         step_s = now_s - began_s
         share = 1.0 - len(self._absent) / self._slices
         self.steps += 1
-        self.stepping_s += step_s
         self.useful_s += step_s * share
         failed = poisson(self._random, self._failures_per_s * share * step_s, self._slices - len(self._absent))
         if failed:

@@ -1,7 +1,7 @@
 """The fate of every sample index that a run handed out, found from its tapes alone (`diloco audit`).
 
 The syncer's machine takes its decisions again. Leases, reports, merges and releases among them are entered in a second
-book (sim/checks/auditor.py), which is compared with the machine's. The learners' tapes, where they are, must not read
+book (auditor.py), which is compared with the machine's. The learners' tapes, where they are, must not read
 what was never leased to them.
 """
 
@@ -17,9 +17,9 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget
 from diloco_jax.runtime.records.files import SUMMARY_FILE, TAPE_FILE, TAPES
 from diloco_jax.runtime.records.telemetry import read_object
-from diloco_jax.sim.checks.auditor import Auditor
-from diloco_jax.sim.checks.sample_book import Findings, Range, joined
+from diloco_jax.tools.replay.auditor import Auditor
 from diloco_jax.tools.replay.lives import Begin, TapedStep, read_entries
+from diloco_jax.tools.replay.sample_book import Findings, Range, joined
 from diloco_jax.tools.replay.script import fingerprint_of, inputs
 
 COMPARED_AFTER = ("merged", "restart", "rewind")  # inputs

@@ -41,7 +41,7 @@ def read_scenario(folder: Path) -> SimulatedRun | None:
         return SimulatedRun(protocol, int(values["total_steps"]), int(values["learners"]), budget)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); write it again: python -m diloco_jax.sim --tapes"
+            f"{path} cannot be read ({type(error).__name__}: {error}); write it again: diloco simulate --tapes"
         ) from error
 
 
@@ -58,8 +58,5 @@ def as_simulated(config: RunConfig, folder: Path) -> RunConfig:
         return config
     islands = replace(config.islands, count=scenario.learners, batch_size=config.island("").batch_size)
     return replace(
-        config,
-        islands=islands,
-        protocol=scenario.protocol,
-        train=replace(config.train, steps=scenario.total_steps),
+        config, islands=islands, protocol=scenario.protocol, train=replace(config.train, steps=scenario.total_steps)
     )

@@ -243,7 +243,7 @@ class OutgoingBytes:
         return concat(*runs)
 
     def _offsets(self) -> dict[tuple[Kind, str], int]:
-        """Return where what a stream holds of each tensor begins in the payload, as `codec.pack` joins them."""
+        """Return where what a stream holds of each tensor begins in the payload, as `codec.encode` joins them."""
         offsets: dict[tuple[Kind, str], int] = {}
         start = 0
         for key in sorted(self.windows):

@@ -17,13 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import grpc
 
-from diloco_jax.transport.calls import (
-    FOLLOW,
-    ISLAND_SERVICE,
-    keep_freed_memory,
-    open_server,
-    read_header,
-)
+from diloco_jax.transport.calls import FOLLOW, ISLAND_SERVICE, keep_freed_memory, open_server, read_header
 from diloco_jax.transport.group.commands import COMMANDS, REPLIES, Command, Reply
 from diloco_jax.transport.link import LinkClosed, Payload, TransportConfig, TransportError, payload_parts
 from diloco_jax.transport.partials import Partials

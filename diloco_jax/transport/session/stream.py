@@ -17,12 +17,7 @@ import grpc
 from diloco_jax.protocol.messages import SYNCER, Message
 from diloco_jax.transport import wire
 from diloco_jax.transport.group.commands import Command, Reply
-from diloco_jax.transport.link import (
-    BULK_TYPES,
-    LinkClosed,
-    TransportConfig,
-    is_bulk,
-)
+from diloco_jax.transport.link import BULK_TYPES, LinkClosed, TransportConfig, is_bulk
 from diloco_jax.transport.partials import Partials, PeerHoldings
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.assembly import Assembly

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.runtime.records.checkpoint import latest, load_parameters
+from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.runtime.records.status import read_status
 from diloco_jax.runtime.records.telemetry import read_metrics
 from tests.runtime.helpers import kill_processes, processes_of, start, status, wait_for, write_config
@@ -90,8 +90,8 @@ def check_end(run_dir: Path) -> None:
     tape = tape_of(run_dir)
     times = [line[1] for line in tape]
     assert times == sorted(times), "the run's clock went back"
-    newest = latest(run_dir / "checkpoints")
-    assert newest is not None and newest.name == f"step_{STEPS:08d}"
+    newest = complete(run_dir / "checkpoints")[0]
+    assert newest.name == f"step_{STEPS:08d}"
     meta = load_parameters(newest)[1]
     assert min(meta["versions"]) > STEPS - FRAGMENTS - 3
     ends = [json.loads(p.read_text().splitlines()[-1]) for p in sorted((run_dir / "tapes").iterdir())]

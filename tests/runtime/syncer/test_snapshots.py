@@ -71,8 +71,7 @@ def test_only_the_newest_stay(tmp_path: Path) -> None:
 
 def test_a_half_written_one_is_none(tmp_path: Path) -> None:
     (tmp_path / "step_00000009.orbax-checkpoint-tmp-3").mkdir()
-    assert checkpoint.latest(tmp_path) is None
-    assert checkpoint.latest(tmp_path / "missing") is None
+    assert checkpoint.complete(tmp_path) == checkpoint.complete(tmp_path / "missing") == []
 
 
 @pytest.mark.parametrize("how", ["truncated", "empty", "one byte", "without machine", "other model"])

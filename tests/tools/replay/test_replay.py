@@ -16,7 +16,7 @@ import pytest
 
 from diloco_jax.core.fragments import take
 from diloco_jax.protocol.effects import Merge, Part
-from diloco_jax.runtime.records.checkpoint import latest, load_parameters
+from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.settings.run import AdoptConfig, RunConfig
 from diloco_jax.settings.text import parse
 from diloco_jax.tools.replay.lives import NeededLife, NeededLives, TapedStep, TookState, outline, read_entries
@@ -278,7 +278,7 @@ def test_life_is_repeated_step_by_step(
     """Against an island that is led by hand; another life that advances in between changes nothing."""
     adopt = AdoptConfig(mode=mode, alpha=0.25)
     monkeypatch.setattr(trainer, "how", adopt)
-    island, rate = trainer.island, trainer._rate
+    island, loop = trainer.island, trainer._loop
     first = trainer.fragments[0]
     island.state, island.exchange.held = trainer.fresh(), {}
     start = island.parameters()
@@ -297,11 +297,11 @@ def test_life_is_repeated_step_by_step(
 
     for p in (0, 1):
         island.adopt(trainer.fragments[p], values[names[p]])
-    order = [trainer._host._order.batch([tuple(r) for r in read]) for read in reads]
     losses = []
     staged = None
-    for index, batch in enumerate(order):
-        losses.append(island.wait(island.step(island.put_batch(batch), rate(3 + index)))["loss"])
+    for index, read in enumerate(reads):
+        loop.put_batch([(start, stop) for start, stop in read])
+        losses.append(loop.wait(loop.step(3 + index))["loss"])
         if index == 0:
             staged = island.stage(first)
         if index == 1:
@@ -335,8 +335,7 @@ def test_synthetic_tapes_train_a_model(tmp_path: Path) -> None:
     assert result["merged_rounds"] == len(rounds_of(script_of(pair)))
     assert result["eval_loss"] < 5.5, "below the uniform ln 256: something was learned"
     assert json.loads((tmp_path / "out" / "summary.json").read_text()) == result
-    checkpoint = latest(tmp_path / "out" / "checkpoints")
-    assert checkpoint is not None
+    checkpoint = complete(tmp_path / "out" / "checkpoints")[0]
     parameters, meta = load_parameters(checkpoint)
     assert digest_of(parameters) == result["sha256"] and meta["global_step"] == result["global_steps"]
 

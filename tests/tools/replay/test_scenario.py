@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from invariants.__main__ import main as simulate
 
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.settings.text import parse
-from diloco_jax.sim.__main__ import main as simulate
 from diloco_jax.tools.replay.scenario import as_simulated, read_scenario
 from tests.runtime.helpers import SMALL, merged
 

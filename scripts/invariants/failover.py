@@ -8,20 +8,13 @@ from collections.abc import Iterator
 from random import Random
 
 from diloco_jax.protocol.effects import Adopt, Effect, Note, Restore, Send
-from diloco_jax.protocol.messages import (
-    NO_VERSION,
-    AnchorValue,
-    GlobalFragment,
-    Hello,
-    LearnerMessage,
-    SyncerMessage,
-)
+from diloco_jax.protocol.messages import NO_VERSION, AnchorValue, GlobalFragment, Hello, LearnerMessage, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import replay
-from diloco_jax.sim.checks.checker import Checker, HealthyChecker
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.faults import NEVER_S, Fault
 from diloco_jax.sim.node import Effects, LearnerProcess
+from invariants.checker import Checker, HealthyChecker
 
 SHADOW_EVERY = 300  # inputs, on the mean, after which another machine takes over the state
 

@@ -11,6 +11,7 @@ from diloco_jax.protocol.syncer.restoring import REPETITIONS_MAX
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.holdings import Value
 from diloco_jax.sim.node import LearnerProcess, Observer
+from diloco_jax.sim.scenario import Scenario
 
 
 class Violation(AssertionError):
@@ -42,6 +43,11 @@ class Checker(Observer):
         self.lineages[self.lives] = self.lineage
 
 
+def longest_step_s(scenario: Scenario) -> float:
+    """Return the upper bound of a healthy learner's step."""
+    return scenario.step_s * (1 + scenario.speed_spread) * (1 + scenario.step_noise)
+
+
 class HealthyChecker(Checker):
     """A checker whose rule holds only from a time on: when nothing goes wrong any more.
 
@@ -52,7 +58,7 @@ class HealthyChecker(Checker):
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         scenario, network, config = cluster.scenario, cluster.scenario.network, self.config
-        self.healed_s = max(scenario.faults_over_s, network.heals_s)
+        self.healed_s = max([network.heals_s, *(fault.over_s for fault in scenario.faults)])
         self.lossless = not network.loss or network.heals_s > 0
         steps = config.sync_every + 2 if config.lockstep else config.overlap_steps + 3
         transfer_s = 0.0
@@ -60,7 +66,7 @@ class HealthyChecker(Checker):
             payloads = 3 * config.num_fragments + scenario.state_parts
             transfer_s = payloads * scenario.payload_bytes / network.bandwidth_bytes_per_s
         self.way_s = network.delay_s + network.jitter_s + (network.reorder_s if network.reorder else 0.0) + transfer_s
-        pace_s = (steps + config.grace_steps_max) * scenario.longest_step_s + 2 * scenario.merge_s
+        pace_s = (steps + config.grace_steps_max) * longest_step_s(scenario) + 2 * scenario.merge_s
         timeouts_s = 3 * config.lease_s + config.heartbeat_s + config.pull_timeout_s + 2 * config.resend_s
         if any(fault.kind in ("syncer_crash", "rewind") for fault in scenario.faults):
             timeouts_s += config.restore_s + 2**REPETITIONS_MAX * config.resend_s
@@ -68,5 +74,5 @@ class HealthyChecker(Checker):
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         if began and process.node.factor > 1:  # a slow step goes on when the slow phase is over
-            ends_s = now_s + self.cluster.scenario.longest_step_s * process.node.factor
+            ends_s = now_s + longest_step_s(self.cluster.scenario) * process.node.factor
             self.healed_s = max(self.healed_s, ends_s)

@@ -6,14 +6,14 @@ import json
 from typing import Any
 
 import pytest
+from invariants.draw import random_scenario
 
 from diloco_jax.protocol.messages import LearnerMessage
-from diloco_jax.sim.checks import sample_book
-from diloco_jax.sim.checks.auditor import Auditor
-from diloco_jax.sim.checks.sample_book import Book, Findings, SampleShare
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.node import Effects, Observer
-from diloco_jax.sim.scenario import random_scenario
+from diloco_jax.tools.replay import sample_book
+from diloco_jax.tools.replay.auditor import Auditor
+from diloco_jax.tools.replay.sample_book import Book, Findings, SampleShare
 
 A, B = ("a", 1), ("b", 1)
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from invariants import all as checkers
+from invariants.checker import Checker
+from invariants.verdict import judge
 
 from diloco_jax.protocol.learner.mailbox import Given, Mailbox
 from diloco_jax.protocol.messages import SyncerMessage
 from diloco_jax.sim import learner_driver
-from diloco_jax.sim.checks import all as checkers
-from diloco_jax.sim.checks.checker import Checker
-from diloco_jax.sim.checks.verdict import judge
 from diloco_jax.sim.scenario import Scenario
-from tests.sim.checks.test_checkers import RECOVERY, SCENARIO
+from tests.invariants.test_checkers import RECOVERY, SCENARIO
 
 LONG_LOADS = replace(RECOVERY, load_s=3.0, seed=3)
 

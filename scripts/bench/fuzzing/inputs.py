@@ -5,6 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import numpy as np
+
+from diloco_jax.core.parts import concat, pack_part, runs_of_box
+
 PAYLOAD_BYTES_MAX = 1000
 
 
@@ -61,3 +65,17 @@ EXTREMES = (
     b"[]",
     b"{}",
 )
+
+
+def parts_of(whole: bytes, hosts: int = 3) -> list[bytes]:
+    """The parts of a payload that hosts have: equal columns of a table, and what is left for the last of them."""
+    rows, width = len(whole) // 30, 30 // hosts
+    grid = np.frombuffer(whole, np.uint8)[: rows * 30].reshape(rows, 30)
+    found = []
+    for host in range(hosts):
+        box = slice(None), slice(host * width, (host + 1) * width)
+        rest = whole[rows * 30 :] if host == hosts - 1 else b""
+        tail = runs_of_box(rows * 30, (len(rest),), (slice(None),), 1)
+        runs = concat(runs_of_box(0, (rows, 30), box, 1), tail)
+        found.append(b"".join(pack_part(runs, [grid[box].tobytes(), rest])))
+    return found

@@ -8,6 +8,10 @@ from itertools import count
 from typing import Any
 
 import pytest
+from invariants import all as checkers
+from invariants.all import CHECKERS
+from invariants.checker import Checker
+from invariants.verdict import Verdict, judge
 
 from diloco_jax.protocol.effects import Drop, Effect, Merge, Send, Unstage
 from diloco_jax.protocol.learner.machine import STOPPED, TRAINING, Learner
@@ -27,14 +31,10 @@ from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.downstream import Downstream
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.rounds import Round
-from diloco_jax.sim.checks import all as checkers
-from diloco_jax.sim.checks.all import CHECKERS
-from diloco_jax.sim.checks.checker import Checker
-from diloco_jax.sim.checks.verdict import Verdict, judge
 from diloco_jax.sim.faults import Fault
 from diloco_jax.sim.network import NetworkOptions
 from diloco_jax.sim.scenario import Scenario
-from tests.sim import broken_machines as broken
+from tests.invariants import broken_machines as broken
 
 CONFIG = ProtocolConfig(
     sync_every=4, num_fragments=4, overlap_steps=2, lease_s=4.0, heartbeat_s=1.0, resend_s=0.5, pull_timeout_s=5.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from diloco_jax.protocol.effects import Adopt, Note
 from diloco_jax.protocol.messages import LearnerMessage, SyncerMessage
-from diloco_jax.sim.checks.checker import HealthyChecker
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.faults import NEVER_S
 from diloco_jax.sim.node import Effects, LearnerProcess
+from invariants.checker import HealthyChecker, longest_step_s
 
 
 class RoundsAdvance(HealthyChecker):
@@ -86,7 +86,7 @@ class VersionsConverge(HealthyChecker):
 
     def end(self) -> None:
         network = self.cluster.scenario.network
-        way_s = network.delay_s + network.jitter_s + self.cluster.scenario.longest_step_s
+        way_s = network.delay_s + network.jitter_s + longest_step_s(self.cluster.scenario)
         if network.bandwidth_bytes_per_s:  # what is sent before it has the same way
             payloads = 2 * max(1, self.config.overlap_steps)
             way_s += payloads * self.cluster.scenario.payload_bytes / network.bandwidth_bytes_per_s

@@ -1,4 +1,4 @@
-"""`python -m diloco_jax.sim`: rerun a seed and read it, sweep over seeds, measure the speed."""
+"""`./scripts/invariants/sweep`: rerun a seed and read it, sweep over seeds, measure the speed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.sim.checks.verdict import Timeline, judge
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.faults import NEVER_S
-from diloco_jax.sim.scenario import Scenario, random_scenario
+from diloco_jax.sim.scenario import Scenario
+from invariants.draw import random_scenario
+from invariants.verdict import Timeline, judge
 
 BENCH_RUNS = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 when a rule was broken."""
-    parser = argparse.ArgumentParser(prog="python -m diloco_jax.sim", description=__doc__)
+    parser = argparse.ArgumentParser(prog="./scripts/invariants/sweep", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="random settings and faults are drawn from it")
     parser.add_argument("--count", type=int, default=1, help="so many seeds from --seed on, one line each")
     parser.add_argument("--tapes", type=Path, metavar="DIR", help="write the run's tapes there, for `diloco replay`")

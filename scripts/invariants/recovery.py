@@ -6,19 +6,12 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from diloco_jax.protocol.effects import AdoptState, Finish, Send, StageState, UnstageState
-from diloco_jax.protocol.messages import (
-    Advance,
-    GlobalFragment,
-    StateRequest,
-    Stop,
-    SyncerMessage,
-    Welcome,
-)
-from diloco_jax.sim.checks.checker import Checker
-from diloco_jax.sim.checks.sample_book import Life
+from diloco_jax.protocol.messages import Advance, GlobalFragment, StateRequest, Stop, SyncerMessage, Welcome
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.holdings import Value, digest_of
 from diloco_jax.sim.node import Effects, LearnerProcess
+from diloco_jax.tools.replay.sample_book import Life
+from invariants.checker import Checker
 
 STATES_MAX = 2  # copies of a donor, see protocol/recovery.py
 

@@ -6,17 +6,10 @@ from collections import defaultdict
 
 from diloco_jax.protocol.effects import Adopt, AdoptState, Drop, Finish, Send, Stage, Unstage, UnstageState
 from diloco_jax.protocol.learner.machine import Learner
-from diloco_jax.protocol.messages import (
-    AnchorRequest,
-    FragmentValue,
-    PullRequest,
-    StatePull,
-    StepReport,
-    SyncerMessage,
-)
-from diloco_jax.sim.checks.checker import Checker
+from diloco_jax.protocol.messages import AnchorRequest, FragmentValue, PullRequest, StatePull, StepReport, SyncerMessage
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.node import Effects, LearnerProcess
+from invariants.checker import Checker
 
 STAGED_COPIES_MAX = 3  # of one fragment, see protocol/learner/stager.py
 

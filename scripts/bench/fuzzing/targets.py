@@ -2,7 +2,8 @@
 
 A target takes any bytes. What it says of them (a WireError, a refusal, ...) does not matter; it fails with an
 AssertionError when something was accepted that should not have been, or memory was taken that should not have been, and
-with whatever else the code under test raises. `test_fuzz.py` runs them shortly, scripts/bench/fuzz at length.
+with whatever else the code under test raises. tests/transport/test_fuzz.py runs them shortly, scripts/bench/fuzz at
+length.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from fuzzing import machines
+from fuzzing.inputs import PAYLOAD_BYTES_MAX, framed, parts_of, unframed
+from fuzzing.machines import EXAMPLES
 from google.protobuf.message import DecodeError
 
 from diloco_jax.core import codec
@@ -30,10 +34,6 @@ from diloco_jax.transport.session.assembly import Assembly
 from diloco_jax.transport.session.sessions import Refused
 from diloco_jax.transport.trust.certificates import learner_names
 from diloco_jax.transport.trust.security import TOKEN_KEY, Denied, Gate
-from tests.transport import fuzz_machines
-from tests.transport.ends import parts_of
-from tests.transport.fuzz_inputs import PAYLOAD_BYTES_MAX, framed, unframed
-from tests.transport.fuzz_machines import EXAMPLES
 
 HEADER = pb.Header(run_id="run", epoch=1, sender="a", incarnation=1, session=7, lane=pb.LANE_BULK, stripes=1)
 HOLDINGS = pb.Holdings(
@@ -313,14 +313,14 @@ def run_tape(data: bytes) -> None:
     """Lines of a tape: replayed or refused with the number of the line."""
     lines = data.decode("utf-8", "replace").splitlines()
     with contextlib.suppress(ValueError):
-        for _ in replay(lines, fuzz_machines.new_syncer()):
+        for _ in replay(lines, machines.new_syncer()):
             pass
 
 
 def run_snapshot(data: bytes) -> None:
     """The state of a machine in a snapshot: taken over, or refused by an ordinary error."""
     with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError):
-        fuzz_machines.new_syncer().restore(json.loads(data))
+        machines.new_syncer().restore(json.loads(data))
 
 
 def with_chunk(body: bytes) -> bytes:
@@ -358,8 +358,8 @@ TARGETS = {
     ),
     "state": Target((state_bytes(STATE), state_bytes({**STATE, "x": np.zeros((2, 3), np.float64)})), run_state),
     "parts": Target((framed(*PARTS), framed(*PARTS[:2], b"")), run_parts),
-    "syncer_machine": Target(fuzz_machines.SYNCER_SEEDS, fuzz_machines.run_syncer),
-    "learner_machine": Target(fuzz_machines.LEARNER_SEEDS, fuzz_machines.run_learner),
-    "tape": Target(fuzz_machines.TAPE_SEEDS, run_tape),
-    "snapshot": Target(fuzz_machines.SNAPSHOT_SEEDS, run_snapshot),
+    "syncer_machine": Target(machines.SYNCER_SEEDS, machines.run_syncer),
+    "learner_machine": Target(machines.LEARNER_SEEDS, machines.run_learner),
+    "tape": Target(machines.TAPE_SEEDS, run_tape),
+    "snapshot": Target(machines.SNAPSHOT_SEEDS, run_snapshot),
 }

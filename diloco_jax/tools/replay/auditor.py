@@ -11,7 +11,7 @@ from diloco_jax.protocol.effects import Drop, Effect, Merge, Note, Restore, Save
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.messages import Lease
 from diloco_jax.protocol.syncer.tape import SNAPSHOTS_MAX
-from diloco_jax.sim.checks.sample_book import Book, Findings, Life, SampleShare
+from diloco_jax.tools.replay.sample_book import Book, Findings, Life, SampleShare
 
 KEPT_MAX = 8  # snapshots that a run may go back to, and some
 

@@ -16,10 +16,10 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.syncer.downstream import STEPS_MAX
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.checks.checker import Checker
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.holdings import Value
 from diloco_jax.sim.node import Effects, LearnerProcess
+from invariants.checker import Checker
 
 Fragment = tuple[str, int, int]  # a learner's name and incarnation, and the number of the fragment
 

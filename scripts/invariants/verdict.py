@@ -10,14 +10,14 @@ from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, No
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import SYNCER, LearnerMessage, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.checks.all import CHECKERS
-from diloco_jax.sim.checks.checker import Checker
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.faults import Fault
 from diloco_jax.sim.node import Effects, LearnerProcess, Observer
 from diloco_jax.sim.scenario import Scenario
 from diloco_jax.sim.tapes import LearnerTapes
 from diloco_jax.sim.world import MakeLearner, MakeSyncer
+from invariants.all import CHECKERS
+from invariants.checker import Checker
 
 UNTIL_S = 10_000.0  # of virtual time; far beyond the end of any healthy run
 
@@ -52,7 +52,7 @@ class Verdict(NamedTuple):
 
 def command(seed: int) -> str:
     """Return the command that reruns a seed of random_scenario, with everything that happened."""
-    return f"python -m diloco_jax.sim --seed {seed}"
+    return f"./scripts/invariants/sweep --seed {seed}"
 
 
 class Timeline(Observer):

@@ -17,10 +17,10 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.checks.checker import Checker
-from diloco_jax.sim.checks.sample_book import Life
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.node import Effects, LearnerProcess
+from diloco_jax.tools.replay.sample_book import Life
+from invariants.checker import Checker
 
 
 class VersionsGrow(Checker):

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from diloco_jax.protocol.effects import Drop, Finish, Note, SaveSnapshot
 from diloco_jax.protocol.messages import FragmentValue, Hello, LearnerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.checks.checker import Checker
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.node import Effects, LearnerProcess
+from invariants.checker import Checker
 
 Life = tuple[str, int]
 

@@ -7,11 +7,11 @@ import json
 from diloco_jax.protocol.effects import Send
 from diloco_jax.protocol.leases import BOOK
 from diloco_jax.protocol.messages import LearnerMessage, Lease
-from diloco_jax.sim.checks.auditor import Auditor
-from diloco_jax.sim.checks.checker import Checker
-from diloco_jax.sim.checks.sample_book import Life, RangeMap, joined
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.node import Effects, LearnerProcess
+from diloco_jax.tools.replay.auditor import Auditor
+from diloco_jax.tools.replay.sample_book import Life, RangeMap, joined
+from invariants.checker import Checker
 
 COMPARED_EVERY = 20  # inputs of the syncer
 

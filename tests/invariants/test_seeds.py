@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from invariants import __main__ as cli
+from invariants.draw import LEARNERS_MAX, WEIGHTS, random_scenario
+from invariants.verdict import command, judge
 
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.sim import __main__ as cli
-from diloco_jax.sim.checks.verdict import command, judge
-from diloco_jax.sim.faults import WEIGHTS
-from diloco_jax.sim.scenario import LEARNERS_MAX, Scenario, random_scenario
+from diloco_jax.sim.scenario import Scenario
 
 SEEDS = range(200)
 
@@ -48,7 +48,7 @@ def test_a_failing_seed_prints_its_command(monkeypatch: pytest.MonkeyPatch, caps
     assert cli.main(["--seed", "41"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert "FAILED: Violation: RoundsAdvance" in last and "1 live learners are fewer than the quorum of 2" in last
-    assert last.endswith("rerun with python -m diloco_jax.sim --seed 41") and command(41) in last
+    assert last.endswith("rerun with ./scripts/invariants/sweep --seed 41") and command(41) in last
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,37 @@
+"""All checkers, in the order in which they are asked."""
+
+from __future__ import annotations
+
+from invariants.budget import BudgetHolds
+from invariants.checker import Checker
+from invariants.failover import AnchorsAgree, StateRoundTrip, TapeReplays
+from invariants.learners import CopiesBounded, FreshLearnersKeepQuiet, NeverWaits, StepsUndisturbed
+from invariants.leases import LeasesAccount
+from invariants.progress import EverybodyTrains, RoundsAdvance, VersionsConverge
+from invariants.recovery import RecoveryIsWhole
+from invariants.rounds import MergedOnce, QuarantineHolds, QuorumHolds, RoundsBounded, SharesAreTold, VersionsGrow
+from invariants.steps import StepsApply, WholeWhereNeeded
+
+CHECKERS: tuple[type[Checker], ...] = (
+    VersionsGrow,
+    MergedOnce,
+    SharesAreTold,
+    QuorumHolds,
+    QuarantineHolds,
+    RoundsBounded,
+    NeverWaits,
+    StepsUndisturbed,
+    FreshLearnersKeepQuiet,
+    CopiesBounded,
+    RecoveryIsWhole,
+    LeasesAccount,
+    AnchorsAgree,
+    StepsApply,
+    WholeWhereNeeded,
+    StateRoundTrip,
+    TapeReplays,
+    BudgetHolds,
+    RoundsAdvance,
+    EverybodyTrains,
+    VersionsConverge,
+)
