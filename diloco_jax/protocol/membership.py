@@ -20,7 +20,7 @@ from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT, Member
 from diloco_jax.protocol.messages import SYNCER, Hello
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-OPEN = ""  # a value of the syncer's fingerprint that the first learner is to say
+OPEN = ""  # a value of a fingerprint that is not compared; the syncer takes it from the first learner that has one
 
 
 def difference(
@@ -30,12 +30,12 @@ def difference(
 
     Args:
         ours: what the syncer has; OPEN where it has nothing to compare with.
-        theirs: what the learner has.
+        theirs: what the learner has; likewise.
         agreed: what the first learner said of the open things.
     """
     mine, other = {**ours, **(agreed or {})}, dict(theirs)
     unequal = (what for what in sorted(mine.keys() | other.keys()) if mine.get(what) != other.get(what))
-    return next((what for what in unequal if mine.get(what) != OPEN or what not in other), "")
+    return next((what for what in unequal if OPEN not in (mine.get(what), other.get(what)) or what not in other), "")
 
 
 class Membership:

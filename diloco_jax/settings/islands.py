@@ -86,8 +86,8 @@ class IslandsConfig:
     """Let that one process see its devices through Pathways; needs the package pathwaysutils there."""
     command: tuple[str, ...] = ()
     """The program of an island's process in a local run: a training loop that calls diloco_jax.join, for example
-    [python, my_loop.py]. It gets DILOCO_SYNCER, DILOCO_ISLAND, DILOCO_RUN_DIR and the like from the environment. Empty:
-    the built-in loop."""
+    [python, my_loop.py]; python is the one that runs diloco. It sees islands.devices, and its place in DILOCO_SYNCER,
+    DILOCO_ISLAND, DILOCO_RUN_DIR and the like. Empty: the built-in loop."""
     each: dict[str, IslandOverride] = field(default_factory=dict)
     """What single islands have differently, by name: {island-3: {topology: v6e:16x16, batch_size: 512}}."""
     peak_tflops: float = 0.0

@@ -101,7 +101,8 @@ class RunStats:
         stats = self._learners.setdefault(report.learner_id, LearnerStats())
         busy_s = report.step_s
         known = stats.last_step if report.incarnation == stats.incarnation else 0
-        self._outrun.on_steps(report.learner_id, report.local_step - known, self._syncer.global_step)
+        if not self._syncer.finished:  # until they hear of the end, islands step on
+            self._outrun.on_steps(report.learner_id, report.local_step - known, self._syncer.global_step)
         if report.incarnation != stats.incarnation:
             stats.span_s = stats.total_span_s
             stats.incarnation = report.incarnation

@@ -32,9 +32,14 @@ class Signals:
         self._failure: Exception | None = None
 
     def fail(self, error: Exception) -> None:
-        """End the learner by an error of one of its threads; the step thread raises it."""
-        self._failure = error
+        """End the learner by an error of one of its threads, the first of them; the step thread raises it."""
+        self._failure = self._failure or error
         self.woken.set()
+
+    @property
+    def failed(self) -> bool:
+        """Tell whether a thread has ended the learner."""
+        return self._failure is not None
 
     def check(self) -> None:
         """Raise the error of another thread, if there is one."""

@@ -112,7 +112,7 @@ class LinkKeeper:
     def run(self) -> None:
         """Listen until the learner ends: the body of the thread "link"."""
         try:
-            while not self._decisions.over:
+            while not (self._decisions.over or self._signals.failed):
                 self._listen_once()
         except Exception as error:
             self._signals.fail(error)

@@ -35,7 +35,7 @@ def check_input(config: RunConfig) -> None:
     jax.config.update("jax_platforms", "cpu")  # arrays of the user's code must not take what islands will need
     if config.algorithm == "decoupled":
         _check_transport(config)
-    if config.islands.command and shutil.which(config.islands.command[0]) is None:
+    if config.islands.command[:1] not in ((), ("python",)) and shutil.which(config.islands.command[0]) is None:
         raise ValueError(f"islands.command {config.islands.command[0]!r} is no program here; name one, such as python")
     find_trackers(config.trackers)
     find_callbacks(config.callbacks)

@@ -167,6 +167,8 @@ class LocalRun:
     def _start_process(self, title: str, arguments: list[str], environment: Mapping[str, str]) -> Process:
         log = self._run_dir / LOGS / f"{title}.log"
         command: Sequence[str] = self._config.islands.command
+        if command[:1] == ("python",):  # this one, in whose environment the package is
+            command = (sys.executable, *command[1:])
         if arguments:
             command = [sys.executable, "-m", "diloco_jax", *arguments, "--run-dir", str(self._run_dir)]
         with log.open("ab") as stream:

@@ -115,7 +115,7 @@ class OwnIsland:
     def training(self) -> bool:
         """Tell whether there is another step to make."""
         if not self._handed:
-            raise ValueError("begin with what state() returns: what join() was given is not the run's model any more")
+            raise ValueError("begin with what state() returns: what join() was given need not be the run's model")
         self._held.state = NOTHING
         return bool(self._going)
 
@@ -127,6 +127,8 @@ class OwnIsland:
         """
         if not self._leased:
             raise ValueError('this island was joined with data="own"; read your own data, or join with data="leased"')
+        if not self._going:
+            raise ValueError("next_samples() before state(), or after the end: call it only while island.training")
         self._asked = True
         return np.concatenate([np.arange(start, stop) for start, stop in self._batch.ranges])
 
@@ -162,7 +164,8 @@ class OwnIsland:
 
     def global_params(self) -> Any:
         """Return the newest global model that this island holds, as the loop's tree: what an evaluation is of."""
-        assert self._host is not None, "the island has not begun"
+        if self._host is None or len(self._host.anchors) < len(self._host.fragments):
+            raise ValueError("there is no global model here yet: call state() first")
         values = {path: np.zeros(shape, np.float32) for path, shape in self._state.shapes.items()}
         for fragment in self._host.fragments:
             values = put(values, fragment, self._host.anchors[fragment.fragment_id])
@@ -236,6 +239,7 @@ class OwnIsland:
             raise ValueError("this island has left its run; join again")
         if isinstance(side, Leading):
             self._going = side.joined.begin()
+            side.joined.check_end()
             self._next(self._going)
         else:
             self._follow()
@@ -274,10 +278,13 @@ def _scalars(metrics: Any) -> dict[str, float]:
         raise ValueError(
             f"metrics has no 'loss' ({', '.join(map(str, named)) or 'nothing'}); give a scalar of that name"
         )
-    try:
-        return {str(name): float(value) for name, value in jax.device_get(dict(named)).items()}
-    except TypeError as error:
-        raise ValueError(f"metrics must be scalars by name: {error}") from error
+    found: dict[str, float] = {}
+    for name, value in jax.device_get(dict(named)).items():
+        try:
+            found[str(name)] = float(np.asarray(value).reshape(()))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"metric {name!r} is no scalar ({error}); give one, such as its mean") from error
+    return found
 
 
 def join(
@@ -334,6 +341,8 @@ def join(
     del params, opt_state
     own = replace(transport or here.transport, address=here.syncer)
     config = introduce(own, here.name, state.params, state.kinds)
+    if state.has_moments and not config.protocol.snapshot_every:
+        log.warning("protocol.snapshot_every is 0: opt_state is never saved, and is lost once all islands have stopped")
     die_with_parent()
     incarnation, hosts = here.incarnation, None
     if jax.process_count() > 1:

@@ -71,6 +71,11 @@ class LoopState:
         self.params = self._named([jnp.copy(leaf) for leaf in leaves])
         self._opt_state = jax.tree.map(self._committed, opt_state)
 
+    @property
+    def has_moments(self) -> bool:
+        """Tell whether there is an optimizer's state."""
+        return self._opt_tree.num_leaves > 0
+
     def exchanged(self, wire: Any, rebase: bool) -> ExchangedState:
         """Return what an island exchanges of this state, which is gone from here.
 
@@ -108,6 +113,11 @@ class LoopState:
             raise ValueError(f"{who} got an opt_state of another structure than join() did: {words}")
         for path, leaf in zip(self._paths, leaves, strict=True):
             _check(f"params[{path!r}]", leaf)
+            if (leaf.dtype, leaf.shape) != (self._dtypes[path], self.shapes[path]):
+                raise ValueError(
+                    f"{who} got params[{path!r}] of {leaf.dtype} {leaf.shape}, join() {self._dtypes[path]} "
+                    f"{self.shapes[path]}; a step keeps types and shapes"
+                )
         return TrainState(self._named(leaves), opt_state)
 
     def given_back(self, params: Mapping[str, Array]) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from diloco_jax.training.models.config import OWN
 from diloco_jax.training.models.variables import path_of, prepare
 from diloco_jax.training.named import load_named
 from diloco_jax.training.sharding import LogicalAxes
@@ -70,6 +71,11 @@ def find_model(module: str) -> type[nnx.Module]:
     Raises:
       ValueError: it cannot be imported, is no `nnx.Module`, or lacks a method of `TrainableModel`.
     """
+    if module == OWN:
+        raise ValueError(
+            "model.module is own: only the islands' own loops know the model (docs/join.md); name it as "
+            "package.module:Class to have it built here"
+        )
     found = load_named("model.module", module)
     if not (isinstance(found, type) and issubclass(found, nnx.Module)):
         raise ValueError(f"model.module '{module}' is not a flax.nnx.Module class; derive it from nnx.Module")
