@@ -65,7 +65,8 @@ LINKS = {  # the learning rate of `slow` warms up for 100 steps
 def results_of(program: str, words: list[str], timeout_s: float) -> list[dict[str, Any]]:
     """Return what a bench says."""
     command = [sys.executable, str(BENCHES / f"{program}.py"), *words]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=timeout_s)
+    around = environment() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=around, timeout=timeout_s)
     assert ran.returncode == 0, ran.stderr
     return [json.loads(line) for line in ran.stdout.splitlines()]
 
