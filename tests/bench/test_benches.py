@@ -74,8 +74,7 @@ def results_of(program: str, words: list[str], timeout_s: float) -> list[dict[st
 @pytest.mark.net
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "bench",
-    [pytest.param(each, id=each.program, marks=[pytest.mark.slow] * (each in SLOW)) for each in QUICK + SLOW],
+    "bench", [pytest.param(each, id=each.program, marks=[pytest.mark.slow] * (each in SLOW)) for each in QUICK + SLOW]
 )
 def test_it_runs(bench: Bench, tmp_path: Path) -> None:
     words = [str(write_config(tmp_path)) if word == "SMALL" else word for word in bench.words.split()]
