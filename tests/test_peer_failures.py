@@ -29,18 +29,11 @@ from diloco_jax.transport import grpc_link
 from diloco_jax.transport.grpc_link import GrpcListener
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from tests.protocol.pair import Pair
+from tests.protocol.pair import Pair, run_rounds
 from tests.runtime.models import gradient, make_model, merge
 from tests.sockets import listening
 
 WAIT_S = 30.0
-
-
-def run_rounds(pair: Pair, rounds: int, *names: str) -> None:
-    """Steps of everybody, one second each."""
-    for _ in range(rounds):
-        pair.wait(1.0)
-        pair.step(*names)
 
 
 # ---- 1 -------------------------------------------------------------------------------------------------------------

@@ -65,7 +65,8 @@ LINKS = {  # the learning rate of `slow` warms up for 100 steps
 def results_of(program: str, words: list[str], timeout_s: float) -> list[dict[str, Any]]:
     """Return what a bench says."""
     command = [sys.executable, str(BENCHES / f"{program}.py"), *words]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=timeout_s)
+    around = environment() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=around, timeout=timeout_s)
     assert ran.returncode == 0, ran.stderr
     return [json.loads(line) for line in ran.stdout.splitlines()]
 
@@ -73,8 +74,7 @@ def results_of(program: str, words: list[str], timeout_s: float) -> list[dict[st
 @pytest.mark.net
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "bench",
-    [pytest.param(each, id=each.program, marks=[pytest.mark.slow] * (each in SLOW)) for each in QUICK + SLOW],
+    "bench", [pytest.param(each, id=each.program, marks=[pytest.mark.slow] * (each in SLOW)) for each in QUICK + SLOW]
 )
 def test_it_runs(bench: Bench, tmp_path: Path) -> None:
     words = [str(write_config(tmp_path)) if word == "SMALL" else word for word in bench.words.split()]

@@ -23,14 +23,7 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
-from tests.protocol.pair import FINGERPRINT, Pair
-
-
-def run_rounds(pair: Pair, rounds: int, *names: str) -> None:
-    for _ in range(rounds):
-        pair.wait(1.0)
-        pair.step(*names)
-
+from tests.protocol.pair import FINGERPRINT, Pair, run_rounds
 
 # ---- a receiver that dies ------------------------------------------------------------------------------------------
 

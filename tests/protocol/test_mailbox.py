@@ -122,11 +122,7 @@ def test_of_each_fragment_the_newest_waits_and_in_its_own_place(mail: Mail) -> N
     assert len(mail.box) == 3, "the value of version 2 is let go of"
     assert mail.machine.adopted[0].version == 0
     names = [(message, item) for message, item in mail.take()]
-    assert names == [
-        (Advance(3), "item"),
-        (fragment(1, 3), "values of 3"),
-        (fragment(0, 4), "values of 4"),
-    ]
+    assert names == [(Advance(3), "item"), (fragment(1, 3), "values of 3"), (fragment(0, 4), "values of 4")]
     assert [held.version for held in mail.machine.adopted] == [4, 3]
 
 

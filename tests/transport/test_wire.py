@@ -58,11 +58,7 @@ def strategy_of(hint: Any) -> st.SearchStrategy[Any]:
         return message_strategy(hint)
     if hasattr(hint, "_fields"):
         return st.builds(hint, *(strategy_of(part) for part in typing.get_type_hints(hint).values()))
-    return {
-        int: st.integers(0, COUNTER_MAX),
-        str: st.text(max_size=20),
-        float: st.floats(allow_nan=False),
-    }[hint]
+    return {int: st.integers(0, COUNTER_MAX), str: st.text(max_size=20), float: st.floats(allow_nan=False)}[hint]
 
 
 def reader(allowed: tuple[type, ...] = MESSAGES) -> wire.Reader:

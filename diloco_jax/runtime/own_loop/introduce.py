@@ -23,10 +23,7 @@ POLL_S = 0.2
 
 
 def introduce(
-    transport: TransportConfig,
-    learner_id: str,
-    params: Mapping[str, Array],
-    kinds: Mapping[str, Kind],
+    transport: TransportConfig, learner_id: str, params: Mapping[str, Array], kinds: Mapping[str, Kind]
 ) -> RunConfig:
     """Return the config of the run whose syncer listens at `transport.address`; it has this model afterwards.
 
@@ -44,27 +41,20 @@ def introduce(
     ours = layout_of(shapes, kinds)
     described = ask_description(transport, learner_id)
     if _any_host(not described.layout):
-        whole = _whole(params)
+        whole, reason = _whole(params), ""
         if jax.process_index() == 0 and not described.layout:
             try:
                 reason = offer_model(transport, learner_id, ours, list(_bytes(whole)))
             except TransportError as error:  # another island was faster, and the syncer has gone on to its run
                 reason = str(error)
-            described = _await_model(transport, learner_id, reason)
-        else:
-            described = _await_model(transport, learner_id, "")
+        described = _await_model(transport, learner_id, reason)
     _compare(ours, described.layout)
     config = parse_text(described.config, f"the config that the syncer at {transport.address} told")
     return replace(config, transport=_joined(config.transport, transport))
 
 
 def _await_model(transport: TransportConfig, learner_id: str, reason: str) -> Description:
-    """Ask until the run has a model: ours, or that of another island that was faster.
-
-    Args:
-        transport, learner_id: as `introduce`.
-        reason: why ours was not taken, if it was not.
-    """
+    """Ask until the run has a model: ours, or a faster island's; `reason` says why ours was not taken, if so."""
     ends_s = time.monotonic() + transport.connect_timeout_s
     while True:
         try:

@@ -44,9 +44,7 @@ def data_parallel_utilisation(gradient_bytes: float, step_s: float, sites: int, 
     """Share of the time in which data parallel computes over links of this rate.
 
     Args:
-      gradient_bytes: of the whole model, as it travels.
-      step_s: compute time of a step.
-      sites: members of the ring over the wide-area links.
+      gradient_bytes, step_s, sites: as `data_parallel_gbit_per_s`.
       gbit_per_s: of each site's link, each way.
     """
     travel_s = gradient_bytes * ring_factor(sites) / (gbit_per_s * GBIT)

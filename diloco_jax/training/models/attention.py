@@ -117,10 +117,5 @@ def splash(
 
 def _blocks(size: int) -> splash_attention_kernel.BlockSizes:
     return splash_attention_kernel.BlockSizes(
-        block_q=size,
-        block_kv=size,
-        block_q_dkv=size,
-        block_kv_dkv=size,
-        block_q_dq=size,
-        block_kv_dq=size,
+        block_q=size, block_kv=size, block_q_dkv=size, block_kv_dkv=size, block_q_dq=size, block_kv_dq=size
     )

@@ -53,8 +53,7 @@ def test_any_number_of_shares_gives_the_same_bits(up: codec.Format) -> None:
 
 
 @pytest.mark.parametrize(
-    "outer",
-    [OuterConfig(learning_rate=0.7, momentum=0.9), OuterConfig(optimizer="adam"), OuterConfig(module=OWN)],
+    "outer", [OuterConfig(learning_rate=0.7, momentum=0.9), OuterConfig(optimizer="adam"), OuterConfig(module=OWN)]
 )
 def test_what_two_shares_saved_three_go_on_with(outer: OuterConfig) -> None:
     model, other = make_model(2, outer), make_model(3, outer)

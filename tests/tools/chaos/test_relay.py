@@ -202,10 +202,7 @@ def test_healing_calls_damage_off(ends: Ends) -> None:
 
 def test_target_is_asked_at_every_connection_and_may_be_away() -> None:
     addresses: list[str] = []
-    with (
-        Relay(lambda: addresses[-1] if addresses else "") as relay,
-        socket.create_server(("127.0.0.1", 0)) as target,
-    ):
+    with Relay(lambda: addresses[-1] if addresses else "") as relay, socket.create_server(("127.0.0.1", 0)) as target:
         with pytest.raises(ConnectionResetError), socket.create_connection(split_address(relay.address)) as early:
             early.recv(1)
         addresses.append(f"127.0.0.1:{target.getsockname()[1]}")

@@ -12,10 +12,7 @@ import pytest
 from tests.tools.launch.gcloud_flags import EVERYWHERE, FLAGS, command_of, flags_of
 from tests.tools.launch.helpers import Stage, plan
 
-VARIANTS = (
-    (),
-    ("--cloud.spot", "True", "--cloud.external", "True", "--cloud.source_ranges", "34.1.2.0/24"),
-)
+VARIANTS = ((), ("--cloud.spot", "True", "--cloud.external", "True", "--cloud.source_ranges", "34.1.2.0/24"))
 
 
 def calls_of_gcloud(folder: Path) -> list[list[str]]:

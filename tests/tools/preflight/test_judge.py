@@ -175,11 +175,7 @@ REFUSED = "RESOURCE_EXHAUSTED: Ran out of memory "  # how libtpu begins both mes
     ],
 )
 def test_what_does_not_fit_names_settings(
-    message: str,
-    gigabytes: float,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    message: str, gigabytes: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: Any) -> Any:
         raise jax.errors.JaxRuntimeError(REFUSED + message)

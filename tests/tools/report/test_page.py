@@ -316,10 +316,7 @@ def cells(root: ElementTree.Element) -> list[tuple[str, float]]:
 def test_the_timeline_shows_members_and_joins_equal_neighbours() -> None:
     rounds = [DrawnRound(1.0 + n, n, frozenset({"a", "b"} if 3 <= n <= 5 else {"a"})) for n in range(1, 11)]
     root = ElementTree.fromstring(plots.timeline("t", ["a", "b"], rounds, [], (1.0, 12.0)))
-    assert cells(root) == [
-        ("a, rounds 1 to 10: merged in 10 of 10", 1.0),
-        ("b, rounds 3 to 5: merged in 3 of 3", 1.0),
-    ]
+    assert cells(root) == [("a, rounds 1 to 10: merged in 10 of 10", 1.0), ("b, rounds 3 to 5: merged in 3 of 3", 1.0)]
     first, second = rects(root, "cell")  # seconds 1 to 11, and 3 to 6, of 12
     assert width_of(second) / width_of(first) == pytest.approx(0.3, abs=0.001)
 
