@@ -121,14 +121,14 @@ def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> Of
         while (offer := desk.take(POLL_S)) is None:
             if stop.is_set():
                 return None
-    finally:
+        shapes, _ = read_layout(offer.layout)
+        flat, values, start = np.frombuffer(offer.values, "<f4"), {}, 0
+        for path, shape in shapes.items():
+            values[path] = flat[start : start + math.prod(shape)].reshape(shape)
+            start += math.prod(shape)
+        checkpoint.save(folder, {checkpoint.PARAMETERS: values}, {"global_step": 0, "layout": offer.layout})
+    finally:  # until the model is kept, islands are told that it comes
         desk.close()
-    shapes, _ = read_layout(offer.layout)
-    flat, values, start = np.frombuffer(offer.values, "<f4"), {}, 0
-    for path, shape in shapes.items():
-        values[path] = flat[start : start + math.prod(shape)].reshape(shape)
-        start += math.prod(shape)
-    checkpoint.save(folder, {checkpoint.PARAMETERS: values}, {"global_step": 0, "layout": offer.layout})
     return OfferedModel(offer.layout, values)
 
 
