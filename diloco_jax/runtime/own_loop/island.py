@@ -159,8 +159,13 @@ class OwnIsland:
         return self._state.given_back(self._held.state.params)
 
     def global_params(self) -> Any:
-        """Return the newest global model that this island holds, as the loop's tree: what an evaluation is of."""
-        assert self._host is not None, "the island has not begun"
+        """Return the newest global model that this island holds, as the loop's tree: what an evaluation is of.
+
+        Raises:
+            ValueError: it holds none yet.
+        """
+        if self._host is None or len(self._host.anchors) < len(self._host.fragments):
+            raise ValueError("global_params(): the island holds no global model yet; call state() first")
         values = {path: np.zeros(shape, np.float32) for path, shape in self._state.shapes.items()}
         for fragment in self._host.fragments:
             values = put(values, fragment, self._host.anchors[fragment.fragment_id])

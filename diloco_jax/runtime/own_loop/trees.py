@@ -59,6 +59,7 @@ class LoopState:
             raise ValueError("params has no arrays; give the tree that the optimizer updates")
         self.shapes = dict(sorted((path, tuple(leaf.shape)) for path, leaf in zip(self._paths, leaves, strict=True)))
         self.kinds: dict[str, Kind] = {path: kind_of(shape, axes.get(path, ())) for path, shape in self.shapes.items()}
+        self._dtypes = {path: leaf.dtype for path, leaf in zip(self._paths, leaves, strict=True)}
         self._opt_tree: Any = jax.tree.structure(opt_state)
         for path, leaf in zip(_paths(opt_state), jax.tree.leaves(opt_state), strict=True):
             _check(f"opt_state[{path!r}]", leaf)
@@ -115,9 +116,9 @@ class LoopState:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def placed(self, values: Mapping[str, np.ndarray]) -> Any:
-        """Return host values by path as the loop's tree, in the layout of the beginning."""
-        leaves = [jax.device_put(values[path], self._lies[path]) for path in self._paths]
-        return jax.tree.unflatten(self._treedef, leaves)
+        """Return host values by path as the loop's tree, in the dtypes and layouts of the beginning."""
+        leaves = [jax.device_put(values[path].astype(self._dtypes[path]), self._lies[path]) for path in self._paths]
+        return self.given_back(dict(zip(self._paths, leaves, strict=True)))
 
     def _committed(self, leaf: Array) -> Array:
         """Return a leaf bound to the devices of the parameters, as the outputs of a step are.

@@ -128,7 +128,7 @@ def tree(devices: int = 1) -> dict[str, Any]:
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_loops_arrays_go_out_and_come_back_as_they_were(devices: int) -> None:
-    given = tree(devices) if devices > 1 else {"a": [jnp.arange(8.0)], "b": jnp.ones((4, 6))}
+    given = tree(devices) if devices > 1 else {"a": [jnp.arange(8.0)], "b": jnp.ones((4, 6), jnp.bfloat16)}
     count = jnp.int32(3)  # not bound to a device
     state = LoopState(given, (count, given["b"]))
     assert state.shapes == {"a/0": (8,), "b": (4, 6)} and layout_of(*read_layout(layout_of(state.shapes, state.kinds)))
@@ -144,6 +144,8 @@ def test_a_loops_arrays_go_out_and_come_back_as_they_were(devices: int) -> None:
     assert len(island.state.opt_state[0].sharding.device_set) == devices
     taken = state.taken(back, island.state.opt_state, "after_step()")
     assert taken.params["b"] is back["b"]
+    placed = state.placed({"a/0": np.full(8, 2, np.float32), "b": np.zeros((4, 6), np.float32)})
+    assert placed["b"].dtype == back["b"].dtype and placed["b"].sharding == back["b"].sharding
     with pytest.raises(ValueError, match="another structure"):
         state.taken({"a": back["a"]}, island.state.opt_state, "after_step()")
     with pytest.raises(ValueError, match="opt_state"):
