@@ -201,8 +201,8 @@ class OwnIsland:
             return
         try:
             self.leave()
-        except (ValueError, ConnectionError) as other:  # the loop's own error is what people need to see
-            log.warning(f"{self.name}: {other}")
+        except Exception as other:  # the loop's own error is what people need to see
+            log.warning(f"{self.name}: {other!r}")
 
     # ---- both sides of an island ----------------------------------------------------------------------------------
 
