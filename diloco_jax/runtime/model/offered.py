@@ -81,6 +81,7 @@ def read_layout(layout: str) -> tuple[dict[str, tuple[int, ...]], dict[str, Kind
         if not 0 < len(rows) <= TENSORS_MAX:
             raise ValueError(f"{len(rows)} tensors; use 1 to {TENSORS_MAX}")
         for path, (shape, form, stack) in rows.items():
+            path.encode()  # half a character cannot be sent or kept
             sound = all(isinstance(n, int) and n >= 0 for n in (*shape, stack)) and stack <= len(shape)
             if not sound or form not in get_args(Form) or not 0 < len(path) <= PATH_LENGTH_MAX:
                 raise ValueError(f"tensor {path[:80]!r} of shape {shape}, form {form!r} and stack {stack}")

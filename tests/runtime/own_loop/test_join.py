@@ -209,6 +209,7 @@ def test_layouts_are_bounded() -> None:
         '{"w":[[2],"vector",2]}',
         "{",
         '{"w":3}',
+        '{"\\udc80":[[2],"vector",0]}',
     ):
         with pytest.raises(ValueError, match="describes no model"):
             read_layout(bad)
