@@ -271,10 +271,13 @@ def _scalars(metrics: Any) -> dict[str, float]:
         raise ValueError(
             f"metrics has no 'loss' ({', '.join(map(str, named)) or 'nothing'}); give a scalar of that name"
         )
-    try:
-        return {str(name): float(value) for name, value in jax.device_get(dict(named)).items()}
-    except TypeError as error:
-        raise ValueError(f"metrics must be scalars by name: {error}") from error
+    values = {}
+    for name, value in {str(name): value for name, value in named.items()}.items():
+        try:
+            values[name] = float(jax.device_get(value))
+        except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: it was donated
+            raise ValueError(f"metrics must be scalars by name; {name[:80]!r} is none: {error}") from error
+    return values
 
 
 def join(

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import diloco_jax
 from diloco_jax.core.fragments import FragmentConfig, take
 from diloco_jax.runtime.model.offered import describe_run, layout_of, read_layout
+from diloco_jax.runtime.own_loop.island import _scalars
 from diloco_jax.runtime.own_loop.trees import LoopState
 from diloco_jax.runtime.records.telemetry import read_metrics
 from diloco_jax.settings.run import RunConfig, SyncerConfig
@@ -221,3 +222,10 @@ def test_a_syncer_without_a_model_needs_no_module_library() -> None:
     found = "print([m for m in ('flax', 'grain', 'diloco_jax.training.blueprint') if m in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", f"{imports}\n{found}"], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("metrics", [{"loss": 1.0, "note": "abc"}, {"loss": None}, {"loss": jnp.ones(2), 1: 2.0}])
+def test_metrics_that_are_no_scalars_are_named(metrics: Any) -> None:
+    with pytest.raises(ValueError, match="metrics must be scalars by name; '(loss|note)' is none"):
+        _scalars(metrics)
+    assert _scalars({1: 2, "loss": jnp.float32(3)}) == {"1": 2.0, "loss": 3.0}
