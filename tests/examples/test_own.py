@@ -115,6 +115,7 @@ def test_the_page_and_its_examples_train_and_are_trained_again_bit_for_bit(tmp_p
         ({"data": {"module": f"{HERE}:Ids", "args": {"count": 2}}}, ["has 2 samples", "data.held_out_fraction"]),
         ({"data": {"module": f"{HERE}:Ids", "args": {"count": 100}}}, ["make no batch of 16"]),
         ({"data": {"module": "builtins:object"}}, ["has no len()", "correct it"]),
+        ({"data": {"module": "sys:exit"}}, ["data.module 'sys:exit' fails: SystemExit", "correct it"]),
         ({"data": {"module": f"{HERE}:Raising"}}, ["KeyError: 'shard-7'", "test_own.py, line"]),
         ({"optimizer": {"module": "builtins:dict"}}, ["returns a dict without init and update"]),
         ({"optimizer": {"module": f"{HERE}:forgetful"}}, ["optimizer.module", "another updates structure"]),
