@@ -118,6 +118,14 @@ def test_an_island_of_two_hosts_joins_and_holds_the_global_model(tmp_path: Path,
     assert summary["complete"] and summary["learners"]["island-0"]["participation"] == 1.0
 
 
+@pytest.mark.net
+@pytest.mark.timeout(120)
+def test_a_program_that_never_joins_ends_the_run(tmp_path: Path, run_dir: Path) -> None:
+    path = write(tmp_path, islands={"count": 1, "command": [sys.executable, "-c", "pass"]})
+    ended = run("train", path, "--quiet", "--run-dir", run_dir)
+    assert ended.returncode == 1 and "island-0 ended without joining the run" in ended.stdout + ended.stderr
+
+
 # ---- arrays -------------------------------------------------------------------------------------------------------
 
 
@@ -226,6 +234,6 @@ def test_a_syncer_without_a_model_needs_no_module_library() -> None:
 
 @pytest.mark.parametrize("metrics", [{"loss": 1.0, "note": "abc"}, {"loss": None}, {"loss": jnp.ones(2), 1: 2.0}])
 def test_metrics_that_are_no_scalars_are_named(metrics: Any) -> None:
-    with pytest.raises(ValueError, match="metrics must be scalars by name; '(loss|note)' is none"):
+    with pytest.raises(ValueError, match=r"metrics must be scalars by name; '(loss|note)' is none"):
         _scalars(metrics)
     assert _scalars({1: 2, "loss": jnp.float32(3)}) == {"1": 2.0, "loss": 3.0}
