@@ -46,6 +46,8 @@ def introduce(
     described = ask_description(transport, learner_id)
     if _any_host(not described.layout):
         whole = _whole(params)
+        if bad := next((path for path, values in whole.items() if not np.isfinite(values).all()), None):
+            raise ValueError(f"params[{bad!r}] has values that are no float32 numbers (NaN or infinite); correct it")
 
         def bring() -> str:
             return offer_model(transport, learner_id, ours, list(_bytes(whole)))

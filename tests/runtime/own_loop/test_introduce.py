@@ -62,3 +62,9 @@ def test_a_model_that_the_run_cannot_take_is_refused_at_once(monkeypatch: pytest
     monkeypatch.setattr(subject, "offer_model", lambda *_: "the model has 3 parameters, the limit is 2")
     with pytest.raises(ValueError, match="cannot take this loop's model: the model has 3 parameters"):
         subject.introduce(TransportConfig(address="127.0.0.1:1"), "b", {"w": jnp.ones(3)}, KINDS)
+
+
+def test_a_model_that_is_not_finite_is_not_brought(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "ask_description", lambda *_: Description(dump(RunConfig()), ""))
+    with pytest.raises(ValueError, match=r"'w'.*NaN or infinite"):
+        subject.introduce(TransportConfig(address="127.0.0.1:1"), "b", {"w": jnp.array([1.0, jnp.nan, 2.0])}, KINDS)
