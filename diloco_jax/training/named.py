@@ -49,7 +49,7 @@ def load_named(setting: str, name: str) -> Any:
         return getattr(importlib.import_module(package), attribute)
     except ImportError as error:
         raise ValueError(f"{setting} '{name}' cannot be imported: {error}; install or correct it") from error
-    except Exception as error:  # of the user's own code it may be anything
+    except (Exception, SystemExit) as error:  # of the user's own code it may be anything; a script ends with sys.exit
         raise failure(setting, name, error) from error
 
 
@@ -62,11 +62,11 @@ def make_named(section: str, module: str, args: Mapping[str, Any]) -> Any:
     found = load_named(f"{section}.module", module)
     try:
         return found(**args)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise failure(f"{section}.module", module, error) from error
 
 
-def failure(setting: str, name: str, error: Exception) -> ValueError:
+def failure(setting: str, name: str, error: BaseException) -> ValueError:
     """Return an error of the code that a setting names in one sentence, with the last line of that code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""

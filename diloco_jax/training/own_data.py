@@ -42,7 +42,7 @@ class OwnSamples:
             sample = np.asarray(self.source[number])
         except OSError as error:  # a disk or a network, which an island that starts again may reach
             raise ConnectionError(f"data.module '{self.module}' cannot read sample {number}: {error}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise failure("data.module", self.module, error) from error
         where, size = f"data.module '{self.module}' gives as sample {number}", self.seq_len + 1
         if sample.shape != (size,) or not np.issubdtype(sample.dtype, np.integer):
@@ -70,7 +70,7 @@ def open_own(module: str, args: Mapping[str, Any], seq_len: int, vocab_size: int
     source = make_named("data", module, args)
     try:
         count, _ = len(source), source.__getitem__
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise failure("data.module", module, error) from error
     if count > SAMPLES_MAX:
         raise ValueError(f"data.module '{module}' has {count} samples; give at most {SAMPLES_MAX}")

@@ -28,13 +28,18 @@ DESCRIBE, OFFER = "Describe", "Offer"
 LAYOUT_BYTES_MAX = 2 << 20
 VALUES_BYTES = 1 << 20  # of one message
 STALL_S = 60.0  # without a message of an offer
+BUSY, TOO_LATE = "another learner brings the model", "another learner has brought the model"
 
 
 class Description(NamedTuple):
-    """A run, as its syncer describes it: its config as YAML, and the layout of its model, "" while it has none."""
+    """A run, as its syncer describes it: its config as YAML, and the layout of its model, "" while it has none.
+
+    `coming` tells that it has none, but that a learner is bringing one.
+    """
 
     config: str
     layout: str
+    coming: bool = False
 
 
 class ModelOffer(NamedTuple):
@@ -55,7 +60,7 @@ def ask_description(config: TransportConfig, learner_id: str) -> Description:
         ValueError: our own certificate, key or token cannot be used.
     """
     reply: pb.DescribeReply = ask(config, DESCRIBE, b"", pb.DescribeReply.FromString, check_name(learner_id))
-    return Description(reply.config, reply.layout)
+    return Description(reply.config, reply.layout, reply.coming)
 
 
 def offer_model(config: TransportConfig, learner_id: str, layout: str, values: Iterable[memoryview]) -> str:
@@ -98,14 +103,16 @@ class DescriptionDesk:
 
     Args:
         gate: decides who may ask.
+        coming: tells whether a learner is bringing the run's model.
 
     Attributes:
         description: the answer; whoever drives the listener sets it.
     """
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, coming: Callable[[], bool] = lambda: False) -> None:
         self.description = Description("", "")
         self._gate = gate
+        self._coming = coming
 
     def serve(self, _: bytes, context: Any) -> pb.DescribeReply:
         """Serve one call."""
@@ -113,7 +120,8 @@ class DescriptionDesk:
             self._gate.check(dict(context.invocation_metadata()))
         except Denied as error:
             context.abort(error.code, str(error))
-        return pb.DescribeReply(config=self.description.config, layout=self.description.layout)
+        found = self.description
+        return pb.DescribeReply(config=found.config, layout=found.layout, coming=self._coming())
 
 
 class ModelDesk:
@@ -138,7 +146,7 @@ class ModelDesk:
         self._busy = threading.Lock()
         self._taken = threading.Event()
         self._offer: ModelOffer | None = None
-        desk = DescriptionDesk(self._gate)
+        desk = DescriptionDesk(self._gate, lambda: self._busy.locked() or self._taken.is_set())
         desk.description = description
         handlers = {
             DESCRIBE: grpc.unary_unary_rpc_method_handler(
@@ -168,12 +176,12 @@ class ModelDesk:
         except (DecodeError, ValueError) as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if not self._busy.acquire(blocking=False):
-            return pb.OfferReply(message="another learner brings the model")
+            return pb.OfferReply(message=BUSY)
         heard_s = [time.monotonic()]
         context.add_callback(watch_silence(context.cancel, heard_s))
         try:
             if self._offer is not None:
-                return pb.OfferReply(message="another learner has brought the model")
+                return pb.OfferReply(message=TOO_LATE)
             size = self._measure(first.layout)
             values, filled = bytearray(size), 0
             for raw in requests:

@@ -49,7 +49,7 @@ class Ids:
 
 class Raising(Ids):
     def __getitem__(self, index: int) -> np.ndarray:
-        raise OSError("no route") if self.dtype == "remote" else KeyError("shard-7")
+        raise {"remote": OSError("no route"), "script": SystemExit(0)}.get(self.dtype, KeyError("shard-7"))
 
 
 class Scores(NamedTuple):
@@ -115,6 +115,8 @@ def test_the_page_and_its_examples_train_and_are_trained_again_bit_for_bit(tmp_p
         ({"data": {"module": f"{HERE}:Ids", "args": {"count": 2}}}, ["has 2 samples", "data.held_out_fraction"]),
         ({"data": {"module": f"{HERE}:Ids", "args": {"count": 100}}}, ["make no batch of 16"]),
         ({"data": {"module": "builtins:object"}}, ["has no len()", "correct it"]),
+        ({"data": {"module": "sys:exit"}}, ["data.module 'sys:exit' fails: SystemExit", "correct it"]),
+        ({"data": {"module": f"{HERE}:Raising", "args": {"dtype": "script"}}}, ["SystemExit: 0", "test_own.py, line"]),
         ({"data": {"module": f"{HERE}:Raising"}}, ["KeyError: 'shard-7'", "test_own.py, line"]),
         ({"optimizer": {"module": "builtins:dict"}}, ["returns a dict without init and update"]),
         ({"optimizer": {"module": f"{HERE}:forgetful"}}, ["optimizer.module", "another updates structure"]),

@@ -85,8 +85,8 @@ class Adoptions:
         return staged
 
     def unstage(self, fragment_id: int, local_step: int) -> None:
-        """Forget a copy that nobody will ask for."""
-        del self._staged[fragment_id, local_step]
+        """Forget a copy that nobody will ask for; Ctrl-C may have come between the decision and the copy."""
+        self._staged.pop((fragment_id, local_step), None)
 
     def unstage_all(self, fragment_id: int) -> None:
         """Forget every copy of a fragment."""

@@ -143,8 +143,7 @@ class LinkKeeper:
             try:
                 self.connect()
                 return
-            except Rejected as error:
-                self._signals.fail(error)
-                return
+            except Rejected:
+                raise
             except (TransportError, ValueError) as error:  # ValueError: a certificate that has expired may be renewed
                 log.info(f"attempt {attempt}: {error}")

@@ -32,7 +32,7 @@ from diloco_jax.runtime.own_loop.surroundings import (
     SYNCER_ENV,
 )
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, TAPES
-from diloco_jax.runtime.records.signals import PARENT_ENV, USER_ERROR
+from diloco_jax.runtime.records.signals import INTERRUPTED, PARENT_ENV, USER_ERROR
 from diloco_jax.runtime.records.status import complete, last_state, start_again
 from diloco_jax.settings.islands import IslandsConfig
 from diloco_jax.settings.run import RunConfig
@@ -229,7 +229,8 @@ class LocalRun:
         code = syncer.poll()
         if code is None:
             return False
-        if code == 0 or (asked_to_stop and code == -signal.SIGTERM):  # it may not have had a handler yet
+        # it may not have had a handler yet, or no model
+        if code == 0 or (asked_to_stop and code in (-signal.SIGTERM, INTERRUPTED)):
             return True
         limit = self._config.syncer.restarts_max
         alone = not self._islands  # the data-parallel trainer, or a syncer that never listened
@@ -254,7 +255,10 @@ class LocalRun:
         code = child.poll()
         if code is None:
             return
-        if code == 0:  # the syncer ended the run, or somebody drained this island
+        if code == 0 and self._config.islands.command and not (self._joined(child.name) or complete(self._run_dir)):
+            child.failed = True
+            self._say(f"{child.name} ended without joining the run; call diloco_jax.join in islands.command")
+        elif code == 0:  # the syncer ended the run, or somebody drained this island
             child.left = True
             if not complete(self._run_dir):
                 self._say(f"{child.name} left: {child.hosts[0].last_line()}")
@@ -269,6 +273,9 @@ class LocalRun:
         else:
             child.again_at_s = time.monotonic() + self._config.islands.restart_delay_s
             self._say(f"{child.obituary()}; starting it again")
+
+    def _joined(self, name: str) -> bool:
+        return any((self._run_dir / TAPES).glob(f"{name}.*.jsonl"))
 
     def _give_up_without_quorum(self) -> None:
         """End a run that can never merge again. An island that was drained may be started again by hand."""

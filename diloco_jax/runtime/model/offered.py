@@ -81,6 +81,7 @@ def read_layout(layout: str) -> tuple[dict[str, tuple[int, ...]], dict[str, Kind
         if not 0 < len(rows) <= TENSORS_MAX:
             raise ValueError(f"{len(rows)} tensors; use 1 to {TENSORS_MAX}")
         for path, (shape, form, stack) in rows.items():
+            path.encode()  # half a character cannot be sent or kept
             sound = all(isinstance(n, int) and n >= 0 for n in (*shape, stack)) and stack <= len(shape)
             if not sound or form not in get_args(Form) or not 0 < len(path) <= PATH_LENGTH_MAX:
                 raise ValueError(f"tensor {path[:80]!r} of shape {shape}, form {form!r} and stack {stack}")
@@ -121,14 +122,14 @@ def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> Of
         while (offer := desk.take(POLL_S)) is None:
             if stop.is_set():
                 return None
-    finally:
+        shapes, _ = read_layout(offer.layout)
+        flat, values, start = np.frombuffer(offer.values, "<f4"), {}, 0
+        for path, shape in shapes.items():
+            values[path] = flat[start : start + math.prod(shape)].reshape(shape)
+            start += math.prod(shape)
+        checkpoint.save(folder, {checkpoint.PARAMETERS: values}, {"global_step": 0, "layout": offer.layout})
+    finally:  # until the model is kept, islands are told that it comes
         desk.close()
-    shapes, _ = read_layout(offer.layout)
-    flat, values, start = np.frombuffer(offer.values, "<f4"), {}, 0
-    for path, shape in shapes.items():
-        values[path] = flat[start : start + math.prod(shape)].reshape(shape)
-        start += math.prod(shape)
-    checkpoint.save(folder, {checkpoint.PARAMETERS: values}, {"global_step": 0, "layout": offer.layout})
     return OfferedModel(offer.layout, values)
 
 

@@ -41,7 +41,7 @@ class Scorer:
             return {}
         try:
             return _checked(self._object(model(), global_step))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if not self.alarms:
                 self.alarms.append(
                     f"{failure('evaluation.module', self._module, error)}; the run goes on without its numbers"

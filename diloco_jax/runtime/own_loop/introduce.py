@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import jax
@@ -16,10 +16,11 @@ from diloco_jax.core.kinds import Kind
 from diloco_jax.runtime.model.offered import layout_of, read_layout
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse_text
-from diloco_jax.transport.greeting import Description, ask_description, offer_model
+from diloco_jax.transport.greeting import BUSY, TOO_LATE, Description, ask_description, offer_model
 from diloco_jax.transport.link import TransportConfig, TransportError
 
 POLL_S = 0.2
+BEGINS_S = 300.0  # for a syncer that has its model to come back with the run: shards, a large model, a busy machine
 
 
 def introduce(
@@ -41,28 +42,45 @@ def introduce(
     ours = layout_of(shapes, kinds)
     described = ask_description(transport, learner_id)
     if _any_host(not described.layout):
-        whole, reason = _whole(params), ""
-        if jax.process_index() == 0 and not described.layout:
-            try:
-                reason = offer_model(transport, learner_id, ours, list(_bytes(whole)))
-            except TransportError as error:  # another island was faster, and the syncer has gone on to its run
-                reason = str(error)
-        described = _await_model(transport, learner_id, reason)
+        whole = _whole(params)
+        if bad := next((path for path, values in whole.items() if not np.isfinite(values).all()), None):
+            raise ValueError(f"params[{bad!r}] has values that are no float32 numbers (NaN or infinite); correct it")
+
+        def bring() -> str:
+            return offer_model(transport, learner_id, ours, list(_bytes(whole)))
+
+        described = _await_model(transport, learner_id, bring if jax.process_index() == 0 else None)
     _compare(ours, described.layout)
     config = parse_text(described.config, f"the config that the syncer at {transport.address} told")
     return replace(config, transport=_joined(config.transport, transport))
 
 
-def _await_model(transport: TransportConfig, learner_id: str, reason: str) -> Description:
-    """Ask until the run has a model: ours, or a faster island's; `reason` says why ours was not taken, if so."""
-    ends_s = time.monotonic() + transport.connect_timeout_s
+def _await_model(transport: TransportConfig, learner_id: str, bring: Callable[[], str] | None) -> Description:
+    """Ask until the run has a model: ours, or that of another island that was faster.
+
+    Who was faster may die on the way, so ours is brought whenever nobody brings one.
+
+    Args:
+        transport, learner_id: as `introduce`.
+        bring: brings ours, and returns why it was not taken; None if another host of this island does it.
+
+    Raises:
+        TransportError: nobody brings one for `transport.connect_timeout_s`, or the syncer does not begin in BEGINS_S.
+        ValueError: the run cannot take ours.
+    """
+    ends_s, reason = time.monotonic() + transport.connect_timeout_s, ""
     while True:
         try:
             described = ask_description(transport, learner_id)
+            if described.layout:
+                return described
+            refused = bring() if bring is not None and not described.coming else ""
+            if refused not in ("", BUSY, TOO_LATE):
+                raise ValueError(f"the run at {transport.address} cannot take this loop's model: {refused}")
+            if described.coming or bring is not None:  # it may be large, its way slow, and then the syncer begins
+                ends_s = time.monotonic() + max(BEGINS_S, transport.connect_timeout_s)
         except TransportError as error:  # between the syncer's two listeners
-            described, reason = Description("", ""), reason or str(error)
-        if described.layout:
-            return described
+            reason = reason or str(error)
         if time.monotonic() > ends_s:
             raise TransportError(
                 f"the run at {transport.address} has no model yet: {reason or 'nobody has brought one'}"

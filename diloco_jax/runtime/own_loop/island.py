@@ -78,6 +78,10 @@ class OwnIsland:
         self._state = state
         self._stop = stop
         self._leased = data == "leased"
+        if state.has_moments and not config.protocol.snapshot_every:
+            log.warning(
+                "protocol.snapshot_every is 0: opt_state is not saved, and is lost once all islands have stopped"
+            )
         self._held = state.exchanged(config.wire.up, config.adopt.mode == "rebase")
         self._batch = Batch((), 0)
         self._asked = False  # for the samples of the coming step
@@ -163,9 +167,13 @@ class OwnIsland:
         return self._state.given_back(self._held.state.params)
 
     def global_params(self) -> Any:
-        """Return the newest global model that this island holds, as the loop's tree: what an evaluation is of."""
+        """Return the newest global model that this island holds, as the loop's tree: what an evaluation is of.
+
+        Raises:
+            ValueError: it holds none yet.
+        """
         if self._host is None or len(self._host.anchors) < len(self._host.fragments):
-            raise ValueError("there is no global model here yet: call state() first")
+            raise ValueError("global_params(): the island holds no global model yet; call state() first")
         values = {path: np.zeros(shape, np.float32) for path, shape in self._state.shapes.items()}
         for fragment in self._host.fragments:
             values = put(values, fragment, self._host.anchors[fragment.fragment_id])
@@ -206,8 +214,8 @@ class OwnIsland:
             die(f"host {jax.process_index()} failed")
         try:
             self.leave()
-        except (ValueError, ConnectionError) as other:  # the loop's own error is what people need to see
-            log.warning(f"{self.name}: {other}")
+        except Exception as other:  # the loop's own error is what people need to see
+            log.warning(f"{self.name}: {other!r}")
 
     # ---- both sides of an island ----------------------------------------------------------------------------------
 
@@ -279,11 +287,11 @@ def _scalars(metrics: Any) -> dict[str, float]:
             f"metrics has no 'loss' ({', '.join(map(str, named)) or 'nothing'}); give a scalar of that name"
         )
     found: dict[str, float] = {}
-    for name, value in jax.device_get(dict(named)).items():
+    for name, value in named.items():
         try:
-            found[str(name)] = float(np.asarray(value).reshape(()))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"metric {name!r} is no scalar ({error}); give one, such as its mean") from error
+            found[str(name)] = float(np.asarray(jax.device_get(value)).reshape(()))
+        except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: it was donated
+            raise ValueError(f"metric {str(name)[:80]!r} is no scalar ({error}); give one, such as its mean") from error
     return found
 
 
@@ -341,8 +349,6 @@ def join(
     del params, opt_state
     own = replace(transport or here.transport, address=here.syncer)
     config = introduce(own, here.name, state.params, state.kinds)
-    if state.has_moments and not config.protocol.snapshot_every:
-        log.warning("protocol.snapshot_every is 0: opt_state is never saved, and is lost once all islands have stopped")
     die_with_parent()
     incarnation, hosts = here.incarnation, None
     if jax.process_count() > 1:

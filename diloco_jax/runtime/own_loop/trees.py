@@ -59,6 +59,7 @@ class LoopState:
             raise ValueError("params has no arrays; give the tree that the optimizer updates")
         self.shapes = dict(sorted((path, tuple(leaf.shape)) for path, leaf in zip(self._paths, leaves, strict=True)))
         self.kinds: dict[str, Kind] = {path: kind_of(shape, axes.get(path, ())) for path, shape in self.shapes.items()}
+        self._dtypes = {path: leaf.dtype for path, leaf in zip(self._paths, leaves, strict=True)}
         self._opt_tree: Any = jax.tree.structure(opt_state)
         for path, leaf in zip(_paths(opt_state), jax.tree.leaves(opt_state), strict=True):
             _check(f"opt_state[{path!r}]", leaf)

@@ -10,6 +10,7 @@ import threading
 
 PARENT_ENV = "DILOCO_PARENT_PID"
 USER_ERROR = 2  # exit status after one clear message: wrong input, nothing to retry
+INTERRUPTED = 130  # exit status of a process that was asked to end before its work was done
 _PR_SET_PDEATHSIG = 1
 
 

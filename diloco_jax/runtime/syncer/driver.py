@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note, Restore, SaveSnapshot, Send
+from diloco_jax.protocol.member import GONE
 from diloco_jax.protocol.messages import (
     AnchorValue,
     FragmentValue,
@@ -42,6 +43,7 @@ from diloco_jax.transport.link import Delivery
 
 STATUS_EVERY_S = 0.5
 FAREWELL_S = 5.0  # how long learners have to hear Stop and say goodbye
+ADRIFT_S = 60.0  # whose link broke so lately may be on its way back; nobody else can tell it that the run is over
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class SyncerDriver:
         self._evaluations = evaluations
         self._keeper = keeper
         self._watch = watch
+        self._adrift: dict[str, float] = {}  # when a learner's link broke without a goodbye
         # a process before this one may have died at the very end
         self._finished = self._machine.finished and not self._machine.restoring
         listener.on_drain = self._drain
@@ -119,7 +122,11 @@ class SyncerDriver:
             self._execute([Send(m.learner_id, stop) for m in self._machine.membership.connected()])
         self._watch.tell()
         ends_s = self._now_s() + FAREWELL_S
-        while (lingers or self._machine.membership.connected()) and self._now_s() < ends_s:
+        lately_s = self._now_s() - ADRIFT_S
+        while self._now_s() < ends_s:
+            adrift = any(lost_s > lately_s for lost_s in self._adrift.values())
+            if not (lingers or adrift or self._machine.membership.connected()):
+                return
             self._take(0.1)
 
     def _take(self, timeout_s: float) -> None:
@@ -137,12 +144,15 @@ class SyncerDriver:
         if delivery.kind == "disconnected":
             member = self._machine.membership.members.get(delivery.peer)
             if member is not None:
+                if member.state != GONE:
+                    self._adrift[delivery.peer] = now_s
                 self._execute(self._taped.on_disconnect(delivery.peer, member.incarnation, delivery.reason, now_s))
             return
         message: LearnerMessage | MetricsReport = delivery.message  # type: ignore[assignment]
         if message.learner_id != delivery.peer:
             log.info(f"{delivery.peer} spoke as {message.learner_id}; ignored")
             return
+        self._adrift.pop(delivery.peer, None)
         if isinstance(message, MetricsReport):
             self._watch.on_metrics(message, now_s)
             return

@@ -54,12 +54,14 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("config", "layout")
+    __slots__ = ("config", "layout", "coming")
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    COMING_FIELD_NUMBER: _ClassVar[int]
     config: str
     layout: str
-    def __init__(self, config: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
+    coming: bool
+    def __init__(self, config: _Optional[str] = ..., layout: _Optional[str] = ..., coming: _Optional[bool] = ...) -> None: ...
 
 class OfferRequest(_message.Message):
     __slots__ = ("learner_id", "layout", "digest", "values")

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import diloco_jax
 from diloco_jax.core.fragments import FragmentConfig, take
 from diloco_jax.runtime.model.offered import describe_run, layout_of, read_layout
+from diloco_jax.runtime.own_loop.island import _scalars
 from diloco_jax.runtime.own_loop.trees import LoopState
 from diloco_jax.runtime.records.telemetry import read_metrics
 from diloco_jax.settings.run import RunConfig, SyncerConfig
@@ -73,7 +74,7 @@ def notes(run_dir: Path, kind: str, name: str) -> int:
 @pytest.mark.net
 @pytest.mark.timeout(240)
 def test_islands_die_and_return_the_syncer_dies_and_one_is_drained(tmp_path: Path, run_dir: Path) -> None:
-    process = start("train", write(tmp_path, train={"steps": 400}), "--quiet", "--run-dir", run_dir, step_s=0.05)
+    process = start("train", write(tmp_path, train={"steps": 600}), "--quiet", "--run-dir", run_dir, step_s=0.05)
     wait_for(lambda: notes(run_dir, "merged", "island-1") > 3, "merges of island-1")
     wait_for(lambda: any((run_dir / "checkpoints" / "learners" / "island-1").glob("step_*[0-9]")), "a saved state")
     os.kill(island_pid(run_dir, "island-1"), signal.SIGKILL)
@@ -85,10 +86,11 @@ def test_islands_die_and_return_the_syncer_dies_and_one_is_drained(tmp_path: Pat
     before = status(run_dir)["global_step"]
     wait_for(lambda: status(run_dir).get("epoch") == 2 and status(run_dir)["global_step"] > before + 5, "failover")
     assert run("drain", "island-0", run_dir).returncode == 0
+    wait_for(lambda: notes(run_dir, "left", "island-0"), "the farewell of island-0")
     output, _ = process.communicate(timeout=60)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert process.returncode == 0 and summary["complete"], output
-    assert "island-0 left" in output and "1 compiled step" in (run_dir / "logs/island-1.log").read_text()
+    assert "1 compiled step" in (run_dir / "logs/island-1.log").read_text()
     audit = json.loads(run("audit", run_dir, "--json").stdout)
     assert audit["violations"] == 0 and audit["merged"] > 0
 
@@ -122,6 +124,14 @@ def test_an_island_of_two_hosts_joins_and_starts_again_when_the_loop_of_one_fail
     assert summary["complete"] and summary["learners"]["island-0"]["restarts"] == 1
 
 
+@pytest.mark.net
+@pytest.mark.timeout(120)
+def test_a_program_that_never_joins_ends_the_run(tmp_path: Path, run_dir: Path) -> None:
+    path = write(tmp_path, islands={"count": 1, "command": [sys.executable, "-c", "pass"]})
+    ended = run("train", path, "--quiet", "--run-dir", run_dir)
+    assert ended.returncode == 1 and "island-0 ended without joining the run" in ended.stdout + ended.stderr
+
+
 # ---- arrays -------------------------------------------------------------------------------------------------------
 
 
@@ -133,7 +143,7 @@ def tree(devices: int = 1) -> dict[str, Any]:
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_loops_arrays_go_out_and_come_back_as_they_were(devices: int) -> None:
-    given = tree(devices) if devices > 1 else {"a": [jnp.arange(8.0)], "b": jnp.ones((4, 6))}
+    given = tree(devices) if devices > 1 else {"a": [jnp.arange(8.0)], "b": jnp.ones((4, 6), jnp.bfloat16)}
     count = jnp.int32(3)  # not bound to a device
     state = LoopState(given, (count, given["b"]))
     assert state.shapes == {"a/0": (8,), "b": (4, 6)} and layout_of(*read_layout(layout_of(state.shapes, state.kinds)))
@@ -151,6 +161,8 @@ def test_a_loops_arrays_go_out_and_come_back_as_they_were(devices: int) -> None:
     assert evaluated["b"].sharding == given["b"].sharding and evaluated["a"][0].dtype == given["a"][0].dtype
     taken = state.taken(back, island.state.opt_state, "after_step()")
     assert taken.params["b"] is back["b"]
+    placed = state.placed({"a/0": np.full(8, 2, np.float32), "b": np.zeros((4, 6), np.float32)})
+    assert placed["b"].dtype == back["b"].dtype and placed["b"].sharding == back["b"].sharding
     with pytest.raises(ValueError, match="another structure"):
         state.taken({"a": back["a"]}, island.state.opt_state, "after_step()")
     with pytest.raises(ValueError, match="opt_state"):
@@ -214,6 +226,7 @@ def test_layouts_are_bounded() -> None:
         '{"w":[[2],"vector",2]}',
         "{",
         '{"w":3}',
+        '{"\\udc80":[[2],"vector",0]}',
     ):
         with pytest.raises(ValueError, match="describes no model"):
             read_layout(bad)
@@ -225,3 +238,10 @@ def test_a_syncer_without_a_model_needs_no_module_library() -> None:
     found = "print([m for m in ('flax', 'grain', 'diloco_jax.training.blueprint') if m in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", f"{imports}\n{found}"], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("metrics", [{"loss": 1.0, "note": "abc"}, {"loss": None}, {"loss": jnp.ones(2), 1: 2.0}])
+def test_metrics_that_are_no_scalars_are_named(metrics: Any) -> None:
+    with pytest.raises(ValueError, match=r"metric '(loss|note)' is no scalar"):
+        _scalars(metrics)
+    assert _scalars({1: 2, "loss": jnp.float32(3)}) == {"1": 2.0, "loss": 3.0}
