@@ -125,9 +125,13 @@ class EvaluationConfig:
     the mode of an evaluation) and its global step, and returns named numbers; at most 32."""
     args: dict[str, Any] = field(default_factory=dict)
     """Passed to the class by name."""
+    timeout_s: float = 600.0
+    """Seconds for one call, after which the run goes on without these numbers."""
 
     def __post_init__(self) -> None:
         check_setting("evaluation", self.module, self.args)
+        if not 0 < self.timeout_s < inf:
+            raise ValueError(f"evaluation.timeout_s is {self.timeout_s}; use a number of seconds above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

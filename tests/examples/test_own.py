@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,6 +61,8 @@ class Scores(NamedTuple):
     def __call__(self, model: nnx.Module, step: int) -> Any:
         if self.result is None:
             raise RuntimeError("no scores today")
+        if self.result == "hang":
+            threading.Event().wait()
         return self.result
 
 
@@ -180,6 +183,13 @@ def test_scores_that_are_wrong_are_told_once(result: Any, told: str, caplog: pyt
     scorer = Scorer(EvaluationConfig(module=f"{HERE}:Scores", args={"result": result}))
     assert [scorer.scores(nnx.Module, step) for step in (1, 2)] == [{}, {}]
     assert len(caplog.records) == len(scorer.alarms) == 1 and told in scorer.alarms[0]
+
+
+def test_scores_that_hang_are_left_behind() -> None:
+    scorer = Scorer(EvaluationConfig(module=f"{HERE}:Scores", args={"result": "hang"}, timeout_s=0.01))
+    assert scorer.scores(nnx.Module, 1) == scorer.scores(nnx.Module, 2) == {}
+    (alarm,) = scorer.alarms
+    assert "took more than evaluation.timeout_s = 0.01 s; the run goes on without" in alarm
 
 
 def test_scores_are_numbers_or_null() -> None:
