@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
-from diloco_jax.runtime.records.checkpoint import latest, load_parameters
+from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from tests.runtime.helpers import ROOT, environment, start, wait_for
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
@@ -129,8 +129,8 @@ def test_optax_and_the_built_in_learner_agree_bit_for_bit(tmp_path: Path) -> Non
         own = [str(EXAMPLES / "optax_loop.py")]
         built_in = ["-m", "diloco_jax", "learner", str(folder / "config.yaml"), "--island", "island-0"]
         play(folder, config, own if module == "own" else [*built_in, "--run-dir", str(folder / "run")])
-        newest = latest(folder / "run" / "checkpoints")
-        assert newest is not None and newest.name == "step_00000200"
+        newest = complete(folder / "run" / "checkpoints")[0]
+        assert newest.name == "step_00000200"
         found.append((load_parameters(newest)[0], losses(folder / "run", "island-0")))
     (own_values, own_losses), (values, built_in_losses) = found
     assert own_losses[:200] == built_in_losses[:200]
