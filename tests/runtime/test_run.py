@@ -120,7 +120,7 @@ def test_every_metric_of_both_islands_gets_out(finished: Path) -> None:
     names = {"loss", "grad_norm", "learning_rate", "tokens_per_s", "model_flops_per_s", "step_s", "perplexity"}
     for record in found.values():
         values = record["values"]
-        assert names <= values.keys() and 0 < values["learning_rate"] <= 0.003 and 0 < values["grad_norm"] < 100
+        assert names <= values.keys() and 0 < values["learning_rate"] < 0.0031 and 0 < values["grad_norm"] < 100
         assert values["perplexity"] == pytest.approx(math.exp(values["loss"]), rel=0.5)
         assert "mfu" not in values, "nobody knows the peak of these devices"
     together = [r for r in records if r["kind"] == "merged_metrics"]
