@@ -74,7 +74,7 @@ def notes(run_dir: Path, kind: str, name: str) -> int:
 @pytest.mark.net
 @pytest.mark.timeout(240)
 def test_islands_die_and_return_the_syncer_dies_and_one_is_drained(tmp_path: Path, run_dir: Path) -> None:
-    process = start("train", write(tmp_path, train={"steps": 600}), "--quiet", "--run-dir", run_dir, step_s=0.05)
+    process = start("train", write(tmp_path, train={"steps": 500}), "--quiet", "--run-dir", run_dir, step_s=0.04)
     wait_for(lambda: notes(run_dir, "merged", "island-1") > 3, "merges of island-1")
     wait_for(lambda: any((run_dir / "checkpoints" / "learners" / "island-1").glob("step_*[0-9]")), "a saved state")
     os.kill(island_pid(run_dir, "island-1"), signal.SIGKILL)
