@@ -24,8 +24,9 @@ from diloco_jax.core.codec import Bytes
 from diloco_jax.protocol.messages import FragmentValue
 from diloco_jax.runtime.island.adoptions import GlobalValues, Values
 from diloco_jax.runtime.island.host import Host, Ranges
-from diloco_jax.runtime.island.join import FAILED, die
+from diloco_jax.runtime.island.join import die
 from diloco_jax.runtime.island.payloads import PayloadSender
+from diloco_jax.runtime.records.signals import FAILED
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.group import commands
 from diloco_jax.transport.group.group import GroupMember

@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.runtime.model.global_model import make_shares
+from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig, fingerprint
 from diloco_jax.training.data import load_source
@@ -31,7 +32,6 @@ from diloco_jax.transport.group.group import LEADER, SILENCE_S, GroupLeader, Gro
 from diloco_jax.transport.link import check_free, split_address
 from diloco_jax.transport.sharded import Dialler
 
-FAILED, STOPPED = 1, 130  # exit status, as the command line has them
 # Of the coordination service. It aborts with a stack trace; so the island's own network notices a silent host first.
 HEARTBEAT_S = int(3 * SILENCE_S)
 START_S = 300  # for all processes of an island to begin
@@ -231,7 +231,7 @@ def _own_address() -> str:
 
 def leave(status: int) -> NoReturn:
     """End this process of an island of several, with this exit status."""
-    if status in (0, STOPPED):
+    if status in (0, INTERRUPTED):
         try:
             jax.distributed.shutdown()  # waits for the others: without their coordinator they would abort
         except RuntimeError as error:

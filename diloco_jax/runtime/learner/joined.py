@@ -33,7 +33,7 @@ from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import Metric, MetricsReport
 from diloco_jax.runtime.island.adoptions import GlobalValues
 from diloco_jax.runtime.island.host import Host
-from diloco_jax.runtime.island.join import FAILED, STOPPED, Hosts, make_dialler
+from diloco_jax.runtime.island.join import Hosts, make_dialler
 from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.whole_state import SavedState, SavedStates
@@ -44,6 +44,7 @@ from diloco_jax.runtime.learner.metrics import IslandMetrics
 from diloco_jax.runtime.learner.profiling import Profiling
 from diloco_jax.runtime.learner.states import States
 from diloco_jax.runtime.learner.tape import LearnerTape
+from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
 from diloco_jax.settings.run import RunConfig, fingerprint
 from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.transport.link import check_name
@@ -254,7 +255,7 @@ class Joined:
         self._metrics.close()
         self._decisions.ask(lambda machine: self._tape.end(finished or "failed", machine.digests))
         failed = finished.partition(":")[0] in ("", "refused", "expelled")
-        self._host.end(STOPPED if stopped else FAILED if failed else 0)
+        self._host.end(INTERRUPTED if stopped else FAILED if failed else 0)
 
     def check_end(self) -> None:
         """Raise an error if the syncer refused or expelled this learner.

@@ -1,8 +1,8 @@
 """The user's arrays, and the same arrays as an island exchanges them: by path, on one mesh.
 
-Nothing is copied. The exchange describes every leaf on a mesh of its own making, with the same devices, since its
-programs need a mesh even where there is one device; what it hands back gets the name of the layout that the loop's own
-array had, or the loop's programs would be compiled again for another name of the same layout.
+Only the initial parameters are copied. The exchange describes every leaf on a mesh of its own making, with the same
+devices, since its programs need a mesh even where there is one device; what it hands back gets the name of the layout
+that the loop's own array had, or the loop's programs would be compiled again for another name of the same layout.
 """
 
 from __future__ import annotations
@@ -63,10 +63,9 @@ class LoopState:
         self._opt_tree: Any = jax.tree.structure(opt_state)
         for path, leaf in zip(_paths(opt_state), jax.tree.leaves(opt_state), strict=True):
             _check(f"opt_state[{path!r}]", leaf)
-        self._lies = lies = _layouts({path: leaf for path, leaf in zip(self._paths, leaves, strict=True)})
+        self._lies = lies = _layouts(dict(zip(self._paths, leaves, strict=True)))
         self.devices: list[jax.Device] = list(next(iter(lies.values())).mesh.devices.flat)
         self._everywhere = NamedSharding(next(iter(lies.values())).mesh, PartitionSpec())
-        self._dtypes = {path: leaf.dtype for path, leaf in zip(self._paths, leaves, strict=True)}
         self._given: dict[str, Sharding] = {}  # the layout of each parameter, as the loop names it
         # Copies: adoption donates them, and the loop may have the same memory elsewhere, such as in an average.
         self.params = self._named([jnp.copy(leaf) for leaf in leaves])
@@ -110,7 +109,7 @@ class LoopState:
         if treedef != self._treedef:
             raise ValueError(f"{who} got params of another structure than join() did: {treedef}, not {self._treedef}")
         if (found := jax.tree.structure(opt_state)) != self._opt_tree:
-            words = "pass opt_state to both, or to none" if None in (opt_state,) else f"{found}, not {self._opt_tree}"
+            words = "pass opt_state to both, or to none" if opt_state is None else f"{found}, not {self._opt_tree}"
             raise ValueError(f"{who} got an opt_state of another structure than join() did: {words}")
         for path, leaf in zip(self._paths, leaves, strict=True):
             _check(f"params[{path!r}]", leaf)

@@ -9,8 +9,8 @@ import sys
 import threading
 
 PARENT_ENV = "DILOCO_PARENT_PID"
-USER_ERROR = 2  # exit status after one clear message: wrong input, nothing to retry
-INTERRUPTED = 130  # exit status of a process that was asked to end before its work was done
+# Exit statuses: failed; one clear message about wrong input, nothing to retry; asked to end before its work was done.
+FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
 _PR_SET_PDEATHSIG = 1
 
 
