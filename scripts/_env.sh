@@ -2,12 +2,14 @@
 #
 # The stamp in .venv names what it was installed from; nothing happens while that is unchanged, so a start costs
 # milliseconds. A .venv whose installation was cut short carries the mark `.installing` and is built again.
-# Settings: DILOCO_PYTHON names the interpreter to use instead of searching for one.
+# Settings: DILOCO_PYTHON names the interpreter to use instead of searching for one; DILOCO_EXTRAS the extras of
+# pyproject.toml to install (dev; CI adds parity, with PyTorch, against which models are tested).
 # shellcheck shell=bash
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$root"
 venv="$root/.venv"
+extras="${DILOCO_EXTRAS:-dev}"
 
 say() { printf '[diloco] %s\n' "$*" >&2; }
 
@@ -40,7 +42,7 @@ find_python() {
 
 # What the environment is made from. The root is part of it: console scripts hold absolute paths, so a copy is stale.
 wanted_stamp() {
-  { cat pyproject.toml constraints-py311.txt && printf '%s\n' "$root"; } | cksum
+  { cat pyproject.toml constraints-py311.txt && printf '%s\n' "$root" "$extras"; } | cksum
 }
 
 env_is_ready() {
@@ -53,7 +55,7 @@ pip_install() {
   if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
     pins=(--constraint constraints-py311.txt)
   fi
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable '.[dev]' ${pins[@]+"${pins[@]}"} \
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$extras]" ${pins[@]+"${pins[@]}"} \
     >"$venv/.install.log" 2>&1 </dev/null
 }
 

@@ -20,7 +20,7 @@ from diloco_jax.protocol.syncer.progress import Budget
 from diloco_jax.settings.cloud import CloudConfig
 from diloco_jax.settings.islands import IslandConfig, IslandsConfig
 from diloco_jax.settings.slices import Topology
-from diloco_jax.training.data_config import DataConfig
+from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.named import check_setting
 from diloco_jax.training.optimizers import OptimizerConfig
@@ -332,7 +332,7 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str) -> tuple[
     Args:
         config: the run's settings.
         plan_fingerprint: of the fragment plan, made from the shapes of the model as this process built it.
-        corpus: what this process reads (training/data.py); "" if it reads none, then the first learner says it.
+        corpus: what this process reads (training/data/corpus.py); "" if it reads none, then the first learner says it.
     """
     protocol = config.protocol
     data = asdict(config.data)

@@ -19,7 +19,9 @@ import tyro  # island
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import diloco_jax  # island
-from diloco_jax.training.data import DataConfig, SampleOrder, load_source
+from diloco_jax.training.data.config import DataConfig
+from diloco_jax.training.data.corpus import load_source
+from diloco_jax.training.data.order import SampleOrder
 
 BATCH, LENGTH, CONTEXT, WIDTH, HIDDEN = 16, 64, 8, 32, 128
 PEAK, WARMUP = 1e-2, 10  # learning rate; steps of the whole run

@@ -112,7 +112,8 @@ class Loop:
         import jax
 
         from diloco_jax.training.blueprint import Blueprint
-        from diloco_jax.training.data import SampleOrder, load_source
+        from diloco_jax.training.data.corpus import load_source
+        from diloco_jax.training.data.order import SampleOrder
         from diloco_jax.training.sharding import put_array
 
         mesh = config.island(overhead.ISLAND).mesh

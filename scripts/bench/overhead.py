@@ -114,7 +114,8 @@ class Blocks:
     """Takes the place of `Island.step` and measures: the driver's steps, and now and then a block of its own."""
 
     def __init__(self, learner: Any, config: Any, arguments: argparse.Namespace, stop: threading.Event) -> None:
-        from diloco_jax.training.data import SampleOrder, load_source
+        from diloco_jax.training.data.corpus import load_source
+        from diloco_jax.training.data.order import SampleOrder
 
         self._plan, self._island = learner.host.plan, learner.host.island
         self._order = SampleOrder(load_source(config.data, config.train.seq_len), config.data.shuffle_seed)

@@ -22,7 +22,8 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse
 from diloco_jax.tools.replay.lives import TapedStep, read_entries
 from diloco_jax.tools.replay.replay import Replay
-from diloco_jax.training.data import SampleOrder, load_source
+from diloco_jax.training.data.corpus import load_source
+from diloco_jax.training.data.order import SampleOrder
 from docs.examples import one_page
 from docs.examples.one_page import Params, Settings
 from tests.runtime.taped_pair import TapedPair

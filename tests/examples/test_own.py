@@ -23,8 +23,8 @@ from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.runtime.records.telemetry import read_metrics
 from diloco_jax.settings.run import EvaluationConfig, OptimizerConfig, RunConfig, fingerprint
 from diloco_jax.training.blueprint import Blueprint
-from diloco_jax.training.data import load_source
-from diloco_jax.training.data_config import DataConfig
+from diloco_jax.training.data.config import DataConfig
+from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.sharding import MeshConfig
 from tests.runtime.helpers import ROOT, SMALL, environment, merged, write_config

@@ -9,17 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco_jax.training.data import (
-    WHOLE_BYTES,
-    SampleOrder,
-    Source,
-    Windows,
-    check_source,
-    described,
-    eval_batches,
-    load_source,
-)
-from diloco_jax.training.data_config import DataConfig
+from diloco_jax.training.data.config import DataConfig
+from diloco_jax.training.data.corpus import WHOLE_BYTES, Source, Windows, described, load_source
+from diloco_jax.training.data.order import SampleOrder, check_source, eval_batches
 
 
 def numbered(num_windows: int, seq_len: int = 4) -> Source:

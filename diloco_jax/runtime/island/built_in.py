@@ -8,7 +8,8 @@ import jax
 
 from diloco_jax.runtime.island.host import Ranges
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.training.data import SampleOrder, load_source
+from diloco_jax.training.data.corpus import load_source
+from diloco_jax.training.data.order import SampleOrder
 from diloco_jax.training.island import Island, StepHandle
 from diloco_jax.training.optimizers import learning_rate
 

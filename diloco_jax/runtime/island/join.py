@@ -26,7 +26,7 @@ from diloco_jax.runtime.model.global_model import make_shares
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig, fingerprint
-from diloco_jax.training.data import load_source
+from diloco_jax.training.data.corpus import load_source
 from diloco_jax.transport.group.commands import HostMeet, HostVerdict
 from diloco_jax.transport.group.group import LEADER, SILENCE_S, GroupLeader, GroupMember, group_config
 from diloco_jax.transport.link import check_free, split_address

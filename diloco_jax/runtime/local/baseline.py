@@ -20,7 +20,8 @@ from diloco_jax.runtime.records.liveness import signature
 from diloco_jax.runtime.records.telemetry import Telemetry, write_json
 from diloco_jax.runtime.trackers.outlets import Outlets
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.training.data import SampleOrder, load_source
+from diloco_jax.training.data.corpus import load_source
+from diloco_jax.training.data.order import SampleOrder
 from diloco_jax.training.island import Island
 from diloco_jax.training.optimizers import learning_rate
 

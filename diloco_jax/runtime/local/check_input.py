@@ -17,7 +17,7 @@ from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.runtime.trackers.outlets import find_callbacks, find_trackers
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
-from diloco_jax.training.data import check_source
+from diloco_jax.training.data.order import check_source
 from diloco_jax.training.named import failure, is_ours
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.training.sharding import MeshConfig

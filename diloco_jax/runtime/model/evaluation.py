@@ -13,7 +13,8 @@ import numpy as np
 from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
-from diloco_jax.training.data import SampleOrder, check_source, eval_batches, load_source
+from diloco_jax.training.data.corpus import load_source
+from diloco_jax.training.data.order import SampleOrder, check_source, eval_batches
 from diloco_jax.training.models.protocol import Params, find_model
 from diloco_jax.training.models.variables import Variables
 from diloco_jax.training.sharding import MeshConfig, put_array

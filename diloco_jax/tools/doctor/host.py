@@ -13,7 +13,7 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.tools.budget.memory import size
 from diloco_jax.tools.doctor.check import Check, mbit, of_error
-from diloco_jax.training.data import load_source
+from diloco_jax.training.data.corpus import load_source
 
 MEMORY = Path("/proc/meminfo")
 TCP = Path("/proc/sys/net/ipv4")

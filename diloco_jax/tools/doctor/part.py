@@ -11,7 +11,7 @@ from diloco_jax.settings.run import RunConfig, fingerprint
 from diloco_jax.tools.budget.links import LinkNeeds
 from diloco_jax.tools.budget.memory import num_parameters
 from diloco_jax.tools.budget.needs import IslandKind, outline, syncer_needs
-from diloco_jax.training.data import load_source
+from diloco_jax.training.data.corpus import load_source
 
 
 class ProcessPart(NamedTuple):

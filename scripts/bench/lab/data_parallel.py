@@ -24,7 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax.core.kinds import kind_of
 from diloco_jax.settings.text import load
-from diloco_jax.training.data import SampleOrder, load_source
+from diloco_jax.training.data.corpus import load_source
+from diloco_jax.training.data.order import SampleOrder
 from diloco_jax.training.models.protocol import load_model, logical_axes, split_model
 from diloco_jax.training.optimizers import learning_rate, make_inner
 from diloco_jax.training.train_step import model_loss

@@ -1,0 +1,99 @@
+"""Samples in one global order that every learner can compute.
+
+    samples -> global order (shuffled anew each epoch) -> batches
+
+The global order (`SampleOrder`) has positions 0, 1, 2, ... without end; a learner reads those that the syncer leased to
+it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import grain
+import numpy as np
+from jaxtyping import Int32
+
+from diloco_jax.training.data.config import DataConfig
+from diloco_jax.training.data.corpus import Source, count_tokens, cut_source, find_files, load_source
+
+
+def check_source(config: DataConfig, seq_len: int, eval_batch_size: int) -> None:
+    """Find out from names and sizes alone whether `load_source` and `eval_batches` will do: no file is read.
+
+    Of a source of the user's own some samples are read.
+
+    Raises:
+      ValueError: as those two.
+    """
+    if config.module:
+        next(eval_batches(load_source(config, seq_len), eval_batch_size, 1))
+        return
+    if config.format == "bytes":
+        _, files = find_files(config)
+        count = sum(path.stat().st_size + 1 for path in files)
+    else:
+        count = count_tokens(config)
+    ids = np.broadcast_to(np.uint8(0), count)  # as many, in one byte
+    next(eval_batches(cut_source(config, ids, seq_len, corpus=""), eval_batch_size, 1))
+
+
+def _stack(windows: Sequence[Int32[np.ndarray, " t"]], vocab_size: int) -> Int32[np.ndarray, "b t"]:
+    batch = np.stack(windows)
+    if batch.max() >= vocab_size:  # an embedding look-up would clamp it silently
+        raise ValueError(f"the data has token id {batch.max()}, data.vocab_size is {vocab_size}; correct one of them")
+    return batch
+
+
+class SampleOrder:
+    """The global order of the training windows: the same for everybody who gives the same corpus and seed.
+
+    Args:
+      source: the corpus.
+      seed: of the order; every epoch has an order of its own.
+    """
+
+    def __init__(self, source: Source, seed: int) -> None:
+        self._source = source
+        # Random access without a permutation in memory; `repeat` reshuffles every epoch.
+        self._order = grain.MapDataset.range(len(source.train)).shuffle(seed=seed).repeat()
+
+    def window_id(self, position: int) -> int:
+        """Return the number of the window of `source.train` that has this position."""
+        return int(self._order[position])
+
+    def batch(self, ranges: Sequence[tuple[int, int]]) -> Int32[np.ndarray, "b t"]:
+        """Return the windows of positions [start, stop) of every range, in their order: int32 [n, seq_len + 1].
+
+        Raises:
+          ValueError: there is no position, or the data has a token id that it should not have.
+        """
+        positions = [position for start, stop in ranges for position in range(start, stop)]
+        if not positions or min(positions) < 0:
+            raise ValueError(f"ranges {tuple(ranges)} hold no positions from 0 on; give [start, stop) pairs")
+        return _stack([self._source.train[self.window_id(p)] for p in positions], self._source.vocab_size)
+
+    def batches(self, size: int) -> Iterator[Int32[np.ndarray, "b t"]]:
+        """Yield everything in batches of so many windows, without end: the reading of one who trains alone."""
+        for start in itertools.count(0, size):
+            yield self.batch(((start, start + size),))
+
+
+def eval_batches(source: Source, batch_size: int, max_batches: int) -> Iterator[Int32[np.ndarray, "b t"]]:
+    """Return up to `max_batches` batches of held-out windows, spread evenly over the held-out part, always the same.
+
+    Raises:
+      ValueError: the held-out part has fewer windows than one batch.
+    """
+    available = len(source.held_out) // batch_size
+    if available < 1 or max_batches < 1:
+        raise ValueError(
+            f"{len(source.held_out)} held-out windows make no batch of {batch_size} (at most {max_batches} batches "
+            "wanted); raise data.held_out_fraction, lower train.eval_batch_size, or give more text"
+        )
+    count = min(available, max_batches) * batch_size
+    chosen = [i * len(source.held_out) // count for i in range(count)]
+    for start in range(0, count, batch_size):
+        windows = [source.held_out[i] for i in chosen[start : start + batch_size]]
+        yield _stack(windows, source.vocab_size)
