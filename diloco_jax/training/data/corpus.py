@@ -18,13 +18,14 @@ from zlib import crc32
 
 import numpy as np
 import xxhash
-from jaxtyping import Int32, Integer
+from jaxtyping import Integer
 
 from diloco_jax.training.data.config import PLAIN, STDLIB, DataConfig, PartConfig
 from diloco_jax.training.data.documents import TextSource
 from diloco_jax.training.data.mixture import Order, Samples, mixed
 from diloco_jax.training.data.own import open_own
 from diloco_jax.training.data.packing import StoreWindows, pack
+from diloco_jax.training.data.sample import TOKENS, Sample
 from diloco_jax.training.data.store import Store, local_store
 from diloco_jax.training.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from diloco_jax.training.data.tokenizing import cached_store
@@ -44,11 +45,11 @@ class Windows:
     def __len__(self) -> int:
         return max(len(self.ids) - 1, 0) // self.seq_len
 
-    def __getitem__(self, index: int) -> Int32[np.ndarray, " t"]:
+    def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         start = index * self.seq_len
-        return self.ids[start : start + self.seq_len + 1].astype(np.int32)
+        return {TOKENS: self.ids[start : start + self.seq_len + 1].astype(np.int32)}
 
 
 @dataclass(frozen=True, slots=True)
