@@ -69,7 +69,7 @@ def _shown(source: Source, sample: Sample) -> str:
     if source.tokenizer is None:
         return ", ".join(f"{name} {value.dtype}{list(value.shape)}: {value.flat[:8]}" for name, value in sample.items())
     ids = sample[TOKENS][sample.get(SEGMENTS, np.ones_like(sample[TOKENS])) > 0]
-    return source.tokenizer.decode([int(number) for number in ids])[:SHOWN_CHARS]
+    return source.tokenizer.decode(ids)[:SHOWN_CHARS]
 
 
 def describe(result: dict[str, Any]) -> str:
