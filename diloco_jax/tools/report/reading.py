@@ -22,7 +22,8 @@ def reading(config: RunConfig) -> dict[str, Any]:
         ValueError: it cannot be read.
     """
     source = load_source(config.data, config.train.seq_len)
-    planned = config.planned_steps * sum(config.island(name).batch_size for name in config.islands.names)
+    names = config.islands.names if config.algorithm == "decoupled" else ("",)
+    planned = config.planned_steps * sum(config.island(name).batch_size for name in names)
     parts = source.parts or {config.data.module or config.data.path: source}
     shares = np.asarray(source.weights or (1.0,)) / sum(source.weights or (1.0,))
     sources = {
