@@ -17,10 +17,11 @@ from zlib import crc32
 
 import numpy as np
 import xxhash
-from jaxtyping import Int32, Integer
+from jaxtyping import Integer
 
 from diloco_jax.training.data.config import STDLIB, DataConfig
 from diloco_jax.training.data.own import OwnSamples, open_own
+from diloco_jax.training.data.sample import TOKENS, Sample
 
 WHOLE_BYTES = 1 << 24  # a corpus up to this size is digested whole, a larger one by samples
 SAMPLES, SAMPLE_BYTES = 64, 4096
@@ -37,11 +38,11 @@ class Windows:
     def __len__(self) -> int:
         return max(len(self.ids) - 1, 0) // self.seq_len
 
-    def __getitem__(self, index: int) -> Int32[np.ndarray, " t"]:
+    def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         start = index * self.seq_len
-        return self.ids[start : start + self.seq_len + 1].astype(np.int32)
+        return {TOKENS: self.ids[start : start + self.seq_len + 1].astype(np.int32)}
 
 
 @dataclass(frozen=True, slots=True)
