@@ -10,6 +10,7 @@ import numpy as np
 Sample = dict[str, np.ndarray]
 Shapes = Mapping[str, jax.ShapeDtypeStruct | np.ndarray]  # what has shapes and types: of the arrays of a batch, by name
 TOKENS = "tokens"  # the ids of a text: int32 [length + 1]
+SEGMENTS = "segments"  # the number of each id's document within the sample, from 1 on; 0 is padding: int32 [length + 1]
 
 
 def stack(samples: Sequence[Sample]) -> Sample:
@@ -28,5 +29,11 @@ def batch_size(batch: Sample) -> int:
 
 
 def count_predicted(batch: Sample) -> int:
-    """Return the number of what is predicted in a batch: all tokens but the first ones; its samples without tokens."""
+    """Return the number of what is predicted in a batch: all tokens but the first ones; its samples without tokens.
+
+    Where documents are kept apart, the first ones are those of documents, and padding does not count.
+    """
+    if SEGMENTS in batch:
+        now, before = batch[SEGMENTS][:, 1:], batch[SEGMENTS][:, :-1]
+        return int(((now == before) & (now > 0)).sum())
     return batch[TOKENS][:, 1:].size if TOKENS in batch else batch_size(batch)
