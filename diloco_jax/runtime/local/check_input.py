@@ -17,6 +17,7 @@ from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.runtime.trackers.outlets import find_callbacks, find_trackers
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.convert.weights import Weights
 from diloco_jax.training.data.order import check_source
 from diloco_jax.training.named import failure, is_ours
 from diloco_jax.training.optimizers import learning_rate
@@ -51,6 +52,8 @@ def check_input(config: RunConfig) -> None:
     blueprint = _check_model(config)
     make_setup(config, config.fragments.plan(blueprint.shapes, blueprint.kinds, config.protocol.num_fragments))
     Scorer(config.evaluation)
+    if config.model.weights:
+        Weights(config.model.weights).check(config.model)
 
 
 def _check_transport(config: RunConfig) -> None:
