@@ -159,7 +159,7 @@ def _looking_words(add: Add) -> None:
     certs.add_argument("--learners", default="", help="names of learners, separated by commas: island-0,island-1")
     certs.add_argument("--days", type=int, default=365, help="how long the certificates are valid; default: 365")
     evaluate = add("eval", "Evaluate the global model of a run on its held-out data.")
-    evaluate.add_argument("run", help="folder of the run")
+    evaluate.add_argument("run", help="folder of the run; or a config, for the model with which its run would begin")
     evaluate.add_argument("--batches", type=int, help="batches at most; default: train.final_eval_batches")
     sample = add("sample", "Print what the global model of a run writes, if it was trained on bytes.")
     sample.add_argument("run", help="folder of the run")
