@@ -18,7 +18,8 @@ from diloco_jax.runtime.trackers.outlets import find_callbacks, find_trackers
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.convert.weights import Weights
-from diloco_jax.training.data.order import check_source
+from diloco_jax.training.data.order import check_source, example
+from diloco_jax.training.data.sample import batch_shapes
 from diloco_jax.training.named import failure, is_ours
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.training.sharding import MeshConfig
@@ -68,10 +69,10 @@ def _check_transport(config: RunConfig) -> None:
 
 def _check_model(config: RunConfig) -> Blueprint:
     """Go through the model and an inner step with shapes alone."""
-    size = (config.island("").batch_size, config.train.seq_len + 1)
+    batch = batch_shapes(example(config.data, config.train.seq_len), config.island("").batch_size)
     try:
         blueprint = Blueprint(config.model, config.optimizer, MeshConfig(), 1, seed=config.seed)
-        batch, rate = {"tokens": jax.ShapeDtypeStruct(size, np.int32)}, jax.ShapeDtypeStruct((), np.float32)
+        rate = jax.ShapeDtypeStruct((), np.float32)
         draw = jax.ShapeDtypeStruct((2,), np.uint32) if blueprint.streams.kinds else None
         jax.eval_shape(blueprint.step, blueprint.state_shapes, batch, rate, draw)
     except Exception as error:  # of the model's own code it may be anything
