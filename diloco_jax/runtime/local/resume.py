@@ -24,6 +24,7 @@ MAY_CHANGE = (
     "evaluation",
     "data.evaluation",
     "data.tokenizer",
+    "model.weights",
     "islands.peak_tflops",
     "islands.restarts_max",
     "islands.restart_delay_s",

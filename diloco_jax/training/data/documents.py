@@ -109,7 +109,11 @@ def list_pieces(source: TextSource) -> tuple[list[SourcePiece], str]:
     for full, info in fs.find(root, detail=True).items():
         name = full[len(root) :].lstrip("/") or PurePosixPath(full).name
         hidden = "/." in f"/{name}"  # such as .git
-        if info["size"] and not hidden and any(fnmatch(PurePosixPath(name).name, pattern) for pattern in source.patterns):
+        if (
+            info["size"]
+            and not hidden
+            and any(fnmatch(PurePosixPath(name).name, pattern) for pattern in source.patterns)
+        ):
             found[name] = full, info
     formats = {_format(name) for name in found} - {"text"}  # a README beside Parquet is no document
     if not source.format and len(formats) > 1:
