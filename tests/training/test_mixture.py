@@ -65,7 +65,7 @@ def test_all_leases_together_are_the_order_whoever_has_them(islands: int) -> Non
     found = np.zeros_like(whole)
     batch = 24 // islands
     for number, start in enumerate(range(0, 240, batch)):
-        if number % islands == 0:  # everybody begins again, as after a resume
+        if number in (0, 4):  # everybody begins again, as after a resume
             orders = [SampleOrder(source, seed=1) for _ in range(islands)]
         found[start : start + batch] = orders[number % islands].batch(((start, start + batch),))[TOKENS]
     np.testing.assert_array_equal(found, whole)
