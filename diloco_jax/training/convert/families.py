@@ -16,6 +16,7 @@ class Mapped(NamedTuple):
     hf: tuple[str, ...]
     path: str
     shape: tuple[int, ...]
+    hf_shape: tuple[int, ...]
     to_ours: Callable[[Sequence[np.ndarray]], np.ndarray]
     to_hf: Callable[[np.ndarray], list[np.ndarray]]
 
@@ -58,8 +59,8 @@ def tensors(model: ModelConfig) -> Sequence[Mapped]:
     a, same = model.args, (lambda v: v[0], lambda v: [v])
     d, f, n, k = a["dim"], a["mlp_dim"], a["num_heads"] * a["head_dim"], a["num_kv_heads"] * a["head_dim"]
     turned = (lambda v: v[0].T, lambda v: [v.T])
-    found = [Mapped(("model.embed_tokens.weight",), "embed/embedding", (a["vocab_size"], d), *same)]
-    found.append(Mapped(("model.norm.weight",), "norm_final/scale", (d,), *same))
+    found = [Mapped(("model.embed_tokens.weight",), "embed/embedding", (a["vocab_size"], d), (a["vocab_size"], d), *same)]
+    found.append(Mapped(("model.norm.weight",), "norm_final/scale", (d,), (d,), *same))
     for i in range(a["num_layers"]):
         b, t = f"blocks/{i}/", f"model.layers.{i}."
         for ours, theirs, shape in (
@@ -71,7 +72,7 @@ def tensors(model: ModelConfig) -> Sequence[Mapped]:
             ("up", "mlp.up_proj", (d, f)),
             ("down", "mlp.down_proj", (f, d)),
         ):
-            found.append(Mapped((f"{t}{theirs}.weight",), f"{b}{ours}/kernel", shape, *turned))
-        found.append(Mapped((f"{t}input_layernorm.weight",), f"{b}norm_attention/scale", (d,), *same))
-        found.append(Mapped((f"{t}post_attention_layernorm.weight",), f"{b}norm_mlp/scale", (d,), *same))
+            found.append(Mapped((f"{t}{theirs}.weight",), f"{b}{ours}/kernel", shape, shape[::-1], *turned))
+        found.append(Mapped((f"{t}input_layernorm.weight",), f"{b}norm_attention/scale", (d,), (d,), *same))
+        found.append(Mapped((f"{t}post_attention_layernorm.weight",), f"{b}norm_mlp/scale", (d,), (d,), *same))
     return found
