@@ -244,7 +244,6 @@ def _launch_words(launch: Parser) -> None:
 
 def _plan_words(plan: Parser) -> None:
     _config_words(plan, nargs="?")
-    plan.add_argument("--preset", choices=("table13",), help="the paper's Table 13 beside ours, without a config")
     for each in fields(Assumptions):
         text, source = each.metadata["help"], each.metadata["source"]
         known = f"; default: {each.default:g}" if each.default else ""
@@ -259,7 +258,6 @@ def _plan_words(plan: Parser) -> None:
 def _simulate_words(simulate: Parser) -> None:
     simulate.set_defaults(takes_overrides=True)
     simulate.epilog = "settings may follow as --hardware.name value, --wan.name value and --protocol.name value"
-    simulate.add_argument("--preset", choices=("table1", "table5", "day", "scale"), help="a known case, told beside it")
     simulate.add_argument(
         "--methods",
         nargs="+",
@@ -267,7 +265,7 @@ def _simulate_words(simulate: Parser) -> None:
     )
     simulate.add_argument("--learners", nargs="+", type=int, help="default: 2 4 8 16")
     simulate.add_argument("--chips", nargs="+", help="of all learners together; default: 150k 300k 600k 1.2m 2.4m")
-    simulate.add_argument("--hours", type=float, help="simulated time; default: a day, or what the preset says")
+    simulate.add_argument("--hours", type=float, help="simulated time; default: a day")
     simulate.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: 0")
     simulate.add_argument("--workers", type=int, help="processes; default: one on each core")
     simulate.add_argument("--fast", action="store_true", help="without the protocol's machines: no rounds, much faster")

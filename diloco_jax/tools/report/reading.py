@@ -78,8 +78,8 @@ def describe(result: dict[str, Any]) -> str:
     for name, each in result["sources"].items():
         documents = f"{each['documents']:,} documents, " if each["documents"] is not None else ""
         lines += [
-            f"{name}: {documents}{each['tokens_per_epoch']:,} tokens in "
-            f"{each['samples_per_epoch']:,} samples per epoch, {each['share']:.1%} of the run, {each['epochs']:.2f} epochs"
+            f"{name}: {documents}{each['tokens_per_epoch']:,} tokens in {each['samples_per_epoch']:,} samples "
+            f"per epoch, {each['share']:.1%} of the run, {each['epochs']:.2f} times"
         ]
     for name, each in result["held_out"].items():
         bytes_ = f", {each['bytes_per_token']:.2f} bytes per token" if each["bytes_per_token"] else ""
