@@ -59,7 +59,9 @@ def tensors(model: ModelConfig) -> Sequence[Mapped]:
     a, same = model.args, (lambda v: v[0], lambda v: [v])
     d, f, n, k = a["dim"], a["mlp_dim"], a["num_heads"] * a["head_dim"], a["num_kv_heads"] * a["head_dim"]
     turned = (lambda v: v[0].T, lambda v: [v.T])
-    found = [Mapped(("model.embed_tokens.weight",), "embed/embedding", (a["vocab_size"], d), (a["vocab_size"], d), *same)]
+    found = [
+        Mapped(("model.embed_tokens.weight",), "embed/embedding", (a["vocab_size"], d), (a["vocab_size"], d), *same)
+    ]
     found.append(Mapped(("model.norm.weight",), "norm_final/scale", (d,), (d,), *same))
     for i in range(a["num_layers"]):
         b, t = f"blocks/{i}/", f"model.layers.{i}."

@@ -67,7 +67,9 @@ class Weights:
                 raise ValueError(f"{index} has no weight_map of tensors to files beside it; copy it again")
             wanted = sorted(set(listed.values()))
             if lost := sorted(set(wanted) - set(names)):
-                raise ValueError(f"{self.folder} lacks {len(lost)} of {len(wanted)} files, such as {lost[0]}; copy them")
+                raise ValueError(
+                    f"{self.folder} lacks {len(lost)} of {len(wanted)} files, such as {lost[0]}; copy them"
+                )
             names = wanted
         elif len(names) != 1:
             raise ValueError(f"{self.folder} has {len(names)} *.safetensors and no {INDEX_FILE}; copy the whole model")
@@ -86,9 +88,9 @@ class Weights:
             if found != wanted and not (wanted is None and SPARE.fullmatch(name)):
                 lacking = sum(other not in self.shapes for other in needed)
                 raise ValueError(
-                    f"{self.folder} does not fit the model: tensor {name} has shape {found or 'none at all'}, the model "
-                    f"needs {wanted or 'none'}, and {lacking} of {len(needed)} tensors are missing; are model.args those "
-                    "of these weights, and all files there?"
+                    f"{self.folder} does not fit the model: tensor {name} has shape {found or 'none at all'}, where "
+                    f"the model needs {wanted or 'none'}; {lacking} of {len(needed)} tensors are missing: are model.args "
+                    "those of these weights, and all files there?"
                 )
         return made
 
