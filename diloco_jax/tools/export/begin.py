@@ -39,11 +39,8 @@ def begin(folder: Path, base: Path | None, out: Path, watch: Watch) -> dict[str,
     have = model.args.get("vocab_size", 256)
     if tokenizer and tokenizer.vocab_size > have:
         raise ValueError(f"{folder}: the tokenizer has ids below {tokenizer.vocab_size}, config.json only {have}")
-    values = (
-        dict(read_values(base))
-        if base
-        else {"name": folder.resolve().name, "data": {"format": "text", "path": "texts"}}
-    )
+    fresh = {"name": folder.resolve().name, "data": {"format": "text", "path": "texts"}}
+    values: dict[str, Any] = {**(read_values(base) if base else fresh)}
     data = dict(values.get("data") or {})
     of_text = data.get("mixture") or data.get("format", "bytes") not in (*PLAIN, "store")
     if tokenizer and of_text:

@@ -89,8 +89,8 @@ class Weights:
                 lacking = sum(other not in self.shapes for other in needed)
                 raise ValueError(
                     f"{self.folder} does not fit the model: tensor {name} has shape {found or 'none at all'}, where "
-                    f"the model needs {wanted or 'none'}; {lacking} of {len(needed)} tensors are missing: are model.args "
-                    "those of these weights, and all files there?"
+                    f"the model needs {wanted or 'none'}; {lacking} of {len(needed)} tensors are missing: are "
+                    "model.args those of these weights, and all files there?"
                 )
         return made
 
