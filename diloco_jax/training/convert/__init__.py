@@ -1,1 +1,1 @@
-"""Models of other libraries, and their files."""
+"""Public models: what their folders hold, and which of their tensors make which of our parameters."""

@@ -159,8 +159,8 @@ def to_hf(model: ModelConfig) -> dict[str, Any]:
     for key in sorted(back.keys() - set(HOW)):
         if back[key] != ours[key] and not (key == "attention_width" and {back[key], ours[key]} == {0, c.head_dim}):
             raise ValueError(
-                f"model.args.{key} is {ours[key]!r}, but models of {name} in transformers have {back[key]!r}; nothing "
-                "there opens this model: export it as npz or orbax"
+                f"model.args.{key} is {ours[key]!r}, but models of {name} in transformers have {back[key]!r}; "
+                "nothing there opens it"
             )
     return theirs
 
