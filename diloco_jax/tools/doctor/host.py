@@ -33,7 +33,9 @@ def check_data(config: RunConfig) -> Check:
     share = config.planned_steps * config.train.batch_size / windows
     read = f"reads them {share:.1f} times" if share > 1 else f"reads {share:.2%} of them"
     return Check(
-        "data", "ok", f"{config.data.module or config.data.path}: {windows:,} training windows, the run {read}"
+        "data",
+        "ok",
+        f"{config.data.module or ', '.join(part.path for part in config.data.parts.values())}: {windows:,} training windows, the run {read}",
     )
 
 
