@@ -23,8 +23,7 @@ from diloco_jax.protocol.messages import (
     StatePart,
     SyncerMessage,
 )
-from diloco_jax.sim.engine import Action
-from diloco_jax.sim.faults import NEVER_S
+from diloco_jax.sim.engine import NEVER_S, Action
 from diloco_jax.sim.holdings import HELD, Holdings
 from diloco_jax.sim.network import Deliver, Garbled, SimulatedLink
 from diloco_jax.sim.node import LearnerProcess, Node, SavedCopy

@@ -14,7 +14,7 @@ from diloco_jax.protocol.messages import AnchorValue, LearnerMessage, Stop
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.sim.disk import Disk, SyncerSnapshot
-from diloco_jax.sim.faults import NEVER_S
+from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.holdings import Step, Value, digest_of
 from diloco_jax.sim.network import Deliver, Garbled, SimulatedLink
 from diloco_jax.sim.node import LearnerProcess
