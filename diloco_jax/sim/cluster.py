@@ -20,7 +20,6 @@ class Cluster:
     """The simulated run. Build it, let observers `watch` it, `run` it, read it.
 
     Args:
-        scenario: what to simulate.
         make_learner: builds a learner; tests put broken ones here.
         make_syncer: builds the syncer, likewise.
         make_network: builds the network, likewise.

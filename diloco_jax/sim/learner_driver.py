@@ -40,11 +40,8 @@ class LearnerDriver:
     """The driver of one learner. Its state is that of the node and of the process that runs.
 
     Args:
-        world: where it runs.
-        node: the learner.
         accept: dials the syncer; None when nobody listens.
         left: called when the learner has left for good.
-        make: builds the machine.
     """
 
     __slots__ = ("_accept", "_engine", "_left", "_make", "_observers", "_send", "_world", "node")

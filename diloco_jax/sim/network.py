@@ -58,11 +58,6 @@ class SimulatedLink:
     """One connection.
 
     Args:
-        learner_id: whose it is.
-        incarnation: likewise.
-        owner: the learner's process.
-        up: what the syncer's process does with a message that arrives.
-        down: what the learner's process does with one.
         lost: what the syncer's process does when it finds out that the link is gone.
     """
 
@@ -87,12 +82,7 @@ class SimulatedLink:
 
 
 class Network:
-    """Moves messages: calls the pipe's `deliver` with (link, message) when one arrives.
-
-    Args:
-        engine: whose time and randomness it uses.
-        options: what messages suffer.
-    """
+    """Moves messages: calls the pipe's `deliver` with (link, message) when one arrives."""
 
     def __init__(self, engine: Engine, options: NetworkOptions) -> None:
         self.lost = 0

@@ -129,7 +129,6 @@ class Observer:
         Args:
             machine: after a restart what the tape made of it.
             rewound_to: global step of the snapshot to which the run goes back, -1 for a restart.
-            now_s: the time.
         """
 
     def end(self) -> None:

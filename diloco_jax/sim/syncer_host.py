@@ -15,14 +15,7 @@ from diloco_jax.sim.world import FINGERPRINT, MakeSyncer, World
 
 
 class SyncerHost:
-    """The syncer's disk, and the process that runs beside it or ran there last.
-
-    Args:
-        world: where it runs.
-        learners: who may be connected.
-        make_syncer: builds the machine.
-        taped: whether the tape is written.
-    """
+    """The syncer's disk, and the process that runs beside it or ran there last."""
 
     def __init__(
         self, world: World, learners: Mapping[str, LearnerDriver], make_syncer: MakeSyncer, taped: bool

@@ -24,16 +24,7 @@ HANDLED = frozenset((Merge, Restore, SaveSnapshot))
 
 
 class SyncerProcess:
-    """One process.
-
-    Args:
-        world: where it runs.
-        disk: what it finds there, and writes to.
-        machine: what it drives.
-        values: newest value of each fragment that it has.
-        taped: whether it writes the tape.
-        die: ends it, whenever that is.
-    """
+    """One process."""
 
     def __init__(
         self, world: World, disk: Disk, machine: Syncer, values: list[Value], taped: bool, die: Callable[[], None]

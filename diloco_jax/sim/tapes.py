@@ -25,12 +25,7 @@ LOSS = 1.0
 
 
 class LearnerTapes(Observer):
-    """Writes down what every life of every learner does.
-
-    Args:
-        cluster: the run.
-        faults: that happen in it, in words.
-    """
+    """Writes down what every life of every learner does."""
 
     def __init__(self, cluster: Cluster, faults: Sequence[str] = ()) -> None:
         self._faults = list(faults)

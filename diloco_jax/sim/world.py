@@ -23,7 +23,6 @@ class World:
     """Time, network and bytes of one simulation.
 
     Args:
-        scenario: what is simulated.
         make_network: builds the network; of a run with faults it is another.
     """
 
