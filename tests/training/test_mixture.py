@@ -105,6 +105,8 @@ A = PartConfig(path="a")
         ({"mixture": {"a": A}, "path": "b"}, "data.mixture takes the place of data.path"),
         ({"mixture": {"a": A, "b": PartConfig(path="b", weight=1e5)}}, "data.mixture.a has 1.0 of all weights"),
         ({"mixture": {str(n): A for n in range(65)}}, "have 65 sources; 64 is the limit"),
+        ({"evaluation": {"a b": A}}, "'a b' names a source of data; use letters"),
+        ({"mixture": {"a": A}, "evaluation": {"a": A}}, "and each name once"),
         ({"documents": "whole"}, "of format bytes does not say where documents end"),
         ({"format": "jsonl", "path": "a"}, "needs data.tokenizer"),
         ({"mixture": {"a": PartConfig(path="a", format="text")}, "tokenizer": "train:300"}, "need one tokenizer"),
