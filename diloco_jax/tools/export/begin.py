@@ -10,7 +10,7 @@ import yaml
 from diloco_jax.runtime.local.check_input import check_tokenizer
 from diloco_jax.settings.text import parse, read_values
 from diloco_jax.tools.export.write import Watch
-from diloco_jax.training.convert.families import from_hf
+from diloco_jax.training.convert.families import HOW, from_hf
 from diloco_jax.training.convert.weights import Weights
 from diloco_jax.training.data.config import PLAIN
 from diloco_jax.training.data.tokenizer import TOKENIZER_FILE, open_tokenizer
@@ -21,7 +21,7 @@ def begin(folder: Path, base: Path | None, out: Path, watch: Watch) -> dict[str,
 
     Args:
         folder: with config.json and safetensors.
-        base: config for all but the model; None for text and the defaults.
+        base: config for all but what the model computes; None for text and the defaults.
         out: the new config.
         watch: shows how far it is.
 
@@ -45,7 +45,8 @@ def begin(folder: Path, base: Path | None, out: Path, watch: Watch) -> dict[str,
     of_text = data.get("mixture") or data.get("format", "bytes") not in (*PLAIN, "store")
     if tokenizer and of_text:
         values["data"] = {"tokenizer": where, **data}
-    values["model"] = {"module": model.module, "args": dict(model.args), "weights": where}
+    how = {name: value for name, value in ((values.get("model") or {}).get("args") or {}).items() if name in HOW}
+    values["model"] = {"module": model.module, "args": {**model.args, **how}, "weights": where}
     config = parse(values, str(base or folder))
     if not of_text:
         check_tokenizer(config)
@@ -53,4 +54,4 @@ def begin(folder: Path, base: Path | None, out: Path, watch: Watch) -> dict[str,
     count = sum(value.size for _, value in watch(weights.read(config.model), len(made)))
     with out.open("x", encoding="utf-8") as file:
         file.write(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
-    return {"config": str(out), "module": model.module, "args": dict(model.args), "parameters": count}
+    return {"config": str(out), "module": model.module, "args": dict(config.model.args), "parameters": count}
