@@ -13,13 +13,15 @@ import threading
 import traceback
 from collections.abc import Sequence
 
-from diloco_jax.cli import first, prepare, records, runs
+from diloco_jax.cli import convert, corpora, first, prepare, records, runs
 from diloco_jax.cli.shared import FAILED, INTERRUPTED, WRONG_INPUT
 from diloco_jax.cli.words import CHAOS_LEARNER, COMPILE, MERGE_SHARD, Command, check_command, make_parser
 from diloco_jax.runtime.local.machine import limit_jax, look
 
 COMMANDS: dict[str, Command] = {
     "init": first.init,
+    "tokenize": corpora.tokenize,
+    "data": corpora.data,
     "train": runs.train,
     "syncer": runs.syncer,
     "learner": runs.learner,
@@ -34,6 +36,8 @@ COMMANDS: dict[str, Command] = {
     "profile": records.profile,
     "eval": records.evaluate,
     "sample": records.sample,
+    "import": convert.begin,
+    "export": convert.export,
     "report": records.report,
     "replay": records.replay,
     "audit": records.audit,

@@ -117,7 +117,7 @@ def audit(arguments: argparse.Namespace) -> int:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """Print the loss of the newest checkpoint on the held-out data."""
+    """Print the loss of the newest checkpoint, or of a config's initial model, on the held-out data."""
     from diloco_jax.runtime.model.evaluation import Evaluator
     from diloco_jax.runtime.records.telemetry import finite
     from diloco_jax.tools.report.live import scores_text
@@ -167,10 +167,14 @@ def written(run: str, count: int, prompt: str = PROMPT, temperature: float = 0.7
 
 
 def _newest(run: str) -> tuple[RunConfig, Mapping[str, np.ndarray], Mapping[str, Any]]:
+    from diloco_jax.runtime.model.evaluation import Evaluator
     from diloco_jax.runtime.records.checkpoint import load_parameters, newest_readable
     from diloco_jax.runtime.records.files import CHECKPOINTS
     from diloco_jax.settings.text import load
 
+    if Path(run).is_file():
+        config = load(run)
+        return config, Evaluator(config).initial_parameters(), {"global_step": 0}
     found = newest_readable(Path(run) / CHECKPOINTS, load_parameters)
     if found is None:
         raise ValueError(f"{run} holds no checkpoint that can be read; give the folder of a run, such as runs/NAME")

@@ -62,6 +62,7 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
         return sub
 
     _first_words(add, parser)
+    _data_words(add)
     train = add(
         "train", "A whole run on this machine: syncer and islands, live view, report.", config=True, json=SUMMARY
     )
@@ -93,6 +94,7 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
     _simulate_words(add("simulate", "Goodput of a cluster whose chips fail, without one: chips, learners, methods."))
     add("baseline", "The data-parallel baseline in this process, for `train`.", config=True, json="")
     _looking_words(add)
+    _convert_words(add)
     preflight = add(
         "preflight", "Compile for TPU slices, without a TPU: what fits, what it takes.", config=True, folder=False
     )
@@ -115,6 +117,21 @@ def _first_words(add: Add, parser: Parser) -> None:
     completion = add("completion", "Print a script that makes a shell complete this command.", json="")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     completion.set_defaults(parser=parser)
+
+
+def _data_words(add: Add) -> None:
+    tokenize = add(
+        "tokenize", "Text to a token store, which runs read; the same command goes on after an interruption."
+    )
+    about = "file, folder or URL (gs://, s3://) of text, JSONL, Parquet, Arrow or ArrayRecord, as the names say"
+    tokenize.add_argument("source", help=about)
+    about = "folder with Hugging Face's tokenizer.json, train:SIZE for a new one of so many ids, or bytes"
+    tokenize.add_argument("--tokenizer", required=True, metavar="FOLDER|train:SIZE|bytes", help=about)
+    tokenize.add_argument("--out", required=True, metavar="DIR", help="folder of the store")
+    tokenize.add_argument("--field", default="text", help="column or key with the text; default: text")
+    tokenize.add_argument("--patterns", nargs="+", default=["*"], help="which files of a folder, such as *.py")
+    tokenize.add_argument("--workers", type=int, help="processes; default: one on each core")
+    add("data", "What a run will read: sources, tokens, epochs, samples as text.", config=True, folder=False)
 
 
 def _config_words(sub: Parser, **config: str) -> None:
@@ -158,7 +175,7 @@ def _looking_words(add: Add) -> None:
     certs.add_argument("--learners", default="", help="names of learners, separated by commas: island-0,island-1")
     certs.add_argument("--days", type=int, default=365, help="how long the certificates are valid; default: 365")
     evaluate = add("eval", "Evaluate the global model of a run on its held-out data.")
-    evaluate.add_argument("run", help="folder of the run")
+    evaluate.add_argument("run", help="folder of the run; or a config, for the model with which its run would begin")
     evaluate.add_argument("--batches", type=int, help="batches at most; default: train.final_eval_batches")
     sample = add("sample", "Print what the global model of a run writes, if it was trained on bytes.")
     sample.add_argument("run", help="folder of the run")
@@ -185,6 +202,20 @@ def _looking_words(add: Add) -> None:
     audit = add("audit", "What became of every sample that a run handed out, from its tapes.")
     audit.add_argument("run", help="folder of the run, or of a simulation's tapes")
     audit.add_argument("--config", help="YAML file with the protocol's settings; default: config.yaml of the run")
+
+
+def _convert_words(add: Add) -> None:
+    """Add the commands that bring models in and out."""
+    begin = add("import", "Write a config whose run begins with the weights of a public model; checks them all.")
+    begin.add_argument("folder", help="with config.json and *.safetensors, as Hugging Face's hub has them")
+    begin.add_argument("--config", help=f"all but the model: {CONFIG}; default: the settings' defaults")
+    begin.add_argument("--out", metavar="CONFIG", help="the config to write; default: the folder's name, .yaml")
+    export = add("export", "Write the newest model of a run, finished or under way, for other programs.")
+    export.add_argument("run", help="folder of the run")
+    export.add_argument("--format", choices=("hf", "orbax", "npz"), default="hf", help="hf: for transformers; default")
+    export.add_argument("--out", required=True, metavar="DIR", help="new folder for it")
+    about = "of hf's tensors; default: float32, as the run has them"
+    export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help=about)
 
 
 def _chaos_words(chaos: Parser) -> None:

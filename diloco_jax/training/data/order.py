@@ -11,38 +11,51 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-import grain
 import numpy as np
-from jaxtyping import Int32
 
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.data.corpus import Source, count_tokens, cut_source, find_files, load_source
+from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample, stack
 
 
 def check_source(config: DataConfig, seq_len: int, eval_batch_size: int) -> None:
     """Find out from names and sizes alone whether `load_source` and `eval_batches` will do: no file is read.
 
-    Of a source of the user's own some samples are read.
+    Of a source of the user's own, or of token stores, some samples are read; a store that is not there is made.
 
     Raises:
       ValueError: as those two.
     """
-    if config.module:
+    if not config.plain:
         next(eval_batches(load_source(config, seq_len), eval_batch_size, 1))
         return
-    if config.format == "bytes":
-        _, files = find_files(config)
+    (part,) = config.parts.values()
+    if part.format == "bytes":
+        _, files = find_files(part)
         count = sum(path.stat().st_size + 1 for path in files)
     else:
-        count = count_tokens(config)
+        count = count_tokens(part)
     ids = np.broadcast_to(np.uint8(0), count)  # as many, in one byte
-    next(eval_batches(cut_source(config, ids, seq_len, corpus=""), eval_batch_size, 1))
+    next(eval_batches(cut_source(config, part, ids, seq_len, corpus=""), eval_batch_size, 1))
 
 
-def _stack(windows: Sequence[Int32[np.ndarray, " t"]], vocab_size: int) -> Int32[np.ndarray, "b t"]:
-    batch = np.stack(windows)
-    if batch.max() >= vocab_size:  # an embedding look-up would clamp it silently
-        raise ValueError(f"the data has token id {batch.max()}, data.vocab_size is {vocab_size}; correct one of them")
+def example(config: DataConfig, seq_len: int) -> Sample:
+    """Return a sample with the names, shapes and types that all have; a source of the user's own is asked for it.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if config.module:
+        return load_source(config, seq_len).train[0]
+    names = (TOKENS,) if config.documents == "joined" else (TOKENS, SEGMENTS)
+    return {name: np.zeros(seq_len + 1, np.int32) for name in names}
+
+
+def _stack(samples: Sequence[Sample], vocab_size: int) -> Sample:
+    batch = stack(samples)
+    highest = batch[TOKENS].max() if TOKENS in batch else 0
+    if highest >= vocab_size:  # an embedding look-up would clamp it silently
+        raise ValueError(f"the data has token id {highest}, data.vocab_size is {vocab_size}; correct one of them")
     return batch
 
 
@@ -56,15 +69,18 @@ class SampleOrder:
 
     def __init__(self, source: Source, seed: int) -> None:
         self._source = source
-        # Random access without a permutation in memory; `repeat` reshuffles every epoch.
-        self._order = grain.MapDataset.range(len(source.train)).shuffle(seed=seed).repeat()
+        self._order = source.order(seed)
 
     def window_id(self, position: int) -> int:
         """Return the number of the window of `source.train` that has this position."""
-        return int(self._order[position])
+        return self._order[position]
 
-    def batch(self, ranges: Sequence[tuple[int, int]]) -> Int32[np.ndarray, "b t"]:
-        """Return the windows of positions [start, stop) of every range, in their order: int32 [n, seq_len + 1].
+    def batch(self, ranges: Sequence[tuple[int, int]], rows: Sequence[int] | None = None) -> Sample:
+        """Return the samples of positions [start, stop) of every range, in their order, each array stacked.
+
+        Args:
+          ranges: of positions.
+          rows: which of them, counted from 0; all if not given.
 
         Raises:
           ValueError: there is no position, or the data has a token id that it should not have.
@@ -72,15 +88,16 @@ class SampleOrder:
         positions = [position for start, stop in ranges for position in range(start, stop)]
         if not positions or min(positions) < 0:
             raise ValueError(f"ranges {tuple(ranges)} hold no positions from 0 on; give [start, stop) pairs")
-        return _stack([self._source.train[self.window_id(p)] for p in positions], self._source.vocab_size)
+        chosen = positions if rows is None else [positions[row] for row in rows]
+        return _stack([self._source.train[self.window_id(p)] for p in chosen], self._source.vocab_size)
 
-    def batches(self, size: int) -> Iterator[Int32[np.ndarray, "b t"]]:
-        """Yield everything in batches of so many windows, without end: the reading of one who trains alone."""
+    def batches(self, size: int) -> Iterator[Sample]:
+        """Yield everything in batches of so many samples, without end: the reading of one who trains alone."""
         for start in itertools.count(0, size):
             yield self.batch(((start, start + size),))
 
 
-def eval_batches(source: Source, batch_size: int, max_batches: int) -> Iterator[Int32[np.ndarray, "b t"]]:
+def eval_batches(source: Source, batch_size: int, max_batches: int) -> Iterator[Sample]:
     """Return up to `max_batches` batches of held-out windows, spread evenly over the held-out part, always the same.
 
     Raises:

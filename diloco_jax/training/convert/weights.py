@@ -1,0 +1,201 @@
+"""Weights of a public model in its folder, read and written one tensor at a time.
+
+config.json has the family and its sizes; *.safetensors the tensors, and if there are several files of them,
+model.safetensors.index.json says in which one each tensor lies.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from diloco_jax.training.convert.families import Mapped, tensors
+from diloco_jax.training.models.config import ModelConfig
+
+CONFIG_FILE, INDEX_FILE = "config.json", "model.safetensors.index.json"
+JSON_BYTES_MAX = 1 << 26
+READ = ("F32", "BF16", "F16")
+WRITTEN = {"float32": ("F32", np.dtype(np.float32)), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
+SPARE = re.compile(r".*\.rotary_emb\.inv_freq|lm_head\.weight")  # computed; or the embedding, where a model shares it
+SHARD_BYTES = 5_000_000_000  # of one file that is written, unless one tensor is larger
+COPY_BYTES = 1 << 24  # that are turned and rounded at a time
+
+Parameters = Iterable[tuple[str, np.ndarray]]  # (path, float32 array) in ascending order of the paths
+
+
+class Weights:
+    """Tensors of a public model as they lie in its folder.
+
+    Args:
+        folder: with config.json and safetensors.
+
+    Attributes:
+        config: what config.json says.
+        shapes: of every tensor, by its name.
+
+    Raises:
+        ValueError: the folder holds no model, or a file of it is missing or damaged; names it.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.config = _read_json(self.folder / CONFIG_FILE)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, Path] = {}
+        for path in self._listed():
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118  (it is no mapping)
+                    part = file.get_slice(name)
+                    if (dtype := part.get_dtype()) not in READ:
+                        raise ValueError(f"tensor {name} of {path} is {dtype}; only {', '.join(READ)} are read")
+                    self._files[name], self.shapes[name] = path, tuple(part.get_shape())
+
+    def _listed(self) -> list[Path]:
+        """Return the files with tensors."""
+        names = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if (index := self.folder / INDEX_FILE).exists():
+            listed = _read_json(index).get("weight_map")
+            if not isinstance(listed, dict) or not all(name == Path(str(name)).name for name in listed.values()):
+                raise ValueError(f"{index} has no weight_map of tensors to files beside it; copy it again")
+            wanted = sorted(set(listed.values()))
+            if lost := sorted(set(wanted) - set(names)):
+                raise ValueError(
+                    f"{self.folder} lacks {len(lost)} of {len(wanted)} files, such as {lost[0]}; copy them"
+                )
+            names = wanted
+        elif len(names) != 1:
+            raise ValueError(f"{self.folder} has {len(names)} *.safetensors and no {INDEX_FILE}; copy the whole model")
+        return [self.folder / name for name in names]
+
+    def check(self, model: ModelConfig) -> list[Mapped]:
+        """Compare the tensors with those of a model; return how its parameters are made of them, by ascending path.
+
+        Raises:
+            ValueError: the model is of no public family, or a tensor is missing, of another shape, or too many.
+        """
+        made = sorted(tensors(model), key=lambda mapped: mapped.path)
+        needed = {name: mapped.hf_shape for mapped in made for name in mapped.hf}
+        for name in sorted(needed.keys() | self.shapes):
+            found, wanted = self.shapes.get(name), needed.get(name)
+            if found != wanted and not (wanted is None and SPARE.fullmatch(name)):
+                lacking = sum(other not in self.shapes for other in needed)
+                raise ValueError(
+                    f"{self.folder} does not fit the model: tensor {name} has shape {found or 'none at all'}, where "
+                    f"the model needs {wanted or 'none'}; {lacking} of {len(needed)} tensors are missing: are "
+                    "model.args those of these weights, and all files there?"
+                )
+        return made
+
+    def read(self, model: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the parameters of a model: (path, new float32 array) by ascending path.
+
+        Raises:
+            ValueError: as `check`; or a value is not finite.
+        """
+        for mapped in self.check(model):
+            ours = mapped.to_ours([self._tensor(name) for name in mapped.hf])
+            yield mapped.path, np.ascontiguousarray(ours, np.float32)
+
+    def _tensor(self, name: str) -> np.ndarray:
+        with _opened(self._files[name]) as file:
+            value: np.ndarray = file.get_tensor(name).astype(np.float32, copy=False)
+        if value.size and not (math.isfinite(value.min()) and math.isfinite(value.max())):
+            raise ValueError(f"tensor {name} of {self._files[name]} holds NaN or infinity; copy the model again")
+        return value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > JSON_BYTES_MAX:
+            raise ValueError(f"more than {JSON_BYTES_MAX} bytes")
+        found = json.loads(path.read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError(f"a {type(found).__name__}, no object")
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{path} cannot be read: {why}; name the folder of a public model, copied whole") from error
+    return found
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, "numpy")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged, or no safetensors file ({error}); copy it again") from error
+
+
+def write_weights(folder: Path, model: ModelConfig, parameters: Parameters, dtype: str) -> None:
+    """Write a model's parameters as tensors of its family, while they come.
+
+    Args:
+        folder: where the files go.
+        model: of a public family.
+        parameters: all of them.
+        dtype: of what is written, a key of WRITTEN.
+
+    Raises:
+        ValueError: the model is of no public family, or these are not its parameters.
+    """
+    made = {mapped.path: mapped for mapped in sorted(tensors(model), key=lambda mapped: mapped.path)}
+    code, kind = WRITTEN[dtype]
+    shards = _shards(made.values(), kind.itemsize)
+    theirs = _theirs(made, parameters)
+    where: dict[str, str] = {}
+    for number, shapes in enumerate(shards, 1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if shards[1:] else "model.safetensors"
+        where |= dict.fromkeys(shapes, file_name)
+        with (folder / file_name).open("wb") as file:
+            file.write(_header(shapes, code, kind.itemsize))
+            for _ in shapes:
+                value = np.atleast_1d(next(theirs))
+                rows = max(1, COPY_BYTES * len(value) // max(value.nbytes, 1))
+                for start in range(0, len(value), rows):
+                    file.write(np.ascontiguousarray(value[start : start + rows], kind).view(np.uint8).data)
+    next(theirs, None)  # what follows the last tensor is the check of all of them
+    if shards[1:]:
+        size = sum(math.prod(shape) for shapes in shards for shape in shapes.values()) * kind.itemsize
+        index = {"metadata": {"total_size": size}, "weight_map": where}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def _shards(made: Iterable[Mapped], itemsize: int) -> list[dict[str, tuple[int, ...]]]:
+    """Distribute tensors over files of at most SHARD_BYTES, in their order."""
+    shards, size = [dict[str, tuple[int, ...]]()], 0
+    for mapped in made:
+        for name in mapped.hf:
+            size += (more := math.prod(mapped.hf_shape) * itemsize)
+            if shards[-1] and size > SHARD_BYTES:
+                shards.append({})
+                size = more
+            shards[-1][name] = mapped.hf_shape
+    return shards
+
+
+def _theirs(made: Mapping[str, Mapped], parameters: Parameters) -> Iterator[np.ndarray]:
+    left = list(made)
+    for path, value in parameters:
+        if left[:1] != [path] or made[path].shape != value.shape:
+            raise ValueError(f"parameter '{path}' of shape {value.shape} is not what the model of the config has there")
+        del left[0]
+        yield from made[path].to_hf(value)
+    if left:
+        raise ValueError(f"there is no parameter '{left[0]}', which the model of the config has")
+
+
+def _header(shapes: Mapping[str, tuple[int, ...]], code: str, itemsize: int) -> bytes:
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * itemsize
+        table[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

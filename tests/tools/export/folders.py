@@ -1,0 +1,40 @@
+"""Small models of public families, and runs of them on disk that nobody trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from diloco_jax.runtime.records.checkpoint import save_parameters
+from diloco_jax.runtime.records.files import CHECKPOINTS, CONFIG_FILE
+from diloco_jax.training.convert.families import FAMILIES, MOE, tensors
+from diloco_jax.training.models.config import ModelConfig
+
+SIZES = {"vocab_size": 300, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+SIZES |= {"mlp_dim": 48, "seq_len_max": 128}
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "routing": "dropless"}
+
+
+def model_of(family: str = "llama", **args: Any) -> ModelConfig:
+    """A small model of a public family."""
+    found = FAMILIES[family]
+    sizes = SIZES | (EXPERTS if found.experts else {}) | dict(found.args) | args
+    return ModelConfig(module=MOE if found.experts else ModelConfig().module, args=sizes)
+
+
+def drawn(model: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """Values for all parameters of a model."""
+    rng = np.random.default_rng(seed)
+    return {m.path: rng.normal(0, 0.2, m.shape).astype(np.float32) for m in tensors(model)}
+
+
+def make_run(folder: Path, model: ModelConfig, parameters: dict[str, np.ndarray], step: int = 7, **config: Any) -> Path:
+    """The folder of a run, with one snapshot more."""
+    folder.mkdir(exist_ok=True)
+    settings = {"name": "made", "model": {"module": model.module, "args": dict(model.args)}, **config}
+    (folder / CONFIG_FILE).write_text(yaml.safe_dump(settings), encoding="utf-8")
+    save_parameters(folder / CHECKPOINTS, parameters, {"global_step": step})
+    return folder
