@@ -23,6 +23,7 @@ MAY_CHANGE = (
     "transport",
     "evaluation",
     "data.evaluation",
+    "data.prefetch",
     "model.weights",
     "islands.peak_tflops",
     "islands.restarts_max",
