@@ -11,11 +11,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from diloco_jax.training.models.config import ModelConfig
-from diloco_jax.training.models.decoder import DecoderConfig
-from diloco_jax.training.models.moe import MoeConfig
-from diloco_jax.training.models.protocol import config_from_args
-
-MOE = "diloco_jax.training.models.moe:MoeDecoder"
+from diloco_jax.training.models.moe import MoeConfig, decoder_of
+from diloco_jax.training.models.options import DecoderConfig
 
 
 class ModelFlops(NamedTuple):
@@ -23,7 +20,7 @@ class ModelFlops(NamedTuple):
 
     Attributes:
       flops: of forward and backward pass, all chips together.
-      masked: of the masked half of causal attention, which is not among them but which most programs compute.
+      masked: of what causal attention and windows mask, which is not among them but which most programs compute.
       how: what was counted.
     """
 
@@ -42,21 +39,17 @@ def model_flops(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch
       seq_len: tokens that are predicted per sequence.
     """
     tokens = batch * seq_len
-    config = _decoder_of(model)
+    config = decoder_of(model)
     if config is not None:
-        # scores and mixing of values: 4 T N H per token and layer, of which half is masked
-        attention = tokens * config.num_layers * (2.0 * seq_len * config.num_heads * config.head_dim)
+        # scores and mixing of values: 4 N H per token, layer and token that is seen; half of all, or fewer of a window
+        windows = [config.window if config.local(layer) else seq_len for layer in range(config.num_layers)]
+        seen = [min(window, seq_len) * (1 - min(window, seq_len) / (2 * seq_len)) for window in windows]
+        whole = 4.0 * tokens * config.num_heads * config.head_dim
+        attention, masked = whole * sum(seen), whole * sum(seq_len - each for each in seen)
         forward = 2.0 * tokens * _decoder_weights(config) + attention
-        return ModelFlops(3 * forward, 3 * attention, "matrix products and half of the attention scores")
+        return ModelFlops(3 * forward, 3 * masked, "matrix products and the attention scores that are not masked")
     parameters = sum(map(math.prod, shapes.values()))
     return ModelFlops(6.0 * tokens * parameters, 0.0, "6 per parameter and token; attention is not counted")
-
-
-def _decoder_of(model: ModelConfig) -> DecoderConfig | None:
-    """Return the sizes of a built-in model, None for others."""
-    if model.module == ModelConfig().module:
-        return config_from_args(DecoderConfig, model.args)
-    return config_from_args(MoeConfig, model.args) if model.module == MOE else None
 
 
 def _decoder_weights(config: DecoderConfig) -> int:
