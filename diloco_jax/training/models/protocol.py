@@ -13,14 +13,14 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Shaped
 
 from diloco_jax.training.models.config import OWN
 from diloco_jax.training.models.variables import path_of, prepare
 from diloco_jax.training.named import load_named
 from diloco_jax.training.sharding import LogicalAxes
 
-Batch = Mapping[str, Int32[Array, "..."]]  # {"tokens": int32 [batch, length + 1]}
+Batch = Mapping[str, Shaped[Array, "b ..."]]  # such as {"tokens": int32 [batch, length + 1]}
 Metrics = dict[str, Float[Array, ""]]
 Params = dict[str, Float[Array, "..."]]  # path -> array
 GraphDef = nnx.GraphDef[Any]  # the static structure of a module
