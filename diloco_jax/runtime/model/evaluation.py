@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.data.order import SampleOrder, check_source, eval_batches
-from diloco_jax.training.models.protocol import Params, find_model
+from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.models.variables import Variables
 from diloco_jax.training.sharding import MeshConfig, put_array
 
@@ -74,37 +75,24 @@ class Evaluator:
             ValueError: paths or shapes are not those of the model.
         """
         batches = eval_batches(self._source, self._config.train.eval_batch_size, max_batches)
-        placed = self._placed(parameters)
-        other = self._settled(placed)
+        placed, other = self.place(parameters)
         result = self._blueprint.mean_loss(placed, other, batches)
         bits = result["loss"] / math.log(2) if self._config.data.of_bytes else None
         scores = self.scorer.scores(lambda: self._blueprint.model(placed, other), global_step)
         return {"loss": result["loss"], "bits_per_byte": bits, "tokens": int(result["tokens"]), "scores": scores}
 
-    def write(self, prompt: bytes, parameters: Mapping[str, np.ndarray], count: int, how: Writing) -> bytes:
-        """Continue a text by `count` bytes with these parameters.
+    def place(self, parameters: Mapping[str, np.ndarray]) -> tuple[Params, Variables]:
+        """Put parameters on the device, with the state beside them that belongs to them.
 
         Raises:
-            ValueError: the model cannot write bytes, or paths or shapes of the parameters are not its own.
+            ValueError: paths or shapes are not those of the model.
         """
-        if reason := cannot_write(self._config):
-            raise ValueError(reason)
-        context = self._config.train.seq_len  # what it was trained on
+        placed = self._placed(parameters)
+        return placed, self._settled(placed)
 
-        def generate(params: Params, other: Variables, tokens: jax.Array, key: jax.Array) -> jax.Array:
-            model: Any = self._blueprint.model(params, other)
-            added: jax.Array = model.generate(
-                tokens, count, key, context=context, temperature=how.temperature, ids=self._source.vocab_size
-            )
-            return added
-
-        placed, tokens = self._placed(parameters), np.frombuffer(prompt, np.uint8).astype(np.int32)
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            return bytes(
-                np.asarray(jax.jit(generate)(placed, self._settled(placed), tokens, jax.random.key(how.seed))).astype(
-                    np.uint8
-                )
-            )
+    def model(self, params: Params, other: Variables) -> nnx.Module:
+        """Join the model in the mode of an evaluation; to be called inside of a program."""
+        return self._blueprint.model(params, other)
 
     def _settled(self, placed: dict[str, jax.Array]) -> Variables:
         """Make batch statistics and the like those of the parameters: nobody sent any."""
@@ -132,32 +120,3 @@ class Evaluator:
                 )
             placed[path] = put_array(value.astype(tensor.dtype, copy=False), tensor.sharding)
         return placed
-
-
-class Writing(NamedTuple):
-    """The way a model chooses the bytes that it writes.
-
-    Attributes:
-        temperature: 0 takes the likeliest byte, 1 draws as the model says.
-        seed: of the draws.
-    """
-
-    temperature: float
-    seed: int
-
-
-def cannot_write(config: RunConfig) -> str:
-    """Say why the model of a run cannot write text, or nothing if it can."""
-    if config.model.own:
-        return "the run's model is the islands' own (model.module: own), which nothing here knows; let your loop write"
-    if not config.data.of_bytes:
-        return (
-            "the run was trained on token ids (data.format: tokens, or data.module), and nothing here turns them into "
-            "text; read its checkpoint with the tokenizer that made them"
-        )
-    if not callable(getattr(find_model(config.model.module), "generate", None)):
-        return (
-            f"model.module '{config.model.module}' has no method `generate`, with which a model writes; give it one "
-            "like that of diloco_jax.training.models.decoder:Decoder"
-        )
-    return ""

@@ -209,7 +209,16 @@ class Decoder(nnx.Module):
         return cross_entropy(logits_of(x, table), labels), metrics
 
     def generate(
-        self, prompt: Int32[Array, " n"], count: int, key: Key[Array, ""], *, context: int, temperature: float, ids: int
+        self,
+        prompt: Int32[Array, " n"],
+        count: int,
+        key: Key[Array, ""],
+        *,
+        length: int | Int32[Array, ""] | None = None,
+        context: int,
+        temperature: float,
+        top_p: float = 1.0,
+        ids: int,
     ) -> Int32[Array, " count"]:
         """Continue a text token by token; each one is drawn given at most `context` tokens before it.
 
@@ -231,9 +240,10 @@ class Decoder(nnx.Module):
             drawn = jax.random.categorical(jax.random.fold_in(key, at), logits / temperature)
             return tokens.at[at].set(drawn.astype(jnp.int32))
 
-        end = len(prompt) + count
-        tokens = jnp.zeros(max(end, context), jnp.int32).at[: len(prompt)].set(prompt)
-        return jax.lax.fori_loop(len(prompt), end, add, tokens)[len(prompt) : end]
+        length = len(prompt) if length is None else length
+        tokens = jnp.zeros(max(len(prompt) + count, context), jnp.int32).at[: len(prompt)].set(prompt)
+        tokens = jax.lax.fori_loop(length, length + count, add, tokens)
+        return jax.lax.dynamic_slice(tokens, (length,), (count,))
 
     def _table(self) -> Float[Array, "v d"]:
         # Whole rows on every device; looking up split rows would move activations.
