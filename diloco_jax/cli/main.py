@@ -13,13 +13,15 @@ import threading
 import traceback
 from collections.abc import Sequence
 
-from diloco_jax.cli import first, inference, prepare, records, runs
+from diloco_jax.cli import corpora, first, inference, prepare, records, runs
 from diloco_jax.cli.shared import FAILED, INTERRUPTED, WRONG_INPUT
 from diloco_jax.cli.words import CHAOS_LEARNER, COMPILE, MERGE_SHARD, Command, check_command, make_parser
 from diloco_jax.runtime.local.machine import limit_jax, look
 
 COMMANDS: dict[str, Command] = {
     "init": first.init,
+    "tokenize": corpora.tokenize,
+    "data": corpora.data,
     "train": runs.train,
     "syncer": runs.syncer,
     "learner": runs.learner,

@@ -62,6 +62,7 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
         return sub
 
     _first_words(add, parser)
+    _data_words(add)
     train = add(
         "train", "A whole run on this machine: syncer and islands, live view, report.", config=True, json=SUMMARY
     )
@@ -115,6 +116,21 @@ def _first_words(add: Add, parser: Parser) -> None:
     completion = add("completion", "Print a script that makes a shell complete this command.", json="")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     completion.set_defaults(parser=parser)
+
+
+def _data_words(add: Add) -> None:
+    tokenize = add(
+        "tokenize", "Text to a token store, which runs read; the same command goes on after an interruption."
+    )
+    about = "file, folder or URL (gs://, s3://) of text, JSONL, Parquet, Arrow or ArrayRecord, as the names say"
+    tokenize.add_argument("source", help=about)
+    about = "folder with Hugging Face's tokenizer.json, train:SIZE for a new one of so many ids, or bytes"
+    tokenize.add_argument("--tokenizer", required=True, metavar="FOLDER|train:SIZE|bytes", help=about)
+    tokenize.add_argument("--out", required=True, metavar="DIR", help="folder of the store")
+    tokenize.add_argument("--field", default="text", help="column or key with the text; default: text")
+    tokenize.add_argument("--patterns", nargs="+", default=["*"], help="which files of a folder, such as *.py")
+    tokenize.add_argument("--workers", type=int, help="processes; default: one on each core")
+    add("data", "What a run will read: sources, tokens, epochs, samples as text.", config=True, folder=False)
 
 
 def _config_words(sub: Parser, **config: str) -> None:

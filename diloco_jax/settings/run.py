@@ -336,7 +336,9 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str) -> tuple[
     """
     protocol = config.protocol
     data = asdict(config.data)
-    del data["path"]  # the same corpus may lie elsewhere on another machine; what it holds is compared
+    for part in (data, *data["mixture"].values()):
+        del part["path"]  # the same corpus may lie elsewhere on another machine; what it holds is compared
+    del data["evaluation"], data["tokenizer"]
     pairs = {
         "run": config.name,
         "seed": str(config.seed),

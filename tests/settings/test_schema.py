@@ -21,6 +21,8 @@ WHOLE = yaml.safe_load(dump(load(packed()["mixed"])))  # with an island that has
 FREE = (
     "model.args",
     "data.args",
+    "data.mixture",
+    "data.evaluation",
     "optimizer.args",
     "outer.args",
     "evaluation.args",

@@ -22,7 +22,7 @@ MAY_CHANGE = (
     "checkpoints",
     "transport",
     "evaluation",
-    "data.path",
+    "data.evaluation",
     "islands.peak_tflops",
     "islands.restarts_max",
     "islands.restart_delay_s",
@@ -46,7 +46,9 @@ def check_same_run(began: RunConfig, config: RunConfig, run_dir: Path) -> None:
     """
     ours, theirs = dict(flat(asdict(began))), dict(flat(asdict(config)))
     for name in sorted(ours.keys() | theirs.keys()):
-        if ours.get(name) != theirs.get(name) and not any(name == n or name.startswith(f"{n}.") for n in MAY_CHANGE):
+        of_place = name.startswith("data.") and name.endswith(".path")
+        may_change = of_place or any(name == n or name.startswith(f"{n}.") for n in MAY_CHANGE)
+        if ours.get(name) != theirs.get(name) and not may_change:
             raise ValueError(
                 f"{name} is {theirs.get(name)!r}, but the run in {run_dir} began with {ours.get(name)!r}; go on with "
                 "the same settings, or start a new run"

@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal, get_args
 
 from diloco_jax.training.named import check_setting
 
-DataFormat = Literal["bytes", "tokens"]
+DataFormat = Literal["bytes", "tokens", "store", "text", "jsonl", "parquet", "arrow", "arrayrecord"]
 TokenDtype = Literal["uint16", "uint32"]
 
+Documents = Literal["joined", "separate", "whole"]
+
 STDLIB = "stdlib"
+PLAIN = ("bytes", "tokens")  # one array of ids; all others are token stores, or become one
+SOURCES_MAX = 64
+SHARE_MIN = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartConfig:
+    """A source of a mixture, or of an evaluation; see the settings of `data` with the same names."""
+
+    path: str
+    """A file, a folder, or a URL such as gs://bucket/folder."""
+    format: DataFormat = "store"
+    """See data.format."""
+    weight: float = 1.0
+    """Share of the samples, relative to the other sources; epochs do not change it."""
+    patterns: tuple[str, ...] = ("*",)
+    """See data.patterns."""
+    field: str = "text"
+    """See data.field."""
+    token_dtype: TokenDtype = "uint16"
+    """See data.token_dtype."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < inf:
+            raise ValueError(f"the weight of '{self.path}' is {self.weight}; it must be above 0")
+        if not self.patterns:
+            raise ValueError(f"the patterns of '{self.path}' are empty; leave them out to read all files")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,10 +49,29 @@ class DataConfig:
     """Settings of the corpus, and of its cut into windows."""
 
     format: DataFormat = "bytes"
-    """bytes (any text, token = byte) or tokens (one binary file of token ids, memory-mapped)."""
+    """bytes (any text, token = byte), tokens (one binary file of token ids, memory-mapped) or store (a folder of diloco
+    tokenize). text, jsonl, parquet, arrow and arrayrecord become a store in $DILOCO_CACHE when they are first read."""
 
     path: str = STDLIB
-    """A file or a folder; or 'stdlib', the source of Python's own standard library without its tests (13 MB)."""
+    """A file or a folder; or 'stdlib', the source of Python's own standard library without its tests (13 MB). A store
+    or text may also be at gs://, s3:// or another URL that fsspec reads."""
+
+    field: str = "text"
+    """Column or key with the text, for jsonl, parquet and arrow."""
+
+    tokenizer: str = ""
+    """A folder with tokenizer.json, train:SIZE or bytes, for text that becomes a store; of format tokens, that which
+    made them. A store has its own."""
+
+    documents: Documents = "joined"
+    """joined: windows go across documents. separate: the same windows, but attention and loss stay within a document.
+    whole: as separate, and no document is cut unless it is longer than a window; samples end with padding."""
+
+    mixture: dict[str, PartConfig] = dataclasses.field(default_factory=dict)
+    """Several sources by name, in place of path and format, read in proportion to their weights."""
+
+    evaluation: dict[str, PartConfig] = dataclasses.field(default_factory=dict)
+    """Further sources by name, on which the model is evaluated only."""
 
     patterns: tuple[str, ...] = ("*",)
     """Which files of a folder to read, by file name; for stdlib always '*.py'."""
@@ -42,17 +92,16 @@ class DataConfig:
     """A source of your own as package.module:Name, in place of path and format: a class with `__len__` and
     `__getitem__`, whose samples are arrays of train.seq_len + 1 ids below vocab_size."""
 
-    args: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Passed to that class by name; all machines of a run must agree."""
 
     def __post_init__(self) -> None:
         check_setting("data", self.module, self.args)
         if self.module and self.path != STDLIB:
             raise ValueError(f"data.path is '{self.path}', but data.module '{self.module}' takes its place; remove one")
-        if self.format not in get_args(DataFormat):
-            raise ValueError(f"data.format is '{self.format}'; choose from {', '.join(get_args(DataFormat))}")
-        if self.token_dtype not in get_args(TokenDtype):
-            raise ValueError(f"data.token_dtype is '{self.token_dtype}'; choose from {', '.join(get_args(TokenDtype))}")
+        for name, known in (("format", DataFormat), ("token_dtype", TokenDtype), ("documents", Documents)):
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(f"data.{name} is '{getattr(self, name)}'; choose from {', '.join(get_args(known))}")
         if not 0 < self.held_out_fraction < 1:
             raise ValueError(f"data.held_out_fraction is {self.held_out_fraction}; it must be between 0 and 1")
         if self.vocab_size < 1 or not self.patterns:
@@ -60,12 +109,64 @@ class DataConfig:
         if not 0 <= self.shuffle_seed < 2**31:
             raise ValueError(f"data.shuffle_seed is {self.shuffle_seed}; it must be in [0, 2^31)")
 
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """Check the sources, alone and together."""
+        if self.mixture and (self.module or self.path != STDLIB):
+            raise ValueError("data.mixture takes the place of data.path and data.module; remove what is not meant")
+        if (count := len(self.mixture) + len(self.evaluation)) > SOURCES_MAX:
+            raise ValueError(f"data.mixture and data.evaluation have {count} sources; {SOURCES_MAX} is the limit")
+        weights = {name: part.weight for name, part in self.mixture.items()}
+        for name, weight in weights.items():
+            if weight / sum(weights.values()) < SHARE_MIN:
+                raise ValueError(
+                    f"data.mixture.{name} has {weight} of all weights, less than {SHARE_MIN:.2%}; raise it"
+                )
+        for name, part in {**self.parts, **{f"evaluation.{name}": p for name, p in self.evaluation.items()}}.items():
+            if part.format in PLAIN and self.documents != "joined":
+                raise ValueError(
+                    f"data.documents is {self.documents}, but '{part.path}' ({name or 'data'}) of format {part.format} "
+                    "does not say where documents end; make a store of its text (diloco tokenize), or use joined"
+                )
+            if part.format not in (*PLAIN, "store") and not self.tokenizer:
+                raise ValueError(
+                    f"'{part.path}' of format {part.format} needs data.tokenizer: a folder with tokenizer.json, "
+                    "train:SIZE or bytes"
+                )
+            if part.format not in (*PLAIN, "store") and self.mixture and self.tokenizer.startswith("train:"):
+                raise ValueError(
+                    f"data.tokenizer is {self.tokenizer}, but sources of a mixture need one tokenizer; train it with "
+                    "diloco tokenize, and name its folder"
+                )
+
+    @property
+    def parts(self) -> dict[str, PartConfig]:
+        """Return the sources that are trained on, by name; a single one has none."""
+        if self.mixture:
+            return dict(sorted(self.mixture.items()))
+        one = PartConfig(
+            path=self.path, format=self.format, patterns=self.patterns, field=self.field, token_dtype=self.token_dtype
+        )
+        return {} if self.module else {"": one}
+
+    @property
+    def plain(self) -> bool:
+        """Tell whether all is known of the data from the sizes of files: one source of bytes or raw tokens."""
+        return (
+            not self.module
+            and all(part.format in PLAIN for part in self.parts.values())
+            and not (self.mixture or self.evaluation)
+        )
+
     @property
     def of_bytes(self) -> bool:
         """Tell whether a token is a byte."""
-        return self.format == "bytes" and not self.module
+        return not self.module and all(part.format == "bytes" for part in self.parts.values())
 
     @property
     def ids(self) -> int:
-        """Return the number below which all ids are."""
-        return 256 if self.of_bytes else self.vocab_size
+        """Return the number below which all ids are; 0 if a store says it, which may be on another machine."""
+        if self.module or any(part.format == "tokens" for part in self.parts.values()):
+            return self.vocab_size
+        return 256 if self.of_bytes else 0

@@ -2,15 +2,16 @@
 
     corpus -> [train | held out] -> windows
 
-Samples of the user's own (own.py) take the place of windows. The held-out part is the tail of the corpus; no training
-window touches it.
+Samples of a token store (packing.py) or of the user's own (own.py) take the place of windows. The held-out part is the
+tail of the corpus; no training window touches it. A corpus may be a mixture of sources (mixture.py).
 """
 
 from __future__ import annotations
 
 import os
 import sysconfig
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from zlib import crc32
@@ -19,8 +20,14 @@ import numpy as np
 import xxhash
 from jaxtyping import Int32, Integer
 
-from diloco_jax.training.data.config import STDLIB, DataConfig
-from diloco_jax.training.data.own import OwnSamples, open_own
+from diloco_jax.training.data.config import PLAIN, STDLIB, DataConfig, PartConfig
+from diloco_jax.training.data.documents import TextSource
+from diloco_jax.training.data.mixture import Order, Samples, mixed
+from diloco_jax.training.data.own import open_own
+from diloco_jax.training.data.packing import StoreWindows, pack
+from diloco_jax.training.data.store import Store, local_store
+from diloco_jax.training.data.tokenizer import BYTES, Tokenizer, open_tokenizer
+from diloco_jax.training.data.tokenizing import cached_store
 
 WHOLE_BYTES = 1 << 24  # a corpus up to this size is digested whole, a larger one by samples
 SAMPLES, SAMPLE_BYTES = 64, 4096
@@ -46,13 +53,27 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A corpus cut into windows for training and for evaluation, which share no id."""
+    """A corpus cut into samples for training and for evaluation, which share no id."""
 
-    train: Windows | OwnSamples
-    held_out: Windows | OwnSamples
+    train: Samples
+    held_out: Samples
     vocab_size: int
     corpus: str = ""
     """Length and digest of all ids, by which islands tell that they read the same; see `described`."""
+    parts: Mapping[str, Source] = field(default_factory=dict)
+    """The sources of a mixture, by name."""
+    weights: tuple[float, ...] = ()
+    """Their shares of the order, of any sum."""
+    evaluation: Mapping[str, Samples] = field(default_factory=dict)
+    """Sets to evaluate on by name: the held-out part of each source of a mixture, and those of data.evaluation."""
+    tokenizer: Tokenizer | None = None
+    """That made the ids, if it is known."""
+    store: Store | None = None
+
+    def order(self, seed: int) -> Order:
+        """Return the numbers of the samples of `train` in their order, without end."""
+        lengths = [len(part.train) for part in self.parts.values()] or [len(self.train)]
+        return Order(lengths, self.weights or (1.0,), seed)
 
 
 def _stdlib_files() -> list[Path]:
@@ -63,7 +84,7 @@ def _stdlib_files() -> list[Path]:
     return files
 
 
-def find_files(config: DataConfig) -> tuple[Path, list[Path]]:
+def find_files(config: PartConfig) -> tuple[Path, list[Path]]:
     """Return the files of a corpus of bytes, and what their names begin at."""
     root = Path(sysconfig.get_paths()["stdlib"]) if config.path == STDLIB else Path(config.path)
     if not root.exists():
@@ -79,7 +100,7 @@ def find_files(config: DataConfig) -> tuple[Path, list[Path]]:
     return root, files
 
 
-def _read_bytes(config: DataConfig) -> Integer[np.ndarray, " n"]:
+def _read_bytes(config: PartConfig) -> Integer[np.ndarray, " n"]:
     """Read all files, a zero byte after each, in an order that mixes folders but is always the same."""
     root, files = find_files(config)
     # By hash of the name: an alphabetical tail would hold out whole packages, unlike anything trained on.
@@ -88,7 +109,7 @@ def _read_bytes(config: DataConfig) -> Integer[np.ndarray, " n"]:
     return np.frombuffer(b"".join(part for p in files for part in (p.read_bytes(), b"\0")), np.uint8)
 
 
-def count_tokens(config: DataConfig) -> int:
+def count_tokens(config: PartConfig) -> int:
     """Return the number of ids in a token file, from its size."""
     path = Path(config.path)
     if not path.is_file():
@@ -121,39 +142,112 @@ def described(ids: Integer[np.ndarray, " n"]) -> str:
 
 
 def load_source(config: DataConfig, seq_len: int) -> Source:
-    """Open the corpus and cut it into windows of `seq_len` + 1 token ids.
+    """Open the corpus and cut it into samples of `seq_len` + 1 token ids.
 
     Raises:
-      ValueError: the path is missing, no file matches, or the corpus is too short for one window of each part; or the
-        user's own source is none.
+      ValueError: the path is missing, no file matches, or the corpus is too short for one sample of each part; its
+        sources do not belong together; or the user's own source is none.
     """
     if seq_len < 1:
         raise ValueError(f"the sequence length is {seq_len}; it must be at least 1")
     if config.module:
-        samples = open_own(config.module, config.args, seq_len, config.ids)
-        cut = len(samples) - round(len(samples) * config.held_out_fraction)
-        if not 0 < cut < len(samples):
-            raise ValueError(
-                f"data.module '{config.module}' has {len(samples)} samples, {cut} of them for training; give more, or "
-                f"another data.held_out_fraction ({config.held_out_fraction})"
-            )
-        return Source(replace(samples, stop=cut), replace(samples, start=cut), config.ids, samples.described())
-    if config.format == "bytes":
-        ids = _read_bytes(config)
-    else:
-        count_tokens(config)
-        ids = np.memmap(config.path, dtype=np.dtype(config.token_dtype).newbyteorder("<"), mode="r")
-    return cut_source(config, ids, seq_len, described(ids))
+        return _load_own(config, seq_len)
+    parts = {name: _load_part(config, part, seq_len, name) for name, part in config.parts.items()}
+    others = {name: _load_part(config, part, seq_len, name, whole=True) for name, part in config.evaluation.items()}
+    digests = {one.tokenizer.digest: name for name, one in {**parts, **others}.items() if one.tokenizer}
+    if len(digests) > 1:
+        one, other = list(digests.values())[:2]
+        raise ValueError(f"data sources '{one}' and '{other}' have different tokenizers; tokenize both with one")
+    source = next(iter(parts.values()))
+    if config.mixture:
+        weights = tuple(part.weight for part in config.parts.values())
+        source = Source(
+            train=mixed([part.train for part in parts.values()]),
+            held_out=mixed([part.held_out for part in parts.values()], weights),
+            vocab_size=max(part.vocab_size for part in parts.values()),
+            corpus=f"{len(parts)} sources: " + described_all({name: part.corpus for name, part in parts.items()}),
+            parts=parts,
+            weights=weights,
+            evaluation={name: part.held_out for name, part in parts.items()},
+            tokenizer=next((part.tokenizer for part in parts.values() if part.tokenizer), None),
+        )
+    return replace(source, evaluation={**source.evaluation, **{name: one.held_out for name, one in others.items()}})
 
 
-def cut_source(config: DataConfig, ids: Integer[np.ndarray, " n"], seq_len: int, corpus: str) -> Source:
-    cut = len(ids) - round(len(ids) * config.held_out_fraction)
-    source = Source(
-        train=Windows(ids[:cut], seq_len), held_out=Windows(ids[cut:], seq_len), vocab_size=config.ids, corpus=corpus
-    )
-    if not len(source.train) or not len(source.held_out):
+def described_all(corpora: Mapping[str, str]) -> str:
+    """Return one digest for the sources of a mixture."""
+    return f"digest {xxhash.xxh3_64(repr(sorted(corpora.items())).encode()).hexdigest()}"
+
+
+def _load_own(config: DataConfig, seq_len: int) -> Source:
+    samples = open_own(config.module, config.args, seq_len, config.ids)
+    cut = len(samples) - round(len(samples) * config.held_out_fraction)
+    if not 0 < cut < len(samples):
         raise ValueError(
-            f"data.path '{config.path}' has {len(ids)} tokens: {len(source.train)} training and "
+            f"data.module '{config.module}' has {len(samples)} samples, {cut} of them for training; give more, or "
+            f"another data.held_out_fraction ({config.held_out_fraction})"
+        )
+    return Source(replace(samples, stop=cut), replace(samples, start=cut), config.ids, samples.described())
+
+
+def _load_part(config: DataConfig, part: PartConfig, seq_len: int, name: str, *, whole: bool = False) -> Source:
+    """Open one source; with `whole` all of it is held out."""
+    if part.format not in PLAIN:
+        store = Store(_store_folder(config, part))
+        cut = 0 if whole else store.near(len(store) - round(len(store) * config.held_out_fraction))
+        train, held_out = (
+            _samples(store, start, stop, config, seq_len) for start, stop in ((0, cut), (cut, len(store)))
+        )
+        made = Source(train, held_out, store.vocab_size, store.described(), tokenizer=store.tokenizer, store=store)
+        return checked(made, config, part, len(store), seq_len, whole=whole)
+    tokenizer: Tokenizer | None = None
+    if part.format == "bytes":
+        ids, tokenizer = _read_bytes(part), open_tokenizer(BYTES)
+    else:
+        count_tokens(part)
+        ids = np.memmap(part.path, dtype=np.dtype(part.token_dtype).newbyteorder("<"), mode="r")
+        tokenizer = open_tokenizer(config.tokenizer) if config.tokenizer else None
+    source = cut_source(config, part, ids, seq_len, described(ids), whole=whole)
+    return replace(source, tokenizer=tokenizer)
+
+
+def _store_folder(config: DataConfig, part: PartConfig) -> Path:
+    if part.format == "store":
+        return local_store(part.path)
+    return cached_store(TextSource(part.path, part.format, part.patterns, part.field), config.tokenizer)
+
+
+def _samples(store: Store, start: int, stop: int, config: DataConfig, seq_len: int) -> Samples:
+    if config.documents == "whole":
+        return pack(store, start, stop, seq_len)
+    return StoreWindows(store, start, stop, seq_len, separate=config.documents == "separate")
+
+
+def cut_source(
+    config: DataConfig,
+    part: PartConfig,
+    ids: Integer[np.ndarray, " n"],
+    seq_len: int,
+    corpus: str,
+    *,
+    whole: bool = False,
+) -> Source:
+    """Cut an array of ids into windows for training and for evaluation."""
+    cut = 0 if whole else len(ids) - round(len(ids) * config.held_out_fraction)
+    bound = 256 if part.format == "bytes" else config.vocab_size
+    source = Source(Windows(ids[:cut], seq_len), Windows(ids[cut:], seq_len), bound, corpus)
+    return checked(source, config, part, len(ids), seq_len, whole=whole)
+
+
+def checked(source: Source, config: DataConfig, part: PartConfig, count: int, seq_len: int, *, whole: bool) -> Source:
+    """Return a source that has samples of each kind.
+
+    Raises:
+      ValueError: it has not.
+    """
+    if not (whole or len(source.train)) or not len(source.held_out):
+        raise ValueError(
+            f"data.path '{part.path}' has {count} tokens: {len(source.train)} training and "
             f"{len(source.held_out)} held-out windows of {seq_len}; give more text, a shorter sequence, or another "
             f"data.held_out_fraction ({config.held_out_fraction})"
         )

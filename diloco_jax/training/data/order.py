@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-import grain
 import numpy as np
 from jaxtyping import Int32
 
@@ -22,21 +21,22 @@ from diloco_jax.training.data.corpus import Source, count_tokens, cut_source, fi
 def check_source(config: DataConfig, seq_len: int, eval_batch_size: int) -> None:
     """Find out from names and sizes alone whether `load_source` and `eval_batches` will do: no file is read.
 
-    Of a source of the user's own some samples are read.
+    Of a source of the user's own, or of token stores, some samples are read; a store that is not there is made.
 
     Raises:
       ValueError: as those two.
     """
-    if config.module:
+    if not config.plain:
         next(eval_batches(load_source(config, seq_len), eval_batch_size, 1))
         return
-    if config.format == "bytes":
-        _, files = find_files(config)
+    (part,) = config.parts.values()
+    if part.format == "bytes":
+        _, files = find_files(part)
         count = sum(path.stat().st_size + 1 for path in files)
     else:
-        count = count_tokens(config)
+        count = count_tokens(part)
     ids = np.broadcast_to(np.uint8(0), count)  # as many, in one byte
-    next(eval_batches(cut_source(config, ids, seq_len, corpus=""), eval_batch_size, 1))
+    next(eval_batches(cut_source(config, part, ids, seq_len, corpus=""), eval_batch_size, 1))
 
 
 def _stack(windows: Sequence[Int32[np.ndarray, " t"]], vocab_size: int) -> Int32[np.ndarray, "b t"]:
@@ -56,12 +56,11 @@ class SampleOrder:
 
     def __init__(self, source: Source, seed: int) -> None:
         self._source = source
-        # Random access without a permutation in memory; `repeat` reshuffles every epoch.
-        self._order = grain.MapDataset.range(len(source.train)).shuffle(seed=seed).repeat()
+        self._order = source.order(seed)
 
     def window_id(self, position: int) -> int:
         """Return the number of the window of `source.train` that has this position."""
-        return int(self._order[position])
+        return self._order[position]
 
     def batch(self, ranges: Sequence[tuple[int, int]]) -> Int32[np.ndarray, "b t"]:
         """Return the windows of positions [start, stop) of every range, in their order: int32 [n, seq_len + 1].

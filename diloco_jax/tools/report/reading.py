@@ -1,0 +1,91 @@
+"""A run's data before it begins: sources, their sizes, how often they are read, some samples as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.training.data.corpus import Source, load_source
+from diloco_jax.training.data.mixture import Samples
+
+SHOWN, SHOWN_CHARS = 3, 300
+COUNTED = 256  # samples, at equal distances, from which bytes per token are estimated
+
+
+def reading(config: RunConfig) -> dict[str, Any]:
+    """Open what a run will read, and count it.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    source = load_source(config.data, config.train.seq_len)
+    planned = config.planned_steps * sum(config.island(name).batch_size for name in config.islands.names)
+    parts = source.parts or {config.data.module or config.data.path: source}
+    shares = np.asarray(source.weights or (1.0,)) / sum(source.weights or (1.0,))
+    sources = {
+        name: _counted(part, float(share), planned, config.train.seq_len)
+        for (name, part), share in zip(parts.items(), shares, strict=True)
+    }
+    order = source.order(config.data.shuffle_seed + config.seed)
+    samples = [_shown(source, source.train[order[position]]) for position in range(SHOWN)]
+    held_out = {"": source.held_out, **source.evaluation}
+    return {
+        "samples": planned,
+        "tokens": planned * config.train.seq_len,
+        "vocab_size": source.vocab_size,
+        "corpus": source.corpus,
+        "sources": sources,
+        "held_out": {name: _held_out(source, samples) for name, samples in held_out.items()},
+        "first": samples,
+    }
+
+
+def _counted(part: Source, share: float, planned: int, seq_len: int) -> dict[str, Any]:
+    facts = part.store.facts if part.store else {}
+    return {
+        "documents": facts.get("documents"),
+        "tokens": facts.get("tokens"),
+        "samples_per_epoch": len(part.train),
+        "tokens_per_epoch": len(part.train) * seq_len,
+        "held_out_samples": len(part.held_out),
+        "share": share,
+        "epochs": planned * share / len(part.train),
+    }
+
+
+def _held_out(source: Source, samples: Samples) -> dict[str, Any]:
+    chosen = [samples[number * len(samples) // COUNTED] for number in range(COUNTED if source.tokenizer else 0)]
+    bytes_ = sum(source.tokenizer.bytes_of(sample) for sample in chosen) if source.tokenizer else 0
+    predicted = sum(_predicted(sample) for sample in chosen)
+    return {"samples": len(samples), "bytes_per_token": bytes_ / predicted if predicted else None}
+
+
+def _predicted(sample: Mapping[str, np.ndarray]) -> int:
+    segments = sample.get("segments", np.ones_like(sample["tokens"]))
+    return int(((segments[1:] == segments[:-1]) & (segments[1:] > 0)).sum())
+
+
+def _shown(source: Source, sample: Mapping[str, np.ndarray]) -> str:
+    """Write a sample as text, or what it has."""
+    if source.tokenizer is None:
+        return ", ".join(f"{name} {value.dtype}{list(value.shape)}: {value.flat[:8]}" for name, value in sample.items())
+    ids = sample["tokens"][sample.get("segments", np.ones_like(sample["tokens"])) > 0]
+    return source.tokenizer.decode([int(number) for number in ids])[:SHOWN_CHARS]
+
+
+def describe(result: dict[str, Any]) -> str:
+    """Write the counts for people."""
+    lines = [f"{result['samples']:,} samples of {result['tokens']:,} tokens in all, ids below {result['vocab_size']:,}"]
+    for name, each in result["sources"].items():
+        documents = f"{each['documents']:,} documents, " if each["documents"] is not None else ""
+        lines += [
+            f"{name}: {documents}{each['tokens_per_epoch']:,} tokens in {each['samples_per_epoch']:,} samples an epoch, "
+            f"{each['share']:.1%} of the run, {each['epochs']:.2f} epochs"
+        ]
+    for name, each in result["held_out"].items():
+        bytes_ = f", {each['bytes_per_token']:.2f} bytes per token" if each["bytes_per_token"] else ""
+        lines.append(f"held out{f' {name}' if name else ''}: {each['samples']:,} samples{bytes_}")
+    return "\n".join([*lines, *(f"sample {number}: {text!r}" for number, text in enumerate(result["first"]))])

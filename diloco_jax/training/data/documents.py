@@ -1,0 +1,229 @@
+"""Documents of a source of text, one after another, in an order that depends on names alone.
+
+A source is a file or a folder, on this machine or wherever fsspec reads: text (a file is a document), JSONL, Parquet,
+Arrow as `datasets` saves it, and ArrayRecord. It is listed as pieces, which different processes may read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import fsspec
+import xxhash
+
+PIECE_BYTES = 1 << 26
+ROWS = 1024  # read at once
+SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".array_record": "arrayrecord",
+    ".arrayrecord": "arrayrecord",
+}
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+EXTRAS = {"gcsfs": "gs", "s3fs": "s3"}
+
+
+class SourcePiece(NamedTuple):
+    """A share of a source: a file, or a range of one.
+
+    Attributes:
+        url: of the file.
+        format: of SUFFIXES, or text.
+        field: of a row, that has the text.
+        start, stop: the range, in bytes of JSONL, row groups of Parquet, records of ArrayRecord; stop 0 is the end.
+        size: bytes.
+    """
+
+    url: str
+    format: str
+    field: str
+    start: int
+    stop: int
+    size: int
+
+
+class TextSource(NamedTuple):
+    """A place with documents.
+
+    Attributes:
+        path: file, folder or URL.
+        format: of SUFFIXES, or text; "": as the names of the files say.
+        patterns: of the files of a folder.
+        field: of a row, that has the text.
+    """
+
+    path: str
+    format: str = ""
+    patterns: Sequence[str] = ("*",)
+    field: str = "text"
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """Find the file system of a path or URL, and the path in it.
+
+    Raises:
+        ValueError: a package is missing, or nobody knows such URLs.
+    """
+    try:
+        fs, path = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        extra = next((f" (the extra '{extra}')" for name, extra in EXTRAS.items() if name in str(error)), "")
+        raise ValueError(f"'{url}' needs a package that is missing: {error}{extra}") from error
+    except ValueError as error:
+        raise ValueError(f"'{url}' cannot be read: {error}; use a local path, gs:// or s3://") from error
+    return fs, path
+
+
+def needs(name: str) -> Any:
+    """Import a module of the extra `data`.
+
+    Raises:
+        ValueError: it is missing.
+    """
+    try:
+        return __import__(name, fromlist=["_"])
+    except ImportError as error:
+        raise ValueError(f"{name.split('.')[0]} is missing; pip install 'diloco-jax[data]'") from error
+
+
+def _format(name: str) -> str:
+    return SUFFIXES.get(PurePosixPath(name.removesuffix(next(filter(name.endswith, COMPRESSED), ""))).suffix, "text")
+
+
+def list_pieces(source: TextSource) -> tuple[list[SourcePiece], str]:
+    """List what a source has, and a digest of the names, sizes and times of its files.
+
+    Raises:
+        ValueError: there is nothing, or files of several formats.
+    """
+    fs, root = file_system(source.path)
+    found = {}
+    for full, info in fs.find(root, detail=True).items():
+        name = full[len(root) :].lstrip("/") or PurePosixPath(full).name
+        if info["size"] and any(fnmatch(PurePosixPath(name).name, pattern) for pattern in source.patterns):
+            found[name] = full, info
+    formats = {_format(name) for name in found} - {"text"}  # a README beside Parquet is no document
+    if not source.format and len(formats) > 1:
+        raise ValueError(
+            f"'{source.path}' has files of several formats ({', '.join(sorted(formats))}); name one folder"
+        )
+    format = source.format or next(iter(formats), "text")
+    if format != "text" and list(found) != [PurePosixPath(root).name]:
+        found = {name: each for name, each in found.items() if _format(name) == format}
+    if not found:
+        raise ValueError(f"'{source.path}' has no {format} file with content; correct the path, or patterns")
+    pieces: list[SourcePiece] = []
+    hasher = xxhash.xxh3_128(f"{format} {source.field}".encode())
+    for name in sorted(found, key=lambda name: (crc32(name.encode()), name)):  # mixes folders: the end is held out
+        full, info = found[name]
+        time = next((info[key] for key in ("ETag", "etag", "mtime", "LastModified", "updated") if key in info), "")
+        hasher.update(f"{name} {info['size']} {time}\n".encode())
+        url = full if "file" in fs.protocol else fs.unstrip_protocol(full)
+        pieces += _split(SourcePiece(url, format, source.field, 0, 0, info["size"]))
+    return pieces, hasher.hexdigest()
+
+
+def _split(piece: SourcePiece) -> Iterator[SourcePiece]:
+    """Cut a large file into ranges, if its format lets us."""
+    many = -(-piece.size // PIECE_BYTES)
+    if piece.format == "parquet" and many > 1:
+        with fsspec.open(piece.url) as file:
+            count = needs("pyarrow.parquet").ParquetFile(file).num_row_groups
+    elif piece.format == "arrayrecord" and many > 1:
+        count = _records(piece.url).num_records()
+    else:
+        count = piece.size if piece.format == "jsonl" and not piece.url.endswith(COMPRESSED) else 1
+    many = min(many, count)
+    edges = [count * number // many for number in range(many + 1)] if many > 1 else [0, 0]
+    for start, stop in itertools.pairwise(edges):
+        yield piece._replace(start=start, stop=stop, size=piece.size // max(1, many))
+
+
+def read_documents(piece: SourcePiece) -> Iterator[str]:
+    """Yield the documents of a piece.
+
+    Raises:
+        ValueError: it is damaged, or a row has no such text.
+    """
+    read: Callable[[SourcePiece], Iterator[Any]] = {
+        "text": _text, "jsonl": _jsonl, "parquet": _parquet, "arrow": _arrow, "arrayrecord": _array_record
+    }[piece.format]  # fmt: skip
+    try:
+        for text in read(piece):
+            if not isinstance(text, str):
+                raise ValueError(f"field '{piece.field}' holds {type(text).__name__}, not text")
+            yield text
+    except (EOFError, ValueError, KeyError, OverflowError) as error:  # of pyarrow, json, Unicode and compression
+        raise ValueError(f"{piece.url} cannot be read as {piece.format}: {error}") from error
+
+
+def _text(piece: SourcePiece) -> Iterator[str]:
+    with fsspec.open(piece.url, "rb", compression="infer") as file:
+        yield file.read().decode("utf-8", errors="replace")
+
+
+def _jsonl(piece: SourcePiece) -> Iterator[Any]:
+    with fsspec.open(piece.url, "rb", compression="infer") as file:
+        if piece.start:  # the line that begins before belongs to the piece before
+            file.seek(piece.start - 1)
+            file.readline()
+        at = file.tell()
+        while (not piece.stop or at < piece.stop) and (line := file.readline()):
+            row = json.loads(line) if line.strip() else {piece.field: ""}
+            if not isinstance(row, dict) or piece.field not in row:
+                keys = f"has {', '.join(row)}" if isinstance(row, dict) else "is no object"
+                raise ValueError(f"the line at byte {at} {keys}; name the field with the text (--field, data.field)")
+            yield row[piece.field]
+            at += len(line)
+
+
+def _column(batches: Iterator[Any], field: str, names: Sequence[str]) -> Iterator[Any]:
+    if field not in names:
+        raise ValueError(f"it has columns {', '.join(names)}; name the one with the text (--field, data.field)")
+    for batch in batches:
+        yield from batch.column(field).to_pylist()
+
+
+def _parquet(piece: SourcePiece) -> Iterator[Any]:
+    with fsspec.open(piece.url) as file:
+        table = needs("pyarrow.parquet").ParquetFile(file)
+        groups = range(piece.start, piece.stop or table.num_row_groups)
+        columns = [name for name in table.schema_arrow.names if name == piece.field]
+        batches = table.iter_batches(ROWS, row_groups=list(groups), columns=columns)
+        yield from _column(batches, piece.field, table.schema_arrow.names)
+
+
+def _arrow(piece: SourcePiece) -> Iterator[Any]:
+    ipc = needs("pyarrow.ipc")
+    with fsspec.open(piece.url) as file:
+        random_access = file.read(6) == b"ARROW1"
+        file.seek(0)
+        if random_access:
+            table = ipc.open_file(file)
+            batches = (table.get_batch(number) for number in range(table.num_record_batches))
+        else:
+            table = ipc.open_stream(file)
+            batches = iter(table)
+        yield from _column(batches, piece.field, table.schema.names)
+
+
+def _records(url: str) -> Any:
+    if not Path(url).exists():
+        raise ValueError(f"{url} is not on this machine, where ArrayRecord is read; copy or mount it")
+    return needs("array_record.python.array_record_module").ArrayRecordReader(url)
+
+
+def _array_record(piece: SourcePiece) -> Iterator[str]:
+    reader = _records(piece.url)
+    stop = piece.stop or reader.num_records()
+    for start in range(piece.start, stop, ROWS):
+        for record in reader.read(start, min(start + ROWS, stop)):
+            yield record.decode("utf-8")

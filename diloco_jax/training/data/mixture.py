@@ -1,0 +1,93 @@
+"""Several sources in one order: in proportion to their weights, each shuffled on its own, without end."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Protocol, runtime_checkable
+
+import grain
+import numpy as np
+
+PATTERN = 1 << 20  # positions after which the weights repeat: shares are multiples of a millionth
+
+
+@runtime_checkable
+class Samples(Protocol):
+    """Random access to samples."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class Pattern:
+    """Who gives the sample of a position: every source as evenly as can be, so that each prefix has its shares.
+
+    Args:
+        weights: of the sources, of any sum.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        shares = np.asarray(weights, np.float64) / sum(weights)
+        counts = np.maximum(1, np.floor(shares * PATTERN).astype(np.int64))
+        counts[np.argmax(counts)] += PATTERN - counts.sum()
+        due = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+        order = np.argsort(due, kind="stable")
+        self._source = np.repeat(np.arange(len(counts), dtype=np.uint8), counts)[order]
+        self._rank = np.concatenate([np.arange(count, dtype=np.uint32) for count in counts])[order]
+        self._counts = counts
+
+    def __getitem__(self, position: int) -> tuple[int, int]:
+        turn, place = divmod(position, PATTERN)
+        source = int(self._source[place])
+        return source, turn * int(self._counts[source]) + int(self._rank[place])
+
+
+class Order:
+    """Numbers of samples in their global order, for every position from 0 on.
+
+    An epoch of a source is that each of its samples came once; each has an order of its own. A small source begins
+    its next epoch while others are in their first.
+
+    Args:
+        lengths: samples of each source; those of the second are numbered after those of the first.
+        weights: of the sources.
+        seed: of the order.
+    """
+
+    def __init__(self, lengths: Sequence[int], weights: Sequence[float], seed: int) -> None:
+        # Random access without a permutation in memory; `repeat` reshuffles every epoch.
+        self._orders = [grain.MapDataset.range(length).shuffle(seed=seed).repeat() for length in lengths]
+        self._firsts = [0, *accumulate(lengths)]
+        self._pattern = Pattern(weights) if len(lengths) > 1 else None
+
+    def __getitem__(self, position: int) -> int:
+        source, place = self._pattern[position] if self._pattern else (0, position)
+        return self._firsts[source] + int(self._orders[source][place])
+
+
+class Chain:
+    """Sources one after another, of each some samples at equal distances."""
+
+    def __init__(self, sources: Sequence[Samples], counts: Sequence[int]) -> None:
+        self._sources, self._counts, self._firsts = sources, counts, [0, *accumulate(counts)]
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        number = bisect_right(self._firsts, index) - 1
+        source = self._sources[number]
+        return source[(index - self._firsts[number]) * len(source) // self._counts[number]]
+
+
+def mixed(sources: Sequence[Samples], weights: Sequence[float] = ()) -> Chain:
+    """Put sources together: all of their samples, or as many of each as its weight says and all of the scarcest."""
+    if not weights:
+        return Chain(sources, [len(source) for source in sources])
+    scale = min(len(source) / weight for source, weight in zip(sources, weights, strict=True))
+    return Chain(sources, [max(1, int(scale * weight)) for weight in weights])

@@ -1,0 +1,149 @@
+"""Tokenizers: text to token ids and back, by Hugging Face's tokenizer.json or a byte for a token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import xxhash
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+BYTES = "bytes"
+TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
+END = "<|endoftext|>"
+ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # of documents, where no settings name one
+ENCODED_AT_ONCE = 1 << 20  # characters: an encoding takes about a hundred times as much memory
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A way from text to ids and back.
+
+    Attributes:
+        folder: where its tokenizer.json lies; None if a token is a byte.
+        vocab_size: the number below which all ids are.
+        digest: equal for equal tokenizers; "bytes" if a token is a byte.
+        end: id that ends a document, if there is one.
+    """
+
+    folder: Path | None
+    vocab_size: int
+    digest: str
+    end: int | None
+    made: Any = None
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, after the token that begins one where the tokenizer has such a token."""
+        return list(self.made.encode(text).ids) if self.made else list(text.encode())
+
+    def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """Yield the ids of each document, its end included; of a long one from pieces that end with a line."""
+        for text in texts:
+            ids: list[int] = []
+            for number, piece in enumerate(_pieces(text) if self.made else (text,)):
+                made = self.made and self.made.encode_batch_fast([piece], add_special_tokens=not number)
+                ids += made[0].ids if made else piece.encode()
+            if ids and self.end is not None and (self.made is None or ids[-1] != self.end):
+                ids.append(self.end)
+            yield ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; bytes that are no UTF-8 become replacement characters."""
+        if self.made:
+            return str(self.made.decode(list(ids), skip_special_tokens=False))
+        return bytes(ids).decode(errors="replace")
+
+    @cached_property
+    def _lengths(self) -> np.ndarray:
+        if not self.made:
+            return np.ones(self.vocab_size, np.int32)
+        by_bytes = '"ByteLevel"' in json.dumps(json.loads(self.made.to_str()).get("decoder"))
+        lengths = np.zeros(self.vocab_size, np.int32)
+        for text, number in self.made.get_vocab().items():
+            one = text.startswith("<0x") and len(text) == 6  # a byte that no other token has
+            lengths[number] = 1 if one else len(text) if by_bytes else len(text.replace("\u2581", " ").encode())
+        for number, token in self.made.get_added_tokens_decoder().items():
+            lengths[number] = 0 if token.special else len(token.content.encode())
+        return lengths
+
+    def bytes_of(self, sample: Mapping[str, np.ndarray]) -> int:
+        """Count the bytes of text that a model predicts in a sample or a batch."""
+        bytes_ = self._lengths[sample["tokens"][..., 1:]]
+        if (segments := sample.get("segments")) is not None:
+            bytes_ = bytes_ * ((segments[..., 1:] == segments[..., :-1]) & (segments[..., 1:] > 0))
+        return int(bytes_.sum())
+
+
+def _pieces(text: str) -> Iterator[str]:
+    start = 0
+    while start < len(text):
+        stop = start + ENCODED_AT_ONCE
+        if stop < len(text):
+            stop = text.rfind("\n", start, stop) + 1 or stop
+        yield text[start:stop]
+        start = stop
+
+
+def open_tokenizer(name: str | Path) -> Tokenizer:
+    """Read the tokenizer of a folder, or make that of bytes.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    if name == BYTES:
+        return Tokenizer(None, 256, BYTES, 0)
+    folder = Path(name)
+    path = folder / TOKENIZER_FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+        made = tokenizers.Tokenizer.from_str(text)
+        content = json.loads(text)
+    except OSError as error:
+        raise ValueError(
+            f"'{name}' has no {TOKENIZER_FILE} that can be read ({error.strerror}); name its folder, train:SIZE, "
+            f"or {BYTES}"
+        ) from error
+    except Exception as error:  # tokenizers raises nothing more special
+        raise ValueError(f"{path} is damaged: {error}; take it again from where it came") from error
+    made.no_padding()
+    made.no_truncation()
+    size = max(made.get_vocab().values(), default=-1) + 1
+    if not 0 < size <= 2**32:
+        raise ValueError(f"{path} has ids up to {size - 1}; at most {2**32 - 1} fit a token store")
+    digest = xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return Tokenizer(folder, size, digest, _end(made, folder / SETTINGS_FILE), made)
+
+
+def _end(made: Any, settings: Path) -> int | None:
+    """Find the token that ends a document."""
+    said = json.loads(settings.read_text(encoding="utf-8")).get("eos_token") if settings.exists() else None
+    names = [said["content"] if isinstance(said, dict) else said] if said else ENDS
+    return next((number for name in names if (number := made.token_to_id(name)) is not None), None)
+
+
+def train_tokenizer(texts: Iterable[str], size: int, folder: Path) -> None:
+    """Train a byte-level BPE of `size` ids, and write it.
+
+    Raises:
+        ValueError: a byte-level tokenizer needs more ids.
+    """
+    least = 257
+    if not least <= size <= 2**20:
+        raise ValueError(f"train:{size} is no vocabulary of {least} (each byte, and the end) to {2**20} ids")
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(texts, trainer)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
+    (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    half = folder / f"{TOKENIZER_FILE}.part"
+    half.write_text(made.to_str(), encoding="utf-8")
+    half.replace(folder / TOKENIZER_FILE)  # whole, or not there

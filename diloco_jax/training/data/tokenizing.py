@@ -1,0 +1,273 @@
+"""Text to a token store: in parts that processes share, kept when they are interrupted, equal whoever made them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from diloco_jax.training.data.documents import PIECE_BYTES, SourcePiece, TextSource, list_pieces, read_documents
+from diloco_jax.training.data.store import (
+    DOCUMENTS_NAME,
+    STORE_FILE,
+    TOKENS_NAME,
+    VERSION,
+    WAIT_S,
+    cache_folder,
+    locked,
+    read_facts,
+)
+from diloco_jax.training.data.tokenizer import (
+    BYTES,
+    SETTINGS_FILE,
+    TOKENIZER_FILE,
+    Tokenizer,
+    open_tokenizer,
+    train_tokenizer,
+)
+
+TRAIN, PART_NAME, LOCK_NAME = "train:", "part-{:05d}.json", ".lock"
+TRAINING_BYTES = 1 << 27  # of text that a tokenizer is trained on, spread over the source
+BATCH_CHARS = 1 << 18
+PARTS_MAX = 10**5
+TELL_S = 0.5
+
+Tell = Callable[[str, int, int], None]  # what is done, bytes done, bytes in all
+_done: Any = None  # bytes that all processes have done
+
+
+class StorePart(NamedTuple):
+    """A file of a store, to be made from pieces of the source."""
+
+    number: int
+    pieces: tuple[SourcePiece, ...]
+    tokenizer: str
+    out: Path
+
+
+def build_store(source: TextSource, tokenizer: str, out: Path, workers: int = 0, tell: Tell | None = None) -> Path:
+    """Make the token store of a source, or go on with it; returns `out`.
+
+    Args:
+        source: of text.
+        tokenizer: a folder with tokenizer.json, train:SIZE, or bytes.
+        out: folder of the store.
+        workers: processes; 0 for one per core.
+        tell: is called every half second.
+
+    Raises:
+        ValueError: nothing can be read, or `out` holds something else.
+    """
+    pieces, digest = list_pieces(source)
+    if not tokenizer.startswith(TRAIN):
+        made_from = {"source": digest, "tokenizer": open_tokenizer(tokenizer).digest}
+    elif (word := tokenizer.removeprefix(TRAIN)).isdecimal():
+        made_from = {"source": digest, "tokenizer": tokenizer}
+    else:
+        raise ValueError(f"--tokenizer {TRAIN}{word}: the size must be a number, as in train:32000")
+    _begin(out, made_from)
+    with locked(out / LOCK_NAME, 0):
+        if read_facts(out, unfinished=True)["finished"]:
+            return out
+        made = _tokenizer(tokenizer, pieces, out, tell)
+        name = BYTES if made.folder is None else str(out)
+        parts = [StorePart(number, part, name, out) for number, part in enumerate(_parts(pieces))]
+        _make(parts, workers or len(os.sched_getaffinity(0)), tell)
+        files = [json.loads((out / PART_NAME.format(part.number)).read_text()) for part in parts]
+        if not any(file["tokens"] for file in files):
+            raise ValueError(f"'{source.path}' has no text: all its documents are empty")
+        facts = {"vocab_size": made.vocab_size, "dtype": _dtype(made), "tokenizer": made.digest}
+        counts = {key: sum(file[key] for file in files) for key in ("tokens", "documents", "bytes")}
+        _write(
+            out / STORE_FILE,
+            {"version": VERSION, "finished": True, **facts, **counts, "made_from": made_from, "files": files},
+        )
+        for part in parts:
+            (out / PART_NAME.format(part.number)).unlink()
+    return out
+
+
+def cached_store(source: TextSource, tokenizer: str) -> Path:
+    """Return the store of a source in the cache of this machine; who comes first makes it, others wait."""
+    _, digest = list_pieces(source)
+    which = tokenizer if tokenizer.startswith(TRAIN) else open_tokenizer(tokenizer).digest
+    folder = cache_folder() / "stores" / xxhash.xxh3_128(f"{digest} {which}".encode()).hexdigest()
+    with locked(folder.with_suffix(".lock"), WAIT_S):
+        return build_store(source, tokenizer, folder)
+
+
+def _write(path: Path, value: Any) -> None:
+    half = path.with_suffix(".half")
+    half.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    half.replace(path)
+
+
+def _begin(out: Path, made_from: dict[str, str]) -> None:
+    if not (out / STORE_FILE).exists():
+        if out.exists() and any(each.name != LOCK_NAME for each in out.iterdir()):
+            raise ValueError(f"'{out}' has files but no {STORE_FILE}; name a new folder for the store")
+        out.mkdir(parents=True, exist_ok=True)
+        _write(out / STORE_FILE, {"version": VERSION, "finished": False, "made_from": made_from, "files": []})
+    have = read_facts(out, unfinished=True)["made_from"]
+    if different := [key for key in made_from if have.get(key) != made_from[key]]:
+        raise ValueError(
+            f"'{out}' is a store of another {' and '.join(different)} (its names, sizes or times have changed, or "
+            "its tokenizer); name a new folder, or remove this one"
+        )
+
+
+def _tokenizer(word: str, pieces: Sequence[SourcePiece], out: Path, tell: Tell | None) -> Tokenizer:
+    """Put the tokenizer into the store."""
+    if word == BYTES:
+        return open_tokenizer(word)
+    if not (out / TOKENIZER_FILE).exists():
+        if word.startswith(TRAIN):
+            train_tokenizer(_sample(pieces, tell), int(word.removeprefix(TRAIN)), out)
+        else:
+            folder = open_tokenizer(word).folder
+            for name in (SETTINGS_FILE, TOKENIZER_FILE):
+                if folder and (folder / name).exists():
+                    shutil.copyfile(folder / name, out / name)
+    return open_tokenizer(out)
+
+
+def _sample(pieces: Sequence[SourcePiece], tell: Tell | None) -> Iterator[str]:
+    """Yield text from the beginning of each piece, as much as a tokenizer needs."""
+    every = max(1, len(pieces) * 4096 // TRAINING_BYTES)
+    chosen = pieces[::every]
+    each, total = TRAINING_BYTES // len(chosen) + 1, 0
+    for piece in chosen:
+        left = each
+        for text in read_documents(piece):
+            yield text[:left]
+            left -= len(text)
+            total += min(len(text), each)
+            if tell:
+                tell("tokenizer", total, min(TRAINING_BYTES, sum(piece.size for piece in pieces)))
+            if left <= 0:
+                break
+
+
+def _parts(pieces: Sequence[SourcePiece]) -> list[tuple[SourcePiece, ...]]:
+    """Group the pieces by size alone, so that any number of workers makes the same files."""
+    limit = max(PIECE_BYTES, sum(piece.size for piece in pieces) // PARTS_MAX)
+    parts: list[list[SourcePiece]] = [[]]
+    size = 0
+    for piece in pieces:
+        if parts[-1] and size + piece.size > limit:
+            parts.append([])
+            size = 0
+        parts[-1].append(piece)
+        size += piece.size
+    return [tuple(part) for part in parts]
+
+
+def _make(parts: Sequence[StorePart], workers: int, tell: Tell | None) -> None:
+    """Make what is not there, in processes; tells how far it is."""
+    context = mp.get_context("spawn")
+    done = context.Value("q", 0)
+    missing = [part for part in parts if not _is_made(part)]
+    kept = sum(piece.size for part in parts if part not in missing for piece in part.pieces)
+    total = sum(piece.size for part in parts for piece in part.pieces)
+    if (workers := min(workers, len(missing))) <= 1:
+        _join(done)
+        for part in missing:
+            _make_part(part, lambda: tell("tokens", kept + done.value, total) if tell else None)
+        return
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_join, initargs=(done,)) as pool:
+        futures = {pool.submit(_make_part, part) for part in missing}
+        try:
+            while futures:
+                ended, futures = wait(futures, TELL_S, "FIRST_EXCEPTION")
+                for future in ended:
+                    future.result()
+                if tell:
+                    tell("tokens", kept + done.value, total)
+        except BrokenProcessPool as error:
+            raise ValueError(
+                "a worker was killed, perhaps for want of memory; try fewer --workers, it goes on"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _join(done: Any) -> None:
+    """Begin a worker: it counts with the others, and ends with who started it."""
+    global _done
+    _done = done
+    if parent := mp.parent_process():
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _is_made(part: StorePart) -> bool:
+    """Check a part that an earlier life made against its digest."""
+    try:
+        facts = json.loads((part.out / PART_NAME.format(part.number)).read_text(encoding="utf-8"))
+        hasher = xxhash.xxh3_64()
+        for name in (TOKENS_NAME, DOCUMENTS_NAME):
+            with (part.out / name.format(part.number)).open("rb") as file:
+                while block := file.read(1 << 22):
+                    hasher.update(block)
+        return bool(hasher.hexdigest() == facts["digest"])
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _dtype(tokenizer: Tokenizer) -> str:
+    return "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+
+
+def _make_part(part: StorePart, tell: Callable[[], None] | None = None) -> None:
+    """Write the tokens of a part, the ends of its documents, and last what they are."""
+    made = open_tokenizer(part.tokenizer)
+    dtype, hasher = np.dtype(_dtype(made)).newbyteorder("<"), xxhash.xxh3_64()
+    ends, bytes_, tokens = [], 0, 0
+    with (part.out / TOKENS_NAME.format(part.number)).open("wb") as file:
+        for texts, moved in _batches(part.pieces):
+            for ids in made.encode_all(texts):
+                raw = np.asarray(ids, dtype).tobytes()
+                hasher.update(raw)
+                file.write(raw)
+                tokens += len(ids)
+                ends += [tokens] * bool(ids)
+            bytes_ += sum(len(text.encode()) for text in texts)
+            with _done.get_lock():
+                _done.value += moved
+            if tell:
+                tell()
+    raw = np.asarray(ends, "<u8").tobytes()
+    hasher.update(raw)
+    (part.out / DOCUMENTS_NAME.format(part.number)).write_bytes(raw)
+    facts = {"tokens": tokens, "documents": len(ends), "bytes": bytes_, "digest": hasher.hexdigest()}
+    _write(part.out / PART_NAME.format(part.number), facts)
+
+
+def _batches(pieces: Sequence[SourcePiece]) -> Iterator[tuple[list[str], int]]:
+    """Yield some documents, and how many bytes of the source they are about."""
+    for piece in pieces:
+        texts: list[str] = []
+        chars, left = 0, piece.size
+        for text in read_documents(piece):
+            texts.append(text)
+            chars += len(text)
+            if chars >= BATCH_CHARS:
+                moved = min(chars, left)
+                yield texts, moved
+                texts, chars, left = [], 0, left - moved
+        yield texts, left
