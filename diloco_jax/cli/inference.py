@@ -86,13 +86,14 @@ def sample(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def written(config: RunConfig, run: Path, count: int) -> str:
-    """Let the newest checkpoint of a run begin a text, as `sample` does; nothing if its model cannot write."""
-    from diloco_jax.tools.inference.language import Writing, cannot_write
+def written(run: Path, count: int) -> str:
+    """Let the newest checkpoint of a run begin a text, as `sample` does; nothing if its model or data are not of text."""
+    from diloco_jax.tools.inference.language import Writing
 
-    if cannot_write(config):
+    try:
+        language, _ = _language(str(run))
+    except ValueError:
         return ""
-    language, _ = _language(str(run))
     return "".join(map(_harmless, language.write(PROMPT, count, Writing(TEMPERATURE))))
 
 

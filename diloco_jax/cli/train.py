@@ -71,7 +71,7 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
         f"{ending}: evaluation loss {loss} after {summary['global_steps']} global steps and "
         f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s"
     )
-    if summary["complete"] and not quiet and (text := written(config, run_dir, 200)):
+    if summary["complete"] and not quiet and (text := written(run_dir, 200)):
         say(f"the merged model writes (diloco sample {run_dir}):\n{indent(text, '    ')}")
     say(f"report {report}")
     if warning := never_merged(summary["unmerged_fragments"]):

@@ -40,7 +40,7 @@ class Evaluator:
         self._config = config
         self.scorer = Scorer(config.evaluation)
         self._source = load_source(config.data, config.train.seq_len)
-        self.corpus = self._source.corpus
+        self.corpus, self.tokenizer = self._source.corpus, self._source.tokenizer
         device = jax.local_devices(backend="cpu")[0]
         self._blueprint = Blueprint(config.model, config.optimizer, MeshConfig(), [device], seed=config.seed)
         self.shapes, self.kinds = self._blueprint.shapes, self._blueprint.kinds

@@ -15,7 +15,6 @@ import numpy as np
 
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.training.data.tokenizer import tokenizer_of
 from diloco_jax.training.models.protocol import Params, find_model
 from diloco_jax.training.models.variables import Variables
 
@@ -41,36 +40,27 @@ class Writing(NamedTuple):
     seed: int = 0
 
 
-def cannot_write(config: RunConfig) -> str:
-    """Say why the model of a run cannot write text, or nothing if it can."""
-    if config.model.own:
-        return "the run's model is the islands' own (model.module: own), which nothing here knows; let your loop write"
-    if tokenizer_of(config.data) is None:
-        return (
-            "the run was trained on token ids (data.format: tokens, or data.module), and nothing here turns them into "
-            "text; read its checkpoint with the tokenizer that made them"
-        )
-    if not callable(getattr(find_model(config.model.module), "generate", None)):
-        return (
-            f"model.module '{config.model.module}' has no method `generate`, with which a model writes; give it one "
-            "like that of diloco_jax.training.models.decoder:Decoder"
-        )
-    return ""
-
-
 class Language:
     """The model of a run on one CPU device of this host, with the tokenizer of its data.
 
     Raises:
-        ValueError: the model or the data cannot be loaded, or it cannot write.
+        ValueError: the model or the data cannot be loaded, or are not of text.
     """
 
     def __init__(self, config: RunConfig, parameters: Mapping[str, np.ndarray]) -> None:
-        tokenizer = tokenizer_of(config.data)
-        if (reason := cannot_write(config)) or tokenizer is None:
-            raise ValueError(reason)
-        self.tokenizer, self.context = tokenizer, config.train.seq_len  # what it was trained on
         evaluator = Evaluator(config)
+        if evaluator.tokenizer is None:
+            raise ValueError(
+                "the run was trained on token ids, and nothing says how they become text; name the folder with their "
+                "tokenizer.json in data.tokenizer"
+            )
+        if not callable(getattr(find_model(config.model.module), "generate", None)):
+            raise ValueError(
+                f"model.module '{config.model.module}' has no method `generate`, with which a model writes; give it "
+                "one like that of diloco_jax.training.models.decoder:Decoder"
+            )
+        tokenizer = self.tokenizer = evaluator.tokenizer
+        self.context = config.train.seq_len  # what it was trained on
         self._placed = evaluator.place(parameters)
 
         def score(params: Params, other: Variables, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
