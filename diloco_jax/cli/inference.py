@@ -6,7 +6,7 @@ import argparse
 import os
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco_jax.cli.shared import run_config, show
 
@@ -36,11 +36,17 @@ def evaluate(arguments: argparse.Namespace) -> int:
     config, parameters, step = _newest(arguments.run)
     batches = arguments.batches or config.train.final_eval_batches
     result = Evaluator(config).evaluate(parameters, batches, step)
-    bits = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] is not None else ""
-    told = f"global step {step}: loss {result['loss']:.4f}{bits} on {result['tokens']} tokens"
-    told += scores_text(result["scores"])
+    names = {f"{name} {key}" for name, row in result["sets"].items() for key in row}
+    told = f"global step {step}: {_measured(result)}"
+    told += scores_text({name: value for name, value in result["scores"].items() if name not in names})
+    told += "".join(f"\n  {name}: {_measured(row)}" for name, row in result["sets"].items())
     show(arguments, finite({**result, "global_step": step}), lambda _: told)
     return 0
+
+
+def _measured(row: Mapping[str, Any]) -> str:
+    bits = f", {row['bits_per_byte']:.4f} bits per byte" if row["bits_per_byte"] is not None else ""
+    return f"loss {row['loss']:.4f}{bits} on {row['tokens']} tokens"
 
 
 def _ask(arguments: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -19,6 +19,8 @@ from diloco_jax.training.data.order import SampleOrder, check_source, eval_batch
 from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.models.variables import Variables
 from diloco_jax.training.sharding import MeshConfig, put_array
+
+MEASURED = ("loss", "bits_per_byte", "tokens")
 
 
 class Evaluator:
@@ -68,18 +70,34 @@ class Evaluator:
             global_step: of the parameters.
 
         Returns:
-            loss in nats per token, bits_per_byte (None unless a token is a byte), tokens, and scores, the numbers of
-            evaluation.module by name.
+            loss in nats per token, bits_per_byte (None if nobody knows the text of the tokens) and tokens; these by the
+            name of each further set (sets); and scores, named numbers: the model's metrics, those of the sets such as
+            "books loss", and those of evaluation.module.
 
         Raises:
             ValueError: paths or shapes are not those of the model.
         """
-        batches = eval_batches(self._source, self._config.train.eval_batch_size, max_batches)
         placed, other = self.place(parameters)
-        result = self._blueprint.mean_loss(placed, other, batches)
-        bits = result["loss"] / math.log(2) if self._config.data.of_bytes else None
-        scores = self.scorer.scores(lambda: self._blueprint.model(placed, other), global_step)
-        return {"loss": result["loss"], "bits_per_byte": bits, "tokens": int(result["tokens"]), "scores": scores}
+        result = self._measured(placed, other, max_batches)
+        sets = {name: self._measured(placed, other, max_batches, name) for name in self._source.evaluation}
+        scores = {name: value for name, value in result.items() if name not in MEASURED}
+        scores |= {f"{name} {key}": row[key] for name, row in sets.items() for key in MEASURED[:2] if row[key] is not None}
+        scores |= self.scorer.scores(lambda: self.model(placed, other), global_step)
+        return {**{key: result[key] for key in MEASURED}, "sets": sets, "scores": scores}
+
+    def _measured(self, placed: Params, other: Variables, max_batches: int, name: str = "") -> dict[str, Any]:
+        """Return the mean of everything that the model reports, on the held-out data or a set."""
+        size, bytes_ = self._config.train.eval_batch_size, 0
+
+        def counted() -> Iterator[Sample]:
+            nonlocal bytes_
+            for batch in eval_batches(self._source, size, max_batches, name):
+                bytes_ += self.tokenizer.bytes_of(batch) if self.tokenizer is not None else 0
+                yield batch
+
+        found = self._blueprint.mean_loss(placed, other, counted())
+        bits = found["loss"] * found["tokens"] / bytes_ / math.log(2) if bytes_ else None
+        return {**found, "bits_per_byte": bits, "tokens": int(found["tokens"])}
 
     def place(self, parameters: Mapping[str, np.ndarray]) -> tuple[Params, Variables]:
         """Put parameters on the device, with the state beside them that belongs to them.
