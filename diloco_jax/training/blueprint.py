@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Int32
+from jaxtyping import Array
 
 from diloco_jax.core.codec import Format
 from diloco_jax.core.kinds import Kind, kind_of
+from diloco_jax.training.data.sample import Sample, Shapes, batch_size, count_predicted
 from diloco_jax.training.exchange.exchange import Exchange
 from diloco_jax.training.exchanged import by_name
 from diloco_jax.training.models.config import ModelConfig
@@ -40,9 +41,11 @@ from diloco_jax.training.sharding import (
     make_mesh,
     planned_mesh,
     put_array,
+    put_rows,
+    rows_here,
     use_layout,
 )
-from diloco_jax.training.train_step import TrainState, make_train_step, model_loss
+from diloco_jax.training.train_step import WEIGHT, TrainState, make_train_step, model_loss
 from diloco_jax.training.whole_state.layout import StateLayout
 
 T = TypeVar("T")
@@ -67,7 +70,8 @@ class Blueprint:
       streams: the model's random streams.
       step: the inner step, (state, batch, learning rate, draw) -> (state, metrics); consumes the state. `draw` is as
         `draw_of` makes it, None for a model without random streams.
-      loss: (parameters, other state, batch) -> mean loss, in the mode of an evaluation.
+      loss: (parameters, other state, batch) -> (mean loss, its weight in a mean over batches if the model says one),
+        in the mode of an evaluation.
       settle: (parameters, other state, batch, draw) -> other state, after a forward pass in training mode.
     """
 
@@ -117,9 +121,10 @@ class Blueprint:
             params, other = initial()
             return TrainState(params, tx.init(params), other)
 
-        def loss(params: Params, other: Variables, batch: Batch) -> Array:
+        def loss(params: Params, other: Variables, batch: Batch) -> tuple[Array, Array | None]:
             drawn = streams.at(jnp.asarray(draw_of(0)))  # a layer that is off has a stream all the same
-            return model_loss(graphdef, params, batch, other, drawn, evaluate=True)[0]
+            mean, (metrics, _) = model_loss(graphdef, params, batch, other, drawn, evaluate=True)
+            return mean, metrics.get(WEIGHT)
 
         def settle(params: Params, other: Variables, batch: Batch, draw: Draw | None) -> Variables:
             return model_loss(graphdef, params, batch, other, streams.at(draw))[1][1]
@@ -138,27 +143,37 @@ class Blueprint:
         self.settle = jax.jit(self._traced(settle), out_shardings=self.state_shardings.other)
 
     def batch_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the layout of a batch of tokens of this shape.
+        """Return the layout of an array of this shape in a batch.
 
         Raises:
           ValueError: the devices cannot share it equally.
         """
         if shape[0] % self.layout.batch_parts:
             raise ValueError(
-                f"a batch of {shape[0]} sequences cannot be split over the mesh {dict(self.mesh.shape)}; make the "
+                f"a batch of {shape[0]} samples cannot be split over the mesh {dict(self.mesh.shape)}; make the "
                 f"batch size a multiple of {self.layout.batch_parts}"
             )
-        return self.layout.sharding(shape, ("batch", None))
+        return self.layout.sharding(shape, ("batch", *(None,) * (len(shape) - 1)))
 
-    def put_batch(self, tokens: Int32[np.ndarray, "b t"]) -> Batch:
+    def own_rows(self, size: int) -> Sequence[int]:
+        """Return which rows of a batch of so many samples this process's devices hold, in their order."""
+        return rows_here(self.batch_sharding((size,)), size)
+
+    def put_batch(self, batch: Sample, size: int | None = None) -> Batch:
         """Copy a batch to the devices; see `Island.put_batch`."""
-        return {"tokens": put_array(tokens, self.batch_sharding(tokens.shape))}
+        if size is None:
+            return {name: put_array(value, self.batch_sharding(value.shape)) for name, value in batch.items()}
+        rows = self.own_rows(size)
+        return {
+            name: put_rows(value, rows, self.batch_sharding((size, *value.shape[1:])), size)
+            for name, value in batch.items()
+        }
 
     def put_draw(self, position: int) -> Array | None:
         """Copy to the devices what a step at this position draws from; None for a model without random streams."""
         return put_array(draw_of(position), self.layout.replicated) if self.streams.kinds else None
 
-    def settled(self, params: Params, other: Variables, batches: Iterable[Int32[np.ndarray, "b t"]]) -> Variables:
+    def settled(self, params: Params, other: Variables, batches: Iterable[Sample]) -> Variables:
         """Return the state beside the parameters, such as batch statistics, as it becomes under these parameters.
 
         Forward passes in training mode, without an update; nothing at all if the model has no such state.
@@ -168,24 +183,23 @@ class Blueprint:
             placed, draw = self.put_batch(batch), self.put_draw(position)
             with jax.transfer_guard("disallow"):
                 other = jax.block_until_ready(self.settle(params, other, placed, draw))
-            position += batch.shape[0]
+            position += batch_size(batch)
         return other
 
-    def mean_loss(
-        self, params: Params, other: Variables, batches: Iterable[Int32[np.ndarray, "b t"]]
-    ) -> dict[str, float]:
+    def mean_loss(self, params: Params, other: Variables, batches: Iterable[Sample]) -> dict[str, float]:
         """Compute what `Island.evaluate` does, with these parameters and this state beside them."""
-        total, tokens = 0.0, 0
+        total, tokens = 0.0, 0.0
         for batch in batches:
             placed = self.put_batch(batch)
             with jax.transfer_guard("disallow"):
-                loss = self.loss(params, other, placed)
-            predicted = batch.shape[0] * (batch.shape[1] - 1)
-            total += float(jax.device_get(loss)) * predicted
+                found = self.loss(params, other, placed)
+            loss, weight = jax.device_get(found)
+            predicted = float(count_predicted(batch) if weight is None else weight)
+            total += float(loss) * predicted if predicted else 0.0
             tokens += predicted
         if not tokens:
-            raise ValueError("there is no batch to evaluate on; give at least one")
-        return {"loss": total / tokens, "tokens": float(tokens)}
+            raise ValueError("there is nothing to evaluate on: no batch, or none in which something is predicted")
+        return {"loss": total / tokens, "tokens": tokens}
 
     def model(self, params: Params, other: Variables) -> nnx.Module:
         """Join the module in the mode of an evaluation; to be called inside of a program."""
@@ -193,10 +207,10 @@ class Blueprint:
         module.eval()
         return module
 
-    def lower_step(self, shape: tuple[int, int]) -> jax.stages.Lowered:
-        """Return the inner step for batches of this shape, (sequences, length + 1), ready to be compiled."""
+    def lower_step(self, shapes: Shapes) -> jax.stages.Lowered:
+        """Return the inner step for batches of these shapes, ready to be compiled."""
         state = jax.tree.map(describe, self.state_shapes, self.state_shardings)
-        batch = {"tokens": jax.ShapeDtypeStruct(shape, np.int32, sharding=self.batch_sharding(shape))}
+        batch = {name: describe(shape, self.batch_sharding(shape.shape)) for name, shape in shapes.items()}
         rate = jax.ShapeDtypeStruct((), np.float32, sharding=self.layout.replicated)
         draw = jax.ShapeDtypeStruct((2,), np.uint32, sharding=self.layout.replicated) if self.streams.kinds else None
         return self.step.lower(state, batch, rate, draw)
@@ -231,7 +245,7 @@ class Blueprint:
         return TrainState(self._shardings, opt_state, other)  # type: ignore[arg-type]
 
 
-def describe(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def describe(leaf: jax.ShapeDtypeStruct | np.ndarray, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     """Return the leaf with a layout."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 

@@ -1,6 +1,6 @@
 """An island with the built-in inner step: one model on one mesh. It knows of no other island.
 
-    handle = island.step(island.put_batch(tokens), learning_rate)     one donated program; returns at once
+    handle = island.step(island.put_batch(batch), learning_rate)      one donated program; returns at once
     island.wait(handle)                                               {"loss": ..., "grad_norm": ...}
 
 How fragments leave it and come in: exchanged.py.
@@ -8,15 +8,15 @@ How fragments leave it and come in: exchanged.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Int32
 
 from diloco_jax.core.codec import Format
 from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.data.sample import Sample, Shapes
 from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.models.protocol import Batch, Metrics
@@ -69,27 +69,28 @@ class Island(ExchangedState):
             blueprint.state_layout,
             blueprint.exchange(wire, rebase),
         )
-        self._compiled_steps: dict[tuple[int, ...], jax.stages.Compiled] = {}  # by shape of the batch
+        self._compiled_steps: dict[tuple[Any, ...], jax.stages.Compiled] = {}  # by shapes of the batch
         self._unfinished: StepHandle | None = None
 
-    def put_batch(self, tokens: Int32[np.ndarray, "b t"]) -> Batch:
+    def own_rows(self, size: int) -> Sequence[int]:
+        """Return which rows of a batch of so many samples this process's devices hold, in their order."""
+        return self._blueprint.own_rows(size)
+
+    def put_batch(self, batch: Sample, size: int | None = None) -> Batch:
         """Copy a batch to the devices, split over `data` and `fsdp`; returns at once.
 
         Args:
-          tokens: int32 [batch, length + 1].
+          batch: arrays [samples, ...] by name.
+          size: samples of the whole batch, where `batch` has only those rows that `own_rows` names.
 
         Raises:
           ValueError: the devices cannot share the batch equally.
         """
-        return self._blueprint.put_batch(tokens)
+        return self._blueprint.put_batch(batch, size)
 
-    def warm_up(self, shape: tuple[int, int]) -> None:
-        """Compile the inner step for batches of this shape, without running it. May be called from any thread.
-
-        Args:
-          shape: (sequences, length + 1), as `put_batch` gets them.
-        """
-        self._compiled_steps[shape] = self._blueprint.lower_step(shape).compile()
+    def warm_up(self, shapes: Shapes) -> None:
+        """Compile the inner step for batches of these shapes, without running it. May be called from any thread."""
+        self._compiled_steps[_key(shapes)] = self._blueprint.lower_step(shapes).compile()
 
     def step(self, batch: Batch, learning_rate: float, position: int = 0) -> StepHandle:
         """Dispatch one inner step, which consumes the state in place; returns at once.
@@ -107,7 +108,7 @@ class Island(ExchangedState):
             jax.block_until_ready(self._unfinished)
         rate = put_array(np.asarray(learning_rate, np.float32), self._blueprint.layout.replicated)
         draw = self._blueprint.put_draw(position)
-        program = self._compiled_steps.get(batch["tokens"].shape, self._blueprint.step)
+        program = self._compiled_steps.get(_key(batch), self._blueprint.step)
         with jax.transfer_guard("disallow"):
             self.state, metrics = program(self.state, batch, rate, draw)
         self._unfinished = StepHandle(metrics)
@@ -120,12 +121,17 @@ class Island(ExchangedState):
             self._unfinished = None
         return {name: float(value) for name, value in metrics.items()}
 
-    def evaluate(self, batches: Iterable[Int32[np.ndarray, "b t"]]) -> dict[str, float]:
-        """Compute the mean loss in nats per token over batches int32 [batch, length + 1]; count their tokens.
+    def evaluate(self, batches: Iterable[Sample]) -> dict[str, float]:
+        """Compute the mean loss in nats per token over batches; count their tokens.
 
-        In the mode of an evaluation: nothing is dropped, batch statistics are those of this island.
+        In the mode of an evaluation: nothing is dropped, batch statistics are those of this island. A batch weighs as
+        much as the model says (its metric `weight`), else as it has tokens to predict, or samples without tokens.
 
         Raises:
-          ValueError: there is no batch.
+          ValueError: there is no batch, or nothing to predict in any.
         """
         return self._blueprint.mean_loss(self.state.params, self.state.other, batches)
+
+
+def _key(batch: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple((name, value.shape, value.dtype) for name, value in sorted(batch.items()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,9 @@ from diloco_jax.training.models.protocol import Batch, GraphDef, Metrics, Params
 from diloco_jax.training.models.variables import Draw, Streams, Variables, state_after
 from diloco_jax.training.sharding import constrain, current_layout
 
-T = TypeVar("T")
+Found = tuple[Float[Array, ""], Metrics, Params]  # loss, metrics and gradient of a batch
 NOTHING: Mapping[str, Array] = MappingProxyType({})
+WEIGHT = "weight"  # metric of a model: the number of what it predicted, by which means over batches are weighted
 
 
 class TrainState(NamedTuple):
@@ -78,12 +79,10 @@ def make_train_step(
 
     Returns:
       A function that gives the new state and the metrics `loss` and `grad_norm` (before clipping), and what else the
-      model's `loss` reports (the mean over the micro-batches).
+      model's `loss` reports: the mean over the micro-batches, weighted by `weight` if that is reported, which is a sum.
     """
 
-    def gradient_of(
-        params: Params, other: Variables, batch: Batch, drawn: Variables
-    ) -> tuple[tuple[Float[Array, ""], Metrics, Params], Variables]:
+    def gradient_of(params: Params, other: Variables, batch: Batch, drawn: Variables) -> tuple[Found, Variables]:
         found = jax.value_and_grad(lambda p: model_loss(graphdef, p, batch, other, drawn), has_aux=True)
         (loss, (metrics, other)), gradient = found(params)
         if shardings is not None:
@@ -93,7 +92,7 @@ def make_train_step(
     def train_step(
         state: TrainState, batch: Batch, learning_rate: Float[Array, ""], draw: Draw | None = None
     ) -> tuple[TrainState, Metrics]:
-        def of(other: Variables, part: Batch, number: int | Array) -> tuple[tuple[Array, Metrics, Params], Variables]:
+        def of(other: Variables, part: Batch, number: int | Array) -> tuple[Found, Variables]:
             return gradient_of(state.params, other, part, streams.at(draw, number))
 
         if accumulate_steps == 1:
@@ -117,7 +116,7 @@ def _micro_batches(batch: Batch, count: int) -> Batch:
     size = len(next(iter(batch.values())))
     if size % (parts * count):
         raise ValueError(
-            f"a batch of {size} sequences cannot be split over {parts} devices in optimizer.accumulate_steps {count}; "
+            f"a batch of {size} samples cannot be split over {parts} devices in optimizer.accumulate_steps {count}; "
             f"make the batch size a multiple of {parts * count}"
         )
 
@@ -129,21 +128,32 @@ def _micro_batches(batch: Batch, count: int) -> Batch:
 
 
 def _mean_over(
-    function: Callable[[Variables, Batch, int | Array], tuple[T, Variables]], other: Variables, parts: Batch
-) -> tuple[T, Variables]:
+    function: Callable[[Variables, Batch, int | Array], tuple[Found, Variables]], other: Variables, parts: Batch
+) -> tuple[Found, Variables]:
     """Return the mean of the function's results, float32, over the leading axis of its argument; one part at a time.
 
-    The function is given the model's other state, a part and its number; the state goes from part to part.
+    Parts are weighted by the metric `weight`, or alike without it; of `weight` itself it is the sum. The function is
+    given the model's other state, a part and its number; the state goes from part to part.
     """
     count = len(next(iter(parts.values())))
     first = jax.eval_shape(function, other, {name: x[0] for name, x in parts.items()}, 0)[0]
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), first)
 
-    def add(carry: tuple[T, Variables], numbered: tuple[Array, Batch]) -> tuple[tuple[T, Variables], None]:
+    weighted = WEIGHT in first[1]
+
+    def add(carry: tuple[Found, Variables], numbered: tuple[Array, Batch]) -> tuple[tuple[Found, Variables], None]:
         (sums, before), (number, part) = carry, numbered
         result, after = function(before, part, number)
+        if weighted:
+            weight = result[1][WEIGHT].astype(jnp.float32)
+            loss, metrics, gradient = jax.tree.map(lambda leaf: leaf * weight, result)
+            result = loss, {**metrics, WEIGHT: weight}, gradient
         return (jax.tree.map(jnp.add, sums, result), after), None
 
     (total, other), _ = jax.lax.scan(add, (zeros, other), (jnp.arange(count), parts))
-    mean: T = jax.tree.map(lambda leaf: leaf / count, total)
-    return mean, other
+    if not weighted:
+        mean: Found = jax.tree.map(lambda leaf: leaf / count, total)
+        return mean, other
+    weight = total[1][WEIGHT]
+    loss, metrics, gradient = jax.tree.map(lambda leaf: leaf / jnp.where(weight > 0, weight, 1.0), total)
+    return (loss, {**metrics, WEIGHT: weight}, gradient), other

@@ -97,8 +97,8 @@ class Donor:
         args |= {"mlp_dim": 4 * dim, "seq_len_max": arguments.seq_len, "activation": "relu2"}
         self.island = Island(ModelConfig(args=args), OptimizerConfig(), MeshConfig(data=-1), seed=0)
         shape = (arguments.batch_size, arguments.seq_len + 1)
-        self._tokens = np.random.default_rng(0).integers(0, 256, shape, np.int32)
-        self.island.warm_up(shape)
+        self._batch = {"tokens": np.random.default_rng(0).integers(0, 256, shape, np.int32)}
+        self.island.warm_up(self._batch)
         self._link = connect(TransportConfig(address=address), run_id=RUN, learner_id=DONOR, incarnation=1)
         self._sender = PayloadSender(lambda error: sys.stderr.write(f"{error!r}\n"))
         self._staged: list[Any] = []
@@ -126,7 +126,7 @@ class Donor:
 
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         for _ in range(steps):
-            self.island.wait(self.island.step(self.island.put_batch(self._tokens), 1e-3))
+            self.island.wait(self.island.step(self.island.put_batch(self._batch), 1e-3))
             if giving and self.wanted.is_set():
                 self.wanted.clear()
                 self._staged[:] = [self.island.stage_state()]

@@ -120,8 +120,7 @@ class Loop:
         blueprint = Blueprint(config.model, config.optimizer, mesh, jax.devices(), seed=config.seed)
         self._order = SampleOrder(load_source(config.data, config.train.seq_len), config.data.shuffle_seed)
         self._put_batch = blueprint.put_batch
-        shape = (arguments.batch_size, arguments.seq_len + 1)
-        self._program = blueprint.lower_step(shape).compile()
+        self._program = blueprint.lower_step(self._order.batch([(0, arguments.batch_size)])).compile()
         self._rate = put_array(_rate(config), blueprint.layout.replicated)
         self._state = blueprint.create()
         self._arguments = arguments

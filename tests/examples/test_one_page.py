@@ -106,7 +106,9 @@ def batches_of(pair: TapedPair, config: RunConfig) -> jax.Array:
     order = SampleOrder(load_source(config.data, LENGTH), config.data.shuffle_seed + config.seed)
     entries = [[entry for _, entry in read_entries(pair.path_of(name))] for name in NAMES]
     ranges = [[step.ranges for step in steps if isinstance(step, TapedStep)] for steps in entries]
-    read = [[order.batch([(SEQUENCES * a, SEQUENCES * b) for a, b in step]) for step in steps] for steps in ranges]
+    read = [
+        [order.batch([(SEQUENCES * a, SEQUENCES * b) for a, b in step])["tokens"] for step in steps] for steps in ranges
+    ]
     return jnp.asarray(np.stack(read, axis=1))
 
 

@@ -148,7 +148,7 @@ def test_the_last_samples_are_held_out_and_a_disk_that_is_away_may_come_back() -
     config = DataConfig(module=f"{HERE}:Ids", held_out_fraction=0.1)
     source, fewer = load_source(config, 32), load_source(replace(config, args={"count": 899}), 32)
     assert (len(source.train), len(source.held_out), source.corpus == fewer.corpus) == (810, 90, False)
-    assert source.held_out[0].tolist() == [810 % 256] * 33 and source.train[809].dtype == np.int32
+    assert source.held_out[0]["tokens"].tolist() == [810 % 256] * 33 and source.train[809]["tokens"].dtype == np.int32
     with pytest.raises(ConnectionError, match=r"Raising' cannot read sample 0: no route"):
         load_source(replace(config, module=f"{HERE}:Raising", args={"dtype": "remote"}), 32)
 

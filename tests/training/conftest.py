@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.core import codec
+from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.island import Island
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
@@ -64,10 +65,10 @@ def make_island() -> MakeIsland:
 
 
 @pytest.fixture(scope="session")
-def batches() -> list[np.ndarray]:
+def batches() -> list[Sample]:
     """Eight batches of 8 sequences that count upwards from a random start: quickly learnt."""
     rng = np.random.default_rng(0)
-    return [((rng.integers(0, 16, (8, 1)) + np.arange(9)[None, :]) % 16).astype(np.int32) for _ in range(8)]
+    return [{"tokens": ((rng.integers(0, 16, (8, 1)) + np.arange(9)[None, :]) % 16).astype(np.int32)} for _ in range(8)]
 
 
 @pytest.fixture(scope="module")

@@ -6,17 +6,23 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.island import Island
 
 MakeIsland = Callable[..., Island]  # the fixture
 
 
-def train(island: Island, batches: list[np.ndarray], learning_rate: float = 1e-2, start: int = 0) -> list[float]:
+def train(island: Island, batches: list[Sample], learning_rate: float = 1e-2, start: int = 0) -> list[float]:
     """Make a step on each batch, waiting for each; `start` is the number of batches before them."""
     return [
-        island.wait(island.step(island.put_batch(batch), learning_rate, (start + index) * len(batch)))["loss"]
+        island.wait(island.step(island.put_batch(batch), learning_rate, (start + index) * len(batch["tokens"])))["loss"]
         for index, batch in enumerate(batches)
     ]
+
+
+def part(batch: Sample, count: int) -> Sample:
+    """Return the first samples of a batch."""
+    return {name: value[:count] for name, value in batch.items()}
 
 
 def state_of(island: Island) -> bytes:

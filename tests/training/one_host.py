@@ -115,7 +115,7 @@ def exercise(case: int, others: Alone) -> dict[str, np.ndarray]:
     whole = state.value()
     island.load_state({name: value / 2 if value.dtype == np.float32 else value for name, value in whole.items()})
     tokens = np.arange(8 * 9, dtype=np.int32).reshape(8, 9) % 16
-    losses = [island.wait(island.step(island.put_batch(tokens), 1e-3))["loss"] for _ in range(3)]
+    losses = [island.wait(island.step(island.put_batch({"tokens": tokens}), 1e-3))["loss"] for _ in range(3)]
     return found | {f"{case}-losses": np.array(losses)} | {f"{case}/{name}": value for name, value in whole.items()}
 
 

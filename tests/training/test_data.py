@@ -23,8 +23,8 @@ def numbered(num_windows: int, seq_len: int = 4) -> Source:
 def test_windows_overlap_by_the_one_id_that_is_only_a_target() -> None:
     windows = Windows(np.arange(10, dtype=np.uint8), seq_len=3)
     assert len(windows) == 3
-    np.testing.assert_array_equal(windows[1], [3, 4, 5, 6])
-    assert windows[2].dtype == np.int32
+    np.testing.assert_array_equal(windows[1]["tokens"], [3, 4, 5, 6])
+    assert windows[2]["tokens"].dtype == np.int32
     with pytest.raises(IndexError):
         windows[3]
 
@@ -35,8 +35,8 @@ def test_no_training_window_has_a_held_out_byte(tmp_path: Path) -> None:
     source = load_source(DataConfig(path=str(tmp_path), held_out_fraction=0.25, patterns=("*.txt",)), seq_len=10)
     assert len(source.train.ids) + len(source.held_out.ids) == 20 * 51
     assert len(source.held_out.ids) == 255
-    held_out = np.unique(np.concatenate(list(eval_batches(source, 1, 1000))))
-    trained = np.unique(np.concatenate([source.train[i] for i in range(len(source.train))]))
+    held_out = np.unique(np.concatenate([batch["tokens"] for batch in eval_batches(source, 1, 1000)]))
+    trained = np.unique(np.concatenate([source.train[i]["tokens"] for i in range(len(source.train))]))
     assert set(held_out) & set(trained) == {0}  # only the separator between files
 
 
@@ -57,8 +57,9 @@ def test_the_order_of_files_depends_on_names_only(tmp_path: Path) -> None:
 def test_evaluation_batches_are_spread_over_the_held_out_part_and_repeatable() -> None:
     source = Source(train=numbered(1).train, held_out=numbered(100).train, vocab_size=10**6)
     batches = list(eval_batches(source, batch_size=4, max_batches=5))
-    assert len(batches) == 5 and batches[0].shape == (4, 5)
-    np.testing.assert_array_equal(np.concatenate(batches)[:, 0] // 4, np.arange(0, 100, 5))
+    assert len(batches) == 5 and batches[0]["tokens"].shape == (4, 5)
+    first = np.concatenate([batch["tokens"] for batch in batches])[:, 0]
+    np.testing.assert_array_equal(first // 4, np.arange(0, 100, 5))
     assert len(list(eval_batches(source, batch_size=30, max_batches=50))) == 3
     with pytest.raises(ValueError, match="100 held-out windows make no batch of 101"):
         list(eval_batches(source, batch_size=101, max_batches=1))
@@ -71,8 +72,8 @@ def test_a_token_file_is_mapped_and_its_ids_checked(tmp_path: Path, dtype: str) 
     config = DataConfig(format="tokens", path=str(path), token_dtype=dtype, vocab_size=1000, held_out_fraction=0.1)
     source = load_source(config, seq_len=9)
     assert isinstance(source.train.ids, np.memmap)
-    np.testing.assert_array_equal(source.train[1], np.arange(9, 19))
-    np.testing.assert_array_equal(source.held_out[0], np.arange(900, 910))
+    np.testing.assert_array_equal(source.train[1]["tokens"], np.arange(9, 19))
+    np.testing.assert_array_equal(source.held_out[0]["tokens"], np.arange(900, 910))
     narrow = load_source(
         DataConfig(format="tokens", path=str(path), token_dtype=dtype, vocab_size=500, held_out_fraction=0.1), 9
     )
@@ -126,16 +127,16 @@ def test_the_order_has_every_window_once_in_each_epoch_and_an_order_of_its_own_i
 def test_a_batch_is_the_windows_of_its_ranges_in_their_order() -> None:
     source = numbered(20)
     order = SampleOrder(source, seed=5)
-    batch = order.batch(((18, 22), (3, 4)))
+    batch = order.batch(((18, 22), (3, 4)))["tokens"]
     assert batch.dtype == np.int32 and batch.shape == (5, 5)
     for row, position in zip(batch, (18, 19, 20, 21, 3), strict=True):
-        np.testing.assert_array_equal(row, source.train[order.window_id(position)])
+        np.testing.assert_array_equal(row, source.train[order.window_id(position)]["tokens"])
 
 
 def test_who_trains_alone_reads_the_order_as_it_is() -> None:
     order = SampleOrder(numbered(20), seed=5)
     for start, batch in zip((0, 8, 16, 24), order.batches(8), strict=False):
-        np.testing.assert_array_equal(batch, order.batch(((start, start + 8),)))
+        np.testing.assert_array_equal(batch["tokens"], order.batch(((start, start + 8),))["tokens"])
 
 
 @pytest.mark.parametrize("ranges", [(), ((4, 4),), ((-1, 2),)])

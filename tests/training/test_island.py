@@ -13,17 +13,18 @@ import pytest
 from flax import nnx
 
 from diloco_jax.core.codec import decode
+from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.island import Island
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig
-from tests.training.islands import MakeIsland, assert_same, pointers, train
+from tests.training.islands import MakeIsland, assert_same, part, pointers, train
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 @pytest.fixture(scope="module")
-def one_device_losses(make_island: MakeIsland, batches: list[np.ndarray]) -> list[float]:
+def one_device_losses(make_island: MakeIsland, batches: list[Sample]) -> list[float]:
     return train(make_island(), batches)
 
 
@@ -33,7 +34,7 @@ def one_device_losses(make_island: MakeIsland, batches: list[np.ndarray]) -> lis
     ids=lambda m: "-".join(f"{k}{v}" for k, v in m.items()),
 )
 def test_the_mesh_does_not_change_the_trajectory(
-    make_island: MakeIsland, batches: list[np.ndarray], one_device_losses: list[float], mesh: dict[str, int]
+    make_island: MakeIsland, batches: list[Sample], one_device_losses: list[float], mesh: dict[str, int]
 ) -> None:
     island = make_island(**mesh)
     np.testing.assert_allclose(train(island, batches), one_device_losses, rtol=2e-4)
@@ -47,14 +48,14 @@ def test_the_mesh_does_not_change_the_trajectory(
 
 
 def test_neither_remat_nor_chunks_nor_micro_batches_change_the_trajectory(
-    make_island: MakeIsland, batches: list[np.ndarray], one_device_losses: list[float]
+    make_island: MakeIsland, batches: list[Sample], one_device_losses: list[float]
 ) -> None:
     for remat, count in (("full", 2), ("dots_with_no_batch_dims_saveable", 1)):
         optimizer = OptimizerConfig(warmup_steps=0, accumulate_steps=count)
         island = make_island(fsdp=4, optimizer=optimizer, args={"remat": remat, "loss_chunk": 8})
         np.testing.assert_allclose(train(island, batches), one_device_losses, rtol=2e-4)
     with pytest.raises(ValueError, match="make the batch size a multiple of 2"):
-        make_island(expert=2).put_batch(batches[0][:3])
+        make_island(expert=2).put_batch(part(batches[0], 3))
 
 
 def test_training_learns(one_device_losses: list[float]) -> None:
@@ -63,7 +64,7 @@ def test_training_learns(one_device_losses: list[float]) -> None:
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
-def test_muon_trains_on_a_mesh_too(make_island: MakeIsland, batches: list[np.ndarray], scan_layers: bool) -> None:
+def test_muon_trains_on_a_mesh_too(make_island: MakeIsland, batches: list[Sample], scan_layers: bool) -> None:
     muon = OptimizerConfig(name="muon", learning_rate=2e-2, warmup_steps=0)
     args = {"scan_layers": scan_layers, "num_layers": 1 + scan_layers}
     island = make_island(data=2, fsdp=2, optimizer=muon, args=args)
@@ -71,7 +72,7 @@ def test_muon_trains_on_a_mesh_too(make_island: MakeIsland, batches: list[np.nda
     assert losses[-1] < 0.95 * losses[0] and island._blueprint.step._cache_size() == 1
 
 
-def test_the_step_works_in_place(make_island: MakeIsland, batches: list[np.ndarray]) -> None:
+def test_the_step_works_in_place(make_island: MakeIsland, batches: list[Sample]) -> None:
     island = make_island(fsdp=2)
     path = "blocks/0/up/kernel"
     before = island.state.params[path]
@@ -80,7 +81,7 @@ def test_the_step_works_in_place(make_island: MakeIsland, batches: list[np.ndarr
     assert before.is_deleted() and pointers(island, path) == where
 
 
-def test_the_learning_rate_is_that_of_the_call(make_island: MakeIsland, batches: list[np.ndarray]) -> None:
+def test_the_learning_rate_is_that_of_the_call(make_island: MakeIsland, batches: list[Sample]) -> None:
     island = make_island()
     before = island.parameters()
     train(island, batches[:1], learning_rate=0.0)
@@ -95,7 +96,7 @@ def test_the_learning_rate_is_that_of_the_call(make_island: MakeIsland, batches:
     assert island._blueprint.step._cache_size() == 1
 
 
-def test_nothing_crosses_the_border_unasked(make_island: MakeIsland, batches: list[np.ndarray]) -> None:
+def test_nothing_crosses_the_border_unasked(make_island: MakeIsland, batches: list[Sample]) -> None:
     island = make_island(data=2)
     whole = island._whole()
     island.adopt(whole, island.parameters())
@@ -105,33 +106,33 @@ def test_nothing_crosses_the_border_unasked(make_island: MakeIsland, batches: li
         island.wait(handle)
         values = decode(staged.encode(), whole.keys_shapes, "float32")
         island.adopt(whole, values, mode="blend", alpha=0.5, sent=staged)
-    elsewhere = {"tokens": jax.device_put(batches[0], jax.devices()[5])}
+    elsewhere = {"tokens": jax.device_put(batches[0]["tokens"], jax.devices()[5])}
     with pytest.raises(Exception, match=r"Disallowed|incompatible devices"):
         island.step(elsewhere, 1e-2)
 
 
-def test_steps_that_nobody_waits_for_do_not_pile_up(make_island: MakeIsland, batches: list[np.ndarray]) -> None:
+def test_steps_that_nobody_waits_for_do_not_pile_up(make_island: MakeIsland, batches: list[Sample]) -> None:
     island = make_island(data=4)
     handles = [island.step(island.put_batch(batches[i % 8]), 1e-2) for i in range(30)]
     assert all(h.metrics["loss"].is_ready() for h in handles[:-1])
     assert np.isfinite([island.wait(h)["loss"] for h in handles]).all()
 
 
-def test_the_callers_batch_may_be_overwritten_at_once(make_island: MakeIsland, batches: list[np.ndarray]) -> None:
+def test_the_callers_batch_may_be_overwritten_at_once(make_island: MakeIsland, batches: list[Sample]) -> None:
     island = make_island(data=2)
     for batch in batches * 4:
-        buffer = batch.copy()
+        buffer = {"tokens": batch["tokens"].copy()}
         placed = island.put_batch(buffer)
-        buffer[:] = 0
-        np.testing.assert_array_equal(placed["tokens"], batch)
+        buffer["tokens"][:] = 0
+        np.testing.assert_array_equal(placed["tokens"], batch["tokens"])
 
 
-def test_a_batch_that_the_devices_cannot_share_is_refused(make_island: MakeIsland, batches: list[np.ndarray]) -> None:
+def test_a_batch_that_the_devices_cannot_share_is_refused(make_island: MakeIsland, batches: list[Sample]) -> None:
     with pytest.raises(ValueError, match="multiple of 4"):
-        make_island(data=2, fsdp=2).put_batch(batches[0][:6])
+        make_island(data=2, fsdp=2).put_batch(part(batches[0], 6))
 
 
-def test_evaluation_is_the_mean_loss_and_changes_nothing(make_island: MakeIsland, batches: list[np.ndarray]) -> None:
+def test_evaluation_is_the_mean_loss_and_changes_nothing(make_island: MakeIsland, batches: list[Sample]) -> None:
     island = make_island(fsdp=2)
     before = island.parameters()
     result = island.evaluate(iter(batches[:3]))
@@ -145,7 +146,7 @@ def test_evaluation_is_the_mean_loss_and_changes_nothing(make_island: MakeIsland
         island.evaluate([])
 
 
-def test_parameters_are_host_copies_and_load_puts_them_back(make_island: MakeIsland, batches: list[np.ndarray]) -> None:
+def test_parameters_are_host_copies_and_load_puts_them_back(make_island: MakeIsland, batches: list[Sample]) -> None:
     source, target = make_island(fsdp=2), make_island(tensor=2)
     train(source, batches[:2])
     saved = source.parameters()
@@ -181,7 +182,7 @@ class Regression(nnx.Module):
         return jnp.mean(error**2), {"worst": jnp.abs(error).max()}
 
 
-def test_a_module_from_outside_trains_on_a_mesh(batches: list[np.ndarray]) -> None:
+def test_a_module_from_outside_trains_on_a_mesh(batches: list[Sample]) -> None:
     island = Island(
         ModelConfig(module=f"{__name__}:Regression", args={"width": 8}),
         OptimizerConfig(warmup_steps=0),

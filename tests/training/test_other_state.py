@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.island import Island
 from diloco_jax.training.models.protocol import load_model
 from diloco_jax.training.models.variables import Streams, draw_of, other_variables
@@ -35,7 +36,7 @@ def make(make_island: MakeIsland, name: str, where: str = natural_models.HERE, *
 learn = partial(train, learning_rate=3e-2)
 
 
-def settle(island: Island, batches: list[np.ndarray]) -> None:
+def settle(island: Island, batches: list[Sample]) -> None:
     settled = island._blueprint.settled(island.state.params, island.state.other, batches)
     island.state = island.state._replace(other=settled)
 
@@ -45,7 +46,7 @@ def other(island: Island) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", NATURAL)
-def test_it_trains_and_a_copy_trains_on_alike(make_island: MakeIsland, batches: list[np.ndarray], name: str) -> None:
+def test_it_trains_and_a_copy_trains_on_alike(make_island: MakeIsland, batches: list[Sample], name: str) -> None:
     """A copied state, for a returning island or the disk, is all that there is: it goes on bit for bit."""
     island = make(make_island, name)
     losses = learn(island, batches * 3)
@@ -64,14 +65,14 @@ def test_it_trains_and_a_copy_trains_on_alike(make_island: MakeIsland, batches: 
 
 
 @pytest.mark.parametrize("name", ["Everything"])
-def test_devices_do_not_change_what_is_drawn(make_island: MakeIsland, batches: list[np.ndarray], name: str) -> None:
+def test_devices_do_not_change_what_is_drawn(make_island: MakeIsland, batches: list[Sample], name: str) -> None:
     one, two = make(make_island, name), make(make_island, name, data=2)
     np.testing.assert_allclose(learn(one, batches[:3]), learn(two, batches[:3]), rtol=2e-4)
     for path, value in other(one).items():
         np.testing.assert_allclose(other(two)[path], value, atol=2e-4)
 
 
-def test_a_step_draws_by_its_position_and_not_by_its_number(make_island: MakeIsland, batches: list[np.ndarray]) -> None:
+def test_a_step_draws_by_its_position_and_not_by_its_number(make_island: MakeIsland, batches: list[Sample]) -> None:
     island = make(make_island, "Dropping")
     state = state_of(island)
     losses = {}
@@ -84,7 +85,7 @@ def test_a_step_draws_by_its_position_and_not_by_its_number(make_island: MakeIsl
 
 @pytest.mark.parametrize("name", NATURAL)
 def test_an_evaluation_drops_nothing_and_uses_the_statistics(
-    make_island: MakeIsland, batches: list[np.ndarray], name: str
+    make_island: MakeIsland, batches: list[Sample], name: str
 ) -> None:
     island = make(make_island, name)
     learn(island, batches)
@@ -96,14 +97,14 @@ def test_an_evaluation_drops_nothing_and_uses_the_statistics(
             variable = variable[key] if isinstance(variable, Mapping) else getattr(variable, key)
         variable.set_value(np.asarray(value))  # type: ignore[attr-defined]
     model.eval()
-    want = float(model.loss({"tokens": jnp.asarray(batches[1])})[0])  # type: ignore[operator]
+    want = float(model.loss({"tokens": jnp.asarray(batches[1]["tokens"])})[0])  # type: ignore[operator]
     assert island.evaluate([batches[1]])["loss"] == pytest.approx(want, rel=1e-4)
     assert island.evaluate([batches[1]]) == island.evaluate([batches[1]])
     assert_same(other(island), before)
 
 
 def test_statistics_settle_on_parameters_that_came_from_elsewhere(
-    make_island: MakeIsland, batches: list[np.ndarray]
+    make_island: MakeIsland, batches: list[Sample]
 ) -> None:
     """An evaluator has parameters only; after some forward passes its statistics are those of the trained island."""
     island = make(make_island, "Normalised")
@@ -119,7 +120,7 @@ def test_statistics_settle_on_parameters_that_came_from_elsewhere(
     assert_same(fresh.parameters(), parameters)
 
 
-def test_micro_batches_pass_the_state_on(make_island: MakeIsland, batches: list[np.ndarray]) -> None:
+def test_micro_batches_pass_the_state_on(make_island: MakeIsland, batches: list[Sample]) -> None:
     island = make(make_island, "Normalised", accumulate_steps=2)
     learn(island, batches[:3])
     assert int(other(island)["calls"]) == 6
@@ -142,10 +143,10 @@ def test_streams_differ_by_seed_position_part_and_layer() -> None:
 
 
 def test_a_model_compiled_ahead_compiles_nothing(
-    make_island: MakeIsland, batches: list[np.ndarray], compilations: list[str]
+    make_island: MakeIsland, batches: list[Sample], compilations: list[str]
 ) -> None:
     island = make(make_island, "Everything")
-    island.warm_up(batches[0].shape)  # type: ignore[arg-type]
+    island.warm_up(batches[0])
     learn(island, batches[:1])
     compilations.clear()
     learn(island, batches[1:])
@@ -196,7 +197,7 @@ class Foreign(Language):
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_name(
-    make_island: MakeIsland, batches: list[np.ndarray], name: str, words: str
+    make_island: MakeIsland, batches: list[Sample], name: str, words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
         learn(make(make_island, name, HERE), batches[:1])

@@ -10,6 +10,7 @@ from diloco_jax.runtime.island.host import Ranges
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.data.order import SampleOrder
+from diloco_jax.training.data.sample import batch_shapes
 from diloco_jax.training.island import Island, StepHandle
 from diloco_jax.training.optimizers import learning_rate
 
@@ -20,7 +21,7 @@ class BuiltInLoop:
     Attributes:
         island: that trains, or this process's part of it.
         corpus: what this process reads its samples from, in words that others can compare.
-        batch_shape: of a step: (sequences, length + 1).
+        batch_size: samples of a step.
         rate: learning rate of a step of the schedule.
 
     Args:
@@ -33,7 +34,8 @@ class BuiltInLoop:
         own = config.island(learner_id)
         source = load_source(config.data, config.train.seq_len)
         self.corpus = source.corpus
-        self.batch_shape = (own.batch_size, config.train.seq_len + 1)
+        self.batch_size = own.batch_size
+        self._sample = source.train[0]
         self.rate = learning_rate(config.optimizer, config.planned_steps)
         self._order = SampleOrder(source, config.data.shuffle_seed + config.seed)
         self.island = Island(
@@ -46,13 +48,15 @@ class BuiltInLoop:
             rebase=config.adopt.mode == "rebase",
         )
 
-    def warm_up(self) -> None:
-        """Compile the inner step. Any thread."""
-        self.island.warm_up(self.batch_shape)
+    def warm_up(self, batch_size: int = 0) -> None:
+        """Compile the inner step, of another number of samples if it is given. Any thread."""
+        self.island.warm_up(batch_shapes(self._sample, batch_size or self.batch_size))
 
     def put_batch(self, ranges: Ranges) -> None:
         """Copy the samples of the next step to the devices; returns at once."""
-        self._batch, self._position = self.island.put_batch(self._order.batch(ranges)), ranges[0][0]
+        size = sum(stop - start for start, stop in ranges)
+        rows = self._order.batch(ranges, self.island.own_rows(size))
+        self._batch, self._position = self.island.put_batch(rows, size), ranges[0][0]
 
     def step(self, clock: int) -> StepHandle:
         """Dispatch one inner step on the batch that was put last; returns at once.

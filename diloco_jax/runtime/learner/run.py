@@ -51,8 +51,7 @@ class LearnerRun:
         finding = disk.find()  # while the island is built
         self.loop = loop = make_loop(joining.config, joining.learner_id, devices)
         self.host = host = joining.host(loop.island, loop.warm_up, stop)
-        samples, length = loop.batch_shape
-        size = StepSize(samples, samples * (length - 1), loop.corpus)
+        size = StepSize(loop.batch_size, loop.batch_size * joining.config.train.seq_len, loop.corpus)
         payloads = make_sender(host, signals.fail)
         metrics = metrics_of(joining.config, joining.learner_id, loop.island)
         self.joined = Joined(joining, host, size, signals, disk, finding.result(), payloads, metrics)

@@ -7,6 +7,7 @@ of the user's own is made once, as the processes will make it.
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,7 +18,10 @@ from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.runtime.trackers.outlets import find_callbacks, find_trackers
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
-from diloco_jax.training.data.order import check_source
+from diloco_jax.training.data.corpus import tokenizer_of
+from diloco_jax.training.data.order import check_source, example
+from diloco_jax.training.data.sample import batch_shapes
+from diloco_jax.training.data.tokenizer import TOKENIZER_FILE, open_tokenizer
 from diloco_jax.training.named import failure, is_ours
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.training.sharding import MeshConfig
@@ -47,6 +51,7 @@ def check_input(config: RunConfig) -> None:
             )
         return
     check_source(config.data, config.train.seq_len, config.train.eval_batch_size)
+    check_tokenizer(config)
     learning_rate(config.optimizer, config.planned_steps)
     blueprint = _check_model(config)
     make_setup(config, config.fragments.plan(blueprint.shapes, blueprint.kinds, config.protocol.num_fragments))
@@ -63,12 +68,36 @@ def _check_transport(config: RunConfig) -> None:
             raise cannot_listen(config.transport, error.strerror) from error
 
 
+def check_tokenizer(config: RunConfig) -> None:
+    """Check that the model can have been made for the tokens of the data.
+
+    Raises:
+        ValueError: it has fewer ids, or came with another tokenizer.
+    """
+    if config.data.module:
+        return
+    tokenizer, model = tokenizer_of(config.data), config.model
+    have = model.args.get("vocab_size")
+    if tokenizer and isinstance(have, int) and tokenizer.vocab_size > have:
+        raise ValueError(
+            f"model.args.vocab_size is {have}, but the data's tokenizer has ids below {tokenizer.vocab_size}; raise "
+            "it, or tokenize the data with the model's"
+        )
+    weights = getattr(model, "weights", "")
+    known = weights and (Path(weights) / TOKENIZER_FILE).exists()
+    if tokenizer and known and open_tokenizer(weights).digest != tokenizer.digest:
+        raise ValueError(
+            f"the tokenizer of the data is not that of model.weights '{weights}'; make the data from text with "
+            f"diloco tokenize --tokenizer {weights}"
+        )
+
+
 def _check_model(config: RunConfig) -> Blueprint:
     """Go through the model and an inner step with shapes alone."""
-    size = (config.island("").batch_size, config.train.seq_len + 1)
+    batch = batch_shapes(example(config.data, config.train.seq_len), config.island("").batch_size)
     try:
         blueprint = Blueprint(config.model, config.optimizer, MeshConfig(), 1, seed=config.seed)
-        batch, rate = {"tokens": jax.ShapeDtypeStruct(size, np.int32)}, jax.ShapeDtypeStruct((), np.float32)
+        rate = jax.ShapeDtypeStruct((), np.float32)
         draw = jax.ShapeDtypeStruct((2,), np.uint32) if blueprint.streams.kinds else None
         jax.eval_shape(blueprint.step, blueprint.state_shapes, batch, rate, draw)
     except Exception as error:  # of the model's own code it may be anything

@@ -24,6 +24,8 @@ from diloco_jax.tools.budget.memory import Hbm, chip_memory
 from diloco_jax.tools.budget.needs import plan_of
 from diloco_jax.tools.preflight.hlo import Program, read_program
 from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.data.order import example
+from diloco_jax.training.data.sample import batch_shapes
 
 Say = Callable[[str], None]
 GIB = 2**30
@@ -143,8 +145,8 @@ def compile_island(config: RunConfig, island: IslandConfig, say: Say) -> Compile
     say(f"{topology}: creating the state")
     create = build("create", lambda: blueprint.create.lower().compile(), 0)
     say(f"{topology}: the inner step of {island.batch_size} sequences, which takes longest")
-    shape = (island.batch_size, config.train.seq_len + 1)
-    step = build("step", lambda: blueprint.lower_step(shape).compile(), held.parameters + held.optimizer)
+    shapes = batch_shapes(example(config.data, config.train.seq_len), island.batch_size)
+    step = build("step", lambda: blueprint.lower_step(shapes).compile(), held.parameters + held.optimizer)
     programs = [create, step]
     if config.algorithm == "decoupled":
         say(f"{topology}: staging and adoption of {len(plan.fragments)} fragments")

@@ -83,7 +83,7 @@ class Trainer:
         size = sum(stop - start for start, stop in ranges)
         if size not in self._compiled:  # in the same way as a learner does
             self._compiled.add(size)
-            self.island.warm_up((size, self._loop.batch_shape[1]))
+            self._loop.warm_up(size)
         self._loop.put_batch(ranges)
         self.steps += 1
         return self._loop.wait(self._loop.step(entry.clock))["loss"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.data.corpus import Source, load_source
 from diloco_jax.training.data.mixture import Samples
+from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample, count_predicted, stack
 
 SHOWN, SHOWN_CHARS = 3, 300
 COUNTED = 256  # samples, at equal distances, from which bytes per token are estimated
@@ -57,22 +57,18 @@ def _counted(part: Source, share: float, planned: int, seq_len: int) -> dict[str
 
 
 def _held_out(source: Source, samples: Samples) -> dict[str, Any]:
-    chosen = [samples[number * len(samples) // COUNTED] for number in range(COUNTED if source.tokenizer else 0)]
-    bytes_ = sum(source.tokenizer.bytes_of(sample) for sample in chosen) if source.tokenizer else 0
-    predicted = sum(_predicted(sample) for sample in chosen)
-    return {"samples": len(samples), "bytes_per_token": bytes_ / predicted if predicted else None}
+    tokenizer, bytes_ = source.tokenizer, None
+    if tokenizer is not None:
+        batch = stack([samples[number * len(samples) // COUNTED] for number in range(COUNTED)])
+        bytes_ = tokenizer.bytes_of(batch) / count_predicted(batch)
+    return {"samples": len(samples), "bytes_per_token": bytes_}
 
 
-def _predicted(sample: Mapping[str, np.ndarray]) -> int:
-    segments = sample.get("segments", np.ones_like(sample["tokens"]))
-    return int(((segments[1:] == segments[:-1]) & (segments[1:] > 0)).sum())
-
-
-def _shown(source: Source, sample: Mapping[str, np.ndarray]) -> str:
+def _shown(source: Source, sample: Sample) -> str:
     """Write a sample as text, or what it has."""
     if source.tokenizer is None:
         return ", ".join(f"{name} {value.dtype}{list(value.shape)}: {value.flat[:8]}" for name, value in sample.items())
-    ids = sample["tokens"][sample.get("segments", np.ones_like(sample["tokens"])) > 0]
+    ids = sample[TOKENS][sample.get(SEGMENTS, np.ones_like(sample[TOKENS])) > 0]
     return source.tokenizer.decode([int(number) for number in ids])[:SHOWN_CHARS]
 
 
@@ -82,8 +78,8 @@ def describe(result: dict[str, Any]) -> str:
     for name, each in result["sources"].items():
         documents = f"{each['documents']:,} documents, " if each["documents"] is not None else ""
         lines += [
-            f"{name}: {documents}{each['tokens_per_epoch']:,} tokens in {each['samples_per_epoch']:,} samples an epoch, "
-            f"{each['share']:.1%} of the run, {each['epochs']:.2f} epochs"
+            f"{name}: {documents}{each['tokens_per_epoch']:,} tokens in {each['samples_per_epoch']:,} samples "
+            f"per epoch, {each['share']:.1%} of the run, {each['epochs']:.2f} times"
         ]
     for name, each in result["held_out"].items():
         bytes_ = f", {each['bytes_per_token']:.2f} bytes per token" if each["bytes_per_token"] else ""

@@ -18,13 +18,14 @@ from zlib import crc32
 
 import numpy as np
 import xxhash
-from jaxtyping import Int32, Integer
+from jaxtyping import Integer
 
 from diloco_jax.training.data.config import PLAIN, STDLIB, DataConfig, PartConfig
 from diloco_jax.training.data.documents import TextSource
 from diloco_jax.training.data.mixture import Order, Samples, mixed
 from diloco_jax.training.data.own import open_own
 from diloco_jax.training.data.packing import StoreWindows, pack
+from diloco_jax.training.data.sample import TOKENS, Sample
 from diloco_jax.training.data.store import Store, local_store
 from diloco_jax.training.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from diloco_jax.training.data.tokenizing import cached_store
@@ -44,11 +45,11 @@ class Windows:
     def __len__(self) -> int:
         return max(len(self.ids) - 1, 0) // self.seq_len
 
-    def __getitem__(self, index: int) -> Int32[np.ndarray, " t"]:
+    def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         start = index * self.seq_len
-        return self.ids[start : start + self.seq_len + 1].astype(np.int32)
+        return {TOKENS: self.ids[start : start + self.seq_len + 1].astype(np.int32)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,20 @@ def load_source(config: DataConfig, seq_len: int) -> Source:
     return replace(source, evaluation={**source.evaluation, **{name: one.held_out for name, one in others.items()}})
 
 
+def tokenizer_of(config: DataConfig) -> Tokenizer | None:
+    """Return the tokenizer of a run's data, if it is known.
+
+    Raises:
+      ValueError: it cannot be read, or a store cannot.
+    """
+    for part in config.parts.values():
+        if part.format == "bytes":
+            return open_tokenizer(BYTES)
+        if part.format != "tokens":
+            return open_store(config, part).tokenizer
+    return open_tokenizer(config.tokenizer) if config.tokenizer else None
+
+
 def described_all(corpora: Mapping[str, str]) -> str:
     """Return one digest for the sources of a mixture."""
     return f"digest {xxhash.xxh3_64(repr(sorted(corpora.items())).encode()).hexdigest()}"
@@ -193,28 +208,28 @@ def _load_own(config: DataConfig, seq_len: int) -> Source:
 def _load_part(config: DataConfig, part: PartConfig, seq_len: int, name: str, *, whole: bool = False) -> Source:
     """Open one source; with `whole` all of it is held out."""
     if part.format not in PLAIN:
-        store = Store(_store_folder(config, part))
+        store = open_store(config, part)
         cut = 0 if whole else store.near(len(store) - round(len(store) * config.held_out_fraction))
         train, held_out = (
             _samples(store, start, stop, config, seq_len) for start, stop in ((0, cut), (cut, len(store)))
         )
         made = Source(train, held_out, store.vocab_size, store.described(), tokenizer=store.tokenizer, store=store)
         return checked(made, config, part, len(store), seq_len, whole=whole)
-    tokenizer: Tokenizer | None = None
     if part.format == "bytes":
-        ids, tokenizer = _read_bytes(part), open_tokenizer(BYTES)
+        ids = _read_bytes(part)
     else:
         count_tokens(part)
         ids = np.memmap(part.path, dtype=np.dtype(part.token_dtype).newbyteorder("<"), mode="r")
-        tokenizer = open_tokenizer(config.tokenizer) if config.tokenizer else None
     source = cut_source(config, part, ids, seq_len, described(ids), whole=whole)
-    return replace(source, tokenizer=tokenizer)
+    known = BYTES if part.format == "bytes" else config.tokenizer
+    return replace(source, tokenizer=open_tokenizer(known)) if known else source
 
 
-def _store_folder(config: DataConfig, part: PartConfig) -> Path:
+def open_store(config: DataConfig, part: PartConfig) -> Store:
+    """Open the store of a source; text becomes one if it is read for the first time on this machine."""
     if part.format == "store":
-        return local_store(part.path)
-    return cached_store(TextSource(part.path, part.format, part.patterns, part.field), config.tokenizer)
+        return Store(local_store(part.path))
+    return Store(cached_store(TextSource(part.path, part.format, part.patterns, part.field), config.tokenizer))
 
 
 def _samples(store: Store, start: int, stop: int, config: DataConfig, seq_len: int) -> Samples:

@@ -23,7 +23,7 @@ class Samples(Protocol):
 
 
 class Pattern:
-    """Who gives the sample of a position: every source as evenly as can be, so that each prefix has its shares.
+    """Table of which source gives the sample of a position, as evenly as can be: each prefix has nearly its shares.
 
     Args:
         weights: of the sources, of any sum.

@@ -12,10 +12,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from jaxtyping import Int32
 
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.data.corpus import Source, count_tokens, cut_source, find_files, load_source
+from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample, stack
 
 
 def check_source(config: DataConfig, seq_len: int, eval_batch_size: int) -> None:
@@ -39,10 +39,23 @@ def check_source(config: DataConfig, seq_len: int, eval_batch_size: int) -> None
     next(eval_batches(cut_source(config, part, ids, seq_len, corpus=""), eval_batch_size, 1))
 
 
-def _stack(windows: Sequence[Int32[np.ndarray, " t"]], vocab_size: int) -> Int32[np.ndarray, "b t"]:
-    batch = np.stack(windows)
-    if batch.max() >= vocab_size:  # an embedding look-up would clamp it silently
-        raise ValueError(f"the data has token id {batch.max()}, data.vocab_size is {vocab_size}; correct one of them")
+def example(config: DataConfig, seq_len: int) -> Sample:
+    """Return a sample with the names, shapes and types that all have; a source of the user's own is asked for it.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if config.module:
+        return load_source(config, seq_len).train[0]
+    names = (TOKENS,) if config.documents == "joined" else (TOKENS, SEGMENTS)
+    return {name: np.zeros(seq_len + 1, np.int32) for name in names}
+
+
+def _stack(samples: Sequence[Sample], vocab_size: int) -> Sample:
+    batch = stack(samples)
+    highest = batch[TOKENS].max() if TOKENS in batch else 0
+    if highest >= vocab_size:  # an embedding look-up would clamp it silently
+        raise ValueError(f"the data has token id {highest}, data.vocab_size is {vocab_size}; correct one of them")
     return batch
 
 
@@ -62,8 +75,12 @@ class SampleOrder:
         """Return the number of the window of `source.train` that has this position."""
         return self._order[position]
 
-    def batch(self, ranges: Sequence[tuple[int, int]]) -> Int32[np.ndarray, "b t"]:
-        """Return the windows of positions [start, stop) of every range, in their order: int32 [n, seq_len + 1].
+    def batch(self, ranges: Sequence[tuple[int, int]], rows: Sequence[int] | None = None) -> Sample:
+        """Return the samples of positions [start, stop) of every range, in their order, each array stacked.
+
+        Args:
+          ranges: of positions.
+          rows: which of them, counted from 0; all if not given.
 
         Raises:
           ValueError: there is no position, or the data has a token id that it should not have.
@@ -71,15 +88,16 @@ class SampleOrder:
         positions = [position for start, stop in ranges for position in range(start, stop)]
         if not positions or min(positions) < 0:
             raise ValueError(f"ranges {tuple(ranges)} hold no positions from 0 on; give [start, stop) pairs")
-        return _stack([self._source.train[self.window_id(p)] for p in positions], self._source.vocab_size)
+        chosen = positions if rows is None else [positions[row] for row in rows]
+        return _stack([self._source.train[self.window_id(p)] for p in chosen], self._source.vocab_size)
 
-    def batches(self, size: int) -> Iterator[Int32[np.ndarray, "b t"]]:
-        """Yield everything in batches of so many windows, without end: the reading of one who trains alone."""
+    def batches(self, size: int) -> Iterator[Sample]:
+        """Yield everything in batches of so many samples, without end: the reading of one who trains alone."""
         for start in itertools.count(0, size):
             yield self.batch(((start, start + size),))
 
 
-def eval_batches(source: Source, batch_size: int, max_batches: int) -> Iterator[Int32[np.ndarray, "b t"]]:
+def eval_batches(source: Source, batch_size: int, max_batches: int) -> Iterator[Sample]:
     """Return up to `max_batches` batches of held-out windows, spread evenly over the held-out part, always the same.
 
     Raises:

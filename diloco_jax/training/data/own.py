@@ -1,21 +1,24 @@
 """A source of samples of the user's own (`data.module`): random access, as grain's sources have it.
 
-`len(source)` samples; `source[index]` is an array of train.seq_len + 1 token ids, the same each time that it is asked
-for: leases, islands that return and replays name a sample by nothing but its position.
+`len(source)` samples; `source[index]` is a dict of arrays, or an array of train.seq_len + 1 token ids, which counts as
+{"tokens": ...}. It is the same each time that it is asked for: leases, islands that return and replays name a sample by
+nothing but its position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import xxhash
-from jaxtyping import Int32
 
+from diloco_jax.training.data.sample import TOKENS, Sample
 from diloco_jax.training.named import failure, make_named
 
+KINDS = "biuf"  # of numbers that a device can hold: bool, integers, floats
+NARROWER = {"int64": np.int32, "uint64": np.uint32, "float64": np.float32}  # NumPy's usual types, which JAX has not
 SAMPLES_MAX = 2**32 - 1  # as many as the shuffle can number
 DESCRIBED = 64  # samples at equal distances that are read before training
 
@@ -30,34 +33,57 @@ class OwnSamples:
     vocab_size: int
     start: int
     stop: int
+    like: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]] = field(default_factory=dict)
+    """Shape and type of each array of the first sample, which all have."""
 
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def __getitem__(self, index: int) -> Int32[np.ndarray, " t"]:
+    def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         number = self.start + index
         try:
-            sample = np.asarray(self.source[number])
+            given = self.source[number]
+            arrays = given if isinstance(given, Mapping) else {TOKENS: given}
+            sample = {str(name): np.asarray(arrays[name]) for name in sorted(arrays)}
         except OSError as error:  # a disk or a network, which an island that starts again may reach
             raise ConnectionError(f"data.module '{self.module}' cannot read sample {number}: {error}") from error
         except (Exception, SystemExit) as error:
             raise failure("data.module", self.module, error) from error
-        where, size = f"data.module '{self.module}' gives as sample {number}", self.seq_len + 1
-        if sample.shape != (size,) or not np.issubdtype(sample.dtype, np.integer):
+        where = f"data.module '{self.module}' gives as sample {number}"
+        sample = {name: self._checked(name, value, where) for name, value in sample.items()}
+        found = {name: (value.shape, value.dtype) for name, value in sample.items()}
+        for name in sorted({*found} | {*self.like}) if self.like else ():
+            if found.get(name) != self.like.get(name):
+                had, has = (_words(of.get(name)) for of in (self.like, found))
+                raise ValueError(f"{where} as '{name}' {has}, the first sample has {had}; all must be alike")
+        return sample
+
+    def _checked(self, name: str, value: np.ndarray, where: str) -> np.ndarray:
+        """Return an array in a type that devices have."""
+        if name != TOKENS:
+            if value.dtype.kind not in KINDS:
+                raise ValueError(f"{where} as '{name}' {_words((value.shape, value.dtype))}; give numbers")
+            narrow = value.astype(NARROWER.get(value.dtype.name, value.dtype))
+            if value.dtype.kind in "iu" and not np.array_equal(narrow, value):
+                raise ValueError(f"{where} as '{name}' numbers from {value.min()} to {value.max()}; they need 32 bits")
+            return narrow
+        size = self.seq_len + 1
+        if value.shape != (size,) or not np.issubdtype(value.dtype, np.integer):
             must = f"with train.seq_len {self.seq_len} it must be an array of {size} integers"
-            raise ValueError(f"{where} {sample.dtype} of shape {sample.shape}; {must}")
-        low, high = sample.min(), sample.max()
+            raise ValueError(f"{where} {_words((value.shape, value.dtype))}; {must}")
+        low, high = value.min(), value.max()
         if low < 0 or high >= self.vocab_size:
             raise ValueError(f"{where} ids from {low} to {high}; data.vocab_size is {self.vocab_size}, correct one")
-        return sample.astype(np.int32)
+        return value.astype(np.int32)
 
     def described(self) -> str:
         """Return the number of the samples, and a digest of a bounded number of them, at equal distances."""
         hasher, count = xxhash.xxh3_64(), min(len(self), DESCRIBED)
         for number in range(count):
-            hasher.update(self[number * (len(self) - 1) // max(1, count - 1)].data)
+            for value in self[number * (len(self) - 1) // max(1, count - 1)].values():
+                hasher.update(value.tobytes())
         return f"{len(self):,} samples with digest {hasher.hexdigest()}"
 
 
@@ -65,7 +91,7 @@ def open_own(module: str, args: Mapping[str, Any], seq_len: int, vocab_size: int
     """Make the user's source.
 
     Raises:
-      ValueError: it cannot be made, has no random access, or too many samples.
+      ValueError: it cannot be made, has no random access, or too many samples; or its first sample is none.
     """
     source = make_named("data", module, args)
     try:
@@ -74,4 +100,17 @@ def open_own(module: str, args: Mapping[str, Any], seq_len: int, vocab_size: int
         raise failure("data.module", module, error) from error
     if count > SAMPLES_MAX:
         raise ValueError(f"data.module '{module}' has {count} samples; give at most {SAMPLES_MAX}")
-    return OwnSamples(source, module, seq_len, vocab_size, 0, count)
+    samples = OwnSamples(source, module, seq_len, vocab_size, 0, count)
+    if not count:
+        return samples
+    first = samples[0]
+    if TOKENS not in first and seq_len != 1:
+        raise ValueError(
+            f"the samples of data.module '{module}' have {', '.join(first) or 'nothing'} and no '{TOKENS}', so each "
+            f"counts as one token: set train.seq_len, which is {seq_len}, to 1"
+        )
+    return replace(samples, like={name: (value.shape, value.dtype) for name, value in first.items()})
+
+
+def _words(described: tuple[tuple[int, ...], np.dtype[Any]] | None) -> str:
+    return "nothing" if described is None else f"{described[1]} of shape {described[0]}"

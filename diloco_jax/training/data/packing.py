@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
+from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample
 from diloco_jax.training.data.store import Store
 
 
@@ -26,13 +27,13 @@ class StoreWindows:
     def __len__(self) -> int:
         return max(self.stop - self.start - 1, 0) // self.seq_len
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         start = self.start + index * self.seq_len
-        sample = {"tokens": self.store.read(start, start + self.seq_len + 1)}
+        sample = {TOKENS: self.store.read(start, start + self.seq_len + 1)}
         if self.separate:
-            sample["segments"] = _segments(self.store, start, start + self.seq_len + 1, self.seq_len + 1)
+            sample[SEGMENTS] = _segments(self.store, start, start + self.seq_len + 1, self.seq_len + 1)
         return sample
 
 
@@ -51,7 +52,7 @@ class PackedDocuments:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         start, size = int(self.starts[index]), self.seq_len + 1
@@ -60,7 +61,7 @@ class PackedDocuments:
             stop += 1  # the next one goes on with this document
         tokens = np.zeros(size, np.int32)
         tokens[: stop - start] = self.store.read(start, stop)
-        return {"tokens": tokens, "segments": _segments(self.store, start, stop, size)}
+        return {TOKENS: tokens, SEGMENTS: _segments(self.store, start, stop, size)}
 
 
 def _segments(store: Store, start: int, stop: int, size: int) -> np.ndarray:

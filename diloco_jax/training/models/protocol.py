@@ -20,7 +20,7 @@ from diloco_jax.training.models.variables import path_of, prepare
 from diloco_jax.training.named import load_named
 from diloco_jax.training.sharding import LogicalAxes
 
-Batch = Mapping[str, Shaped[Array, "b ..."]]  # such as {"tokens": int32 [batch, length + 1]}
+Batch = Mapping[str, Shaped[Array, "..."]]  # such as {"tokens": int32 [batch, length + 1]}
 Metrics = dict[str, Float[Array, ""]]
 Params = dict[str, Float[Array, "..."]]  # path -> array
 GraphDef = nnx.GraphDef[Any]  # the static structure of a module
@@ -44,7 +44,10 @@ class TrainableModel(Protocol):
         ...
 
     def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
-        """Return the mean loss per predicted token in nats, and further scalars to log."""
+        """Return the mean loss per predicted token in nats, and further scalars to log.
+
+        One called `weight` is the number of what was predicted: means over several batches are weighted by it.
+        """
         ...
 
 

@@ -91,7 +91,7 @@ class Replica:
         share = self._config.train.batch_size // self._count
         start = number * self._config.train.batch_size + self._index * share
         began_s = time.monotonic()
-        batch = {"tokens": jnp.asarray(self._order.batch([(start, start + share)]))}
+        batch = {"tokens": jnp.asarray(self._order.batch([(start, start + share)])["tokens"])}
         loss, buffer = jax.block_until_ready(self._gradient(self.params, batch))
         computed_s = time.monotonic()
         mean = self._exchange(buffer)

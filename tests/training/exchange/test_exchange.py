@@ -11,6 +11,7 @@ import pytest
 from diloco_jax.core import codec
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import Fragment, FragmentPlan, plan_fragments, put, take
+from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.exchange.windows import windows_of
 from diloco_jax.training.island import Island
 from tests.training.islands import MakeIsland, assert_same, pointers, train
@@ -110,7 +111,7 @@ def test_each_way_of_rounding_is_tried(make_island: MakeIsland) -> None:
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("mesh", MESHES[2:4], ids=IDS[2:4])
 def test_staged_updates_are_those_of_the_step_whatever_runs_next(
-    make_island: MakeIsland, batches: list[np.ndarray], mesh: dict[str, int], axis: int
+    make_island: MakeIsland, batches: list[Sample], mesh: dict[str, int], axis: int
 ) -> None:
     island = make_island(**mesh)
     plan = plan_of(island, axis)
@@ -138,7 +139,7 @@ def test_staged_updates_are_those_of_the_step_whatever_runs_next(
     assert collected[0][1] != collected[1][1]
 
 
-def test_staging_does_not_cost_the_next_step_its_donation(make_island: MakeIsland, batches: list[np.ndarray]) -> None:
+def test_staging_does_not_cost_the_next_step_its_donation(make_island: MakeIsland, batches: list[Sample]) -> None:
     island = make_island(fsdp=2, wire="int4", rebase=True)
     path = "blocks/0/up/kernel"
     whole = island._whole()
@@ -192,9 +193,7 @@ def test_adoption_is_exact_in_every_mode(make_island: MakeIsland, mesh: dict[str
             assert_same(island.parameters(), put(start, fragment, want))
 
 
-def test_adoption_works_in_place_and_heals_what_is_not_finite(
-    make_island: MakeIsland, batches: list[np.ndarray]
-) -> None:
+def test_adoption_works_in_place_and_heals_what_is_not_finite(make_island: MakeIsland, batches: list[Sample]) -> None:
     island = make_island(data=2, fsdp=2)
     fragment = cut_fragments(plan_of(island))[0]
     path = next(s.path for s in fragment.slices if s.axis >= 0)
@@ -222,11 +221,11 @@ def test_no_program_holds_a_collective(make_island: MakeIsland, mesh: dict[str, 
 
 
 def test_after_warming_up_nothing_is_compiled(
-    make_island: MakeIsland, batches: list[np.ndarray], compilations: list[str]
+    make_island: MakeIsland, batches: list[Sample], compilations: list[str]
 ) -> None:
     island = make_island(fsdp=2, wire="int4", rebase=True, args={"mlp_dim": 64})  # no other test has compiled it
     plan = plan_of(island, fragments=4)
-    island.warm_up(batches[0].shape)
+    island.warm_up(batches[0])
     island.exchange.warm_up(plan.fragments)
     start = island.parameters()
     island.adopt(plan.fragments[0], take(start, plan.fragments[0]))  # tiny programs of JAX's own, once

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.island import Island
 from diloco_jax.training.models.moe import MoeBlock, MoeConfig, MoeDecoder, route
 from diloco_jax.training.models.protocol import join_model, split_model
@@ -98,7 +99,7 @@ def test_the_loss_is_the_cross_entropy_and_the_gradient_balances_too() -> None:
 
 
 def test_experts_on_a_mesh_follow_the_trajectory_of_one_device(
-    make_island: Callable[..., Island], batches: list[np.ndarray]
+    make_island: Callable[..., Island], batches: list[Sample]
 ) -> None:
     losses = []
     for mesh in ({}, {"fsdp": 2, "expert": 2}):
