@@ -16,6 +16,7 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.data.order import SampleOrder, check_source, eval_batches
+from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.models.variables import Variables
 from diloco_jax.training.sharding import MeshConfig, put_array
@@ -81,7 +82,9 @@ class Evaluator:
         result = self._measured(placed, other, max_batches)
         sets = {name: self._measured(placed, other, max_batches, name) for name in self._source.evaluation}
         scores = {name: value for name, value in result.items() if name not in MEASURED}
-        scores |= {f"{name} {key}": row[key] for name, row in sets.items() for key in MEASURED[:2] if row[key] is not None}
+        scores |= {
+            f"{name} {key}": row[key] for name, row in sets.items() for key in MEASURED[:2] if row[key] is not None
+        }
         scores |= self.scorer.scores(lambda: self.model(placed, other), global_step)
         return {**{key: result[key] for key in MEASURED}, "sets": sets, "scores": scores}
 
