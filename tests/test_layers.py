@@ -61,6 +61,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "plan": {"budget", "preflight"},
         "launch": {"budget"},
         "doctor": {"budget"},
+        "export": set(),
         "chaos": {"replay", "report"},
     },
 }

@@ -93,7 +93,7 @@ def sample(arguments: argparse.Namespace) -> int:
 
 
 def written(run: Path, count: int) -> str:
-    """Let the newest checkpoint of a run begin a text, as `sample` does; nothing if its model or data are not of text."""
+    """Let the newest checkpoint of a run begin a text, as `sample` does; nothing if it is not of text."""
     from diloco_jax.tools.inference.language import Writing
 
     try:

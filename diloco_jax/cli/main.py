@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 
-from diloco_jax.cli import corpora, first, inference, prepare, records, runs
+from diloco_jax.cli import convert, corpora, first, inference, prepare, records, runs
 from diloco_jax.cli.shared import FAILED, INTERRUPTED, WRONG_INPUT
 from diloco_jax.cli.words import CHAOS_LEARNER, COMPILE, MERGE_SHARD, Command, check_command, make_parser
 from diloco_jax.runtime.local.machine import limit_jax, look
@@ -36,6 +36,8 @@ COMMANDS: dict[str, Command] = {
     "profile": records.profile,
     "eval": inference.evaluate,
     "sample": inference.sample,
+    "import": convert.begin,
+    "export": convert.export,
     "report": records.report,
     "replay": records.replay,
     "audit": records.audit,

@@ -128,18 +128,8 @@ def _path(option: str, text: str | None) -> Path | None:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    if arguments.preset:
-        from diloco_jax.sim.goodput import table13
-
-        assumed = [f"--{name.replace('_', '-')}" for name in _given(arguments)]
-        if beside := [*filter(None, (arguments.config, *arguments.overrides)), *assumed]:
-            raise ValueError(
-                f"--preset {arguments.preset} has a model and links of its own; leave {beside[0]} out, or the preset"
-            )
-        show(arguments, table13.result(), lambda _: table13.describe())
-        return 0
     if not arguments.config:
-        raise ValueError("no config is named; give a YAML file, quickstart, or --preset table13")
+        raise ValueError("no config is named; give a YAML file, or quickstart")
     from diloco_jax.runtime.records.telemetry import finite
     from diloco_jax.sim.goodput.assumptions import Assumptions
     from diloco_jax.tools.plan.advice import advise

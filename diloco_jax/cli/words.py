@@ -94,6 +94,7 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
     _simulate_words(add("simulate", "Goodput of a cluster whose chips fail, without one: chips, learners, methods."))
     add("baseline", "The data-parallel baseline in this process, for `train`.", config=True, json="")
     _looking_words(add)
+    _convert_words(add)
     preflight = add(
         "preflight", "Compile for TPU slices, without a TPU: what fits, what it takes.", config=True, folder=False
     )
@@ -212,6 +213,20 @@ def _inference_words(add: Add) -> None:
     sample.add_argument("--seed", type=int, default=0, help="of what is drawn; default: 0")
 
 
+def _convert_words(add: Add) -> None:
+    """Add the commands that bring models in and out."""
+    begin = add("import", "Write a config whose run begins with the weights of a public model; checks them all.")
+    begin.add_argument("folder", help="with config.json and *.safetensors, as Hugging Face's hub has them")
+    begin.add_argument("--config", help=f"all but the model: {CONFIG}; default: the settings' defaults")
+    begin.add_argument("--out", metavar="CONFIG", help="the config to write; default: the folder's name, .yaml")
+    export = add("export", "Write the newest model of a run, finished or under way, for other programs.")
+    export.add_argument("run", help="folder of the run")
+    export.add_argument("--format", choices=("hf", "orbax", "npz"), default="hf", help="hf: for transformers; default")
+    export.add_argument("--out", required=True, metavar="DIR", help="new folder for it")
+    about = "of hf's tensors; default: float32, as the run has them"
+    export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help=about)
+
+
 def _chaos_words(chaos: Parser) -> None:
     chaos.add_argument("--faults", type=int, default=20, help="how many; default: 20")
     chaos.add_argument("--seed", type=int, default=0, help="of the schedule; default: 0")
@@ -238,7 +253,6 @@ def _launch_words(launch: Parser) -> None:
 
 def _plan_words(plan: Parser) -> None:
     _config_words(plan, nargs="?")
-    plan.add_argument("--preset", choices=("table13",), help="the paper's Table 13 beside ours, without a config")
     for each in fields(Assumptions):
         text, source = each.metadata["help"], each.metadata["source"]
         known = f"; default: {each.default:g}" if each.default else ""
@@ -253,7 +267,6 @@ def _plan_words(plan: Parser) -> None:
 def _simulate_words(simulate: Parser) -> None:
     simulate.set_defaults(takes_overrides=True)
     simulate.epilog = "settings may follow as --hardware.name value, --wan.name value and --protocol.name value"
-    simulate.add_argument("--preset", choices=("table1", "table5", "day", "scale"), help="a known case, told beside it")
     simulate.add_argument(
         "--methods",
         nargs="+",
@@ -261,7 +274,7 @@ def _simulate_words(simulate: Parser) -> None:
     )
     simulate.add_argument("--learners", nargs="+", type=int, help="default: 2 4 8 16")
     simulate.add_argument("--chips", nargs="+", help="of all learners together; default: 150k 300k 600k 1.2m 2.4m")
-    simulate.add_argument("--hours", type=float, help="simulated time; default: a day, or what the preset says")
+    simulate.add_argument("--hours", type=float, help="simulated time; default: a day")
     simulate.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: 0")
     simulate.add_argument("--workers", type=int, help="processes; default: one on each core")
     simulate.add_argument("--fast", action="store_true", help="without the protocol's machines: no rounds, much faster")

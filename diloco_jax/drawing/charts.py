@@ -41,16 +41,12 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One curve. `style` is a class of the style sheet, such as k3 or `main`; dots mark single measurements.
-
-    `rings` around places of its own mark what others measured.
-    """
+    """One curve. `style` is a class of the style sheet, such as k3 or `main`; dots mark single measurements."""
 
     name: str
     points: Sequence[Point] = field(repr=False)
     style: str
     dots: bool = False
-    rings: Sequence[Point] = ()
 
 
 def format_count(value: float) -> str:
@@ -183,12 +179,11 @@ def line_chart(title: str, lines: Sequence[Line], x_axis: Axis, y_axis: Axis, *,
     # nested svg: cuts off what lies outside without an id that two charts on a page would share
     out.append(f'<svg x="{LEFT}" y="{TOP}" width="{right - LEFT + 4}" height="{num(bottom - TOP)}">')
     for line in lines:
-        places, rings = ([(num(x(a) - LEFT), num(y(b) - TOP)) for a, b in some] for some in (line.points, line.rings))
+        places = [(num(x(a) - LEFT), num(y(b) - TOP)) for a, b in line.points]
         text = " ".join(f"{a},{b}" for a, b in places)
         out.append(f'<polyline class="line {line.style}" data-name="{escape(line.name)}" points="{text}"/>')
         if line.dots:
             out += [f'<circle class="dot {line.style}" cx="{a}" cy="{b}" r="3"/>' for a, b in places]
-        out += [f'<circle class="theirs {line.style}" cx="{a}" cy="{b}" r="5.5"/>' for a, b in rings]
     out.append("</svg>")
     ends = [f"{end.low:.6g},{end.high:.6g},{end.kind},{int(end.log)}" for end in (x_axis, y_axis)]
     area = f"{LEFT},{TOP},{right},{num(bottom)}"

@@ -50,7 +50,7 @@ svg .row,svg .value{fill:var(--ink)}
 .grid{stroke:var(--line);fill:none}.axis{stroke:var(--axis);fill:none}.track{fill:var(--track)}
 .line{fill:none;stroke:var(--c);stroke-width:1.6;stroke-linejoin:round}.line.main{stroke-width:2.4}
 .line.dashed{stroke-dasharray:7 5;stroke-width:1.8}
-.theirs{stroke:var(--c);fill:none}.dot{fill:var(--c)}.fill{fill:var(--c)}
+.dot{fill:var(--c)}.fill{fill:var(--c)}
 .cell{fill:var(--accent);shape-rendering:crispEdges}
 .mark{paint-order:stroke;stroke:var(--page);stroke-width:2.5;stroke-linejoin:round}
 .mark .good{fill:var(--good)}.mark .warn{fill:var(--warn)}.mark .bad{stroke:var(--bad);fill:none}
@@ -86,14 +86,14 @@ def _svg_rules(colours: Mapping[str, str]) -> str:
     ]
     styles = {name: colour for name, colour in colours.items() if name[0] == "k"} | {"main": colours["ink"]}
     for name, colour in styles.items():
-        rules.append(f".line.{name},.theirs.{name}{{stroke:{colour}}}.dot.{name}{{fill:{colour}}}")
+        rules.append(f".line.{name}{{stroke:{colour}}}.dot.{name}{{fill:{colour}}}")
     return "".join(rules)
 
 
 # Of a drawing in a file of its own: spelled out, since many viewers of SVG know neither variables nor the dark.
 SVG_STYLE = (
     'text{font:12px system-ui,-apple-system,"Segoe UI",sans-serif}.title{font-size:16px;font-weight:620}'
-    ".grid,.axis,.line,.theirs{fill:none}.line{stroke-width:1.6;stroke-linejoin:round}.line.main{stroke-width:2.4}"
+    ".grid,.axis,.line{fill:none}.line{stroke-width:1.6;stroke-linejoin:round}.line.main{stroke-width:2.4}"
     f".line.dashed{{stroke-dasharray:7 5}}"
     f"{_svg_rules(LIGHT)}{IN_THE_DARK}{{{_svg_rules(DARK)}}}"
 )

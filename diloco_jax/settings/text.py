@@ -38,7 +38,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ValueError: the file is missing, is no YAML mapping, or a key or value is wrong; names it and the remedy.
     """
-    values = _read(Path(path))
+    values = read_values(Path(path))
     config = parse(values, str(path))
     return parse(_overridden(values, overrides), "command line") if overrides else config
 
@@ -140,7 +140,12 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def read_values(path: Path) -> Mapping[str, Any]:
+    """Read the plain values of a config file, which `parse` checks.
+
+    Raises:
+        ValueError: the file is missing, or no YAML mapping.
+    """
     try:
         if path.stat().st_size > CONFIG_BYTES_MAX:
             raise ValueError(f"config {path} has more than {CONFIG_BYTES_MAX} bytes; is it a config?")

@@ -1,4 +1,4 @@
-"""Images of your own, `data.module: own_images:Digits`: drawn digits, each at a place and of a brightness of its own."""
+"""Images of your own, `data.module: own_images:Digits`: drawn digits, each of a place and a brightness of its own."""
 
 import numpy as np
 

@@ -18,6 +18,7 @@ from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.runtime.trackers.outlets import find_callbacks, find_trackers
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.convert.weights import Weights
 from diloco_jax.training.data.corpus import tokenizer_of
 from diloco_jax.training.data.order import check_source, example
 from diloco_jax.training.data.sample import batch_shapes
@@ -56,6 +57,8 @@ def check_input(config: RunConfig) -> None:
     blueprint = _check_model(config)
     make_setup(config, config.fragments.plan(blueprint.shapes, blueprint.kinds, config.protocol.num_fragments))
     Scorer(config.evaluation)
+    if config.model.weights:
+        Weights(config.model.weights).check(config.model)
 
 
 def _check_transport(config: RunConfig) -> None:

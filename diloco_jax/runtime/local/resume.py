@@ -23,6 +23,7 @@ MAY_CHANGE = (
     "transport",
     "evaluation",
     "data.evaluation",
+    "model.weights",
     "islands.peak_tflops",
     "islands.restarts_max",
     "islands.restart_delay_s",

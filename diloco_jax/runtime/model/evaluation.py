@@ -14,6 +14,7 @@ from flax import nnx
 from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.convert.weights import Weights
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.data.order import SampleOrder, check_source, eval_batches
 from diloco_jax.training.data.sample import Sample
@@ -58,7 +59,13 @@ class Evaluator:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     def initial_parameters(self) -> dict[str, np.ndarray]:
-        """Draw the initial parameters: new float32 arrays by path."""
+        """Draw the initial parameters, or read those of model.weights: new float32 arrays by path.
+
+        Raises:
+            ValueError: the weights are not those of the model, or damaged.
+        """
+        if self._config.model.weights:
+            return dict(Weights(self._config.model.weights).read(self._config.model))
         drawn = self._blueprint.draw()
         return {path: np.array(drawn.pop(path), np.float32) for path in sorted(drawn)}
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import xxhash
 from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.core import codec
@@ -69,25 +71,45 @@ def load(checkpoint: Path, *names: str) -> tuple[dict[str, Arrays], dict[str, An
     Raises:
         ValueError: this is no checkpoint with these groups, or it is damaged; names it.
     """
+    meta, checksums, bare = _described(checkpoint)
+    with _reading(checkpoint):
+        filled = {name: None for name in names if checksums[name] != _checksum(_without_elements(bare[name]))}
+        loaded = ocp.load_checkpointables(checkpoint.absolute(), filled) if filled else {}
+    groups = {
+        name: {path: np.asarray(v) for path, v in loaded.get(name, {}).items()} | _without_elements(bare[name])
+        for name in names
+    }
+    for name, arrays in groups.items():
+        _compare(checkpoint, name, _checksum(arrays), checksums)
+    return groups, meta
+
+
+def _described(checkpoint: Path) -> tuple[dict[str, Any], dict[str, int], dict[str, dict[str, Any]]]:
+    """Return the description, checksums by group, and the arrays without elements by group and name."""
+    with _reading(checkpoint):
+        meta = dict(ocp.load_checkpointables(checkpoint.absolute(), {META: None})[META])
+        checksums, bare = meta.pop(_CHECKSUMS), meta.pop(_BARE)
+    _compare(checkpoint, META, _checksum_of_meta(meta), checksums)
+    return meta, checksums, bare
+
+
+def _without_elements(described: Mapping[str, Any]) -> Arrays:
+    return {name: np.zeros(shape, dtype) for name, (dtype, shape) in described.items()}
+
+
+def _compare(checkpoint: Path, name: str, found: int, checksums: Mapping[str, int]) -> None:
+    if found != checksums.get(name):
+        raise ValueError(f"checkpoint {checkpoint} is damaged: the checksum of its {name} differs; use another")
+
+
+@contextmanager
+def _reading(checkpoint: Path) -> Iterator[None]:
     try:
         with _context():
-            meta = dict(ocp.load_checkpointables(checkpoint.absolute(), {META: None})[META])
-            checksums = meta.pop(_CHECKSUMS)
-            described = meta.pop(_BARE)
-            bare = {
-                name: {k: np.zeros(shape, dtype) for k, (dtype, shape) in described[name].items()} for name in names
-            }
-            wanted = {name: None for name in names if checksums[name] != _checksum(bare[name])}
-            loaded = ocp.load_checkpointables(checkpoint.absolute(), wanted) if wanted else {}
+            yield
     except Exception as error:  # whatever Orbax and TensorStore raise for a folder that something happened to
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ValueError(f"checkpoint {checkpoint} cannot be read ({why}); use another") from error
-    groups = {name: {path: np.asarray(v) for path, v in loaded.get(name, {}).items()} | bare[name] for name in names}
-    found = {name: _checksum(arrays) for name, arrays in groups.items()} | {META: _checksum_of_meta(meta)}
-    for name in found:
-        if found[name] != checksums.get(name):
-            raise ValueError(f"checkpoint {checkpoint} is damaged: the checksum of its {name} differs; use another")
-    return groups, meta
 
 
 def _context() -> Any:
@@ -100,13 +122,11 @@ def _context() -> Any:
 
 
 def _checksum(arrays: Mapping[str, np.ndarray]) -> int:
-    def pieces() -> Any:
-        for name in sorted(arrays):
-            value = arrays[name]
-            yield f"{name} {value.dtype.str} {value.shape}\0".encode()
-            yield np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+    return codec.digest(piece for name in sorted(arrays) for piece in _pieces(name, arrays[name]))
 
-    return codec.digest(pieces())
+
+def _pieces(name: str, value: np.ndarray) -> tuple[codec.Bytes, codec.Bytes]:
+    return f"{name} {value.dtype.str} {value.shape}\0".encode(), codec.as_bytes(value)
 
 
 def _checksum_of_meta(meta: Mapping[str, Any]) -> int:
@@ -165,6 +185,44 @@ def set_aside(checkpoint: Path) -> None:
 def save_parameters(folder: Path, parameters: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> Path:
     """Write a checkpoint that holds parameters only, float32 arrays by path, unsharded; see `save`."""
     return save(folder, {PARAMETERS: parameters}, meta)
+
+
+class StoredParameters:
+    """The parameters of a checkpoint, read one at a time.
+
+    Args:
+        checkpoint: its folder.
+
+    Attributes:
+        meta: the description.
+        shapes: by path, in ascending order.
+
+    Raises:
+        ValueError: it cannot be read, or is damaged; while it is read too, and at the end if the checksum differs.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint.absolute()
+        self.meta, checksums, bare = _described(checkpoint)
+        with _reading(checkpoint):
+            self._checksum, self._bare = checksums[PARAMETERS], _without_elements(bare[PARAMETERS])
+            self._stored = ocp.checkpointables_metadata(self._checkpoint).metadata.get(PARAMETERS, {})
+            shapes = {path: tuple(each.shape) for path, each in (self._stored | self._bare).items()}
+        self.shapes = dict(sorted(shapes.items()))
+
+    def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
+        hasher = xxhash.xxh3_64()
+        for path in self.shapes:
+            value = self._bare[path] if path in self._bare else self._read(path)
+            for piece in _pieces(path, value):
+                hasher.update(piece)
+            yield path, value
+        _compare(self._checkpoint, PARAMETERS, hasher.intdigest(), {PARAMETERS: self._checksum})
+
+    def _read(self, path: str) -> np.ndarray:
+        alone = {other: each if other == path else ocp.PLACEHOLDER for other, each in self._stored.items()}
+        with _reading(self._checkpoint):
+            return np.asarray(ocp.load_checkpointables(self._checkpoint, {PARAMETERS: alone})[PARAMETERS][path])
 
 
 def load_parameters(checkpoint: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

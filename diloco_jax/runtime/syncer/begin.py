@@ -45,10 +45,22 @@ def begin(parts: Parts, mode: str, now_s: float) -> list[Effect]:
     """
     if mode == FRESH:
         return parts.taped.on_begin(parts.model.digests, now_s)
+    if parts.config.model.weights:
+        _check_weights(parts)
     loaded = checkpoint.newest_readable(parts.run_dir / CHECKPOINTS, partial(_read, parts))
     if mode == REWIND:
         return _rewind(parts, loaded, now_s)
     return _fail_over(parts, loaded[1] if loaded is not None else None, now_s)
+
+
+def _check_weights(parts: Parts) -> None:
+    """Compare the initial values with those that the run began with: their folder may have moved, or changed."""
+    kind, _, *digests = json.loads(next(read_lines(parts.run_dir / TAPE_FILE)))
+    if kind == "begin" and digests != [parts.model.digests]:
+        raise ValueError(
+            f"model.weights {parts.config.model.weights} holds other values than this run began with; name the folder "
+            "with the old ones, or start a new run"
+        )
 
 
 def _read(parts: Parts, path: Path) -> Snapshot:

@@ -15,10 +15,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event
-from tensorboardX.proto.summary_pb2 import Summary
-
 from diloco_jax.settings.text import flat
 
 PROJECT = "diloco"
@@ -42,6 +38,9 @@ class TensorboardTracker:
     """TensorBoard files without TensorFlow, over the global step: an island's local steps begin again at zero."""
 
     def begin(self, run: str, config: Mapping[str, Any], folder: Path) -> None:
+        # here, since it imports PyTorch where that is installed, which takes seconds
+        self._files = importlib.import_module("tensorboardX.event_file_writer")
+        self._summaries = importlib.import_module("tensorboardX.proto.summary_pb2")
         self._folder = folder / "tensorboard"
         self._writers: dict[str, Any] = {}
 
@@ -49,9 +48,10 @@ class TensorboardTracker:
         writer = self._writers.get(group)
         if writer is None:
             (self._folder / group).mkdir(parents=True, exist_ok=True)
-            writer = self._writers[group] = EventsWriter(str(self._folder / group / "events"))
-        scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        writer.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+            writer = self._writers[group] = self._files.EventsWriter(str(self._folder / group / "events"))
+        scalars = [self._summaries.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        summary = self._summaries.Summary(value=scalars)
+        writer.write_event(self._files.event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
         writer.flush()  # to the operating system
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
 
 from diloco_jax.drawing.charts import (
     NUM_COLOURS,
@@ -32,16 +31,6 @@ NOTE = (
 )
 
 
-class Published(NamedTuple):
-    """Published figures of one method on one cluster. Shares are of 1."""
-
-    method: str
-    learners: int
-    chips: float
-    goodput: float
-    uptime: float
-
-
 def check_plot(path: Path) -> None:
     """Refuse a file that could not be written after the simulation.
 
@@ -58,43 +47,35 @@ def check_plot(path: Path) -> None:
         raise ValueError(f"--plot {path} cannot be written; choose another folder, or change its permissions")
 
 
-def write_plot(rows: Sequence[Row], path: Path, published: Sequence[Published] = ()) -> None:
+def write_plot(rows: Sequence[Row], path: Path) -> None:
     """Write the drawing or the page that `path` ends in.
 
     Args:
         rows: what was simulated.
         path: the file.
-        published: what others found, drawn as rings.
 
     Raises:
         ValueError: see `check_plot`.
         OSError: the file cannot be written.
     """
     check_plot(path)
-    text = _page(rows, published) if path.suffix == ".html" else drawing(rows, published)
+    text = _page(rows) if path.suffix == ".html" else drawing(rows)
     path.write_text(text, encoding="utf-8")
 
 
-def _curves(rows: Sequence[Row], published: Sequence[Published], value: str) -> list[Line]:
+def _curves(rows: Sequence[Row], value: str) -> list[Line]:
     """Return a line per method and number of learners, the best at the most chips first: so is the legend's order."""
-    points = _by_curve(rows, value)
-    rings = _by_curve(published, value)
+    points: dict[tuple[str, int], list[Point]] = {}
+    for row in rows:
+        points.setdefault((row.method, row.learners), []).append((row.chips, getattr(row, value)))
     numbers = sorted({learners for method, learners in points if method not in ONE_LEARNER})
     colours = {learners: f"k{index % NUM_COLOURS}" for index, learners in enumerate(numbers)}
     lines = []
     for (method, learners), where in points.items():
         style = ONE_LEARNER.get(method) or colours[learners] + (" dashed" if method == "sync" else "")
         name = f"{method} data parallel" if method in ONE_LEARNER else f"{method} M = {learners}"
-        theirs = rings.get((method, learners), [])
-        lines.append(Line(name=name, points=sorted(where), style=style, dots=True, rings=theirs))
+        lines.append(Line(name=name, points=sorted(where), style=style, dots=True))
     return sorted(lines, key=lambda line: line.points[-1], reverse=True)
-
-
-def _by_curve(rows: Sequence[Row | Published], value: str) -> dict[tuple[str, int], list[Point]]:
-    points: dict[tuple[str, int], list[Point]] = {}
-    for row in rows:
-        points.setdefault((row.method, row.learners), []).append((row.chips, getattr(row, value)))
-    return points
 
 
 def _chart(rows: Sequence[Row], lines: Sequence[Line], title: str, label: str, width: int) -> str:
@@ -102,19 +83,15 @@ def _chart(rows: Sequence[Row], lines: Sequence[Line], title: str, label: str, w
     return line_chart(title, lines, x_axis, share_axis(label), width=width, height=HEIGHT)
 
 
-def drawing(rows: Sequence[Row], published: Sequence[Published] = ()) -> str:
+def drawing(rows: Sequence[Row]) -> str:
     """Goodput against chips as the text of an SVG file; it follows the viewer into the dark."""
-    lines = _curves(rows, published, "goodput")
+    lines = _curves(rows, "goodput")
     width, height = SVG_WIDTH + LEGEND_WIDTH, HEIGHT + HEAD
     keys = []
     for index, line in enumerate(lines):
         y, left = HEAD + 24 + 22 * index, SVG_WIDTH + 8
         keys.append(f'<path class="line {line.style}" d="M{left} {y}h24"/>')
         keys.append(f'<text class="key" x="{left + 32}" y="{y}" dy="0.32em">{escape(line.name)}</text>')
-    if published:
-        y = HEAD + 24 + 22 * len(lines)
-        keys.append(f'<circle class="theirs main" cx="{SVG_WIDTH + 20}" cy="{y}" r="5.5"/>')
-        keys.append(f'<text class="key" x="{SVG_WIDTH + 40}" y="{y}" dy="0.32em">published</text>')
     chart = _chart(rows, lines, TITLE, "goodput", SVG_WIDTH)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
@@ -125,16 +102,15 @@ def drawing(rows: Sequence[Row], published: Sequence[Published] = ()) -> str:
     )
 
 
-def _page(rows: Sequence[Row], published: Sequence[Published]) -> str:
+def _page(rows: Sequence[Row]) -> str:
     parts = [f"<header><h1>{TITLE}</h1><p>{escape(NOTE)}</p></header>"]
-    rings = " Rings: what was published." if published else ""
     for title, note, value in (
         ("Goodput", "Useful time of all chips together.", "goodput"),
         ("Uptime", "Time in which any learner was in a step.", "uptime"),
     ):
-        lines = _curves(rows, published, value)
+        lines = _curves(rows, value)
         chart = _chart(rows, lines, title, value, WIDE)
-        parts.append(figure(title, note + rings, chart, legend([(line.name, line.style) for line in lines])))
+        parts.append(figure(title, note, chart, legend([(line.name, line.style) for line in lines])))
     return page(TITLE, [*parts, _table(rows)])
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from diloco_jax.protocol.pacing import LEARNERS_MAX_LIMIT, ProtocolConfig
 from diloco_jax.sim.goodput.cells import Result, Say, count_of, run_cells
@@ -16,8 +16,7 @@ from diloco_jax.sim.goodput.choose import describe as describe_choice
 from diloco_jax.sim.goodput.hardware import Hardware, check_cluster
 from diloco_jax.sim.goodput.methods import HOUR_S, METHODS, Cell, Wan
 from diloco_jax.sim.goodput.penalty import cost_of
-from diloco_jax.sim.goodput.plot import Published, check_plot, write_plot
-from diloco_jax.sim.goodput.presets import PRESETS, Settings, cell
+from diloco_jax.sim.goodput.plot import check_plot, write_plot
 from diloco_jax.sim.goodput.settings import compact, describe, number, read
 from diloco_jax.sim.tapes import check_folder
 
@@ -34,9 +33,8 @@ STEPS_MAX = 1e9  # of all learners together: hours of computing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of the command line. None: the preset's, or a default."""
+    """Options of the command line. None: a default."""
 
-    preset: str | None = None
     methods: Sequence[str] | None = None
     learners: Sequence[int] | None = None
     chips: Sequence[str] | None = None
@@ -53,6 +51,35 @@ class Options:
     overrides: Sequence[str] = ()
 
 
+class Settings(NamedTuple):
+    """Settings of a command line for every cell."""
+
+    hardware: Hardware
+    wan: Wan
+    protocol: ProtocolConfig
+    seed: int
+    fast: bool
+    hours: float | None  # None: as long as the cell wants
+
+
+def read_settings(overrides: Sequence[str], *, seed: int, fast: bool, hours: float | None) -> Settings:
+    """Read `--section.name value` from a command line.
+
+    Raises:
+        ValueError: a setting that is not there, or a value that cannot be simulated.
+    """
+    if hours is not None and not 0 < hours <= HOURS_MAX:
+        raise ValueError(f"--hours is {hours:g}; simulate more than 0 and at most {HOURS_MAX:g}")
+    return Settings(**read(overrides, SECTIONS), seed=seed, fast=fast, hours=hours)
+
+
+def cell(settings: Settings, method: str, learners: int, chips: float, hours: float, **more: Any) -> Cell:
+    """Make one cell with the settings of the command line."""
+    shared = {"hardware": settings.hardware, "wan": settings.wan, "protocol": settings.protocol} | more
+    at = {"hours": settings.hours or hours, "seed": settings.seed, "fast": settings.fast}
+    return Cell(method=method, learners=learners, chips=chips, **at, **shared)  # type: ignore[arg-type]
+
+
 def settings_text() -> str:
     """Return the text that `--settings` prints."""
     return describe(SECTIONS)
@@ -64,14 +91,8 @@ def plan_cells(options: Options) -> list[Cell]:
     Raises:
         ValueError: something that cannot be simulated.
     """
-    settings = Settings(**read(options.overrides, SECTIONS), seed=options.seed, fast=options.fast, hours=options.hours)
-    if options.hours is not None and not 0 < options.hours <= HOURS_MAX:
-        raise ValueError(f"--hours is {options.hours:g}; simulate more than 0 and at most {HOURS_MAX:g}")
-    _check_together(options)
-    if options.preset is not None:
-        cells = PRESETS[options.preset].cells(settings)
-    else:
-        cells = _cross(options, settings)
+    settings = read_settings(options.overrides, seed=options.seed, fast=options.fast, hours=options.hours)
+    cells = _cross(options, settings)
     for each in cells:
         _check_cell(each)
     _check_after(options, cells)
@@ -108,30 +129,10 @@ def _check_cell(each: Cell) -> None:
         )
 
 
-def _check_together(options: Options) -> None:
-    """Refuse options that another one would leave without effect."""
-    if options.preset is not None:
-        for name in ("methods", "learners", "chips"):
-            if getattr(options, name) is not None:
-                raise ValueError(
-                    f"--preset {options.preset} has methods, learners and chips of its own; leave --{name} out, or the "
-                    "preset"
-                )
-    if not options.choose:
-        for name in ("penalty", "parameters", "loss_slope"):
-            if getattr(options, name) is not None:
-                raise ValueError(f"--{name.replace('_', '-')} is for --choose; add that, or leave it out")
-
-
 def _check_after(options: Options, cells: Sequence[Cell]) -> None:
     """Refuse before the simulation what could not be told of it afterwards."""
     if options.plot is not None:
         check_plot(options.plot)
-        if len({(cell.method, cell.learners, cell.chips) for cell in cells}) < len(cells):
-            raise ValueError(
-                f"--plot draws goodput against chips, but the cells of preset {options.preset} differ in other "
-                "settings; leave it out, or simulate without that preset"
-            )
     if options.choose:
         numbers = {cell.learners for cell in cells}
         if len(numbers) < 2:
@@ -141,6 +142,10 @@ def _check_after(options: Options, cells: Sequence[Cell]) -> None:
             )
         for learners in numbers:
             cost_of(**_penalty(options), learners=learners)
+        return
+    for name in ("penalty", "parameters", "loss_slope"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is for --choose; add that, or leave it out")
 
 
 def _penalty(options: Options) -> dict[str, Any]:
@@ -192,23 +197,15 @@ def run(options: Options, say: Say) -> tuple[dict[str, Any], str]:
         OSError: the tapes or the plot cannot be written.
     """
     cells = plan_cells(options)
-    preset = PRESETS[options.preset] if options.preset is not None else None
-    workers = options.workers
-    if workers is None:
-        workers = preset.workers if preset is not None else 0
     began_s = time.monotonic()
-    results = run_cells(cells, workers, say)
+    results = run_cells(cells, options.workers or 0, say)
     wall_s = time.monotonic() - began_s
     events = sum(result.row.events for result in results)
     rows = [result.row._asdict() | {"hours": result.cell.hours} for result in results]
     told: dict[str, Any] = {"rows": rows, "seed": options.seed, "wall_s": round(wall_s, 3), "events": events}
-    facts: Callable[[Sequence[Result]], dict[str, Any]] = preset.facts if preset is not None else lambda _: {}
-    text = preset.describe(results) if preset is not None else table(results)
-    told |= facts(results)
-    text += f"\n{count_of(len(results))}, {events} events, seed {options.seed}, {wall_s:.1f} s"
+    text = f"{table(results)}\n{count_of(len(results))}, {events} events, seed {options.seed}, {wall_s:.1f} s"
     if options.plot is not None:
-        published = [Published(**each) for each in told.get("paper", ())]
-        write_plot([result.row for result in results], options.plot, published)
+        write_plot([result.row for result in results], options.plot)
         told["plot"] = str(options.plot)
     if options.choose:
         choices = choose([result.row for result in results], **_penalty(options))

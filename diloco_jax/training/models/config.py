@@ -21,6 +21,10 @@ class ModelConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """Passed to the class unchanged, for the built-in decoder the fields of DecoderConfig."""
 
+    weights: str = ""
+    """A folder with config.json and safetensors of a public family: the initial values. Only the syncer reads it,
+    whenever it starts. `diloco import` writes module, args and this."""
+
     @property
     def own(self) -> bool:
         """Tell whether the islands' own loops bring the model."""
@@ -29,5 +33,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.module:
             raise ValueError("model.module is ''; write it as package.module:Name, or own")
+        if self.own and self.weights:
+            raise ValueError(f"model.weights is '{self.weights}', but the islands bring the initial values; remove it")
         if not self.own:
             check_setting("model", self.module, self.args)

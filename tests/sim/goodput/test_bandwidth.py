@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from diloco_jax.sim.goodput import table13
 from diloco_jax.sim.goodput.assumptions import Assumptions
 from diloco_jax.sim.goodput.bandwidth import (
     UTILISATIONS,
@@ -21,7 +16,6 @@ from diloco_jax.sim.goodput.bandwidth import (
     ring_factor,
 )
 
-ROOT = Path(__file__).resolve().parents[3]
 MB = 1e6
 
 
@@ -102,52 +96,6 @@ def test_shares_that_make_no_sense() -> None:
             data_parallel_gbit_per_s(1.0, 1.0, 2, share)
 
 
-# ---- Table 13 -------------------------------------------------------------------------------------------------------
-
-
-def test_table_13_within_ten_percent_up_to_95() -> None:
-    rows = [row for row in table13.rows() if row["utilisation"] < 0.99]
-    assert len(rows) == 4 * 3 * 4
-    for row in rows:
-        assert row["gbit_per_s"] == pytest.approx(row["paper_gbit_per_s"], rel=0.10), row
-
-
-def test_ratios_of_table_13() -> None:
-    rates = {(row["wire"], row["step_s"], row["sites"], row["utilisation"]): row for row in table13.rows()}
-    for share in UTILISATIONS:
-        for key in ("gbit_per_s", "needed_gbit_per_s"):
-            wide, narrow = (rates[wire, 1.0, 2, share][key] for wire in ("bfloat16", "int4"))
-            assert narrow / wide == pytest.approx(1 / 4, rel=0.10)
-            assert rates["int4", 5.0, 2, share][key] / narrow == pytest.approx(1 / 5)
-        for wire in ("bfloat16", "data_parallel"):
-            near, far = (rates[wire, 1.0, sites, share]["gbit_per_s"] for sites in (2, 8))
-            assert far / near == pytest.approx(1.75)
-        # of ours a site with one learner needs a quarter of what one with four needs
-        ours = [rates["int4", 1.0, sites, share]["needed_gbit_per_s"] for sites in (2, 8)]
-        assert ours[0] / ours[1] == pytest.approx(4)
-
-
-def test_what_our_system_needs_at_table_13() -> None:
-    # 5.17e9 x 4.125 bits / 24 = 0.889 Gbit up and down in 2/u - 0.5 steps of 1 s
-    expected = 2 * 5.17e9 * 4.125 / 24 / (2 / 0.9 - 0.5) / 1e9
-    assert table13.needed_gbit_per_s("int4", 1.0, 8, 0.9) == pytest.approx(expected)
-
-
-def test_the_preset_needs_no_jax_and_no_config() -> None:
-    code = (
-        "import sys; from diloco_jax.cli.main import main; code = main(['plan', '--preset', 'table13', '--json']);"
-        "sys.exit(code or 'jax' in sys.modules or 'numpy' in sys.modules)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr or "diloco plan --preset imports jax or numpy"
-    found = json.loads(result.stdout)
-    assert len(found["rows"]) == 60 and found["models"]
-    text = table13.describe()
-    for words in ("104", "106", "3.02", "the paper does not say", "our system needs"):
-        assert words in text
-    assert all(len(line) <= 120 for line in text.splitlines())
-
-
 # ---- assumptions ----------------------------------------------------------------------------------------------------
 
 
@@ -166,14 +114,3 @@ def test_assumptions_that_make_no_sense(name: str, value: float, words: str) -> 
     with pytest.raises(ValueError) as error:
         Assumptions(**changes)
     assert words in str(error.value)
-
-
-def test_the_documentation_shows_the_same_table() -> None:
-    text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
-    rows = table13.rows()
-    for key in table13.TABLE:
-        here = [row for row in rows if (row["step_s"], row["sites"], row["wire"]) == key]
-        keys = ("paper_gbit_per_s", "gbit_per_s", "needed_gbit_per_s")
-        cells = (" / ".join(f"{row[key]:.3g}" for key in keys if key in row) for row in here)
-        line = f"| {key[0]:g} s, {key[1]} | {key[2].replace('_', ' ')} | {' | '.join(cells)} |"
-        assert line in text, line

@@ -10,11 +10,11 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from paper.goodput import CHIPS, GOODPUT_1A
 
 from diloco_jax.sim.goodput.choose import as_dict, choose, describe
 from diloco_jax.sim.goodput.methods import Row
 from diloco_jax.sim.goodput.penalty import PENALTIES, cost_of, scaling_percent
-from diloco_jax.sim.goodput.presets import CHIPS, GOODPUT_1A
 
 
 def row(method: str, learners: int, chips: float, goodput: float) -> Row:

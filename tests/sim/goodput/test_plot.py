@@ -14,7 +14,7 @@ import pytest
 from diloco_jax.drawing.charts import BOTTOM, LEFT, NUM_COLOURS, RIGHT, TOP, settings_axis
 from diloco_jax.drawing.page import DARK, LIGHT, SVG_STYLE
 from diloco_jax.sim.goodput.methods import Row
-from diloco_jax.sim.goodput.plot import HEIGHT, SVG_WIDTH, Published, check_plot, drawing, write_plot
+from diloco_jax.sim.goodput.plot import HEIGHT, SVG_WIDTH, check_plot, drawing, write_plot
 
 SVG = "{http://www.w3.org/2000/svg}"
 CHIPS = (150e3, 600e3, 2.4e6)  # equal ratios
@@ -63,32 +63,19 @@ def test_points_lie_where_the_rows_say() -> None:
             assert y == pytest.approx(height * (1 - value / 1.01), abs=0.06)
 
 
-def test_what_was_published_is_drawn_as_rings(tmp_path: Path) -> None:
-    theirs = [Published("decoupled", 2, 600e3, 0.80, 0.96), Published("decoupled", 4, 600e3, 0.89, 0.99)]
-    root = ElementTree.fromstring(drawing(ROWS, theirs))
-    rings = [ring for ring in root.iter(f"{SVG}circle") if ring.get("class") == "theirs k0"]
-    ours = curves(drawing(ROWS))["decoupled M = 2"][1][1]
-    assert [(float(ring.get("cx") or 0), float(ring.get("cy") or 0)) for ring in rings] == [ours]  # M = 4 has no curve
-    texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert "published" in texts
-    assert "published" not in drawing(ROWS)
-    write_plot(ROWS, tmp_path / "goodput.html", theirs)
-    assert (tmp_path / "goodput.html").read_text(encoding="utf-8").count('<circle class="theirs k0"') == 2
-
-
 def test_methods_are_told_apart() -> None:
     styles = {name: style for name, (style, _) in curves(drawing(ROWS)).items()}
     assert len(set(styles.values())) == len(styles)
     assert styles["sync M = 16"] == styles["decoupled M = 16"] + " dashed"  # one colour per learner number
     for learners in range(NUM_COLOURS):
-        assert f".line.k{learners}," in SVG_STYLE
+        assert f".line.k{learners}{{" in SVG_STYLE
 
 
 def test_more_learner_numbers_than_colours_are_drawn() -> None:
     rows = [row("decoupled", learners, 1e6, 1 - 1 / learners) for learners in range(2, NUM_COLOURS + 4)]
     styles = [style for style, _ in curves(drawing(rows)).values()]
     assert len(styles) == len(rows)
-    assert all(f".{style.replace(' ', '.')}," in SVG_STYLE for style in styles)
+    assert all(f".{style.replace(' ', '.')}{{" in SVG_STYLE for style in styles)
 
 
 def test_axes_are_labelled() -> None:

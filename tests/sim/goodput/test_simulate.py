@@ -1,9 +1,8 @@
-"""`diloco simulate` as a user meets it: tables, JSON, presets, wrong input, an interrupt."""
+"""`diloco simulate` as a user meets it: tables, JSON, wrong input, an interrupt."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -15,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from diloco_jax.cli.main import main
-from diloco_jax.sim.goodput.cells import Result, run_cell, run_cells
+from diloco_jax.sim.goodput.cells import run_cells
 from diloco_jax.sim.goodput.hardware import Hardware
 from diloco_jax.sim.goodput.methods import Cell, simulate
-from diloco_jax.sim.goodput.presets import CHIPS, GOODPUT_1A, PRESETS, UPTIME_1B, rmse
-from diloco_jax.sim.goodput.simulate import Options, plan_cells, run
+from diloco_jax.sim.goodput.simulate import Options, plan_cells
 
 QUICK = ["--methods", "rigid", "decoupled", "--learners", "2", "4", "--chips", "1.2m", "--hours", "0.5"]
 
@@ -101,18 +99,12 @@ def test_settings_are_listed_with_their_sources(capsys: pytest.CaptureFixture[st
         (["--wan.fragment-bytes", "1e300"], "must be 0 to 1e+15"),
         (["--protocol.recover-from-peers", "maybe"], "use true or false"),
         (["--protocol.quorum", "0"], "protocol.quorum is 0"),
-        (["--preset", "table5", "--fast"], "table5 is about rounds"),
         (["--tapes", "x"], "--tapes writes the tapes of one run"),
-        (["--preset", "day", "--methods", "rigid"], "leave --methods out, or the preset"),
-        (["--preset", "table1", "--learners", "3"], "leave --learners out, or the preset"),
-        (["--preset", "scale", "--chips", "5m"], "leave --chips out, or the preset"),
         (["--penalty", "scores"], "--penalty is for --choose; add that, or leave it out"),
         (["--loss-slope", "0.1"], "--loss-slope is for --choose"),
         (["--hours", "0.001"], "0.001 hours are shorter than one step of 4.6 s"),
         (["--hours", "1e-9"], "shorter than one step"),
         (["--methods", "decoupled", "--protocol.quorum", "5", "--hours", "0.1"], "quorum is 5, but 2 learners"),
-        (["--preset", "table5", "--hardware.speed-gap", "0.5", "--hours", "0.1"], "sets --hardware.speed-gap itself"),
-        (["--preset", "table5", "--protocol.quorum", "2", "--hours", "0.1"], "sets --protocol.quorum itself"),
         (["--methods", "decoupled", "--protocol.overlap-steps", "1e12", "--hours", "0.1"], "must be 0 to 10000"),
         (
             ["--methods", "sync", "--learners", "5000", "--hardware.slices", "5000", "--hours", "0.01"],
@@ -192,46 +184,6 @@ def test_processes_end_with_their_parent_and_are_missed() -> None:
             _, err = process.communicate(timeout=60)
         if victim == "worker":
             assert process.returncode == 1 and b"was killed" in err and b"Traceback" not in err
-
-
-def test_tables_have_a_row_per_method_and_five_columns() -> None:
-    assert GOODPUT_1A.keys() == UPTIME_1B.keys() and len(GOODPUT_1A) == 6
-    for key in GOODPUT_1A:
-        assert len(GOODPUT_1A[key]) == len(UPTIME_1B[key]) == len(CHIPS)
-        assert all(own <= up for own, up in zip(GOODPUT_1A[key], UPTIME_1B[key], strict=True))
-
-
-def test_rmse() -> None:
-    assert rmse([3.0, -4.0]) == pytest.approx(math.sqrt(12.5))
-
-
-def test_table_1_without_machines_is_within_two_points() -> None:
-    """The machines agree with the fast mode (test_methods.py), so this holds for them too; theirs takes a minute."""
-    result, text = run(Options(preset="table1", fast=True, workers=1), lambda _: None)
-    assert result["rmse_points"]["goodput"] <= 2.0 and result["rmse_points"]["uptime"] <= 2.0
-    assert len(result["paper"]) == len(result["rows"]) == 30
-    assert "Table 1b" in text and "our calibration" in text
-
-
-def test_table_5_shows_the_collapse() -> None:
-    result, text = run(Options(preset="table5", hours=1.0, workers=1), lambda _: None)
-    rows = dict(zip(result["labels"], result["rows"], strict=True))
-    for paper in result["paper"]:
-        assert abs(rows[paper["label"]]["goodput"] - paper["goodput"]) <= 0.03, paper
-    assert rows["K=8, grace off"]["contributors_per_round"] == 8.0
-    assert rows["K=1, grace on"]["contributors_per_round"] > 7.0
-    assert rows["K=1, grace off"]["contributors_per_round"] < 4.0
-    assert rows["K=1, grace off"]["rounds"] > 2 * rows["K=1, grace on"]["rounds"]
-    assert "51.4, 25.7" in text
-
-
-def test_cost_presets_time_one_simulation_after_the_other() -> None:
-    assert PRESETS["day"].workers == PRESETS["scale"].workers == 1
-    (cell,) = plan_cells(Options(preset="day"))
-    assert (cell.learners, cell.chips, cell.hours) == (16, 2.4e6, 24.0)
-    (short,) = plan_cells(Options(preset="day", hours=0.05))
-    result = run_cell(short)
-    assert isinstance(result, Result) and "us/event" in PRESETS["day"].describe([result])
 
 
 def test_tapes_can_be_written_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

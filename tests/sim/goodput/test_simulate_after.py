@@ -18,15 +18,6 @@ def quiet(line: str) -> None:
     del line
 
 
-def test_the_plot_of_the_paper_s_table_has_its_values(tmp_path: Path) -> None:
-    path = tmp_path / "table1.svg"
-    told, _ = run(Options(preset="table1", fast=True, hours=0.5, workers=1, plot=path), quiet)
-    text = path.read_text(encoding="utf-8")
-    assert told["plot"] == str(path)
-    assert text.count("<polyline") == 6
-    assert text.count("<circle") == 30 + 30 + 1  # ours, the paper's, and the key
-
-
 def test_each_number_of_chips_has_its_choice() -> None:
     options = Options(chips=("600k", "2.4m"), choose=True, **FAST)  # type: ignore[arg-type]
     told, text = run(options, quiet)
@@ -58,9 +49,8 @@ def test_the_help_names_every_penalty(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"preset": "table5", "plot": "x.svg"}, "the cells of preset table5 differ in other settings"),
         ({"plot": "x.pdf"}, "ends in '.pdf'"),
-        ({"preset": "table5", "choose": True}, "only 8 would be simulated; give several"),
+        ({"methods": ("sync",), "learners": (8,), "choose": True}, "only 8 would be simulated; give several"),
         ({"choose": True, "penalty": "guess"}, "the penalty 'guess' is unknown"),
         ({"choose": True, "parameters": "many"}, "--parameters is 'many', which is no number"),
         ({"choose": True, "loss_slope": 0.0}, "--loss-slope is 0.0"),

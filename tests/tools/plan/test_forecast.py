@@ -303,8 +303,6 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "no config is named"),
         (["missing.yaml"], "cannot be read"),
-        (["missing.yaml", "--preset", "table13"], "leave missing.yaml out"),
-        (["--preset", "table13", "--link-gbit-per-s", "1"], "leave --link-gbit-per-s out"),
         (["quickstart", "--mtbi-years", "1e-12"], "--mtbi-years is 1e-12, less than a second"),
         (["quickstart", "--slices", "2000000"], "--slices is 2000000; use at most 1e+06"),
         (["quickstart", "--link-gbit-per-s", "0"], "--link-gbit-per-s is 0.0; use a number above 0"),

@@ -101,21 +101,6 @@ def rows() -> list[dict[str, Any]]:
     return found
 
 
-def result() -> dict[str, Any]:
-    """Return what `diloco plan --preset table13 --json` prints."""
-    return {
-        "rows": rows(),
-        "models": {
-            "data_parallel": "a step is 1/3 forward and the longer of 2/3 backward and a ring all-reduce in bfloat16",
-            "bfloat16, int4": f"fit of ours: 1/CU = 2/3 + x/{SPREAD_STEPS}, x steps per fragment alone on the link",
-            "needed_gbit_per_s": "our system: a fragment up and down within 2 steps, half a step until reports are in, "
-            "no latency, no time to merge; utilisation is the share of due rounds made in time, steps never wait",
-        },
-        "memory": {},
-        "advice": [],
-    }
-
-
 def describe() -> str:
     """Return the table as text."""
     lines = [

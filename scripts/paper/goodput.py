@@ -1,18 +1,17 @@
-"""Simulations whose outcome is known from elsewhere: the paper's tables, with its numbers beside ours."""
+"""The paper's tables of goodput, with its numbers beside ours, and simulations that show what simulating costs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim.goodput.cells import Result
-from diloco_jax.sim.goodput.hardware import Hardware
-from diloco_jax.sim.goodput.methods import Cell, Wan
+from diloco_jax.sim.goodput.methods import Cell
 from diloco_jax.sim.goodput.settings import compact
+from diloco_jax.sim.goodput.simulate import Settings, cell
 
 CHIPS = (150e3, 300e3, 600e3, 1.2e6, 2.4e6)
 # Percent; columns are CHIPS (paper, Table 1a and 1b).
@@ -38,31 +37,13 @@ HOURS = {1: 96.0, 2: 24.0, 4: 24.0, 8: 12.0, 16: 12.0}  # fewer learners fail le
 TABLE_5 = {"K=8, grace off": (84, 54.4, 37.6), "K=1, grace off": (100, 51.4, 25.7), "K=1, grace on": (100, 55.3, 37.0)}
 
 
-class Settings(NamedTuple):
-    """Settings of a command line for every cell."""
-
-    hardware: Hardware
-    wan: Wan
-    protocol: ProtocolConfig
-    seed: int
-    fast: bool
-    hours: float | None  # None: as long as the preset wants
-
-
-class Preset(NamedTuple):
+class Table(NamedTuple):
     """Cells, and how their results are told."""
 
     cells: Callable[[Settings], list[Cell]]
     describe: Callable[[Sequence[Result]], str]
     facts: Callable[[Sequence[Result]], dict[str, Any]]  # for --json
     workers: int = 0  # 1: what is told depends on undisturbed times
-
-
-def cell(settings: Settings, method: str, learners: int, chips: float, hours: float, **more: Any) -> Cell:
-    """Make one cell with the settings of the command line."""
-    shared = {"hardware": settings.hardware, "wan": settings.wan, "protocol": settings.protocol} | more
-    at = {"hours": settings.hours or hours, "seed": settings.seed, "fast": settings.fast}
-    return Cell(method=method, learners=learners, chips=chips, **at, **shared)  # type: ignore[arg-type]
 
 
 # ---- Table 1 --------------------------------------------------------------------------------------------------------
@@ -122,8 +103,6 @@ def _cells_5(settings: Settings) -> list[Cell]:
     if settings.fast:
         raise ValueError("table5 is about rounds, of which --fast knows nothing; leave it out")
     own: dict[str, Any] = {"speed_gap": 0.18, "generations": 2, "step_noise": 0.10, "mtbi_chip_s": math.inf}
-    _leave("hardware", settings.hardware, Hardware(), own)
-    _leave("protocol", settings.protocol, ProtocolConfig(), ("quorum", "grace_steps_max", "overlap_steps"))
     hardware, protocol = replace(settings.hardware, **own), settings.protocol
 
     def of(label: str, **changed: Any) -> Cell:
@@ -137,12 +116,6 @@ def _cells_5(settings: Settings) -> list[Cell]:
         of("K=1, grace on", quorum=1),
         of("K=8, nobody waits", quorum=8, grace_steps_max=0.0),
     ]
-
-
-def _leave(section: str, given: object, default: object, names: Iterable[str]) -> None:
-    for name in names:
-        if getattr(given, name) != getattr(default, name):
-            raise ValueError(f"--preset table5 sets --{section}.{name.replace('_', '-')} itself; leave one of them out")
 
 
 def _describe_5(results: Sequence[Result]) -> str:
@@ -209,9 +182,9 @@ def _facts_cost(results: Sequence[Result]) -> dict[str, Any]:
     return {"cpu_s": [result.cpu_s for result in results]}
 
 
-PRESETS = {
-    "table1": Preset(_cells_1, _describe_1, _facts_1),
-    "table5": Preset(_cells_5, _describe_5, _facts_5),
-    "day": Preset(partial(_cells_cost, learners=(16,), hours=24.0), _describe_cost, _facts_cost, workers=1),
-    "scale": Preset(partial(_cells_cost, learners=(1, 4, 16, 64), hours=6.0), _describe_cost, _facts_cost, workers=1),
+TABLES = {
+    "table1": Table(_cells_1, _describe_1, _facts_1),
+    "table5": Table(_cells_5, _describe_5, _facts_5),
+    "day": Table(partial(_cells_cost, learners=(16,), hours=24.0), _describe_cost, _facts_cost, workers=1),
+    "scale": Table(partial(_cells_cost, learners=(1, 4, 16, 64), hours=6.0), _describe_cost, _facts_cost, workers=1),
 }

@@ -1,0 +1,1 @@
+"""The paper's tables beside ours: its goodput simulated, its bandwidth by formula."""

@@ -1,0 +1,58 @@
+"""The paper's tables beside ours: ./scripts/paper/tables table1|table5|table13|day|scale [--seed 0] [--json].
+
+Settings of the simulation may follow, as those of `diloco simulate`: --hardware.step-s 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from diloco_jax.sim.goodput.cells import run_cells
+from diloco_jax.sim.goodput.simulate import Settings, read_settings
+from paper import table13
+from paper.goodput import TABLES
+
+
+def simulate(table: str, settings: Settings, workers: int | None = None) -> tuple[dict[str, Any], str]:
+    """Simulate the cells of a table; returns what `--json` prints, and the same for people."""
+    which = TABLES[table]
+    cells = which.cells(settings)
+    results = run_cells(cells, which.workers if workers is None else workers, _tell)
+    rows = [result.row._asdict() | {"hours": result.cell.hours} for result in results]
+    return {"rows": rows, "seed": settings.seed, **which.facts(results)}, which.describe(results)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compute one table, print it, and return the exit status."""
+    parser = argparse.ArgumentParser(prog="scripts/paper/tables", description=__doc__.splitlines()[0])
+    parser.add_argument("table", choices=(*TABLES, "table13"))
+    parser.add_argument("--hours", type=float, help="simulated time; default: what the table needs")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, help="processes; default: one on each core, one for day and scale")
+    parser.add_argument("--fast", action="store_true", help="without the protocol's machines")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options, overrides = parser.parse_known_args(arguments)
+    began_s = time.monotonic()
+    try:
+        if options.table == "table13":
+            result, text = {"rows": table13.rows()}, table13.describe()
+        else:
+            settings = read_settings(overrides, seed=options.seed, fast=options.fast, hours=options.hours)
+            result, text = simulate(options.table, settings, options.workers)
+    except ValueError as error:
+        parser.error(str(error))
+    print(json.dumps(result) if options.json else f"{text}\n{time.monotonic() - began_s:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

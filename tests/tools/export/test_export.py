@@ -1,0 +1,121 @@
+"""Models out and in again: equal bytes, whole folders or none, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from diloco_jax.cli import convert
+from diloco_jax.cli.main import main
+from diloco_jax.runtime.records import checkpoint
+from diloco_jax.training.convert import weights
+from diloco_jax.training.convert.families import from_hf
+from diloco_jax.training.models.config import ModelConfig
+from tests.tools.export.folders import LLAMA, drawn, make_run
+
+
+def export(run: Path, out: Path, *words: str) -> int:
+    return main(["export", str(run), "--out", str(out), *words])
+
+
+def same(ours: Any, theirs: Any) -> None:
+    assert sorted(ours) == sorted(theirs)
+    assert [path for path in ours if ours[path].tobytes() != theirs[path].tobytes()] == []
+
+
+@pytest.mark.parametrize("config", [LLAMA], ids=lambda config: str(config["model_type"]))
+@pytest.mark.parametrize("shard_bytes", [30_000, 1 << 30])
+def test_export_then_import_is_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], shard_bytes: int
+) -> None:
+    monkeypatch.setattr(weights, "SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(weights, "COPY_BYTES", 1000)
+    model = from_hf(config)
+    values = drawn(model)
+    assert export(make_run(tmp_path / "run", model, values), tmp_path / "out") == 0
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) == (1 if shard_bytes > 1 << 20 else 5)
+    assert all(file.stat().st_size < max(shard_bytes, 4 * 300 * 32) + 4000 for file in files)
+    found = weights.Weights(tmp_path / "out")
+    assert from_hf(found.config) == model
+    same(dict(found.read(model)), values)
+
+
+def test_bfloat16_is_the_nearest(tmp_path: Path) -> None:
+    model = from_hf(LLAMA)
+    values = drawn(model)
+    assert export(make_run(tmp_path / "run", model, values), tmp_path / "out", "--dtype", "bfloat16") == 0
+    rounded = {path: value.astype(ml_dtypes.bfloat16).astype(np.float32) for path, value in values.items()}
+    same(dict(weights.Weights(tmp_path / "out").read(model)), rounded)
+
+
+def test_any_model_goes_to_orbax_and_npz(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"a/w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.float32([7]), "none": np.zeros((0, 4), "f4")}
+    run = make_run(tmp_path / "run", ModelConfig(module="own"), values)
+    assert export(run, tmp_path / "npz", "--format", "npz") == export(run, tmp_path / "orbax", "--format", "orbax") == 0
+    with np.load(tmp_path / "npz" / "parameters.npz") as found:
+        same(dict(found), values)
+    same(ocp.load(tmp_path / "orbax"), {path: value for path, value in values.items() if value.size})
+    assert export(run, tmp_path / "hf") == 2
+    assert "orbax and npz take any model" in capsys.readouterr().err
+    assert export(run, tmp_path / "x", "--format", "npz", "--dtype", "bfloat16") == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["npz", "orbax", "run"]
+
+
+def test_a_folder_is_whole_or_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = from_hf(LLAMA)
+    run, full = make_run(tmp_path / "run", model, drawn(model)), tmp_path / "full"
+    full.mkdir()
+    (full / "mine").touch()
+    assert export(run, full) == 2
+    assert "is no empty folder" in capsys.readouterr().err and [p.name for p in full.iterdir()] == ["mine"]
+
+    def interrupted(parameters: Any, count: int) -> Iterator[Any]:
+        yield next(iter(parameters))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, "_watch", interrupted)
+    for form in ("hf", "orbax", "npz"):
+        assert export(run, tmp_path / "out", "--format", form) == 130
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "run"]
+
+
+@pytest.mark.parametrize("what", ["damaged", "deleted meanwhile"])
+def test_the_newest_readable_snapshot_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    """A run under way deletes old snapshots, also while one is read; then a newer one is there."""
+    model = from_hf(LLAMA)
+    values = [drawn(model, seed) for seed in (0, 1)]
+    first, last = (7, 8) if what == "damaged" else (8, 7)
+    run = make_run(tmp_path / "run", model, values[0], first)
+    make_run(run, model, values[1], last)
+    newest, older = checkpoint.complete(run / "checkpoints")
+    if what == "damaged":
+        file = max((newest / "parameters").rglob("d/*"), key=lambda path: path.stat().st_size)
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    else:
+        complete = checkpoint.complete
+        shutil.move(newest, tmp_path / "later")
+
+        def pruned(folder: Path) -> list[Path]:
+            found = complete(folder)
+            if (tmp_path / "later").exists():
+                shutil.rmtree(older)
+                shutil.move(tmp_path / "later", newest)
+            return found
+
+        monkeypatch.setattr(checkpoint, "complete", pruned)
+    assert export(run, tmp_path / "out", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["global_step"] == (7 if what == "damaged" else 8)
+    same(dict(weights.Weights(tmp_path / "out").read(model)), values[0])
