@@ -11,11 +11,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from diloco_jax.training.models.config import ModelConfig
-from diloco_jax.training.models.decoder import DecoderConfig
-from diloco_jax.training.models.moe import MoeConfig
-from diloco_jax.training.models.protocol import config_from_args
-
-MOE = "diloco_jax.training.models.moe:MoeDecoder"
+from diloco_jax.training.models.moe import MoeConfig, decoder_of
+from diloco_jax.training.models.options import DecoderConfig
 
 
 class ModelFlops(NamedTuple):
@@ -42,7 +39,7 @@ def model_flops(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch
       seq_len: tokens that are predicted per sequence.
     """
     tokens = batch * seq_len
-    config = _decoder_of(model)
+    config = decoder_of(model)
     if config is not None:
         # scores and mixing of values: 4 T N H per token and layer, of which half is masked
         attention = tokens * config.num_layers * (2.0 * seq_len * config.num_heads * config.head_dim)
@@ -50,13 +47,6 @@ def model_flops(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch
         return ModelFlops(3 * forward, 3 * attention, "matrix products and half of the attention scores")
     parameters = sum(map(math.prod, shapes.values()))
     return ModelFlops(6.0 * tokens * parameters, 0.0, "6 per parameter and token; attention is not counted")
-
-
-def _decoder_of(model: ModelConfig) -> DecoderConfig | None:
-    """Return the sizes of a built-in model, None for others."""
-    if model.module == ModelConfig().module:
-        return config_from_args(DecoderConfig, model.args)
-    return config_from_args(MoeConfig, model.args) if model.module == MOE else None
 
 
 def _decoder_weights(config: DecoderConfig) -> int:

@@ -22,7 +22,8 @@ from diloco_jax.core.passes import Merger, Values
 from diloco_jax.core.shards import share
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.models.config import ModelConfig
-from diloco_jax.training.models.decoder import Decoder, DecoderConfig
+from diloco_jax.training.models.decoder import Decoder
+from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.optimizers import OptimizerConfig, OptimizerName, make_inner
 from diloco_jax.training.sharding import MeshConfig
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from diloco_jax.settings.slices import Topology
 from diloco_jax.tools.budget.memory import Hbm
 from diloco_jax.training.models.config import ModelConfig
-from diloco_jax.training.models.decoder import DecoderConfig
+from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.models.protocol import config_from_args
 
 GB = 1e9

@@ -1,4 +1,4 @@
-"""A decoder-only transformer in the style of Gemma, small enough to read in one sitting.
+"""A decoder-only transformer, small enough to read in one sitting; options make it the public families (options.py).
 
 Shapes: B batch, T length, D model width, N query heads, K key and value heads, G = N / K queries per key head,
 H head width, F width of the MLP, V vocabulary, L layers.
@@ -8,128 +8,75 @@ H head width, F width of the MLP, V vocabulary, L layers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32, Key
+from jaxtyping import Array, Bool, Float, Int32, Key
 
-from diloco_jax.training.models.attention import Attention, apply_rope, attend
-from diloco_jax.training.models.layers import Linear, Remat, checkpoint
+from diloco_jax.training.models.attention import Seeing, attend, attend_to
+from diloco_jax.training.models.layers import Linear, checkpoint, make_norm, soft_limit
 from diloco_jax.training.models.losses import TABLE_AXES, chunked_cross_entropy, cross_entropy, logits_of
+from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.models.protocol import Batch, Metrics, config_from_args
+from diloco_jax.training.models.rotary import apply_rope, frequencies, size_of
 from diloco_jax.training.sharding import constrain, gather
 
-Activation = Literal["gelu", "silu", "relu2"]
-
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": jax.nn.gelu,
+    "gelu": jax.nn.gelu,  # by tanh
     "silu": jax.nn.silu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
+Local = bool | Bool[Array, ""]  # whether a layer has the window
+Cache = tuple[Float[Array, "b c k h"], Float[Array, "b c k h"]]  # keys and values of a layer's latest C tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderConfig:
-    """Sizes and choices of the decoder; the defaults make about 1.0M parameters."""
+class Places(NamedTuple):
+    """The tokens' places in their texts.
 
-    vocab_size: int = 256
-    """Number of token ids (256 = bytes)."""
+    Attributes:
+      positions: None: 0, 1, 2, ...
+      segments: the text that each belongs to; None: all to one.
+    """
 
-    dim: int = 128
-    """Width of the residual stream."""
-
-    num_layers: int = 4
-    """Number of blocks."""
-
-    num_heads: int = 4
-    """Query heads; a multiple of num_kv_heads."""
-
-    num_kv_heads: int = 2
-    """Key and value heads; 1 = multi-query, num_heads = ordinary attention."""
-
-    head_dim: int = 32
-    """Width of one head; even, because rotary embedding turns pairs."""
-
-    mlp_dim: int = 512
-    """Width of the gated MLP."""
-
-    seq_len_max: int = 2048
-    """Longest sequence, tokens; a longer batch is an error."""
-
-    rope_theta: float = 10_000.0
-    """Base of the rotary wavelengths; larger reaches further."""
-
-    activation: str = "gelu"
-    """Gate of the MLP: gelu (Gemma), silu, or relu2 (squared relu, cheapest on CPU)."""
-
-    attention: str = "einsum"
-    """einsum (fastest on CPU), dot_product (jax.nn.dot_product_attention), or splash (Pallas kernel for TPUs, which
-    keeps no length x length matrix; einsum where the devices are none)."""
-
-    scan_layers: bool = False
-    """Stack the blocks' parameters and scan over them: compiles in constant time, one tensor per kind of weight."""
-
-    remat: str = "none"
-    """What the backward pass computes again: none, full (whole blocks), or all but what the policies dots_saveable or
-    dots_with_no_batch_dims_saveable of jax.checkpoint_policies keep."""
-
-    loss_chunk: int = 0
-    """Token ids whose logits exist at a time, a divisor of vocab_size; 0 = all. Saves memory if there are many."""
-
-    dtype: str = "float32"
-    """Type of activations and matrix products, float32 or bfloat16; parameters and the loss are always float32."""
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.args.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"model.args.num_heads is {self.num_heads}; make it a multiple of num_kv_heads ({self.num_kv_heads})"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"model.args.head_dim is {self.head_dim}; it must be even")
-        if self.seq_len_max < 1 or not 0 < self.rope_theta < math.inf:
-            raise ValueError(
-                f"model.args: seq_len_max {self.seq_len_max} and rope_theta {self.rope_theta} must be finite and > 0"
-            )
-        if self.loss_chunk < 0 or (self.loss_chunk and self.vocab_size % self.loss_chunk):
-            raise ValueError(
-                f"model.args.loss_chunk is {self.loss_chunk}; it must divide vocab_size ({self.vocab_size}), or be 0"
-            )
-        for name, choices in (
-            ("activation", get_args(Activation)),
-            ("attention", get_args(Attention)),
-            ("remat", get_args(Remat)),
-            ("dtype", ("float32", "bfloat16")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"model.args.{name} is '{getattr(self, name)}'; choose from {', '.join(choices)}")
+    positions: Int32[Array, "b t"] | None = None
+    segments: Int32[Array, "b t"] | None = None
 
 
-def _norm(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    # Named, though by no mesh axis: only to axes that have names does a scan add that of the layers.
-    init = nnx.with_partitioning(nnx.initializers.ones_init(), (None,))
-    return nnx.RMSNorm(config.dim, dtype=config.dtype, scale_init=init, rngs=rngs)
+def places_of(segments: Int32[Array, "b t"]) -> Places:
+    """Return the places of tokens whose positions begin again in every segment."""
+    index = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
+    first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+    return Places(index - jax.lax.cummax(jnp.where(first, index, 0), axis=1), segments)
+
+
+def _norm(c: DecoderConfig, width: int, rngs: nnx.Rngs) -> Callable[[Array], Array]:
+    norm: Callable[[Array], Array] = make_norm(width, c.norm_epsilon, c.dtype, offset=c.norm_offset, rngs=rngs)
+    return norm
 
 
 class Block(nnx.Module):
-    """One layer: attention and gated MLP, each behind its norm and added to the residual stream."""
+    """One layer: attention and gated MLP, each between its norms and added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         c = self.config = config
-        self.norm_attention = _norm(c, rngs)
-        self.q = Linear(c.dim, c.num_heads * c.head_dim, ("embed", "heads"), c.dtype, rngs=rngs)
-        self.k = Linear(c.dim, c.num_kv_heads * c.head_dim, ("embed", "heads"), c.dtype, rngs=rngs)
-        self.v = Linear(c.dim, c.num_kv_heads * c.head_dim, ("embed", "heads"), c.dtype, rngs=rngs)
-        self.out = Linear(c.num_heads * c.head_dim, c.dim, ("heads", "embed"), c.dtype, rngs=rngs)
-        self.norm_mlp = _norm(c, rngs)
+        queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        before, after = c.norms != "post", c.norms != "pre"
+        self.norm_attention = _norm(c, c.dim, rngs) if before else None
+        self.q = Linear(c.dim, queries, ("embed", "heads"), c.dtype, bias=c.qkv_bias, rngs=rngs)
+        self.k = Linear(c.dim, keys, ("embed", "heads"), c.dtype, bias=c.qkv_bias, rngs=rngs)
+        self.v = Linear(c.dim, keys, ("embed", "heads"), c.dtype, bias=c.qkv_bias, rngs=rngs)
+        self.out = Linear(queries, c.dim, ("heads", "embed"), c.dtype, rngs=rngs)
+        if c.qk_norm != "none":
+            full = c.qk_norm == "full"
+            self.norm_q = _norm(c, queries if full else c.head_dim, rngs)
+            self.norm_k = _norm(c, keys if full else c.head_dim, rngs)
+        self.norm_attention_out = _norm(c, c.dim, rngs) if after else None
+        self.norm_mlp = _norm(c, c.dim, rngs) if before else None
         self.init_mlp(rngs)
+        self.norm_mlp_out = _norm(c, c.dim, rngs) if after else None
 
     def init_mlp(self, rngs: nnx.Rngs) -> None:
         """Draw the parameters of the MLP."""
@@ -142,17 +89,65 @@ class Block(nnx.Module):
         """Apply the MLP to the normalised stream, and scalars of this layer."""
         return self.down(ACTIVATIONS[self.config.activation](self.gate(x)) * self.up(x)), {}
 
-    def __call__(self, x: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Metrics]:
-        """Apply the layer to the residual stream; also the scalars of its MLP."""
+    def __call__(
+        self, x: Float[Array, "b t d"], places: Places, local: Local = False, cache: Cache | None = None
+    ) -> tuple[Float[Array, "b t d"], Metrics, Cache | None]:
+        """Apply the layer to the residual stream.
+
+        Args:
+          x: the stream.
+          places: of its tokens.
+          local: whether this layer has the window.
+          cache: of the tokens before; these are added. Either it is empty, or there is one token.
+
+        Returns:
+          The stream, the scalars of the MLP, and the cache.
+        """
+        y = x if self.norm_attention is None else self.norm_attention(x)
+        mixed, cache = self._attention(y, places, local, cache)
+        y = self.out(mixed.reshape(*x.shape[:2], -1))
+        y = y if self.norm_attention_out is None else self.norm_attention_out(y)
+        x = constrain(x + y, "batch", None, None)
+        y, metrics = self.mlp(x if self.norm_mlp is None else self.norm_mlp(x))
+        y = y if self.norm_mlp_out is None else self.norm_mlp_out(y)
+        return constrain(x + y, "batch", None, None), metrics, cache
+
+    def _attention(
+        self, y: Float[Array, "b t d"], places: Places, local: Local, cache: Cache | None
+    ) -> tuple[Float[Array, "b t n h"], Cache | None]:
         c = self.config
-        b, t, _ = x.shape
-        y = self.norm_attention(x)
-        q = apply_rope(self.q(y).reshape(b, t, c.num_heads, c.head_dim), c.rope_theta)
-        k = apply_rope(self.k(y).reshape(b, t, c.num_kv_heads, c.head_dim), c.rope_theta)
-        v = self.v(y).reshape(b, t, c.num_kv_heads, c.head_dim)
-        x = constrain(x + self.out(attend(q, k, v, c.attention).reshape(b, t, -1)), "batch", None, None)
-        y, metrics = self.mlp(self.norm_mlp(x))
-        return constrain(x + y, "batch", None, None), metrics
+        q, k, v = self._heads(y, places, local)
+        rules = Seeing(c.attention_width or c.head_dim, c.attention_cap, c.window)
+        if cache is not None:
+            length, at = cache[0].shape[1], places.positions
+            assert at is not None, "tokens for a cache have positions"
+            cache = (cache[0].at[:, at[0] % length].set(k), cache[1].at[:, at[0] % length].set(v))
+            if y.shape[1] == 1:
+                distance = (at - jnp.arange(length)[None]) % length
+                seen = (distance <= at) & (distance < jnp.where(jnp.logical_and(local, c.window), c.window, length))
+                return attend_to(q, *cache, seen[:, None], rules), cache
+
+        def see(window: int) -> Array:
+            return attend(q, k, v, c.attention, rules._replace(window=window), places.segments)
+
+        if isinstance(local, bool):
+            return see(c.window if local else 0), cache
+        return jax.lax.cond(local, lambda: see(c.window), lambda: see(0)), cache
+
+    def _heads(
+        self, y: Float[Array, "b t d"], places: Places, local: Local
+    ) -> tuple[Float[Array, "b t n h"], Float[Array, "b t k h"], Float[Array, "b t k h"]]:
+        """Return queries, keys and values, the first two turned by their positions."""
+        c = self.config
+        q, k, v = self.q(y), self.k(y), self.v(y)
+        if c.qk_norm == "full":
+            q, k = self.norm_q(q), self.norm_k(k)
+        q, k, v = (x.reshape(*y.shape[:2], -1, c.head_dim) for x in (q, k, v))
+        if c.qk_norm == "head":
+            q, k = self.norm_q(q), self.norm_k(k)
+        frequency, size = frequencies(c, local), size_of(c)
+        q, k = (apply_rope(x, frequency, places.positions, size) for x in (q, k))
+        return q, k, v
 
 
 class Decoder(nnx.Module):
@@ -172,7 +167,10 @@ class Decoder(nnx.Module):
                 if config.scan_layers
                 else nnx.List(self.block_class(config, rngs=rngs) for _ in range(config.num_layers))
             )
-            self.norm_final = _norm(config, rngs)
+            self.norm_final = _norm(config, config.dim, rngs)
+            self.head = (
+                None if config.tie_embeddings else nnx.Param(init(rngs.params(), (config.vocab_size, config.dim)))
+            )
 
     def _stacked_blocks(self, rngs: nnx.Rngs) -> Block:
         """Return blocks as one module whose parameters have a leading `layers` axis."""
@@ -190,23 +188,72 @@ class Decoder(nnx.Module):
         """Build from the fields of the model's configuration; an unknown or ill-typed one is a ValueError."""
         return cls(config_from_args(cls.config_class, args), rngs=rngs)
 
-    def __call__(self, tokens: Int32[Array, "b t"]) -> Float[Array, "b t v"]:
+    def __call__(
+        self, tokens: Int32[Array, "b t"], segments: Int32[Array, "b t"] | None = None
+    ) -> Float[Array, "b t v"]:
         """Return logits of the next token at every position, float32.
 
         Raises:
           ValueError: the sequence is longer than `seq_len_max`.
         """
         table = self._table()
-        return logits_of(self._hidden(tokens, table)[0], table)
+        x, _ = self.hidden(self.embedded(tokens, table), segments)
+        return self._logits(x, table)
 
     def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
-        """Compute the mean cross-entropy in nats per token of tokens[:, 1:], from tokens[:, :-1]; scalars of layers."""
-        inputs, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        """Compute the mean cross-entropy in nats per token of tokens[:, 1:], from tokens[:, :-1]; scalars of layers.
+
+        With `segments` in the batch a token is predicted from those of its segment only, and the first of a segment not
+        at all; nor are tokens of segment 0. `weight` is the number of those that are predicted.
+        """
+        tokens, segments = batch["tokens"], batch.get("segments")
         table = self._table()
-        x, metrics = self._hidden(inputs, table)
-        if self.config.loss_chunk:
-            return chunked_cross_entropy(x, self.embed.embedding[...], labels, self.config.loss_chunk), metrics
-        return cross_entropy(logits_of(x, table), labels), metrics
+        x = self.embedded(tokens[:, :-1], table)
+        if segments is None:
+            x, metrics = self.hidden(x)
+            return self.mean_loss(x, tokens[:, 1:], table), metrics
+        x, metrics = self.hidden(x, segments[:, :-1])
+        weights = ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)).astype(jnp.float32)
+        return self.mean_loss(x, tokens[:, 1:], table, weights), {**metrics, "weight": jnp.sum(weights)}
+
+    def embedded(self, tokens: Int32[Array, "b t"], table: Float[Array, "v d"] | None = None) -> Float[Array, "b t d"]:
+        """Return what the first layer gets; `table` if the embedding was gathered before."""
+        c = self.config
+        x = jnp.take(self._table() if table is None else table, tokens, axis=0)
+        return constrain(x * c.dim**0.5 if c.embed_scale else x, "batch", None, None)
+
+    def hidden(
+        self, x: Float[Array, "b t d"], segments: Int32[Array, "b t"] | None = None
+    ) -> tuple[Float[Array, "b t d"], Metrics]:
+        """Return what the logits are made of, and the mean over the layers of their scalars.
+
+        Args:
+          x: what the first layer gets.
+          segments: of the tokens; none sees another's, and positions begin again in each.
+
+        Raises:
+          ValueError: the sequence is longer than `seq_len_max`.
+        """
+        if x.shape[1] > self.config.seq_len_max:
+            raise ValueError(
+                f"a sequence of {x.shape[1]} tokens exceeds model.args.seq_len_max {self.config.seq_len_max}"
+            )
+        x, metrics, _ = self._layers(x, Places() if segments is None else places_of(segments), None)
+        return self.norm_final(x), metrics
+
+    def mean_loss(
+        self,
+        x: Float[Array, "b t d"],
+        labels: Int32[Array, "b t"],
+        table: Float[Array, "v d"] | None = None,
+        weights: Float[Array, "b t"] | None = None,
+    ) -> Float[Array, ""]:
+        """Compute the mean cross-entropy of `labels` in nats, of the result of `hidden`; weights may be 0."""
+        c = self.config
+        if c.loss_chunk:
+            stored = self.embed.embedding if self.head is None else self.head
+            return chunked_cross_entropy(x, stored[...], labels, c.loss_chunk, c.logit_cap, weights)
+        return cross_entropy(self._logits(x, table), labels, weights)
 
     def generate(
         self,
@@ -249,22 +296,38 @@ class Decoder(nnx.Module):
         # Whole rows on every device; looking up split rows would move activations.
         return gather(self.embed.embedding[...].astype(self.config.dtype), *TABLE_AXES)
 
-    def _hidden(self, tokens: Int32[Array, "b t"], table: Float[Array, "v d"]) -> tuple[Float[Array, "b t d"], Metrics]:
-        """Return what the logits are made of, and the mean over the layers of their scalars."""
+    def _logits(self, x: Float[Array, "b t d"], table: Float[Array, "v d"] | None) -> Float[Array, "b t v"]:
+        if self.head is not None:
+            table = gather(self.head[...].astype(self.config.dtype), *TABLE_AXES)
+        return soft_limit(logits_of(x, self._table() if table is None else table), self.config.logit_cap)
+
+    def _layers(
+        self, x: Float[Array, "b t d"], places: Places, caches: Any
+    ) -> tuple[Float[Array, "b t d"], Metrics, Any]:
+        """Apply all blocks; caches are None, or a stack or a list of them as blocks are."""
         c = self.config
-        if tokens.shape[1] > c.seq_len_max:
-            raise ValueError(f"a sequence of {tokens.shape[1]} tokens exceeds model.args.seq_len_max {c.seq_len_max}")
-        x = constrain(jnp.take(table, tokens, axis=0) * c.dim**0.5, "batch", None, None)
+        local = [c.local(layer) for layer in range(c.num_layers)]
         if isinstance(self.blocks, Block):
             graphdef, stacked = nnx.split(self.blocks)
-            apply = checkpoint(lambda x, layer: nnx.merge(graphdef, layer)(x), c.remat, scanned=True)
-            x, metrics = jax.lax.scan(apply, x, stacked)
-        else:
-            parts = []
-            for block in self.blocks:
-                graphdef, layer = nnx.split(block)
-                apply = checkpoint(lambda x, layer, of=graphdef: nnx.merge(of, layer)(x), c.remat, scanned=False)
-                x, part = apply(x, layer)
-                parts.append(part)
-            metrics = jax.tree.map(lambda *values: jnp.stack(values), *parts)
-        return self.norm_final(x), jax.tree.map(jnp.mean, metrics)
+            mixed = jnp.asarray(local) if len({*local}) > 1 else None
+
+            def one(x: Array, layer: Any) -> tuple[Array, Any]:
+                params, is_local, cache = layer
+                x, metrics, cache = nnx.merge(graphdef, params)(
+                    x, places, local[0] if is_local is None else is_local, cache
+                )
+                return x, (metrics, cache)
+
+            x, (metrics, caches) = jax.lax.scan(checkpoint(one, c.remat, scanned=True), x, (stacked, mixed, caches))
+            return x, jax.tree.map(jnp.mean, metrics), caches
+        parts, after = [], []
+        for block, is_local, cache in zip(self.blocks, local, caches or [None] * c.num_layers, strict=True):
+            graphdef, layer = nnx.split(block)
+
+            def alone(x: Array, layer: Any, cache: Any, of: Any = graphdef, is_local: bool = is_local) -> Any:
+                return nnx.merge(of, layer)(x, places, is_local, cache)
+
+            x, part, cache = checkpoint(alone, c.remat, scanned=False)(x, layer, cache)
+            parts.append(part)
+            after.append(cache)
+        return x, jax.tree.map(lambda *values: jnp.mean(jnp.stack(values)), *parts), after

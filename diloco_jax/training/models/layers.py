@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -16,17 +17,58 @@ LayerFunction = Callable[..., Any]
 
 
 class Linear(nnx.Module):
-    """x W without a bias. The weight is cast to the type of the computation, then gathered for this one use."""
+    """x W, or x W + b. The weight is cast to the type of the computation, then gathered for this one use."""
 
-    def __init__(self, n_in: int, n_out: int, names: tuple[str, str], dtype: str, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, n_in: int, n_out: int, names: tuple[str, str], dtype: str, *, bias: bool = False, rngs: nnx.Rngs
+    ) -> None:
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
         self.kernel = nnx.Param(init(rngs.params(), (n_in, n_out)))
+        self.bias = _vector(n_out, nnx.initializers.zeros_init(), rngs) if bias else None
         self.names = names
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
         """Apply the map to the last dimension."""
-        return x @ gather(self.kernel[...].astype(self.dtype), *self.names)
+        y = x @ gather(self.kernel[...].astype(self.dtype), *self.names)
+        if self.bias is None:
+            return y
+        bias = self.bias[...].astype(self.dtype)
+        return y + bias.reshape((1,) * (y.ndim - 1) + bias.shape)
+
+
+class OffsetNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + epsilon) (1 + scale), over the last dimension, in float32."""
+
+    def __init__(self, width: int, epsilon: float, dtype: str, *, rngs: nnx.Rngs) -> None:
+        self.scale = _vector(width, nnx.initializers.zeros_init(), rngs)
+        self.epsilon = epsilon
+        self.dtype = dtype
+
+    def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
+        """Normalise the last dimension."""
+        full = x.astype(jnp.float32)
+        scale = (1 + self.scale[...]).reshape((1,) * (x.ndim - 1) + (-1,))
+        full = full * jax.lax.rsqrt(jnp.mean(jnp.square(full), axis=-1, keepdims=True) + self.epsilon)
+        return (full * scale).astype(self.dtype)
+
+
+def make_norm(width: int, epsilon: float, dtype: str, *, offset: bool, rngs: nnx.Rngs) -> nnx.RMSNorm | OffsetNorm:
+    """Return a norm whose scale begins at 1, or at 0 if it is an offset to 1."""
+    if offset:
+        return OffsetNorm(width, epsilon, dtype, rngs=rngs)
+    init = nnx.with_partitioning(nnx.initializers.ones_init(), (None,))
+    return nnx.RMSNorm(width, epsilon=epsilon, dtype=dtype, scale_init=init, rngs=rngs)
+
+
+def _vector(width: int, init: nnx.Initializer, rngs: nnx.Rngs) -> nnx.Param:
+    # Named, though by no mesh axis: only to axes that have names does a scan add that of the layers.
+    return nnx.Param(nnx.with_partitioning(init, (None,))(rngs.params(), (width,)))
+
+
+def soft_limit(x: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
+    """Return cap tanh(x / cap), which is about x where x is small; x itself if the cap is 0."""
+    return cap * jnp.tanh(x / cap) if cap else x
 
 
 def checkpoint(function: LayerFunction, remat: str, *, scanned: bool) -> LayerFunction:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from diloco_jax.training.models.layers import soft_limit
 from diloco_jax.training.sharding import constrain, current_layout, gather
 
 TABLE_AXES = ("vocab", "embed")
@@ -28,16 +29,29 @@ def logits_of(x: Float[Array, "b t d"], table: Float[Array, "v d"]) -> Float[Arr
     return constrain(logits, "batch", None, "vocab")
 
 
-def cross_entropy(logits: Float[Array, "b t v"], labels: Int32[Array, "b t"]) -> Float[Array, ""]:
-    """Compute the mean cross-entropy in nats per token."""
+def cross_entropy(
+    logits: Float[Array, "b t v"], labels: Int32[Array, "b t"], weights: Float[Array, "b t"] | None = None
+) -> Float[Array, ""]:
+    """Compute the mean cross-entropy in nats per token, where a token counts as its weight says."""
     # A comparison with an iota instead of a gather: it fuses, shards over `vocab`, and has a cheap gradient.
     hit = jnp.arange(logits.shape[-1])[None, None, :] == labels[:, :, None]
     label_logits = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - label_logits)
+    return _mean(jax.nn.logsumexp(logits, axis=-1) - label_logits, weights)
+
+
+def _mean(losses: Float[Array, "b t"], weights: Float[Array, "b t"] | None) -> Float[Array, ""]:
+    if weights is None:
+        return jnp.mean(losses)
+    return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1)
 
 
 def chunked_cross_entropy(
-    x: Float[Array, "b t d"], table: Float[Array, "v d"], labels: Int32[Array, "b t"], chunk: int
+    x: Float[Array, "b t d"],
+    table: Float[Array, "v d"],
+    labels: Int32[Array, "b t"],
+    chunk: int,
+    cap: float = 0.0,
+    weights: Float[Array, "b t"] | None = None,
 ) -> Float[Array, ""]:
     """Compute the mean cross-entropy in nats per token of logits x table^T.
 
@@ -46,6 +60,8 @@ def chunked_cross_entropy(
       table: as it is stored (logical axes TABLE_AXES).
       labels: the tokens to predict.
       chunk: how many rows of the table have their logits at a time.
+      cap: soft limit of the logits, 0 for none.
+      weights: of the tokens.
 
     Raises:
       ValueError: the chunks do not divide the vocabulary, or the devices a chunk.
@@ -58,7 +74,7 @@ def chunked_cross_entropy(
             f"model.args.loss_chunk is {chunk}; it must divide vocab_size ({vocab}) and be a multiple of the {parts} "
             "parts in which the devices hold the embedding"
         )
-    return _chunked(x, table, labels, _Chunks(vocab // chunk, parts, chunk // parts)) / labels.size
+    return _mean(_chunked(x, table, labels, _Chunks(vocab // chunk, parts, chunk // parts, cap)), weights)
 
 
 class _Chunks(NamedTuple):
@@ -68,11 +84,13 @@ class _Chunks(NamedTuple):
       number: of chunks.
       parts: of the table.
       rows: of one part in one chunk.
+      cap: soft limit of the logits.
     """
 
     number: int
     parts: int
     rows: int
+    cap: float
 
     def cut(self, table: Float[Array, "v d"]) -> Float[Array, "c p r d"]:
         """Reshape [vocabulary, width] as [chunk, part, row, width]."""
@@ -83,16 +101,16 @@ class _Chunks(NamedTuple):
         """Undo `cut`."""
         return cut.swapaxes(0, 1).reshape(-1, cut.shape[-1])
 
+    def logits(self, x: Float[Array, "b t d"], rows: Float[Array, "p r d"]) -> Float[Array, "b t p r"]:
+        """Return the logits of one chunk."""
+        logits = jnp.einsum("btd,prd->btpr", x, rows, preferred_element_type=jnp.float32)
+        return soft_limit(constrain(logits, "batch", None, "vocab", None), self.cap)
+
     def hits(self, index: Int32[Array, ""], labels: Int32[Array, "b t"]) -> Array:
         """Return which logit [b, t, part, row] of a chunk is that of the label."""
         part, row = jnp.arange(self.parts)[:, None], jnp.arange(self.rows)[None, :]
         ids = (part * self.number + index) * self.rows + row
         return labels[:, :, None, None] == ids[None, None]
-
-
-def _logits(x: Float[Array, "b t d"], rows: Float[Array, "p r d"]) -> Float[Array, "b t p r"]:
-    logits = jnp.einsum("btd,prd->btpr", x, rows, preferred_element_type=jnp.float32)
-    return constrain(logits, "batch", None, "vocab", None)
 
 
 def _gathered(rows: Float[Array, "p r d"]) -> Float[Array, "p r d"]:
@@ -102,16 +120,16 @@ def _gathered(rows: Float[Array, "p r d"]) -> Float[Array, "p r d"]:
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _chunked(
     x: Float[Array, "b t d"], table: Float[Array, "v d"], labels: Int32[Array, "b t"], chunks: _Chunks
-) -> Float[Array, ""]:
+) -> Float[Array, "b t"]:
     return _forward(x, table, labels, chunks)[0]
 
 
 def _forward(
     x: Float[Array, "b t d"], table: Float[Array, "v d"], labels: Int32[Array, "b t"], chunks: _Chunks
-) -> tuple[Float[Array, ""], tuple[Array, Array, Array, Array]]:
+) -> tuple[Float[Array, "b t"], tuple[Array, Array, Array, Array]]:
     def add(carry: tuple[Array, Array, Array], part: tuple[Array, Array]) -> tuple[tuple[Array, Array, Array], None]:
         top, total, label_logits = carry
-        logits = _logits(x, _gathered(part[1]))
+        logits = chunks.logits(x, _gathered(part[1]))
         new_top = jnp.maximum(top, jnp.max(logits, axis=(2, 3)))
         total = total * jnp.exp(top - new_top) + jnp.sum(jnp.exp(logits - new_top[:, :, None, None]), axis=(2, 3))
         label_logits += jnp.sum(jnp.where(chunks.hits(part[0], labels), logits, 0.0), axis=(2, 3))
@@ -121,18 +139,21 @@ def _forward(
     xs = (jnp.arange(chunks.number), chunks.cut(table.astype(x.dtype)))
     (top, total, label_logits), _ = jax.lax.scan(add, (jnp.full_like(zeros, -jnp.inf), zeros, zeros), xs)
     lse = top + jnp.log(total)
-    return jnp.sum(lse - label_logits), (x, table, labels, lse)
+    return lse - label_logits, (x, table, labels, lse)
 
 
 def _backward(
-    chunks: _Chunks, kept: tuple[Array, Array, Array, Array], gradient: Float[Array, ""]
+    chunks: _Chunks, kept: tuple[Array, Array, Array, Array], gradient: Float[Array, "b t"]
 ) -> tuple[Array, Array, None]:
     x, table, labels, lse = kept
 
     def back(x_gradient: Array, part: tuple[Array, Array]) -> tuple[Array, Array]:
         rows = _gathered(part[1])
-        error = jnp.exp(_logits(x, rows) - lse[:, :, None, None]) - chunks.hits(part[0], labels)
-        error = (gradient * error).astype(x.dtype)
+        logits = chunks.logits(x, rows)
+        error = jnp.exp(logits - lse[:, :, None, None]) - chunks.hits(part[0], labels)
+        if chunks.cap:
+            error *= 1 - jnp.square(logits / chunks.cap)
+        error = (gradient[:, :, None, None] * error).astype(x.dtype)
         x_gradient += jnp.einsum("btpr,prd->btd", error, rows, preferred_element_type=jnp.float32)
         rows_gradient = constrain(jnp.einsum("btpr,btd->prd", error, x), TABLE_AXES[0], None, TABLE_AXES[1])
         return constrain(x_gradient, "batch", None, None), rows_gradient

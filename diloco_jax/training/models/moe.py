@@ -20,10 +20,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from diloco_jax.training.models.decoder import ACTIVATIONS, Block, Decoder, DecoderConfig
-from diloco_jax.training.models.protocol import Batch, Metrics
+from diloco_jax.training.models.config import ModelConfig
+from diloco_jax.training.models.decoder import ACTIVATIONS, Block, Decoder
+from diloco_jax.training.models.options import DecoderConfig
+from diloco_jax.training.models.protocol import Batch, Metrics, config_from_args
 from diloco_jax.training.sharding import constrain, gather
 
+MOE = "diloco_jax.training.models.moe:MoeDecoder"
 ROUTER_AXES = (None, None)  # whole on every device
 IN_AXES, OUT_AXES = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
 
@@ -37,6 +40,13 @@ class MoeConfig(DecoderConfig):
 
     experts_per_token: int = 2
     """A: experts that compute each token."""
+
+    normalize_weights: bool = True
+    """Let the weights of a token's experts add to 1; else they are the router's probabilities."""
+
+    routing: str = "capacity"
+    """capacity: experts have slots, and drop what finds none; dropless: each computes all that comes (no mesh axis
+    `expert`)."""
 
     capacity_factor: float = 1.25
     """Slots of an expert as a multiple of its fair share of a sequence's choices; num_experts / experts_per_token = no
@@ -157,3 +167,10 @@ class MoeDecoder(Decoder):
         loss, metrics = super().loss(batch)
         balance = metrics["balance"]
         return loss + self.config.balance_coefficient * (balance - jax.lax.stop_gradient(balance)), metrics
+
+
+def decoder_of(model: ModelConfig) -> DecoderConfig | None:
+    """Return the sizes and choices of a built-in decoder, None for other models."""
+    if model.module == ModelConfig().module:
+        return config_from_args(DecoderConfig, model.args)
+    return config_from_args(MoeConfig, model.args) if model.module == MOE else None

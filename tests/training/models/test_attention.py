@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.training.models.attention import attend, splash
+from diloco_jax.training.models.attention import Seeing, attend, splash
 from diloco_jax.training.sharding import MeshConfig, MeshLayout, make_mesh, use_layout
 
 
@@ -37,22 +37,24 @@ def test_the_kernel_is_the_einsum_on_a_mesh(kv_heads: int) -> None:
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         with use_layout(layout):
-            return splash(q, k, v, interpret=True)
+            return splash(q, k, v, Seeing(16), interpret=True)
 
     for got, want in zip(
-        with_gradients(kernel, arrays), with_gradients(lambda q, k, v: attend(q, k, v, "einsum"), arrays), strict=True
+        with_gradients(kernel, arrays),
+        with_gradients(lambda q, k, v: attend(q, k, v, "einsum", Seeing(16)), arrays),
+        strict=True,
     ):
         np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 def test_splash_is_einsum_where_there_is_no_tpu() -> None:
     arrays = inputs(5)
-    np.testing.assert_array_equal(attend(*arrays, "splash"), attend(*arrays, "einsum"))
+    np.testing.assert_array_equal(attend(*arrays, "splash", Seeing(16)), attend(*arrays, "einsum", Seeing(16)))
 
 
 def test_what_the_kernel_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="100 tokens are no multiple of 128"):
-        splash(*inputs(100))
+        splash(*inputs(100), Seeing(16))
     layout = MeshLayout(make_mesh(MeshConfig(tensor=4), jax.devices()[:4]))
     with use_layout(layout), pytest.raises(ValueError, match=r"make islands\.mesh\.tensor a divisor of num_kv_heads"):
-        splash(*inputs(128))
+        splash(*inputs(128), Seeing(16))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from diloco_jax.training.models.decoder import Decoder, DecoderConfig
+from diloco_jax.training.models.decoder import Decoder
+from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.models.protocol import join_model, split_model
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
