@@ -6,7 +6,7 @@ programs which a slice will run can be compiled without it.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
@@ -190,7 +190,7 @@ class Blueprint:
 
     def mean_loss(self, params: Params, other: Variables, batches: Iterable[Sample]) -> dict[str, float]:
         """Compute what `Island.evaluate` does, with these parameters and this state beside them."""
-        totals, tokens = Counter[str](), 0.0
+        totals, tokens = defaultdict[str, float](float), 0.0
         for batch in batches:
             placed = self.put_batch(batch)
             with jax.transfer_guard("disallow"):
