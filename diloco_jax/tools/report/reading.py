@@ -22,7 +22,8 @@ def reading(config: RunConfig) -> dict[str, Any]:
         ValueError: it cannot be read.
     """
     source = load_source(config.data, config.train.seq_len)
-    planned = config.planned_steps * sum(config.island(name).batch_size for name in config.islands.names)
+    names = config.islands.names if config.algorithm == "decoupled" else ("",)
+    planned = config.planned_steps * sum(config.island(name).batch_size for name in names)
     parts = source.parts or {config.data.module or config.data.path: source}
     shares = np.asarray(source.weights or (1.0,)) / sum(source.weights or (1.0,))
     sources = {
@@ -69,7 +70,7 @@ def _shown(source: Source, sample: Sample) -> str:
     if source.tokenizer is None:
         return ", ".join(f"{name} {value.dtype}{list(value.shape)}: {value.flat[:8]}" for name, value in sample.items())
     ids = sample[TOKENS][sample.get(SEGMENTS, np.ones_like(sample[TOKENS])) > 0]
-    return source.tokenizer.decode([int(number) for number in ids])[:SHOWN_CHARS]
+    return source.tokenizer.decode(ids)[:SHOWN_CHARS]
 
 
 def describe(result: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import no_type_check
 
 import numpy as np
 from numba import njit
@@ -86,8 +87,9 @@ def pack(store: Store, start: int, stop: int, seq_len: int) -> PackedDocuments:
     return PackedDocuments(store, np.concatenate(rows).astype(np.uint64), stop, seq_len)
 
 
-@njit(cache=True, nogil=True)
-def _next_fit(ends, row, begin, seq_len, out):  # type: ignore[no-untyped-def]
+@njit(nogil=True)
+@no_type_check
+def _next_fit(ends, row, begin, seq_len, out):
     count = 0
     for end in ends:
         if end - row > seq_len + 1 and begin > row:

@@ -53,11 +53,12 @@ class Tokenizer:
                 ids.append(self.end)
             yield ids
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Return the text of ids; bytes that are no UTF-8 become replacement characters."""
+        numbers = [int(number) for number in ids]
         if self.made:
-            return str(self.made.decode(list(ids), skip_special_tokens=False))
-        return bytes(ids).decode(errors="replace")
+            return str(self.made.decode(numbers, skip_special_tokens=False))
+        return bytes(numbers).decode(errors="replace")
 
     @cached_property
     def _lengths(self) -> np.ndarray:

@@ -76,7 +76,7 @@ def build_store(source: TextSource, tokenizer: str, out: Path, workers: int = 0,
     else:
         raise ValueError(f"--tokenizer {TRAIN}{word}: the size must be a number, as in train:32000")
     _begin(out, made_from)
-    with locked(out / LOCK_NAME, 0):
+    with locked(out / LOCK_NAME, 0.0):
         if read_facts(out, unfinished=True)["finished"]:
             return out
         made = _tokenizer(tokenizer, pieces, out, tell)
