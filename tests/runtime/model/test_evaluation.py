@@ -15,6 +15,7 @@ from diloco_jax.runtime.model import evaluation
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
+from diloco_jax.training.data.tokenizer import train_tokenizer
 from diloco_jax.training.island import Island
 from diloco_jax.training.models.protocol import load_model
 from diloco_jax.training.sharding import MeshConfig
@@ -82,12 +83,14 @@ def test_parameters_of_another_model_are_refused(evaluator: Evaluator, drawn: di
         evaluator.evaluate(drawn | {path: np.zeros(3, np.float32)}, 1)
 
 
-def test_each_set_is_measured_by_its_own_bytes(tmp_path: Path) -> None:
+def test_each_set_is_measured_by_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_CACHE", str(tmp_path / "cache"))
     texts = {"all": "the cat sat on the mat\n" * 900, "cats": "the cat sat and sat\n" * 90, "dogs": "a dog\n" * 300}
     for name, text in texts.items():
         (tmp_path / f"{name}.txt").write_text(text)
     parts = {name: {"path": str(tmp_path / f"{name}.txt"), "format": "text"} for name in ("cats", "dogs")}
-    data = {"path": str(tmp_path / "all.txt"), "format": "text", "tokenizer": "train:280", "evaluation": parts}
+    train_tokenizer(texts.values(), 280, tmp_path)
+    data = {"path": str(tmp_path / "all.txt"), "format": "text", "tokenizer": str(tmp_path), "evaluation": parts}
     built_in = {"module": "diloco_jax.training.models.decoder:Decoder"}
     built_in["args"] = {**SMALL["model"]["args"], "vocab_size": 280}
     train = {"seq_len": 16, "eval_batch_size": 2}
@@ -108,5 +111,5 @@ def test_each_set_is_measured_by_its_own_bytes(tmp_path: Path) -> None:
         assert found["bits_per_byte"] == pytest.approx(loss * found["tokens"] / size / np.log(2), rel=1e-5)
         assert result["scores"][f"{name} loss"] == found["loss"]
         assert result["scores"][f"{name} bits_per_byte"] == found["bits_per_byte"]
-    with pytest.raises(ValueError, match=r"held-out windows of cats make no batch of 900"):
-        Evaluator(load(tmp_path / "config.yaml", ["--train.eval_batch_size", "900"]))
+    with pytest.raises(ValueError, match=r"held-out windows of cats make no batch of 60"):
+        Evaluator(load(tmp_path / "config.yaml", ["--train.eval_batch_size", "60", "--data.held_out_fraction", "0.9"]))
