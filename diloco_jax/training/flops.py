@@ -23,7 +23,7 @@ class ModelFlops(NamedTuple):
 
     Attributes:
       flops: of forward and backward pass, all chips together.
-      masked: of the masked half of causal attention, which is not among them but which most programs compute.
+      masked: of what causal attention and windows mask, which is not among them but which most programs compute.
       how: what was counted.
     """
 
@@ -46,10 +46,13 @@ def model_flops(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch
         seq_len += config.patches
     tokens = batch * seq_len
     if config is not None:
-        # scores and mixing of values: 4 T N H per token and layer, of which half is masked
-        attention = tokens * config.num_layers * (2.0 * seq_len * config.num_heads * config.head_dim)
+        # scores and mixing of values: 4 N H per token, layer and token that is seen; half of all, or fewer of a window
+        windows = [config.window if config.local(layer) else seq_len for layer in range(config.num_layers)]
+        seen = [min(window, seq_len) * (1 - min(window, seq_len) / (2 * seq_len)) for window in windows]
+        whole = 4.0 * tokens * config.num_heads * config.head_dim
+        attention, masked = whole * sum(seen), whole * sum(seq_len - each for each in seen)
         forward = 2.0 * tokens * _decoder_weights(config) + attention
-        return ModelFlops(3 * forward, 3 * attention, "matrix products and half of the attention scores")
+        return ModelFlops(3 * forward, 3 * masked, "matrix products and the attention scores that are not masked")
     parameters = sum(map(math.prod, shapes.values()))
     return ModelFlops(6.0 * tokens * parameters, 0.0, "6 per parameter and token; attention is not counted")
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from diloco_jax.training.models.config import ModelConfig
+from diloco_jax.training.models.config import DECODER, ModelConfig
 from diloco_jax.training.models.moe import MOE, MoeConfig, decoder_of
 from diloco_jax.training.models.options import DecoderConfig
 
@@ -123,7 +123,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         args |= {"logit_cap": keys.get("final_logit_softcapping", 0.0)}
     usual = asdict(MoeConfig() if family.experts else DecoderConfig())
     args = {key: type(usual[key])(value) for key, value in args.items() if value != usual[key]}
-    model = ModelConfig(module=MOE if family.experts else ModelConfig().module, args=args)
+    model = ModelConfig(module=MOE if family.experts else DECODER, args=args)
     decoder_of(model)  # checks them
     return model
 

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from diloco_jax.training.named import check_setting
 
+DECODER = "diloco_jax.training.models.decoder:Decoder"
 OWN = "own"  # the model of a run whose islands bring it
+
+
+@cache
+def presets() -> dict[str, dict[str, Any]]:
+    """Return the arguments of public models by name, with `module` where it is not the usual one."""
+    found: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text("utf-8"))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The model to train, and the arguments that its `from_config` receives."""
 
-    module: str = "diloco_jax.training.models.decoder:Decoder"
+    module: str = DECODER
     """Import path of the model as `package.module:Class`. "own": the islands' own loops bring it (diloco_jax.join); the
     syncer takes shapes and initial values from the first of them, and evaluates nothing."""
+
+    preset: str = ""
+    """Name of a public model whose module and arguments these are, such as qwen3-0.6b or llama3-tiny (all of them:
+    docs/models.md); `args` replace single ones."""
 
     args: dict[str, Any] = field(default_factory=dict)
     """Passed to the class unchanged, for the built-in decoder the fields of DecoderConfig."""
@@ -35,5 +52,19 @@ class ModelConfig:
             raise ValueError("model.module is ''; write it as package.module:Name, or own")
         if self.own and self.weights:
             raise ValueError(f"model.weights is '{self.weights}', but the islands bring the initial values; remove it")
+        if self.preset:
+            self._apply_preset()
         if not self.own:
             check_setting("model", self.module, self.args)
+
+    def _apply_preset(self) -> None:
+        if self.preset not in presets():
+            near = difflib.get_close_matches(self.preset, presets(), n=1, cutoff=0)[0]
+            raise ValueError(f"model.preset is '{self.preset}'; did you mean {near}? There are {', '.join(presets())}")
+        if self.own:
+            raise ValueError(f"model.preset is '{self.preset}', but the islands bring the model; remove one of them")
+        args = {**presets()[self.preset]}
+        module = args.pop("module", DECODER)
+        object.__setattr__(self, "args", {**args, **self.args})
+        if self.module == DECODER:
+            object.__setattr__(self, "module", module)

@@ -33,6 +33,19 @@ Local = bool | Bool[Array, ""]  # whether a layer has the window
 Cache = tuple[Float[Array, "b c k h"], Float[Array, "b c k h"]]  # keys and values of a layer's latest C tokens
 
 
+def draw_token(logits: Float[Array, " v"], key: Key[Array, ""], temperature: float, top_p: float) -> Int32[Array, ""]:
+    """Draw a token; see `Decoder.generate`."""
+    if temperature == 0:
+        return jnp.argmax(logits).astype(jnp.int32)
+    logits = logits / temperature
+    if top_p < 1:
+        likeliest = jnp.sort(logits, descending=True)
+        share = jax.nn.softmax(likeliest)
+        last = jnp.sum(jnp.cumsum(share) - share < top_p) - 1  # the one with which they have top_p
+        logits = jnp.where(logits >= likeliest[last], logits, -jnp.inf)
+    return jax.random.categorical(key, logits).astype(jnp.int32)
+
+
 class Places(NamedTuple):
     """The tokens' places in their texts.
 
@@ -234,10 +247,7 @@ class Decoder(nnx.Module):
         Raises:
           ValueError: the sequence is longer than `seq_len_max`.
         """
-        if x.shape[1] > self.config.seq_len_max:
-            raise ValueError(
-                f"a sequence of {x.shape[1]} tokens exceeds model.args.seq_len_max {self.config.seq_len_max}"
-            )
+        self._check_length(x.shape[1])
         x, metrics, _ = self._layers(x, Places() if segments is None else places_of(segments), None)
         return self.norm_final(x), metrics
 
@@ -267,30 +277,43 @@ class Decoder(nnx.Module):
         top_p: float = 1.0,
         ids: int,
     ) -> Int32[Array, " count"]:
-        """Continue a text token by token; each one is drawn given at most `context` tokens before it.
+        """Continue a text token by token; keys and values of earlier ones are kept, not computed again.
 
         Args:
-          prompt: the beginning, at least one token.
+          prompt: the beginning, at least one token; only its last `context` tokens are read.
           count: how many tokens to add.
           key: of all draws.
-          context: tokens that the model sees, at most seq_len_max.
+          length: tokens of the prompt if more of no meaning follow, so that one program serves many lengths; the prompt
+            has at most `context` tokens then.
+          context: tokens that each layer sees, at most seq_len_max.
           temperature: divides the logits; at 0 the likeliest token is taken.
+          top_p: probability of the likeliest tokens that are drawn from, together; 1 = of all.
           ids: tokens of this id and above are never drawn.
         """
+        c, table, total = self.config, self._table(), len(prompt) if length is None else length
+        prompt = prompt[-context:]
+        kept, beginning = min(context, len(prompt) + count), len(prompt) if length is None else length
+        self._check_length(kept)
+        empty = jnp.zeros((1, kept, c.num_kv_heads, c.head_dim), c.dtype)
+        stacked = jnp.zeros((c.num_layers, *empty.shape), c.dtype)
+        caches = (stacked, stacked) if c.scan_layers else [(empty, empty)] * c.num_layers
 
-        def add(at: Int32[Array, ""], tokens: Int32[Array, " total"]) -> Int32[Array, " total"]:
-            start = jnp.maximum(at - context, 0)
-            window = jax.lax.dynamic_slice(tokens, (start,), (context,))  # what follows `at` changes nothing before it
-            logits = self(window[None])[0, at - 1 - start, :ids]
-            if temperature == 0:
-                return tokens.at[at].set(jnp.argmax(logits).astype(jnp.int32))
-            drawn = jax.random.categorical(jax.random.fold_in(key, at), logits / temperature)
-            return tokens.at[at].set(drawn.astype(jnp.int32))
+        def read(tokens: Array, positions: Array, caches: Any, last: int | Array = 0) -> tuple[Array, Any]:
+            x, _, caches = self._layers(self.embedded(tokens[None], table), Places(positions[None]), caches)
+            x = jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1)
+            return self._logits(self.norm_final(x), table)[0, 0, :ids], caches
 
-        length = len(prompt) if length is None else length
-        tokens = jnp.zeros(max(len(prompt) + count, context), jnp.int32).at[: len(prompt)].set(prompt)
-        tokens = jax.lax.fori_loop(length, length + count, add, tokens)
-        return jax.lax.dynamic_slice(tokens, (length,), (count,))
+        def add(state: tuple[Array, Any], number: Array) -> tuple[tuple[Array, Any], Array]:
+            token = draw_token(state[0], jax.random.fold_in(key, total + number), temperature, top_p)
+            return read(token[None], (beginning + number)[None], state[1]), token
+
+        state = read(prompt, jnp.arange(len(prompt)), caches, beginning - 1)
+        tokens: Array = jax.lax.scan(add, state, jnp.arange(count))[1]
+        return tokens
+
+    def _check_length(self, length: int) -> None:
+        if length > self.config.seq_len_max:
+            raise ValueError(f"a sequence of {length} tokens exceeds model.args.seq_len_max {self.config.seq_len_max}")
 
     def _table(self) -> Float[Array, "v d"]:
         # Whole rows on every device; looking up split rows would move activations.

@@ -5,27 +5,29 @@ Shapes as in decoder.py, and E experts, A experts per token, C slots that an exp
     p = softmax(x R)              router, float32;  a token takes its A most probable experts, weights that add to 1
     y = sum_a w_a MLP_e(a)(x)     without the choices that found no free slot
 
-Slots are given to the tokens of a sequence in their order, so no token's result depends on a later one. The experts lie
-on the mesh axis `expert`: tokens travel to them and back (two all-to-alls), weights stay.
+With capacity, slots are given to the tokens of a sequence in their order, so no token's result depends on a later one.
+The experts lie on the mesh axis `expert`: tokens travel to them and back (two all-to-alls), weights stay. Without it
+(dropless) each device sorts its own tokens by expert, and one ragged product computes them all.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from diloco_jax.training.models.config import ModelConfig
+from diloco_jax.training.models.config import DECODER, ModelConfig
 from diloco_jax.training.models.decoder import ACTIVATIONS, Block, Decoder
 from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.models.protocol import Batch, Metrics, config_from_args
-from diloco_jax.training.sharding import constrain, gather
+from diloco_jax.training.sharding import constrain, current_layout, gather
 
+Routing = Literal["capacity", "dropless"]
 MOE = "diloco_jax.training.models.moe:MoeDecoder"
 ROUTER_AXES = (None, None)  # whole on every device
 IN_AXES, OUT_AXES = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
@@ -57,6 +59,8 @@ class MoeConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
+        if self.routing not in get_args(Routing):
+            raise ValueError(f"model.args.routing is '{self.routing}'; choose from {', '.join(get_args(Routing))}")
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(
                 f"model.args.experts_per_token is {self.experts_per_token}; use 1 to num_experts ({self.num_experts})"
@@ -92,24 +96,47 @@ class Route(NamedTuple):
     dropped: Float[Array, ""]
 
 
-def route(logits: Float[Array, "t e"], experts_per_token: int, capacity: int) -> Route:
+class Choice(NamedTuple):
+    """The experts of one sequence's tokens.
+
+    Attributes:
+      experts: of every choice, the likeliest first.
+      weights: of every choice.
+      balance: as of `Route`.
+    """
+
+    experts: Int32[Array, "t a"]
+    weights: Float[Array, "t a"]
+    balance: Float[Array, ""]
+
+
+def choose(logits: Float[Array, "t e"], experts_per_token: int, normalize: bool = True) -> Choice:
     """Choose the experts of one sequence's tokens, by the router's logits in float32."""
-    length, num_experts = logits.shape
+    num_experts = logits.shape[1]
     probabilities = jax.nn.softmax(logits, axis=-1)
     top, experts = jax.lax.top_k(probabilities, experts_per_token)
+    share = jnp.mean(jax.nn.one_hot(experts.reshape(-1), num_experts, dtype=jnp.float32), axis=0)
+    weights = top / jnp.sum(top, axis=-1, keepdims=True) if normalize else top
+    return Choice(experts, weights, num_experts * jnp.sum(share * jnp.mean(probabilities, axis=0)))
+
+
+def route(logits: Float[Array, "t e"], experts_per_token: int, capacity: int, normalize: bool = True) -> Route:
+    """Give the choices of one sequence's tokens their slots."""
+    length, num_experts = logits.shape
+    choice = choose(logits, experts_per_token, normalize)
+    experts = choice.experts
     chosen = jax.nn.one_hot(experts.reshape(-1), num_experts, dtype=jnp.int32)  # [choices, experts]
     earlier = jnp.cumsum(chosen, axis=0) - chosen
     slots = jnp.sum(earlier * chosen, axis=-1).reshape(experts.shape)
     kept = slots < capacity
     token = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[:, None], experts.shape)
     tokens = jnp.full((num_experts, capacity), length, jnp.int32).at[experts, slots].set(token, mode="drop")
-    share = jnp.mean(chosen.astype(jnp.float32), axis=0)
     return Route(
         experts=experts,
         slots=slots,
-        weights=jnp.where(kept, top / jnp.sum(top, axis=-1, keepdims=True), 0.0),
+        weights=jnp.where(kept, choice.weights, 0.0),
         tokens=tokens,
-        balance=num_experts * jnp.sum(share * jnp.mean(probabilities, axis=0)),
+        balance=choice.balance,
         dropped=1 - jnp.mean(kept.astype(jnp.float32)),
     )
 
@@ -134,7 +161,10 @@ class MoeBlock(Block):
         """Apply the mixture to the normalised stream; return `balance` and `dropped` of this layer too."""
         c = self.config
         logits = x.astype(jnp.float32) @ self.router[...]
-        routes = jax.vmap(lambda one: route(one, c.experts_per_token, c.capacity(x.shape[1])))(logits)
+        if c.routing == "dropless":
+            return self._dropless(x, logits)
+        capacity = c.capacity(x.shape[1])
+        routes = jax.vmap(lambda one: route(one, c.experts_per_token, capacity, c.normalize_weights))(logits)
         # An empty slot has an index behind the sequence, which reads as zeros.
         slots = jax.vmap(lambda one, tokens: one.at[tokens].get(mode="fill", fill_value=0))(x, routes.tokens)
         slots = constrain(constrain(slots, "batch", None, None, None), "expert_batch", "expert", None, None)
@@ -145,9 +175,46 @@ class MoeBlock(Block):
         y = jnp.einsum("btad,bta->btd", choices, routes.weights.astype(x.dtype))
         return y, {"balance": jnp.mean(routes.balance), "dropped": jnp.mean(routes.dropped)}
 
+    def _dropless(
+        self, x: Float[Array, "b t d"], logits: Float[Array, "b t e"]
+    ) -> tuple[Float[Array, "b t d"], Metrics]:
+        c = self.config
+        choice = jax.vmap(lambda one: choose(one, c.experts_per_token, c.normalize_weights))(logits)
+
+        def local(x: Array, experts: Array, weights: Array, gate: Array, up: Array, down: Array) -> Array:
+            order = jnp.argsort(experts.reshape(-1))
+            sizes = jnp.bincount(experts.reshape(-1), length=c.num_experts).astype(jnp.int32)
+            rows = x.reshape(-1, x.shape[2])[order // c.experts_per_token]
+            hidden = ACTIVATIONS[c.activation](jax.lax.ragged_dot(rows, gate, sizes))
+            rows = jax.lax.ragged_dot(hidden * jax.lax.ragged_dot(rows, up, sizes), down, sizes)
+            choices = rows[jnp.argsort(order)].reshape(*experts.shape, -1)
+            y = jnp.einsum("btad,bta->btd", choices, weights.astype(x.dtype))
+            return jax.lax.psum(y, split) if split else y
+
+        layout, spread, split = current_layout(), local, None
+        if layout is not None:
+            if layout.mesh.shape["expert"] > 1:
+                raise ValueError(
+                    f"model.args.routing dropless keeps all experts on each device, but islands.mesh.expert is "
+                    f"{layout.mesh.shape['expert']}; make that 1 (fsdp shares the weights too), or routing capacity"
+                )
+            shape = self.experts_gate[...].shape
+            batch = layout.sharding(x.shape, ("batch", None, None)).spec
+            into = layout.gathered(shape, IN_AXES).spec
+            out = layout.gathered((shape[0], shape[2], shape[1]), OUT_AXES).spec
+            split = into[2]  # each device has a part of the experts' width
+            specs = (batch, batch, batch, into, into, out)
+            spread = jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=batch, check_vma=False)
+        y = spread(x, choice.experts, choice.weights, *self._weights(x.dtype))
+        return y, {"balance": jnp.mean(choice.balance), "dropped": jnp.zeros(())}
+
+    def _weights(self, dtype: jnp.dtype) -> tuple[Float[Array, "e d f"], Float[Array, "e d f"], Float[Array, "e f d"]]:
+        """Return gate, up and down of the experts as they are used."""
+        gate, up = (gather(w[...].astype(dtype), *IN_AXES) for w in (self.experts_gate, self.experts_up))
+        return gate, up, gather(self.experts_down[...].astype(dtype), *OUT_AXES)
+
     def _experts(self, slots: Float[Array, "b e c d"]) -> Float[Array, "b e c d"]:
-        gate, up = (gather(w[...].astype(slots.dtype), *IN_AXES) for w in (self.experts_gate, self.experts_up))
-        down = gather(self.experts_down[...].astype(slots.dtype), *OUT_AXES)
+        gate, up, down = self._weights(slots.dtype)
         hidden = ACTIVATIONS[self.config.activation](jnp.einsum("becd,edf->becf", slots, gate))
         return jnp.einsum("becf,efd->becd", hidden * jnp.einsum("becd,edf->becf", slots, up), down)
 
@@ -171,6 +238,6 @@ class MoeDecoder(Decoder):
 
 def decoder_of(model: ModelConfig) -> DecoderConfig | None:
     """Return the sizes and choices of a built-in decoder, None for other models."""
-    if model.module == ModelConfig().module:
+    if model.module == DECODER:
         return config_from_args(DecoderConfig, model.args)
     return config_from_args(MoeConfig, model.args) if model.module == MOE else None

@@ -1,4 +1,4 @@
-"""Images of your own, `data.module: own_images:Digits`: drawn digits, each of a place and a brightness of its own."""
+"""Images of your own, `data.module: digits:Digits`: drawn digits, each of a place and a brightness of its own."""
 
 import numpy as np
 
