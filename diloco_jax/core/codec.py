@@ -54,7 +54,6 @@ def encode(values: Mapping[str, Float[np.ndarray, "..."]], format: Format) -> by
 
     Args:
       values: of the fragment, by key; the order of the mapping does not matter.
-      format: of the wire.
 
     Raises:
       NotFinite: NaN or infinity with an integer format (the other formats carry them).
@@ -74,9 +73,7 @@ def decode(
     """Return the values that a payload holds, as new arrays, in the order of `keys_shapes`.
 
     Args:
-      payload: from `encode`.
       keys_shapes: key and shape of each tensor in any order (`Fragment.keys_shapes`).
-      format: of the wire.
 
     Raises:
       ValueError: the payload has another length than this layout has, or an impossible scale.

@@ -167,7 +167,6 @@ def take(params: Mapping[str, ArrayT], fragment: Fragment) -> dict[str, ArrayT]:
 
     Args:
       params: every tensor that the fragment touches, by path, in its full shape.
-      fragment: of a plan made for these shapes.
     """
     values: dict[str, ArrayT] = {}
     for piece in fragment.slices:
@@ -189,7 +188,6 @@ def put(params: Mapping[str, ArrayT], fragment: Fragment, values: Mapping[str, A
 
     Args:
       params: by path, in full shapes.
-      fragment: of a plan made for these shapes.
       values: by key, as `take` returns them.
 
     Raises:

@@ -149,7 +149,6 @@ def merge_rule(path: str, shape: tuple[int, ...], kind: Kind, config: MergeConfi
       path: of the whole tensor.
       shape: of the tensor or of a slice of it (equal number of axes).
       kind: what the tensor is.
-      config: the settings.
     """
     averaged = any(_matches(path, pattern) for pattern in config.average_paths)
     if config.method != "average" and kind.form == "matrix" and not averaged:

@@ -124,7 +124,6 @@ class Outer(Protocol):
         """Return what is to be added to the parameters, and the new state. Change none of the arguments.
 
         Args:
-          gradient: the merged outer gradient.
           state: from `init` or the previous call.
           params: the fragment's global values, with the same names and shapes.
         """
@@ -160,9 +159,6 @@ class Optax:
 
     Results are bit-identical between runs on one kind of machine; the compiler may fuse multiply-adds on another. Only
     a transformation that treats every element alike gives the same with every number of merge shards.
-
-    Args:
-      tx: the transformation.
     """
 
     elementwise: ClassVar[bool] = False

@@ -100,7 +100,6 @@ def pack_part(runs: Runs, buffers: Sequence[Buffer]) -> list[Buffer]:
     """Return a part as pieces: its head, then the data as they are, not copied.
 
     Args:
-      runs: which bytes they are.
       buffers: the data in the order of the runs, C-contiguous.
 
     Raises:

@@ -77,11 +77,7 @@ class Merger:
     """The arithmetic of one layout.
 
     Args:
-      layout: of the fragment, or of a shard's share of it.
       rules: how each piece is merged, in their order.
-      outer: the outer optimizer.
-      up: format of the learners' payloads.
-      down: format of the step.
       run: works on leaves; e.g. ThreadPoolExecutor.map.
     """
 
@@ -132,10 +128,8 @@ class Merger:
         """Make the next version. Changes nothing that it is given.
 
         Args:
-          values: of those who are merged.
           products: what `inspect` found of the same learners.
           weights: of the learners, with the sum 1.
-          state: the newest version.
         """
         return self.apply(values, self.shares(products, weights), state)
 
@@ -157,13 +151,7 @@ class Merger:
         ]
 
     def apply(self, values: Values, shares: Sequence[Coefficients], state: State) -> Update:
-        """Make the next version from known coefficients. Changes nothing that it is given.
-
-        Args:
-          values: of those who are merged.
-          shares: the coefficients of each unit of each piece.
-          state: the newest version.
-        """
+        """Make the next version from known coefficients. Changes nothing that it is given."""
         layout, size = self.layout, self.layout.size
         value, step = self.buffers.take(size), np.empty(self.down_bytes, np.uint8)
         residual = self.buffers.take(size) if self._rounds else NOTHING
@@ -189,12 +177,9 @@ class WeightedSum:
     """The merged outer gradient, sum_m c_m v_m, which the kernels compute block by block as they use it.
 
     Args:
-      layout: of the values.
       values: v_m.
       shares: c_m, of each unit of each piece.
       units: of each piece the size of its units; None for whole pieces.
-      format: of the values.
-      run: works on leaves.
       buffers: for new arrays.
     """
 

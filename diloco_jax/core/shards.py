@@ -100,7 +100,6 @@ def share(plan: FragmentPlan, merge: MergeConfig, count: int, *, cut: bool = Tru
     the shards up to equal shares.
 
     Args:
-      plan: the fragments.
       merge: which tensors are merged how.
       count: number of shards, at least 1.
       cut: whether averaged slices may be cut: not if the outer optimizer must see whole tensors.

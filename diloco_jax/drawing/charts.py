@@ -127,7 +127,6 @@ def settings_axis(values: Sequence[float], label: str) -> Axis:
 
     Args:
         values: above 0.
-        label: what a reader calls them.
     """
     axis = Axis(low=min(values) / 1.2, high=max(values) * 1.2, ticks=(), label=label, kind="count", log=True)
     ticks: list[Tick] = []

@@ -41,7 +41,6 @@ class Allotment:
     """The learner's side: leases that arrived, and how far it is.
 
     Args:
-        step_samples: samples of an inner step.
         keep_steps: steps whose positions are remembered, to be read again when no new lease comes.
     """
 

@@ -53,7 +53,6 @@ class Downlink:
             arrived: as told.
             longest_s: a sample counts for no more.
             decay: of the averages.
-            now_s: the driver's clock.
         """
         for fragment_id, version, ago_s in arrived:
             arrived_s = now_s - (ago_s if ago_s > 0 else 0.0)  # not in the future, whatever it says

@@ -72,8 +72,6 @@ class Membership:
         """Why this learner cannot join, or an empty string.
 
         Args:
-            hello: its greeting.
-            epoch: the syncer's life.
             rewound: the life in which the run was last put back to a snapshot: earlier ones have another history.
         """
         if hello.learner_id == SYNCER or not hello.learner_id:

@@ -184,7 +184,6 @@ def closing(fresh: int, live: int, quorum: int, closes_s: float | None, now_s: f
         live: learners that are connected, hold every fragment and were heard within the lease.
         quorum: K.
         closes_s: when the grace window ends; None while the quorum is not met.
-        now_s: the driver's clock.
     """
     if fresh < quorum or closes_s is None:
         return Closing("below quorum" if live < quorum else "collecting", fresh, live, quorum, 0.0)

@@ -57,8 +57,6 @@ class Receiver:
     """A joining learner's side.
 
     Args:
-        learner_id: its name.
-        incarnation: its life.
         config: H bounds an attempt, recovery_attempts their number, resend_s the patience.
     """
 
@@ -292,8 +290,6 @@ class Matchmaker:
         """Pass a request on, to the donor that it names or to one that is chosen now.
 
         Args:
-            message: the request.
-            global_step: the syncer's clock.
             awaited: learners that a restarted syncer still expects back.
         """
         receiver = message.learner_id

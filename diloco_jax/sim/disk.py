@@ -43,13 +43,3 @@ class Disk:
     def newest_readable(self) -> SyncerSnapshot | None:
         """Return the snapshot from which a process goes on."""
         return next((s for s in reversed(self.snapshots) if s.global_step not in self.broken), None)
-
-    def break_newest(self) -> None:
-        """Make the newest snapshot unreadable, if there is another one."""
-        readable = [s.global_step for s in self.snapshots if s.global_step not in self.broken]
-        if len(readable) > 1:
-            self.broken.add(readable[-1])
-
-    def void_after(self, snapshot: SyncerSnapshot) -> None:
-        """Remove what is later than this snapshot, to which the run goes back: it must not be taken for the newest."""
-        self.snapshots = [s for s in self.snapshots if s.global_step <= snapshot.global_step]

@@ -7,6 +7,7 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
+NEVER_S = float("inf")
 Action = Callable[[Any], None]
 
 

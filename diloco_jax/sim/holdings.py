@@ -33,14 +33,7 @@ Steps = Mapping[tuple[int, int, int], Step]  # life of the syncer, fragment, ver
 
 
 class Holdings:
-    """The memory of one process.
-
-    Args:
-        name: of the learner.
-        incarnation: of the process.
-        scenario: what is simulated.
-        steps: payloads that the syncer has made.
-    """
+    """The memory of one process."""
 
     __slots__ = ("_incarnation", "_name", "_scenario", "_steps", "anchors", "copies", "heads", "kept")
 

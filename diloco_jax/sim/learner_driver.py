@@ -23,8 +23,7 @@ from diloco_jax.protocol.messages import (
     StatePart,
     SyncerMessage,
 )
-from diloco_jax.sim.engine import Action
-from diloco_jax.sim.faults import NEVER_S
+from diloco_jax.sim.engine import NEVER_S, Action
 from diloco_jax.sim.holdings import HELD, Holdings
 from diloco_jax.sim.network import Deliver, Garbled, SimulatedLink
 from diloco_jax.sim.node import LearnerProcess, Node, SavedCopy
@@ -41,11 +40,8 @@ class LearnerDriver:
     """The driver of one learner. Its state is that of the node and of the process that runs.
 
     Args:
-        world: where it runs.
-        node: the learner.
         accept: dials the syncer; None when nobody listens.
         left: called when the learner has left for good.
-        make: builds the machine.
     """
 
     __slots__ = ("_accept", "_engine", "_left", "_make", "_observers", "_send", "_world", "node")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from diloco_jax.protocol.effects import AdoptState, Effect
 from diloco_jax.protocol.learner.machine import Learner
@@ -12,7 +12,7 @@ from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import GlobalFragment, LearnerMessage, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.faults import NEVER_S, Fault
+from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.holdings import Holdings, Value
 from diloco_jax.sim.network import Garbled, SimulatedLink
 from diloco_jax.sim.pace import StepPace
@@ -89,20 +89,12 @@ class Node:
         """A value that changes when a process starts or ends."""
         return self.incarnation, self.process is not None
 
-    def hasten(self, factor: float) -> None:
-        """End a slow phase of this factor."""
-        self.factor /= factor
-
-    def detoxify(self) -> None:
-        """End a phase in which values are of no use."""
-        self.poisoned -= 1
-
 
 class Observer:
     """Sees everything that happens and changes nothing. Checkers and timelines derive from it."""
 
-    def on_fault(self, fault: Fault, now_s: float) -> None:
-        """See a fault begin."""
+    def on_fault(self, fault: Any, now_s: float) -> None:
+        """See a fault begin, where there are any."""
 
     def on_read(self, process: LearnerProcess, message: GlobalFragment, ok: bool, now_s: float) -> None:
         """See that a learner has read a global fragment that its machine wants; ok: with the right digest."""
@@ -137,7 +129,6 @@ class Observer:
         Args:
             machine: after a restart what the tape made of it.
             rewound_to: global step of the snapshot to which the run goes back, -1 for a restart.
-            now_s: the time.
         """
 
     def end(self) -> None:

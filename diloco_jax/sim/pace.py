@@ -29,7 +29,6 @@ class Steady:
     Args:
         step_s: the shortest.
         noise: a step takes up to this share longer.
-        random: source of randomness.
     """
 
     __slots__ = ("_noise", "_random", "_step_s")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.progress import Budget
-from diloco_jax.sim.faults import NEVER_S, Fault
+from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.network import NetworkOptions
 
 
@@ -24,8 +24,6 @@ class Scenario:
     """Merged tokens after which it is complete already; 0: no budget."""
     network: NetworkOptions = field(default_factory=NetworkOptions)
     """What messages suffer."""
-    faults: tuple[Fault, ...] = ()
-    """What happens to learners and to the syncer, sorted by time."""
     step_s: float = 1.0
     """Seconds per inner step of the fastest learner."""
     speed_spread: float = 0.1

@@ -1,17 +1,11 @@
-"""Lives and deaths of the syncer's process: as runtime/syncer/begin.py.
-
-Restart: the newest readable snapshot, then every decision after it from the tape; newer values come from learners.
-Rewind: every process died; the newest readable snapshot alone, and what came after it is void.
-"""
+"""The syncer's machine, its disk, and the process that serves learners."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.syncer.tape import lives, replay
 from diloco_jax.sim.disk import Disk
-from diloco_jax.sim.faults import NEVER_S, Fault
 from diloco_jax.sim.holdings import Value, digest_of
 from diloco_jax.sim.learner_driver import LearnerDriver
 from diloco_jax.sim.network import Deliver, SimulatedLink
@@ -19,18 +13,9 @@ from diloco_jax.sim.node import LearnerProcess
 from diloco_jax.sim.syncer_process import SyncerProcess
 from diloco_jax.sim.world import FINGERPRINT, MakeSyncer, World
 
-RESTART_S = 3.0  # learners start again within this time after a rewind
-
 
 class SyncerHost:
-    """The syncer's disk, and the process that runs beside it or ran there last.
-
-    Args:
-        world: where it runs.
-        learners: who may be connected.
-        make_syncer: builds the machine.
-        taped: whether the tape is written; without it no process can be restarted.
-    """
+    """The syncer's disk, and the process that runs beside it or ran there last."""
 
     def __init__(
         self, world: World, learners: Mapping[str, LearnerDriver], make_syncer: MakeSyncer, taped: bool
@@ -65,78 +50,5 @@ class SyncerHost:
         """Answer a learner that dials, if a process runs."""
         return self.process.accept(learner, down) if self.process.alive else None
 
-    def crash(self) -> None:
-        """End the process now, or in the middle of what its next input asks for."""
-        random = self._engine.random
-        if not self.process.alive:
-            return
-        if random.random() < 0.3:
-            self._on_death()
-        else:
-            self.process.dies_after = random.choice((0, 0, 1, 2, random.randint(0, 20)))
-
     def _on_death(self) -> None:
-        """Let nothing of the process be left; whoever was connected finds out soon."""
-        process, engine = self.process, self._engine
-        if not process.alive:
-            return
-        process.alive = False
-        for learner in self._learners.values():
-            connected = learner.node.process
-            if connected is not None and connected.link is not None:
-                connected.link.alive = False
-                notice_s = engine.random.choice((0.01, 0.01, 1.0)) * engine.random.random()
-                engine.at(engine.now_s + notice_s, learner.on_syncer_gone, connected.link)
-        for observer in self._world.observers:
-            observer.on_syncer_died(process.machine, engine.now_s)
-
-    def restart(self) -> None:
-        """Begin a new process in the folder of the dead one."""
-        if self.process.alive:  # its end was planned, but nothing happened since
-            self._on_death()
-        snapshot, machine, states = self.disk.newest_readable(), self.new_syncer(), {}
-        values, start, loaded = self._initial(), 0, -1
-        if snapshot is not None:
-            states[snapshot.global_step] = snapshot.state()
-            machine.restore(dict(snapshot.state()))
-            values, start, loaded = list(snapshot.values), snapshot.tape_lines, snapshot.global_step
-        for _ in replay(self.disk.tape[start:], machine, states):
-            pass
-        process = self.process = self._new_process(machine, values)
-        now_s = self._engine.now_s
-        for observer in self._world.observers:
-            observer.on_syncer_back(machine, -1, now_s)
-        versions, digests = [version for version, _ in values], [digest for _, digest in values]
-        process.execute(process.taped.on_restart(versions, digests, loaded, now_s))
-
-    def end_all(self, fault: Fault) -> bool:
-        """End every process, but those of a few learners that nobody finds; False if the run could not go on."""
-        if self.disk.newest_readable() is None or self.process.machine.finished:
-            return False
-        if fault.breaks_snapshot:
-            self.disk.break_newest()
-        self._on_death()
-        for name, learner in self._learners.items():
-            if learner.node.process is not None and name not in fault.learners:
-                learner.kill(learner.node.process, NEVER_S)
-        return True
-
-    def rewind(self) -> None:
-        """Go on with the run from its newest readable snapshot."""
-        snapshot = self.disk.newest_readable()
-        assert snapshot is not None, "a rewind without a snapshot"
-        now_s = self._engine.now_s
-        for learner in self._learners.values():
-            node = learner.node
-            if node.process is None and not node.gone and node.incarnation > 0:
-                learner.start_later(now_s + RESTART_S * self._engine.random.random())
-        if self.process.alive:  # somebody restarted it meanwhile
-            if self.process.machine.finished:
-                return
-            self._on_death()
-        self.disk.void_after(snapshot)
-        epoch = lives(self.disk.tape) + 1
-        process = self.process = self._new_process(self.new_syncer(), snapshot.values)
-        for observer in self._world.observers:
-            observer.on_syncer_back(process.machine, snapshot.global_step, now_s)
-        process.execute(process.taped.on_rewind(snapshot.state(), snapshot.global_step, epoch, now_s))
+        """Take note that the process has died; without faults it never does."""

@@ -14,7 +14,7 @@ from diloco_jax.protocol.messages import AnchorValue, LearnerMessage, Stop
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.sim.disk import Disk, SyncerSnapshot
-from diloco_jax.sim.faults import NEVER_S
+from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.holdings import Step, Value, digest_of
 from diloco_jax.sim.network import Deliver, Garbled, SimulatedLink
 from diloco_jax.sim.node import LearnerProcess
@@ -24,16 +24,7 @@ HANDLED = frozenset((Merge, Restore, SaveSnapshot))
 
 
 class SyncerProcess:
-    """One process.
-
-    Args:
-        world: where it runs.
-        disk: what it finds there, and writes to.
-        machine: what it drives.
-        values: newest value of each fragment that it has.
-        taped: whether it writes the tape.
-        die: ends it, whenever that is.
-    """
+    """One process."""
 
     def __init__(
         self, world: World, disk: Disk, machine: Syncer, values: list[Value], taped: bool, die: Callable[[], None]

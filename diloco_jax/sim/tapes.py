@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ LOSS = 1.0
 class LearnerTapes(Observer):
     """Writes down what every life of every learner does."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, faults: Sequence[str] = ()) -> None:
+        self._faults = list(faults)
         self.lines: dict[tuple[str, int], list[str]] = {}  # by name and incarnation
         self._cluster = cluster
 
@@ -88,7 +90,7 @@ class LearnerTapes(Observer):
             "total_steps": scenario.total_steps,
             "budget": list(scenario.budget),
             "step_samples": {name: node.step_samples for name, node in self._cluster.nodes.items()},
-            "faults": [str(fault) for fault in scenario.faults],
+            "faults": self._faults,
             "protocol": asdict(scenario.config),
         }
         (folder / "scenario.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")

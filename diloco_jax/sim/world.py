@@ -16,19 +16,20 @@ FINGERPRINT = (("model", "simulated"),)
 
 MakeLearner = Callable[..., Learner]  # as Learner(...)
 MakeSyncer = Callable[..., Syncer]  # as Syncer(...)
+MakeNetwork = Callable[..., Network]  # as Network(...)
 
 
 class World:
     """Time, network and bytes of one simulation.
 
     Args:
-        scenario: what is simulated.
+        make_network: builds the network; of a run with faults it is another.
     """
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, make_network: MakeNetwork = Network) -> None:
         self.scenario = scenario
         self.engine = Engine(scenario.seed)
-        self.network = Network(self.engine, scenario.network, faultless=not scenario.faults)
+        self.network = make_network(self.engine, scenario.network)
         self.observers: list[Observer] = []
         self.steps: dict[tuple[int, int, int], Step] = {}  # life of the syncer, fragment, version -> payload
         self.useless: set[tuple[str, int]] = set()  # learner and round of values that cannot be used

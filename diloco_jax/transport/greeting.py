@@ -67,9 +67,6 @@ def offer_model(config: TransportConfig, learner_id: str, layout: str, values: I
     """Bring the model of a run that has none; return why it was not taken, "" if it was.
 
     Args:
-        config: how to reach the syncer.
-        learner_id: our name.
-        layout: of the model.
         values: the bytes of its tensors; read twice.
 
     Raises:
@@ -102,7 +99,6 @@ class DescriptionDesk:
     """Serves the method DESCRIBE of one listener.
 
     Args:
-        gate: decides who may ask.
         coming: tells whether a learner is bringing the run's model.
 
     Attributes:
@@ -128,8 +124,6 @@ class ModelDesk:
     """A listener for a run without a model, which takes the first one that is offered.
 
     Args:
-        config: how it listens.
-        description: of the run, without a layout.
         measure: returns the bytes of a layout's values, and raises ValueError for one that cannot be taken.
 
     Attributes:

@@ -104,11 +104,7 @@ def connect(
     """Open a session with the syncer at `config.address`, waiting for it at most `config.connect_timeout_s`.
 
     Args:
-        config: How; its files are read anew at every call.
-        run_id: Name of the run, the same on both sides.
         epoch: Newest life of the syncer that we have heard of; a syncer of an earlier one refuses. 0: none.
-        learner_id: Our name. With certificates, that of ours.
-        incarnation: Grows with every start of this learner.
         partials: What earlier sessions of this process with this syncer were cut off from, to be continued; what this
             one leaves is added. None: payloads that are cut are sent anew.
         inbox: Where deliveries go, if several links share one; whoever shares it receives those of all.

@@ -65,9 +65,6 @@ class ProbeDesk:
     """Serves the method PROBE of one listener.
 
     Args:
-        run_id: name of the run.
-        gate: decides who may ask.
-        sessions: tells how many learners are connected.
         shards: addresses of further listeners, as `calls.pack_shards` writes them.
 
     Attributes:

@@ -43,8 +43,6 @@ def ask(config: TransportConfig, method: str, request: bytes, read: Callable[[by
     """Return the answer of the syncer at `config.address` to one question.
 
     Args:
-        config: how to ask.
-        method: of the service.
         request: the question's bytes.
         read: makes the answer of its bytes.
         name: who asks; it stands for "{name}" in the files of the config.
@@ -63,13 +61,7 @@ def ask(config: TransportConfig, method: str, request: bytes, read: Callable[[by
 
 
 def failure(config: TransportConfig, error: Exception, name: str) -> TransportError:
-    """Return the error that says to people why a question got no answer.
-
-    Args:
-        config: how the syncer was asked.
-        error: that gRPC raised.
-        name: who asked.
-    """
+    """Return the error that says to people why a question got no answer."""
     if not isinstance(error, grpc.Call):
         return TransportError(f"the syncer at {config.address} ended the call without an answer")
     if error.code() in DENIALS:

@@ -45,13 +45,6 @@ class Dialler:
     """Connects a learner to its syncer again and again, and keeps what cut sessions have left.
 
     Args:
-        config: of the transport, with the syncer's address.
-        run_id: name of the run.
-        learner_id: our name.
-        incarnation: grows with every start of this learner.
-        shares: how the model is dealt out.
-        up: format of the values that learners send.
-        down: format of the steps that come back.
         host: which of the island's hosts we are; 0 leads.
         hosts: number of the island's hosts. With more than one, the payload of every FragmentValue that is sent is a
             part (core/parts.py), an empty one if the host has no value to send.
@@ -117,12 +110,7 @@ class ShardedLink:
     """One link over several sessions; a Dialler makes it.
 
     Args:
-        control: the session with the syncer.
         shards: those with its shards, in their order.
-        inbox: of all of them.
-        shares: how the model is dealt out.
-        up: format of the values that learners send.
-        down: format of the steps that come back.
         in_parts: whether the values that are sent are parts, those of one of several hosts.
     """
 

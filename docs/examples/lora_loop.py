@@ -1,8 +1,9 @@
-"""Fine-tuning with LoRA in Flax NNX: only the adapters train, and only they travel between islands.
+"""Fine-tuning of a public model with LoRA: only the adapters train, and only they travel between islands.
 
-    python docs/examples/lora_loop.py --syncer 127.0.0.1:50051 --name a
+    python docs/examples/lora_loop.py --weights FOLDER --syncer 127.0.0.1:50051 --name a
 
-Lines that end with `# island` make it one. The model predicts bytes of the source of Python's standard library.
+FOLDER has the model as Hugging Face's hub has it: config.json, *.safetensors and tokenizer.json. Lines that end with
+`# island` make the loop one. The text is the source of Python's standard library.
 """
 
 from __future__ import annotations
@@ -16,75 +17,65 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro  # island
-from flax import nnx
 
 import diloco_jax  # island
+from diloco_jax.training.convert.families import from_hf
+from diloco_jax.training.convert.weights import Weights
+from diloco_jax.training.data.tokenizer import open_tokenizer
+from diloco_jax.training.models.protocol import join_model, load_model, split_model
 
-BATCH, LENGTH, CONTEXT = 16, 64, 8
-CHANGE = 32  # the bit of a byte that tells upper from lower case; the base model learned the text without the change
-TEXT = np.frombuffer(b"".join(file.read_bytes() for file in sorted(Path(os.__file__).parent.glob("*.py"))), np.uint8)
-
-
-def load(positions: np.ndarray) -> np.ndarray:
-    """Return the windows of the text at these positions of the run's order: int32 [batch, length + 1]."""
-    starts = positions * 1_000_003 % (len(TEXT) - LENGTH)
-    return TEXT[starts[:, None] + np.arange(LENGTH + 1)].astype(np.int32)
-
-
-class Bytes(nnx.Module):
-    """A model of the next byte, from up to `CONTEXT` bytes before it, with adapters of rank 8."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        """Draw the parameters."""
-        self.embed = nnx.Embed(256, 32, rngs=rngs)
-        self.hidden = nnx.LoRALinear(CONTEXT * 32, 128, lora_rank=8, rngs=rngs)
-        self.out = nnx.LoRALinear(128, 256, lora_rank=8, rngs=rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Return logits [batch, length, 256]."""
-        x = self.embed(tokens)
-        x = jnp.concatenate([jnp.pad(x, ((0, 0), (k, 0), (0, 0)))[:, : x.shape[1]] for k in range(CONTEXT)], axis=-1)
-        return self.out(nnx.gelu(self.hidden(x)))
-
-
+BATCH, LENGTH, RANK = 8, 64, 8
+TEXT = "".join(file.read_text(errors="replace") for file in sorted(Path(os.__file__).parent.glob("a*.py")))
 OPTIMIZER = optax.adam(1e-2)
+
+Values = dict[str, Any]
+
+
+def public(folder: str) -> tuple[Any, Values, np.ndarray]:
+    """Return the structure of a public model, its parameters by path, and the text in its tokens."""
+    weights = Weights(folder)
+    model = from_hf(weights.config)
+    graphdef, _ = jax.eval_shape(lambda: split_model(load_model(model.module, model.args, 0)))
+    return graphdef, dict(weights.read(model)), np.array(open_tokenizer(folder).encode(TEXT), np.int32)
+
+
+def fresh(base: Values, key: jax.Array) -> Values:
+    """Return adapters of all matrices between embedding and logits, which change nothing yet."""
+    shapes = {path: value.shape for path, value in base.items() if path.endswith("kernel")}
+    return {
+        path: {
+            "a": jax.random.normal(jax.random.fold_in(key, i), (rows, RANK)) / rows**0.5,
+            "b": jnp.zeros((RANK, columns)),
+        }
+        for i, (path, (rows, columns)) in enumerate(sorted(shapes.items()))
+    }
 
 
 @jax.jit(static_argnums=0)
-def train_step(
-    structure: Any, trained: Any, frozen: Any, opt_state: Any, tokens: jax.Array
-) -> tuple[Any, Any, dict[str, jax.Array]]:
-    """Make one step of what is trained."""
+def train_step(graphdef: Any, params: Values, base: Values, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, Any]:
+    """Make one step of the adapters."""
 
-    def loss_of(trained: Any) -> jax.Array:
-        logits = nnx.merge(structure, trained, frozen)(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    def loss_of(params: Values) -> jax.Array:
+        adapted = base | {path: base[path] + pair["a"] @ pair["b"] for path, pair in params.items()}
+        return join_model(graphdef, adapted).loss({"tokens": tokens})[0]
 
-    loss, gradient = jax.value_and_grad(loss_of)(trained)
+    loss, gradient = jax.value_and_grad(loss_of)(params)
     updates, opt_state = OPTIMIZER.update(gradient, opt_state)
-    return optax.apply_updates(trained, updates), opt_state, {"loss": loss}
+    return optax.apply_updates(params, updates), opt_state, {"loss": loss}
 
 
-def pretrained() -> Bytes:
-    """Return what a checkpoint would hold elsewhere: the model after 200 steps on the text, the same on each island."""
-    model = Bytes(nnx.Rngs(0))
-    structure, adapters, base = nnx.split(model, nnx.LoRAParam, ...)
-    opt_state = OPTIMIZER.init(base)
-    for step in range(200):
-        base, opt_state, _ = train_step(structure, base, adapters, opt_state, load(np.arange(BATCH) - BATCH * step))
-    return nnx.merge(structure, adapters, base)
-
-
-def train(syncer: str | None = None, name: str | None = None) -> None:  # island
+def train(weights: str, syncer: str | None = None, name: str | None = None) -> None:  # island
     """Train until the run is over."""
-    structure, params, base = nnx.split(pretrained(), nnx.LoRAParam, ...)
+    graphdef, base, ids = public(weights)
+    params = fresh(base, jax.random.key(0))
     opt_state = OPTIMIZER.init(params)
     sizes = {"samples_per_step": BATCH, "tokens_per_step": BATCH * LENGTH}  # island
     with diloco_jax.join(syncer, name=name, params=params, opt_state=opt_state, **sizes) as island:  # island
         params, opt_state = island.state().values()  # island
         while island.training:  # island
-            tokens = load(island.next_samples()) ^ CHANGE  # island
-            params, opt_state, metrics = train_step(structure, params, base, opt_state, tokens)
+            starts = island.next_samples() * LENGTH % (len(ids) - LENGTH)  # island
+            tokens = ids[starts[:, None] + np.arange(LENGTH + 1)]
+            params, opt_state, metrics = train_step(graphdef, params, base, opt_state, tokens)
             params = island.after_step(params, metrics, opt_state=opt_state)  # island
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim.cluster import Cluster
-from diloco_jax.sim.faults import NEVER_S
+from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.scenario import Scenario
 from invariants.draw import random_scenario
 from invariants.verdict import Timeline, judge

@@ -5,10 +5,11 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import dataclass, field
 
+from faulty.cluster import FaultyCluster
+
 from diloco_jax.protocol.effects import Drop, Finish, Note, SaveSnapshot
 from diloco_jax.protocol.messages import FragmentValue, Hello, LearnerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.node import Effects, LearnerProcess
 from invariants.checker import Checker
 
@@ -31,7 +32,7 @@ class Counted:
 class BudgetHolds(Checker):
     """No token counts twice, the end is where they reach the budget, and no schedule is further than they are."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: FaultyCluster) -> None:
         super().__init__(cluster)
         self._budget, self._step_tokens = cluster.scenario.budget
         self._reach = (

@@ -6,12 +6,13 @@ machine and its own state agree on is still found. The numbers of the rules are 
 
 from __future__ import annotations
 
+from faulty.cluster import FaultyCluster
+from faulty.scenario import FaultyScenario
+
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.restoring import REPETITIONS_MAX
-from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.holdings import Value
 from diloco_jax.sim.node import LearnerProcess, Observer
-from diloco_jax.sim.scenario import Scenario
 
 
 class Violation(AssertionError):
@@ -21,7 +22,7 @@ class Violation(AssertionError):
 class Checker(Observer):
     """An observer of one cluster that raises Violation."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: FaultyCluster) -> None:
         self.cluster = cluster
         self.config = cluster.scenario.config
         self.lives = 1  # of the syncer's process
@@ -43,7 +44,7 @@ class Checker(Observer):
         self.lineages[self.lives] = self.lineage
 
 
-def longest_step_s(scenario: Scenario) -> float:
+def longest_step_s(scenario: FaultyScenario) -> float:
     """Return the upper bound of a healthy learner's step."""
     return scenario.step_s * (1 + scenario.speed_spread) * (1 + scenario.step_noise)
 
@@ -55,7 +56,7 @@ class HealthyChecker(Checker):
     timeout of the protocol; way_s the longest way of a message.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: FaultyCluster) -> None:
         super().__init__(cluster)
         scenario, network, config = cluster.scenario, cluster.scenario.network, self.config
         self.healed_s = max([network.heals_s, *(fault.over_s for fault in scenario.faults)])

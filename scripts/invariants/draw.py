@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
+from faulty.faults import ARMED, ARMED_S, Fault
+from faulty.network import TroubledOptions
+from faulty.scenario import FaultyScenario
+
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.sim.faults import ARMED, ARMED_S, NEVER_S, Fault
-from diloco_jax.sim.network import NetworkOptions
-from diloco_jax.sim.scenario import Scenario
+from diloco_jax.sim.engine import NEVER_S
 
 LEARNERS_MAX = 8
 WEIGHTS = {  # what random_faults draws, and how often; other kinds happen when a scenario says so
@@ -27,11 +29,11 @@ WEIGHTS = {  # what random_faults draws, and how often; other kinds happen when 
 KINDS = tuple(WEIGHTS)
 
 
-def random_scenario(seed: int) -> Scenario:
+def random_scenario(seed: int) -> FaultyScenario:
     """Draw a scenario with random settings and faults, the same for equal seeds."""
     random = Random(seed)
     learners = random.randint(1, LEARNERS_MAX)
-    names = Scenario(learners=learners).names
+    names = FaultyScenario(learners=learners).names
     joining = names[learners - random.randint(0, max(0, learners - 1)) // 2 :]  # fewer than half come late
     stayers = [name for name in names if name not in joining]
     leaving = stayers[1:][: random.choice((0, 0, 1, 2))]  # the first one always stays
@@ -41,7 +43,7 @@ def random_scenario(seed: int) -> Scenario:
     faults += [Fault(random.uniform(0.0, until_s), random.choice(("leave", "drain")), (name,)) for name in leaving]
     faults += [Fault(random.uniform(0.5, until_s), "join", (name,)) for name in joining]
     most_samples = random.choice((1, 1, 4, 8))
-    drawn = Scenario(
+    drawn = FaultyScenario(
         config=config,
         learners=learners,
         total_steps=random.choice((20, 50, 80)) + 2 * config.sync_every,
@@ -94,9 +96,9 @@ def _random_config(random: Random, stayers: int) -> ProtocolConfig:
     )
 
 
-def _random_network(random: Random, until_s: float) -> NetworkOptions:
+def _random_network(random: Random, until_s: float) -> TroubledOptions:
     lossy = random.random() < 0.6
-    return NetworkOptions(
+    return TroubledOptions(
         delay_s=random.choice((0.001, 0.01, 0.1, 0.6)),
         jitter_s=random.choice((0.0, 0.01, 0.3)),
         bandwidth_bytes_per_s=random.choice((0.0, 1e7, 1e9)),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from faulty.cluster import FaultyCluster
+
 from diloco_jax.protocol.effects import Adopt, AdoptState, Drop, Finish, Send, Stage, Unstage, UnstageState
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import AnchorRequest, FragmentValue, PullRequest, StatePull, StepReport, SyncerMessage
-from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.node import Effects, LearnerProcess
 from invariants.checker import Checker
 
@@ -20,7 +21,7 @@ class NeverWaits(Checker):
     Whatever happens meanwhile: the syncer is dead, leases are used up, another learner takes its state over.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: FaultyCluster) -> None:
         super().__init__(cluster)
         self._ended: dict[tuple[str, int], float] = {}
 
@@ -47,7 +48,7 @@ class StepsUndisturbed(Checker):
     ANSWERED = (PullRequest, AnchorRequest, StatePull)
     DONE = (Send, Drop, Unstage, UnstageState, Finish)  # the rest touches the training state, or is of a recovery
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: FaultyCluster) -> None:
         super().__init__(cluster)
         self._began: dict[tuple[str, int], tuple[object, ...]] = {}
 
@@ -75,7 +76,7 @@ def _depended_on(machine: Learner) -> tuple[object, ...]:
 class FreshLearnersKeepQuiet(Checker):
     """A learner neither steps, reports nor contributes before it holds a global value of every fragment."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: FaultyCluster) -> None:
         super().__init__(cluster)
         self._held: dict[tuple[str, int], set[int]] = defaultdict(set)
 
@@ -98,7 +99,7 @@ class FreshLearnersKeepQuiet(Checker):
 class CopiesBounded(Checker):
     """Staged copies are few, each is freed once, and a value is sent only from a copy that is there."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: FaultyCluster) -> None:
         super().__init__(cluster)
         self._staged: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(dict)
 

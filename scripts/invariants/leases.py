@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 
+from faulty.cluster import FaultyCluster
+
 from diloco_jax.protocol.effects import Send
 from diloco_jax.protocol.leases import BOOK
 from diloco_jax.protocol.messages import LearnerMessage, Lease
-from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.node import Effects, LearnerProcess
 from diloco_jax.tools.replay.auditor import Auditor
 from diloco_jax.tools.replay.sample_book import Life, RangeMap, joined
@@ -19,7 +20,7 @@ COMPARED_EVERY = 20  # inputs of the syncer
 class LeasesAccount(Checker):
     """Every index that was handed out has exactly one fate, and nobody reads what was not leased to it."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: FaultyCluster) -> None:
         super().__init__(cluster)
         self._auditor = Auditor(self.config.num_fragments)
         self._lines = 1  # of the tape that were taken; the first one, of the beginning, leases nothing

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from faulty.cluster import FaultyCluster
+
 from diloco_jax.protocol.effects import Adopt, Note
 from diloco_jax.protocol.messages import LearnerMessage, SyncerMessage
-from diloco_jax.sim.cluster import Cluster
-from diloco_jax.sim.faults import NEVER_S
+from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.node import Effects, LearnerProcess
 from invariants.checker import HealthyChecker, longest_step_s
 
@@ -13,7 +14,7 @@ from invariants.checker import HealthyChecker, longest_step_s
 class RoundsAdvance(HealthyChecker):
     """Rounds close within a bound, the run completes, and every learner hears of it."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: FaultyCluster) -> None:
         super().__init__(cluster)
         self._progress_s = 0.0
 
@@ -40,7 +41,7 @@ class RoundsAdvance(HealthyChecker):
 class EverybodyTrains(HealthyChecker):
     """Whoever is connected begins to train within a bound, with a state of somebody else or without."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: FaultyCluster) -> None:
         super().__init__(cluster)
         self._trained: set[tuple[str, int]] = set()
 
@@ -60,7 +61,7 @@ class EverybodyTrains(HealthyChecker):
 class VersionsConverge(HealthyChecker):
     """Whoever is connected adopts every new version, or a newer one, within a bound."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: FaultyCluster) -> None:
         super().__init__(cluster)
         self._made: list[tuple[float, int, int, dict[str, int]]] = []  # when, fragment, version, who must get it
         self._held: dict[tuple[str, int, int], int] = {}

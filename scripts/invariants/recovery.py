@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
+from faulty.cluster import FaultyCluster
+
 from diloco_jax.protocol.effects import AdoptState, Finish, Send, StageState, UnstageState
 from diloco_jax.protocol.messages import Advance, GlobalFragment, StateRequest, Stop, SyncerMessage, Welcome
-from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.holdings import Value, digest_of
 from diloco_jax.sim.node import Effects, LearnerProcess
 from diloco_jax.tools.replay.sample_book import Life
@@ -29,7 +30,7 @@ class RecoveryIsWhole(Checker):
     The donor had heard of everything that its receiver had, keeps few copies, and frees each.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: FaultyCluster) -> None:
         super().__init__(cluster)
         self._heard: dict[Life, int] = defaultdict(int)  # newest global step
         self._decided: dict[Life, int] = {}  # the clock when a state was chosen

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from faulty.cluster import FaultyCluster
+
 from diloco_jax.protocol.effects import Adopt, Send
 from diloco_jax.protocol.messages import (
     NO_VERSION,
@@ -16,7 +18,6 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.syncer.downstream import STEPS_MAX
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.holdings import Value
 from diloco_jax.sim.node import Effects, LearnerProcess
 from invariants.checker import Checker
@@ -27,7 +28,7 @@ Fragment = tuple[str, int, int]  # a learner's name and incarnation, and the num
 class StepsApply(Checker):
     """A step is applied to its base only and leads to the value that the syncer made; nothing else is ever adopted."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: FaultyCluster) -> None:
         super().__init__(cluster)
         self._values = list(self.values)  # before the newest merge
         self._made = {(0, fragment_id, version): digest for fragment_id, (version, digest) in enumerate(self._values)}
@@ -77,7 +78,7 @@ class WholeWhereNeeded(Checker):
     has to be repeated is a step to whoever reports to hold its base.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: FaultyCluster) -> None:
         super().__init__(cluster)
         self._values = list(self.values)  # before the newest merge
         self._bases: dict[int, Value] = {}  # of the newest versions, in this life of the syncer

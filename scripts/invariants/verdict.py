@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from faulty.cluster import FaultyCluster
+from faulty.faults import Fault
+from faulty.scenario import FaultyScenario
+
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import SYNCER, LearnerMessage, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.cluster import Cluster
-from diloco_jax.sim.faults import Fault
 from diloco_jax.sim.node import Effects, LearnerProcess, Observer
-from diloco_jax.sim.scenario import Scenario
 from diloco_jax.sim.tapes import LearnerTapes
 from diloco_jax.sim.world import MakeLearner, MakeSyncer
 from invariants.all import CHECKERS
@@ -25,7 +26,7 @@ UNTIL_S = 10_000.0  # of virtual time; far beyond the end of any healthy run
 class Verdict(NamedTuple):
     """Outcome of a run."""
 
-    scenario: Scenario
+    scenario: FaultyScenario
     problem: str  # empty when every rule held
     events: int
     simulated_s: float
@@ -93,7 +94,7 @@ def _text(effect: Effect) -> str:
 
 
 def judge(
-    scenario: Scenario,
+    scenario: FaultyScenario,
     *,
     checkers: Sequence[type[Checker]] = CHECKERS,
     observers: Sequence[Observer] = (),
@@ -115,8 +116,8 @@ def judge(
         ValueError: `tapes` holds some already.
         OSError: `tapes` cannot be written.
     """
-    cluster = Cluster(scenario, make_learner=make_learner, make_syncer=make_syncer)
-    recorder = LearnerTapes(cluster) if tapes is not None else None
+    cluster = FaultyCluster(scenario, make_learner=make_learner, make_syncer=make_syncer)
+    recorder = LearnerTapes(cluster, list(map(str, scenario.faults))) if tapes is not None else None
     cluster.watch(*observers, *([recorder] if recorder is not None else []), *(make(cluster) for make in checkers))
     problem = ""
     try:

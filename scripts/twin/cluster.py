@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+from faulty.cluster import FaultyCluster
+from faulty.faults import Fault
+from faulty.network import TroubledOptions
+from faulty.scenario import FaultyScenario
+
 from diloco_jax.protocol.effects import Note, Send
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import FragmentValue, LearnerMessage, StepReport, SyncerMessage
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.stats import RunStats
-from diloco_jax.sim.cluster import Cluster
-from diloco_jax.sim.faults import Fault
-from diloco_jax.sim.network import NetworkOptions
 from diloco_jax.sim.node import Effects, LearnerProcess, Observer
 from diloco_jax.sim.pace import Steady
-from diloco_jax.sim.scenario import Scenario
 from twin.calibration import Calibration
 from twin.real_run import RunSettings
 
@@ -44,7 +45,7 @@ class LocalPace(Steady):
 class BadValues(Observer):
     """The values that are of no use, counted where they are sent."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: FaultyCluster) -> None:
         self._cluster = cluster
         self._left: dict[tuple[str, int], int] = {}  # name and incarnation of a process -> bad values to come
 
@@ -86,12 +87,12 @@ class LocalRun:
         }
         joins = [Fault(after_s, "join", (name,)) for name, after_s in calibration.first_step_s.items()]
         known = [fault for fault in faults if fault.kind != BAD_VALUES]
-        self.cluster = Cluster(
-            Scenario(
+        self.cluster = FaultyCluster(
+            FaultyScenario(
                 config=settings.protocol,
                 learners=len(settings.names),
                 total_steps=settings.total_steps,
-                network=NetworkOptions(delay_s=calibration.delay_s),
+                network=TroubledOptions(delay_s=calibration.delay_s),
                 faults=tuple(sorted([*joins, *known])),
                 merge_s=calibration.merge_s,
                 payload_bytes=calibration.value_bytes,

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from diloco_jax.sim.faults import Fault
+from faulty.faults import Fault
+
 from twin.calibration import Calibration
 from twin.cluster import restart_s
 from twin.real_run import RealFault, RunSettings

@@ -16,8 +16,11 @@ import numpy as np
 import pytest
 import yaml
 
+from diloco_jax.cli.main import main
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
+from diloco_jax.training.data.tokenizer import train_tokenizer
 from tests.runtime.helpers import ROOT, environment, start, wait_for
+from tests.tools.export.folders import drawn, make_run, model_of
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
 
@@ -38,7 +41,7 @@ LOOPS = {
     "linen_loop": ("flax", 2, 74_112),
     "equinox_loop": ("equinox", 1, 74_112),
     "haiku_loop": ("haiku", 1, 74_112),
-    "lora_loop": ("flax", 1, 6_144),
+    "lora_loop": ("flax", 2, 7_424),
     "keras_fit": ("keras", 1, 74_112),
 }
 
@@ -104,13 +107,24 @@ def test_the_readme_counts_the_lines_that_make_an_island() -> None:
     assert counted["levanter"] <= 20
 
 
+def public_model(folder: Path) -> Path:
+    """A model as one gets it from others, with its tokenizer; it expects single tokens with too much confidence."""
+    train_tokenizer(["def island(syncer):\n    return syncer.merge()\n"], 300, folder)
+    values = drawn(model_of())
+    values["embed/embedding"] *= 12
+    run = make_run(folder / "made", model_of(), values, data={"format": "text", "path": "x", "tokenizer": str(folder)})
+    assert main(["export", str(run), "--out", str(folder / "public")]) == 0
+    return folder / "public"
+
+
 @pytest.mark.parametrize("example", LOOPS)
 def test_an_example_is_an_island(example: str, tmp_path: Path) -> None:
     library, count, parameters = LOOPS[example]
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed; the extra 'examples' has it")
     alike = {"islands": {"count": count, "devices": 1}, "protocol": OWN["protocol"] | {"quorum": count}}
-    summary = play(tmp_path, OWN | alike, [str(EXAMPLES / f"{example}.py")])
+    words = ["--weights", str(public_model(tmp_path))] if example == "lora_loop" else []
+    summary = play(tmp_path, OWN | alike, [str(EXAMPLES / f"{example}.py"), *words])
     assert summary["num_parameters"] == parameters
     assert summary["contributors_per_round"] == count
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from faulty.scenario import FaultyScenario
 from invariants import all as checkers
 from invariants.checker import Checker
 from invariants.verdict import judge
@@ -14,7 +15,6 @@ from invariants.verdict import judge
 from diloco_jax.protocol.learner.mailbox import Given, Mailbox
 from diloco_jax.protocol.messages import SyncerMessage
 from diloco_jax.sim import learner_driver
-from diloco_jax.sim.scenario import Scenario
 from tests.invariants.test_checkers import RECOVERY, SCENARIO
 
 LONG_LOADS = replace(RECOVERY, load_s=3.0, seed=3)
@@ -45,7 +45,11 @@ class Headlong(Mailbox[Any]):
     ],
 )
 def test_a_broken_mailbox_is_caught(
-    mailbox: type[Mailbox[Any]], checker: type[Checker], scenario: Scenario, text: str, monkeypatch: pytest.MonkeyPatch
+    mailbox: type[Mailbox[Any]],
+    checker: type[Checker],
+    scenario: FaultyScenario,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(learner_driver, "Mailbox", mailbox)
     verdict = judge(scenario, checkers=[checker])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from faulty.scenario import FaultyScenario
 from invariants import __main__ as cli
 from invariants.draw import LEARNERS_MAX, WEIGHTS, random_scenario
 from invariants.verdict import command, judge
 
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.sim.scenario import Scenario
 
 SEEDS = range(200)
 
@@ -43,7 +43,7 @@ def test_a_seed_is_a_run() -> None:
 
 
 def test_a_failing_seed_prints_its_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    impossible = Scenario(learners=1, total_steps=3, config=ProtocolConfig(quorum=2), seed=41)
+    impossible = FaultyScenario(learners=1, total_steps=3, config=ProtocolConfig(quorum=2), seed=41)
     monkeypatch.setattr(cli, "random_scenario", lambda seed: impossible)
     assert cli.main(["--seed", "41"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_jax.sim.engine import Engine
-from diloco_jax.sim.faults import NEVER_S
+from diloco_jax.sim.engine import NEVER_S, Engine
 
 
 def test_events_run_by_time_then_in_order() -> None:

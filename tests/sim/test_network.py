@@ -6,11 +6,11 @@ from functools import partial
 from typing import Any
 
 import pytest
+from faulty.network import TroubledNetwork, TroubledOptions
 
 from diloco_jax.protocol.messages import Advance, FragmentValue, GlobalFragment, Heartbeat, Message
-from diloco_jax.sim.engine import Engine
-from diloco_jax.sim.faults import NEVER_S
-from diloco_jax.sim.network import Network, NetworkOptions, SimulatedLink
+from diloco_jax.sim.engine import NEVER_S, Engine
+from diloco_jax.sim.network import SimulatedLink
 
 
 class Wire:
@@ -18,7 +18,7 @@ class Wire:
 
     def __init__(self, seed: int = 0, *, faultless: bool = False, **options: Any) -> None:
         self.engine = Engine(seed)
-        self.network = Network(self.engine, NetworkOptions(**options), faultless=faultless)
+        self.network = TroubledNetwork(self.engine, TroubledOptions(**options), faultless=faultless)
         self.up: list[tuple[float, int]] = []
         self.down: list[tuple[float, int]] = []
         self.link = SimulatedLink("a", 1, None, partial(self._came, self.up), partial(self._came, self.down))
@@ -123,7 +123,7 @@ def test_a_broken_link_may_still_deliver(late: float, arrives: list[int]) -> Non
 @pytest.mark.parametrize(("name", "value"), [("loss", 1.0), ("late", -0.1), ("delay_s", -1.0)])
 def test_impossible_options(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"network.{name} is {value}"):
-        NetworkOptions(**{name: value})
+        TroubledOptions(**{name: value})
 
 
 @pytest.mark.parametrize(("direction", "up_s", "down_s"), [("both", 5.0, 5.0), ("up", 5.0, 1.25), ("down", 1.25, 5.0)])

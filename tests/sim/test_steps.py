@@ -7,21 +7,21 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
+from faulty.cluster import FaultyCluster
+from faulty.faults import Fault
+from faulty.network import TroubledOptions
+from faulty.scenario import FaultyScenario
 from invariants.checker import longest_step_s
 
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.sim.cluster import Cluster
-from diloco_jax.sim.faults import Fault
-from diloco_jax.sim.network import NetworkOptions
-from diloco_jax.sim.scenario import Scenario
 from tests.sim.watching import Watch, watched
 
 FRAGMENTS = 8
-CALM = Scenario(
+CALM = FaultyScenario(
     config=ProtocolConfig(sync_every=FRAGMENTS, num_fragments=FRAGMENTS, overlap_steps=2, quorum=2),
     learners=4,
     total_steps=160,
-    network=NetworkOptions(bandwidth_bytes_per_s=1e6),
+    network=TroubledOptions(bandwidth_bytes_per_s=1e6),
     payload_bytes=80_000,
     step_bytes=10_000,
 )
@@ -59,7 +59,7 @@ def test_damaged_steps_are_asked_for_with_bounded_traffic() -> None:
 
 
 def test_rounds_pass_one_that_waits_for_a_thin_link_and_nobody_steps_later() -> None:
-    thin = NetworkOptions(bandwidth_bytes_per_s=1e6, thin_links=(("island-3", 45_000.0),))
+    thin = TroubledOptions(bandwidth_bytes_per_s=1e6, thin_links=(("island-3", 45_000.0),))
     calm, slow = watched(CALM), watched(replace(CALM, network=thin))
     late = [merge.global_step for _, merge in slow.merges if "island-3" in [part.learner_id for part in merge.parts]]
     assert len(late) >= 10, "its values take more than a step, and count all the same"
@@ -101,7 +101,7 @@ def on_its_way(down_s: float, spread: float, slow: tuple[str, ...] = (), jitter_
     With a jitter every message also waits for the versions before it: as on a shaped link, so do requests.
     """
     thin = tuple((name, 1e6) for name in slow)
-    network = NetworkOptions(
+    network = TroubledOptions(
         bandwidth_bytes_per_s=0.0 if slow else 1e6,
         thin_links=thin,
         one_queue=jitter_s is not None,
@@ -116,7 +116,7 @@ def on_its_way(down_s: float, spread: float, slow: tuple[str, ...] = (), jitter_
         step_bytes=int(1e6 * down_s),
         speed_spread=spread,
     )
-    watch, cluster = Watch(), Cluster(scenario, taped=False)
+    watch, cluster = Watch(), FaultyCluster(scenario)
     cluster.watch(watch)
     cluster.run(10_000.0)
     assert cluster.complete

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+from faulty.scenario import FaultyScenario
 from invariants.verdict import Verdict, judge
 
 from diloco_jax.protocol.effects import Adopt, Merge, Note, Send
 from diloco_jax.protocol.messages import NO_VERSION, FragmentValue, GlobalFragment, Hello, LearnerMessage, SyncerMessage
 from diloco_jax.sim.node import Effects, LearnerProcess, Observer
-from diloco_jax.sim.scenario import Scenario
 
 
 class Watch(Observer):
@@ -62,14 +62,14 @@ class Watch(Observer):
         return [after - before for before, after in zip(self.ended[name], self.ended[name][1:], strict=False)]
 
 
-def judged(scenario: Scenario, watch: Watch | None = None) -> Verdict:
+def judged(scenario: FaultyScenario, watch: Watch | None = None) -> Verdict:
     """Simulate; every rule must hold, whatever else a test looks at: so the run is complete, too."""
     verdict = judge(scenario, observers=[watch] if watch is not None else [])
     assert not verdict.problem, verdict
     return verdict
 
 
-def watched(scenario: Scenario) -> Watch:
+def watched(scenario: FaultyScenario) -> Watch:
     """Simulate likewise, and return what was seen."""
     judged(scenario, watch := Watch())
     return watch

@@ -328,6 +328,14 @@ def test_what_cannot_become_a_store_is_one_error(
         build_store(source, tokenizer.format(folder=tmp_path), tmp_path / "out", workers=1)
 
 
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizing, "TOKENS_NAME", "tokens.bin")
+    monkeypatch.setattr(Path, "open", lambda *_: open("/dev/full", "wb"))
+    part = tokenizing.StorePart(0, tuple(list_pieces(TextSource(write_jsonl(tmp_path)))[0]), "bytes", tmp_path)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'"):
+        tokenizing._make([part], 1, None)
+
+
 def test_a_folder_of_something_else_is_left_alone(made: Path, tmp_path: Path) -> None:
     source = TextSource(str(tmp_path / "a.jsonl"))
     with pytest.raises(ValueError, match="a store of another tokenizer"):

@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from faulty.cluster import FaultyCluster
+from faulty.faults import Fault
 from twin.cluster import LocalRun, Meter
 from twin.driver import ScheduleDriver
 from twin.faults import check_kinds, simulated
@@ -18,8 +20,6 @@ from diloco_jax.protocol.messages import LearnerMessage, StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.protocol.watch.stats import RunStats
-from diloco_jax.sim.cluster import Cluster
-from diloco_jax.sim.faults import Fault
 from diloco_jax.sim.node import Effects, LearnerProcess, Observer
 from diloco_jax.sim.world import FINGERPRINT
 from tests.twin.local_runs import CALIBRATION, NAMES, SETTINGS, fault
@@ -42,7 +42,7 @@ class Steps(Observer):
         self.notes += [(now_s, effect) for effect in effects if isinstance(effect, Note)]
 
 
-def run(*faults: Fault, schedule: Sequence[RealFault] = ()) -> tuple[Cluster, Steps, Meter]:
+def run(*faults: Fault, schedule: Sequence[RealFault] = ()) -> tuple[FaultyCluster, Steps, Meter]:
     local = LocalRun(SETTINGS, CALIBRATION, faults)
     steps, meter = Steps(), Meter(local)
     local.cluster.watch(steps, meter)

@@ -13,8 +13,6 @@ class Contact:
     """The state of the link, and the times at which to greet, to repeat or to beat the heart next.
 
     Args:
-        learner_id: who speaks.
-        incarnation: its life.
         fingerprint: what both sides must agree on.
         config: lease, heartbeat and patience.
 

@@ -62,11 +62,7 @@ class Learner:
     """State machine of one learner. See the rules above and docs/protocol.md.
 
     Args:
-        learner_id: its name.
-        incarnation: grows with every start.
-        config: the numbers of the algorithm.
         fingerprint: what both sides must agree on.
-        step_samples: samples in one inner step.
         saved: its own state on disk, if there is one.
         adopt_mode: what adopting a global value leaves of the work done since: see `Stager`.
         payload_bytes: fragment -> size of its encoded value; 0 where nothing is said.
@@ -159,15 +155,7 @@ class Learner:
         return self.allotment.take()
 
     def on_step(self, num_tokens: int, step_s: float, loss: float, now_s: float, *, samples_end: int) -> list[Effect]:
-        """An inner step on `num_tokens` tokens has finished.
-
-        Args:
-            num_tokens: tokens in the step's batch.
-            step_s: how long it took, in seconds.
-            loss: its training loss.
-            now_s: the driver's clock.
-            samples_end: `end` of the batch that it read.
-        """
+        """An inner step on `num_tokens` tokens has finished."""
         assert self.state == TRAINING, f"step in state {self.state}"
         contact, stager = self.contact, self.stager
         self.local_step += 1

@@ -37,11 +37,7 @@ class Given(Generic[Item]):
 
 
 class Mailbox(Generic[Item]):
-    """The mail of one life of a learner. A driver with threads calls it, as the machine, under its lock.
-
-    Args:
-        machine: the learner's.
-    """
+    """The mail of one life of a learner. A driver with threads calls it, as the machine, under its lock."""
 
     def __init__(self, machine: Learner) -> None:
         self._machine = machine
@@ -57,9 +53,7 @@ class Mailbox(Generic[Item]):
         """Take any message but a GlobalFragment: give it to the machine now if it may, else None.
 
         Args:
-            message: what came.
             item: what the driver needs to execute the effects, such as a payload.
-            now_s: the driver's clock.
         """
         give = self._at_once.get(type(message))
         if give is not None:

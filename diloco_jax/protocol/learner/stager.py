@@ -25,11 +25,7 @@ class Stager:
     if none did), or a share of everything ("blend").
 
     Args:
-        learner_id: the learner's name.
-        incarnation: its life.
-        config: the numbers of the algorithm.
         schedule: which fragment is due when.
-        anchors: the global values that it holds.
         adopt_mode: one of these.
         payload_bytes: fragment -> size of its encoded value.
 
@@ -119,8 +115,6 @@ class Stager:
         """A newer global value is about to be adopted: what was staged and asked for is over.
 
         Args:
-            message: that describes it.
-            samples: that the learner has trained on.
             effects: to which those that free copies are added.
         """
         fragment_id, version = message.fragment_id, message.version

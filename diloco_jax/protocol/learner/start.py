@@ -21,9 +21,6 @@ class Start:
     """The state with which a learner begins, and how far it is with getting it.
 
     Args:
-        learner_id: its name.
-        incarnation: its life.
-        config: the numbers of the algorithm.
         saved: its own state on disk, if there is one.
 
     Attributes:

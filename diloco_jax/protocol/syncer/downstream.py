@@ -18,8 +18,6 @@ class Downstream:
     """The versions that exist, and sending them.
 
     Args:
-        config: the numbers of the algorithm.
-        progress: of the run.
         payload_bytes: fragment -> size of its encoded global value.
         step_bytes: likewise of a step to its newest version; absent: steps are not used.
 
@@ -74,8 +72,6 @@ class Downstream:
         """Send the newest version: as a step to a member that will hold its base by then, else whole.
 
         Args:
-            member: the receiver.
-            fragment_id: of which fragment.
             wait_steps: after so many steps of the member without it, it is lost; 0: what the overlap allows.
             broadcast_s: when, if this is the broadcast after its merge.
         """

@@ -56,7 +56,6 @@ class Syncer:
     """State machine of the syncer. See the rules above and docs/protocol.md.
 
     Args:
-        config: the numbers of the algorithm.
         total_steps: global steps after which the run is complete at the latest.
         fingerprint: what both sides must agree on.
         payload_bytes: fragment -> size of its encoded global value.
@@ -246,10 +245,8 @@ class Syncer:
         """The driver finished a Merge: the fragment has a new version, which everybody gets.
 
         Args:
-            global_step: the round.
             digest: of the new value.
             left_out: learners whose value could not be used. If that was everybody, there is no new value.
-            now_s: the driver's clock.
         """
         this = self.rounds.end_merge(global_step)
         effects: list[Effect] = []
@@ -283,8 +280,6 @@ class Syncer:
 
         Args:
             held: version of each fragment of which the driver has the value.
-            digests: of these values.
-            now_s: the driver's clock.
         """
         self.matches.clear()
         self.roster.check_s = now_s
@@ -295,7 +290,6 @@ class Syncer:
 
         Args:
             epoch: this life of the syncer, above every earlier one.
-            now_s: the driver's clock.
         """
         self.matches.clear()
         self.roster.check_s = now_s

@@ -30,7 +30,6 @@ class Progress:
 
     Args:
         total_steps: global steps after which the run is complete; 0, with a budget only: as many as that needs.
-        budget: of tokens.
         reach: global steps that the schedule goes on for without a merge: the longest way from one to the next.
     """
 

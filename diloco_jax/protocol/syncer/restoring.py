@@ -17,7 +17,6 @@ class Restoring:
 
     Args:
         held: version of each fragment that the driver holds.
-        digests: of those values.
         wanted: fragments of which a newer version was made, or may have been.
         uncertain: fragment -> round that was being merged when the syncer died.
         awaited: learners that were connected then, or were back and are lost again.

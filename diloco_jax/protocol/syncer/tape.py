@@ -37,7 +37,6 @@ class TapedSyncer:
     """A syncer whose every input is written down before it is executed.
 
     Args:
-        syncer: the machine.
         write: takes one line without its newline; when it returns, the line outlives the process.
     """
 

@@ -43,13 +43,7 @@ class Outrun:
         self._since = 0  # global step at which the window began
 
     def on_steps(self, learner_id: str, steps: int, global_step: int) -> None:
-        """Count steps that a learner has made.
-
-        Args:
-            learner_id: who made them.
-            steps: how many.
-            global_step: rounds closed so far.
-        """
+        """Count steps that a learner has made."""
         if global_step < self._since:  # back to a snapshot
             self._begin(global_step)
             self.current = False

@@ -78,7 +78,6 @@ class RunStats:
     """Counts a run.
 
     Args:
-        names: the configured islands.
         num_parameters: elements of the model.
         syncer: whose members hold steps, tokens and rounds.
     """

@@ -34,8 +34,6 @@ class DataParallelRun:
 
     Args:
         config: the run; `islands.devices` devices share `train.batch_size` sequences per step.
-        run_dir: where metrics, status, checkpoint and summary go.
-        stop: set from outside to end the run early, in good order.
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, stop: threading.Event) -> None:

@@ -86,7 +86,7 @@ def check_tokenizer(config: RunConfig) -> None:
             f"model.args.vocab_size is {have}, but the data's tokenizer has ids below {tokenizer.vocab_size}; raise "
             "it, or tokenize the data with the model's"
         )
-    weights = getattr(model, "weights", "")
+    weights = model.weights
     known = weights and (Path(weights) / TOKENIZER_FILE).exists()
     if tokenizer and known and open_tokenizer(weights).digest != tokenizer.digest:
         raise ValueError(

@@ -54,7 +54,6 @@ def split_devices(config: RunConfig, devices: Sequence[jax.Device]) -> dict[str,
     """Share out the devices: each island gets a slice, if there are as many as islands; else consecutive ones.
 
     Args:
-        config: the run.
         devices: all that this process sees, in their order.
 
     Raises:
@@ -110,12 +109,7 @@ class IslandsRun:
     """All islands of a run in this process.
 
     Args:
-        config: the run.
-        run_dir: its folder.
-        address: where the syncer listens.
-        stop: set from outside to leave politely.
         devices: to be shared; all that JAX sees if not given.
-        kind: what an island runs.
 
     Raises:
         ValueError: the islands cannot share the devices.

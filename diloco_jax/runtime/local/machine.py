@@ -121,9 +121,7 @@ def settings_of(config: RunConfig, name: str, machine: Machine, host: int = 0) -
     """Return the environment variables with which a process of a local run gets its devices.
 
     Args:
-      config: the run.
       name: `syncer`, an island, the process that drives all of them, or the data-parallel trainer.
-      machine: that they share.
       host: which process of the island.
 
     Raises:

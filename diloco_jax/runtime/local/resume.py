@@ -23,6 +23,7 @@ MAY_CHANGE = (
     "transport",
     "evaluation",
     "data.evaluation",
+    "data.tokenizer",
     "model.weights",
     "islands.peak_tflops",
     "islands.restarts_max",
@@ -36,11 +37,6 @@ MAY_CHANGE = (
 
 def check_same_run(began: RunConfig, config: RunConfig, run_dir: Path) -> None:
     """Check that a run which began with one config may go on with another.
-
-    Args:
-        began: what the folder's config.yaml says.
-        config: what is wanted now.
-        run_dir: the folder, for the message.
 
     Raises:
         ValueError: a setting differs that must not; names it with both values.

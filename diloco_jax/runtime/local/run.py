@@ -47,7 +47,6 @@ class RunFailed(Exception):
     """The run cannot go on; the message says why and where to look.
 
     Args:
-        message: for people.
         wrong_input: a process refused a setting: nothing to retry.
     """
 
@@ -60,8 +59,6 @@ class LocalRun:
     """Supervisor of one local run.
 
     Args:
-        config: the run.
-        run_dir: its folder, with config.yaml in it.
         say: gets lines for people, such as the death of an island.
         stop: set from outside (Ctrl-C) to end the run early, in good order.
         resume: the folder is of a run that ended early, and of which no process is left; go on from its newest
@@ -313,8 +310,6 @@ def child_environment(config: RunConfig, name: str, machine: Machine | None = No
     """Return the environment of a child: its devices, and this process as the parent it must not outlive.
 
     Args:
-        config: the run.
-        name: of the child.
         machine: what there is to share out; looked for if not given.
         host: which process of an island of several.
     """

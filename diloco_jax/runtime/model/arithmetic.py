@@ -16,13 +16,7 @@ from diloco_jax.runtime.model.model_share import Bytes, ModelShare, ReadState, S
 
 
 class Moment:
-    """A model at one moment, which stays as it was; any thread may read it.
-
-    Args:
-        setup: of the model.
-        run: reads from all shards at once.
-        parts: what each shard captured.
-    """
+    """A model at one moment, which stays as it was; any thread may read it."""
 
     def __init__(self, setup: Setup, run: Run, parts: Sequence[ReadState]) -> None:
         self._setup = setup
@@ -48,10 +42,6 @@ class Arithmetic:
     """The computations on a whole model, in one share or more.
 
     A learner's value is its payload; or what each shard holds of it, where shards have taken it themselves.
-
-    Args:
-        setup: of the model.
-        shares: those of all shards.
     """
 
     def __init__(self, setup: Setup, shares: Sequence[ModelShare] | Sequence[RemoteShare]) -> None:

@@ -75,7 +75,6 @@ class Evaluator:
         Args:
             parameters: float32 arrays by path.
             max_batches: batches of train.eval_batch_size sequences; fewer when the split is smaller.
-            global_step: of the parameters.
 
         Returns:
             loss in nats per token, bits_per_byte (None if nobody knows the text of the tokens) and tokens; these by the

@@ -20,7 +20,6 @@ class Evaluations:
     """Evaluates the global model every so many global steps, on a thread of its own, one evaluation at a time.
 
     Args:
-        config: how often and on how much.
         evaluator: does it; None if the islands do.
         report: gets each result, or the exception that ended one, on that thread.
     """
@@ -42,8 +41,6 @@ class Evaluations:
         """Begin an evaluation if one is due and none is running.
 
         Args:
-            global_step: of the model.
-            tokens: that it was trained on.
             capture: called here, if at all; what it returns is called on the thread and assembles the model.
         """
         busy = self._running is not None and not self._running.done()

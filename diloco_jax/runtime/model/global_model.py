@@ -63,10 +63,8 @@ class GlobalModel:
     """Newest version of every fragment, with the versions that learners may still refer to.
 
     Args:
-        plan: the partition of the model.
         parameters: initial values by path, float32, unsharded.
         arithmetic: holds the values; its own are replaced by the initial ones.
-        weights: a learner's weight in a merge.
         outlier_factor: how many times what is usual a value may be; 0 for no limit.
     """
 
@@ -164,8 +162,6 @@ class GlobalModel:
         out is lost.
 
         Args:
-            fragment_id: the fragment.
-            version: of the value.
             payload: its float32 encoding.
 
         Raises:
@@ -218,7 +214,6 @@ class GlobalModel:
         not the newest any more, Theta - theta_base is added.
 
         Args:
-            order: the protocol's decision.
             payloads: encoded outer gradient of each part, by learner; or what the arithmetic knows it by.
             decided: whom the run left out, which a replay repeats; None to decide now.
         """

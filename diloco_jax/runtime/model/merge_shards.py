@@ -36,8 +36,6 @@ class RemoteShare:
     """A share in a process of its own, with the methods of a ModelShare; parts of learners' values are HeldParts.
 
     Args:
-        shard: which share of the model.
-        config_path: the run's config file.
         on_event: gets what the shard says unasked, on a thread of its own.
         on_death: gets the error when the shard is gone, there too.
     """
@@ -169,7 +167,6 @@ class HeldPart:
     """A part of a learner's value that a shard keeps until nobody here refers to it.
 
     Args:
-        share: of the shard.
         number: by which the shard knows it.
         size: in bytes.
     """
@@ -181,12 +178,7 @@ class HeldPart:
 
 
 class HeldCapture:
-    """A moment that a shard captures now, and keeps until nobody here refers to it.
-
-    Args:
-        share: of the shard.
-        number: by which the shard is to know it.
-    """
+    """A moment that a shard captures now, and keeps until nobody here refers to it."""
 
     def __init__(self, share: RemoteShare, number: int) -> None:
         self._share = share
@@ -204,9 +196,7 @@ class MergeShards:
     """The processes with the shares of a model.
 
     Args:
-        setup: of the model.
         plan: from which every shard makes the same setup.
-        config_path: the run's config file.
         threads: that all merges together may use.
         on_event: gets the number of a shard and what it says unasked, on another thread.
         on_death: gets the error when a shard is gone, there too.

@@ -88,13 +88,7 @@ class FragmentState(NamedTuple):
 
 
 class ModelShare:
-    """One shard's part of every fragment, which is never asked for a fragment of which it has nothing.
-
-    Args:
-        setup: of the model.
-        shard: which share.
-        threads: that a merge may use.
-    """
+    """One shard's part of every fragment, which is never asked for a fragment of which it has nothing."""
 
     def __init__(self, setup: Setup, shard: int, threads: int = 1) -> None:
         self._setup = setup
@@ -115,8 +109,6 @@ class ModelShare:
         What others did since a learner's base counts in the merge, but not in its norm: it is no work of that learner.
 
         Args:
-            fragment_id: the fragment.
-            parts: this shard's, of the learners' payloads.
             bases: the version against which each is.
         """
         merger, state = self._mergers[fragment_id], self._states[fragment_id]
@@ -138,8 +130,6 @@ class ModelShare:
         """Make the fragment's next version; return whether it is finite, and the digests of its leaves.
 
         Args:
-            fragment_id: the fragment.
-            version: that is made.
             chosen: indices of the inspected values.
             weights: float64, one for each of the chosen, with the sum 1.
         """

@@ -104,8 +104,6 @@ def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> Of
     The address at which islands bring it is that at which the syncer listens afterwards.
 
     Args:
-        config: the run.
-        run_dir: its folder.
         stop: set from outside; then the result is None.
 
     Raises:

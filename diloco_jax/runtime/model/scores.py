@@ -22,9 +22,6 @@ log = logging.getLogger(__name__)
 class Scorer:
     """An object of the class that a config names; without one there are no scores.
 
-    Attributes:
-        alarms: the first error of that object, if there was one.
-
     Raises:
         ValueError: it cannot be made, or cannot be called.
     """

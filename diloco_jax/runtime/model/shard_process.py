@@ -41,13 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class ShardRun:
-    """One merge shard's process.
-
-    Args:
-        config: the run.
-        shard: which share of the model.
-        connection: to the control process.
-    """
+    """One merge shard's process."""
 
     def __init__(self, config: RunConfig, shard: int, connection: Connection) -> None:
         self._config = config

@@ -65,7 +65,6 @@ def load(checkpoint: Path, *names: str) -> tuple[dict[str, Arrays], dict[str, An
     """Read groups and the description back, and compare the checksums.
 
     Args:
-        checkpoint: its folder.
         names: of the groups to read.
 
     Raises:
@@ -151,7 +150,6 @@ def newest_readable(folder: Path, read: Callable[[Path], T]) -> tuple[Path, T] |
     """Return the newest checkpoint that can be read, with what was read; the log names each one that cannot.
 
     Args:
-        folder: of checkpoints.
         read: reads one; its ValueError means that this one cannot be used, and says why.
     """
     for checkpoint in complete(folder):

@@ -55,9 +55,6 @@ class LineFile:
     def append(self, data: bytes) -> None:
         """Write whole lines, all of them or none.
 
-        Args:
-            data: one or more lines, each with its line break.
-
         Raises:
             OSError: the disk did not take them; the file is as before.
         """

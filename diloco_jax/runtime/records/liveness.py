@@ -85,8 +85,6 @@ def judge(run_dir: Path, status: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
     """Check the status of a folder against the processes of its run.
 
     Args:
-        run_dir: the run's folder.
-        status: what its file says.
         ask: asks the syncer itself; None when it does not answer.
 
     Returns:

@@ -40,9 +40,6 @@ def compose_status(
     """Return what the run does now, for `diloco status` and the live view.
 
     Args:
-        run: its name.
-        syncer, stats: its machine, and what was counted.
-        now_s: the run's clock.
         stopped: whether it was ended early.
         alarms: what is wrong with the syncer itself, such as a full disk; the first is what everybody waits for.
         eval_loss, eval_scores: newest evaluation.
@@ -133,7 +130,6 @@ def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> Tra
 
     Args:
         run: the run's folder, or host:port of its syncer.
-        known: certificates and token.
         allow_plaintext: ask an address other than loopback although nothing is encrypted.
 
     Raises:

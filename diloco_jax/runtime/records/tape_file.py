@@ -28,7 +28,6 @@ class TapeFile:
     """Appends to a run's tape; a full disk makes it wait, not fail.
 
     Args:
-        path: the tape.
         stop: set from outside when the run shall end: then waiting ends too.
         on_wait: called before each wait, on the writing thread, with `condition` set.
 
@@ -89,7 +88,6 @@ def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[
     """Yield the whole lines of a tape without their line breaks, also while it is being written.
 
     Args:
-        path: the tape.
         start: byte position of the first line.
         stop: byte position behind the last line; None reads to the end.
 

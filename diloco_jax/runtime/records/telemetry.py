@@ -103,7 +103,6 @@ class Telemetry:
 
     Args:
         run_dir: the run's folder, made when missing. Records are appended to what an earlier process wrote.
-        outlets: get every record too.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], outlets: Outlets | None = None) -> None:

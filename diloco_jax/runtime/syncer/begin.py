@@ -97,8 +97,6 @@ def _counted(lines: Iterator[str], parts: Parts, counted: dict[int, dict[str, An
     """Pass lines on; each report is counted just before the machine gets it, as it was when it was written.
 
     Args:
-        lines: of the tape.
-        parts: with the machine that gets them.
         counted: global step of a snapshot -> what had been counted then, in case the run went back to it.
     """
     for line in lines:

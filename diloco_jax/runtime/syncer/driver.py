@@ -52,13 +52,7 @@ class SyncerDriver:
     """The loop around a machine that has begun and a listener that is open.
 
     Args:
-        parts: of the run.
-        listener: of the learners.
         results: what other threads have done: merges and evaluations.
-        merges: does the first.
-        evaluations: does the second.
-        keeper: of the snapshots.
-        watch: tells how it goes.
     """
 
     def __init__(

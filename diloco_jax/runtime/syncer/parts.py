@@ -25,7 +25,6 @@ class RunClock:
     """Seconds since the run began, over all its processes: never back, and on while no syncer runs.
 
     Args:
-        run_dir: the run's folder; the moment of the beginning is kept there.
         last_s: newest time that the run has seen, in seconds; 0 for a new run.
     """
 
@@ -53,12 +52,6 @@ class Parts(NamedTuple):
     """The objects of one process of a syncer.
 
     Attributes:
-        config: the run.
-        run_dir: its folder.
-        stop: set from outside to end the run early.
-        clock: of the run.
-        tape: takes the machine's inputs.
-        machine: decides.
         taped: the machine behind its tape.
         model: whose values it merges.
         stats: counts what the machine does not.

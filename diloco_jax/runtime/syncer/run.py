@@ -42,9 +42,6 @@ class SyncerRun:
     In a folder with a tape it goes on where the process before it died.
 
     Args:
-        config: the run.
-        run_dir: where tape, metrics, status, snapshots and summary go.
-        stop: set from outside to end the run early, in good order.
         model: of the run: `Evaluator(config)`, or the one that an island brought.
         evaluator: evaluates it; None if the islands do.
         rewind: nobody is alive; go on from the newest snapshot and let what came after it be void.

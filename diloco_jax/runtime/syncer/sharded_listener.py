@@ -45,8 +45,6 @@ class ShardedListener:
     """A listener for the driver, made of several; the interface is that of transport/link.py.
 
     Args:
-        listener: of this process.
-        shards: that listen too.
         events: what these say unasked, each with the number of its shard.
         fingerprint: what a learner must agree on to be one that shards will hear.
         rounds_max: rounds in flight, so values of one learner that may wait for their parts.
@@ -208,14 +206,6 @@ def open_listener(
     config: RunConfig, run_dir: Path, life: Life, told: Told, shards: MergeShards | None, events: Results
 ) -> GrpcListener | ShardedListener:
     """Listen, the merge shards first; after a failover where the process before it did: learners look for it there.
-
-    Args:
-        config: the run.
-        run_dir: its folder; the address is kept there.
-        life: of the syncer.
-        told: to whoever asks.
-        shards: that listen too, if there are any.
-        events: what these say unasked.
 
     Raises:
         ValueError: an address is in use, or not allowed.

@@ -42,11 +42,7 @@ def write_snapshot(folder: Path, run: str, model: GlobalModel, snapshot: Snapsho
     """Write a snapshot, then delete all but the newest `keep`; returns its folder.
 
     Args:
-        folder: the run's `checkpoints` folder.
-        run: the run's name.
         model: whose capture the snapshot holds.
-        snapshot: what to write.
-        keep: snapshots that stay.
     """
     assert isinstance(snapshot.model, Capture), "what is on the disk already was to be written"
     groups, plain = model.packed(snapshot.model)
@@ -71,7 +67,6 @@ def read_snapshot(path: Path, model: GlobalModel) -> Snapshot:
     """Read a snapshot back.
 
     Args:
-        path: its folder.
         model: of the same config; it is not changed.
 
     Raises:
@@ -95,14 +90,7 @@ def read_snapshot(path: Path, model: GlobalModel) -> Snapshot:
 
 
 class SnapshotWriter:
-    """Writes snapshots one at a time, on a thread of its own. A disk that fails costs a snapshot, never the run.
-
-    Args:
-        folder: the run's `checkpoints` folder.
-        run: the run's name.
-        model: whose captures come.
-        keep: snapshots that stay.
-    """
+    """Writes snapshots one at a time, on a thread of its own. A disk that fails costs a snapshot, never the run."""
 
     def __init__(self, folder: Path, run: str, model: GlobalModel, keep: int) -> None:
         self._folder = folder
@@ -158,12 +146,7 @@ class SnapshotWriter:
 
 
 class Keeper:
-    """Takes the snapshots of a run, while it goes on and at its end.
-
-    Args:
-        parts: of the run.
-        writer: writes them.
-    """
+    """Takes the snapshots of a run, while it goes on and at its end."""
 
     def __init__(self, parts: Parts, writer: SnapshotWriter) -> None:
         self._parts = parts

@@ -40,8 +40,6 @@ class Watch:
         eval_loss: newest evaluation; None before the first one.
 
     Args:
-        parts: of the run.
-        earlier: what processes before this one had counted.
         alarms: returns what is wrong with the syncer itself, such as a full disk.
     """
 

@@ -45,7 +45,6 @@ class Merges:
     """The learners' values of rounds that are not merged yet, and the thread that merges them.
 
     Args:
-        model: computes.
         report: gets each result, as order and what it came to, or an exception, on that thread.
     """
 

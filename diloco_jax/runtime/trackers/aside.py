@@ -19,7 +19,6 @@ class Aside:
     """An object in a thread of its own. What raises there is told once, and the object is not called any more.
 
     Args:
-        name: for people.
         make: makes the object, in its thread.
     """
 

@@ -39,9 +39,7 @@ def run_cells(cells: Sequence[Cell], workers: int, say: Say) -> list[Result]:
     """Run all cells, and return the results in their order.
 
     Args:
-        cells: what to simulate.
         workers: processes; 1 simulates in this one, 0 takes one for each core.
-        say: told of every cell that is done.
 
     Raises:
         ValueError: a cell that cannot be simulated, or a senseless number of workers.

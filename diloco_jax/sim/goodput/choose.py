@@ -46,9 +46,7 @@ def choose(rows: Sequence[Row], penalty: str, *, parameters: float, slope: float
     """Choose among the rows for each number of chips.
 
     Args:
-        rows: simulated goodput.
         penalty: a name of PENALTIES, the source of what more learners cost.
-        parameters: of the model.
         slope: see `cost_of`.
 
     Raises:

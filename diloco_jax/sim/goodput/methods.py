@@ -141,7 +141,6 @@ def simulate(cell: Cell, on_share: Callable[[float], None] | None = None) -> Row
     """Return goodput and uptime with the protocol's machines, where the method has a protocol.
 
     Args:
-        cell: what to simulate.
         on_share: told now and then which share of the time is simulated.
 
     Raises:

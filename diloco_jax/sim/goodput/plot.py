@@ -50,10 +50,6 @@ def check_plot(path: Path) -> None:
 def write_plot(rows: Sequence[Row], path: Path) -> None:
     """Write the drawing or the page that `path` ends in.
 
-    Args:
-        rows: what was simulated.
-        path: the file.
-
     Raises:
         ValueError: see `check_plot`.
         OSError: the file cannot be written.

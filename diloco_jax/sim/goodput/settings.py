@@ -16,10 +16,6 @@ def setting(default: Any, text: str, source: str) -> Any:
 def number(text: str, option: str) -> float:
     """Reads 150k, 1.2m or 2400000.
 
-    Args:
-        text: of the command line.
-        option: whose value it is.
-
     Raises:
         ValueError: it is no number.
     """
@@ -42,7 +38,6 @@ def read(words: Sequence[str], sections: Mapping[str, type]) -> dict[str, Any]:
     """Settings of each section, from words such as `--hardware.step-s 2.5` or `--hardware.step_s=2.5`.
 
     Args:
-        words: of the command line.
         sections: name -> settings class.
 
     Raises:

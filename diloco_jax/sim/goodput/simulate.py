@@ -188,10 +188,6 @@ def _taped(cells: Sequence[Cell], folder: Path) -> Cell:
 def run(options: Options, say: Say) -> tuple[dict[str, Any], str]:
     """Simulate; returns what `--json` prints, and the same as a table.
 
-    Args:
-        options: of the command line.
-        say: told of progress.
-
     Raises:
         ValueError: something that cannot be simulated.
         OSError: the tapes or the plot cannot be written.

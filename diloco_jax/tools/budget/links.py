@@ -72,8 +72,6 @@ def link_needs(
     """Size the payloads of a run.
 
     Args:
-      config: of the run.
-      plan: of the fragments.
       up: format in place of the config's.
       down: the same for the way back.
     """

@@ -139,10 +139,6 @@ def host_memory(
     Every host has the whole global model, however many hosts share the chips' copy.
 
     Args:
-      config: of the run.
-      island: resolved.
-      blueprint: of the island.
-      plan: of the fragments.
       emulated: devices of the island that are emulated on its hosts' processors.
     """
     sizes = [fragment.num_elements for fragment in plan.fragments]

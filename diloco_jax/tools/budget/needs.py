@@ -68,7 +68,6 @@ class IslandOutline(NamedTuple):
     Attributes:
       kind: of the islands.
       blueprint: of each, without devices.
-      plan: of the fragments.
       links: of each learner.
       needs: of each.
     """

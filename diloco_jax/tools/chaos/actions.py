@@ -45,12 +45,7 @@ def began_unix_s(run_dir: Path) -> float:
 
 
 class Tail:
-    """A reader of a file of lines that others write, as far as it is whole.
-
-    Args:
-        path: the file; it need not exist yet.
-        from_end: skip what it holds now.
-    """
+    """A reader of a file of lines that others write, as far as it is whole."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self._path = path
@@ -72,13 +67,7 @@ class Tail:
 
 
 class Saboteur:
-    """The one who inflicts faults.
-
-    Args:
-        run_dir: the job's folder.
-        processes: of the job.
-        relays: the link of each island.
-    """
+    """The one who inflicts faults."""
 
     def __init__(self, run_dir: Path, processes: Processes, relays: Mapping[str, Relay]) -> None:
         self._run_dir = run_dir
@@ -161,12 +150,7 @@ class Saboteur:
 
 
 class DonorHunt:
-    """The search for the one that gives a learner its state.
-
-    Args:
-        run_dir: the job's folder.
-        receiver: the learner that was killed.
-    """
+    """The search for the one that gives a learner its state."""
 
     def __init__(self, run_dir: Path, receiver: str) -> None:
         self._tape = Tail(run_dir / TAPE_FILE, from_end=True)

@@ -30,12 +30,7 @@ class Driver:
     Args:
         schedule: faults, in the order in which they are due.
         islands: names of all islands; one of them is always left alone.
-        steps: global steps of the run.
         lease_s: silence after which an island counts as dead.
-        run_dir: the job's folder.
-        processes: of the job.
-        saboteur: who does it.
-        say: gets a line for people for each fault and each recovery.
     """
 
     def __init__(

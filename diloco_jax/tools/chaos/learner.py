@@ -50,14 +50,7 @@ def chaos_learner(joining: Joining, stop: threading.Event) -> LearnerRun:
 
 
 class BadSender(PayloadSender):
-    """A sender of bad values in the place of good ones, as many as its newest order says.
-
-    Args:
-        orders: file that SIGUSR1 makes it read.
-        format: of the values.
-        host: knows the fragments.
-        on_failure: called with an error that nobody expected.
-    """
+    """A sender of bad values in the place of good ones, as many as its newest order says."""
 
     def __init__(self, orders: Path, format: codec.Format, host: Host, on_failure: Callable[[Exception], None]) -> None:
         super().__init__(on_failure)
@@ -96,7 +89,6 @@ class TimedLoop(BuiltInLoop):
     """The built-in loop, which writes down when, and how long, it waited between two inner steps.
 
     Args:
-        waits: file of the waits.
         began_unix_s: when the run began.
         arguments: of a `BuiltInLoop`.
     """

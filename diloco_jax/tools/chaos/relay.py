@@ -37,7 +37,6 @@ class Relay:
 
     Args:
         target: host:port to forward to, on loopback, or a function that returns it, asked at every connection.
-        address: where to listen.
 
     Raises:
         ValueError: an address is not one of loopback.

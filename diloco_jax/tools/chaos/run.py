@@ -30,14 +30,7 @@ DRIVER_STOP_S = 30.0
 
 
 class ChaosRun(LocalRun):
-    """A local run whose islands dial through relays and obey SIGUSR1.
-
-    Args:
-        config: the run.
-        run_dir: its folder.
-        say: gets lines for people.
-        stop: set from outside to end the run early.
-    """
+    """A local run whose islands dial through relays and obey SIGUSR1."""
 
     def __init__(self, config: RunConfig, run_dir: Path, say: Callable[[str], None], stop: threading.Event) -> None:
         if several := next((name for name in config.islands.names if config.island(name).hosts > 1), ""):
@@ -96,12 +89,6 @@ def run_chaos(
     config: RunConfig, run_dir: Path, schedule: Sequence[ChaosFault], say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Run the job to its end under the schedule.
-
-    Args:
-        config: the run, as `for_chaos` made it.
-        run_dir: its folder, with config.yaml in it.
-        schedule: the faults.
-        say: gets lines for people while it runs.
 
     Returns:
         The verdict of `judge`; `problems` in it is empty when everything came back and nothing was lost.

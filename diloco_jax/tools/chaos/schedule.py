@@ -73,11 +73,7 @@ def draw_schedule(
 
     Args:
         seed: of the draw; equal arguments give an equal schedule.
-        islands: names of the islands.
-        faults: how many.
-        steps: global steps of the run.
         lease_s: silence after which an island counts as dead; some faults are shorter, some longer.
-        kinds: which kinds to draw from.
 
     Raises:
         ValueError: an unknown kind, a number out of range, or a kind that so few islands do not allow.

@@ -31,9 +31,6 @@ def judge(
     """Make everything that `diloco chaos --json` prints.
 
     Args:
-        ledger: the books of the run, closed.
-        run_dir: the job's folder.
-        inflicted: faults that happened.
         skipped: faults for which the run was too short.
         summary: the run's summary; empty when it did not come to its end.
         samples: what the audit found; empty when it could not be made.

@@ -27,9 +27,7 @@ def of_error(name: str, error: Exception, fix: str = "") -> Check:
     """Make a failed check from an error of this package, whose message ends with the remedy.
 
     Args:
-        name: of the check.
         error: "what is wrong; remedy" or "what is wrong: remedy".
-        fix: for a message without a remedy.
     """
     text = str(error)
     for separator in ("; ", ": "):

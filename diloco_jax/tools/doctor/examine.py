@@ -42,10 +42,8 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
     """Make all checks of this machine's part in the run.
 
     Args:
-        config: the run.
         run_dir: its folder on this machine, which need not exist.
         island: the learner that will run here; "" on the syncer's machine.
-        address: host:port of the syncer, as this machine reaches it.
         seconds: how long throughput is measured in each direction.
 
     Raises:

@@ -63,10 +63,6 @@ class Rate(NamedTuple):
 def greet(config: TransportConfig, name: str) -> Greeting:
     """Ask the syncer at `config.address` who it is, several times, to see how long that takes.
 
-    Args:
-        config: how; its files are read anew.
-        name: who we are: a learner, or "syncer".
-
     Raises:
         TransportError: Nobody answered in time, our credentials do not do, or the syncer knows no such question.
         ValueError: Our own certificate, key or token cannot be used, or the address is not loopback and plaintext was
@@ -107,8 +103,6 @@ def measure(config: TransportConfig, name: str, direction: Literal["up", "down"]
     """Let noise flow to or from the syncer over `config.stripes` connections, and count it where it arrives.
 
     Args:
-        config: how.
-        name: who we are.
         direction: "up" to the syncer, or "down".
         seconds: how long, at most probe.SECONDS_MAX.
 

@@ -8,11 +8,12 @@ npz      parameters.npz, for numpy.load
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,16 @@ from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.convert.families import tensors, to_hf
-from diloco_jax.training.convert.weights import CONFIG_FILE, write_weights
+from diloco_jax.training.convert.weights import CONFIG_FILE, Parameters, write_weights
+from diloco_jax.training.data.corpus import tokenizer_of
+from diloco_jax.training.data.tokenizer import SETTINGS_FILE, TOKENIZER_FILE, Tokenizer, open_tokenizer
 
 FORMATS = HF, ORBAX, NPZ = "hf", "orbax", "npz"
+GENERATION_FILE = "generation_config.json"
+BESIDE = (TOKENIZER_FILE, SETTINGS_FILE, "special_tokens_map.json", "chat_template.jinja", GENERATION_FILE)
 ATTEMPTS = 3  # a run that is under way may delete the snapshot that is being read
 
-Parameters = Iterable[tuple[str, np.ndarray]]
+log = logging.getLogger(__name__)
 Watch = Callable[[Parameters, int], Parameters]  # passes parameters on, and shows how many of so many came
 
 
@@ -95,7 +100,25 @@ def _check_family(config: RunConfig) -> None:
 def _write_hf(folder: Path, config: RunConfig, parameters: Parameters, dtype: str) -> None:
     write_weights(folder, config.model, parameters, dtype)
     described = to_hf(config.model) | {"dtype": dtype}
-    (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    tokenizer = _tokenizer(config)
+    end = {"eos_token_id": tokenizer.end} if tokenizer and tokenizer.end is not None else {}
+    for name, content in ((CONFIG_FILE, described | end), (GENERATION_FILE, end)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    for name in BESIDE:
+        if tokenizer and tokenizer.folder and (tokenizer.folder / name).exists():
+            shutil.copy(tokenizer.folder / name, folder)
+
+
+def _tokenizer(config: RunConfig) -> Tokenizer | None:
+    """Find the tokenizer of the data, or of the weights with which the run began."""
+    for folder in (config.data.tokenizer, config.model.weights):
+        if folder and (Path(folder) / TOKENIZER_FILE).exists():
+            return open_tokenizer(folder)
+    try:
+        return tokenizer_of(config.data)
+    except ValueError as error:  # the data may be on other machines only
+        log.warning(f"written without a tokenizer: {error}")
+        return None
 
 
 def _write_orbax(folder: Path, parameters: Parameters) -> None:

@@ -54,8 +54,6 @@ def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[Island
     """Make the checks of every way, and return the islands' machines.
 
     Args:
-        config: the run's settings.
-        way: of launching, for messages.
         needed: settings of `cloud` that must not be empty.
 
     Raises:

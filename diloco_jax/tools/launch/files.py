@@ -88,13 +88,7 @@ class Resource(NamedTuple):
 
 
 def script(comment: str, body: str, *, depth: int = 0) -> str:
-    """Write a script that runs in the folder of the files and stops at the first failure.
-
-    Args:
-        comment: what it does; one line or more.
-        body: its commands.
-        depth: of the folder that it lies in.
-    """
+    """Write a script that runs in the folder of the files and stops at the first failure."""
     up = "/.." * depth
     top = "".join(f"# {line}\n" for line in comment.splitlines())
     where = f'cd "$(dirname "${{BASH_SOURCE[0]}}"){up}"\nsource variables.sh\n'

@@ -24,10 +24,7 @@ def parts(
 
     Args:
       learner: script that starts a learner's container, by its file's name.
-      island_script: writes what is done for one island.
       steps: verbs of the islands' scripts, in the order in which a launch calls them.
-      config: the run's settings.
-      slices: of its islands.
     """
     scripts = {f"islands/{each.name}.sh": island_script(config, each) for each in slices}
     syncer = {"syncer.sh": syncer_script(config), "syncer-boot.sh": boot.SYNCER_AT_BOOT}

@@ -25,8 +25,6 @@ def write(plan: Plan, folder: Path, *, force: bool) -> list[Path]:
     """Write the files; returns their paths.
 
     Args:
-        plan: what `WAYS` made.
-        folder: made if it is not there.
         force: overwrite the files of an earlier launch; others in the folder stay.
 
     Raises:

@@ -30,7 +30,6 @@ class TimedKind(NamedTuple):
     """Islands that are alike, with the time of their inner step.
 
     Attributes:
-      outline: shapes and needs.
       step_s: of an inner step.
       step_from: where that time comes from.
     """
@@ -45,10 +44,7 @@ class Case:
     """A config under assumptions, with what follows from shapes alone.
 
     Attributes:
-      config: of the run.
-      given: the assumptions.
       kinds: of islands, in the order of their first ones.
-      plan: of the fragments.
     """
 
     config: RunConfig

@@ -152,7 +152,6 @@ def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
     """Simulate goodput and uptime under failures of single chips, for this config and for one job over all chips.
 
     Args:
-      case: config and assumptions.
       away_s: how long a returning learner takes to train again.
 
     Raises:

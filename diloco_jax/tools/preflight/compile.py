@@ -95,8 +95,6 @@ class Compiled(NamedTuple):
     """All programs of one kind of island.
 
     Attributes:
-      blueprint: of the island.
-      plan: of the fragments.
       held: what each chip holds, from shapes.
       programs: distinct ones, in the order in which an island needs them.
     """
@@ -171,8 +169,6 @@ def build(kind: str, compile: Callable[[], jax.stages.Compiled], arguments: floa
     """Compile one program; one that the compiler refuses for its memory is described by what it said.
 
     Args:
-      kind: of the program.
-      compile: makes it.
       arguments: bytes per chip of what it is given.
 
     Raises:

@@ -29,9 +29,7 @@ def preflight(config: RunConfig, slices: Sequence[str], say: Say) -> dict[str, A
     """Compile and judge; takes minutes for large models.
 
     Args:
-      config: of the run.
       slices: names such as v5p:4x4x8, on each of which every island is tried; none: the islands' own.
-      say: told of progress, line by line.
 
     Returns:
       rows (one per program), islands (one per kind), problems, advice, and ok: whether there is no problem.

@@ -28,12 +28,6 @@ COMPARED_AFTER = ("merged", "restart", "rewind")  # inputs
 def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Budget = NO_BUDGET) -> dict[str, Any]:
     """Follow every sample index of a run.
 
-    Args:
-        run_dir: folder with the tapes.
-        protocol: of the run.
-        total_steps: global steps of the run.
-        budget: of tokens.
-
     Returns:
         leased, merged, overwritten, released, out: handed out, and what became of it; repeated: handed out not for the
         first time; undone: merged into a version that was lost later; void: handed out in a history that the run went

@@ -50,11 +50,7 @@ class Moments(Generic[T]):
 
 
 class Auditor:
-    """The keeper of the book of one run.
-
-    Args:
-        num_fragments: fragments of the model.
-    """
+    """The keeper of the book of one run."""
 
     def __init__(self, num_fragments: int) -> None:
         self.findings = Findings()

@@ -213,10 +213,6 @@ class NeededLife:
 class NeededLives:
     """The parts of all lives that must be repeated.
 
-    Args:
-        run_dir: folder with the tapes.
-        script: the events of the run.
-
     Raises:
         ValueError: a tape that is needed is missing, broken or too short; names it.
     """

@@ -21,10 +21,6 @@ DECISIVE = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "NPROC", VISIBLE_GPUS)
 def run_as_island(config: RunConfig, arguments: argparse.Namespace) -> int | None:
     """Do `diloco replay` in a process like those of the run's islands.
 
-    Args:
-        config: of the run.
-        arguments: of the command.
-
     Returns:
         Its exit status, or None if this process is like that already.
     """

@@ -52,8 +52,6 @@ class Replay:
     """One replay.
 
     Args:
-        config: of the run.
-        folder: with the tapes.
         until: stop after the first merged round of this global step or a later one.
         compare: the tapes are those of a run; the digests and losses of a simulation are made up.
 
@@ -174,8 +172,6 @@ def replay_run(config: RunConfig, run_dir: Path, until: int | None = None) -> di
     """Repeat a run and compare its parameters with those of its newest checkpoint.
 
     Args:
-        config: the run's settings.
-        run_dir: its folder.
         until: stop after the first merged round of this global step or a later one.
 
     Returns:
@@ -247,7 +243,6 @@ def replay_synthetic(config: RunConfig, folder: Path, out: Path, until: int | No
     Args:
         config: model, data, optimizer, and the protocol of the simulation (scenario.py). One sample of the
             simulation stands for as many sequences as an island has in a step.
-        folder: the simulation's tapes.
         out: folder for the checkpoint and summary.json, which `diloco eval` reads.
         until: stop after the first merged round of this global step or a later one.
 

@@ -41,14 +41,12 @@ class Trainer:
     """The island that all lives share, one after the other.
 
     Args:
-        config: of the run.
         sequences: that one sample on the tapes stands for.
 
     Attributes:
         island: the devices, and the life that is on them.
         fragments: of the run's model.
         how: what a learner does with a global value, as the config says.
-        steps: inner steps that were repeated.
 
     Raises:
         ValueError: model or data cannot be loaded.
@@ -103,14 +101,7 @@ class OtherLives(Protocol):
 
 
 class Replica:
-    """One life. `advance` repeats it up to a line of its tape.
-
-    Args:
-        life: whose it is.
-        need: what is needed of it.
-        trainer: what all lives share.
-        world: the others.
-    """
+    """One life. `advance` repeats it up to a line of its tape."""
 
     def __init__(self, life: LearnerLife, need: NeededLife, trainer: Trainer, world: OtherLives) -> None:
         self.life = life

@@ -118,11 +118,7 @@ class Ownership:
 
 
 class Book:
-    """The fates of all samples. See above.
-
-    Args:
-        num_fragments: fragments of the model.
-    """
+    """The fates of all samples. See above."""
 
     def __init__(self, num_fragments: int) -> None:
         self.leased = self.released = self.repeated = 0

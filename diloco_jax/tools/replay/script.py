@@ -128,11 +128,7 @@ def read_script(
     """Let a machine take the decisions of a run again, and note what they ask for.
 
     Args:
-        tape: the syncer's tape.
-        protocol: of the run.
-        total_steps: global steps of the run.
         until: stop after the first merged round of this global step or a later one; None reads to the end.
-        budget: of tokens.
 
     Raises:
         ValueError: the tape is missing, holds no learner, or cannot be replayed; names it.

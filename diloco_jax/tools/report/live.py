@@ -119,7 +119,6 @@ def render(status: Mapping[str, Any], *, steps_per_s: float | None = None) -> Re
     """Draw a run.
 
     Args:
-        status: see the top of this file.
         steps_per_s: recent global steps per second, for the time left; None takes the mean over the run.
     """
     state = Text(status["state"], style=f"bold {RUN_STYLES.get(status['state'], '')}")
@@ -210,10 +209,6 @@ class LiveView:
     """A view of a run's status file until the context ends: a live table on a terminal, a line now and then elsewhere.
 
     It only reads, from its own thread; a status file that is missing or unreadable leaves the last picture.
-
-    Args:
-        status_path: the run's status.json.
-        console: where to draw.
     """
 
     def __init__(self, status_path: Path, console: Console) -> None:

@@ -31,10 +31,6 @@ def write_perfetto(
     """Write the trace of a run, under way or not, and return its path.
 
     Args:
-        run_dir: folder of the run.
-        protocol: of the run.
-        total_steps: global steps of the run.
-        budget: of tokens.
         path: of the gzipped trace; default: perfetto.json.gz in the folder.
 
     Raises:

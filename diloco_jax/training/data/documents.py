@@ -108,7 +108,12 @@ def list_pieces(source: TextSource) -> tuple[list[SourcePiece], str]:
     found = {}
     for full, info in fs.find(root, detail=True).items():
         name = full[len(root) :].lstrip("/") or PurePosixPath(full).name
-        if info["size"] and any(fnmatch(PurePosixPath(name).name, pattern) for pattern in source.patterns):
+        hidden = "/." in f"/{name}"  # such as .git
+        if (
+            info["size"]
+            and not hidden
+            and any(fnmatch(PurePosixPath(name).name, pattern) for pattern in source.patterns)
+        ):
             found[name] = full, info
     formats = {_format(name) for name in found} - {"text"}  # a README beside Parquet is no document
     if not source.format and len(formats) > 1:
@@ -158,9 +163,9 @@ def read_documents(piece: SourcePiece) -> Iterator[str]:
     }[piece.format]  # fmt: skip
     try:
         for text in read(piece):
-            if not isinstance(text, str):
+            if not isinstance(text, str | None):
                 raise ValueError(f"field '{piece.field}' holds {type(text).__name__}, not text")
-            yield text
+            yield (text or "").encode("utf-8", "replace").decode()  # JSON may have halves of characters
     except (EOFError, ValueError, KeyError, OverflowError) as error:  # of pyarrow, json, Unicode and compression
         raise ValueError(f"{piece.url} cannot be read as {piece.format}: {error}") from error
 

@@ -10,6 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 import grain
 import numpy as np
 
+from diloco_jax.training.data.own import SAMPLES_MAX
+
 PATTERN = 1 << 20  # positions after which the weights repeat: shares are multiples of a millionth
 
 
@@ -58,6 +60,8 @@ class Order:
     """
 
     def __init__(self, lengths: Sequence[int], weights: Sequence[float], seed: int) -> None:
+        if max(lengths) > SAMPLES_MAX:
+            raise ValueError(f"a source has {max(lengths)} samples, {SAMPLES_MAX} is the limit; use longer ones")
         # Random access without a permutation in memory; `repeat` reshuffles every epoch.
         self._orders = [grain.MapDataset.range(length).shuffle(seed=seed).repeat() for length in lengths]
         self._firsts = [0, *accumulate(lengths)]

@@ -6,6 +6,7 @@ import json
 import multiprocessing as mp
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -143,6 +144,7 @@ def _tokenizer(word: str, pieces: Sequence[SourcePiece], out: Path, tell: Tell |
 
 def _sample(pieces: Sequence[SourcePiece], tell: Tell | None) -> Iterator[str]:
     """Yield text from the beginning of each piece, as much as a tokenizer needs."""
+    limit = min(TRAINING_BYTES, sum(piece.size for piece in pieces))
     every = max(1, len(pieces) * 4096 // TRAINING_BYTES)
     chosen = pieces[::every]
     each, total = TRAINING_BYTES // len(chosen) + 1, 0
@@ -153,7 +155,7 @@ def _sample(pieces: Sequence[SourcePiece], tell: Tell | None) -> Iterator[str]:
             left -= len(text)
             total += min(len(text), each)
             if tell:
-                tell("tokenizer", total, min(TRAINING_BYTES, sum(piece.size for piece in pieces)))
+                tell("tokenizer", total, limit)
             if left <= 0:
                 break
 
@@ -176,9 +178,14 @@ def _make(parts: Sequence[StorePart], workers: int, tell: Tell | None) -> None:
     """Make what is not there, in processes; tells how far it is."""
     context = mp.get_context("spawn")
     done = context.Value("q", 0)
-    missing = [part for part in parts if not _is_made(part)]
-    kept = sum(piece.size for part in parts if part not in missing for piece in part.pieces)
-    total = sum(piece.size for part in parts for piece in part.pieces)
+    total, kept, missing = sum(piece.size for part in parts for piece in part.pieces), 0, []
+    for part in parts:
+        if _is_made(part):
+            kept += sum(piece.size for piece in part.pieces)
+            if tell:
+                tell("tokens", kept, total)
+        else:
+            missing.append(part)
     if (workers := min(workers, len(missing))) <= 1:
         _join(done)
         for part in missing:
@@ -207,6 +214,7 @@ def _join(done: Any) -> None:
     _done = done
     if parent := mp.parent_process():
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C lets it end its part
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
@@ -235,6 +243,13 @@ def _dtype(tokenizer: Tokenizer) -> str:
 
 def _make_part(part: StorePart, tell: Callable[[], None] | None = None) -> None:
     """Write the tokens of a part, the ends of its documents, and last what they are."""
+    try:
+        _write_part(part, tell)
+    except OSError as error:  # such as a full disk, of which Python does not say where
+        raise OSError(error.errno, error.strerror, error.filename or str(part.out)) from error
+
+
+def _write_part(part: StorePart, tell: Callable[[], None] | None) -> None:
     made = open_tokenizer(part.tokenizer)
     dtype, hasher = np.dtype(_dtype(made)).newbyteorder("<"), xxhash.xxh3_64()
     ends, bytes_, tokens = [], 0, 0

@@ -76,8 +76,6 @@ class GroupLeader:
 
     Args:
         config: as `group_config` returns it; its address is where to listen, port 0 lets the system choose one.
-        run_id: name of the run.
-        learner_id: name of the island.
         hosts: number of hosts of the island with the leader, at least 1.
 
     Attributes:
@@ -115,9 +113,7 @@ class GroupLeader:
         is full is lost.
 
         Args:
-            command: for the host.
             payload: shared, not copied: nobody may change it any more.
-            to: the host, or None for all.
 
         Raises:
             ValueError: command or payload can never be sent, or there is no such host.
@@ -183,11 +179,8 @@ class GroupMember:
 
     Args:
         config: as `group_config` returns it; its address is the leader's.
-        run_id: name of the run.
-        learner_id: name of the island.
         host: which one we are, 1 or more.
         hosts: number of hosts of the island with the leader.
-        number: of the group, as the leader has it.
 
     Raises:
         GroupError: nobody answered in time, or the leader refused.

@@ -56,7 +56,6 @@ class Assembly:
     """The receiving end of a session's bulk lane; the readers of all its connections share it.
 
     Args:
-        payload_bytes_max: Largest payload that memory is taken for.
         partials: Where what is not complete at the end of the session goes, and where the next one finds it.
     """
 

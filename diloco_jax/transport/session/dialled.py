@@ -16,11 +16,6 @@ from diloco_jax.transport.trust.security import Credentials
 class DialledStreams:
     """The calls of one session, opened at once; `session.wait_ready` tells when all are answered.
 
-    Args:
-        session: Whose lanes get a call each.
-        own: Our credentials.
-        method: Name of the call, with that of its service.
-
     Attributes:
         first: The call of the control lane, or of the bulk lane's first stripe where there is none.
     """

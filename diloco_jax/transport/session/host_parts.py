@@ -72,11 +72,7 @@ class HostParts:
 
 
 class HostSessions(Generic[S]):
-    """The sessions of all hosts of one learner, on the syncer's side. Any thread may call the methods.
-
-    Args:
-        leader: The session of host 0, which says how many there are.
-    """
+    """The sessions of all hosts of one learner, on the syncer's side. Any thread may call the methods."""
 
     def __init__(self, leader: S) -> None:
         self.leader = leader

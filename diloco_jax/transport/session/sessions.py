@@ -214,11 +214,7 @@ def _name(header: pb.Header) -> tuple[object, ...]:
 
 
 class Drains:
-    """Requests that a learner leave, from any thread to that of the driver.
-
-    Args:
-        wake: lets the driver look.
-    """
+    """Requests that a learner leave, from any thread to that of the driver."""
 
     def __init__(self, wake: Callable[[], object]) -> None:
         self._wake = wake

@@ -178,7 +178,6 @@ def make(folder: Path, learners: Sequence[str], *, days: int = 365) -> Made:
 
     Args:
         folder: Where the files go; made, for its owner only, if missing.
-        learners: Names of the learners that get a certificate.
         days: How long the certificates are valid; the authority is valid for ten years.
 
     Raises:

@@ -37,7 +37,6 @@ class Denied(TransportError):
     """The caller's token or certificate does not allow what it asks for.
 
     Args:
-        code: what gRPC calls that.
         reason: names the setting of the caller that is to be changed.
     """
 
@@ -72,7 +71,6 @@ def credentials(config: TransportConfig, name: str, *, owner: bool = True, serve
 
     Args:
         config: Which files; "{name}" in their names is replaced.
-        name: Who we are: a learner, or "syncer".
         owner: Whether the certificate must be that of `name`; whoever only asks for the status may use any.
         server: What the certificate of whoever listens must name, at whatever address: SYNCER_HOST, or among the hosts
             of an island what `island_host` returns; they use one certificate for both sides.

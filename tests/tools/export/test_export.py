@@ -17,9 +17,9 @@ from diloco_jax.cli import convert
 from diloco_jax.cli.main import main
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.training.convert import weights
-from diloco_jax.training.convert.families import from_hf
+from diloco_jax.training.convert.families import FAMILIES, from_hf, to_hf
 from diloco_jax.training.models.config import ModelConfig
-from tests.tools.export.folders import LLAMA, drawn, make_run
+from tests.tools.export.folders import drawn, make_run, model_of
 
 
 def export(run: Path, out: Path, *words: str) -> int:
@@ -31,26 +31,29 @@ def same(ours: Any, theirs: Any) -> None:
     assert [path for path in ours if ours[path].tobytes() != theirs[path].tobytes()] == []
 
 
-@pytest.mark.parametrize("config", [LLAMA], ids=lambda config: str(config["model_type"]))
-@pytest.mark.parametrize("shard_bytes", [30_000, 1 << 30])
+@pytest.mark.parametrize(
+    ("model", "shard_bytes", "files"),
+    [(model_of(family), 1 << 30, 1) for family in FAMILIES]
+    + [(model_of("qwen3", scan_layers=True), 30_000, 5), (model_of("mixtral", scan_layers=True), 1 << 30, 1)],
+)
 def test_export_then_import_is_equal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], shard_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: ModelConfig, shard_bytes: int, files: int
 ) -> None:
     monkeypatch.setattr(weights, "SHARD_BYTES", shard_bytes)
     monkeypatch.setattr(weights, "COPY_BYTES", 1000)
-    model = from_hf(config)
     values = drawn(model)
     assert export(make_run(tmp_path / "run", model, values), tmp_path / "out") == 0
-    files = sorted((tmp_path / "out").glob("*.safetensors"))
-    assert len(files) == (1 if shard_bytes > 1 << 20 else 5)
-    assert all(file.stat().st_size < max(shard_bytes, 4 * 300 * 32) + 4000 for file in files)
+    sizes = [file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")]
+    assert len(sizes) == files and max(sizes) < max(shard_bytes, 4 * 300 * 32) + 4000
     found = weights.Weights(tmp_path / "out")
-    assert from_hf(found.config) == model
     same(dict(found.read(model)), values)
+    public = from_hf(found.config)
+    assert to_hf(public) == to_hf(model)
+    assert sum(value.size for _, value in found.read(public)) == sum(value.size for value in values.values())
 
 
 def test_bfloat16_is_the_nearest(tmp_path: Path) -> None:
-    model = from_hf(LLAMA)
+    model = model_of()
     values = drawn(model)
     assert export(make_run(tmp_path / "run", model, values), tmp_path / "out", "--dtype", "bfloat16") == 0
     rounded = {path: value.astype(ml_dtypes.bfloat16).astype(np.float32) for path, value in values.items()}
@@ -73,7 +76,7 @@ def test_any_model_goes_to_orbax_and_npz(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_folder_is_whole_or_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = from_hf(LLAMA)
+    model = model_of()
     run, full = make_run(tmp_path / "run", model, drawn(model)), tmp_path / "full"
     full.mkdir()
     (full / "mine").touch()
@@ -95,7 +98,7 @@ def test_the_newest_readable_snapshot_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
     """A run under way deletes old snapshots, also while one is read; then a newer one is there."""
-    model = from_hf(LLAMA)
+    model = model_of()
     values = [drawn(model, seed) for seed in (0, 1)]
     first, last = (7, 8) if what == "damaged" else (8, 7)
     run = make_run(tmp_path / "run", model, values[0], first)

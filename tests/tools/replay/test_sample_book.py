@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from faulty.cluster import FaultyCluster
 from invariants.draw import random_scenario
 
 from diloco_jax.protocol.messages import LearnerMessage
-from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.node import Effects, Observer
 from diloco_jax.tools.replay import sample_book
 from diloco_jax.tools.replay.auditor import Auditor
@@ -38,7 +38,7 @@ class SampleMap:
 class Witness(Observer):
     """Hands what the syncer was told, and did, to an auditor."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: FaultyCluster) -> None:
         self.auditor = Auditor(cluster.scenario.config.num_fragments)
         self.said: list[tuple[Any, ...]] = []
         self._lines = iter(range(1, 1 << 30))
@@ -53,7 +53,7 @@ class Witness(Observer):
 
 def witness(seed: int) -> Witness:
     """Run a seed, and return all that an auditor said of it."""
-    cluster = Cluster(random_scenario(seed))
+    cluster = FaultyCluster(random_scenario(seed))
     one = Witness(cluster)
     cluster.watch(one)
     cluster.run(10_000.0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-NEVER_S = float("inf")
+from diloco_jax.sim.engine import NEVER_S
+
 ARMED_S = 5.0  # how long a donor_crash waits for a donor, and a rewind for a snapshot
 ARMED = ("donor_crash", "rewind")
 

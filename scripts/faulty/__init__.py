@@ -1,0 +1,1 @@
+"""Faults on virtual time: simulated runs in which processes die, links break and disks lie."""

@@ -1,0 +1,148 @@
+"""Public models in: what is wrong with a folder is told before anything trains; a config evaluates what it names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file, save_file
+
+from diloco_jax.cli.main import main
+from diloco_jax.runtime.local.baseline import DataParallelRun
+from diloco_jax.runtime.syncer.begin import FAILOVER, begin
+from diloco_jax.settings.text import load
+from diloco_jax.training.convert import weights
+from diloco_jax.training.data.corpus import load_source
+from diloco_jax.training.data.order import eval_batches
+from diloco_jax.training.data.tokenizer import open_tokenizer, train_tokenizer
+from tests.tools.export.folders import drawn, make_run, model_of
+
+TEXT = "".join(f"island {n} sends {n * n} gradients to the syncer\n" for n in range(400))
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with config.yaml, and below it `llama`: an exported model of several files, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("public")
+    (folder / "tokenizer").mkdir()
+    train_tokenizer([TEXT], 300, folder / "tokenizer")
+    ids = open_tokenizer(folder / "tokenizer").encode(TEXT)
+    np.array(ids, np.uint16).tofile(folder / "ids.bin")
+    data = {"format": "tokens", "path": str(folder / "ids.bin"), "vocab_size": 300}
+    data |= {"tokenizer": str(folder / "tokenizer"), "held_out_fraction": 0.2}
+    train = {"seq_len": 32, "batch_size": 4, "eval_batch_size": 4, "final_eval_batches": 3}
+    config = {"name": "public", "data": data, "train": train, "islands": {"count": 1, "devices": 1}, "trackers": []}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    run = make_run(folder / "run", model_of(), drawn(model_of()), **{"data": data})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(weights, "SHARD_BYTES", 60_000)
+        assert main(["export", str(run), "--out", str(folder / "llama")]) == 0
+    return folder
+
+
+def test_transformers_opens_an_export_and_a_config_evaluates_it(
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch = pytest.importorskip("torch", reason="the extra 'parity' has torch and transformers")
+    transformers = pytest.importorskip("transformers", reason="the extra 'parity' has torch and transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(public / "llama")
+    assert tokenizer.encode(TEXT[:200]) == open_tokenizer(public / "tokenizer").encode(TEXT[:200])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(public / "llama")
+    assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == tokenizer.eos_token_id == 0
+
+    config = tmp_path / "begins.yaml"
+    words = ["--config", str(public / "config.yaml"), "--out", str(config), "--json"]
+    assert main(["import", str(public / "llama"), *words]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["parameters"] == sum(value.numel() for value in theirs.parameters())
+    assert main(["eval", str(config), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    settings = load(config)
+    batches = eval_batches(load_source(settings.data, 32), 4, 3)
+    tokens = torch.tensor(np.concatenate([batch["tokens"] for batch in batches]), dtype=torch.int64)
+    with torch.no_grad():
+        logits = theirs(tokens[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.reshape(-1, 300), tokens[:, 1:].reshape(-1)).item()
+    assert found["loss"] == pytest.approx(expected, abs=1e-4)
+
+    run = DataParallelRun(settings, tmp_path, threading.Event())
+    begun, values = run._island.parameters(), drawn(model_of())
+    assert [path for path in values if values[path].tobytes() != begun[path].tobytes()] == []
+    assert main(["train", str(config), "--model.args.mlp_dim", "64", "--run-dir", str(tmp_path / "run")]) == 2
+    assert "has shape (32, 48), where the model needs (32, 64)" in capsys.readouterr().err
+
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def described(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        old = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(old | changes))
+
+    return change
+
+
+def bytes_of(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    return lambda folder: (folder / FIRST).write_bytes(change((folder / FIRST).read_bytes())) and None
+
+
+def tensors_of(change: Callable[[dict[str, np.ndarray]], object]) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        found = load_file(folder / SECOND)
+        change(found)
+        save_file(found, folder / SECOND)
+
+    return rewrite
+
+
+def larger_tokenizer(folder: Path) -> None:
+    train_tokenizer([TEXT], 310, folder)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (bytes_of(lambda raw: raw[:-50]), [FIRST, "damaged", "not fully covered"]),
+        (bytes_of(lambda raw: b"\xff" * 8 + raw[8:]), [FIRST, "damaged", "header too large"]),
+        (lambda folder: (folder / FIRST).unlink(), ["lacks 1 of 2 files", FIRST]),
+        (lambda folder: (folder / weights.INDEX_FILE).unlink(), ["has 2 *.safetensors", "copy the whole model"]),
+        (lambda folder: (folder / "config.json").unlink(), ["config.json cannot be read", "No such file"]),
+        (lambda folder: (folder / weights.INDEX_FILE).write_text("[]"), ["a list, no object"]),
+        (described(model_type="bert"), ["model_type is 'bert'", "llama"]),
+        (described(intermediate_size=64), ["has shape (32, 48), where the model needs (32, 64)"]),
+        (described(num_hidden_layers=1), ["model.layers.1", "where the model needs none"]),
+        (tensors_of(dict.popitem), ["has shape none at all", "1 of 20 tensors are missing"]),
+        (tensors_of(lambda found: next(iter(found.values())).fill(np.nan)), [SECOND, "holds NaN or infinity"]),
+        (tensors_of(lambda found: found.update(x=np.ones(3, np.int64))), ["tensor x", "is I64; only F32"]),
+        (larger_tokenizer, ["the tokenizer has ids below 310, config.json only 300"]),
+        (lambda folder: shutil.rmtree(folder), ["config.json cannot be read", "public model"]),
+    ],
+)
+def test_a_wrong_folder_is_one_error(
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None], words: list[str]
+) -> None:
+    folder, out = tmp_path / "llama", tmp_path / "config.yaml"
+    shutil.copytree(public / "llama", folder)
+    spoil(folder)
+    assert main(["import", str(folder), "--config", str(public / "config.yaml"), "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert [word for word in words if word not in said] == [], said
+    assert said.count("\n") == 1 and not out.exists()
+
+
+def test_a_run_goes_on_with_the_values_that_it_began_with(tmp_path: Path) -> None:
+    """The folder may have moved; then only its contents tell."""
+    (tmp_path / "tape.jsonl").write_text('["begin",0.0,[11,12]]\n')
+    config = SimpleNamespace(model=SimpleNamespace(weights="elsewhere"))
+    parts: Any = SimpleNamespace(config=config, run_dir=tmp_path, model=SimpleNamespace(digests=[11, 13]))
+    with pytest.raises(ValueError, match=r"model\.weights elsewhere holds other values than this run began with"):
+        begin(parts, FAILOVER, 0.0)
