@@ -330,7 +330,7 @@ def test_what_cannot_become_a_store_is_one_error(
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizing, "TOKENS_NAME", "tokens.bin")
-    monkeypatch.setattr(Path, "open", lambda *_: open("/dev/full", "wb"))
+    monkeypatch.setattr(Path, "open", lambda *_: open("/dev/full", "wb"))  # noqa: SIM115
     part = tokenizing.StorePart(0, tuple(list_pieces(TextSource(write_jsonl(tmp_path)))[0]), "bytes", tmp_path)
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'"):
         tokenizing._make([part], 1, None)

@@ -32,11 +32,8 @@ def check_data(config: RunConfig) -> Check:
     windows = len(source.train)
     share = config.planned_steps * config.train.batch_size / windows
     read = f"reads them {share:.1f} times" if share > 1 else f"reads {share:.2%} of them"
-    return Check(
-        "data",
-        "ok",
-        f"{config.data.module or ', '.join(part.path for part in config.data.parts.values())}: {windows:,} training windows, the run {read}",
-    )
+    of = config.data.module or ", ".join(part.path for part in config.data.parts.values())
+    return Check("data", "ok", f"{of}: {windows:,} training windows, the run {read}")
 
 
 def check_memory(need_bytes: float, path: Path = MEMORY) -> Check:
