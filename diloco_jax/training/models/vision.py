@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
 
 from diloco_jax.training.models.decoder import Block, Cache, Decoder, Local, Places
 from diloco_jax.training.models.layers import Linear
@@ -92,10 +92,23 @@ class ImageTextDecoder(Decoder):
         """
         tokens = batch["tokens"]
         weights = (batch.get("segments", jnp.ones_like(tokens)) != 0).astype(jnp.float32)
-        x = jnp.concatenate([self.patches(batch["image"]), self.embedded(tokens[:, :-1])], axis=1)
-        x, metrics = self.hidden(x)
-        loss = self.mean_loss(x[:, self.config.patches - 1 :], tokens, weights=weights)
-        return loss, {**metrics, "weight": jnp.sum(weights)}
+        x, metrics = self._read(self.patches(batch["image"]), tokens[:, :-1])
+        return self.mean_loss(x, tokens, weights=weights), {**metrics, "weight": jnp.sum(weights)}
+
+    def caption(self, image: Shaped[Array, "b h w c"], count: int) -> Int32[Array, "b count"]:
+        """Write the likeliest `count` tokens about each image, one after the other."""
+        patches = self.patches(image)
+
+        def add(at: int | Array, tokens: Array) -> Array:
+            x = jax.lax.dynamic_slice_in_dim(self._read(patches, tokens)[0], at, 1, axis=1)  # later ones change nothing
+            return tokens.at[:, at].set(jnp.argmax(self._logits(x, None)[:, 0], axis=-1).astype(tokens.dtype))
+
+        return jax.lax.fori_loop(0, count, add, jnp.zeros((len(image), count), jnp.int32))
+
+    def _read(self, patches: Float[Array, "b n d"], tokens: Int32[Array, "b t"]) -> tuple[Array, Metrics]:
+        """Return what each token and the one after the last are predicted from."""
+        x, metrics = self.hidden(jnp.concatenate([patches, self.embedded(tokens)], axis=1))
+        return x[:, self.config.patches - 1 :], metrics
 
 
 class VisionBlock(Block):
