@@ -106,9 +106,6 @@ def test_row_groups_of_a_large_file_are_shared(tmp_path: Path, monkeypatch: pyte
     assert len(pieces) > 2 and [text for piece in pieces for text in read_documents(piece)] == TEXTS
 
 
-# ---- the store ------------------------------------------------------------------------------------------------------
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -181,9 +178,6 @@ def test_a_long_document_is_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch, t
     tokenizer, text = open_tokenizer(out), "a line\n" * 9 + "one without an end" * 3
     ids = tokenizer.encode_document(text)
     assert tokenizer.decode(ids[:-1]) == text
-
-
-# ---- samples --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
