@@ -305,6 +305,8 @@ class RunConfig:
                     f"mesh.rules has the logical axis '{unknown[0]}', which no array of the model has; choose from "
                     f"{', '.join(AXIS_RULES)}"
                 )
+        if self.model.module.endswith(":VisionTransformer"):
+            return  # it has neither ids nor lengths
         longest = self.model.args.get("seq_len_max", 2048)
         if isinstance(longest, int) and self.train.seq_len > longest:
             raise ValueError(
@@ -337,7 +339,7 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str) -> tuple[
     data = asdict(config.data)
     for part in (data, *data["mixture"].values()):
         del part["path"]  # the same corpus may lie elsewhere on another machine; what it holds is compared
-    del data["evaluation"], data["tokenizer"]
+    del data["evaluation"], data["tokenizer"], data["prefetch"]
     pairs = {
         "run": config.name,
         "seed": str(config.seed),

@@ -16,6 +16,7 @@ from tests.runtime.helpers import processes_of, run, write_config
 pytestmark = [pytest.mark.net, pytest.mark.timeout(500)]
 
 SUMMARY_KEYS = {"eval_loss", "eval_bits_per_byte", "tokens", "wall_s", "global_steps", "goodput", "uptime"} | {
+    "waiting_for_data",
     "contributors_per_round",
     "unmerged_fragments",
     "steps_per_round",
@@ -158,7 +159,7 @@ def test_islands_that_are_alike_compile_once(finished: Path, tmp_path: Path, mon
 
 
 def test_a_run_can_be_asked_to_write(finished: Path) -> None:
-    told = [run("sample", finished, "--bytes", "20", "--prompt", "def ", "--json", *more) for more in ((), ())]
+    told = [run("sample", finished, "--tokens", "20", "--prompt", "def ", "--json", *more) for more in ((), ())]
     assert told[0].returncode == 0, told[0].stderr
     text = json.loads(told[0].stdout)
     assert text["global_step"] == 80 and text["prompt"] == "def " and len(text["text"]) == 20

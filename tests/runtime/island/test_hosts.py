@@ -80,7 +80,7 @@ class Pair:
 
     def step(self, ranges: list[tuple[int, int]], clock: int) -> None:
         """A step of both hosts."""
-        self.leader.tell_batch(ranges)
+        self.leader.tell_batch(ranges, ())
         self.loop.put_batch(ranges)
         self.leader.tell_step(clock)
         self.loop.wait(self.loop.step(clock))
