@@ -332,7 +332,6 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str) -> tuple[
     """List what a learner and the syncer must agree on, as (what, value) pairs that an error can show.
 
     Args:
-        config: the run's settings.
         plan_fingerprint: of the fragment plan, made from the shapes of the model as this process built it.
         corpus: what this process reads (training/data/corpus.py); "" if it reads none, then the first learner says it.
     """
