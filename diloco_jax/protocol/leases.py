@@ -90,11 +90,19 @@ class Allotment:
             batches = (self.granted - self._first) // self.step_samples
             start = self._first + self._repeats % batches * self.step_samples
             self._repeats += 1
-        return Batch(tuple(self._positions(start)), self._taken)
+        return Batch(tuple(self._positions(start, self.step_samples)), self._taken)
 
-    def _positions(self, start: int) -> list[Range]:
+    def upcoming(self, steps: int) -> tuple[Range, ...]:
+        """The positions that the steps after those taken will read, of whole steps and at most so many.
+
+        They are as good as their leases: what is given up before it is taken goes to others.
+        """
+        known = min(steps, (self.granted - self._taken) // self.step_samples)
+        return tuple(self._positions(self._taken, known * self.step_samples)) if known > 0 else ()
+
+    def _positions(self, start: int, left: int) -> list[Range]:
         found: list[Range] = []
-        skip, left = start - self._first, self.step_samples
+        skip = start - self._first
         for begin, stop in self._ranges:
             if skip >= stop - begin:
                 skip -= stop - begin

@@ -340,7 +340,7 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str) -> tuple[
     data = asdict(config.data)
     for part in (data, *data["mixture"].values()):
         del part["path"]  # the same corpus may lie elsewhere on another machine; what it holds is compared
-    del data["evaluation"], data["tokenizer"]
+    del data["evaluation"], data["tokenizer"], data["prefetch"]
     pairs = {
         "run": config.name,
         "seed": str(config.seed),

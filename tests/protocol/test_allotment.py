@@ -72,6 +72,20 @@ def test_without_new_leases_old_positions_are_read_again_and_do_not_count() -> N
     assert allotment.take() == Batch(((24, 25), (30, 31)), 10), "the sample that was left over comes first"
 
 
+def test_what_is_upcoming_is_what_will_be_taken_and_nothing_that_is_not_leased() -> None:
+    allotment = Allotment(2, 4)
+    assert allotment.upcoming(3) == ()
+    allotment.add(Lease(0, 0, 3))
+    allotment.add(Lease(3, 10, 14))
+    assert allotment.upcoming(9) == ((0, 3), (10, 13)) and allotment.upcoming(2) == ((0, 3), (10, 11))
+    assert [allotment.take().ranges for _ in range(2)] == [((0, 2),), ((2, 3), (10, 11))]
+    assert allotment.upcoming(9) == ((11, 13),)
+    allotment.add(Lease(BOOK, 50, 54))
+    assert allotment.upcoming(9) == ((50, 54),), "the rest went to others"
+    assert [allotment.take().ranges for _ in range(3)][:2] == [((50, 52),), ((52, 54),)]
+    assert allotment.upcoming(9) == (), "what is read again is not known before"
+
+
 def test_a_batch_before_the_first_lease_is_a_fault_of_the_driver() -> None:
     allotment = Allotment(4, 8)
     assert not allotment.ready

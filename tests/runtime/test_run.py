@@ -16,6 +16,7 @@ from tests.runtime.helpers import processes_of, run, write_config
 pytestmark = [pytest.mark.net, pytest.mark.timeout(500)]
 
 SUMMARY_KEYS = {"eval_loss", "eval_bits_per_byte", "tokens", "wall_s", "global_steps", "goodput", "uptime"} | {
+    "waiting_for_data",
     "contributors_per_round",
     "unmerged_fragments",
     "steps_per_round",

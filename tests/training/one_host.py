@@ -18,6 +18,10 @@ import numpy as np
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import Fragment, plan_fragments
+from diloco_jax.runtime.island.feed import Feed
+from diloco_jax.training.data.corpus import Source
+from diloco_jax.training.data.order import SampleOrder
+from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.island import Island
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
@@ -76,6 +80,20 @@ def make_island(mesh: Mapping[str, int], wire: codec.Format) -> Island:
     return Island(ModelConfig(args=MODEL), config, MeshConfig(**mesh), seed=0, devices=jax.devices()[:4], wire=wire)
 
 
+class Counting:
+    """A source of two epochs' worth of samples for three steps, which remembers what was read of it."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, number: int) -> Sample:
+        self.read.append(number)
+        return {"tokens": (number + np.arange(9, dtype=np.int32)) % 16}
+
+
 def values_of(fragment: Fragment, seed: int) -> dict[str, np.ndarray]:
     """Random values of a fragment, the same everywhere."""
     rng = np.random.default_rng((seed, fragment.fragment_id))
@@ -87,7 +105,6 @@ def exercise(case: int, others: Alone) -> dict[str, np.ndarray]:
 
     Args:
       case: which of CASES.
-      others: what other processes of the island have.
     """
     mesh, wire = CASES[case]
     island = make_island(mesh, wire)
@@ -114,9 +131,17 @@ def exercise(case: int, others: Alone) -> dict[str, np.ndarray]:
     state.of_others = lambda leaf: others.take(names[leaf])
     whole = state.value()
     island.load_state({name: value / 2 if value.dtype == np.float32 else value for name, value in whole.items()})
-    tokens = np.arange(8 * 9, dtype=np.int32).reshape(8, 9) % 16
-    losses = [island.wait(island.step(island.put_batch({"tokens": tokens}), 1e-3))["loss"] for _ in range(3)]
-    return found | {f"{case}-losses": np.array(losses)} | {f"{case}/{name}": value for name, value in whole.items()}
+    samples = Counting()
+    feed = Feed(island, SampleOrder(Source(samples, samples, 16), 0), samples[0], ahead=2, size=8)
+    samples.read.clear()
+    losses = []
+    for step in range(3):
+        feed.put([(8 * step, 8 * step + 8)], [(8 * step + 8, 24)])
+        batch, position = feed.take()
+        losses.append(island.wait(island.step(batch, 1e-3, position))["loss"])
+    feed.close()
+    found |= {f"{case}-losses": np.array(losses), f"{case}-read": np.array(samples.read)}
+    return found | {f"{case}/{name}": value for name, value in whole.items()}
 
 
 def _flat(payload: bytes | list[codec.Bytes]) -> bytes:

@@ -63,4 +63,8 @@ def test_two_processes_give_the_parts_of_what_one_gives(of_hosts: list[dict[str,
             np.testing.assert_array_equal(found[name], alone[name], err_msg=name)
         # Sums over devices of several processes are made in another order.
         np.testing.assert_allclose(found[f"{case}-losses"], alone[f"{case}-losses"], rtol=1e-5)
+    read = [found[f"{case}-read"].tolist() for found in of_hosts]
+    assert [len(rows) for rows in read] == [12, 12] and sorted(read[0] + read[1]) == sorted([*range(12)] * 2), (
+        "two epochs of 12 samples, of which each host read the rows of its devices"
+    )
     assert alone[f"{case}-losses"][2] < alone[f"{case}-losses"][0]

@@ -2,8 +2,8 @@
 reads this, and simulated runs count with it too.
 
 Definitions (docs/architecture.md has them for users)
-  * goodput: time that learners spent in inner steps, over the time that all configured islands had since the first
-    inner step of the run began. A dead or restarting island lowers it.
+  * goodput: time that learners spent in inner steps, without that in which a step waited for data, over the time that
+    all configured islands had since the first inner step of the run began. A dead or restarting island lowers it.
     The first step of an island compiles; that time counts as a step.
   * uptime: share of that time in which at least one learner was inside an inner step.
   * participation: rounds in which a learner was merged, over rounds merged.
@@ -29,6 +29,7 @@ from diloco_jax.protocol.watch.health import conditions
 from diloco_jax.protocol.watch.outrun import Outrun
 
 BFLOAT16_BYTES = 2
+WAITING = "waiting_for_data"  # a learner's metric: share of the time in its steps for which they waited for samples
 NAMED_MAX = 8  # fragments in a warning
 
 
@@ -68,6 +69,13 @@ class LearnerStats:
     last_round: int = 0
     last_step: int = 0  # of the current incarnation
     step_tokens: int = 0
+    told_s: float = 0.0  # of busy_s, for which it has told how long it waited for data
+    waited_s: float = 0.0
+
+    @property
+    def waiting(self) -> float:
+        """Return the share of its time in steps for which it waited for data, as far as it has told."""
+        return self.waited_s / self.told_s if self.told_s else 0.0
 
     @property
     def total_span_s(self) -> float:
@@ -120,6 +128,16 @@ class RunStats:
         self._covered_s += max(0.0, now_s - max(began_s, self._covered_until_s))
         self._covered_until_s = max(self._covered_until_s, now_s)
         return True
+
+    def on_waiting(self, learner_id: str, share: float) -> None:
+        """Take a learner's word for the share of its time in steps, since its last word, that went to waiting for data.
+
+        Unlike reports it is not on the tape: what was told after a snapshot is lost with the syncer.
+        """
+        stats = self._learners.get(learner_id)
+        if stats is not None and 0 <= share <= 1:
+            stats.waited_s += share * (stats.busy_s - stats.told_s)
+            stats.told_s = stats.busy_s
 
     def on_merged(self, members: tuple[str, ...], global_step: int) -> None:
         """Remember who was merged last and when."""
@@ -198,6 +216,7 @@ class RunStats:
         began_s = self._began_s if self._began_s is not None else now_s
         window_s = max(now_s - began_s, 1e-9)
         busy_s = sum(stats.busy_s for stats in self._learners.values())
+        waited_s = sum(stats.busy_s * stats.waiting for stats in self._learners.values())
         learners = {}
         for member in self._members():
             stats = self._learners.get(member.learner_id) or LearnerStats()
@@ -214,7 +233,8 @@ class RunStats:
             "merged_tokens": self._syncer.progress.merged_tokens,
             "wall_s": round(now_s, 3),
             "global_steps": self._syncer.global_step,
-            "goodput": round(min(1.0, busy_s / (max(1, len(self._names)) * window_s)), 4),
+            "goodput": round(min(1.0, (busy_s - waited_s) / (max(1, len(self._names)) * window_s)), 4),
+            WAITING: round(waited_s / max(busy_s, 1e-9), 4),
             "uptime": round(min(1.0, self._covered_s / window_s), 4),
             "contributors_per_round": round(self.contributors_per_round, 4),
             "unmerged_fragments": [p for p, version in enumerate(self._syncer.versions) if version == 0],

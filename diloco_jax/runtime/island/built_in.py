@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from diloco_jax.runtime.island.feed import DATA_WAIT, Feed
 from diloco_jax.runtime.island.host import Ranges
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.data.corpus import load_source
@@ -22,6 +23,7 @@ class BuiltInLoop:
         island: that trains, or this process's part of it.
         corpus: what this process reads its samples from, in words that others can compare.
         batch_size: samples of a step.
+        prefetch: batches that are read ahead.
         rate: learning rate of a step of the schedule.
 
     Args:
@@ -35,9 +37,9 @@ class BuiltInLoop:
         source = load_source(config.data, config.train.seq_len)
         self.corpus = source.corpus
         self.batch_size = own.batch_size
+        self.prefetch = config.data.prefetch
         self._sample = source.train[0]
         self.rate = learning_rate(config.optimizer, config.planned_steps)
-        self._order = SampleOrder(source, config.data.shuffle_seed + config.seed)
         self.island = Island(
             config.model,
             config.optimizer,
@@ -47,16 +49,16 @@ class BuiltInLoop:
             wire=config.wire.up,
             rebase=config.adopt.mode == "rebase",
         )
+        order = SampleOrder(source, config.data.shuffle_seed + config.seed)
+        self._feed = Feed(self.island, order, self._sample, self.prefetch, self.batch_size)
 
     def warm_up(self, batch_size: int = 0) -> None:
         """Compile the inner step, of another number of samples if it is given. Any thread."""
         self.island.warm_up(batch_shapes(self._sample, batch_size or self.batch_size))
 
-    def put_batch(self, ranges: Ranges) -> None:
-        """Copy the samples of the next step to the devices; returns at once."""
-        size = sum(stop - start for start, stop in ranges)
-        rows = self._order.batch(ranges, self.island.own_rows(size))
-        self._batch, self._position = self.island.put_batch(rows, size), ranges[0][0]
+    def put_batch(self, ranges: Ranges, ahead: Ranges = ()) -> None:
+        """Copy the samples of the next step to the devices, and read `ahead` those after it; returns at once."""
+        self._feed.put(ranges, ahead)
 
     def step(self, clock: int) -> StepHandle:
         """Dispatch one inner step on the batch that was put last; returns at once.
@@ -64,8 +66,15 @@ class BuiltInLoop:
         Args:
             clock: step of the schedule, which says the learning rate.
         """
-        return self.island.step(self._batch, self.rate(clock), self._position)
+        batch, position = self._feed.take()
+        return self.island.step(batch, self.rate(clock), position)
 
     def wait(self, handle: StepHandle) -> Mapping[str, float]:
-        """Block until a step is done; returns its loss and what else the model reports."""
-        return self.island.wait(handle)
+        """Block until a step is done, and the next one has its samples; returns its loss and what else is reported."""
+        metrics = self.island.wait(handle)
+        self._feed.finish()  # after the step: only then does anything wait
+        return {**metrics, DATA_WAIT: self._feed.waited_s()}
+
+    def close(self) -> None:
+        """Read no more."""
+        self._feed.close()

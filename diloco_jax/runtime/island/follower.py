@@ -47,7 +47,8 @@ class Follower:
         dialler: connects this process to the syncer.
         group: the connection to the leader.
         stop: set from outside to leave politely; the leader decides when.
-        on_batch: takes the samples of the next step, while the one before may be running.
+        on_batch: takes the samples of the next step, while the one before may be running, and what is known of those
+            after it.
 
     Attributes:
         status: exit status that the leader said in the end; None before.
@@ -60,7 +61,7 @@ class Follower:
         dialler: Dialler,
         group: GroupMember,
         stop: threading.Event,
-        on_batch: Callable[[Ranges], None],
+        on_batch: Callable[[Ranges, Ranges], None],
     ) -> None:
         self.status: int | None = None
         self._on_batch = on_batch
@@ -112,8 +113,8 @@ class Follower:
         match command:
             case commands.HostWarmUp(number):
                 self._in_thread("compile", partial(self._warm_up, number))
-            case commands.HostPutBatch(ranges):
-                self._on_batch(ranges)
+            case commands.HostPutBatch(ranges, ahead):
+                self._on_batch(ranges, ahead)
             case commands.HostStage(fragment_id, local_step):
                 host.stage(fragment_id, local_step)
             case commands.HostUnstage(fragment_id, local_step):

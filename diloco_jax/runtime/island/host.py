@@ -77,9 +77,10 @@ class Host:
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
-    def tell_batch(self, ranges: Ranges) -> None:
-        """Tell the other hosts which samples the next step reads."""
-        self.tell(commands.HostPutBatch(tuple(commands.SampleRange(*each) for each in ranges)))
+    def tell_batch(self, ranges: Ranges, ahead: Ranges) -> None:
+        """Tell the other hosts which samples the next step reads, and the steps after it."""
+        told = (tuple(commands.SampleRange(*each) for each in some) for some in (ranges, ahead))
+        self.tell(commands.HostPutBatch(*told))
 
     def tell_step(self, clock: int) -> None:
         """Tell the other hosts to make a step, and at which global step it begins."""

@@ -32,7 +32,7 @@ from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import Metric, MetricsReport
 from diloco_jax.runtime.island.adoptions import GlobalValues
-from diloco_jax.runtime.island.host import Host
+from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import Hosts, make_dialler
 from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.payloads import PayloadSender
@@ -211,6 +211,10 @@ class Joined:
     def take_batch(self) -> Batch:
         """Return the samples of the next step; at most one step ahead."""
         return self._decisions.ask(Learner.take_batch)
+
+    def upcoming(self, steps: int) -> Ranges:
+        """Return what the steps after that will read, as far as it is known: positions of so many steps at most."""
+        return self._decisions.ask(lambda machine: machine.allotment.upcoming(steps))
 
     def stepped(self, batch: Batch, clock: int, metrics: Mapping[str, float], took_s: float) -> bool:
         """Report a step that is done, adopt what came meanwhile, and wait until the next one may begin (`ready`).

@@ -15,6 +15,8 @@ from typing import Any
 import jax
 
 from diloco_jax.protocol.messages import METRIC_LENGTH_MAX, METRICS_MAX
+from diloco_jax.protocol.watch.stats import WAITING
+from diloco_jax.runtime.island.feed import DATA_WAIT
 from diloco_jax.runtime.trackers.aside import Aside, close_all
 from diloco_jax.runtime.trackers.outlets import find_callbacks
 from diloco_jax.settings.run import RunConfig
@@ -91,8 +93,10 @@ class IslandMetrics:
         if not self._steps or now_s < self._due_s:
             return None
         values = {name: total / count for name, (total, count) in self._sums.items()}
-        rate = self._tokens / max(self._busy_s, 1e-9)
-        values |= {"step_s": self._busy_s / self._steps, "tokens_per_s": rate}
+        step_s, rate = self._busy_s / self._steps, self._tokens / max(self._busy_s, 1e-9)
+        if (waited_s := values.pop(DATA_WAIT, None)) is not None:
+            values[WAITING] = min(1.0, waited_s / max(step_s, 1e-9))
+        values |= {"step_s": step_s, "tokens_per_s": rate}
         if flops_per_s := rate * self._flops_per_token:
             values["model_flops_per_s"] = flops_per_s
             values |= {"mfu": flops_per_s / self._peak_flops} if self._peak_flops else {}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from diloco_jax.protocol.leases import Batch
 from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.runtime.island.follower import Follower
 from diloco_jax.runtime.island.host import Host
@@ -69,6 +70,7 @@ class LearnerRun:
                 self._train()
         finally:
             self.joined.leave()
+            self.loop.close()
         self.joined.check_end()
         return self.joined.finished
 
@@ -76,19 +78,22 @@ class LearnerRun:
         """Make inner steps until the learner ends; what one reads is put on the devices while the one before runs."""
         host, loop, joined = self.host, self.loop, self.joined
         log.info(f"the first step begins at global step {joined.machine.global_step}")
-        batch, going = joined.take_batch(), True
-        host.tell_batch(batch.ranges)
-        loop.put_batch(batch.ranges)
+        batch, going = self._put_next(), True
         while going:
             began_s, clock = time.monotonic(), joined.machine.schedule_step
             host.tell_step(clock)
             handle = loop.step(clock)
-            following = joined.take_batch()
-            host.tell_batch(following.ranges)
-            loop.put_batch(following.ranges)
+            following = self._put_next()
             metrics = {**loop.wait(handle), "learning_rate": loop.rate(clock)}
             going = joined.stepped(batch, clock, metrics, time.monotonic() - began_s)
             batch = following
+
+    def _put_next(self) -> Batch:
+        """Let all hosts read what the next step needs, and the steps after it."""
+        batch, ahead = self.joined.take_batch(), self.joined.upcoming(self.loop.prefetch)
+        self.host.tell_batch(batch.ranges, ahead)
+        self.loop.put_batch(batch.ranges, ahead)
+        return batch
 
 
 def follow(joining: Joining, stop: threading.Event) -> int:
@@ -100,4 +105,5 @@ def follow(joining: Joining, stop: threading.Event) -> int:
     follower = Follower(joining.config, host, dialler, joining.hosts.group, stop, loop.put_batch)
     while (clock := follower.next_step()) is not None:
         loop.step(clock)
+    loop.close()
     return follower.leave()

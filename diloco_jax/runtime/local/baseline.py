@@ -12,11 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from diloco_jax.protocol.watch.stats import WAITING
+from diloco_jax.runtime.island.feed import DATA_WAIT, Feed
 from diloco_jax.runtime.learner.metrics import metrics_of
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.records.checkpoint import save_parameters
 from diloco_jax.runtime.records.files import CHECKPOINTS, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.liveness import signature
+from diloco_jax.runtime.records.status import starved
 from diloco_jax.runtime.records.telemetry import Telemetry, write_json
 from diloco_jax.runtime.trackers.outlets import Outlets
 from diloco_jax.settings.run import RunConfig
@@ -48,7 +51,7 @@ class DataParallelRun:
         self._metrics = metrics_of(config, NAME, self._island)
         self._telemetry = Telemetry(run_dir, Outlets(config, run_dir))
         self._began_s = time.monotonic()
-        self._busy_s = 0.0
+        self._busy_s = self._waited_s = 0.0
         self._tokens = 0
         self._eval_loss: float | None = None
         self._last: dict[str, Any] = {}
@@ -57,23 +60,30 @@ class DataParallelRun:
         """Train, evaluate and write the summary, which is returned."""
         config = self._config
         source = load_source(config.data, config.train.seq_len)
-        batches = SampleOrder(source, config.data.shuffle_seed + config.seed).batches(config.train.batch_size)
+        order = SampleOrder(source, config.data.shuffle_seed + config.seed)
+        size, prefetch = config.train.batch_size, config.data.prefetch
+        feed = Feed(self._island, order, source.train[0], prefetch, size)
         steps = config.planned_steps
         rate = learning_rate(config.optimizer, steps)
-        batch = self._island.put_batch(next(batches))
+        feed.put([(0, size)], [(size, (1 + prefetch) * size)])
         began_s, step, told_s = self._now_s(), 0, 0.0
         while step < steps and not self._stop.is_set():
             step_began_s = self._now_s()
-            handle = self._island.step(batch, rate(step), step * config.train.batch_size)
-            batch = self._island.put_batch(next(batches))  # while the step runs
-            metrics = {**self._island.wait(handle), "learning_rate": rate(step)}
+            batch, position = feed.take()
+            handle = self._island.step(batch, rate(step), position)
             step += 1
+            after = (step + 1) * size
+            feed.put([(step * size, after)], [(after, after + prefetch * size)])
+            metrics = {**self._island.wait(handle), "learning_rate": rate(step - 1)}
+            feed.finish()
+            metrics[DATA_WAIT] = feed.waited_s()
             self._count(step, metrics, self._now_s() - step_began_s)
             if config.train.eval_every and step % config.train.eval_every == 0 and step < steps:
                 self._evaluate(step, config.train.eval_batches)
             if self._now_s() - told_s >= STATUS_EVERY_S:
                 told_s = self._now_s()
                 self._tell(step, "running")
+        feed.close()
         return self._conclude(step, began_s)
 
     def _now_s(self) -> float:
@@ -81,6 +91,7 @@ class DataParallelRun:
 
     def _count(self, step: int, metrics: Mapping[str, float], step_s: float) -> None:
         self._busy_s += step_s
+        self._waited_s += metrics[DATA_WAIT]
         self._tokens += self._step_tokens
         told = {"loss": metrics["loss"], "step_s": step_s}
         self._last |= told
@@ -104,7 +115,11 @@ class DataParallelRun:
         row |= {"local_step": step, "tokens": self._tokens}
         row |= {"tokens_per_s": rate, "last_merged_round": step, "participation": 1.0, "restarts": 0, **self._last}
         status = {"run": self._config.name, "state": state, "global_step": step, "wall_s": self._now_s()}
-        status |= {"total_steps": self._config.planned_steps, "waiting_for": "nothing", "tokens": self._tokens}
+        status |= {
+            "total_steps": self._config.planned_steps,
+            "waiting_for": "nothing" + starved([row]),
+            "tokens": self._tokens,
+        }
         status |= {"tokens_per_s": rate, "eval_loss": self._eval_loss, "contributors_per_round": 1.0}
         status |= {"wire": {"up_bytes": 0, "down_bytes": 0}, "epoch": 1, "alarms": [], "learners": [row]}
         status["said"] = signature()
@@ -113,6 +128,7 @@ class DataParallelRun:
 
     def _conclude(self, step: int, began_s: float) -> dict[str, Any]:
         ended_s = self._now_s()
+        waiting = self._waited_s / max(self._busy_s, 1e-9)
         share = min(1.0, self._busy_s / max(ended_s - began_s, 1e-9))
         result = self._evaluate(step, self._config.train.final_eval_batches)
         meta = {"global_step": step, "tokens": self._tokens, "run": self._config.name}
@@ -126,7 +142,8 @@ class DataParallelRun:
             "merged_tokens": self._tokens,
             "wall_s": round(ended_s, 3),
             "global_steps": step,
-            "goodput": round(share, 4),
+            "goodput": round(share * (1 - waiting), 4),
+            WAITING: round(waiting, 4),
             "uptime": round(share, 4),
             "contributors_per_round": 1.0,
             "unmerged_fragments": [],

@@ -23,6 +23,7 @@ MAY_CHANGE = (
     "transport",
     "evaluation",
     "data.evaluation",
+    "data.prefetch",
     "data.tokenizer",
     "model.weights",
     "islands.peak_tflops",

@@ -49,6 +49,7 @@ from diloco_jax.training.train_step import TrainState
 from diloco_jax.transport.group.group import GroupMember
 from diloco_jax.transport.link import TransportConfig
 
+COMING_STEPS = 8  # whose samples a loop may read ahead
 NOTHING = TrainState({}, None)  # between two steps' ends the arrays are the loop's alone
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class OwnIsland:
             )
         self._held = state.exchanged(config.wire.up, config.adopt.mode == "rebase")
         self._batch = Batch((), 0)
+        self._ahead: Ranges = ()
         self._asked = False  # for the samples of the coming step
         self._handed = False  # the state, to the loop
         self._going: bool | None = None
@@ -134,7 +136,14 @@ class OwnIsland:
         if not self._going:
             raise ValueError("next_samples() before state(), or after the end: call it only while island.training")
         self._asked = True
-        return np.concatenate([np.arange(start, stop) for start, stop in self._batch.ranges])
+        return _positions(self._batch.ranges)
+
+    def coming_samples(self) -> Int64[np.ndarray, " samples"]:
+        """Return what the steps after the next one will read, as far as it is known: a loader may read it ahead.
+
+        Only `next_samples` tells what is trained on: data that goes to others in the meantime is never asked for.
+        """
+        return _positions(self._ahead)
 
     def after_step(self, params: Any, metrics: Any, *, opt_state: Any = None) -> Any:
         """Report a step, hand out and take in what is due, and return the parameters for the next one.
@@ -261,7 +270,8 @@ class OwnIsland:
             return
         self.global_step = side.joined.machine.schedule_step
         self._batch = side.joined.take_batch()
-        side.host.tell_batch(self._batch.ranges)
+        self._ahead = side.joined.upcoming(COMING_STEPS) if self._leased else ()
+        side.host.tell_batch(self._batch.ranges, self._ahead)
         side.host.tell_step(self.global_step)
         self._ready_s = time.monotonic()
 
@@ -271,8 +281,12 @@ class OwnIsland:
         self._going, self._asked = clock is not None, False
         self.global_step = self.global_step if clock is None else clock
 
-    def _take_ranges(self, ranges: Ranges) -> None:
-        self._batch = self._batch._replace(ranges=tuple((start, stop) for start, stop in ranges))
+    def _take_ranges(self, ranges: Ranges, ahead: Ranges) -> None:
+        self._batch, self._ahead = self._batch._replace(ranges=tuple((start, stop) for start, stop in ranges)), ahead
+
+
+def _positions(ranges: Ranges) -> Int64[np.ndarray, " samples"]:
+    return np.concatenate([np.arange(0), *(np.arange(start, stop) for start, stop in ranges)])
 
 
 def _scalars(metrics: Any) -> dict[str, float]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.watch.stats import RunStats
+from diloco_jax.protocol.watch.stats import WAITING, RunStats
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE
 from diloco_jax.runtime.records.liveness import judge, signature
 from diloco_jax.runtime.records.telemetry import read_object, write_json
@@ -22,6 +22,7 @@ from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.questions import ask_status
 
 ANSWER_TIMEOUT_S = 5.0
+STARVED, STARVED_MAX = 0.05, 4  # share of its time from which an island's waiting for data is told; names that are told
 
 
 def compose_status(
@@ -54,7 +55,7 @@ def compose_status(
         "global_step": syncer.global_step,
         "total_steps": syncer.progress.expected_steps,
         "epoch": syncer.epoch,
-        "waiting_for": alarms[0] if alarms else syncer.waiting_for(now_s),
+        "waiting_for": (alarms[0] if alarms else syncer.waiting_for(now_s)) + starved(learners),
         "alarms": [*alarms, *stats.alarms],
         "wall_s": round(now_s, 1),
         "tokens": stats.tokens,
@@ -66,6 +67,13 @@ def compose_status(
         "learners": learners,
         "said": signature(),
     }
+
+
+def starved(learners: Sequence[Mapping[str, Any]]) -> str:
+    """Name the islands that notably wait for their data, as a part of what everybody waits for."""
+    shares = {row["learner"]: row.get("metrics", {}).get(WAITING, 0.0) for row in learners if row["state"] == "active"}
+    found = [f"{name} {share:.0%} of its time" for name, share in shares.items() if share >= STARVED]
+    return f"; data: {', '.join(found[:STARVED_MAX])}" + ", ..." * (len(found) > STARVED_MAX) if found else ""
 
 
 class Earlier(NamedTuple):

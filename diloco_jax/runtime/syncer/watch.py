@@ -9,6 +9,7 @@ from typing import Any
 
 from diloco_jax.protocol.effects import Note
 from diloco_jax.protocol.messages import MetricsReport, StepReport
+from diloco_jax.protocol.watch.stats import WAITING
 from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.status import Earlier, compose_status
 from diloco_jax.runtime.records.telemetry import Telemetry, finite, write_json
@@ -77,6 +78,7 @@ class Watch:
         if machine.membership.get(report.learner_id, report.incarnation) is None:
             return
         self._metrics[report.learner_id] = values = dict(report.values)
+        self._parts.stats.on_waiting(report.learner_id, values.get(WAITING, 0.0))
         self._news = True
         record = {"kind": "metrics", "t": now_s, "learner": report.learner_id, "incarnation": report.incarnation}
         record |= {"local_step": report.local_step, "global_step": machine.global_step, "values": values}

@@ -17,7 +17,7 @@ from diloco_jax.drawing import charts
 from diloco_jax.drawing.charts import HALF, WIDE, Axis, Line, Point, format_bytes, format_count
 from diloco_jax.drawing.page import figure, legend, page
 from diloco_jax.protocol.messages import SYNCER
-from diloco_jax.protocol.watch.stats import never_merged, participation, step_overhead
+from diloco_jax.protocol.watch.stats import WAITING, never_merged, participation, step_overhead
 from diloco_jax.runtime.records.files import CONFIG_FILE, METRICS_FILE, REPORT_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.telemetry import read_metrics, read_object, replace_text
 from diloco_jax.tools.report import plots
@@ -25,7 +25,7 @@ from diloco_jax.tools.report.live import format_duration
 from diloco_jax.tools.report.plots import MARKS, POINTS_MAX, DrawnRound, LearnerMark, smooth, style, thin
 
 METRICS_MAX = 8  # charts of what islands measured
-METRICS_FIRST = ("grad_norm", "learning_rate", "tokens_per_s", "mfu", "model_flops_per_s")
+METRICS_FIRST = ("grad_norm", "learning_rate", "tokens_per_s", WAITING, "mfu", "model_flops_per_s")
 WARM_UP = 0.08  # share of a run that may lie outside the axes, so that the rest can be told apart
 
 
@@ -309,6 +309,7 @@ def _figures(summary: Mapping[str, Any]) -> str:
         ("global steps", summary["global_steps"], str),
         ("goodput", summary.get("goodput"), "{:.1%}".format),
         ("uptime", summary.get("uptime"), "{:.1%}".format),
+        ("waiting for data", summary.get(WAITING) or None, "{:.1%}".format),
         ("contributors per round", summary["contributors_per_round"], "{:.2f}".format),
         ("steps per round", summary.get("steps_per_round"), "{:.2f}".format),
         ("samples overwritten", fates["overwritten"] / settled if settled else None, "{:.1%}".format),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, get_args
@@ -18,6 +19,7 @@ STDLIB = "stdlib"
 PLAIN = ("bytes", "tokens")  # one array of ids; all others are token stores, or become one
 SOURCES_MAX = 64
 SHARE_MIN = 1e-4
+PREFETCH_MAX = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,10 @@ class DataConfig:
     shuffle_seed: int = 0
     """Seed of the global order of the windows; islands of one run must agree."""
 
+    prefetch: int = 4
+    """Batches that each process of an island reads ahead, on a thread of its own, 1 GB at most. 0: a batch is read on
+    the thread of the steps, while the step before it runs, for a source that must not be read on another."""
+
     module: str = ""
     """A source of your own as package.module:Name, in place of path and format: a class with `__len__` and
     `__getitem__`, whose samples are arrays of train.seq_len + 1 ids below vocab_size."""
@@ -106,6 +112,8 @@ class DataConfig:
             raise ValueError(f"data.held_out_fraction is {self.held_out_fraction}; it must be between 0 and 1")
         if self.vocab_size < 1 or not self.patterns:
             raise ValueError(f"data.vocab_size is {self.vocab_size}, data.patterns {self.patterns}; both must be given")
+        if not 0 <= self.prefetch <= PREFETCH_MAX:
+            raise ValueError(f"data.prefetch is {self.prefetch}; it must be from 0 to {PREFETCH_MAX} batches")
         if not 0 <= self.shuffle_seed < 2**31:
             raise ValueError(f"data.shuffle_seed is {self.shuffle_seed}; it must be in [0, 2^31)")
 
@@ -117,6 +125,11 @@ class DataConfig:
             raise ValueError("data.mixture takes the place of data.path and data.module; remove what is not meant")
         if (count := len(self.mixture) + len(self.evaluation)) > SOURCES_MAX:
             raise ValueError(f"data.mixture and data.evaluation have {count} sources; {SOURCES_MAX} is the limit")
+        for name in (*self.mixture, *self.evaluation):
+            if not re.fullmatch(r"[\w.-]{1,64}", name) or (name in self.mixture and name in self.evaluation):
+                raise ValueError(
+                    f"'{name}' names a source of data; use letters, digits, '.', '_' and '-', and each name once"
+                )
         weights = {name: part.weight for name, part in self.mixture.items()}
         for name, weight in weights.items():
             if weight / sum(weights.values()) < SHARE_MIN:

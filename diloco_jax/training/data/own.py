@@ -104,7 +104,7 @@ def open_own(module: str, args: Mapping[str, Any], seq_len: int, vocab_size: int
     if not count:
         return samples
     first = samples[0]
-    if TOKENS not in first and seq_len != 1:
+    if TOKENS not in first and (seq_len != 1 or not first):
         raise ValueError(
             f"the samples of data.module '{module}' have {', '.join(first) or 'nothing'} and no '{TOKENS}', so each "
             f"counts as one token: set train.seq_len, which is {seq_len}, to 1"

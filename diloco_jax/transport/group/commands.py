@@ -47,9 +47,10 @@ class HostConnect(NamedTuple):
 
 
 class HostPutBatch(NamedTuple):
-    """Copy the samples of the next step to the devices."""
+    """Copy the samples of the next step to the devices, and read those of the steps after it, as far as known."""
 
     ranges: tuple[SampleRange, ...]
+    ahead: tuple[SampleRange, ...]
 
 
 class HostStep(NamedTuple):

@@ -640,12 +640,16 @@ class HostConnect(_message.Message):
     def __init__(self, number: _Optional[int] = ..., epoch: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
 
 class HostPutBatch(_message.Message):
-    __slots__ = ("ranges_start", "ranges_stop")
+    __slots__ = ("ranges_start", "ranges_stop", "ahead_start", "ahead_stop")
     RANGES_START_FIELD_NUMBER: _ClassVar[int]
     RANGES_STOP_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_START_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_STOP_FIELD_NUMBER: _ClassVar[int]
     ranges_start: _containers.RepeatedScalarFieldContainer[int]
     ranges_stop: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ranges_start: _Optional[_Iterable[int]] = ..., ranges_stop: _Optional[_Iterable[int]] = ...) -> None: ...
+    ahead_start: _containers.RepeatedScalarFieldContainer[int]
+    ahead_stop: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ranges_start: _Optional[_Iterable[int]] = ..., ranges_stop: _Optional[_Iterable[int]] = ..., ahead_start: _Optional[_Iterable[int]] = ..., ahead_stop: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HostStep(_message.Message):
     __slots__ = ("clock",)

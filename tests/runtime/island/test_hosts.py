@@ -80,7 +80,7 @@ class Pair:
 
     def step(self, ranges: list[tuple[int, int]], clock: int) -> None:
         """A step of both hosts."""
-        self.leader.tell_batch(ranges)
+        self.leader.tell_batch(ranges, ())
         self.loop.put_batch(ranges)
         self.leader.tell_step(clock)
         self.loop.wait(self.loop.step(clock))
@@ -273,9 +273,6 @@ def test_a_slice_of_a_multislice_job_is_refused(monkeypatch: pytest.MonkeyPatch)
         hosts._refuse_multislice()
     monkeypatch.setattr(hosts.urllib.request, "build_opener", metadata(b"TYPE: 'V5P'\n"))
     hosts._refuse_multislice()
-
-
-# ---- the supervisor's side -----------------------------------------------------------------------------------------
 
 
 def child_of(folder: Path, *bodies: str) -> Child:
