@@ -36,9 +36,6 @@ from tests.sockets import listening
 WAIT_S = 30.0
 
 
-# ---- 1 -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("recovers", [False, True])
 def test_1_fresh_worker_alone_never_overwrites_global_state(recovers: bool) -> None:
     """Elsewhere: after everybody had died, a freshly initialised worker formed a quorum alone and its weights won."""
@@ -166,9 +163,6 @@ def test_3_every_donor_dies_in_turn_and_the_last_one_left_goes_on_from_the_synce
     assert [a.version for a in pair.learners["new"].adopted] == pair.syncer.versions
 
 
-# ---- 4 -------------------------------------------------------------------------------------------------------------
-
-
 def test_4_merge_fails_and_nothing_is_committed() -> None:
     """Elsewhere: the all-reduce failed, the commit went through, and replicas went on with different weights."""
     pair = Pair(quorum=2, strikes_max=100)
@@ -200,9 +194,6 @@ def test_4_a_merge_without_a_usable_value_leaves_model_and_momentum_alone() -> N
     assert model.payload(0) == calm.payload(0), "nor is anything left of it in the next round"
 
 
-# ---- 5 -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tau", [1, 2, 4])
 def test_5_fragments_seen_in_a_different_order(tau: int) -> None:
     """Elsewhere: replicas visited fragments in different orders and waited for each other for ever."""
@@ -228,9 +219,6 @@ def test_5_fragments_seen_in_a_different_order(tau: int) -> None:
     pair.check_bits()
 
 
-# ---- 6 -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("outer", [OuterConfig(momentum=0.9), OuterConfig(optimizer="adam")])
 def test_6_outer_momentum_is_in_the_snapshot(tmp_path: Path, outer: OuterConfig) -> None:
     """Elsewhere: the outer optimizer's state was not saved, and every resume began with momentum zero."""
@@ -245,9 +233,6 @@ def test_6_outer_momentum_is_in_the_snapshot(tmp_path: Path, outer: OuterConfig)
     for one in (model, other):
         merge(one, 5, {"a": gradient(one, 1, 77)}, 1)
     assert other.payload(1) == model.payload(1), "the next round comes out bit for bit"
-
-
-# ---- 7 -------------------------------------------------------------------------------------------------------------
 
 
 def late(pair: Pair, round_: int, fragment_id: int, incarnation: int = 1) -> str:
@@ -320,9 +305,6 @@ def test_8_no_island_advertises_an_address(listener: GrpcListener) -> None:
     assert {name for name in fields if isinstance(getattr(pb.Header(), name), str)} == {"run_id", "sender"}
 
 
-# ---- 9 -------------------------------------------------------------------------------------------------------------
-
-
 def test_9_first_compile_takes_longer_than_the_lease() -> None:
     """Elsewhere: a worker that compiled for minutes was declared dead, restarted, and compiled again."""
     pair = Pair(quorum=1, total_steps=1000, lease_s=20.0, heartbeat_s=5.0, release_s=30.0)
@@ -340,9 +322,6 @@ def test_9_first_compile_takes_longer_than_the_lease() -> None:
     pair.wait(1.0)
     pair.step("compiles", "a")
     assert any("compiles" in names for names in pair.contributors()[-2:])
-
-
-# ---- 10 ------------------------------------------------------------------------------------------------------------
 
 
 def test_10_an_island_that_is_alive_but_never_merged_raises_an_alarm() -> None:

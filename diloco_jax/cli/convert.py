@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 def begin(arguments: argparse.Namespace) -> int:
     """Write a config that begins with the weights of a public model."""
     from diloco_jax.settings.packed import find_config
-    from diloco_jax.tools.export.begin import begin
+    from diloco_jax.tools.export.files import begin_with
 
     folder = Path(arguments.folder)
     base = Path(find_config(arguments.config)) if arguments.config else None
     out = Path(arguments.out or f"{folder.resolve().name}.yaml")
-    result = begin(folder, base, out, _watch)
+    result = begin_with(folder, base, out, _watch)
     told = f"{result['parameters']:,} parameters checked; {out} begins with them, next: diloco train {out}"
     show(arguments, result, lambda _: told)
     return 0
@@ -30,11 +30,11 @@ def begin(arguments: argparse.Namespace) -> int:
 def export(arguments: argparse.Namespace) -> int:
     """Write a run's newest model for other programs."""
     from diloco_jax.settings.text import load
-    from diloco_jax.tools.export.write import export
+    from diloco_jax.tools.export.files import export
 
     config, run_dir, out = load(run_config(arguments.run)), Path(arguments.run), Path(arguments.out)
     result = export(config, run_dir, arguments.format, out, arguments.dtype, _watch)
-    told = f"{out} holds the model of global step {result['global_step']}: {result['parameters']:,} parameters"
+    told = f"{out} holds the model of global step {result['global_step']}: {', '.join(result['files'])}"
     show(arguments, result, lambda _: told)
     return 0
 
@@ -42,7 +42,12 @@ def export(arguments: argparse.Namespace) -> int:
 def _watch(parameters: Iterable[tuple[str, np.ndarray]], count: int) -> Iterator[tuple[str, np.ndarray]]:
     """Pass parameters on; on a terminal a bar shows how many came."""
     from rich.console import Console
-    from rich.progress import track
+    from rich.progress import Progress
 
     console = Console(stderr=True)
-    return iter(track(parameters, "parameters", count, console=console, disable=not console.is_terminal))
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("parameters", total=count)
+        for item in parameters:
+            yield item
+            del item  # before the next one is read
+            bar.advance(task)

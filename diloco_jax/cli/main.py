@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 
-from diloco_jax.cli import convert, corpora, first, prepare, records, runs
+from diloco_jax.cli import convert, corpora, first, inference, prepare, records, runs
 from diloco_jax.cli.shared import FAILED, INTERRUPTED, WRONG_INPUT
 from diloco_jax.cli.words import CHAOS_LEARNER, COMPILE, MERGE_SHARD, Command, check_command, make_parser
 from diloco_jax.runtime.local.machine import limit_jax, look
@@ -34,8 +34,8 @@ COMMANDS: dict[str, Command] = {
     "status": records.status,
     "drain": records.drain,
     "profile": records.profile,
-    "eval": records.evaluate,
-    "sample": records.sample,
+    "eval": inference.evaluate,
+    "sample": inference.sample,
     "import": convert.begin,
     "export": convert.export,
     "report": records.report,

@@ -9,10 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
-from diloco_jax.cli.records import written
+from diloco_jax.cli.inference import written
 from diloco_jax.protocol.watch.stats import never_merged
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
-from diloco_jax.runtime.model.evaluation import cannot_write
 from diloco_jax.runtime.records.files import LOGS, STATUS_FILE, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.settings.run import RunConfig
@@ -72,8 +71,8 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
         f"{ending}: evaluation loss {loss} after {summary['global_steps']} global steps and "
         f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s"
     )
-    if summary["complete"] and not quiet and not cannot_write(config):
-        say(f"the merged model writes (diloco sample {run_dir}):\n{indent(written(str(run_dir), 200)[0], '    ')}")
+    if summary["complete"] and not quiet and (text := written(run_dir, 200)):
+        say(f"the merged model writes (diloco sample {run_dir}):\n{indent(text, '    ')}")
     say(f"report {report}")
     if warning := never_merged(summary["unmerged_fragments"]):
         Console(stderr=True).print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)

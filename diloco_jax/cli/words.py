@@ -174,20 +174,7 @@ def _looking_words(add: Add) -> None:
     certs.add_argument("folder", help="where the files go; what is there already stays as it is")
     certs.add_argument("--learners", default="", help="names of learners, separated by commas: island-0,island-1")
     certs.add_argument("--days", type=int, default=365, help="how long the certificates are valid; default: 365")
-    evaluate = add("eval", "Evaluate the global model of a run on its held-out data.")
-    evaluate.add_argument("run", help="folder of the run; or a config, for the model with which its run would begin")
-    evaluate.add_argument("--batches", type=int, help="batches at most; default: train.final_eval_batches")
-    sample = add("sample", "Print what the global model of a run writes, if it was trained on bytes.")
-    sample.add_argument("run", help="folder of the run")
-    sample.add_argument("--bytes", type=int, default=200, help="how many; default: 200")
-    sample.add_argument("--prompt", default="\n", help="text to continue; default: the beginning of a line")
-    sample.add_argument(
-        "--temperature",
-        type=float,
-        default=0.7,
-        help="0: always the likeliest byte; default: 0.7, 1: as the model says",
-    )
-    sample.add_argument("--seed", type=int, default=0, help="of what is drawn; default: 0")
+    _inference_words(add)
     report = add("report", "Write report.html of a run.")
     report.add_argument("run", help="folder of the run")
     about = "instead, write all islands on one timeline for ui.perfetto.dev; default: RUN/perfetto.json.gz"
@@ -202,6 +189,28 @@ def _looking_words(add: Add) -> None:
     audit = add("audit", "What became of every sample that a run handed out, from its tapes.")
     audit.add_argument("run", help="folder of the run, or of a simulation's tapes")
     audit.add_argument("--config", help="YAML file with the protocol's settings; default: config.yaml of the run")
+
+
+def _inference_words(add: Add) -> None:
+    """Add the commands about the model of a run."""
+    evaluate = add("eval", "Evaluate the global model of a run on its held-out data, or on public tasks.")
+    sample = add("sample", "Print what the global model of a run writes.")
+    for asks in (evaluate, sample):
+        asks.add_argument("run", help="folder of the run; or a config, for the model that its run would begin with")
+    evaluate.add_argument("--batches", type=int, help="batches at most; default: train.final_eval_batches")
+    evaluate.add_argument(
+        "--tasks", metavar="NAMES", help="tasks of lm-eval, separated by commas, in place of the data"
+    )
+    evaluate.add_argument("--tasks-folder", metavar="DIR", help="with tasks of your own; nothing is fetched then")
+    evaluate.add_argument("--limit", type=int, help="questions per task at most; default: all")
+    sample.add_argument("--prompt", default="\n", help="text to continue; default: the beginning of a line")
+    sample.add_argument("--tokens", type=int, default=200, help="how many; default: 200")
+    about = "0: always the likeliest token; default: 0.7, 1: as the model says"
+    sample.add_argument("--temperature", type=float, default=0.7, help=about)
+    sample.add_argument("--greedy", action="store_true", help="the same as --temperature 0")
+    about = "draw from the likeliest tokens that together have this probability; default: 1, all"
+    sample.add_argument("--top-p", type=float, default=1.0, help=about)
+    sample.add_argument("--seed", type=int, default=0, help="of what is drawn; default: 0")
 
 
 def _convert_words(add: Add) -> None:

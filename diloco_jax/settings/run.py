@@ -305,6 +305,8 @@ class RunConfig:
                     f"mesh.rules has the logical axis '{unknown[0]}', which no array of the model has; choose from "
                     f"{', '.join(AXIS_RULES)}"
                 )
+        if self.model.module.endswith(":VisionTransformer"):
+            return  # it has neither ids nor lengths
         longest = self.model.args.get("seq_len_max", 2048)
         if isinstance(longest, int) and self.train.seq_len > longest:
             raise ValueError(

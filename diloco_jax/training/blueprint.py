@@ -6,6 +6,7 @@ programs which a slice will run can be compiled without it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +27,7 @@ from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.models.protocol import (
     Batch,
     GraphDef,
+    Metrics,
     Params,
     join_model,
     load_model,
@@ -70,7 +72,7 @@ class Blueprint:
       streams: the model's random streams.
       step: the inner step, (state, batch, learning rate, draw) -> (state, metrics); consumes the state. `draw` is as
         `draw_of` makes it, None for a model without random streams.
-      loss: (parameters, other state, batch) -> (mean loss, its weight in a mean over batches if the model says one),
+      loss: (parameters, other state, batch) -> (mean loss, what else the model reports),
         in the mode of an evaluation.
       settle: (parameters, other state, batch, draw) -> other state, after a forward pass in training mode.
     """
@@ -121,10 +123,10 @@ class Blueprint:
             params, other = initial()
             return TrainState(params, tx.init(params), other)
 
-        def loss(params: Params, other: Variables, batch: Batch) -> tuple[Array, Array | None]:
+        def loss(params: Params, other: Variables, batch: Batch) -> tuple[Array, Metrics]:
             drawn = streams.at(jnp.asarray(draw_of(0)))  # a layer that is off has a stream all the same
             mean, (metrics, _) = model_loss(graphdef, params, batch, other, drawn, evaluate=True)
-            return mean, metrics.get(WEIGHT)
+            return mean, metrics
 
         def settle(params: Params, other: Variables, batch: Batch, draw: Draw | None) -> Variables:
             return model_loss(graphdef, params, batch, other, streams.at(draw))[1][1]
@@ -185,18 +187,19 @@ class Blueprint:
 
     def mean_loss(self, params: Params, other: Variables, batches: Iterable[Sample]) -> dict[str, float]:
         """Compute what `Island.evaluate` does, with these parameters and this state beside them."""
-        total, tokens = 0.0, 0.0
+        totals, tokens = defaultdict[str, float](float), 0.0
         for batch in batches:
             placed = self.put_batch(batch)
             with jax.transfer_guard("disallow"):
                 found = self.loss(params, other, placed)
-            loss, weight = jax.device_get(found)
-            predicted = float(count_predicted(batch) if weight is None else weight)
-            total += float(loss) * predicted if predicted else 0.0
+            loss, metrics = jax.device_get(found)
+            predicted = float(metrics.pop(WEIGHT, count_predicted(batch)))
+            for name, value in {**metrics, "loss": loss}.items() if predicted else ():
+                totals[name] += float(value) * predicted
             tokens += predicted
         if not tokens:
             raise ValueError("there is nothing to evaluate on: no batch, or none in which something is predicted")
-        return {"loss": total / tokens, "tokens": tokens}
+        return {**{name: total / tokens for name, total in totals.items()}, "tokens": tokens}
 
     def model(self, params: Params, other: Variables) -> nnx.Module:
         """Join the module in the mode of an evaluation; to be called inside of a program."""

@@ -13,6 +13,9 @@ from typing import NamedTuple
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.models.moe import MoeConfig, decoder_of
 from diloco_jax.training.models.options import DecoderConfig
+from diloco_jax.training.models.vision import VisionConfig
+
+VISION = "diloco_jax.training.models.vision:"
 
 
 class ModelFlops(NamedTuple):
@@ -38,8 +41,10 @@ def model_flops(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch
       batch: sequences in a step.
       seq_len: tokens that are predicted per sequence.
     """
+    config = VisionConfig(**model.args) if model.module.startswith(VISION) else decoder_of(model)
+    if isinstance(config, VisionConfig):
+        seq_len += config.patches
     tokens = batch * seq_len
-    config = decoder_of(model)
     if config is not None:
         # scores and mixing of values: 4 N H per token, layer and token that is seen; half of all, or fewer of a window
         windows = [config.window if config.local(layer) else seq_len for layer in range(config.num_layers)]

@@ -132,12 +132,7 @@ class SyncerDriver:
 
 
 class LearnerDriver:
-    """Anchors, copies of states and parts of a donor's state of one learner's process.
-
-    Args:
-        machine: of the learner.
-        num_parts: parts of a state of this model.
-    """
+    """Anchors, copies of states and parts of a donor's state of one learner's process."""
 
     def __init__(self, machine: Learner, num_parts: int) -> None:
         self.name = machine.learner_id
@@ -189,9 +184,7 @@ class LearnerDriver:
         """Read a fragment that came, if the machine wants it.
 
         Args:
-            message: the fragment.
             bases: what a step leads to -> from where.
-            now_s: the time.
         """
         machine = self.machine
         if not machine.wants(message, now_s):

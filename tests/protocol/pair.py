@@ -44,10 +44,8 @@ class Pair:
     """One syncer, any number of learners, and the wire between them.
 
     Args:
-        total_steps: global steps of the run.
         fingerprint: what the syncer was built from; learners have FINGERPRINT unless they say otherwise.
         says_copies: whether `lines` tells of staged copies; the story is easier to follow without.
-        state_parts: parts of a learner's state.
         steps: whether the syncer may send steps from version to version.
         config: settings that differ from SMALL and the defaults.
     """

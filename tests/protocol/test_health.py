@@ -19,9 +19,6 @@ def said(syncer: Syncer, name: str, now_s: float) -> tuple[str, float, str]:
     return found.condition, found.since_s, found.reason
 
 
-# ---- conditions ----------------------------------------------------------------------------------------------------
-
-
 def test_nobody_was_ever_seen() -> None:
     assert conditions(new(), 5.0) == []
 
@@ -92,9 +89,6 @@ def test_conditions_are_sorted_by_name() -> None:
     assert [c.learner_id for c in conditions(running("c", "a", "b"), 2.0)] == ["a", "b", "c"]
 
 
-# ---- a lost connection at once, silence after the lease, a long compile never --------------------------------------
-
-
 def test_a_joining_learner_that_falls_silent_is_noticed_and_may_come_back() -> None:
     syncer = new()
     syncer.on_message(hello("a", versions=(-1,) * 4), 0.0)
@@ -125,9 +119,6 @@ def test_slow_is_not_dead() -> None:
     pair.step("slow", step_s=100.0)
     assert pair.notes("silent") == []
     assert [c.condition for c in conditions(pair.syncer, pair.now_s)] == ["training", "slow"]
-
-
-# ---- work that never arrives ----------------------------------------------------------------------------------------
 
 
 def unmerged(syncer: Syncer, rounds: int) -> list[Effect]:
@@ -182,9 +173,6 @@ def test_a_share_ends_the_alarm() -> None:
     assert said(syncer, "b", 51.0)[0] == "training"
 
 
-# ---- values that would harm the model --------------------------------------------------------------------------------
-
-
 def test_a_strike_is_a_condition_until_a_value_can_be_used() -> None:
     pair = Pair(quorum=2, strikes_max=3)
     pair.join("a", "b")
@@ -229,9 +217,6 @@ def test_the_values_of_a_poisoned_learner_make_no_version() -> None:
         pair.wait(1.0)
         pair.step("a")
     assert pair.syncer.versions == [6, 7], "its steps were not used up"
-
-
-# ---- leaving politely -----------------------------------------------------------------------------------------------
 
 
 def test_drain_asks_one_learner_to_leave() -> None:

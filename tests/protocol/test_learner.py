@@ -81,9 +81,6 @@ def sent(effects: list[Effect]) -> list[Message]:
     return [effect.message for effect in effects if isinstance(effect, Send)]
 
 
-# ---- joining -------------------------------------------------------------------------------------------------------
-
-
 def test_greets_with_what_it_holds() -> None:
     learner = new(num_fragments=2)
     assert learner.on_connected(0.0) == [Send(SYNCER, greeting((-1, -1)))]
@@ -159,9 +156,6 @@ def test_refused() -> None:
     assert learner.state == STOPPED and learner.next_deadline_s() is None
 
 
-# ---- stepping ------------------------------------------------------------------------------------------------------
-
-
 def test_reports_every_step_and_stages_what_the_next_tau_rounds_ask_for() -> None:
     learner = trained()
     effects = step(learner, 1.0, step_s=1.5)
@@ -190,9 +184,6 @@ def test_steps_without_a_link_but_tells_nobody() -> None:
     assert (learner.local_step, learner.tokens) == (2, 20)
     assert learner.on_connected(3.0) == [Send(SYNCER, greeting((0, 0, 0, 0), 1, 1000))]
     assert isinstance(sent(step(learner, 4.0))[-1], StepReport)
-
-
-# ---- pulls ---------------------------------------------------------------------------------------------------------
 
 
 def value(global_step: int, fragment_id: int, local_step: int, steps: int, tokens: int, base: int) -> FragmentValue:
@@ -278,9 +269,6 @@ def test_the_value_names_the_size_that_the_driver_told() -> None:
     assert isinstance(message, FragmentValue) and message.payload_bytes == 4096
 
 
-# ---- broadcasts ----------------------------------------------------------------------------------------------------
-
-
 def test_adopts_newer_and_ignores_older_and_equal() -> None:
     learner = trained(2)
     assert learner.on_message(fragment(5, 1, 5), 1.0) == [Adopt(1, 5), Unstage(1, 1), Unstage(1, 2)]
@@ -296,9 +284,6 @@ def test_an_old_clock_does_not_turn_the_schedule_back() -> None:
     learner.on_message(Advance(2), 1.0)
     learner.on_message(fragment(1, 1, 1), 1.0)
     assert learner.global_step == 6
-
-
-# ---- the end -------------------------------------------------------------------------------------------------------
 
 
 def test_stop_frees_every_copy_and_ends() -> None:
@@ -328,9 +313,6 @@ def test_leave_says_goodbye_if_there_is_a_link() -> None:
     alone = trained(1)
     alone.on_disconnected(1.0)
     assert alone.leave("asked to", 1.0) == [Finish("asked to")]
-
-
-# ---- lockstep ------------------------------------------------------------------------------------------------------
 
 
 def test_lockstep_waits_at_a_due_step_until_its_fragment_is_back() -> None:

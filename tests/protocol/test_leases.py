@@ -12,8 +12,6 @@ from diloco_jax.protocol.messages import Adopted, Heartbeat, Lease
 from diloco_jax.protocol.syncer.machine import Syncer
 from tests.protocol.syncer_inputs import expand, hello, indices, leases, merged, new, report, sent, value
 
-# ---- the book ------------------------------------------------------------------------------------------------------
-
 
 class Model:
     """Every index by itself, and every sample of every learner by itself: slow, and hard to get wrong."""
@@ -220,9 +218,6 @@ def test_nobody_holds_leases_twice() -> None:
     with pytest.raises(AssertionError, match="a holds leases already"):
         book.open("a")
     assert book.release("stranger") == 0
-
-
-# ---- the syncer gives them ------------------------------------------------------------------------------------------
 
 
 def test_a_newcomer_gets_its_first_lease_with_the_welcome() -> None:

@@ -25,8 +25,6 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.protocol.pacing import ProtocolConfig
 from tests.protocol.pair import FINGERPRINT, Pair, run_rounds
 
-# ---- a receiver that dies ------------------------------------------------------------------------------------------
-
 
 def under_way() -> Pair:
     """a gives its state to c; one of three parts has arrived."""
@@ -65,9 +63,6 @@ def test_the_next_life_of_a_receiver_gets_a_state_of_its_own() -> None:
     assert [note.members for note in pair.notes("recovered")] == [("c", "a")]
 
 
-# ---- a value of an earlier life ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("usable", [True, False])
 def test_a_value_of_a_life_that_is_over_speaks_for_it_only(usable: bool) -> None:
     pair = Pair(quorum=2, strikes_max=1)
@@ -84,9 +79,6 @@ def test_a_value_of_a_life_that_is_over_speaks_for_it_only(usable: bool) -> None
     assert pair.notes("merged")[-1].members == (("a", "b") if usable else ("a",))
     assert member.rounds == (2 if usable else 1), "its name's work, whichever life did it"
     assert pair.syncer.leases.holdings["b"].pending == [], "the new life has not read those samples"
-
-
-# ---- a learner that joins or comes back, alone ----------------------------------------------------------------------
 
 
 def learner(*, overlap_steps: int = 2, saved: Saved | None = None, recovers: bool = True) -> Learner:
@@ -218,9 +210,6 @@ def test_damaged_values_make_it_greet_once_a_while_later() -> None:
     made.on_disconnected(6.0)
     made.on_corrupt(7.0)
     assert made.next_deadline_s() is None
-
-
-# ---- lockstep and a tape without its end -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lost_lines", range(0, 14))

@@ -42,11 +42,7 @@ def part(number: int, clock: int) -> StatePart:
 
 
 class Mail:
-    """A learner's machine behind a mailbox, joining a run at this global step.
-
-    Args:
-        clock: of the syncer.
-    """
+    """A learner's machine behind a mailbox, joining a run at this global step."""
 
     def __init__(self, clock: int = 0) -> None:
         self.machine = Learner("a", 1, CONFIG, (), step_samples=2)

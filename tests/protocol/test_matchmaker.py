@@ -154,9 +154,6 @@ def test_its_state_comes_back_through_json_and_is_not_changed_by_what_comes_late
     assert json.dumps(taken) == text
 
 
-# ---- whole transfers -----------------------------------------------------------------------------------------------
-
-
 class Transfer:
     """A receiver, three donors, a matchmaker, and a wire that loses, repeats and reorders."""
 

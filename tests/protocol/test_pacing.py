@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from diloco_jax.protocol.pacing import Closing, ProtocolConfig, Schedule, closing, ema, grace_window_s
 from tests.protocol.steady import STEADY
 
-# ---- schedule ---------------------------------------------------------------------------------------------------
-
 
 def test_one_fragment_in_every_step_when_p_equals_h() -> None:
     schedule = Schedule(4, 4)
@@ -41,9 +39,6 @@ def test_every_fragment_has_its_turn_once_per_interval(numbers: tuple[int, int, 
     following = schedule.next_due(start)
     assert following > start and schedule.due(following) >= 0
     assert all(schedule.due(step) < 0 for step in range(start + 1, following))
-
-
-# ---- moving averages and the grace window --------------------------------------------------------------------------
 
 
 def test_ema_starts_at_its_first_sample() -> None:
@@ -91,9 +86,6 @@ def test_quorum_grace_and_sync_fit_into_tau_steps(
     assert grace_s == 0.0 or quorum_s + grace_s + sync_s <= tau * step_s * (1 + 1e-9)
 
 
-# ---- closing -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("fresh", "live", "quorum", "closes_s", "now_s", "state", "reason"),
     [
@@ -117,9 +109,6 @@ def test_closing(
 def test_closing_tells_what_is_left_of_the_window() -> None:
     assert closing(1, 2, 1, 7.5, 5.0) == Closing("grace", 1, 2, 1, 2.5)
     assert closing(1, 2, 1, 7.5, 9.0).waits_s == 0.0
-
-
-# ---- configuration -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

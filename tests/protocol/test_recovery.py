@@ -33,9 +33,6 @@ def asked(effects: list[Effect]) -> list[int]:
     return [message.part for message in sent(effects) if isinstance(message, StateRequest)]
 
 
-# ---- receiver ------------------------------------------------------------------------------------------------------
-
-
 def test_asks_anybody_then_the_one_who_answered() -> None:
     it = receiver()
     assert it.begin(10, 0.0) == [Send(SYNCER, request())]
@@ -284,9 +281,6 @@ def test_a_complete_state_does_not_depend_on_its_donor_any_more() -> None:
     it.on_part(part(0, parts=1), 10, 0.0)
     assert it.on_unavailable(StateUnavailable("d", "gone"), 11, 1.0) == [] and it.complete
     assert it.on_tick(11 + H, 99.0) == []
-
-
-# ---- donor ---------------------------------------------------------------------------------------------------------
 
 
 def pull(receiver_name: str = "r", clock: int = 10, step: int = 0, number: int = 0) -> StatePull:

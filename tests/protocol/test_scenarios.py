@@ -280,9 +280,6 @@ def test_the_end_reaches_everybody_and_whoever_missed_it() -> None:
     assert len(it.messages(Stop, "c")) == 2
 
 
-# ---- loss, order ---------------------------------------------------------------------------------------------------
-
-
 def test_a_lost_pull_is_repeated() -> None:
     it = pair("a", quorum=1, sync_every=4, num_fragments=4)
     it.held.add("a:PullRequest")
@@ -323,9 +320,6 @@ def test_everything_twice_and_in_the_wrong_order_decides_the_same() -> None:
                     it.arrive(*item)
     assert twisted.merges() == plain.merges()
     assert twisted.syncer.versions == plain.syncer.versions
-
-
-# ---- lockstep ------------------------------------------------------------------------------------------------------
 
 
 def lockstep(**settings: Any) -> Pair:

@@ -19,8 +19,6 @@ from tests.protocol.steady import STEADY
 from tests.protocol.syncer_inputs import digest, fragment, hello, merged, new, only, report, running, sent, value
 from tests.protocol.test_properties import FINGERPRINT, config, syncer_inputs
 
-# ---- plain values --------------------------------------------------------------------------------------------------
-
 
 class Driven:
     """A syncer that is fed the inputs of the property tests."""
@@ -104,9 +102,6 @@ def test_in_lockstep_the_marker_is_crossed_at_the_next_due_step(num_fragments: i
         pair.wait(1.0)
         pair.step("a")
     assert [effect.global_step for effect in pair.effects if isinstance(effect, SaveSnapshot)] == taken
-
-
-# ---- restart -------------------------------------------------------------------------------------------------------
 
 
 def lived() -> Syncer:
@@ -296,9 +291,6 @@ def test_the_end_of_a_run_survives_a_death_before_its_last_snapshot() -> None:
     assert only(effects, Restore) and sent(effects, "a") == [Stop(1, "run complete")] and only(effects, Finish)
 
 
-# ---- rewind --------------------------------------------------------------------------------------------------------
-
-
 def test_a_rewind_begins_a_life_that_knows_nobody() -> None:
     syncer = lived()
     state = json.loads(json.dumps(syncer.state()))
@@ -319,9 +311,6 @@ def test_a_life_cannot_be_numbered_like_an_earlier_one() -> None:
     syncer = lived()
     with pytest.raises(AssertionError, match="epoch 1 after 1"):
         syncer.on_rewind(1, 5.0)
-
-
-# ---- nothing is lost that somebody holds --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(40))

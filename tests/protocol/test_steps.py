@@ -122,9 +122,6 @@ def test_a_restored_machine_knows_who_can_use_which_step() -> None:
         assert told == expected and fragments(told, "b")[0][2] == (NO_VERSION if again else 0)
 
 
-# ---- the learner ----------------------------------------------------------------------------------------------------
-
-
 def learner() -> Learner:
     """It holds version 1 of both fragments."""
     settings: dict[str, Any] = {"heartbeat_s": HEARTBEAT_S, "lease_s": 3 * HEARTBEAT_S, "resend_s": 2.0}
@@ -204,9 +201,6 @@ def test_heads_outlive_the_link() -> None:
     machine.on_disconnected(2.0)
     machine.on_connected(3.0)
     assert not machine.wants(step(0, 1, 3), 4.0) and machine.wants(step(0, 3, 5), 4.0)
-
-
-# ---- both -----------------------------------------------------------------------------------------------------------
 
 
 def test_without_faults_nothing_is_whole_after_the_beginning() -> None:

@@ -12,8 +12,6 @@ from diloco_jax.protocol.messages import Adopted, FragmentValue, Heartbeat, Pull
 from diloco_jax.protocol.syncer.machine import Syncer
 from tests.protocol.syncer_inputs import fragment, hello, merged, new, only, report, running, sent, value
 
-# ---- hello ---------------------------------------------------------------------------------------------------------
-
 
 def test_a_newcomer_is_welcomed_and_gets_every_fragment() -> None:
     syncer = new(sizes=[{0: 11, 1: 22, 2: 33, 3: 44}])
@@ -59,9 +57,6 @@ def test_a_newer_incarnation_takes_the_place_of_the_older() -> None:
     assert isinstance(drop, Drop) and "old incarnation" in drop.reason
     (merge,) = only(syncer.on_message(value("b", 1, 1, 1), 2.0), Merge)
     assert [part.learner_id for part in merge.parts] == ["b"], "the round does not wait for the dead one"
-
-
-# ---- reports -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("message", [report("a", 1), value("a", 1, 1, 1), Heartbeat("a", 1)])
@@ -143,9 +138,6 @@ def test_the_first_step_is_no_sample_of_the_speed() -> None:
     for local_step, step_s, expected_s in [(1, 60.0, None), (2, 1.0, 1.0), (3, 2.0, 1.5)]:
         syncer.on_message(report("a", local_step, step_s=step_s), 1.0)
         assert member.step_s == expected_s
-
-
-# ---- values and merges ---------------------------------------------------------------------------------------------
 
 
 def test_merges_when_everybody_answered_in_the_order_of_names() -> None:

@@ -13,8 +13,6 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
 from tests.protocol.syncer_inputs import LEASED, fragment, hello, merged, new, only, report, running, sent, value
 
-# ---- leaving, silence, time ----------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("goes", ["disconnect", "leave"])
 def test_whoever_goes_while_a_round_is_pulled_is_not_waited_for(goes: str) -> None:
@@ -112,9 +110,6 @@ def test_the_deadline_names_only_what_time_alone_can_resolve() -> None:
     syncer.on_message(value("a", 1, 1, 1), 2.5)
     syncer.on_tick(4.0)
     assert syncer.next_deadline_s() == 6.0, "the merge ends by itself; only the lease is left"
-
-
-# ---- rounds --------------------------------------------------------------------------------------------------------
 
 
 def test_rounds_in_flight_are_bounded_by_tau() -> None:

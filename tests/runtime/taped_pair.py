@@ -18,8 +18,6 @@ class TapedPair(Pair):
 
     Args:
         folder: where they go, as a run's folder.
-        step_samples: samples of an inner step of every learner.
-        settings: of Pair.
     """
 
     def __init__(self, folder: Path, *, step_samples: int = 2, **settings: Any) -> None:

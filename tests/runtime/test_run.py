@@ -159,7 +159,7 @@ def test_islands_that_are_alike_compile_once(finished: Path, tmp_path: Path, mon
 
 
 def test_a_run_can_be_asked_to_write(finished: Path) -> None:
-    told = [run("sample", finished, "--bytes", "20", "--prompt", "def ", "--json", *more) for more in ((), ())]
+    told = [run("sample", finished, "--tokens", "20", "--prompt", "def ", "--json", *more) for more in ((), ())]
     assert told[0].returncode == 0, told[0].stderr
     text = json.loads(told[0].stdout)
     assert text["global_step"] == 80 and text["prompt"] == "def " and len(text["text"]) == 20

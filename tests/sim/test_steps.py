@@ -72,9 +72,6 @@ def test_rounds_pass_one_that_waits_for_a_thin_link_and_nobody_steps_later() -> 
     assert ends[1] < 1.2 * ends[0], f"rounds of both runs end after {ends} s"
 
 
-# ---- the way of a broadcast ------------------------------------------------------------------------------------------
-
-
 def step_s(watch: Watch) -> float:
     """Return a step's time as the syncer takes it: the lower median of the learners."""
     steps = {name: zip(watch.began[name], ended, strict=False) for name, ended in watch.ended.items()}

@@ -105,7 +105,6 @@ def exercise(case: int, others: Alone) -> dict[str, np.ndarray]:
 
     Args:
       case: which of CASES.
-      others: what other processes of the island have.
     """
     mesh, wire = CASES[case]
     island = make_island(mesh, wire)

@@ -145,9 +145,6 @@ def test_a_batch_of_no_positions_is_refused(ranges: tuple[tuple[int, int], ...])
         SampleOrder(numbered(20), seed=5).batch(ranges)
 
 
-# ---- which corpus ---------------------------------------------------------------------------------------------------
-
-
 def corpus_of(config: DataConfig) -> str:
     return load_source(config, 8).corpus
 

@@ -42,9 +42,6 @@ def test_frames_cut_swapped_and_repeated(data: st.DataObject) -> None:
     TARGETS["lane"].run(framed(*data.draw(st.lists(st.sampled_from(FRAMES), max_size=8))))
 
 
-# ---- the targets themselves can fail ------------------------------------------------------------------------------
-
-
 def finds(name: str) -> bool:
     number = random.Random(0)
     try:

@@ -91,9 +91,6 @@ def test_number_of_bulk_connections_is_that_of_the_session(ends: Ends, listener:
             ends.connect(stripes=stripes, number=link.number)
 
 
-# ---- a reader that does not read ----------------------------------------------------------------------------------
-
-
 def test_memory_of_both_sides_is_bounded_when_nobody_reads(ends: Ends) -> None:
     """The sender's queue fills and ends the session; until then the receiver takes what it said, and no more."""
     limit = 1 << 24
@@ -231,9 +228,6 @@ def test_learner_that_says_what_it_cannot_hold_is_refused(
     monkeypatch.setattr(dialled, "holdings_metadata", lambda _: ((calls.HOLDINGS_KEY, wrong),))
     with pytest.raises(Rejected, match=reason):
         ends.connect()
-
-
-# ---- several listeners --------------------------------------------------------------------------------------------
 
 
 def test_learner_is_told_of_shards(ends: Ends) -> None:

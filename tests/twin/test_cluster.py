@@ -56,9 +56,6 @@ def planned(*faults: RealFault) -> list[Fault]:
     return [each for one in faults for each in simulated(one, one.at_s, SETTINGS, CALIBRATION)]
 
 
-# ---- what is counted ------------------------------------------------------------------------------------------------
-
-
 def test_goodput_is_the_time_inside_steps_over_the_time_of_all_islands() -> None:
     cluster, steps, meter = run()
     busy_s = sum(
@@ -116,9 +113,6 @@ def test_a_run_that_stands_still_is_an_error() -> None:
     local.cluster.run(20.0)
     with pytest.raises(ValueError, match="stood still at global step"):
         meter.measured()
-
-
-# ---- what faults cost -----------------------------------------------------------------------------------------------
 
 
 def test_a_killed_island_is_away_for_the_supervisor_python_and_what_it_loads() -> None:
@@ -199,9 +193,6 @@ def test_what_cannot_be_simulated_is_refused_by_name() -> None:
         check_kinds([fault("kill", "island-0", at_step=-1)], timed=False)
     with pytest.raises(ValueError, match="nobody knows how to simulate flood"):
         list(simulated(fault("flood", "island-0"), 0.0, SETTINGS, CALIBRATION))
-
-
-# ---- when faults are due --------------------------------------------------------------------------------------------
 
 
 def driven(*schedule: RealFault) -> list[tuple[float, int]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.settings.run import RunConfig
@@ -16,9 +17,12 @@ from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.convert.weights import Weights
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.data.order import SampleOrder, check_source, eval_batches
-from diloco_jax.training.models.protocol import Params, find_model
+from diloco_jax.training.data.sample import Sample
+from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.models.variables import Variables
 from diloco_jax.training.sharding import MeshConfig, put_array
+
+MEASURED = ("loss", "bits_per_byte", "tokens")
 
 
 class Evaluator:
@@ -40,7 +44,7 @@ class Evaluator:
         self._config = config
         self.scorer = Scorer(config.evaluation)
         self._source = load_source(config.data, config.train.seq_len)
-        self.corpus = self._source.corpus
+        self.corpus, self.tokenizer = self._source.corpus, self._source.tokenizer
         device = jax.local_devices(backend="cpu")[0]
         self._blueprint = Blueprint(config.model, config.optimizer, MeshConfig(), [device], seed=config.seed)
         self.shapes, self.kinds = self._blueprint.shapes, self._blueprint.kinds
@@ -73,44 +77,49 @@ class Evaluator:
             max_batches: batches of train.eval_batch_size sequences; fewer when the split is smaller.
 
         Returns:
-            loss in nats per token, bits_per_byte (None unless a token is a byte), tokens, and scores, the numbers of
-            evaluation.module by name.
+            loss in nats per token, bits_per_byte (None if nobody knows the text of the tokens) and tokens; these by the
+            name of each further set (sets); and scores, named numbers: the model's metrics, those of the sets such as
+            "books loss", and those of evaluation.module.
 
         Raises:
             ValueError: paths or shapes are not those of the model.
         """
-        batches = eval_batches(self._source, self._config.train.eval_batch_size, max_batches)
-        placed = self._placed(parameters)
-        other = self._settled(placed)
-        result = self._blueprint.mean_loss(placed, other, batches)
-        bits = result["loss"] / math.log(2) if self._config.data.of_bytes else None
-        scores = self.scorer.scores(lambda: self._blueprint.model(placed, other), global_step)
-        return {"loss": result["loss"], "bits_per_byte": bits, "tokens": int(result["tokens"]), "scores": scores}
+        placed, other = self.place(parameters)
+        result = self._measured(placed, other, max_batches)
+        sets = {name: self._measured(placed, other, max_batches, name) for name in self._source.evaluation}
+        scores = {name: value for name, value in result.items() if name not in MEASURED}
+        scores |= {
+            f"{name} {key}": row[key] for name, row in sets.items() for key in MEASURED[:2] if row[key] is not None
+        }
+        scores |= self.scorer.scores(lambda: self.model(placed, other), global_step)
+        return {**{key: result[key] for key in MEASURED}, "sets": sets, "scores": scores}
 
-    def write(self, prompt: bytes, parameters: Mapping[str, np.ndarray], count: int, how: Writing) -> bytes:
-        """Continue a text by `count` bytes with these parameters.
+    def _measured(self, placed: Params, other: Variables, max_batches: int, name: str = "") -> dict[str, Any]:
+        """Return the mean of everything that the model reports, on the held-out data or a set."""
+        size, bytes_ = self._config.train.eval_batch_size, 0
+
+        def counted() -> Iterator[Sample]:
+            nonlocal bytes_
+            for batch in eval_batches(self._source, size, max_batches, name):
+                bytes_ += self.tokenizer.bytes_of(batch) if self.tokenizer is not None else 0
+                yield batch
+
+        found = self._blueprint.mean_loss(placed, other, counted())
+        bits = found["loss"] * found["tokens"] / bytes_ / math.log(2) if bytes_ else None
+        return {**found, "bits_per_byte": bits, "tokens": int(found["tokens"])}
+
+    def place(self, parameters: Mapping[str, np.ndarray]) -> tuple[Params, Variables]:
+        """Put parameters on the device, with the state beside them that belongs to them.
 
         Raises:
-            ValueError: the model cannot write bytes, or paths or shapes of the parameters are not its own.
+            ValueError: paths or shapes are not those of the model.
         """
-        if reason := cannot_write(self._config):
-            raise ValueError(reason)
-        context = self._config.train.seq_len  # what it was trained on
+        placed = self._placed(parameters)
+        return placed, self._settled(placed)
 
-        def generate(params: Params, other: Variables, tokens: jax.Array, key: jax.Array) -> jax.Array:
-            model: Any = self._blueprint.model(params, other)
-            added: jax.Array = model.generate(
-                tokens, count, key, context=context, temperature=how.temperature, ids=self._source.vocab_size
-            )
-            return added
-
-        placed, tokens = self._placed(parameters), np.frombuffer(prompt, np.uint8).astype(np.int32)
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            return bytes(
-                np.asarray(jax.jit(generate)(placed, self._settled(placed), tokens, jax.random.key(how.seed))).astype(
-                    np.uint8
-                )
-            )
+    def model(self, params: Params, other: Variables) -> nnx.Module:
+        """Join the model in the mode of an evaluation; to be called inside of a program."""
+        return self._blueprint.model(params, other)
 
     def _settled(self, placed: dict[str, jax.Array]) -> Variables:
         """Make batch statistics and the like those of the parameters: nobody sent any."""
@@ -138,32 +147,3 @@ class Evaluator:
                 )
             placed[path] = put_array(value.astype(tensor.dtype, copy=False), tensor.sharding)
         return placed
-
-
-class Writing(NamedTuple):
-    """The way a model chooses the bytes that it writes.
-
-    Attributes:
-        temperature: 0 takes the likeliest byte, 1 draws as the model says.
-        seed: of the draws.
-    """
-
-    temperature: float
-    seed: int
-
-
-def cannot_write(config: RunConfig) -> str:
-    """Say why the model of a run cannot write text, or nothing if it can."""
-    if config.model.own:
-        return "the run's model is the islands' own (model.module: own), which nothing here knows; let your loop write"
-    if not config.data.of_bytes:
-        return (
-            "the run was trained on token ids (data.format: tokens, or data.module), and nothing here turns them into "
-            "text; read its checkpoint with the tokenizer that made them"
-        )
-    if not callable(getattr(find_model(config.model.module), "generate", None)):
-        return (
-            f"model.module '{config.model.module}' has no method `generate`, with which a model writes; give it one "
-            "like that of diloco_jax.training.models.decoder:Decoder"
-        )
-    return ""

@@ -185,42 +185,33 @@ def save_parameters(folder: Path, parameters: Mapping[str, np.ndarray], meta: Ma
     return save(folder, {PARAMETERS: parameters}, meta)
 
 
-class StoredParameters:
-    """The parameters of a checkpoint, read one at a time.
-
-    Args:
-        checkpoint: its folder.
-
-    Attributes:
-        meta: the description.
-        shapes: by path, in ascending order.
+def each_parameter(checkpoint: Path) -> tuple[int, Iterator[tuple[str, np.ndarray]]]:
+    """Count the parameters of a checkpoint, and return them one at a time: (path, array) by ascending path.
 
     Raises:
-        ValueError: it cannot be read, or is damaged; while it is read too, and at the end if the checksum differs.
+        ValueError: as `load`; for another checksum when all have been read.
     """
+    _, checksums, bare = _described(checkpoint)
+    folder, empty = checkpoint.absolute(), _without_elements(bare[PARAMETERS])
+    with _reading(checkpoint):
+        stored = ocp.checkpointables_metadata(folder).metadata.get(PARAMETERS, {})
 
-    def __init__(self, checkpoint: Path) -> None:
-        self._checkpoint = checkpoint.absolute()
-        self.meta, checksums, bare = _described(checkpoint)
+    def read(path: str) -> np.ndarray:
+        alone = {other: kept if other == path else ocp.PLACEHOLDER for other, kept in stored.items()}
         with _reading(checkpoint):
-            self._checksum, self._bare = checksums[PARAMETERS], _without_elements(bare[PARAMETERS])
-            self._stored = ocp.checkpointables_metadata(self._checkpoint).metadata.get(PARAMETERS, {})
-            shapes = {path: tuple(each.shape) for path, each in (self._stored | self._bare).items()}
-        self.shapes = dict(sorted(shapes.items()))
+            return np.asarray(ocp.load_checkpointables(folder, {PARAMETERS: alone})[PARAMETERS][path])
 
-    def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
+    def all_of_them() -> Iterator[tuple[str, np.ndarray]]:
         hasher = xxhash.xxh3_64()
-        for path in self.shapes:
-            value = self._bare[path] if path in self._bare else self._read(path)
+        for path in sorted(stored.keys() | empty):
+            value = empty[path] if path in empty else read(path)
             for piece in _pieces(path, value):
                 hasher.update(piece)
             yield path, value
-        _compare(self._checkpoint, PARAMETERS, hasher.intdigest(), {PARAMETERS: self._checksum})
+            del value, piece  # before the next one is read: there may be no room for two
+        _compare(checkpoint, PARAMETERS, hasher.intdigest(), checksums)
 
-    def _read(self, path: str) -> np.ndarray:
-        alone = {other: each if other == path else ocp.PLACEHOLDER for other, each in self._stored.items()}
-        with _reading(self._checkpoint):
-            return np.asarray(ocp.load_checkpointables(self._checkpoint, {PARAMETERS: alone})[PARAMETERS][path])
+    return len(stored) + len(empty), all_of_them()
 
 
 def load_parameters(checkpoint: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

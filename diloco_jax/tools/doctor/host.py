@@ -32,11 +32,8 @@ def check_data(config: RunConfig) -> Check:
     windows = len(source.train)
     share = config.planned_steps * config.train.batch_size / windows
     read = f"reads them {share:.1f} times" if share > 1 else f"reads {share:.2%} of them"
-    return Check(
-        "data",
-        "ok",
-        f"{config.data.module or ', '.join(part.path for part in config.data.parts.values())}: {windows:,} training windows, the run {read}",
-    )
+    where = config.data.module or ", ".join(part.path for part in config.data.parts.values())
+    return Check("data", "ok", f"{where}: {windows:,} training windows, the run {read}")
 
 
 def check_memory(need_bytes: float, path: Path = MEMORY) -> Check:
@@ -59,6 +56,7 @@ def check_disk(need_bytes: int, run_dir: Path) -> Check:
 
     Args:
         need_bytes: of all snapshots that are kept, and of one being written; 0 if there are none.
+        run_dir: the run's folder, or where it will be.
     """
     there = next(folder for folder in [run_dir.absolute(), *run_dir.absolute().parents] if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
@@ -117,7 +115,14 @@ def check_files(connections: int) -> Check:
 
 
 def check_windows(bytes_per_s: float, rtt_s: float, stripes: int, folder: Path = TCP) -> Check:
-    """Compare the kernel's TCP windows with rate times round trip."""
+    """Compare the kernel's TCP windows with rate times round trip.
+
+    Args:
+        bytes_per_s: measured, over all connections.
+        rtt_s: measured.
+        stripes: connections that share the payloads.
+        folder: the kernel's settings.
+    """
     name = "TCP buffers"
     try:
         windows = {key: int((folder / key).read_text(encoding="ascii").split()[2]) for key in ("tcp_rmem", "tcp_wmem")}

@@ -121,7 +121,10 @@ def _read_json(path: Path) -> dict[str, Any]:
             raise ValueError(f"a {type(found).__name__}, no object")
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{path} cannot be read: {why}; name the folder of a public model, copied whole") from error
+        raise ValueError(
+            f"{path} cannot be read: {why}; name the folder of a public model, "
+            "whole; a run that begins with one needs it whenever its syncer starts"
+        ) from error
     return found
 
 
@@ -159,6 +162,7 @@ def write_weights(folder: Path, model: ModelConfig, parameters: Parameters, dtyp
                 rows = max(1, COPY_BYTES * len(value) // max(value.nbytes, 1))
                 for start in range(0, len(value), rows):
                     file.write(np.ascontiguousarray(value[start : start + rows], kind).view(np.uint8).data)
+                del value  # before the next one is read
     next(theirs, None)  # what follows the last tensor is the check of all of them
     if shards[1:]:
         size = sum(math.prod(shape) for shapes in shards for shape in shapes.values()) * kind.itemsize
@@ -186,6 +190,7 @@ def _theirs(made: Mapping[str, Mapped], parameters: Parameters) -> Iterator[np.n
             raise ValueError(f"parameter '{path}' of shape {value.shape} is not what the model of the config has there")
         del left[0]
         yield from made[path].to_hf(value)
+        del value
     if left:
         raise ValueError(f"there is no parameter '{left[0]}', which the model of the config has")
 

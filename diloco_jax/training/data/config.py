@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, get_args
@@ -124,6 +125,11 @@ class DataConfig:
             raise ValueError("data.mixture takes the place of data.path and data.module; remove what is not meant")
         if (count := len(self.mixture) + len(self.evaluation)) > SOURCES_MAX:
             raise ValueError(f"data.mixture and data.evaluation have {count} sources; {SOURCES_MAX} is the limit")
+        for name in (*self.mixture, *self.evaluation):
+            if not re.fullmatch(r"[\w.-]{1,64}", name) or (name in self.mixture and name in self.evaluation):
+                raise ValueError(
+                    f"'{name}' names a source of data; use letters, digits, '.', '_' and '-', and each name once"
+                )
         weights = {name: part.weight for name, part in self.mixture.items()}
         for name, weight in weights.items():
             if weight / sum(weights.values()) < SHARE_MIN:

@@ -151,10 +151,10 @@ def load_source(config: DataConfig, seq_len: int) -> Source:
     """
     if seq_len < 1:
         raise ValueError(f"the sequence length is {seq_len}; it must be at least 1")
+    parts = {name: _load_part(config, part, seq_len) for name, part in config.parts.items()}
     if config.module:
-        return _load_own(config, seq_len)
-    parts = {name: _load_part(config, part, seq_len, name) for name, part in config.parts.items()}
-    others = {name: _load_part(config, part, seq_len, name, whole=True) for name, part in config.evaluation.items()}
+        parts = {"": _load_own(config, seq_len)}
+    others = {name: _load_part(config, part, seq_len, whole=True) for name, part in config.evaluation.items()}
     digests = {one.tokenizer.digest: name for name, one in {**parts, **others}.items() if one.tokenizer}
     if len(digests) > 1:
         one, other = list(digests.values())[:2]
@@ -162,11 +162,12 @@ def load_source(config: DataConfig, seq_len: int) -> Source:
     source = next(iter(parts.values()))
     if config.mixture:
         weights = tuple(part.weight for part in config.parts.values())
+        corpora = repr({name: part.corpus for name, part in parts.items()})
         source = Source(
             train=mixed([part.train for part in parts.values()]),
             held_out=mixed([part.held_out for part in parts.values()], weights),
             vocab_size=max(part.vocab_size for part in parts.values()),
-            corpus=f"{len(parts)} sources: " + described_all({name: part.corpus for name, part in parts.items()}),
+            corpus=f"{len(parts)} sources with digest {xxhash.xxh3_64(corpora.encode()).hexdigest()}",
             parts=parts,
             weights=weights,
             evaluation={name: part.held_out for name, part in parts.items()},
@@ -189,11 +190,6 @@ def tokenizer_of(config: DataConfig) -> Tokenizer | None:
     return open_tokenizer(config.tokenizer) if config.tokenizer else None
 
 
-def described_all(corpora: Mapping[str, str]) -> str:
-    """Return one digest for the sources of a mixture."""
-    return f"digest {xxhash.xxh3_64(repr(sorted(corpora.items())).encode()).hexdigest()}"
-
-
 def _load_own(config: DataConfig, seq_len: int) -> Source:
     samples = open_own(config.module, config.args, seq_len, config.ids)
     cut = len(samples) - round(len(samples) * config.held_out_fraction)
@@ -205,7 +201,7 @@ def _load_own(config: DataConfig, seq_len: int) -> Source:
     return Source(replace(samples, stop=cut), replace(samples, start=cut), config.ids, samples.described())
 
 
-def _load_part(config: DataConfig, part: PartConfig, seq_len: int, name: str, *, whole: bool = False) -> Source:
+def _load_part(config: DataConfig, part: PartConfig, seq_len: int, *, whole: bool = False) -> Source:
     """Open one source; with `whole` all of it is held out."""
     if part.format not in PLAIN:
         store = open_store(config, part)

@@ -17,7 +17,7 @@ from zlib import crc32
 import fsspec
 import xxhash
 
-PIECE_BYTES = 1 << 26
+PIECE_BYTES = 1 << 24
 ROWS = 1024  # read at once
 SUFFIXES = {
     ".jsonl": "jsonl",

@@ -27,7 +27,9 @@ def check_source(config: DataConfig, seq_len: int, eval_batch_size: int) -> None
       ValueError: as those two.
     """
     if not config.plain:
-        next(eval_batches(load_source(config, seq_len), eval_batch_size, 1))
+        source = load_source(config, seq_len)
+        for name in ("", *source.evaluation):
+            next(eval_batches(source, eval_batch_size, 1, name))
         return
     (part,) = config.parts.values()
     if part.format == "bytes":
@@ -97,20 +99,23 @@ class SampleOrder:
             yield self.batch(((start, start + size),))
 
 
-def eval_batches(source: Source, batch_size: int, max_batches: int) -> Iterator[Sample]:
+def eval_batches(source: Source, batch_size: int, max_batches: int, name: str = "") -> Iterator[Sample]:
     """Return up to `max_batches` batches of held-out windows, spread evenly over the held-out part, always the same.
+
+    With a name they are of that set of `source.evaluation`.
 
     Raises:
       ValueError: the held-out part has fewer windows than one batch.
     """
-    available = len(source.held_out) // batch_size
+    held_out = source.evaluation[name] if name else source.held_out
+    available = len(held_out) // batch_size
     if available < 1 or max_batches < 1:
         raise ValueError(
-            f"{len(source.held_out)} held-out windows make no batch of {batch_size} (at most {max_batches} batches "
-            "wanted); raise data.held_out_fraction, lower train.eval_batch_size, or give more text"
+            f"{len(held_out)} held-out windows{f' of {name}' if name else ''} make no batch of {batch_size} (at most "
+            f"{max_batches} batches wanted); raise data.held_out_fraction, lower train.eval_batch_size, or give more "
+            "text"
         )
     count = min(available, max_batches) * batch_size
-    chosen = [i * len(source.held_out) // count for i in range(count)]
+    chosen = [i * len(held_out) // count for i in range(count)]
     for start in range(0, count, batch_size):
-        windows = [source.held_out[i] for i in chosen[start : start + batch_size]]
-        yield _stack(windows, source.vocab_size)
+        yield _stack([held_out[i] for i in chosen[start : start + batch_size]], source.vocab_size)

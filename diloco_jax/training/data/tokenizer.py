@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 BYTES = "bytes"
 TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILES = (SETTINGS_FILE, TOKENIZER_FILE)  # the last one says that all are there
 END = "<|endoftext|>"
 ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # of documents, where no settings name one
 ENCODED_AT_ONCE = 1 << 20  # characters: an encoding takes about a hundred times as much memory
@@ -42,16 +43,14 @@ class Tokenizer:
         """Return the ids of a text, after the token that begins one where the tokenizer has such a token."""
         return list(self.made.encode(text).ids) if self.made else list(text.encode())
 
-    def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """Yield the ids of each document, its end included; of a long one from pieces that end with a line."""
-        for text in texts:
-            ids: list[int] = []
-            for number, piece in enumerate(_pieces(text) if self.made else (text,)):
-                made = self.made and self.made.encode_batch_fast([piece], add_special_tokens=not number)
-                ids += made[0].ids if made else piece.encode()
-            if ids and self.end is not None and (self.made is None or ids[-1] != self.end):
-                ids.append(self.end)
-            yield ids
+    def encode_document(self, text: str) -> list[int]:
+        """Return the ids of a document, its end included; of a long one from pieces that end with a line."""
+        ids: list[int] = []
+        for number, piece in enumerate(_pieces(text)):
+            ids += self.made.encode(piece, add_special_tokens=not number).ids if self.made else piece.encode()
+        if ids and self.end is not None and (self.made is None or ids[-1] != self.end):
+            ids.append(self.end)
+        return ids
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Return the text of ids; bytes that are no UTF-8 become replacement characters."""

@@ -2,49 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing as mp
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
+from diloco_jax.training.data import store
 from diloco_jax.training.data.documents import PIECE_BYTES, SourcePiece, TextSource, list_pieces, read_documents
-from diloco_jax.training.data.store import (
-    DOCUMENTS_NAME,
-    STORE_FILE,
-    TOKENS_NAME,
-    VERSION,
-    WAIT_S,
-    cache_folder,
-    locked,
-    read_facts,
-)
-from diloco_jax.training.data.tokenizer import (
-    BYTES,
-    SETTINGS_FILE,
-    TOKENIZER_FILE,
-    Tokenizer,
-    open_tokenizer,
-    train_tokenizer,
-)
+from diloco_jax.training.data.store import DOCUMENTS_NAME, STORE_FILE, TOKENS_NAME, locked, read_facts
+from diloco_jax.training.data.tokenizer import BYTES, TOKENIZER_FILES, Tokenizer, open_tokenizer, train_tokenizer
 
 TRAIN, PART_NAME, LOCK_NAME = "train:", "part-{:05d}.json", ".lock"
 TRAINING_BYTES = 1 << 27  # of text that a tokenizer is trained on, spread over the source
-BATCH_CHARS = 1 << 18
-PARTS_MAX = 10**5
-TELL_S = 0.5
+PARTS_MAX = 4096
 
 Tell = Callable[[str, int, int], None]  # what is done, bytes done, bytes in all
-_done: Any = None  # bytes that all processes have done
 
 
 class StorePart(NamedTuple):
@@ -55,6 +39,10 @@ class StorePart(NamedTuple):
     tokenizer: str
     out: Path
 
+    @property
+    def size(self) -> int:
+        return sum(piece.size for piece in self.pieces)
+
 
 def build_store(source: TextSource, tokenizer: str, out: Path, workers: int = 0, tell: Tell | None = None) -> Path:
     """Make the token store of a source, or go on with it; returns `out`.
@@ -64,7 +52,7 @@ def build_store(source: TextSource, tokenizer: str, out: Path, workers: int = 0,
         tokenizer: a folder with tokenizer.json, train:SIZE, or bytes.
         out: folder of the store.
         workers: processes; 0 for one per core.
-        tell: is called every half second.
+        tell: is called after each part.
 
     Raises:
         ValueError: nothing can be read, or `out` holds something else.
@@ -88,11 +76,9 @@ def build_store(source: TextSource, tokenizer: str, out: Path, workers: int = 0,
         if not any(file["tokens"] for file in files):
             raise ValueError(f"'{source.path}' has no text: all its documents are empty")
         facts = {"vocab_size": made.vocab_size, "dtype": _dtype(made), "tokenizer": made.digest}
-        counts = {key: sum(file[key] for file in files) for key in ("tokens", "documents", "bytes")}
-        _write(
-            out / STORE_FILE,
-            {"version": VERSION, "finished": True, **facts, **counts, "made_from": made_from, "files": files},
-        )
+        facts |= {key: sum(file[key] for file in files) for key in ("tokens", "documents", "bytes")}
+        begun = {"version": store.VERSION, "finished": True, "made_from": made_from}
+        _write(out / STORE_FILE, {**begun, **facts, "files": files})
         for part in parts:
             (out / PART_NAME.format(part.number)).unlink()
     return out
@@ -102,8 +88,8 @@ def cached_store(source: TextSource, tokenizer: str) -> Path:
     """Return the store of a source in the cache of this machine; who comes first makes it, others wait."""
     _, digest = list_pieces(source)
     which = tokenizer if tokenizer.startswith(TRAIN) else open_tokenizer(tokenizer).digest
-    folder = cache_folder() / "stores" / xxhash.xxh3_128(f"{digest} {which}".encode()).hexdigest()
-    with locked(folder.with_suffix(".lock"), WAIT_S):
+    folder = store.cache_folder() / "stores" / xxhash.xxh3_128(f"{digest} {which}".encode()).hexdigest()
+    with locked(folder.with_suffix(".lock"), store.WAIT_S):
         return build_store(source, tokenizer, folder)
 
 
@@ -118,7 +104,7 @@ def _begin(out: Path, made_from: dict[str, str]) -> None:
         if out.exists() and any(each.name != LOCK_NAME for each in out.iterdir()):
             raise ValueError(f"'{out}' has files but no {STORE_FILE}; name a new folder for the store")
         out.mkdir(parents=True, exist_ok=True)
-        _write(out / STORE_FILE, {"version": VERSION, "finished": False, "made_from": made_from, "files": []})
+        _write(out / STORE_FILE, {"version": store.VERSION, "finished": False, "made_from": made_from, "files": []})
     have = read_facts(out, unfinished=True)["made_from"]
     if different := [key for key in made_from if have.get(key) != made_from[key]]:
         raise ValueError(
@@ -131,12 +117,12 @@ def _tokenizer(word: str, pieces: Sequence[SourcePiece], out: Path, tell: Tell |
     """Put the tokenizer into the store."""
     if word == BYTES:
         return open_tokenizer(word)
-    if not (out / TOKENIZER_FILE).exists():
+    if not (out / TOKENIZER_FILES[-1]).exists():
         if word.startswith(TRAIN):
             train_tokenizer(_sample(pieces, tell), int(word.removeprefix(TRAIN)), out)
         else:
             folder = open_tokenizer(word).folder
-            for name in (SETTINGS_FILE, TOKENIZER_FILE):
+            for name in TOKENIZER_FILES:
                 if folder and (folder / name).exists():
                     shutil.copyfile(folder / name, out / name)
     return open_tokenizer(out)
@@ -175,47 +161,35 @@ def _parts(pieces: Sequence[SourcePiece]) -> list[tuple[SourcePiece, ...]]:
 
 
 def _make(parts: Sequence[StorePart], workers: int, tell: Tell | None) -> None:
-    """Make what is not there, in processes; tells how far it is."""
-    context = mp.get_context("spawn")
-    done = context.Value("q", 0)
-    total, kept, missing = sum(piece.size for part in parts for piece in part.pieces), 0, []
+    """Make what is not there, in processes."""
+    total, done, missing = sum(part.size for part in parts), 0, []
     for part in parts:
         if _is_made(part):
-            kept += sum(piece.size for piece in part.pieces)
-            if tell:
-                tell("tokens", kept, total)
+            done += part.size
         else:
             missing.append(part)
-    if (workers := min(workers, len(missing))) <= 1:
-        _join(done)
-        for part in missing:
-            _make_part(part, lambda: tell("tokens", kept + done.value, total) if tell else None)
-        return
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_join, initargs=(done,)) as pool:
-        futures = {pool.submit(_make_part, part) for part in missing}
+    workers = min(workers, len(missing))
+    with ExitStack() as stack:
+        made: Iterable[int] = map(_make_part, missing)
+        if workers > 1:
+            pool = ProcessPoolExecutor(workers, mp.get_context("spawn"), _begin_worker)
+            stack.callback(pool.shutdown, cancel_futures=True)
+            made = (future.result() for future in as_completed([pool.submit(_make_part, part) for part in missing]))
         try:
-            while futures:
-                ended, futures = wait(futures, TELL_S, "FIRST_EXCEPTION")
-                for future in ended:
-                    future.result()
+            for size in itertools.chain((0,), made):
+                done += size
                 if tell:
-                    tell("tokens", kept + done.value, total)
+                    tell("tokens", done, total)
         except BrokenProcessPool as error:
-            raise ValueError(
-                "a worker was killed, perhaps for want of memory; try fewer --workers, it goes on"
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
+            message = "a worker was killed, perhaps for want of memory; try fewer --workers, it goes on"
+            raise ValueError(message) from error
 
 
-def _join(done: Any) -> None:
-    """Begin a worker: it counts with the others, and ends with who started it."""
-    global _done
-    _done = done
-    if parent := mp.parent_process():
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C lets it end its part
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+def _begin_worker() -> None:
+    """Leave Ctrl-C to who started this process, and end with it."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(mp.parent_process(),), daemon=True).start()
 
 
 def _end_with(parent: Any) -> None:
@@ -241,48 +215,25 @@ def _dtype(tokenizer: Tokenizer) -> str:
     return "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
 
 
-def _make_part(part: StorePart, tell: Callable[[], None] | None = None) -> None:
-    """Write the tokens of a part, the ends of its documents, and last what they are."""
+def _make_part(part: StorePart) -> int:
+    """Write the tokens of a part, the ends of its documents, and last what they are; returns how large it is."""
+    made, hasher = open_tokenizer(part.tokenizer), xxhash.xxh3_64()
+    dtype, ends, bytes_, tokens = np.dtype(_dtype(made)).newbyteorder("<"), [], 0, 0
     try:
-        _write_part(part, tell)
-    except OSError as error:  # such as a full disk, of which Python does not say where
-        raise OSError(error.errno, error.strerror, error.filename or str(part.out)) from error
-
-
-def _write_part(part: StorePart, tell: Callable[[], None] | None) -> None:
-    made = open_tokenizer(part.tokenizer)
-    dtype, hasher = np.dtype(_dtype(made)).newbyteorder("<"), xxhash.xxh3_64()
-    ends, bytes_, tokens = [], 0, 0
-    with (part.out / TOKENS_NAME.format(part.number)).open("wb") as file:
-        for texts, moved in _batches(part.pieces):
-            for ids in made.encode_all(texts):
+        with (part.out / TOKENS_NAME.format(part.number)).open("wb") as file:
+            for text in itertools.chain.from_iterable(map(read_documents, part.pieces)):
+                ids = made.encode_document(text)
                 raw = np.asarray(ids, dtype).tobytes()
                 hasher.update(raw)
                 file.write(raw)
                 tokens += len(ids)
+                bytes_ += len(text.encode())
                 ends += [tokens] * bool(ids)
-            bytes_ += sum(len(text.encode()) for text in texts)
-            with _done.get_lock():
-                _done.value += moved
-            if tell:
-                tell()
-    raw = np.asarray(ends, "<u8").tobytes()
-    hasher.update(raw)
-    (part.out / DOCUMENTS_NAME.format(part.number)).write_bytes(raw)
-    facts = {"tokens": tokens, "documents": len(ends), "bytes": bytes_, "digest": hasher.hexdigest()}
-    _write(part.out / PART_NAME.format(part.number), facts)
-
-
-def _batches(pieces: Sequence[SourcePiece]) -> Iterator[tuple[list[str], int]]:
-    """Yield some documents, and how many bytes of the source they are about."""
-    for piece in pieces:
-        texts: list[str] = []
-        chars, left = 0, piece.size
-        for text in read_documents(piece):
-            texts.append(text)
-            chars += len(text)
-            if chars >= BATCH_CHARS:
-                moved = min(chars, left)
-                yield texts, moved
-                texts, chars, left = [], 0, left - moved
-        yield texts, left
+        raw = np.asarray(ends, "<u8").tobytes()
+        hasher.update(raw)
+        (part.out / DOCUMENTS_NAME.format(part.number)).write_bytes(raw)
+        facts = {"tokens": tokens, "documents": len(ends), "bytes": bytes_, "digest": hasher.hexdigest()}
+        _write(part.out / PART_NAME.format(part.number), facts)
+    except OSError as error:  # such as a full disk, of which Python does not say where
+        raise OSError(error.errno, error.strerror, error.filename or str(part.out)) from error
+    return part.size

@@ -271,6 +271,7 @@ class Decoder(nnx.Module):
         count: int,
         key: Key[Array, ""],
         *,
+        length: int | Int32[Array, ""] | None = None,
         context: int,
         temperature: float,
         top_p: float = 1.0,
@@ -282,28 +283,31 @@ class Decoder(nnx.Module):
           prompt: the beginning, at least one token; only its last `context` tokens are read.
           count: how many tokens to add.
           key: of all draws.
+          length: tokens of the prompt if more of no meaning follow, so that one program serves many lengths; the prompt
+            has at most `context` tokens then.
           context: tokens that each layer sees, at most seq_len_max.
           temperature: divides the logits; at 0 the likeliest token is taken.
           top_p: probability of the likeliest tokens that are drawn from, together; 1 = of all.
           ids: tokens of this id and above are never drawn.
         """
-        c, total, table = self.config, len(prompt), self._table()
+        c, table, total = self.config, self._table(), len(prompt) if length is None else length
         prompt = prompt[-context:]
-        length, beginning = min(context, len(prompt) + count), len(prompt)
-        self._check_length(length)
-        empty = jnp.zeros((1, length, c.num_kv_heads, c.head_dim), c.dtype)
+        kept, beginning = min(context, len(prompt) + count), len(prompt) if length is None else length
+        self._check_length(kept)
+        empty = jnp.zeros((1, kept, c.num_kv_heads, c.head_dim), c.dtype)
         stacked = jnp.zeros((c.num_layers, *empty.shape), c.dtype)
         caches = (stacked, stacked) if c.scan_layers else [(empty, empty)] * c.num_layers
 
-        def read(tokens: Array, positions: Array, caches: Any) -> tuple[Array, Any]:
+        def read(tokens: Array, positions: Array, caches: Any, last: int | Array = 0) -> tuple[Array, Any]:
             x, _, caches = self._layers(self.embedded(tokens[None], table), Places(positions[None]), caches)
-            return self._logits(self.norm_final(x[:, -1:]), table)[0, 0, :ids], caches
+            x = jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1)
+            return self._logits(self.norm_final(x), table)[0, 0, :ids], caches
 
         def add(state: tuple[Array, Any], number: Array) -> tuple[tuple[Array, Any], Array]:
             token = draw_token(state[0], jax.random.fold_in(key, total + number), temperature, top_p)
             return read(token[None], (beginning + number)[None], state[1]), token
 
-        state = read(prompt, jnp.arange(beginning), caches)
+        state = read(prompt, jnp.arange(len(prompt)), caches, beginning - 1)
         tokens: Array = jax.lax.scan(add, state, jnp.arange(count))[1]
         return tokens
 

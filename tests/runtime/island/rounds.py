@@ -49,10 +49,6 @@ class IslandOf:
 
     Args:
         initial: values by path, float32.
-        dtype: of the parameters.
-        plan: how they are cut.
-        up: format of its updates.
-        how: how it adopts.
     """
 
     def __init__(
@@ -100,12 +96,6 @@ class Rounds:
 
     Args:
         initial: values by path, float32.
-        learners: how many islands.
-        dtype: of their parameters.
-        up: format of updates.
-        down: format of global steps.
-        how: how islands adopt.
-        merge: how their updates are merged.
         fragments: number of them.
     """
 

@@ -275,9 +275,6 @@ def test_a_slice_of_a_multislice_job_is_refused(monkeypatch: pytest.MonkeyPatch)
     hosts._refuse_multislice()
 
 
-# ---- the supervisor's side -----------------------------------------------------------------------------------------
-
-
 def child_of(folder: Path, *bodies: str) -> Child:
     """An island whose processes run these words of Python."""
     processes = []

@@ -80,7 +80,7 @@ def test_a_run_with_odd_leaves_merges_all_and_one_that_is_too_short_says_so(tmp_
         folder = tmp_path / str(steps)
         folder.mkdir()
         train = {"steps": steps, "eval_every": 0}
-        changes = {"train": train, "wire": {"up": "float32"}, "optimizer": {"warmup_steps": 1}}
+        changes = {"islands": {"count": 1}, "train": train, "wire": {"up": "float32"}, "optimizer": {"warmup_steps": 1}}
         config = write_config(folder, model=odd, protocol=protocol, **changes)
         result = run("train", config, "--run-dir", folder / "run", "--quiet", timeout_s=200)
         assert result.returncode == 0, result.stdout + result.stderr

@@ -29,8 +29,6 @@ from diloco_jax.transport.link import LinkClosed
 
 pytestmark = pytest.mark.timeout(60)
 
-# ---- parts ----------------------------------------------------------------------------------------------------------
-
 
 def test_parts_make_the_state_whatever_their_order() -> None:
     state = np.random.default_rng(0).bytes(2 * STATE_PART_BYTES + 5)
@@ -56,9 +54,6 @@ def test_parts_of_another_state_are_refused_and_cost_no_memory(part: int, parts:
     received.drop()
     with pytest.raises(ValueError, match="no part"):
         received.take()
-
-
-# ---- on disk --------------------------------------------------------------------------------------------------------
 
 
 def staged_state(seed: float = 0.0) -> StagedState:
@@ -129,9 +124,6 @@ def test_a_disk_that_takes_nothing_costs_the_state_and_no_more(
         save(saves, 24)
     assert "the state of global step 24 was not saved" in caplog.text
     assert not saves.busy
-
-
-# ---- payloads -------------------------------------------------------------------------------------------------------
 
 
 class Wire:
@@ -227,9 +219,6 @@ def test_a_lost_link_is_no_failure_and_a_value_that_does_not_fit_is_an_empty_ans
     sender.close()
     sender.anchor(wire, AnchorValue("x", 1, 0, 3, 99, 0), ANCHOR)
     assert len(wire.sent) == 2
-
-
-# ---- tape -----------------------------------------------------------------------------------------------------------
 
 
 def lines(path: Path) -> list[Any]:

@@ -33,9 +33,6 @@ def ids(groups: dict[str, Any]) -> list[list[int]]:
     return [[device.id for device in group] for group in groups.values()]
 
 
-# ---- devices ------------------------------------------------------------------------------------------------------
-
-
 def test_a_slice_for_each_island(tmp_path: Path) -> None:
     config = load(write_config(tmp_path, islands={**ONE, "devices": "auto"}))
     assert ids(split_devices(config, chips(1, 0, 1, 0))) == [[1, 3], [0, 2]]
@@ -100,9 +97,6 @@ def test_chaos_needs_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str
     config = write_config(tmp_path, islands={**ONE, "count": 3}, train={"batch_size": 24})
     assert cli.main(["chaos", str(config), "--run-dir", str(tmp_path / "run"), "--faults", "1"]) == cli.WRONG_INPUT
     assert "set islands.controller to processes" in capsys.readouterr().err
-
-
-# ---- lives --------------------------------------------------------------------------------------------------------
 
 
 class Fleet:
@@ -198,9 +192,6 @@ def test_a_stop_from_outside_reaches_every_island(tmp_path: Path) -> None:
     fleet.stop.set()
     thread.join(20)
     assert not thread.is_alive() and fleet.starts == {"island-0": 1, "island-1": 1}
-
-
-# ---- real ones ----------------------------------------------------------------------------------------------------
 
 
 class FailsOnce(LearnerRun):

@@ -94,9 +94,6 @@ def test_jax_looks_only_for_what_can_be_here(machine: Machine, environ: dict[str
     assert environ.get("JAX_PLATFORMS") == expected
 
 
-# ---- sharing out ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("count", "devices", "gpus", "expected", "words"),
     [
@@ -178,9 +175,6 @@ def test_a_number_emulates_as_many_where_there_is_nothing_better() -> None:
     assert child_environment(run_of(2), "island-0", Machine())["JAX_NUM_CPU_DEVICES"] == "2"
     sliced = run_of(1, topology="v5p:2x2x1", mesh={"data": 1, "fsdp": 4})
     assert settings_of(sliced, "island-0", Machine()) == {}, "a slice is never emulated"
-
-
-# ---- noise ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_tpu_plugin_without_a_tpu_says_nothing(tmp_path: Path) -> None:

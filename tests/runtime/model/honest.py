@@ -47,10 +47,7 @@ class AdamW:
 
     Args:
         parameters: that it begins with; of a path with "embed" only the rows in use have gradients.
-        rng: of its gradients.
-        rate: of learning.
         b2: of the second moment.
-        decay: of the weights.
     """
 
     def __init__(

@@ -15,9 +15,11 @@ from diloco_jax.runtime.model import evaluation
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
+from diloco_jax.training.data.tokenizer import train_tokenizer
 from diloco_jax.training.island import Island
+from diloco_jax.training.models.protocol import load_model
 from diloco_jax.training.sharding import MeshConfig
-from tests.runtime.helpers import write_config
+from tests.runtime.helpers import SMALL, write_config
 
 
 def live_bytes() -> int:
@@ -81,13 +83,33 @@ def test_parameters_of_another_model_are_refused(evaluator: Evaluator, drawn: di
         evaluator.evaluate(drawn | {path: np.zeros(3, np.float32)}, 1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (["--data.format", "tokens"], "nothing here turns them into text"),
-        (["--model.module", "tests.natural_models:Language"], "has no method `generate`"),
-    ],
-)
-def test_a_run_that_cannot_write_says_why(tmp_path: Path, changes: list[str], message: str) -> None:
-    assert message in evaluation.cannot_write(load(write_config(tmp_path), changes))
-    assert not evaluation.cannot_write(load(write_config(tmp_path, model={"args": {}})))
+def test_each_set_is_measured_by_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_CACHE", str(tmp_path / "cache"))
+    texts = {"all": "the cat sat on the mat\n" * 900, "cats": "the cat sat and sat\n" * 90, "dogs": "a dog\n" * 300}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    parts = {name: {"path": str(tmp_path / f"{name}.txt"), "format": "text"} for name in ("cats", "dogs")}
+    train_tokenizer(texts.values(), 280, tmp_path)
+    data = {"path": str(tmp_path / "all.txt"), "format": "text", "tokenizer": str(tmp_path), "evaluation": parts}
+    built_in = {"module": "diloco_jax.training.models.decoder:Decoder"}
+    built_in["args"] = {**SMALL["model"]["args"], "vocab_size": 280}
+    train = {"seq_len": 16, "eval_batch_size": 2}
+    config = load(write_config(tmp_path, data=data, model=built_in, train=train))
+    evaluator = Evaluator(config)
+    parameters = evaluator.initial_parameters()
+    result = evaluator.evaluate(parameters, 1000)
+    model: Any = load_model(config.model.module, config.model.args, config.seed)
+    assert evaluator.tokenizer is not None
+    for name in parts:
+        ids = evaluator.tokenizer.encode(texts[name])
+        ids = [*ids, evaluator.tokenizer.end][: (len(ids) // 32) * 32 + 1]
+        windows = np.stack([ids[at : at + 17] for at in range(0, len(ids) - 1, 16)])
+        loss = float(jax.jit(lambda tokens: model.loss({"tokens": tokens})[0])(windows.astype(np.int32)))
+        size = len(evaluator.tokenizer.decode(ids[1:]).removesuffix("<|endoftext|>"))
+        found = result["sets"][name]
+        assert found["loss"] == pytest.approx(loss, rel=1e-5) and found["tokens"] == len(ids) - 1
+        assert found["bits_per_byte"] == pytest.approx(loss * found["tokens"] / size / np.log(2), rel=1e-5)
+        assert result["scores"][f"{name} loss"] == found["loss"]
+        assert result["scores"][f"{name} bits_per_byte"] == found["bits_per_byte"]
+    with pytest.raises(ValueError, match=r"held-out windows of cats make no batch of 60"):
+        Evaluator(load(tmp_path / "config.yaml", ["--train.eval_batch_size", "60", "--data.held_out_fraction", "0.9"]))

@@ -46,9 +46,7 @@ def lasting(model: GlobalModel, number: int, norms: Iterable[float], names: str 
 
     Args:
         model: whose fragment 0 it is.
-        number: of the first round.
         norms: of what learners add in the 24 steps of each round; what was not merged is in their next value.
-        names: learners that send these.
         steady: one that sends a norm of 0.024 all the time.
     """
     found, held, steps = [], 0.0, 0
@@ -61,9 +59,6 @@ def lasting(model: GlobalModel, number: int, norms: Iterable[float], names: str 
         if merged.state is not None:
             held, steps = 0.0, 0
     return found
-
-
-# ---- honest ---------------------------------------------------------------------------------------------------------
 
 
 def test_rows_that_rested_move_again() -> None:
@@ -159,9 +154,6 @@ def test_sparse_embeddings_are_merged(seed: int, dense: bool) -> None:
     assert left_out <= (0 if dense else 4)
 
 
-# ---- dishonest ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("growth", [2.0, 3.0, 10.0, 1e3])
 @pytest.mark.parametrize("others", ["", "b", "bc"])
 def test_a_diverging_learner_is_left_out_as_long_as_it_grows(others: str, growth: float) -> None:
@@ -201,9 +193,6 @@ def test_where_three_speak_they_decide() -> None:
     number = settle(model, 0.024)
     assert all(lasting(model, number, [4.8] * 10, "a", "bc"))
     assert lasting(model, number + 10, [4.8], "a", "b") == [True]
-
-
-# ---- state ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_known_survives_a_snapshot_bit_for_bit() -> None:

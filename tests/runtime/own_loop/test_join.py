@@ -132,9 +132,6 @@ def test_a_program_that_never_joins_ends_the_run(tmp_path: Path, run_dir: Path) 
     assert ended.returncode == 1 and "island-0 ended without joining the run" in ended.stdout + ended.stderr
 
 
-# ---- arrays -------------------------------------------------------------------------------------------------------
-
-
 def tree(devices: int = 1) -> dict[str, Any]:
     mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec("x"))

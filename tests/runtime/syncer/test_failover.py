@@ -21,7 +21,7 @@ from tests.runtime.helpers import kill_processes, processes_of, start, status, w
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(500)]
 
-STEPS = 400
+STEPS = 240
 FRAGMENTS = 6
 
 
@@ -35,7 +35,7 @@ class Job:
             **{
                 "islands": {"count": 2, "devices": 1, "restart_delay_s": 0.1},
                 "train": {"steps": STEPS, "eval_every": 0},
-                "protocol": {"sync_every": FRAGMENTS, "num_fragments": FRAGMENTS, "snapshot_every": 50, "quorum": 2},
+                "protocol": {"sync_every": FRAGMENTS, "num_fragments": FRAGMENTS, "snapshot_every": 30, "quorum": 2},
                 **changes,
             },
         )
@@ -107,7 +107,7 @@ def check_end(run_dir: Path) -> None:
 def test_syncer_killed_twice(folder: Path) -> None:
     job = Job(folder)
     for epoch in (1, 2):
-        job.reached(80 * epoch, epoch)
+        job.reached(50 * epoch, epoch)
         os.kill(job.pid_of("syncer"), signal.SIGKILL)
     output, summary = job.finish()
     assert output.count("syncer killed by SIGKILL") == 2 and "islands train on" in output

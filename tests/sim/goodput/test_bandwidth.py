@@ -96,9 +96,6 @@ def test_shares_that_make_no_sense() -> None:
             data_parallel_gbit_per_s(1.0, 1.0, 2, share)
 
 
-# ---- assumptions ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -29,9 +27,6 @@ def paper(chips: float, *goodputs: float) -> list[Row]:
 
 AT_600K = paper(600e3, 0.69, 0.80, 0.89, 0.94, 0.96)
 AT_2400K = paper(2.4e6, 0.40, 0.54, 0.73, 0.80, 0.86)
-
-
-# ---- what learners cost -----------------------------------------------------------------------------------------
 
 
 def test_scaling_laws_give_the_published_losses_back() -> None:
@@ -110,9 +105,6 @@ def test_bad_input_is_named(penalty: str, learners: int, parameters: float, slop
         cost_of(penalty, learners, parameters=parameters, slope=slope)
 
 
-# ---- the choice -------------------------------------------------------------------------------------------------
-
-
 def test_more_chips_want_more_learners() -> None:
     small, large = choose([*AT_600K, *AT_2400K], "scavenging", parameters=5e9)
     assert (small.chips, small.best.row.learners) == (600e3, 4)
@@ -174,10 +166,3 @@ def test_the_table_and_the_object_say_the_same() -> None:
 def test_nothing_to_choose_from() -> None:
     with pytest.raises(ValueError, match="simulate at least one number of learners"):
         choose([], "scavenging", parameters=5e9)
-
-
-def test_choosing_starts_without_jax() -> None:
-    code = (
-        "import sys, diloco_jax.sim.goodput.choose; sys.exit(any(n in sys.modules for n in ('jax', 'numpy', 'rich')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

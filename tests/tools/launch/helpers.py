@@ -61,7 +61,6 @@ class Stage:
 
     Args:
       folder: empty.
-      plan: what is written there.
     """
 
     def __init__(self, folder: Path, plan: Plan) -> None:

@@ -246,9 +246,6 @@ def test_no_more_overlap_is_advised_than_a_config_takes() -> None:
     assert changes(small(given=replace(QUIET, step_s=1e-6)))["protocol.overlap_steps"] == OVERLAP_STEPS_MAX
 
 
-# ---- the whole ------------------------------------------------------------------------------------------------------
-
-
 def test_large_configs_allocate_nothing() -> None:
     before = len(jax.live_arrays())
     for name in ("gemma_12b_4x_v5p", "mixed_v5p_v6e"):

@@ -159,6 +159,11 @@ def test_model_flops_by_hand() -> None:
     found = model_flops(ModelConfig(module="diloco_jax.training.models.moe:MoeDecoder", args=mixture), {}, 5, 7)
     sparse = layer + 3 * 8 * 16 + 8 * 4  # a second expert, and the router
     assert found.flops == 3 * 5 * 7 * (2 * (3 * sparse + 80) + 3 * scores / 2)
+    args |= {"window": 4, "global_every": 3}  # in layers 1 and 2 a token sees 4 - 4^2 / (2 x 7) others, not 7 / 2
+    found = model_flops(ModelConfig(args=args), {}, 5, 7)
+    seen = scores / 7 * (2 * (4 - 16 / 14) + 3.5)
+    assert found.flops == pytest.approx(3 * 35 * (2 * (3 * layer + 80) + seen))
+    assert found.masked == pytest.approx(3 * 35 * (3 * scores - seen))
     other = model_flops(ModelConfig(module="my.models:Net"), {"a": (3, 4), "b": (5,)}, batch=5, seq_len=7)
     assert other.flops == 6 * 35 * 17
 

@@ -88,9 +88,6 @@ def eventful(folder: Path, **settings: Any) -> TapedPair:
     return pair
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------
-
-
 def test_script_tells_what_happened(tmp_path: Path) -> None:
     pair = eventful(tmp_path)
     script = script_of(pair)
@@ -167,9 +164,6 @@ def _write_tape(folder: Path, name: str, lines: list[list[Any]]) -> Path:
     return path
 
 
-# ---- broken tapes ---------------------------------------------------------------------------------------------------
-
-
 def test_short_or_missing_learner_tape_is_named(tmp_path: Path) -> None:
     pair = trained(tmp_path, 6, "a", "b")
     path, script = pair.path_of("b"), script_of(pair)
@@ -243,9 +237,6 @@ def test_another_config_is_refused(tmp_path: Path) -> None:
         replay_run(config_of(pair), tmp_path)
     with pytest.raises(ValueError, match=r"2 initial fragments, not 1.*is the config that of its run\?"):
         Replay(config_of(pair, protocol={"num_fragments": 1}), tmp_path)
-
-
-# ---- repeating ------------------------------------------------------------------------------------------------------
 
 
 class Alone:

@@ -198,9 +198,6 @@ def test_a_long_run_is_small(tmp_path: Path) -> None:
     assert len(page_of(folder)) < 1_500_000
 
 
-# ---- what is counted ------------------------------------------------------------------------------------------
-
-
 def test_the_token_axis_counts_all_islands(tmp_path: Path) -> None:
     records = [step("a", 1, 1), step("b", 2, 1), step("a", 3, 2), step("b", 4, 4)]
     story = story_of(write_run(tmp_path, records))
@@ -251,9 +248,6 @@ def test_islands_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     assert list(story_of(write_run(tmp_path, records)).tracks) == ["island-1", "island-2", "island-10"]
 
 
-# ---- curves and axes ------------------------------------------------------------------------------------------
-
-
 @given(st.lists(st.floats(min_value=-10, max_value=10), max_size=900))
 def test_smoothing_stays_inside_and_keeps_the_ends(values: list[float]) -> None:
     points = [(float(x), y) for x, y in enumerate(values)]
@@ -302,9 +296,6 @@ def test_a_bytes_axis_spans_at_most_four_decades(values: list[float]) -> None:
     assert 10 <= axis.high / axis.low <= 1.0001e4
     assert axis.place(max([*values, axis.low])) <= 1
     assert len(axis.ticks) >= 1
-
-
-# ---- the timeline ---------------------------------------------------------------------------------------------
 
 
 def rects(root: ElementTree.Element, kind: str) -> list[ElementTree.Element]:

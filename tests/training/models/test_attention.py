@@ -30,21 +30,43 @@ def with_gradients(attention: Callable[..., jax.Array], arrays: tuple[jax.Array,
     return [result, *gradients]
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_the_kernel_is_the_einsum_on_a_mesh(kv_heads: int) -> None:
+SEGMENTS = jnp.asarray(np.sort(np.random.default_rng(2).integers(0, 4, (2, 128)), axis=1), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "rules", "segments"), [(1, Seeing(16), None), (2, Seeing(9, 2.0, 21), SEGMENTS), (2, Seeing(16), None)]
+)
+def test_the_kernel_is_the_einsum_on_a_mesh(kv_heads: int, rules: Seeing, segments: jax.Array | None) -> None:
     layout = MeshLayout(make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4]))
     arrays = inputs(128, kv_heads=kv_heads)
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         with use_layout(layout):
-            return splash(q, k, v, Seeing(16), interpret=True)
+            return splash(q, k, v, rules, segments, interpret=True)
 
-    for got, want in zip(
-        with_gradients(kernel, arrays),
-        with_gradients(lambda q, k, v: attend(q, k, v, "einsum", Seeing(16)), arrays),
-        strict=True,
-    ):
+    def einsum(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend(q, k, v, "einsum", rules, segments)
+
+    for got, want in zip(with_gradients(kernel, arrays), with_gradients(einsum, arrays), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+@pytest.mark.parametrize("method", ["einsum", "dot_product"])
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("segments", [None, [1, 1, 1, 1, 2, 2, 2, 0, 0]])
+def test_each_query_sees_what_it_may(method: str, cap: float, window: int, segments: list[int] | None) -> None:
+    q, k, v = (np.asarray(x, np.float64)[:1] for x in inputs(9, heads=2, kv_heads=1, width=4))
+    scores = np.einsum("btnh,bsoh->bnts", q, k) / 5
+    scores = cap * np.tanh(scores / cap) if cap else scores
+    t, s = np.indices((9, 9))
+    ids = np.array(segments or [1] * 9)
+    seen = (s <= t) & (t - s < (window or 9)) & (ids[t] == ids[s])
+    weights = np.exp(scores) * seen
+    want = np.einsum("bnts,bsoh->btnh", weights / weights.sum(-1, keepdims=True), v)
+    given = None if segments is None else jnp.asarray([segments], jnp.int32)
+    arrays = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    np.testing.assert_allclose(attend(*arrays, method, Seeing(25, cap, window), given), want, atol=1e-5)
 
 
 def test_splash_is_einsum_where_there_is_no_tpu() -> None:

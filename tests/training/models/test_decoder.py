@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from diloco_jax.training.models.decoder import Decoder
+from diloco_jax.training.models.decoder import Decoder, draw_token
 from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.models.protocol import join_model, split_model
 
@@ -102,8 +102,15 @@ def test_the_future_does_not_reach_the_past() -> None:
     assert np.abs(before[:, 3:] - after[:, 3:]).max(axis=-1).min() > 0
 
 
-def test_scanned_layers_equal_unrolled_ones() -> None:
-    plain, scanned = randomised(build(num_layers=3)), build(num_layers=3, scan_layers=True)
+GEMMA = {"norms": "both", "norm_offset": True, "qk_norm": "head", "window": 3, "global_every": 2, "attention_cap": 5.0,
+         "rope_theta_local": 100.0, "rope_scaling": "linear", "rope_factor": 2.0}  # fmt: skip
+OLMO = {"norms": "post", "qk_norm": "full", "window": 4, "tie_embeddings": False, "qkv_bias": True}
+
+
+@pytest.mark.parametrize("options", [{}, GEMMA], ids=["plain", "gemma"])
+def test_scanned_layers_equal_unrolled_ones(options: dict[str, object]) -> None:
+    plain, scanned = (build(num_layers=3, scan_layers=scan, **options) for scan in (False, True))
+    plain = randomised(plain)
     params = split_model(plain)[1]
     graphdef, stacked = split_model(scanned)
     for path in stacked:
@@ -114,6 +121,19 @@ def test_scanned_layers_equal_unrolled_ones() -> None:
             stacked[path] = params[path]
     scanned = join_model(graphdef, stacked)
     np.testing.assert_allclose(logits_of(scanned, TOKENS), logits_of(plain, TOKENS), atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, GEMMA | {"scan_layers": True}, OLMO | {"loss_chunk": 11}])
+def test_texts_of_one_window_do_not_know_each_other(options: dict[str, object]) -> None:
+    model, tokens = randomised(build(num_layers=2, **options)), [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+    segments = jnp.asarray([[1] * 5 + [2] * 5 + [0] * 2], jnp.int32)
+    packed = jax.jit(lambda t: model(t, segments))(jnp.asarray([tokens]))
+    for start in (0, 5):
+        alone = logits_of(model, np.array([tokens[start : start + 5]]))
+        np.testing.assert_allclose(packed[0, start : start + 5], alone[0], atol=2e-5)
+    loss, metrics = jax.jit(lambda t: model.loss({"tokens": t, "segments": segments}))(jnp.asarray([tokens]))
+    want = loss_of(model, np.array([tokens[:5], tokens[5:10]]))
+    assert (float(loss), float(metrics["weight"])) == (pytest.approx(want, rel=1e-5), 8)
 
 
 def test_default_size_is_about_a_million_and_starts_near_the_uniform_loss() -> None:
@@ -138,6 +158,10 @@ def test_bfloat16_computes_close_to_float32_and_keeps_float32_parameters() -> No
         ({"dim": 0}, "at least 1"),
         ({"activation": "tanh"}, "gelu, silu, relu2"),
         ({"dtype": "float16"}, "float32, bfloat16"),
+        ({"norms": "none"}, "pre, post, both"),
+        ({"window": -1}, "window is -1; it must be at least 0"),
+        ({"rope_slow": 4.0}, "rope_slow 4.0 must be above 0 and below rope_fast 4.0"),
+        ({"rope_factor": 0.5}, "rope_factor 0.5"),
     ],
 )
 def test_impossible_sizes_are_refused(changes: dict[str, object], message: str) -> None:
@@ -148,6 +172,20 @@ def test_impossible_sizes_are_refused(changes: dict[str, object], message: str) 
 def test_a_too_long_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match="seq_len_max 4"):
         build(seq_len_max=4)(jnp.asarray(TOKENS))
+
+
+@pytest.mark.parametrize("options", [GEMMA, GEMMA | {"scan_layers": True}, OLMO])
+def test_kept_keys_and_values_are_those_of_the_whole_text(options: dict[str, object]) -> None:
+    model, prompt = randomised(build(num_layers=3, **options)), jnp.asarray([3, 1, 4, 1, 5])
+    write = jax.jit(lambda p: model.generate(p, 9, jax.random.key(0), context=14, temperature=0.0, ids=11))
+    tokens = np.concatenate([prompt, write(prompt)])
+    np.testing.assert_array_equal(logits_of(model, tokens[None])[0, 4:-1].argmax(axis=-1), tokens[5:])
+
+
+def test_the_likeliest_tokens_are_drawn() -> None:
+    logits, keys = jnp.log(jnp.asarray([0.1, 0.4, 0.2, 0.3])), jax.random.split(jax.random.key(0), 200)
+    for top_p, may in ((0.4, {1}), (0.41, {1, 3}), (0.75, {1, 2, 3}), (1.0, {0, 1, 2, 3})):
+        assert {*np.asarray(jax.vmap(lambda key, p=top_p: draw_token(logits, key, 1.0, p))(keys)).tolist()} == may
 
 
 def test_what_it_writes_is_what_its_logits_say() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diloco_jax.training.models.layers import soft_limit
 from diloco_jax.training.models.losses import TABLE_AXES, chunked_cross_entropy, cross_entropy, logits_of
 from diloco_jax.training.sharding import MeshConfig, MeshLayout, gather, make_mesh, use_layout
 
@@ -16,28 +19,39 @@ TABLE = jnp.asarray(rng.normal(size=(32, 8)), jnp.float32)
 LABELS = jnp.asarray(rng.integers(0, 32, (4, 6)), jnp.int32)
 
 
-def plain(x: jax.Array, table: jax.Array) -> jax.Array:
-    return cross_entropy(logits_of(x, gather(table, *TABLE_AXES)), LABELS)
+WEIGHTS = jnp.asarray(rng.integers(0, 2, (4, 6)), jnp.float32)
 
 
-@pytest.mark.parametrize("chunk", [4, 8, 32])
+def plain(x: jax.Array, table: jax.Array, cap: float = 0.0, weights: jax.Array | None = None) -> jax.Array:
+    return cross_entropy(soft_limit(logits_of(x, gather(table, *TABLE_AXES)), cap), LABELS, weights)
+
+
+@pytest.mark.parametrize(("chunk", "cap", "weights"), [(4, 0.0, None), (8, 2.0, WEIGHTS), (32, 0.0, None)])
 @pytest.mark.parametrize("mesh", [{}, {"fsdp": 2, "tensor": 2}], ids=["one", "four"])
-def test_chunks_change_neither_the_loss_nor_its_gradient(mesh: dict[str, int], chunk: int) -> None:
+def test_chunks_change_neither_the_loss_nor_its_gradient(
+    mesh: dict[str, int], chunk: int, cap: float, weights: jax.Array | None
+) -> None:
     config = MeshConfig(**mesh)
     layout = MeshLayout(make_mesh(config, jax.devices()[: config.fsdp * config.tensor]))
 
     @jax.jit
     def chunked(x, table):
         with use_layout(layout):
-            return jax.value_and_grad(
-                lambda x, table: 3 * chunked_cross_entropy(x, table, LABELS, chunk), argnums=(0, 1)
-            )(x, table)
+            loss = functools.partial(chunked_cross_entropy, labels=LABELS, chunk=chunk, cap=cap, weights=weights)
+            return jax.value_and_grad(lambda x, table: 3 * loss(x, table), argnums=(0, 1))(x, table)
 
     loss, gradients = chunked(X, jax.device_put(TABLE, layout.sharding(TABLE.shape, TABLE_AXES)))
-    want, wanted = jax.value_and_grad(lambda x, table: 3 * plain(x, table), argnums=(0, 1))(X, TABLE)
+    want, wanted = jax.value_and_grad(lambda x, table: 3 * plain(x, table, cap, weights), argnums=(0, 1))(X, TABLE)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
     for got, expected in zip(gradients, wanted, strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+def test_the_mean_is_over_what_has_a_weight() -> None:
+    each = [float(cross_entropy(logits_of(X[b : b + 1, t : t + 1], TABLE), LABELS[b : b + 1, t : t + 1]))
+            for b in range(4) for t in range(6) if WEIGHTS[b, t]]  # fmt: skip
+    np.testing.assert_allclose(plain(X, TABLE, 0.0, WEIGHTS), np.mean(each), rtol=1e-6)
+    assert float(plain(X, TABLE, 0.0, 0 * WEIGHTS)) == 0
 
 
 def test_large_logits_do_not_overflow() -> None:

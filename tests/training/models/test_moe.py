@@ -37,26 +37,37 @@ def reference(p: dict[str, np.ndarray], x: np.ndarray, c: MoeConfig) -> tuple[np
     for t, token in enumerate(x):
         e = np.exp(token @ p["router"])
         best = np.argsort(-e)[: c.experts_per_token]
+        total = e[best].sum() if c.normalize_weights else e.sum()
         for i in best:
-            if used[i] < c.capacity(len(x)):
+            if c.routing == "dropless" or used[i] < c.capacity(len(x)):
                 hidden = gelu(token @ p["experts_gate"][i]) * (token @ p["experts_up"][i])
-                y[t] += e[i] / e[best].sum() * (hidden @ p["experts_down"][i])
+                y[t] += e[i] / total * (hidden @ p["experts_down"][i])
             else:
                 dropped += 1
             used[i] += 1
     return y, dropped / (len(x) * c.experts_per_token)
 
 
-@pytest.mark.parametrize(("chosen", "factor"), [(1, 0.5), (2, 1.0), (2, 2.0), (4, 1.0)])
-def test_the_layer_is_the_numpy_reference(chosen: int, factor: float) -> None:
-    layer = block(experts_per_token=chosen, capacity_factor=factor)
+@pytest.mark.parametrize(
+    ("chosen", "factor", "options"),
+    [
+        (1, 0.5, {}),
+        (2, 1.0, {}),
+        (2, 2.0, {"normalize_weights": False}),
+        (4, 1.0, {}),
+        (2, 0.5, {"routing": "dropless"}),
+        (3, 0.5, {"routing": "dropless", "normalize_weights": False}),
+    ],
+)
+def test_the_layer_is_the_numpy_reference(chosen: int, factor: float, options: dict[str, object]) -> None:
+    layer = block(experts_per_token=chosen, capacity_factor=factor, **options)
     x = rng.normal(size=(3, 10, 8)).astype(np.float32)
     y, metrics = jax.jit(lambda x: layer.mlp(x))(jnp.asarray(x))
     p = {path: np.asarray(v, np.float64) for path, v in split_model(layer)[1].items()}
     wanted = [reference(p, one.astype(np.float64), layer.config) for one in x]
     np.testing.assert_allclose(y, np.stack([w[0] for w in wanted]), atol=2e-5)
     assert float(metrics["dropped"]) == pytest.approx(np.mean([w[1] for w in wanted]), abs=1e-6)
-    assert (float(metrics["dropped"]) > 0) == (factor < 4 / chosen)
+    assert (float(metrics["dropped"]) > 0) == (factor < 4 / chosen and layer.config.routing == "capacity")
 
 
 def test_slots_hold_the_tokens_that_chose_them() -> None:
@@ -98,18 +109,29 @@ def test_the_loss_is_the_cross_entropy_and_the_gradient_balances_too() -> None:
     assert np.abs(found[0][1][path] - found[1][1][path]).max() > 1e-4
 
 
+@pytest.mark.parametrize(("routing", "axis"), [("capacity", "expert"), ("dropless", "tensor")])
 def test_experts_on_a_mesh_follow_the_trajectory_of_one_device(
-    make_island: Callable[..., Island], batches: list[Sample]
+    make_island: Callable[..., Island], batches: list[Sample], routing: str, axis: str
 ) -> None:
     losses = []
-    for mesh in ({}, {"fsdp": 2, "expert": 2}):
-        island = make_island(module=MODULE, args={"num_layers": 1, "num_experts": 4, "scan_layers": True}, **mesh)
+    args = {"num_layers": 1, "num_experts": 4, "scan_layers": True, "routing": routing}
+    for mesh in ({}, {"fsdp": 2, axis: 2}):
+        island = make_island(module=MODULE, args=args, **mesh)
         steps = [island.wait(island.step(island.put_batch(b), 1e-2)) for b in batches]
         losses.append([metrics["loss"] for metrics in steps])
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-4)
     assert set(steps[0]) == {"loss", "grad_norm", "balance", "dropped"} and losses[0][-1] < 0.95 * losses[0][0]
     gate = island.state.params["blocks/experts_gate"]
-    assert gate.shape == (1, 4, 16, 32) and gate.sharding.shard_shape(gate.shape) == (1, 2, 8, 32)
+    assert (
+        gate.shape == (1, 4, 16, 32)
+        and gate.sharding.shard_shape(gate.shape) == {"expert": (1, 2, 8, 32), "tensor": (1, 4, 8, 16)}[axis]
+    )
+
+
+def test_dropless_experts_are_not_spread(make_island: Callable[..., Island], batches: list[Sample]) -> None:
+    island = make_island(module=MODULE, args={"num_layers": 1, "num_experts": 4, "routing": "dropless"}, expert=2)
+    with pytest.raises(ValueError, match=r"islands\.mesh\.expert is 2; make that 1"):
+        island.step(island.put_batch(batches[0]), 1e-2)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +139,7 @@ def test_experts_on_a_mesh_follow_the_trajectory_of_one_device(
     [
         ({"experts_per_token": 5}, r"use 1 to num_experts \(4\)"),
         ({"capacity_factor": 0.0}, "must be > 0"),
+        ({"routing": "all"}, "choose from capacity, dropless"),
         ({"capacity_factor": float("inf")}, "capacity_factor inf must be > 0"),
         ({"balance_coefficient": float("nan")}, "balance_coefficient nan at least 0"),
         ({"rope_theta": float("nan")}, "rope_theta nan must be finite"),

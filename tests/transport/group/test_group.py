@@ -242,9 +242,6 @@ def test_settings_that_cannot_be_used_are_named(make: Any, words: str) -> None:
         make()
 
 
-# ---- certificates and tokens ------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")

@@ -235,9 +235,6 @@ def test_chunk_without_data_is_refused() -> None:
             Receiver().feed(frame)
 
 
-# ---- to be continued ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def _small_payloads_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly_module, "RESUME_BYTES_MIN", 10)

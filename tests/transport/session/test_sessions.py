@@ -128,9 +128,6 @@ def test_payloads_that_nobody_reads_are_bounded_in_bytes() -> None:
     thread.join(WAIT_S)
 
 
-# ---- requests that run on the driver's thread -------------------------------------------------------------------
-
-
 @pytest.fixture
 def drains() -> Drains:
     return Drains(lambda: None)

@@ -102,9 +102,6 @@ def test_names_for_which_a_certificate_speaks() -> None:
     assert names("cn", [], ["spiffe://x/y"]) == {"cn"}
 
 
-# ---- what `credentials` says about files that will not do ---------------------------------------------------------
-
-
 def config(folder: Path, **changes: str) -> TransportConfig:
     return dataclasses.replace(TransportConfig(**settings(folder)), **changes)
 

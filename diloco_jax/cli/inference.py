@@ -1,0 +1,137 @@
+"""Subcommands about the model of a run: evaluate it, ask it tasks, let it write."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco_jax.cli.shared import run_config, show
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+
+    from diloco_jax.settings.run import RunConfig
+    from diloco_jax.tools.inference.language import Language
+
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
+PROMPT, TEMPERATURE = "\n", 0.7  # the beginning of a line
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Print the loss of the newest checkpoint on the held-out data, or its scores in tasks."""
+    from diloco_jax.runtime.model.evaluation import Evaluator
+    from diloco_jax.runtime.records.telemetry import finite
+    from diloco_jax.tools.report.live import scores_text
+
+    for name in ("batches", "limit"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise ValueError(f"--{name} is {value}; use at least 1")
+    if arguments.tasks is not None:
+        return _ask(arguments)
+    config, parameters, step = _newest(arguments.run)
+    batches = arguments.batches or config.train.final_eval_batches
+    result = Evaluator(config).evaluate(parameters, batches, step)
+    names = {f"{name} {key}" for name, row in result["sets"].items() for key in row}
+    told = f"global step {step}: {_measured(result)}"
+    told += scores_text({name: value for name, value in result["scores"].items() if name not in names})
+    told += "".join(f"\n  {name}: {_measured(row)}" for name, row in result["sets"].items())
+    show(arguments, finite({**result, "global_step": step}), lambda _: told)
+    return 0
+
+
+def _measured(row: Mapping[str, Any]) -> str:
+    bits = f", {row['bits_per_byte']:.4f} bits per byte" if row["bits_per_byte"] is not None else ""
+    return f"loss {row['loss']:.4f}{bits} on {row['tokens']} tokens"
+
+
+def _ask(arguments: argparse.Namespace) -> int:
+    folder = None if arguments.tasks_folder is None else Path(arguments.tasks_folder)
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"--tasks-folder {folder} is no folder; give one with lm-eval's YAML files")
+    for name in ("DISABLE_MULTIPROC", *(OFFLINE if folder else ())):  # no fork; read when libraries are imported
+        os.environ.setdefault(name, "1")
+    from diloco_jax.runtime.records.telemetry import finite
+    from diloco_jax.tools.inference.harness import ask_tasks
+
+    language, step = _language(arguments.run)
+    scores = ask_tasks(language, arguments.tasks.split(","), folder, arguments.limit)
+    lines = [f"global step {step}:"]
+    for task, row in scores.items():
+        errors = {name.replace("_stderr", ""): value for name, value in row.items() if "_stderr" in name}
+        for name, value in row.items():
+            if "_stderr" not in name:
+                lines.append(f"  {task} {name} {value:.4f}" + (f" +- {errors[name]:.4f}" if name in errors else ""))
+    show(arguments, finite({"global_step": step, "tasks": scores}), lambda _: "\n".join(lines))
+    return 0
+
+
+def sample(arguments: argparse.Namespace) -> int:
+    """Print what the newest checkpoint writes, as it is written."""
+    from diloco_jax.tools.inference.language import Writing
+
+    temperature = 0.0 if arguments.greedy else arguments.temperature
+    if arguments.tokens < 1 or temperature < 0 or not 0 < arguments.top_p <= 1 or not arguments.prompt:
+        raise ValueError(
+            f"--tokens is {arguments.tokens}, --temperature {temperature:g}, --top-p {arguments.top_p:g}, --prompt "
+            f"{arguments.prompt!r}; use at least one token, a temperature of at least 0, a probability above 0 and at "
+            "most 1, and a prompt of at least one character"
+        )
+    how = Writing(temperature, arguments.top_p, arguments.seed)
+    language, step = _language(arguments.run)
+    pieces = map(_harmless, language.write(arguments.prompt, arguments.tokens, how))
+    if arguments.json:
+        show(arguments, {"prompt": arguments.prompt, "text": "".join(pieces), "global_step": step}, str)
+        return 0
+    for piece in chain([arguments.prompt], pieces, ["\n"]):
+        print(piece, end="", flush=True)
+    return 0
+
+
+def written(run: Path, count: int) -> str:
+    """Let the newest checkpoint of a run begin a text, as `sample` does; nothing if it is not of text."""
+    from diloco_jax.tools.inference.language import Writing
+
+    try:
+        language, _ = _language(str(run))
+    except ValueError:
+        return ""
+    return "".join(map(_harmless, language.write(PROMPT, count, Writing(TEMPERATURE))))
+
+
+def _harmless(text: str) -> str:
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _language(run: str) -> tuple[Language, int]:
+    from diloco_jax.tools.inference.language import Language
+
+    config, parameters, global_step = _newest(run)
+    return Language(config, parameters), global_step
+
+
+def _newest(run: str) -> tuple[RunConfig, Mapping[str, np.ndarray], int]:
+    """Return the config of a run, the parameters of its newest checkpoint, and their global step.
+
+    A config in place of a run stands for the model that its run would begin with.
+
+    Raises:
+        ValueError: there is no checkpoint that can be read.
+    """
+    from diloco_jax.runtime.model.evaluation import Evaluator
+    from diloco_jax.runtime.records.checkpoint import load_parameters, newest_readable
+    from diloco_jax.runtime.records.files import CHECKPOINTS
+    from diloco_jax.settings.text import load
+
+    if Path(run).is_file():
+        config = load(run)
+        return config, Evaluator(config).initial_parameters(), 0
+    found = newest_readable(Path(run) / CHECKPOINTS, load_parameters)
+    if found is None:
+        raise ValueError(f"{run} holds no checkpoint that can be read; give the folder of a run, such as runs/NAME")
+    parameters, meta = found[1]
+    return load(run_config(run)), parameters, meta["global_step"]

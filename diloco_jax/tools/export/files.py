@@ -1,0 +1,172 @@
+"""Models in and out: a config that begins with public weights, and a run's model in formats that others read.
+
+hf       config.json, safetensors and tokenizer of a public family, as `transformers` opens them
+orbax    a checkpoint {path: array} that `orbax.checkpoint.v1.load` reads
+npz      parameters.npz, for numpy.load
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from orbax.checkpoint import v1 as ocp
+
+from diloco_jax.runtime.local.check_input import check_tokenizer
+from diloco_jax.runtime.records import checkpoint
+from diloco_jax.runtime.records.files import CHECKPOINTS
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.text import parse, read_values
+from diloco_jax.training.convert.families import HOW, from_hf, tensors, to_hf
+from diloco_jax.training.convert.weights import CONFIG_FILE, Parameters, Weights, write_weights
+from diloco_jax.training.data.config import PLAIN
+from diloco_jax.training.data.corpus import tokenizer_of
+from diloco_jax.training.data.tokenizer import SETTINGS_FILE, TOKENIZER_FILE, Tokenizer, open_tokenizer
+
+GENERATION_FILE = "generation_config.json"
+BESIDE = (TOKENIZER_FILE, SETTINGS_FILE, "special_tokens_map.json", "chat_template.jinja", GENERATION_FILE)
+ATTEMPTS = 3  # a run that is under way may delete the snapshot that is being read
+
+log = logging.getLogger(__name__)
+Watch = Callable[[Parameters, int], Parameters]  # passes so many parameters on, and shows how far it is
+
+
+def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch) -> dict[str, Any]:
+    """Check a public model's folder, every value of it too, and write a config whose run begins with it.
+
+    Args:
+        folder: with config.json and safetensors.
+        base: config for all but what the model computes; None for text and the defaults.
+        out: the new config.
+        watch: shows how far it is.
+
+    Returns:
+        config, module, args, parameters.
+
+    Raises:
+        ValueError: the folder, its tokenizer or the config cannot be used; or `out` is there already.
+    """
+    if out.exists():
+        raise ValueError(f"{out} is there already; choose another --out, or move it away")
+    weights, where = Weights(folder), str(folder.resolve())
+    model = from_hf(weights.config)
+    tokenizer = open_tokenizer(folder) if (folder / TOKENIZER_FILE).exists() else None
+    have = model.args.get("vocab_size", 256)
+    if tokenizer and tokenizer.vocab_size > have:
+        raise ValueError(f"{folder}: the tokenizer has ids below {tokenizer.vocab_size}, config.json only {have}")
+    fresh = {"name": folder.resolve().name, "data": {"format": "text", "path": "texts"}}
+    values: dict[str, Any] = {**(read_values(base) if base else fresh)}
+    data = dict(values.get("data") or {})
+    of_text = data.get("mixture") or data.get("format", "bytes") not in (*PLAIN, "store")
+    if tokenizer and of_text:
+        values["data"] = {"tokenizer": where, **data}
+    how = {name: value for name, value in ((values.get("model") or {}).get("args") or {}).items() if name in HOW}
+    values["model"] = {"module": model.module, "args": {**model.args, **how}, "weights": where}
+    config = parse(values, str(base or folder))
+    if not of_text:
+        check_tokenizer(config)
+    made = weights.check(config.model)
+    count = sum(value.size for _, value in watch(weights.read(config.model), len(made)))
+    with out.open("x", encoding="utf-8") as file:
+        file.write(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    return {"config": str(out), "module": model.module, "args": dict(config.model.args), "parameters": count}
+
+
+def export(config: RunConfig, run_dir: Path, form: str, out: Path, dtype: str, watch: Watch) -> dict[str, Any]:
+    """Write the model of the newest readable snapshot into a new folder, whole or not at all.
+
+    Args:
+        config: of the run.
+        run_dir: its folder; the run may be under way.
+        form: hf, orbax or npz.
+        out: the new folder.
+        dtype: of the tensors: float32, for hf also bfloat16.
+        watch: shows how far it is.
+
+    Returns:
+        format, out, files, global_step.
+
+    Raises:
+        ValueError: there is no snapshot that can be read, `out` is not empty, or the model is of no public family.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists, and is no empty folder; choose another --out, or remove it")
+    if form == "hf":
+        try:
+            tensors(config.model)
+        except ValueError as error:
+            raise ValueError(f"{error}; --format orbax and npz take any model") from error
+    elif dtype != "float32":
+        raise ValueError(f"--dtype {dtype} is for --format hf; leave it out, {form} has the run's float32 values")
+    part = out.absolute().with_name(f".{out.absolute().name}.partial")
+    whole = part / "whole"
+
+    def write(path: Path) -> None:
+        shutil.rmtree(part, ignore_errors=True)
+        whole.mkdir(parents=True)
+        count, parameters = checkpoint.each_parameter(path)
+        if form == "hf":
+            _write_hf(whole, config, watch(parameters, count), dtype)
+        else:
+            (_write_npz if form == "npz" else _write_orbax)(whole, watch(parameters, count))
+
+    try:
+        for _ in range(ATTEMPTS):
+            if (found := checkpoint.newest_readable(run_dir / CHECKPOINTS, write)) is not None:
+                break
+        else:
+            raise ValueError(f"{run_dir} holds no snapshot that can be read; give the folder of a run that has some")
+        files = sorted(path.name for path in whole.iterdir())
+        os.replace(whole, out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return {"format": form, "out": str(out), "files": files, "global_step": checkpoint.global_step_of(found[0])}
+
+
+def _write_hf(folder: Path, config: RunConfig, parameters: Parameters, dtype: str) -> None:
+    write_weights(folder, config.model, parameters, dtype)
+    described = to_hf(config.model) | {"dtype": dtype}
+    tokenizer = _tokenizer(config)
+    end = {"eos_token_id": tokenizer.end} if tokenizer and tokenizer.end is not None else {}
+    for name, content in ((CONFIG_FILE, described | end), (GENERATION_FILE, end)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    for name in BESIDE:
+        if tokenizer and tokenizer.folder and (tokenizer.folder / name).exists():
+            shutil.copy(tokenizer.folder / name, folder)
+
+
+def _tokenizer(config: RunConfig) -> Tokenizer | None:
+    """Find the tokenizer of the data, or of the weights with which the run began."""
+    for folder in (config.data.tokenizer, config.model.weights):
+        if folder and (Path(folder) / TOKENIZER_FILE).exists():
+            return open_tokenizer(folder)
+    try:
+        return tokenizer_of(config.data)
+    except ValueError as error:  # the data may be on other machines only
+        log.warning(f"written without a tokenizer: {error}")
+        return None
+
+
+def _write_orbax(folder: Path, parameters: Parameters) -> None:
+    folder.rmdir()  # Orbax makes it
+    for path, value in parameters:
+        if value.size:  # Orbax refuses the others
+            ocp.partial.save(folder, {path: value})
+        del value  # before the next one is read
+    ocp.partial.finalize(folder)
+
+
+def _write_npz(folder: Path, parameters: Parameters) -> None:
+    with zipfile.ZipFile(folder / "parameters.npz", "w", zipfile.ZIP_STORED) as file:
+        for path, value in parameters:
+            with file.open(f"{path}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, value, allow_pickle=False)
+            del value

@@ -1,0 +1,110 @@
+"""Public tasks for language models (lm-eval), asked of the model of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.tools.inference.language import Language, Row, Writing
+
+RESAMPLES = 1000  # for the standard errors of metrics that have no formula for it
+TOKENS = 256  # that an answer has at most if a task does not say it
+
+Scores = dict[str, dict[str, Any]]  # task -> metric -> value
+
+
+def ask_tasks(language: Language, tasks: Sequence[str], folder: Path | None, limit: int | None) -> Scores:
+    """Compute the scores of tasks.
+
+    Args:
+        language: the model.
+        tasks: names of lm-eval's, or of the folder's.
+        folder: with tasks of the user's own; paths in them are relative to it. Nothing is fetched then.
+        limit: questions per task at most.
+
+    Raises:
+        ValueError: there is no such task, or it cannot be read; or lm-eval is not installed.
+    """
+    try:
+        from lm_eval.evaluator import evaluate
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ValueError(f"--tasks needs lm-eval ({error}); pip install 'diloco-jax[eval]'") from error
+    here = str(folder.absolute()) if folder else None
+    manager = TaskManager(include_path=here, include_defaults=False)
+    if not all(map(manager.match_tasks, ([task] for task in tasks))):
+        manager = TaskManager(include_path=here)  # thousands of files, which take 10 s
+    if unknown := [task for task in tasks if not manager.match_tasks([task])]:
+        raise ValueError(f"there is no task {unknown[0]!r}; name one of lm-eval's, or a folder in --tasks-folder")
+    said = sys.stderr if sys.stderr.isatty() else io.StringIO()  # many bars, and on standard output too
+    with contextlib.chdir(folder or "."), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            loaded = manager.load(list(tasks))
+            for task in loaded["tasks"].values():
+                if task.get_config("num_fewshot") is None:
+                    task.set_config(key="num_fewshot", value=0)
+                task.set_fewshot_seed(seed=0)
+            model = _model(language)
+            results: Any = evaluate(model, loaded, limit=limit, log_samples=False, bootstrap_iters=RESAMPLES)
+        except Exception as error:  # of data sets, templates and metrics it may be anything
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise ValueError(f"tasks {','.join(tasks)} cannot be asked ({why}); correct or replace them") from error
+    found = {**results["results"], **results.get("groups", {})}
+    return {task: {_plain(k): v for k, v in row.items() if isinstance(v, float)} for task, row in found.items()}
+
+
+def _plain(metric: str) -> str:
+    """Return the name of a metric without that of a filter that does nothing."""
+    return metric.removesuffix(",none")
+
+
+def _model(language: Language) -> Any:
+    """Make of a model what lm-eval asks."""
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    tokenizer, begin = language.tokenizer, language.tokenizer.encode("")  # what is put before every text
+
+    class Harness(TemplateLM):
+        @property
+        def eot_token_id(self) -> int:
+            """Return what stands before a text for which nothing is given."""
+            return [*begin, tokenizer.end or 0][0]
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+            ids = tokenizer.encode(string)
+            return ids[len(begin) :] if add_special_tokens is False else ids
+
+        def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+            return language.likelihoods([(given, asked) for _, given, asked in requests])
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+            rows: list[Row] = []
+            ends = [0]
+            for request in requests:
+                ids = self.tok_encode(request.args[0], add_special_tokens=False)
+                windows = get_rolling_token_windows(ids, self.eot_token_id, language.context, 1)
+                rows += map(make_disjoint_window, windows)
+                ends.append(len(rows))
+            said = [likelihood for likelihood, _ in language.likelihoods(rows)]
+            return [sum(said[start:end]) for start, end in pairwise(ends)]
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            answers = []
+            for request in requests:
+                prompt, how = request.args[0], normalize_gen_kwargs(request.args[1], TOKENS)
+                text, stops = "", [stop for stop in how["until"] if stop]
+                for piece in language.write(prompt, how["max_gen_toks"], Writing(how.get("temperature", 0.0))):
+                    text += piece
+                    if any(stop in text for stop in stops):
+                        break
+                answers.append(postprocess_generated_text(text, stops, None))
+            return answers
+
+    return Harness()

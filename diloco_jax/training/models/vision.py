@@ -1,0 +1,140 @@
+"""The decoder on images: a vision transformer that says what is on one, and a decoder that writes a text about it.
+
+Shapes: B batch, H x W pixels of C channels, P x P pixels of a patch, N patches, D model width. Patches go through the
+layers like tokens, in rows from the upper left one on:
+
+    classes   x = Layers(patches W + positions), in which all patches see each other;   logits = mean_n x E^T
+    texts     x = Layers([patches W, E[tokens]]);   each token is predicted from all patches and the tokens before it
+
+Pixels of type uint8 become -1..1; those of other types are taken as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int32, Shaped
+
+from diloco_jax.training.models.decoder import Block, Cache, Decoder, Local, Places
+from diloco_jax.training.models.layers import Linear
+from diloco_jax.training.models.losses import TABLE_AXES
+from diloco_jax.training.models.options import DecoderConfig
+from diloco_jax.training.models.protocol import Batch, Metrics
+from diloco_jax.training.sharding import constrain, gather
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig(DecoderConfig):
+    """Sizes and choices. A VisionTransformer has vocab_size classes; patches count in seq_len_max, too."""
+
+    image_size: int = 32
+    """Height and width of an image, pixels; a multiple of patch_size."""
+
+    channels: int = 3
+    """Numbers per pixel: 3 for colours, 1 for grey."""
+
+    patch_size: int = 4
+    """Height and width of a patch, pixels."""
+
+    def __post_init__(self) -> None:
+        DecoderConfig.__post_init__(self)
+        size, channels, patch = self.image_size, self.channels, self.patch_size
+        if min(size, channels, patch) < 1 or size % patch:
+            raise ValueError(
+                f"model.args: image_size {size}, channels {channels} and patch_size {patch} must be at least 1, and "
+                "image_size a multiple of patch_size"
+            )
+
+    @property
+    def patches(self) -> int:
+        """Return N."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+class ImageTextDecoder(Decoder):
+    """A decoder that sees an image before the text, of batches {"image": [B, H, W, C], "tokens": [B, T]}."""
+
+    config: VisionConfig
+    config_class = VisionConfig
+
+    def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs=rngs)
+        c, size = config, config.patch_size**2 * config.channels
+        with nnx.use_eager_sharding(False):
+            self.project = Linear(size, c.dim, ("patch", "embed"), c.dtype, rngs=rngs)
+
+    def patches(self, image: Shaped[Array, "b h w c"]) -> Float[Array, "b n d"]:
+        """Cut images into patches, and map each to the width of the model.
+
+        Raises:
+          ValueError: images are of another size than the model's.
+        """
+        c = self.config
+        if image.shape[1:] != (pixels := (c.image_size, c.image_size, c.channels)):
+            have, want = (" x ".join(map(str, shape)) for shape in (image.shape[1:], pixels))
+            raise ValueError(
+                f"images are {have}, but the model's are {want}; correct model.args.image_size or channels"
+            )
+        x = image.astype(c.dtype)
+        x = x / 127.5 - 1 if image.dtype == jnp.uint8 else x
+        side = c.image_size // c.patch_size
+        x = x.reshape(-1, side, c.patch_size, side, c.patch_size, c.channels).swapaxes(2, 3)
+        return constrain(self.project(x.reshape(len(x), c.patches, -1)), "batch", None, None)
+
+    def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
+        """Compute the mean cross-entropy in nats per token of the text, the first one included; scalars of layers.
+
+        With `segments` in the batch, tokens of segment 0 do not count. `weight` is the number of those that do.
+        """
+        tokens = batch["tokens"]
+        weights = (batch.get("segments", jnp.ones_like(tokens)) != 0).astype(jnp.float32)
+        x, metrics = self._read(self.patches(batch["image"]), tokens[:, :-1])
+        return self.mean_loss(x, tokens, weights=weights), {**metrics, "weight": jnp.sum(weights)}
+
+    def caption(self, image: Shaped[Array, "b h w c"], count: int) -> Int32[Array, "b count"]:
+        """Write the likeliest `count` tokens about each image, one after the other."""
+        patches = self.patches(image)
+
+        def add(at: int | Array, tokens: Array) -> Array:
+            x = jax.lax.dynamic_slice_in_dim(self._read(patches, tokens)[0], at, 1, axis=1)  # later ones change nothing
+            return tokens.at[:, at].set(jnp.argmax(self._logits(x, None)[:, 0], axis=-1).astype(tokens.dtype))
+
+        return jax.lax.fori_loop(0, count, add, jnp.zeros((len(image), count), jnp.int32))
+
+    def _read(self, patches: Float[Array, "b n d"], tokens: Int32[Array, "b t"]) -> tuple[Array, Metrics]:
+        """Return what each token and the one after the last are predicted from."""
+        x, metrics = self.hidden(jnp.concatenate([patches, self.embedded(tokens)], axis=1))
+        return x[:, self.config.patches - 1 :], metrics
+
+
+class VisionBlock(Block):
+    """A layer of the decoder in which all patches see each other."""
+
+    def _attention(
+        self, y: Float[Array, "b t d"], places: Places, local: Local, cache: Cache | None
+    ) -> tuple[Float[Array, "b t n h"], Cache | None]:
+        return jax.nn.dot_product_attention(*self._heads(y, places, local)), cache
+
+
+class VisionTransformer(ImageTextDecoder):
+    """A classifier of images, of batches {"image": [B, H, W, C], "label": [B]}."""
+
+    block_class = VisionBlock
+
+    def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs=rngs)
+        init = nnx.with_partitioning(nnx.initializers.normal(0.02), TABLE_AXES)
+        with nnx.use_eager_sharding(False):
+            self.positions = nnx.Param(init(rngs.params(), (config.patches, config.dim)))
+
+    def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
+        """Compute the mean cross-entropy in nats per image; `accuracy` is the share of images named rightly."""
+        x = self.patches(batch["image"])
+        x, metrics = self.hidden(x + gather(self.positions[...].astype(x.dtype), *TABLE_AXES)[None])
+        logits, labels = self._logits(x.mean(axis=1, keepdims=True), None)[:, 0], batch["label"]
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)  # not a number for an unknown label
+        return loss.mean(), {**metrics, "accuracy": jnp.mean(jnp.argmax(logits, axis=-1) == labels)}

@@ -1,0 +1,44 @@
+"""The config of docs/after.md: two islands learn to read digits, and their training is done again bit for bit."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_jax.cli import main as cli
+from diloco_jax.runtime.records.telemetry import read_metrics
+from tests.runtime.helpers import ROOT, environment
+
+PAGE = (ROOT / "docs" / "after.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.net
+@pytest.mark.timeout(300)
+def test_images_are_learned_evaluated_audited_and_replayed(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "docs" / "examples" / "digits.py", tmp_path)
+    blocks = re.findall(r"```yaml\n(name: .*?)```", PAGE, re.DOTALL)
+    (tmp_path / "digits.yaml").write_text(blocks[0])
+
+    def diloco(*words: str) -> Any:
+        command = [sys.executable, "-m", "diloco_jax", *words, "--json"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout)
+
+    summary = diloco("train", "digits.yaml", "--run-dir", "run")
+    assert summary["complete"] and summary["eval_scores"].keys() == {"accuracy"}
+    told = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "eval"]
+    assert all(0 <= row["scores"]["accuracy"] <= 1 for row in told) and told[-1]["loss"] < 2.5
+    evaluated = diloco("eval", "run")
+    assert evaluated["scores"] == summary["eval_scores"] and evaluated["tokens"] == 8 * 16
+    assert evaluated["loss"] == pytest.approx(summary["eval_loss"], abs=1e-5) and evaluated["bits_per_byte"] is None
+    assert cli.main(["audit", str(tmp_path / "run")]) == 0
+    replayed = diloco("replay", "run")
+    assert replayed["identical"] and replayed["sha256"] == replayed["expected_sha256"], replayed

@@ -1,0 +1,82 @@
+"""Public models by name: known sizes, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.text import dump, parse_text
+from diloco_jax.training.convert.families import from_hf, tensors, to_hf
+from diloco_jax.training.models.config import ModelConfig
+
+SIZES = {  # parameters, as the model cards on the Hub count them
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gemma3-1b": 999_885_952,
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "mixtral-8x7b": 46_702_792_704,
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_presets_have_the_size_of_the_public_model(name: str) -> None:
+    assert sum(math.prod(each.shape) for each in tensors(ModelConfig(preset=name))) == SIZES[name]
+
+
+def test_own_arguments_replace_those_of_a_preset_and_survive_a_file() -> None:
+    config = RunConfig(model=ModelConfig(preset="mixtral-tiny", args={"num_layers": 1, "remat": "full"}))
+    assert config.model.module.endswith("MoeDecoder") and config.model.args["routing"] == "dropless"
+    assert (config.model.args["num_layers"], config.model.args["remat"], config.model.args["dim"]) == (1, "full", 96)
+    assert parse_text(dump(config), "run") == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"preset": "qwen3-06b"}, "did you mean qwen3-0.6b?"),
+        ({"preset": "qwen3-0.6b", "module": "own"}, "the islands bring the model"),
+    ],
+)
+def test_a_wrong_preset_is_refused(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; the families are llama, "),
+        ({"hidden_act": "gelu"}, "the activation is 'gelu'; the decoder has silu, "),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'; the decoder has"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "lacks or misspells 'factor'"),
+        ({"attention_bias": True}, "attention_bias is True, and the decoder can do False only"),
+        ({"num_attention_heads": None}, "lacks or misspells 'num_attention_heads'"),
+        ({"num_attention_heads": "many"}, "config.json of llama"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 8, "sliding_window": 9}, "but each n-th"),
+    ],
+)
+def test_a_config_of_another_kind_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_hf(to_hf(ModelConfig(preset="llama3.2-1b")) | changes)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (ModelConfig(), "model.args.embed_scale is True, but models of llama"),
+        (ModelConfig(preset="gemma3-1b", args={"attention_cap": 50.0}), "model.args.attention_cap is 50.0"),
+        (ModelConfig(module="my.models:Net"), "'my.models:Net', of which no family"),
+    ],
+)
+def test_what_no_family_has_is_refused(model: ModelConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tensors(model)
