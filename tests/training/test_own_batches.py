@@ -102,7 +102,7 @@ def test_an_evaluation_weighs_batches_by_what_they_predict() -> None:
     model = ModelConfig(module=f"{HERE}:Masked")
     island = Island(model, OptimizerConfig(warmup_steps=0), MeshConfig(), seed=0, devices=jax.devices()[:1])
     halves = [{name: value[rows] for name, value in BATCH.items()} for rows in (slice(0, 2), slice(2, 4))]
-    assert island.evaluate(halves) == {"loss": pytest.approx(14 / 3), "tokens": 3.0}
+    assert island.evaluate(halves) == {"loss": pytest.approx(14 / 3), "off": 2.0, "tokens": 3.0}
 
 
 def test_waiting_for_data_is_no_goodput_and_is_told_where_it_matters() -> None:
