@@ -271,6 +271,7 @@ def facts(**changes: Any) -> Callable[[Path], None]:
         (facts(version=2), "has version 2, this package reads 1"),
         (facts(finished=False), "is not finished; give the same"),
         (facts(files=[{}]), "is damaged"),
+        (facts(vocab_size="256"), "a count is no number"),
         (facts(tokenizer="0ff"), "no tokenizer.json that can be read"),
         (lambda out: (out / "store.json").write_text("{"), "is damaged"),
         (lambda out: (out / "store.json").unlink(), "is no token store"),

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from diloco_jax.training.data.documents import file_system
-from diloco_jax.training.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, open_tokenizer
+from diloco_jax.training.data.tokenizer import BYTES, TOKENIZER_FILE, open_tokenizer
 
 STORE_FILE, VERSION = "store.json", 1
 TOKENS_NAME, DOCUMENTS_NAME = "tokens-{:05d}.bin", "documents-{:05d}.bin"
@@ -44,7 +44,9 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.facts = folder, read_facts(folder)
-        self.tokenizer = tokenizer_of_store(folder, self.facts)
+        self.tokenizer = open_tokenizer(BYTES if self.facts["tokenizer"] == BYTES else folder)
+        if self.tokenizer.digest != self.facts["tokenizer"]:
+            raise ValueError(f"{folder / TOKENIZER_FILE} did not make the store beside it; copy the store again")
         dtype = np.dtype(self.facts["dtype"]).newbyteorder("<")
         self._tokens, self._ends, self._starts = [], [], [0]
         for number, part in enumerate(self.facts["files"]):
@@ -121,11 +123,10 @@ def read_facts(folder: Path, *, unfinished: bool = False) -> dict[str, Any]:
         facts = json.loads(path.read_text(encoding="utf-8"))
         version, finished, _ = facts["version"], facts["finished"], (facts["made_from"], facts["files"])
         if finished and version == VERSION:
-            _ = (
-                int(facts["vocab_size"]),
-                np.dtype(facts["dtype"]),
-                [(f["tokens"], f["documents"], f["digest"]) for f in facts["files"]],
-            )
+            counts = [file[key] for file in facts["files"] for key in ("tokens", "documents")]
+            if not all(isinstance(count, int) and count >= 0 for count in (facts["vocab_size"], *counts)):
+                raise ValueError("a count is no number")
+            _ = np.dtype(facts["dtype"]), facts["tokenizer"], [file["digest"] for file in facts["files"]]
     except OSError as error:
         raise ValueError(
             f"'{folder}' is no token store: no {STORE_FILE} ({error.strerror}); see diloco tokenize"
@@ -137,18 +138,6 @@ def read_facts(folder: Path, *, unfinished: bool = False) -> dict[str, Any]:
     if not finished and not unfinished:
         raise ValueError(f"the store '{folder}' is not finished; give the same diloco tokenize again, it goes on")
     return dict(facts)
-
-
-def tokenizer_of_store(folder: Path, facts: dict[str, Any]) -> Tokenizer:
-    """Open the tokenizer that made a store.
-
-    Raises:
-        ValueError: it is missing, or another one.
-    """
-    found = open_tokenizer(BYTES if facts["tokenizer"] == BYTES else folder)
-    if found.digest != facts["tokenizer"]:
-        raise ValueError(f"{folder / TOKENIZER_FILE} is not the tokenizer that made the store; copy the store again")
-    return found
 
 
 def cache_folder() -> Path:
@@ -187,7 +176,7 @@ def local_store(path: str) -> Path:
     """
     fs, root = file_system(path)
     if "file" in fs.protocol:
-        return Path(path)
+        return Path(root)
     try:
         facts = fs.cat_file(f"{root}/{STORE_FILE}")
     except FileNotFoundError as error:
