@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from itertools import chain
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,14 +75,13 @@ def sample(arguments: argparse.Namespace) -> int:
     """Print what the newest checkpoint writes, as it is written."""
     from diloco_jax.tools.inference.language import Writing
 
-    temperature = 0.0 if arguments.greedy else arguments.temperature
-    if arguments.tokens < 1 or temperature < 0 or not 0 < arguments.top_p <= 1 or not arguments.prompt:
+    how = Writing(arguments.temperature, arguments.top_p, arguments.seed)
+    if arguments.tokens < 1 or not 0 <= how.temperature < inf or not 0 < how.top_p <= 1 or not arguments.prompt:
         raise ValueError(
-            f"--tokens is {arguments.tokens}, --temperature {temperature:g}, --top-p {arguments.top_p:g}, --prompt "
+            f"--tokens is {arguments.tokens}, --temperature {how.temperature:g}, --top-p {how.top_p:g}, --prompt "
             f"{arguments.prompt!r}; use at least one token, a temperature of at least 0, a probability above 0 and at "
             "most 1, and a prompt of at least one character"
         )
-    how = Writing(temperature, arguments.top_p, arguments.seed)
     language, step = _language(arguments.run)
     pieces = map(_harmless, language.write(arguments.prompt, arguments.tokens, how))
     if arguments.json:

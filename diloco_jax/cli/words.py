@@ -198,16 +198,13 @@ def _inference_words(add: Add) -> None:
     for asks in (evaluate, sample):
         asks.add_argument("run", help="folder of the run; or a config, for the model that its run would begin with")
     evaluate.add_argument("--batches", type=int, help="batches at most; default: train.final_eval_batches")
-    evaluate.add_argument(
-        "--tasks", metavar="NAMES", help="tasks of lm-eval, separated by commas, in place of the data"
-    )
+    evaluate.add_argument("--tasks", metavar="NAMES", help="of lm-eval, separated by commas, in place of the data")
     evaluate.add_argument("--tasks-folder", metavar="DIR", help="with tasks of your own; nothing is fetched then")
     evaluate.add_argument("--limit", type=int, help="questions per task at most; default: all")
     sample.add_argument("--prompt", default="\n", help="text to continue; default: the beginning of a line")
     sample.add_argument("--tokens", type=int, default=200, help="how many; default: 200")
-    about = "0: always the likeliest token; default: 0.7, 1: as the model says"
+    about = "0: always the likeliest token (greedy); default: 0.7, 1: as the model says"
     sample.add_argument("--temperature", type=float, default=0.7, help=about)
-    sample.add_argument("--greedy", action="store_true", help="the same as --temperature 0")
     about = "draw from the likeliest tokens that together have this probability; default: 1, all"
     sample.add_argument("--top-p", type=float, default=1.0, help=about)
     sample.add_argument("--seed", type=int, default=0, help="of what is drawn; default: 0")

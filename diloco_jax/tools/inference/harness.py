@@ -14,8 +14,7 @@ from diloco_jax.tools.inference.language import Language, Row, Writing
 
 RESAMPLES = 1000  # for the standard errors of metrics that have no formula for it
 TOKENS = 256  # that an answer has at most if a task does not say it
-
-Scores = dict[str, dict[str, Any]]  # task -> metric -> value
+Scores = dict[str, dict[str, float]]  # task -> metric -> value
 
 
 def ask_tasks(language: Language, tasks: Sequence[str], folder: Path | None, limit: int | None) -> Scores:
@@ -55,12 +54,11 @@ def ask_tasks(language: Language, tasks: Sequence[str], folder: Path | None, lim
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise ValueError(f"tasks {','.join(tasks)} cannot be asked ({why}); correct or replace them") from error
     found = {**results["results"], **results.get("groups", {})}
-    return {task: {_plain(k): v for k, v in row.items() if isinstance(v, float)} for task, row in found.items()}
-
-
-def _plain(metric: str) -> str:
-    """Return the name of a metric without that of a filter that does nothing."""
-    return metric.removesuffix(",none")
+    # "none" is the name of the filter that changes nothing
+    return {
+        task: {name.removesuffix(",none"): value for name, value in row.items() if isinstance(value, float)}
+        for task, row in found.items()
+    }
 
 
 def _model(language: Language) -> Any:

@@ -18,7 +18,7 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.models.protocol import Params, find_model
 from diloco_jax.training.models.variables import Variables
 
-PIECE = 16  # tokens that are written at once
+PIECE = 16  # tokens that are written at once, at most
 LENGTH_MIN = 32  # tokens, of a program
 ROWS_MAX, LOGITS_MAX = 16, 1 << 28  # texts of one call, and numbers that it may hold (1 GiB)
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -61,6 +61,7 @@ class Language:
             )
         tokenizer = self.tokenizer = evaluator.tokenizer
         self.context = config.train.seq_len  # what it was trained on
+        self._piece = piece = max(1, min(PIECE, self.context // 4))
         self._placed = evaluator.place(parameters)
 
         def score(params: Params, other: Variables, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -74,7 +75,7 @@ class Language:
         ) -> Any:
             model: Any = evaluator.model(params, other)
             options = {"temperature": how.temperature, "top_p": how.top_p, "ids": tokenizer.vocab_size}
-            return model.generate(tokens, PIECE, key, length=length, context=self.context, **options)
+            return model.generate(tokens, piece, key, length=length, context=self.context, **options)
 
         self._score, self._write = jax.jit(score), jax.jit(write, static_argnums=5)
 
@@ -89,7 +90,7 @@ class Language:
             raise ValueError("the prompt has no token; give it some text")
         told, end, stop = self.tokenizer.decode(ids), self.tokenizer.end, len(ids) + count
         while len(ids) < stop and (end is None or end != ids[-1]):
-            kept = ids[-max(1, self.context - PIECE) :]
+            kept = ids[-max(1, self.context - self._piece) :]
             tokens = np.zeros(self._padded(len(kept)), np.int32)
             tokens[: len(kept)] = kept
             key = jax.random.fold_in(jax.random.key(how.seed), len(ids))
