@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import zipfile
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch) -> dict
     if not of_text:
         check_tokenizer(config)
     made = weights.check(config.model)
-    count = sum(value.size for _, value in watch(weights.read(config.model), len(made)))
+    count = sum(map(lambda item: item[1].size, watch(weights.read(config.model), len(made))))
     with out.open("x", encoding="utf-8") as file:
         file.write(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     return {"config": str(out), "module": model.module, "args": dict(config.model.args), "parameters": count}
@@ -159,8 +160,7 @@ def _tokenizer(config: RunConfig) -> Tokenizer | None:
 
 def _write_orbax(folder: Path, parameters: Parameters, snapshot: Path) -> None:
     """Copy the files of the snapshot's parameters into a checkpoint of their own: Orbax would hold most of them."""
-    for _ in parameters:  # reading compares the checksum
-        pass
+    deque(parameters, maxlen=0)  # reading compares the checksum
     folder.rmdir()  # Orbax makes it
     ocp.save(folder, {"frame": np.zeros(1, np.float32)})
     (inside,) = (path for path in folder.iterdir() if path.is_dir())
