@@ -22,6 +22,7 @@ from orbax.checkpoint import v1 as ocp
 from diloco_jax.core import codec
 
 PARAMETERS, META = "parameters", "meta"
+CHUNK_BYTES = 1 << 26
 _CHECKSUMS = "checksums"  # key of the description: group -> checksum
 _BARE = "without_elements"  # likewise: group -> name -> dtype and shape of arrays without elements
 _UNREADABLE = "unreadable_"  # prefix of a checkpoint that was set aside
@@ -112,11 +113,15 @@ def _reading(checkpoint: Path) -> Iterator[None]:
 
 
 def _context() -> Any:
-    """Keep the description in one JSON file: as a tree of arrays every number in it would be a file of its own."""
+    """Keep the description in one JSON file: as a tree of arrays every number in it would be a file of its own.
+
+    Large arrays are cut into chunks, so that whoever reads one need not hold all of it compressed too.
+    """
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=META)
     context = ocp.Context()
     context.checkpointables.registry = registry
+    context.array_options.saving.storage_options.chunk_byte_size = CHUNK_BYTES
     return context
 
 

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import zipfile
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch) -> dict
     if not of_text:
         check_tokenizer(config)
     made = weights.check(config.model)
-    count = sum(value.size for _, value in watch(weights.read(config.model), len(made)))
+    count = sum(map(lambda item: item[1].size, watch(weights.read(config.model), len(made))))
     with out.open("x", encoding="utf-8") as file:
         file.write(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     return {"config": str(out), "module": model.module, "args": dict(config.model.args), "parameters": count}
@@ -115,8 +116,10 @@ def export(config: RunConfig, run_dir: Path, form: str, out: Path, dtype: str, w
         count, parameters = checkpoint.each_parameter(path)
         if form == "hf":
             _write_hf(whole, config, watch(parameters, count), dtype)
+        elif form == "npz":
+            _write_npz(whole, watch(parameters, count))
         else:
-            (_write_npz if form == "npz" else _write_orbax)(whole, watch(parameters, count))
+            _write_orbax(whole, watch(parameters, count), path)
 
     try:
         for _ in range(ATTEMPTS):
@@ -155,13 +158,14 @@ def _tokenizer(config: RunConfig) -> Tokenizer | None:
         return None
 
 
-def _write_orbax(folder: Path, parameters: Parameters) -> None:
+def _write_orbax(folder: Path, parameters: Parameters, snapshot: Path) -> None:
+    """Copy the files of the snapshot's parameters into a checkpoint of their own: Orbax would hold most of them."""
+    deque(parameters, maxlen=0)  # reading compares the checksum
     folder.rmdir()  # Orbax makes it
-    for path, value in parameters:
-        if value.size:  # Orbax refuses the others
-            ocp.partial.save(folder, {path: value})
-        del value  # before the next one is read
-    ocp.partial.finalize(folder)
+    ocp.save(folder, {"frame": np.zeros(1, np.float32)})
+    (inside,) = (path for path in folder.iterdir() if path.is_dir())
+    shutil.rmtree(inside)
+    shutil.copytree(snapshot / checkpoint.PARAMETERS, inside)
 
 
 def _write_npz(folder: Path, parameters: Parameters) -> None:
