@@ -23,10 +23,6 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     """Run syncer and islands to the end, then write the report.
 
     Args:
-        config: the run.
-        run_dir: its folder.
-        live: show progress on the terminal.
-        quiet: keep standard output free for the caller.
         resume: the folder is of a run that ended early; go on from its newest snapshot.
 
     Returns:

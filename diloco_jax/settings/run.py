@@ -305,6 +305,11 @@ class RunConfig:
                     f"mesh.rules has the logical axis '{unknown[0]}', which no array of the model has; choose from "
                     f"{', '.join(AXIS_RULES)}"
                 )
+            if self.model.args.get("routing") == "dropless" and (axis := self.island(name).mesh.expert) != 1:
+                raise ValueError(
+                    "model.args.routing dropless needs all experts on each device, but islands.mesh.expert is "
+                    f"{axis}; make it 1 (fsdp shares the weights too), or routing capacity"
+                )
         if self.model.module.endswith(":VisionTransformer"):
             return  # it has neither ids nor lengths
         longest = self.model.args.get("seq_len_max", 2048)
@@ -332,7 +337,6 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str) -> tuple[
     """List what a learner and the syncer must agree on, as (what, value) pairs that an error can show.
 
     Args:
-        config: the run's settings.
         plan_fingerprint: of the fragment plan, made from the shapes of the model as this process built it.
         corpus: what this process reads (training/data/corpus.py); "" if it reads none, then the first learner says it.
     """

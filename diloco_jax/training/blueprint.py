@@ -165,11 +165,8 @@ class Blueprint:
         """Copy a batch to the devices; see `Island.put_batch`."""
         if size is None:
             return {name: put_array(value, self.batch_sharding(value.shape)) for name, value in batch.items()}
-        rows = self.own_rows(size)
-        return {
-            name: put_rows(value, rows, self.batch_sharding((size, *value.shape[1:])), size)
-            for name, value in batch.items()
-        }
+        lies = {name: self.batch_sharding((size, *value.shape[1:])) for name, value in batch.items()}
+        return {name: put_rows(value, lies[name], size) for name, value in batch.items()}
 
     def put_draw(self, position: int) -> Array | None:
         """Copy to the devices what a step at this position draws from; None for a model without random streams."""

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -246,27 +245,12 @@ def rows_here(sharding: Sharding, size: int) -> Sequence[int]:
     return sorted({row for index in held if index for row in range(*index[0].indices(size))})
 
 
-def put_rows(
-    value: Shaped[np.ndarray, "n ..."], rows: Sequence[int], sharding: Sharding, size: int
-) -> Shaped[Array, "b ..."]:
-    """Copy an array to the devices of all processes, of which each gives the rows that its devices hold.
-
-    Args:
-      value: rows of this process; may be written to afterwards.
-      rows: which ones they are, as `rows_here` says.
-      sharding: how the array lies: nothing but its rows is split.
-      size: of all rows.
-    """
+def put_rows(value: Shaped[np.ndarray, "n ..."], sharding: Sharding, size: int) -> Shaped[Array, "b ..."]:
+    """Copy an array of `size` rows to the devices, of which each process gives those that `rows_here` names."""
     if sharding.is_fully_addressable:
         return put_array(value, sharding)
-    at = {row: number for number, row in enumerate(rows)}
-
-    def of_device(index: Any) -> np.ndarray:
-        first, stop, _ = index[0].indices(size)
-        return np.array(value[at[first] : at[first] + stop - first])
-
     with jax.transfer_guard("allow"):  # a transfer that was asked for, which JAX does not see
-        return jax.make_array_from_callback((size, *value.shape[1:]), sharding, of_device)
+        return jax.make_array_from_process_local_data(sharding, np.array(value), (size, *value.shape[1:]))
 
 
 def put_array(value: Shaped[np.ndarray, "..."], sharding: Sharding) -> Shaped[Array, "..."]:

@@ -89,7 +89,7 @@ def train(syncer: str | None = None, name: str | None = None) -> None:  # island
         params, opt_state = island.state().values()  # island
         while island.training:  # island
             positions = island.next_samples()  # island
-            tokens = jax.device_put(order.batch([(p, p + 1) for p in positions.tolist()]), SPLIT)
+            tokens = jax.device_put(order.batch([(p, p + 1) for p in positions.tolist()])["tokens"], SPLIT)
             params, opt_state, metrics = train_step(params, opt_state, tokens, rate_of(island.global_step))
             params = island.after_step(params, metrics, opt_state=opt_state)  # island
 

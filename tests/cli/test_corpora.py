@@ -76,6 +76,10 @@ def test_texts_become_a_store_that_a_run_reads(
     check_tokenizer(load(config))
     with pytest.raises(ValueError, match=r"vocab_size is 279, but the data's tokenizer has ids below 280"):
         check_tokenizer(load(config, ["--model.args.vocab_size", "279"]))
+    call(capsys, "tokenize", texts, "--tokenizer", "train:270", "--out", tmp_path / "weights")
+    with pytest.raises(ValueError, match=r"is not that of model.weights '.*--tokenizer"):
+        check_tokenizer(load(config, ["--model.weights", str(tmp_path / "weights")]))
+    check_tokenizer(load(config, ["--model.weights", str(tmp_path / "out")]))
 
 
 def test_what_a_run_of_bytes_reads_is_told(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,9 +107,13 @@ A = PartConfig(path="a")
         ({"mixture": {str(n): A for n in range(65)}}, "have 65 sources; 64 is the limit"),
         ({"evaluation": {"a b": A}}, "'a b' names a source of data; use letters"),
         ({"mixture": {"a": A}, "evaluation": {"a": A}}, "and each name once"),
+        ({"documents": "whole", "module": "a:B"}, "data.module says itself"),
         ({"documents": "whole"}, "of format bytes does not say where documents end"),
-        ({"format": "jsonl", "path": "a"}, "needs data.tokenizer"),
-        ({"mixture": {"a": PartConfig(path="a", format="text")}, "tokenizer": "train:300"}, "need one tokenizer"),
+        ({"format": "jsonl", "path": "a"}, "needs data.tokenizer, which is ''"),
+        (
+            {"mixture": {"a": PartConfig(path="a", format="text")}, "tokenizer": "train:300"},
+            "or for a single source train:SIZE",
+        ),
     ],
 )
 def test_sources_that_do_not_belong_together_are_refused(settings: dict[str, object], message: str) -> None:

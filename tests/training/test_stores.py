@@ -16,7 +16,7 @@ from diloco_jax.training.data import documents, tokenizing
 from diloco_jax.training.data.config import DataConfig, PartConfig
 from diloco_jax.training.data.corpus import Source, load_source
 from diloco_jax.training.data.documents import TextSource, list_pieces, read_documents
-from diloco_jax.training.data.store import Store, local_store
+from diloco_jax.training.data.store import Store, local_store, locked
 from diloco_jax.training.data.tokenizer import open_tokenizer
 from diloco_jax.training.data.tokenizing import build_store
 
@@ -237,6 +237,14 @@ def test_text_in_a_config_becomes_a_store_once(tmp_path: Path, monkeypatch: pyte
     write_jsonl(tmp_path, TEXTS[:30])
     with pytest.raises(TypeError):
         load_source(config, 16)
+
+
+def test_who_waits_too_long_for_another_process_is_told(tmp_path: Path) -> None:
+    again = pytest.raises(ValueError, match="another process has held")
+    with locked(tmp_path / "lock", 0.0), again, locked(tmp_path / "lock", 0.0):
+        pass
+    with locked(tmp_path / "lock", 0.0):
+        pass
 
 
 def test_a_store_elsewhere_is_copied_once(made: Path) -> None:

@@ -21,12 +21,7 @@ Values = dict[str, np.ndarray]
 
 
 class GlobalValues:
-    """The newest value of each fragment that arrived, adopted or not. One thread at a time.
-
-    Args:
-        fragments: of the model.
-        down: format of the steps.
-    """
+    """The newest value of each fragment that arrived, adopted or not. One thread at a time."""
 
     def __init__(self, fragments: Sequence[Fragment], down: codec.Format) -> None:
         self._fragments = fragments
@@ -64,11 +59,6 @@ class Adoptions:
     A value that its round left out is as if it had never been sent. The residual before it holds, since what rounding
     kept back of a wildly large value is itself as large as many usual ones; and the global value replaces the local one
     whole, whatever the mode, since that still holds what was too large.
-
-    Args:
-        island: where the life is.
-        fragments: of its model.
-        how: the run's way of adoption.
     """
 
     def __init__(self, island: ExchangedState, fragments: Sequence[Fragment], how: AdoptConfig) -> None:
@@ -102,10 +92,7 @@ class Adoptions:
         """Replace a fragment by a global value, between two steps.
 
         Args:
-            fragment_id: the fragment.
-            version: the round that made the value.
             merged_round: the newest round that merged a value of this island, as the message says.
-            values: the value.
         """
         first, mode = fragment_id not in self._held, self._how.mode
         self._held.add(fragment_id)

@@ -27,8 +27,6 @@ class BuiltInLoop:
         rate: learning rate of a step of the schedule.
 
     Args:
-        config: the run.
-        learner_id: name of the island.
         devices: of the island; all that JAX sees if not given.
     """
 

@@ -23,7 +23,6 @@ class ReadAhead:
     One other thread reads, and no daemon: an interpreter that ends while a source is inside of C code may crash.
 
     Args:
-        read: reads a batch.
         ahead: batches that are read beyond the next one, at most; with 0 the caller's thread reads.
     """
 
@@ -69,10 +68,7 @@ class Feed:
 
     Args:
         island: whose devices they go to.
-        order: of all samples.
-        sample: one of them, for its size.
         ahead: batches that are read beyond the next one; fewer if they are large (AHEAD_BYTES).
-        size: samples of a usual batch.
     """
 
     def __init__(self, island: Island, order: SampleOrder, sample: Sample, ahead: int, size: int) -> None:
@@ -88,7 +84,6 @@ class Feed:
         """Let the next step read these samples; copy them to the devices if they are read already. Returns at once.
 
         Args:
-            ranges: of one batch.
             ahead: of the batches after it, as far as they are known.
         """
         self._next, self._batch = tuple(ranges), None

@@ -42,10 +42,7 @@ class Follower:
     """One host that follows, from its first message to its last; whoever steps it calls `next_step` and `leave`.
 
     Args:
-        config: the run.
         host: whose fragments and states it exchanges.
-        dialler: connects this process to the syncer.
-        group: the connection to the leader.
         stop: set from outside to leave politely; the leader decides when.
         on_batch: takes the samples of the next step, while the one before may be running, and what is known of those
             after it.

@@ -69,7 +69,6 @@ class Host:
 
         Args:
             epoch: newest life of the syncer that the learner has heard of.
-            number: of the learner's link.
 
         Raises:
             TransportError: a host cannot have one.

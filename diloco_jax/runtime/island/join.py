@@ -67,8 +67,6 @@ def join(config: RunConfig, learner_id: str, incarnation: int, host: int | None,
     Returns None if the island has only this process.
 
     Args:
-      config: the run.
-      learner_id: name of the island.
       incarnation: of this process; that of the leader counts.
       host: which one this is; None lets JAX find out, on Cloud TPU.
       coordinator: host:port of host 0, where it can listen; "" lets JAX find out.

@@ -64,7 +64,6 @@ class LeadingHost(Host):
 
     Args:
         config, island, compile_step: as `Host`.
-        hosts: all of them.
         stop: set when another host shall end.
     """
 

@@ -35,7 +35,6 @@ class SpareTime:
 
     Args:
         idle_s: how long the cores were idle so far.
-        now_s: a monotonic clock.
         cores: how many there are; those of this process if not given.
     """
 
@@ -56,11 +55,7 @@ class SpareTime:
         self._debt_s = 0.0  # time used that the share has not made good yet
 
     def rest_s(self, took_s: float) -> float:
-        """Return how long to rest after a piece of work, in seconds.
-
-        Args:
-            took_s: processor time that it took.
-        """
+        """Return how long to rest after a piece of work, in seconds."""
         now_s, seen = self._now_s(), self._seen
         since_s, self._asked_s = now_s - self._asked_s, now_s
         self._debt_s = max(0.0, self._debt_s - self._share * since_s) + THREADS_COST * took_s

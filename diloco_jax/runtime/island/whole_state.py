@@ -95,8 +95,6 @@ class SavedStates:
     """The states of one learner on disk, written in the background, one at a time.
 
     Args:
-        run_dir: the run's folder.
-        learner_id: name of the island.
         hosts: processes of the island. With several nothing is saved or found: Orbax makes every process of a JAX job
             take part in a save, by collectives that would meet those of training.
 
@@ -127,9 +125,7 @@ class SavedStates:
         """Begin to write a staged state; a disk that refuses it costs this state, not the run.
 
         Args:
-            staged: the state.
             done: called when it was read, or could not be.
-            name: what it is called.
         """
         assert not self.busy, "a second state is saved before the first is written"
         self._saving = self._worker.submit(self._save, staged, done, name)

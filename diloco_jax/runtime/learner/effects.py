@@ -96,7 +96,6 @@ class Effects:
         """Execute effects in their order.
 
         Args:
-            effects: of one input.
             arrived: the message that was the input, if it was one.
         """
         for effect in effects:

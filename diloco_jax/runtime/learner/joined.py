@@ -57,9 +57,6 @@ class Joining(NamedTuple):
     """The way in which one process of an island takes part in a run.
 
     Attributes:
-        config: the run.
-        learner_id: name of the island.
-        incarnation: grows with every start of this learner.
         address: where the syncer listens.
         run_dir: folder for the tape and for the learner's own saved states.
         hosts: the island's processes, if there are several.
@@ -108,14 +105,8 @@ class Joined:
     """One life of a learner that has joined its run. Only the thread that steps may call it.
 
     Args:
-        joining: its way in.
         host: whose fragments and states it exchanges.
-        size: of its steps.
-        signals: of its threads.
         saved: its newest state on disk, if there is one.
-        disk: takes its states.
-        payloads: sends what is heavy.
-        metrics: counts what its steps report.
 
     Attributes:
         machine: decides.
@@ -220,10 +211,8 @@ class Joined:
         """Report a step that is done, adopt what came meanwhile, and wait until the next one may begin (`ready`).
 
         Args:
-            batch: what it read.
             clock: step of the schedule when it began.
             metrics: of its training; `loss` is one of them.
-            took_s: how long it took.
         """
         loss = float(metrics["loss"])
 

@@ -36,7 +36,6 @@ class IslandMetrics:
     """Sums of what an island's steps reported since the last time. One thread.
 
     Args:
-        island: its name.
         devices: of the island; those of this process are asked for their memory.
         flops_per_token: that the model needs, 0 if nobody knows.
         peak_flops: operations per second of all its devices, 0 if nobody knows.

@@ -30,7 +30,6 @@ class LearnerRun:
         joining: its way into the run; with several hosts this one leads.
         stop: set from outside to leave politely.
         devices: of the island; all that JAX sees if not given.
-        make_loop: makes what steps.
         make_sender: makes the thread that sends payloads, of the host and of a function that takes its errors.
 
     Attributes:

@@ -29,8 +29,6 @@ def introduce(
     """Return the config of the run whose syncer listens at `transport.address`; it has this model afterwards.
 
     Args:
-        transport: how this process reaches the syncer.
-        learner_id: our name.
         params: initial values by path.
         kinds: what they are, by path.
 

@@ -99,8 +99,6 @@ class LoopState:
 
         Args:
             params: as they are after a step.
-            opt_state: likewise.
-            who: names the caller in errors.
 
         Raises:
             ValueError: the trees are not those of the beginning, or an array was donated.

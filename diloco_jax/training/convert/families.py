@@ -24,46 +24,18 @@ class Family(NamedTuple):
     Attributes:
       architecture: class in transformers.
       args: of our decoder, where they are not the default.
+      keys: our argument -> key of config.json, beside SIZES.
       defaults: of config.json, where a key is missing.
-      experts: prefix of the mixture below a layer, and names of an expert's gate, up and down; None for a plain MLP.
+      experts: prefix of the mixture below a layer, and names of an expert's gate, up and down; none for a plain MLP.
     """
 
     architecture: str
     args: Mapping[str, Any]
+    keys: Mapping[str, str] = {}
     defaults: Mapping[str, Any] = {}
-    experts: tuple[str, str, str, str] | None = None
+    experts: tuple[str, ...] = ()
 
 
-SILU = {"activation": "silu", "embed_scale": False}
-GEMMA = {"norms": "both", "norm_offset": True, "qk_norm": "head", "rope_theta_local": 10_000.0}
-GEMMA_KEYS = {
-    "vocab_size": 262_208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131_072,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 6,
-    "hidden_activation": "gelu_pytorch_tanh",
-}
-QWEN_EXPERTS = ("mlp", "gate_proj", "up_proj", "down_proj")
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM", SILU),
-    "qwen2": Family("Qwen2ForCausalLM", SILU | {"qkv_bias": True}),
-    "qwen3": Family("Qwen3ForCausalLM", SILU | {"qk_norm": "head"}, {"head_dim": 128}),
-    "olmo2": Family("Olmo2ForCausalLM", SILU | {"norms": "post", "qk_norm": "full"}, {"rms_norm_eps": 1e-5}),
-    "gemma3_text": Family("Gemma3ForCausalLM", GEMMA, GEMMA_KEYS),
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        SILU,
-        {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
-        ("block_sparse_moe", "w1", "w3", "w2"),
-    ),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", SILU | {"qk_norm": "head"}, {"norm_topk_prob": False}, QWEN_EXPERTS),
-}
 SIZES = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
@@ -76,7 +48,52 @@ SIZES = {
     "norm_epsilon": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "relu2": "relu2"}  # theirs -> ours
+SILU = {"embed_scale": False}
+DROPLESS = SILU | {"routing": "dropless"}
+GEMMA_KEYS = {
+    "attention_width": "query_pre_attn_scalar",
+    "logit_cap": "final_logit_softcapping",
+    "rope_theta_local": "rope_local_base_freq",
+}
+GEMMA = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "hidden_act": "gelu_pytorch_tanh",
+    "final_logit_softcapping": 0.0,
+}
+EXPERTS = {"num_experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
+QWEN_MOE = EXPERTS | {"mlp_dim": "moe_intermediate_size", "normalize_weights": "norm_topk_prob"}
+MIXTRAL = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": 8, "num_experts_per_tok": 2}
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", SILU),
+    "qwen2": Family("Qwen2ForCausalLM", SILU | {"qkv_bias": True}),
+    "qwen3": Family("Qwen3ForCausalLM", SILU | {"qk_norm": "head"}, {}, {"head_dim": 128}),
+    "olmo2": Family("Olmo2ForCausalLM", SILU | {"norms": "post", "qk_norm": "full"}, {}, {"rms_norm_eps": 1e-5}),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", {"norms": "both", "norm_offset": True, "qk_norm": "head"}, GEMMA_KEYS, GEMMA
+    ),
+    "mixtral": Family("MixtralForCausalLM", DROPLESS, EXPERTS, MIXTRAL, ("block_sparse_moe", "w1", "w3", "w2")),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", DROPLESS | {"qk_norm": "head"}, QWEN_MOE, {"norm_topk_prob": False},
+        ("mlp", "gate_proj", "up_proj", "down_proj"),
+    ),
+}  # fmt: skip
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu_pytorch_tanh", "relu2": "relu2"}  # ours -> theirs
+LENGTH = {"rope_length": "original_max_position_embeddings"}
+SCALINGS: dict[str, dict[str, str]] = {  # rope_type -> our argument -> its key
+    "linear": {},
+    "llama3": {"rope_slow": "low_freq_factor", "rope_fast": "high_freq_factor", **LENGTH},
+    "yarn": {"rope_slow": "beta_slow", "rope_fast": "beta_fast", **LENGTH},
+}
 REFUSED = {  # key -> the only value that the decoder can do
     "attention_bias": False,
     "mlp_bias": False,
@@ -88,6 +105,8 @@ REFUSED = {  # key -> the only value that the decoder can do
 }
 TABLES = ("embedding", "head")  # not turned
 HOW = ("attention", "scan_layers", "remat", "loss_chunk", "dtype", "routing", "capacity_factor", "balance_coefficient")
+OTHER_NAMES = {"hidden_act": "hidden_activation", "num_experts": "num_local_experts"}
+LAYERS_MAX = 10_000
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -97,34 +116,30 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
       ValueError: it is of another family, or of a kind that the decoder cannot be.
     """
     name = config.get("model_type")
-    if name == "gemma3":  # with a vision tower; its text part is a model of its own
-        config, name = config.get("text_config") or {}, "gemma3_text"
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"config.json: model_type is {name!r}; the families are {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     keys = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu", **family.defaults}
     keys |= {key: value for key, value in config.items() if value is not None}
-    _refuse(keys, name)
-    args: dict[str, Any] = {**family.args}
+    keys |= {ours: keys[theirs] for ours, theirs in OTHER_NAMES.items() if theirs in keys}
+    for key, wanted in REFUSED.items():
+        if keys.get(key, wanted) != wanted:
+            raise ValueError(f"config.json of {name}: {key} is {keys[key]!r}, but the decoder can do {wanted!r} only")
     try:
         keys.setdefault("num_key_value_heads", keys["num_attention_heads"])
         keys.setdefault("head_dim", keys["hidden_size"] // keys["num_attention_heads"])
-        args |= {ours: keys[theirs] for ours, theirs in SIZES.items()}
-        args |= _activation(keys) | _rope(keys, name) | _window(keys, name)
-        if family.experts:
-            args["experts_per_token"] = keys["num_experts_per_tok"]
-            args["num_experts"] = keys["num_local_experts" if "num_local_experts" in keys else "num_experts"]
-            args |= {"routing": "dropless", "normalize_weights": bool(keys.get("norm_topk_prob", True))}
-            args["mlp_dim"] = keys.get("moe_intermediate_size", keys["intermediate_size"])
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"config.json of {name} lacks or misspells {error}; fetch it again") from error
-    if name == "gemma3_text":
-        args |= {"attention_width": keys["query_pre_attn_scalar"]}
-        args |= {"logit_cap": keys.get("final_logit_softcapping", 0.0)}
+        args = {**family.args, **_rope(keys), **_window(keys, name)}
+        args |= {ours: keys[theirs] for ours, theirs in {**SIZES, **family.keys}.items()}
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"config.json of {name} lacks or misspells {error}; copy it again") from error
+    activations = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
+    if keys["hidden_act"] not in activations:
+        raise ValueError(f"config.json: hidden_act is {keys['hidden_act']!r}; the decoder has {', '.join(activations)}")
+    args["activation"] = activations[keys["hidden_act"]]
     usual = asdict(MoeConfig() if family.experts else DecoderConfig())
-    args = {key: type(usual[key])(value) for key, value in args.items() if value != usual[key]}
+    args = {key: value for key, value in args.items() if value != usual[key]}
     model = ModelConfig(module=MOE if family.experts else DECODER, args=args)
-    decoder_of(model)  # checks them
+    _decoder(model)  # checks them
     return model
 
 
@@ -139,28 +154,27 @@ def to_hf(model: ModelConfig) -> dict[str, Any]:
     family = FAMILIES[name]
     theirs: dict[str, Any] = {"architectures": [family.architecture], "model_type": name, "dtype": "float32"}
     theirs |= {f"{token}_token_id": None for token in ("bos", "eos", "pad")}  # the defaults are other tokenizers'
-    theirs |= {key: getattr(c, ours) for ours, key in SIZES.items()}
-    activation = next(key for key, ours in ACTIVATIONS.items() if ours == c.activation)
-    theirs["hidden_activation" if name == "gemma3_text" else "hidden_act"] = activation
-    theirs |= {"rope_theta": c.rope_theta, "rope_scaling": _rope_scaling(c)}
-    if any(c.local(layer) for layer in range(c.num_layers)):
-        kinds = ["sliding_attention" if c.local(layer) else "full_attention" for layer in range(c.num_layers)]
+    theirs |= {key: getattr(c, ours) for ours, key in {**SIZES, **family.keys}.items()}
+    theirs |= {"hidden_act": ACTIVATIONS[c.activation], "rope_theta": c.rope_theta}
+    if c.rope_scaling != "none":
+        theirs["rope_scaling"] = {"rope_type": c.rope_scaling, "factor": c.rope_factor}
+        theirs["rope_scaling"] |= {key: getattr(c, ours) for ours, key in SCALINGS[c.rope_scaling].items()}
+    local = [c.local(layer) for layer in range(c.num_layers)]
+    if any(local):
+        kinds = ["sliding_attention" if each else "full_attention" for each in local]
         theirs |= {"sliding_window": c.window, "use_sliding_window": True, "layer_types": kinds}
     if name == "gemma3_text":
-        theirs |= {"rope_local_base_freq": c.rope_theta_local, "sliding_window_pattern": c.global_every or 1}
-        theirs |= {"query_pre_attn_scalar": c.attention_width or c.head_dim}
-        theirs |= {"final_logit_softcapping": c.logit_cap or None}
-    if isinstance(c, MoeConfig):
-        experts = "num_local_experts" if name == "mixtral" else "num_experts"
-        theirs |= {experts: c.num_experts, "num_experts_per_tok": c.experts_per_token}
-        if name == "qwen3_moe":
-            theirs |= {"moe_intermediate_size": c.mlp_dim, "norm_topk_prob": c.normalize_weights}
+        theirs |= {"sliding_window_pattern": c.global_every or 1, "hidden_activation": theirs["hidden_act"]}
+        theirs["query_pre_attn_scalar"] = c.attention_width or c.head_dim
+        theirs["final_logit_softcapping"] = c.logit_cap or None
+    if name == "mixtral":
+        theirs["num_local_experts"] = theirs.pop("num_experts")
     back, ours = asdict(_decoder(from_hf(theirs))), asdict(c)
+    ours["attention_width"] = c.attention_width or (back["attention_width"] and c.head_dim)
     for key in sorted(back.keys() - set(HOW)):
-        if back[key] != ours[key] and not (key == "attention_width" and {back[key], ours[key]} == {0, c.head_dim}):
+        if back[key] != ours[key]:
             raise ValueError(
-                f"model.args.{key} is {ours[key]!r}, but models of {name} in transformers have {back[key]!r}; "
-                "nothing there opens it"
+                f"model.args.{key} is {ours[key]!r}, but models of {name} in transformers have {back[key]!r}"
             )
     return theirs
 
@@ -186,84 +200,50 @@ def _family_of(c: DecoderConfig) -> str:
     return "llama" if c.qk_norm == "none" else "qwen3"
 
 
-def _refuse(keys: Mapping[str, Any], name: str) -> None:
-    for key, wanted in REFUSED.items():
-        if keys.get(key, wanted) not in (wanted, []):
-            raise ValueError(f"config.json of {name}: {key} is {keys[key]!r}, and the decoder can do {wanted!r} only")
-
-
-def _activation(keys: Mapping[str, Any]) -> dict[str, Any]:
-    name = keys.get("hidden_activation", keys["hidden_act"])
-    if name not in ACTIVATIONS:
-        raise ValueError(f"config.json: the activation is {name!r}; the decoder has {', '.join(ACTIVATIONS)}")
-    return {"activation": ACTIVATIONS[name]}
-
-
-def _rope(keys: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Read the rotary settings: transformers writes rope_parameters since version 5, before rope_scaling."""
+def _rope(keys: dict[str, Any]) -> dict[str, Any]:
+    """Read the rotary settings: transformers writes rope_parameters since version 5, before that rope_scaling."""
     rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
-    found: dict[str, Any] = {}
-    if name == "gemma3_text":
-        local = rope.get("sliding_attention") or {}
+    if "full_attention" in rope:  # one for each kind of layers
+        local, rope = rope["sliding_attention"], rope["full_attention"]
         if local.get("rope_type", "default") != "default":
-            raise ValueError(f"config.json: rope of the layers with a window is {local}; the decoder does not scale it")
-        found["rope_theta_local"] = local.get("rope_theta", keys.get("rope_local_base_freq", 10_000.0))
-        rope = rope.get("full_attention", rope)
+            raise ValueError(f"config.json: layers with a window have rope {local}; the decoder does not scale theirs")
+        keys["rope_local_base_freq"] = local["rope_theta"]
     kind = rope.get("rope_type", rope.get("type", "default"))
-    found["rope_theta"] = rope.get("rope_theta", keys.get("rope_theta", 10_000.0))
+    found = {"rope_theta": rope.get("rope_theta", keys.get("rope_theta", 10_000.0))}
     if kind == "default":
         return found
-    if kind not in ("linear", "llama3", "yarn"):
-        raise ValueError(f"config.json: rope_type is {kind!r}; the decoder has default, linear, llama3 and yarn")
+    if kind not in SCALINGS:
+        raise ValueError(f"config.json: rope_type is {kind!r}; the decoder has default, {', '.join(SCALINGS)}")
+    if kind == "yarn":
+        usual = 0.1 * math.log(max(rope["factor"], 1)) + 1
+        rope = {"attention_factor": usual, "beta_slow": 1, "beta_fast": 32, **rope}
+        if rope.get("mscale") or not rope.get("truncate", True) or abs(rope["attention_factor"] - usual) > 1e-6:
+            raise ValueError(f"config.json: rope is {rope}; of yarn's options the decoder has factor and beta")
+    rope = {LENGTH["rope_length"]: keys["max_position_embeddings"], **rope}
     found |= {"rope_scaling": kind, "rope_factor": rope["factor"]}
-    if kind != "linear":
-        slow, fast = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
-        found["rope_length"] = rope.get("original_max_position_embeddings", keys["max_position_embeddings"])
-        found |= {"rope_slow": rope.get(slow) or 1, "rope_fast": rope.get(fast) or (4 if kind == "llama3" else 32)}
-    usual = 0.1 * math.log(rope["factor"]) + 1
-    if kind == "yarn" and (
-        rope.get("mscale")
-        or not rope.get("truncate", True)
-        or abs(rope.get("attention_factor") or usual) - usual > 1e-6
-    ):
-        raise ValueError(f"config.json: rope is {rope}; of yarn's options the decoder has factor, beta_fast, beta_slow")
-    return found
-
-
-def _rope_scaling(c: DecoderConfig) -> dict[str, Any] | None:
-    if c.rope_scaling == "none":
-        return None
-    found = {"rope_type": c.rope_scaling, "factor": c.rope_factor}
-    if c.rope_scaling != "linear":
-        slow, fast = ("low_freq", "high_freq") if c.rope_scaling == "llama3" else ("beta_slow", "beta_fast")
-        suffix = "_factor" if c.rope_scaling == "llama3" else ""
-        found |= {f"{slow}{suffix}": c.rope_slow, f"{fast}{suffix}": c.rope_fast}
-        found["original_max_position_embeddings"] = c.rope_length
-    return found
+    return found | {ours: rope[theirs] for ours, theirs in SCALINGS[kind].items()}
 
 
 def _window(keys: Mapping[str, Any], name: str) -> dict[str, Any]:
-    layers = range(keys["num_hidden_layers"])
+    """Read the sliding window, and which layers have it."""
+    count, window = keys["num_hidden_layers"], keys.get("sliding_window")
+    if not 0 < count < LAYERS_MAX:
+        raise ValueError(f"config.json: num_hidden_layers is {count}; use 1 to {LAYERS_MAX}")
+    layers = range(count)
+    if not window or (name.startswith("qwen") and not keys.get("use_sliding_window")):
+        return {}
     if name == "gemma3_text":
         local = [(layer + 1) % keys["sliding_window_pattern"] > 0 for layer in layers]
-    elif name in ("qwen2", "qwen3"):
-        local = [
-            bool(keys.get("use_sliding_window")) and layer >= keys.get("max_window_layers", 28) for layer in layers
-        ]
     else:
-        uses = keys.get("use_sliding_window", False) if name == "qwen3_moe" else name == "mixtral"
-        local = [bool(uses and keys.get("sliding_window"))] * len(layers)
-    if keys.get("layer_types") and name not in ("mixtral", "qwen3_moe"):
+        local = [name in ("mixtral", "qwen3_moe") or layer >= keys.get("max_window_layers", 28) for layer in layers]
+    if name in ("gemma3_text", "qwen2", "qwen3") and keys.get("layer_types"):
         local = [kind == "sliding_attention" for kind in keys["layer_types"]]
-    if not any(local):
+    if not any(local) or name in ("llama", "olmo2"):
         return {}
     every = 0 if all(local) else local.index(False) + 1
     if local != [every == 0 or (layer + 1) % every > 0 for layer in layers]:
-        raise ValueError(
-            f"config.json of {name}: layers with a window are {[i for i in layers if local[i]]}; the decoder "
-            "has the window in all layers but each n-th"
-        )
-    return {"window": keys["sliding_window"], "global_every": every}
+        raise ValueError(f"config.json of {name}: layer_types are {local} a window; the decoder has all but each n-th")
+    return {"window": window, "global_every": every}
 
 
 @dataclass(frozen=True)
@@ -332,18 +312,15 @@ def _layer(c: DecoderConfig, family: Family) -> Iterator[tuple[str, str, tuple[i
         if c.qk_norm != "none" and ours != "v":
             yield f"norm_{ours}/scale", f"self_attn.{ours}_norm.weight", (width if c.qk_norm == "full" else c.head_dim,)
     yield "out/kernel", "self_attn.o_proj.weight", (queries, c.dim)
-    norms = {
-        "pre": ("norm_attention input", "norm_mlp post_attention"),
-        "post": ("norm_attention_out post_attention", "norm_mlp_out post_feedforward"),
-        "both": (
-            "norm_attention input", "norm_attention_out post_attention", "norm_mlp pre_feedforward",
-            "norm_mlp_out post_feedforward",
-        ),
-    }  # fmt: skip
-    for ours, theirs in (pair.split() for pair in norms[c.norms]):
-        yield f"{ours}/scale", f"{theirs}_layernorm.weight", (c.dim,)
+    before, after = c.norms != "post", c.norms != "pre"
+    if before:
+        yield "norm_attention/scale", "input_layernorm.weight", (c.dim,)
+        yield "norm_mlp/scale", f"{'pre_feedforward' if after else 'post_attention'}_layernorm.weight", (c.dim,)
+    if after:
+        yield "norm_attention_out/scale", "post_attention_layernorm.weight", (c.dim,)
+        yield "norm_mlp_out/scale", "post_feedforward_layernorm.weight", (c.dim,)
     wide, narrow = (c.dim, c.mlp_dim), (c.mlp_dim, c.dim)
-    if family.experts is None:
+    if not family.experts:
         for ours, shape in (("gate", wide), ("up", wide), ("down", narrow)):
             yield f"{ours}/kernel", f"mlp.{ours}_proj.weight", shape
         return

@@ -116,13 +116,16 @@ class DataConfig:
             raise ValueError(f"data.prefetch is {self.prefetch}; it must be from 0 to {PREFETCH_MAX} batches")
         if not 0 <= self.shuffle_seed < 2**31:
             raise ValueError(f"data.shuffle_seed is {self.shuffle_seed}; it must be in [0, 2^31)")
-
         self._check_parts()
 
     def _check_parts(self) -> None:
         """Check the sources, alone and together."""
         if self.mixture and (self.module or self.path != STDLIB):
             raise ValueError("data.mixture takes the place of data.path and data.module; remove what is not meant")
+        if self.module and self.documents != "joined":
+            raise ValueError(
+                f"data.documents is {self.documents}, but data.module says itself what a sample is; remove it"
+            )
         if (count := len(self.mixture) + len(self.evaluation)) > SOURCES_MAX:
             raise ValueError(f"data.mixture and data.evaluation have {count} sources; {SOURCES_MAX} is the limit")
         for name in (*self.mixture, *self.evaluation):
@@ -136,21 +139,18 @@ class DataConfig:
                 raise ValueError(
                     f"data.mixture.{name} has {weight} of all weights, less than {SHARE_MIN:.2%}; raise it"
                 )
-        for name, part in {**self.parts, **{f"evaluation.{name}": p for name, p in self.evaluation.items()}}.items():
+        for part in (*self.parts.values(), *self.evaluation.values()):
             if part.format in PLAIN and self.documents != "joined":
                 raise ValueError(
-                    f"data.documents is {self.documents}, but '{part.path}' ({name or 'data'}) of format {part.format} "
-                    "does not say where documents end; make a store of its text (diloco tokenize), or use joined"
+                    f"data.documents is {self.documents}, but '{part.path}' of format {part.format} does not say where "
+                    "documents end; make a store of its text (diloco tokenize), or use joined"
                 )
-            if part.format not in (*PLAIN, "store") and not self.tokenizer:
+            if part.format in (*PLAIN, "store"):
+                continue
+            if not self.tokenizer or (self.tokenizer.startswith("train:") and (self.mixture or self.evaluation)):
                 raise ValueError(
-                    f"'{part.path}' of format {part.format} needs data.tokenizer: a folder with tokenizer.json, "
-                    "train:SIZE or bytes"
-                )
-            if part.format not in (*PLAIN, "store") and self.mixture and self.tokenizer.startswith("train:"):
-                raise ValueError(
-                    f"data.tokenizer is {self.tokenizer}, but sources of a mixture need one tokenizer; train it with "
-                    "diloco tokenize, and name its folder"
+                    f"'{part.path}' of format {part.format} needs data.tokenizer, which is '{self.tokenizer}': a "
+                    "folder with tokenizer.json, bytes, or for a single source train:SIZE; diloco tokenize makes one"
                 )
 
     @property
@@ -166,11 +166,7 @@ class DataConfig:
     @property
     def plain(self) -> bool:
         """Tell whether all is known of the data from the sizes of files: one source of bytes or raw tokens."""
-        return (
-            not self.module
-            and all(part.format in PLAIN for part in self.parts.values())
-            and not (self.mixture or self.evaluation)
-        )
+        return not (self.module or self.mixture or self.evaluation) and self.format in PLAIN
 
     @property
     def of_bytes(self) -> bool:

@@ -124,7 +124,8 @@ def _tokenizer(word: str, pieces: Sequence[SourcePiece], out: Path, tell: Tell |
             folder = open_tokenizer(word).folder
             for name in TOKENIZER_FILES:
                 if folder and (folder / name).exists():
-                    shutil.copyfile(folder / name, out / name)
+                    shutil.copyfile(folder / name, out / f"{name}.half")
+                    (out / f"{name}.half").replace(out / name)
     return open_tokenizer(out)
 
 

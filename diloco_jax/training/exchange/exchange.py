@@ -38,7 +38,6 @@ class Exchange:
 
     Args:
       tensors: shape, dtype and layout of every parameter, by path; they may not change afterwards.
-      format: of the updates on the wire.
       rebase: whether `adopt` will be asked to keep what was done since a fragment was staged.
     """
 

@@ -20,7 +20,6 @@ class IncomingProgram:
     """The program that adopts one fragment.
 
     Args:
-      on: windows of its slices.
       rebase: new + (local - sent); else alpha local + (1 - alpha) new, where alpha = 0 does not look at local.
       once: returns what a function made for an equal key before, or makes now.
     """
@@ -36,7 +35,6 @@ class IncomingProgram:
         """Return the new tensors of the fragment, in place of those in `params`, which are gone.
 
         Args:
-          params: of the island.
           new: value of each slice, laid out as its window says (`value_sharding`).
           sent: windows of the parameters as they were sent; none without `rebase`.
           alpha: share of the local values, in [0, 1]; without meaning for `rebase`.

@@ -157,8 +157,6 @@ class OutgoingProgram:
     """The program that stages one fragment.
 
     Args:
-      on: windows of its slices.
-      format: of the wire.
       keep_local: whether staged copies hold the parameters too, on the devices (for `rebase`).
       once: returns what a function made for an equal key before, or makes now.
     """

@@ -95,10 +95,6 @@ class OutgoingBytes:
       streams: what the devices send.
       local: (stream, position in the mesh, position among this process's devices) of what this process gets.
       in_parts: whether other processes have devices of the mesh too.
-
-    Args:
-      windows: of the fragment's slices.
-      format: of the wire.
     """
 
     def __init__(self, windows: Sequence[Window], format: codec.Format) -> None:
@@ -128,7 +124,6 @@ class OutgoingBytes:
         """Wait for what the devices sent, join it, and encode what they left to the host.
 
         Args:
-          copies: of one staged fragment, from all devices.
           before: residuals of the tensors that the host encodes.
 
         Returns:

@@ -65,7 +65,7 @@ def config_from_args(config_class: type[T], args: Mapping[str, Any], where: str 
         accepted = (float, int) if wanted is float else (wanted,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):
             raise ValueError(f"{where}.{key} is {value!r}, a {type(value).__name__}; it must be a {wanted.__name__}")
-    return config_class(**args)
+    return config_class(**{key: float(value) if type(defaults[key]) is float else value for key, value in args.items()})
 
 
 def find_model(module: str) -> type[nnx.Module]:

@@ -49,8 +49,6 @@ class StagedState:
         on the one that wants whole leaves. It may raise CopyGone.
 
     Args:
-      layout: of the whole state.
-      pieces: what this process has.
       elsewhere: where the pieces of the other processes belong, by leaf and process.
     """
 

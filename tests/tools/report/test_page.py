@@ -50,7 +50,13 @@ def small_run(count: int = 20) -> Records:
 
 
 RESULT = {"eval_loss": 1.4321, "eval_bits_per_byte": 2.0663, "tokens": 4000, "wall_s": 125.0, "global_steps": 20}
-RATES = {"goodput": 0.951, "uptime": 1.0, "contributors_per_round": 1.5, "steps_per_round": 1.25}
+RATES = {
+    "goodput": 0.951,
+    "waiting_for_data": 0.486,
+    "uptime": 1.0,
+    "contributors_per_round": 1.5,
+    "steps_per_round": 1.25,
+}
 SUMMARY = {
     **RESULT,
     **RATES,
@@ -109,7 +115,7 @@ def test_a_complete_run(tmp_path: Path) -> None:
     (folder / "config.yaml").write_text("name: <b>quick</b>\n")
     page = page_of(folder)
     text = Outline(page).text
-    numbers = ("1.4321", "2.0663", "95.1%", "2 min 05 s", "1.8 MB", "77.7%", "12.3%", "1.25")
+    numbers = ("1.4321", "2.0663", "95.1%", "48.6%", "2 min 05 s", "1.8 MB", "77.7%", "12.3%", "1.25")
     alarm = "islands outran rounds: 64 steps each while 0 rounds closed"
     for part in ("quick & <run>", *numbers, alarm, "name: <b>quick</b>"):
         assert part in text

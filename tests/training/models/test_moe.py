@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from diloco_jax.settings.islands import IslandsConfig
+from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.island import Island
+from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.models.moe import MoeBlock, MoeConfig, MoeDecoder, route
 from diloco_jax.training.models.protocol import join_model, split_model
+from diloco_jax.training.sharding import MeshConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -128,10 +132,10 @@ def test_experts_on_a_mesh_follow_the_trajectory_of_one_device(
     )
 
 
-def test_dropless_experts_are_not_spread(make_island: Callable[..., Island], batches: list[Sample]) -> None:
-    island = make_island(module=MODULE, args={"num_layers": 1, "num_experts": 4, "routing": "dropless"}, expert=2)
-    with pytest.raises(ValueError, match=r"islands\.mesh\.expert is 2; make that 1"):
-        island.step(island.put_batch(batches[0]), 1e-2)
+def test_dropless_experts_are_not_spread() -> None:
+    model, islands = ModelConfig(module=MODULE, args={"routing": "dropless"}), IslandsConfig(mesh=MeshConfig(expert=2))
+    with pytest.raises(ValueError, match=r"islands\.mesh\.expert is 2; make it 1"):
+        RunConfig(model=model, islands=islands)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,9 @@ SIZES = {  # parameters, as the model cards on the Hub count them
     "mixtral-8x7b": 46_702_792_704,
 }
 
+MIXED = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 9,
+         "layer_types": ["full_attention", "sliding_attention"] * 8}  # fmt: skip
+
 
 @pytest.mark.parametrize("name", SIZES)
 def test_presets_have_the_size_of_the_public_model(name: str) -> None:
@@ -55,13 +58,15 @@ def test_a_wrong_preset_is_refused(settings: dict[str, str], message: str) -> No
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; the families are llama, "),
-        ({"hidden_act": "gelu"}, "the activation is 'gelu'; the decoder has silu, "),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the decoder has silu, "),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'; the decoder has"),
         ({"rope_scaling": {"rope_type": "linear"}}, "lacks or misspells 'factor'"),
-        ({"attention_bias": True}, "attention_bias is True, and the decoder can do False only"),
+        ({"attention_bias": True}, "attention_bias is True, but the decoder can do False only"),
         ({"num_attention_heads": None}, "lacks or misspells 'num_attention_heads'"),
         ({"num_attention_heads": "many"}, "config.json of llama"),
-        ({"layer_types": ["full_attention", "sliding_attention"] * 8, "sliding_window": 9}, "but each n-th"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; use 1 to"),
+        ({"vocab_size": "large"}, "vocab_size is 'large', a str"),
+        (MIXED, "all but each n-th"),
     ],
 )
 def test_a_config_of_another_kind_is_refused(changes: dict[str, Any], message: str) -> None:
