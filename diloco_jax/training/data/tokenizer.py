@@ -29,7 +29,7 @@ class Tokenizer:
     Attributes:
         folder: where its tokenizer.json lies; None if a token is a byte.
         vocab_size: the number below which all ids are.
-        digest: equal for equal tokenizers; "bytes" if a token is a byte.
+        digest: equal if equal texts have equal ids; "bytes" if a token is a byte.
         end: id that ends a document, if there is one.
     """
 
@@ -103,7 +103,7 @@ def open_tokenizer(name: str | Path) -> Tokenizer:
     try:
         text = path.read_text(encoding="utf-8")
         made = tokenizers.Tokenizer.from_str(text)
-        content = json.loads(text)
+        content = json.loads(made.to_str())
     except OSError as error:
         raise ValueError(
             f"'{name}' has no {TOKENIZER_FILE} that can be read ({error.strerror}); name its folder, train:SIZE, "
@@ -116,7 +116,10 @@ def open_tokenizer(name: str | Path) -> Tokenizer:
     size = max(made.get_vocab().values(), default=-1) + 1
     if not 0 < size <= 2**32:
         raise ValueError(f"{path} has ids up to {size - 1}; at most {2**32 - 1} fit a token store")
-    digest = xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    # Other libraries that save a tokenizer change the rest of its file, such as how two texts are joined.
+    decides = [content[key] for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
+    decides.append(made.encode("").ids)
+    digest = xxhash.xxh3_128(json.dumps(decides, sort_keys=True).encode()).hexdigest()
     return Tokenizer(folder, size, digest, _end(made, folder / SETTINGS_FILE), made)
 
 
