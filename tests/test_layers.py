@@ -62,6 +62,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "launch": {"budget"},
         "doctor": {"budget"},
         "export": set(),
+        "inference": set(),
         "chaos": {"replay", "report"},
     },
 }

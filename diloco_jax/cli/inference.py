@@ -57,8 +57,11 @@ def _ask(arguments: argparse.Namespace) -> int:
     for name in ("DISABLE_MULTIPROC", *(OFFLINE if folder else ())):  # no fork; read when libraries are imported
         os.environ.setdefault(name, "1")
     from diloco_jax.runtime.records.telemetry import finite
-    from diloco_jax.tools.inference.harness import ask_tasks
 
+    try:
+        from diloco_jax.tools.inference.harness import ask_tasks
+    except ImportError as error:
+        raise ValueError(f"--tasks needs lm-eval ({error}); pip install 'diloco-jax[eval]'") from error
     language, step = _language(arguments.run)
     scores = ask_tasks(language, arguments.tasks.split(","), folder, arguments.limit)
     lines = [f"global step {step}:"]

@@ -94,7 +94,7 @@ def test_the_page_and_its_examples_train_and_are_trained_again_bit_for_bit(tmp_p
     scores = summary["eval_scores"]
     assert summary["complete"] and summary["eval_bits_per_byte"] is None
     assert "evaluation.module" not in str(summary["alarms"])
-    assert scores.keys() == {"guessed", "length"} and 0 <= scores["guessed"] <= 1 and scores["length"] > 1
+    assert scores.keys() == {"perplexity", "guessed", "length"} and 0 <= scores["guessed"] <= 1 and scores["length"] > 1
     records = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "eval"]
     assert records[-1]["scores"] == scores
     assert json.loads((tmp_path / "run" / "status.json").read_text())["eval_scores"] == scores

@@ -1,4 +1,4 @@
-"""Public tasks for language models (lm-eval), asked of the model of a run."""
+"""Public tasks for language models, asked of the model of a run; only with lm-eval, the extra `eval`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,61 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import evaluate
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
 from diloco_jax.tools.inference.language import Language, Row, Writing
 
 RESAMPLES = 1000  # for the standard errors of metrics that have no formula for it
 TOKENS = 256  # that an answer has at most if a task does not say it
 Scores = dict[str, dict[str, float]]  # task -> metric -> value
+
+
+class Harness(TemplateLM):
+    """A model as lm-eval asks it."""
+
+    def __init__(self, language: Language) -> None:
+        super().__init__()
+        self._language = language
+        self._begin = language.tokenizer.encode("")  # what the tokenizer puts before every text
+
+    @property
+    def eot_token_id(self) -> int:
+        """Return what stands before a text for which nothing is given."""
+        return [*self._begin, self._language.tokenizer.end or 0][0]
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        ids = self._language.tokenizer.encode(string)
+        return ids[len(self._begin) :] if add_special_tokens is False else ids
+
+    def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+        return self._language.likelihoods([(given, asked) for _, given, asked in requests])
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        rows: list[Row] = []
+        ends = [0]
+        for request in requests:
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            windows = get_rolling_token_windows(ids, self.eot_token_id, self._language.context, 1)
+            rows += map(make_disjoint_window, windows)
+            ends.append(len(rows))
+        said = [likelihood for likelihood, _ in self._language.likelihoods(rows)]
+        return [sum(said[start:end]) for start, end in pairwise(ends)]
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        answers = []
+        for request in requests:
+            prompt, how = request.args[0], normalize_gen_kwargs(request.args[1], TOKENS)
+            text, stops = "", [stop for stop in how["until"] if stop]
+            for piece in self._language.write(prompt, how["max_gen_toks"], Writing(how.get("temperature", 0.0))):
+                text += piece
+                if any(stop in text for stop in stops):
+                    break
+            answers.append(postprocess_generated_text(text, stops, None))
+        return answers
 
 
 def ask_tasks(language: Language, tasks: Sequence[str], folder: Path | None, limit: int | None) -> Scores:
@@ -27,13 +77,8 @@ def ask_tasks(language: Language, tasks: Sequence[str], folder: Path | None, lim
         limit: questions per task at most.
 
     Raises:
-        ValueError: there is no such task, or it cannot be read; or lm-eval is not installed.
+        ValueError: there is no such task, or it cannot be read.
     """
-    try:
-        from lm_eval.evaluator import evaluate
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise ValueError(f"--tasks needs lm-eval ({error}); pip install 'diloco-jax[eval]'") from error
     here = str(folder.absolute()) if folder else None
     manager = TaskManager(include_path=here, include_defaults=False)
     if not all(map(manager.match_tasks, ([task] for task in tasks))):
@@ -48,8 +93,9 @@ def ask_tasks(language: Language, tasks: Sequence[str], folder: Path | None, lim
                 if task.get_config("num_fewshot") is None:
                     task.set_config(key="num_fewshot", value=0)
                 task.set_fewshot_seed(seed=0)
-            model = _model(language)
-            results: Any = evaluate(model, loaded, limit=limit, log_samples=False, bootstrap_iters=RESAMPLES)
+            results: Any = evaluate(
+                Harness(language), loaded, limit=limit, log_samples=False, bootstrap_iters=RESAMPLES
+            )
         except Exception as error:  # of data sets, templates and metrics it may be anything
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise ValueError(f"tasks {','.join(tasks)} cannot be asked ({why}); correct or replace them") from error
@@ -59,50 +105,3 @@ def ask_tasks(language: Language, tasks: Sequence[str], folder: Path | None, lim
         task: {name.removesuffix(",none"): value for name, value in row.items() if isinstance(value, float)}
         for task, row in found.items()
     }
-
-
-def _model(language: Language) -> Any:
-    """Make of a model what lm-eval asks."""
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
-    tokenizer, begin = language.tokenizer, language.tokenizer.encode("")  # what is put before every text
-
-    class Harness(TemplateLM):
-        @property
-        def eot_token_id(self) -> int:
-            """Return what stands before a text for which nothing is given."""
-            return [*begin, tokenizer.end or 0][0]
-
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            ids = tokenizer.encode(string)
-            return ids[len(begin) :] if add_special_tokens is False else ids
-
-        def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
-            return language.likelihoods([(given, asked) for _, given, asked in requests])
-
-        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-            rows: list[Row] = []
-            ends = [0]
-            for request in requests:
-                ids = self.tok_encode(request.args[0], add_special_tokens=False)
-                windows = get_rolling_token_windows(ids, self.eot_token_id, language.context, 1)
-                rows += map(make_disjoint_window, windows)
-                ends.append(len(rows))
-            said = [likelihood for likelihood, _ in language.likelihoods(rows)]
-            return [sum(said[start:end]) for start, end in pairwise(ends)]
-
-        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            answers = []
-            for request in requests:
-                prompt, how = request.args[0], normalize_gen_kwargs(request.args[1], TOKENS)
-                text, stops = "", [stop for stop in how["until"] if stop]
-                for piece in language.write(prompt, how["max_gen_toks"], Writing(how.get("temperature", 0.0))):
-                    text += piece
-                    if any(stop in text for stop in stops):
-                        break
-                answers.append(postprocess_generated_text(text, stops, None))
-            return answers
-
-    return Harness()

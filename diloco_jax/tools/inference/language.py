@@ -51,8 +51,8 @@ class Language:
         evaluator = Evaluator(config)
         if evaluator.tokenizer is None:
             raise ValueError(
-                "the run was trained on token ids, and nothing says how they become text; name the folder with their "
-                "tokenizer.json in data.tokenizer"
+                "nothing says how the ids that the run was trained on become text; with data.format tokens, name the "
+                "folder of their tokenizer.json in data.tokenizer"
             )
         if not callable(getattr(find_model(config.model.module), "generate", None)):
             raise ValueError(

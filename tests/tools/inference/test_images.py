@@ -20,11 +20,12 @@ PAGE = (ROOT / "docs" / "after.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.net
-@pytest.mark.timeout(300)
-def test_images_are_learned_evaluated_audited_and_replayed(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+def test_images_are_learned_evaluated_audited_and_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copy(ROOT / "docs" / "examples" / "digits.py", tmp_path)
-    blocks = re.findall(r"```yaml\n(name: .*?)```", PAGE, re.DOTALL)
-    (tmp_path / "digits.yaml").write_text(blocks[0])
+    (tmp_path / "digits.yaml").write_text(re.findall(r"```yaml\n(name: .*?)```", PAGE, re.DOTALL)[0])
 
     def diloco(*words: str) -> Any:
         command = [sys.executable, "-m", "diloco_jax", *words, "--json"]
@@ -32,13 +33,17 @@ def test_images_are_learned_evaluated_audited_and_replayed(tmp_path: Path) -> No
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout)
 
-    summary = diloco("train", "digits.yaml", "--run-dir", "run")
+    summary = diloco("train", "digits.yaml", "--run-dir", "run", "--islands.controller=single")  # fewer processes
     assert summary["complete"] and summary["eval_scores"].keys() == {"accuracy"}
     told = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "eval"]
     assert all(0 <= row["scores"]["accuracy"] <= 1 for row in told) and told[-1]["loss"] < 2.5
-    evaluated = diloco("eval", "run")
-    assert evaluated["scores"] == summary["eval_scores"] and evaluated["tokens"] == 8 * 16
-    assert evaluated["loss"] == pytest.approx(summary["eval_loss"], abs=1e-5) and evaluated["bits_per_byte"] is None
-    assert cli.main(["audit", str(tmp_path / "run")]) == 0
     replayed = diloco("replay", "run")
     assert replayed["identical"] and replayed["sha256"] == replayed["expected_sha256"], replayed
+
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["audit", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert cli.main(["eval", str(tmp_path / "run"), "--json"]) == 0
+    evaluated = json.loads(capsys.readouterr().out)
+    assert evaluated["scores"] == summary["eval_scores"] and evaluated["tokens"] == 8 * 16
+    assert evaluated["loss"] == pytest.approx(summary["eval_loss"], abs=1e-5) and evaluated["bits_per_byte"] is None

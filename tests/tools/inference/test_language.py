@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diloco_jax.cli import main as cli
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.settings.text import parse
 from diloco_jax.tools.inference.language import Language, Writing
@@ -112,13 +113,19 @@ def test_a_run_that_cannot_write_says_why(tmp_path: Path, changes: dict[str, Any
         Language(parse(settings, "the test"), {})
 
 
+def test_without_lm_eval_tasks_name_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
+    monkeypatch.delitem(sys.modules, "diloco_jax.tools.inference.harness", raising=False)
+    assert cli.main(["eval", "nowhere", "--tasks", "sums"]) == 2
+    assert "pip install 'diloco-jax[eval]'" in capsys.readouterr().err
+
+
 def test_scores_of_local_tasks(tmp_path: Path, known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval", reason="the extra eval is not installed")
     from diloco_jax.tools.inference.harness import ask_tasks
 
-    with monkeypatch.context() as without, pytest.raises(ValueError, match=r"pip install 'diloco-jax\[eval\]'"):
-        without.setitem(sys.modules, "lm_eval.evaluator", None)
-        ask_tasks(known.language, ["sums"], None, None)
-    pytest.importorskip("lm_eval", reason="the extra eval is not installed")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     rows: list[dict[str, Any]] = []
     for a, b in ((a, b) for a in range(1, 5) for b in range(5)):
