@@ -74,9 +74,6 @@ def check_link(config: RunConfig, side: Side, part: ProcessPart, seconds: float)
     return checks + check_throughput(config, side, greeting, part.links, seconds)
 
 
-# ---- credentials --------------------------------------------------------------------------------------------------
-
-
 def check_credentials(side: Side, now: datetime.datetime | None = None) -> Check:
     """Check our own certificate, key and token before they are shown to the syncer.
 
@@ -101,9 +98,6 @@ def check_credentials(side: Side, now: datetime.datetime | None = None) -> Check
     if left < EXPIRES_SOON:
         return Check(name, "warn", f"{found}, in {left.days} days", "make new ones with `diloco certs` before that")
     return Check(name, "ok", found)
-
-
-# ---- address and ports --------------------------------------------------------------------------------------------
 
 
 def check_reach(side: Side) -> list[Check]:
@@ -190,9 +184,6 @@ def _check_shard(address: str) -> Check:
     except OSError as error:
         return _unreachable("merge shard", address, error)
     return Check("merge shard", "ok", f"TCP port {split_address(address)[1]} answers")
-
-
-# ---- the syncer's answers -----------------------------------------------------------------------------------------
 
 
 def _unanswered(error: Exception) -> Check:

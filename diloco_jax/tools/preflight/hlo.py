@@ -228,9 +228,6 @@ def _dims(text: str) -> tuple[int, ...]:
     return tuple(int(size.lstrip("<=")) for size in text.split(",") if size)
 
 
-# ---- how often ------------------------------------------------------------------------------------------------------
-
-
 def _runs(computations: Mapping[str, Computation], entry: str) -> tuple[Counter[str], list[str]]:
     """Count how often every computation runs, and list the loops for which that is unknown."""
     runs: Counter[str] = Counter()
@@ -325,9 +322,6 @@ def _step(body: Computation, index: int) -> int | None:
         return 1  # part of a larger fusion: the counters of JAX's loops go up by one
     numbers = [number for name in addition.inputs if (number := _number(body, name)) is not None]
     return numbers[0] if numbers else None
-
-
-# ---- what -----------------------------------------------------------------------------------------------------------
 
 
 def _collective(instruction: Instruction, kind: str, where: str, times: int) -> Collective:

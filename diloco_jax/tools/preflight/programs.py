@@ -36,9 +36,6 @@ def program_hbm(built: Built, compiled: Compiled, hbm: Hbm) -> float:
     return hbm.fixed + own + new + memory.outputs - memory.aliased
 
 
-# ---- gathers --------------------------------------------------------------------------------------------------------
-
-
 class Gathers(NamedTuple):
     """Collectives that give each chip whole weights, or gradients of whole weights.
 

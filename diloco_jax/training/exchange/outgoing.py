@@ -186,8 +186,6 @@ class OutgoingProgram:
         on_host = {key: np.zeros(self._bytes.windows[key].shape, np.float32) for key in self._bytes.on_host}
         return Residual(on_devices, on_host)
 
-    # ---- the program ----------------------------------------------------------------------------------------------
-
     def _compile(self) -> jax.stages.Compiled:
         on = self._on
         inputs: tuple[Any, ...] = (on.tensors, on.anchors, self._residuals(), on.starts_described)

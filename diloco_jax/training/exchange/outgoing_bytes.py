@@ -215,8 +215,6 @@ class OutgoingBytes:
         if not np.isfinite(scales).all():
             raise codec.NotFinite(f"{key!r} holds NaN or infinity, which {self._format} cannot carry; drop this update")
 
-    # ---- what travels ---------------------------------------------------------------------------------------------
-
     @cached_property
     def _runs(self) -> Runs:
         """Return the bytes of the payload that this process's part has."""
