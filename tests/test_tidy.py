@@ -63,7 +63,7 @@ def python_problems(text: str) -> Iterator[str]:
 def package_problems(text: str, parts: tuple[str, ...]) -> Iterator[str]:
     """Rules for what is installed: says what it is for, keeps quiet, loads no code from data."""
     if match := HEADING.search(text):
-        yield f"{text.count(chr(10), 0, match.start()) + 1}: section heading; order and names of methods say it, or split"
+        yield f"{text.count(chr(10), 0, match.start()) + 1}: section heading; let names and order say it"
     tree = ast.parse(text)
     if tree.body and ast.get_docstring(tree) is None:
         yield "1: no module docstring; say in one line what the file is for"
