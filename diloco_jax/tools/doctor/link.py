@@ -34,17 +34,11 @@ LISTEN_HINT = "start the syncer there, or `diloco doctor CONFIG --listen` to try
 
 
 class Side(NamedTuple):
-    """The side that asks, and the one that is asked.
+    """The side that asks, and the one that is asked."""
 
-    Attributes:
-      name: the island's name, or "syncer" on the syncer's own machine.
-      transport: with the address at which this machine reaches the syncer.
-      listens: the address at which the syncer listens, as the config has it.
-    """
-
-    name: str
-    transport: TransportConfig
-    listens: str
+    name: str  # the island's name, or "syncer" on the syncer's own machine
+    transport: TransportConfig  # with the address at which this machine reaches the syncer
+    listens: str  # the address at which the syncer listens, as the config has it
 
     @property
     def is_syncer(self) -> bool:

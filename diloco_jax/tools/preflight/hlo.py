@@ -53,23 +53,14 @@ class Tensor(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One line of a computation.
+    """One line of a computation."""
 
-    Attributes:
-      name: without the sign %.
-      opcode: such as fusion.
-      shape: text of its type.
-      operands: text between the parentheses.
-      attributes: text behind them.
-      root: true if the computation returns it.
-    """
-
-    name: str
-    opcode: str
-    shape: str
-    operands: str
-    attributes: str
-    root: bool
+    name: str  # without the sign %
+    opcode: str  # such as fusion
+    shape: str  # text of its type
+    operands: str  # text between the parentheses
+    attributes: str  # text behind them
+    root: bool  # true if the computation returns it
 
     @property
     def inputs(self) -> list[str]:
@@ -86,17 +77,11 @@ Computation = dict[str, Instruction]
 
 
 class Collective(NamedTuple):
-    """A collective operation of a program.
+    """A collective operation of a program."""
 
-    Attributes:
-      kind: one of COLLECTIVES.
-      results: what each device has of it.
-      times: how often it runs in one run of the program.
-    """
-
-    kind: str
-    results: tuple[Tensor, ...]
-    times: int
+    kind: str  # one of COLLECTIVES
+    results: tuple[Tensor, ...]  # what each device has of it
+    times: int  # how often it runs in one run of the program
 
     @property
     def num_bytes(self) -> float:

@@ -31,21 +31,13 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Window:
-    """The part of one slice that each shard of its tensor holds.
+    """The part of one slice that each shard of its tensor holds."""
 
-    Attributes:
-      part: the slice.
-      shape: of the slice.
-      tensor: shape of the whole tensor.
-      dtype: of the tensor.
-      sharding: of the tensor; every sharded dimension is divided evenly.
-    """
-
-    part: Slice
-    shape: Shape
-    tensor: Shape
-    dtype: jnp.dtype
-    sharding: NamedSharding
+    part: Slice  # the slice
+    shape: Shape  # of the slice
+    tensor: Shape  # shape of the whole tensor
+    dtype: jnp.dtype  # of the tensor
+    sharding: NamedSharding  # of the tensor; every sharded dimension is divided evenly
 
     @cached_property
     def spec(self) -> PartitionSpec:
