@@ -43,17 +43,13 @@ class ExchangedState:
       kinds: what every parameter is, by path.
       state_layout: how a whole state leaves the island.
       exchange: of its fragments.
-
-    Attributes:
-      shapes: of every parameter, by path.
-      state: as it is after the newest step.
     """
 
     def __init__(
         self, state: TrainState, lies: Any, kinds: Mapping[str, Kind], state_layout: StateLayout, exchange: Exchange
     ) -> None:
-        self.state = state
-        self.shapes = {path: tuple(value.shape) for path, value in state.params.items()}
+        self.state = state  # as it is after the newest step
+        self.shapes = {path: tuple(value.shape) for path, value in state.params.items()}  # of every parameter, by path
         self.kinds = kinds
         self.state_layout = state_layout
         self.exchange = exchange
