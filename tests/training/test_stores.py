@@ -306,7 +306,13 @@ def test_an_id_beyond_the_vocabulary_is_an_error(made: Path) -> None:
         (TextSource("{folder}/a.jsonl"), "{folder}", "has no tokenizer.json"),
         (TextSource("{folder}/a.jsonl"), "{folder}/tok", "is damaged"),
         (TextSource("{folder}/a.jsonl"), "train:many", "the size must be a number"),
-        (TextSource("{folder}/a.jsonl"), "train:9", "no vocabulary of 257"),
+        (TextSource("{folder}/a.jsonl"), "train:9", "a number from 257 to 1048576"),
+        (TextSource("{folder}/bad.jsonl.xz"), "bytes", "bad.jsonl.xz cannot be read as jsonl: Input format"),
+        (TextSource("{folder}/bad.jsonl.gz"), "bytes", "bad.jsonl.gz cannot be read as jsonl: Not a gzipped file"),
+        (TextSource("{folder}/deep.jsonl"), "bytes", "deep.jsonl cannot be read as jsonl: maximum recursion"),
+        (TextSource("{folder}/packed"), "bytes", "1 packed files that cannot be read, such as a.zip; unpack"),
+        (TextSource("{folder}/a.jsonl"), "{folder}/end", "names the eos_token 'no', which tokenizer.json does not"),
+        (TextSource("{folder}/a.jsonl"), "{folder}/damaged", "tokenizer_config.json is damaged: "),
     ],
 )
 def test_what_cannot_become_a_store_is_one_error(
@@ -323,6 +329,16 @@ def test_what_cannot_become_a_store_is_one_error(
     (tmp_path / "empty").mkdir()
     (tmp_path / "tok").mkdir()
     (tmp_path / "tok" / "tokenizer.json").write_text("{}")
+    made = '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}'
+    for name, settings in (("end", '{"eos_token": "no"}'), ("damaged", "[]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(made)
+        (tmp_path / name / "tokenizer_config.json").write_text(settings)
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "a.zip").write_bytes(b"PK")
+    for name in ("bad.jsonl.xz", "bad.jsonl.gz"):
+        (tmp_path / name).write_bytes(b"nothing")
+    (tmp_path / "deep.jsonl").write_text('{"text": ' + "[" * 10**5)
     (tmp_path / "blank.jsonl").write_bytes(lines(["", ""]))
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n{"text"')
     (tmp_path / "a.parquet").write_bytes(b"x")
