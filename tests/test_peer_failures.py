@@ -76,8 +76,6 @@ def test_1_a_forged_report_of_a_fresh_worker_does_not_count() -> None:
     assert pair.drops()[-1] == f"value for round {before + 1} came late or was not asked for"
 
 
-# ---- 2 -------------------------------------------------------------------------------------------------------------
-
 BITS_10M = 10e6 / 8
 TRANSPORT = TransportConfig(payload_bytes_max=1 << 24, chunk_bytes=1 << 16)
 
@@ -122,8 +120,6 @@ def test_2_a_learner_whose_value_takes_longer_than_the_lease_stays_alive() -> No
     pair.deliver()
     assert pair.contributors() == [("a", "slow")]
 
-
-# ---- 3 -------------------------------------------------------------------------------------------------------------
 
 PARTS = 9
 
@@ -269,8 +265,6 @@ def test_7_late_report_after_its_round_closed() -> None:
     pair.arrive("b", SYNCER, StepReport("b", 1, 99, 990, 0, (Adopted(0),) * 2, 1.0, 2.5, 2, 128))
     assert pair.syncer.membership.members["b"].local_step == before, "nor does the old incarnation's report count"
 
-
-# ---- 8 -------------------------------------------------------------------------------------------------------------
 
 CHILD = """
 import sys

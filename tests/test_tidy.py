@@ -22,6 +22,7 @@ LEFTOVER = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.:/~}-])/(home|root|Users|wor" + r"k|private|tm" + r"p)/\w")
 PRINTING = {"cli", "report", "__main__"}  # files and folders that talk to people; all others emit records or raise
 RIDDLES = {"What", "Whether", "Of", "Who", "Which", "How", "Where", "When"}  # no sentence of a docstring begins so
+HEADING = re.compile(r"(?m)^ *# -{3,}")
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
 
 
@@ -61,6 +62,8 @@ def python_problems(text: str) -> Iterator[str]:
 
 def package_problems(text: str, parts: tuple[str, ...]) -> Iterator[str]:
     """Rules for what is installed: says what it is for, keeps quiet, loads no code from data."""
+    if match := HEADING.search(text):
+        yield f"{text.count(chr(10), 0, match.start()) + 1}: section heading; let names and order say it"
     tree = ast.parse(text)
     if tree.body and ast.get_docstring(tree) is None:
         yield "1: no module docstring; say in one line what the file is for"
@@ -130,7 +133,11 @@ def test_bad_python_is_caught() -> None:
 def test_bad_package_files_are_caught() -> None:
     doc = '"""Something for somebody. What it is not for."""\n'
     bad = ["import json\n", doc + "print('hello')\n", doc + "import pickle\n", doc + "from cloudpickle import loads\n"]
-    bad += ['"""Of a run."""\n', doc + 'class A:\n    def f(self):\n        """Whether: or not."""\n']
+    bad += [
+        doc + "# ---- helpers ----\n",
+        '"""Of a run."""\n',
+        doc + 'class A:\n    def f(self):\n        """Whether: or not."""\n',
+    ]
     assert [len(list(package_problems(text, ("training", "island")))) for text in bad] == [1] * len(bad)
     assert not list(package_problems(doc + "print('hello')\n", ("cli", "main")))
     assert not list(package_problems("", ("__init__",))), "an empty file has no job to explain"

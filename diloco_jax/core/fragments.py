@@ -78,19 +78,12 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Fragment:
-    """A part of the parameters that is synchronised together.
+    """A part of the parameters that is synchronised together."""
 
-    Attributes:
-      fragment_id: position in the plan, 0..P-1.
-      slices: ordered by (path, start).
-      shapes: shape of each slice, in the same order.
-      num_elements: in all slices together.
-    """
-
-    fragment_id: int
-    slices: tuple[Slice, ...]
-    shapes: tuple[Shape, ...]
-    num_elements: int
+    fragment_id: int  # position in the plan, 0..P-1
+    slices: tuple[Slice, ...]  # ordered by (path, start)
+    shapes: tuple[Shape, ...]  # shape of each slice, in the same order
+    num_elements: int  # in all slices together
 
     @property
     def keys_shapes(self) -> tuple[tuple[str, Shape], ...]:
@@ -100,19 +93,12 @@ class Fragment:
 
 @dataclass(frozen=True)
 class FragmentPlan:
-    """The partition of a model.
+    """The partition of a model."""
 
-    Attributes:
-      fragments: by fragment_id.
-      shapes: shape of every tensor, by path, sorted by path.
-      kinds: what every tensor is, in the same order.
-      fingerprint: equal exactly when shapes, kinds, settings and partition are equal (16 hexadecimal digits).
-    """
-
-    fragments: tuple[Fragment, ...]
-    shapes: Mapping[str, Shape]
-    kinds: Mapping[str, Kind]
-    fingerprint: str
+    fragments: tuple[Fragment, ...]  # by fragment_id
+    shapes: Mapping[str, Shape]  # shape of every tensor, by path, sorted by path
+    kinds: Mapping[str, Kind]  # what every tensor is, in the same order
+    fingerprint: str  # equal exactly when shapes, kinds, settings and partition are equal (16 hexadecimal digits)
 
 
 def plan_fragments(

@@ -108,9 +108,6 @@ def _fill(to_at, begin):
         to[j] = np.float32(0)
 
 
-# ---- from payloads ---------------------------------------------------------------------------------------------------
-
-
 @_compiled
 @no_type_check
 def _decode_add(payload_at, fmt, at, block, size, weight, acc_at):
@@ -162,9 +159,6 @@ def _mean(payloads, moved, weights, unit, fmt, at, start, first, size, acc_at, s
             _memcpy(acc_at + skip, spare_at + skip, _ROW - skip)
         to_at = spare_at
     _fill(acc_at, size)
-
-
-# ---- products --------------------------------------------------------------------------------------------------------
 
 
 @_compiled
@@ -260,9 +254,6 @@ def gram(payloads, moved, fmt, at, start, size, unit, products):
                     dot = _dot_codes(a_at, b_at) if as_codes else _dot(a_at, b_at, sums_at)
                     products[number - start // unit, i, j] += scales[i] * scales[j] * dot
     scratch[0] = np.float32(0)  # the memory is alive until here
-
-
-# ---- the next version ------------------------------------------------------------------------------------------------
 
 
 @_compiled

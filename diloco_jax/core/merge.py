@@ -128,15 +128,10 @@ def _pairs(count: int) -> Iterator[tuple[int, int]]:
 
 
 class Rule(NamedTuple):
-    """The way in which a slice is merged.
+    """The way in which a slice is merged."""
 
-    Attributes:
-      method: see `Method`. Merge shards may cut only what is "average" (shards.py): all else needs whole units.
-      unit: how many of its elements, one after the other, have coefficients of their own.
-    """
-
-    method: Method
-    unit: int
+    method: Method  # see `Method`. Merge shards may cut only what is "average" (shards.py): all else needs whole units.
+    unit: int  # how many of its elements, one after the other, have coefficients of their own
 
 
 def merge_rule(path: str, shape: tuple[int, ...], kind: Kind, config: MergeConfig) -> Rule:

@@ -83,23 +83,15 @@ class Gradient(Protocol):
 class Moves(NamedTuple):
     """The change of a fragment, as the pass that makes the change computes it.
 
-        t' = g + momentum t;   change = -rate (g + momentum t')
-
-    Attributes:
-      gradient: g.
-      rate: size of the step.
-      momentum: share of the trace that stays.
-      trace: t; empty without momentum.
-      next_trace: where the pass writes t'.
-      finite: no other new state of the optimizer holds NaN or infinity; where t' does, the new values do.
+    t' = g + momentum t;   change = -rate (g + momentum t')
     """
 
-    gradient: Gradient
-    rate: float
-    momentum: float = 0.0
-    trace: Flat = NOTHING
-    next_trace: Flat = NOTHING
-    finite: bool = True
+    gradient: Gradient  # g
+    rate: float  # size of the step
+    momentum: float = 0.0  # share of the trace that stays
+    trace: Flat = NOTHING  # t; empty without momentum
+    next_trace: Flat = NOTHING  # where the pass writes t'
+    finite: bool = True  # no other new state of the optimizer holds NaN or infinity; where t' does, the new values do
 
 
 @runtime_checkable

@@ -193,9 +193,6 @@ def join_parts(parts: Sequence[Part], size_max: int) -> memoryview:
     return whole.data.toreadonly()
 
 
-# ---- entries --------------------------------------------------------------------------------------------------------
-
-
 def _runs(table: Int64[np.ndarray, "n 4"]) -> Runs:
     """Write every entry the same way: rows without a gap are one row, and one row has its size as stride."""
     dense = table[:, 1] == table[:, 2]

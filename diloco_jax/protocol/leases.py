@@ -236,8 +236,6 @@ class LeaseBook:
         out = sum(holding.granted - holding.settled for holding in self.holdings.values())
         return Fates(self._leased, self._merged, self._overwritten, self._released, out)
 
-    # ---- granting -------------------------------------------------------------------------------------------------
-
     def open(self, learner_id: str, first_sample: int = 0) -> Holding:
         """Begin the book of an incarnation that has none; where it left off, if it had one before."""
         assert learner_id not in self.holdings, f"{learner_id} holds leases already"
@@ -273,8 +271,6 @@ class LeaseBook:
         start = self._next
         self._next += count
         return start, self._next
-
-    # ---- fates ----------------------------------------------------------------------------------------------------
 
     def on_merged(self, learner_id: str, fragment_id: int, version: int, samples: int, since: int = 0) -> None:
         """A value that had seen so many samples, and held what those from `since` on taught, went into a version."""
@@ -326,8 +322,6 @@ class LeaseBook:
     def forget(self, learner_id: str) -> None:
         """A newer incarnation numbers its samples from 0 on."""
         self._ended.pop(learner_id, None)
-
-    # ---- snapshots ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Everything, as plain values."""

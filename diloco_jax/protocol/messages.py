@@ -40,9 +40,6 @@ class Adopted(NamedTuple):
     tokens: int = 0
 
 
-# ---- learner -> syncer ----------------------------------------------------------------------------------------
-
-
 class Hello(NamedTuple):
     """First message on every connection: who I am and what I was built from."""
 
@@ -182,9 +179,6 @@ class Leave(NamedTuple):
     learner_id: str
     incarnation: int
     reason: str
-
-
-# ---- syncer -> learner ----------------------------------------------------------------------------------------
 
 
 class Welcome(NamedTuple):

@@ -37,25 +37,15 @@ class IslandOverride:
 
 
 class IslandConfig(NamedTuple):
-    """One island, resolved.
+    """One island, resolved."""
 
-    Attributes:
-      name: of the learner.
-      devices: how many, over all its hosts; 0: what is there.
-      hosts: processes.
-      topology: TPU slice, "" if none was named.
-      mesh: how its devices are used.
-      batch_size: sequences in an inner step.
-      zone: where it runs, "" if that was not said.
-    """
-
-    name: str
-    devices: int
-    hosts: int
-    topology: str
-    mesh: MeshConfig
-    batch_size: int
-    zone: str
+    name: str  # of the learner
+    devices: int  # how many, over all its hosts; 0: what is there
+    hosts: int  # processes
+    topology: str  # TPU slice, "" if none was named
+    mesh: MeshConfig  # how its devices are used
+    batch_size: int  # sequences in an inner step
+    zone: str  # where it runs, "" if that was not said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

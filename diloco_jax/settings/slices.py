@@ -15,35 +15,20 @@ CHIPS_PER_HOST = 4  # of every slice with more than one host
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A TPU generation.
+    """A TPU generation."""
 
-    Attributes:
-      name: as it begins a topology.
-      peak_flops: bfloat16 operations per second and chip.
-      hbm_bytes: memory per chip.
-      hbm_bytes_per_s: its bandwidth.
-      dims: dimensions of the network between chips.
-      chips_max: of the largest slice.
-      cores_per_chip: what the number in an accelerator type counts, per chip.
-      gke_accelerator: value of the node label cloud.google.com/gke-tpu-accelerator.
-      machine_family: machine types are FAMILY-Nt, N chips.
-      runtime_version: software of the Cloud TPU API.
-      host_bytes: memory of a host with 4 chips.
-      shapes: the slices that there are; empty: not listed.
-    """
-
-    name: str
-    peak_flops: float
-    hbm_bytes: float
-    hbm_bytes_per_s: float
-    dims: int
-    chips_max: int
-    cores_per_chip: int
-    gke_accelerator: str
-    machine_family: str
-    runtime_version: str
-    host_bytes: float
-    shapes: tuple[str, ...] = ()
+    name: str  # as it begins a topology
+    peak_flops: float  # bfloat16 operations per second and chip
+    hbm_bytes: float  # memory per chip
+    hbm_bytes_per_s: float  # its bandwidth
+    dims: int  # dimensions of the network between chips
+    chips_max: int  # of the largest slice
+    cores_per_chip: int  # what the number in an accelerator type counts, per chip
+    gke_accelerator: str  # value of the node label cloud.google.com/gke-tpu-accelerator
+    machine_family: str  # machine types are FAMILY-Nt, N chips
+    runtime_version: str  # software of the Cloud TPU API
+    host_bytes: float  # memory of a host with 4 chips
+    shapes: tuple[str, ...] = ()  # the slices that there are; empty: not listed
 
 
 V6E_SHAPES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -67,15 +52,10 @@ DEVICE_PEAK_FLOPS = {
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A slice: one island's chips.
+    """A slice: one island's chips."""
 
-    Attributes:
-      generation: of its chips.
-      shape: chips along each dimension.
-    """
-
-    generation: Generation
-    shape: tuple[int, ...]
+    generation: Generation  # of its chips
+    shape: tuple[int, ...]  # chips along each dimension
 
     @classmethod
     def parse(cls, text: str) -> Topology:

@@ -63,8 +63,6 @@ class LearnerDriver:
         self._observers = world.observers
         self._send = world.network.send
 
-    # ---- process and link -----------------------------------------------------------------------------------------
-
     def start(self) -> None:
         """Begin a new process, that is a new incarnation, which dials."""
         node, scenario = self.node, self._world.scenario
@@ -187,8 +185,6 @@ class LearnerDriver:
             if process.link is not None:
                 self.arrive((process.link, message))
 
-    # ---- messages -------------------------------------------------------------------------------------------------
-
     def arrive(self, item: tuple[SimulatedLink, Any]) -> None:
         """Take a message that comes, or one whose payload is garbled."""
         link, message = item
@@ -254,8 +250,6 @@ class LearnerDriver:
         while not process.loading and (given := take(now_s)) is not None:
             self._run(process, given.effects, now_s, given.message)
         self._settle(process, now_s)
-
-    # ---- steps and time -------------------------------------------------------------------------------------------
 
     def _begin_step(self, process: LearnerProcess, now_s: float) -> None:
         node, machine, engine, step = self.node, process.machine, self._engine, process.step
@@ -331,8 +325,6 @@ class LearnerDriver:
             self._plan_tick(process, max(deadline_s, now_s))
         for observer in self._observers:
             observer.on_settled(process, now_s)
-
-    # ---- effects --------------------------------------------------------------------------------------------------
 
     def _run(
         self, process: LearnerProcess, effects: list[Effect], now_s: float, message: SyncerMessage | None = None

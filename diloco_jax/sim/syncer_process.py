@@ -47,8 +47,6 @@ class SyncerProcess:
         self._tick_s = NEVER_S  # the earliest tick that is on the heap
         self._saving = False
 
-    # ---- inputs -------------------------------------------------------------------------------------------------
-
     def accept(self, learner: LearnerProcess, down: Deliver) -> SimulatedLink:
         """Answer a learner that dials; `down` takes what is sent to it."""
         return SimulatedLink(learner.name, learner.incarnation, learner, self._arrive, down, self._lost)
@@ -105,8 +103,6 @@ class SyncerProcess:
             if effect.peer in self._heard:
                 self._send(self._heard[effect.peer].down, effect.message)
 
-    # ---- time ---------------------------------------------------------------------------------------------------
-
     def _tick(self, tick_s: float) -> None:
         if tick_s != self._tick_s or not self.alive:
             return  # an earlier one took its place
@@ -124,8 +120,6 @@ class SyncerProcess:
         if deadline_s < self._tick_s:
             self._tick_s = tick_s = max(deadline_s, self._engine.now_s)
             self._engine.at(tick_s, self._tick, tick_s)
-
-    # ---- effects ------------------------------------------------------------------------------------------------
 
     def execute(self, effects: list[Effect], message: LearnerMessage | None = None) -> None:
         """Do what the machine asks for; `message` is what it was given, if it was one."""

@@ -19,17 +19,11 @@ VISION = "diloco_jax.training.models.vision:"
 
 
 class ModelFlops(NamedTuple):
-    """FLOPs of one inner step.
+    """FLOPs of one inner step."""
 
-    Attributes:
-      flops: of forward and backward pass, all chips together.
-      masked: of what causal attention and windows mask, which is not among them but which most programs compute.
-      how: what was counted.
-    """
-
-    flops: float
-    masked: float
-    how: str
+    flops: float  # of forward and backward pass, all chips together
+    masked: float  # of what causal attention and windows mask, which is not among them but which most programs compute
+    how: str  # what was counted
 
 
 def model_flops(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], batch: int, seq_len: int) -> ModelFlops:

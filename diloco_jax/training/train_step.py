@@ -27,17 +27,11 @@ WEIGHT = "weight"  # metric of a model: the number of what it predicted, by whic
 
 
 class TrainState(NamedTuple):
-    """Everything an inner step changes.
+    """Everything an inner step changes."""
 
-    Attributes:
-      params: what is trained, and exchanged with other islands.
-      opt_state: of the inner optimizer.
-      other: state of the model that is no parameter, by path.
-    """
-
-    params: Params
-    opt_state: optax.OptState
-    other: Variables = {}
+    params: Params  # what is trained, and exchanged with other islands
+    opt_state: optax.OptState  # of the inner optimizer
+    other: Variables = {}  # state of the model that is no parameter, by path
 
 
 def model_loss(

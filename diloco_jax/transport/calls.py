@@ -122,9 +122,6 @@ def unanswered(config: TransportConfig, trouble: str) -> TransportError:
     )
 
 
-# ---- metadata -----------------------------------------------------------------------------------------------------
-
-
 def header_metadata(header: pb.Header) -> tuple[str, bytes]:
     """Return the header as an item of a call's metadata.
 

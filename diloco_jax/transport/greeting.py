@@ -49,9 +49,6 @@ class ModelOffer(NamedTuple):
     values: bytearray
 
 
-# ---- learner ----------------------------------------------------------------------------------------------------
-
-
 def ask_description(config: TransportConfig, learner_id: str) -> Description:
     """Return what the syncer at `config.address` says of its run.
 
@@ -90,9 +87,6 @@ def offer_model(config: TransportConfig, learner_id: str, layout: str, values: I
         except grpc.RpcError as error:
             raise failure(config, error, learner_id) from None
     return "" if reply.taken else reply.message or "no reason was given"
-
-
-# ---- syncer -----------------------------------------------------------------------------------------------------
 
 
 class DescriptionDesk:

@@ -58,9 +58,6 @@ from diloco_jax.transport.trust.security import Denied, Gate, credentials, diagn
 PATIENCE_S = 1.0  # how long a connection may take before we look for what is wrong
 
 
-# ---- learner ----------------------------------------------------------------------------------------------------
-
-
 class GrpcLink:
     """A learner's session with a syncer; `connect` makes it."""
 
@@ -169,9 +166,6 @@ def _await_ready(session: StreamSession, config: TransportConfig, learner_id: st
     ready = session.wait_ready(max(0.0, until_s - time.monotonic()))
     over.set()
     return None if ready else "".join(troubles[:1])
-
-
-# ---- syncer -----------------------------------------------------------------------------------------------------
 
 
 class GrpcListener:

@@ -80,9 +80,6 @@ class Ranges:
         return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
 
-# ---- the receiver's side ------------------------------------------------------------------------------------------
-
-
 class Partial(NamedTuple):
     """A payload of which some bytes are there."""
 
@@ -160,9 +157,6 @@ class Partials:
                 self._timer = threading.Timer(oldest_s - now_s, self._expire)
                 self._timer.name, self._timer.daemon = "diloco-forget-partials", True
                 self._timer.start()
-
-
-# ---- the sender's side --------------------------------------------------------------------------------------------
 
 
 class PeerHoldings:

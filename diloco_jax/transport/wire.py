@@ -68,9 +68,6 @@ class BulkPiece(NamedTuple):
     views: list[memoryview]
 
 
-# ---- one message ------------------------------------------------------------------------------------------------
-
-
 def _plan(cls: type) -> tuple[tuple[str, type | None, tuple[str, ...]], ...]:
     """Return (field name, record class or None, protobuf field names) of a message class.
 
@@ -160,9 +157,6 @@ def _read(body: Any) -> Any:
     return cls(**values)
 
 
-# ---- writing ----------------------------------------------------------------------------------------------------
-
-
 def pack_header(header: pb.Header) -> bytes:
     """Return the bytes with which every frame of a stream begins."""
     return pb.Frame(header=header).SerializeToString()
@@ -239,9 +233,6 @@ def _varint(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
-
-
-# ---- reading ----------------------------------------------------------------------------------------------------
 
 
 def split(raw: bytes) -> tuple[bytes, memoryview]:

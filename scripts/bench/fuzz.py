@@ -100,9 +100,6 @@ def _memory_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-# ---- guided by coverage: libFuzzer ends its process, so each target gets one ----------------------------------------
-
-
 def guided(name: str, inputs: int, seed: int) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """Run one target under atheris in a child."""
     command = [sys.executable, __file__, "--guided-child", name, "--inputs", str(inputs), "--seed", str(seed)]

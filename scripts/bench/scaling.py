@@ -140,9 +140,6 @@ def row(name: str, unit: str, values: list[float], common: Mapping[str, Any]) ->
     return {**result, "runs": len(values), "cores": os.cpu_count(), **common}
 
 
-# ---- the model ----------------------------------------------------------------------------------------------------
-
-
 def plan_of(elements: int) -> FragmentPlan:
     """Embeddings and matrices: half of each fragment may be cut, half of it must stay in whole tensors."""
     width = 1 << 9
@@ -163,9 +160,6 @@ def config_of(case: Case) -> RunConfig:
     base = RunConfig(protocol=ProtocolConfig(sync_every=FRAGMENTS, num_fragments=FRAGMENTS), name="scaling")
     transport = replace(base.transport, stripes=1)
     return replace(base, syncer=SyncerConfig(shards=case.shards, merge_threads=1), transport=transport)
-
-
-# ---- the syncer ---------------------------------------------------------------------------------------------------
 
 
 def serve(case: Case, folder: Path, elements: int, pipe: Connection) -> None:
@@ -236,9 +230,6 @@ def cpu_of(pid: int) -> float:
 def rss_of(pid: int) -> int:
     """Bytes of memory that a process has in use."""
     return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-# ---- the learners -------------------------------------------------------------------------------------------------
 
 
 def learn(case: Case, address: str, elements: int) -> None:

@@ -64,9 +64,6 @@ def config_of(address: str, chunk_bytes: int, stripes: int = 1) -> TransportConf
     return TransportConfig(address=address, allow_plaintext=True, chunk_bytes=chunk_bytes, stripes=stripes)
 
 
-# ---- the receiving end, and with --down the sending one -----------------------------------------------------------
-
-
 def serve(address: str, chunk_bytes: int, pipe: Connection | None) -> None:
     """Answer every payload that comes, and every report with a payload of as many bytes as it names tokens."""
     listener = listen(config_of(address, chunk_bytes), run_id=RUN)
@@ -99,9 +96,6 @@ def serve_plain(pipe: Connection, payload_bytes: int) -> None:
                     return
                 filled += size
             connection.sendall(b"!")
-
-
-# ---- the end that measures ----------------------------------------------------------------------------------------
 
 
 def exchange(link: GrpcLink, payload: bytes, *, down: bool, in_flight: int, until: tuple[int, float]) -> float:

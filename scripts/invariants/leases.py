@@ -28,8 +28,6 @@ class LeasesAccount(Checker):
         self._read: dict[Life, RangeMap[bool]] = {}  # positions
         self._ends: dict[Life, int] = {}  # samples used up
 
-    # ---- the syncer's side ----------------------------------------------------------------------------------------
-
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         line = json.loads(self.cluster.host.disk.tape[self._lines])
         self._lines += 1
@@ -60,8 +58,6 @@ class LeasesAccount(Checker):
     def end(self) -> None:
         if self.cluster.host.process.alive:
             self._compare()
-
-    # ---- a learner's side -----------------------------------------------------------------------------------------
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         if not began:

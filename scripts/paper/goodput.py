@@ -46,9 +46,6 @@ class Table(NamedTuple):
     workers: int = 0  # 1: what is told depends on undisturbed times
 
 
-# ---- Table 1 --------------------------------------------------------------------------------------------------------
-
-
 def _cells_1(settings: Settings) -> list[Cell]:
     return [cell(settings, *key, chips, HOURS[key[1]]) for key in GOODPUT_1A for chips in CHIPS]
 
@@ -93,9 +90,6 @@ def _facts_1(results: Sequence[Result]) -> dict[str, Any]:
         for chips, own, up in zip(CHIPS, row, UPTIME_1B[method, learners], strict=True)
     ]
     return {"paper": paper, "rmse_points": {name: rmse(errors) for name, errors in _errors(results).items()}}
-
-
-# ---- Table 5 --------------------------------------------------------------------------------------------------------
 
 
 def _cells_5(settings: Settings) -> list[Cell]:
@@ -159,9 +153,6 @@ def _facts_5(results: Sequence[Result]) -> dict[str, Any]:
         for label, (goodput, text, vision) in TABLE_5.items()
     ]
     return {"labels": [result.cell.label for result in results], "paper": paper}
-
-
-# ---- cost -----------------------------------------------------------------------------------------------------------
 
 
 def _cells_cost(settings: Settings, learners: Sequence[int], hours: float) -> list[Cell]:

@@ -86,8 +86,6 @@ class Pair:
         self._state_parts = state_parts
         self._run_syncer(self._taped.on_begin([value.digest for value in self.driver.values], self.now_s))
 
-    # ---- commands -------------------------------------------------------------------------------------------------
-
     def join(
         self,
         *names: str,
@@ -263,8 +261,6 @@ class Pair:
         epoch = lives(self.tape) + 1
         self._run_syncer(self._taped.on_rewind(json.loads(newest.state), newest.global_step, epoch, self.now_s))
 
-    # ---- what tests ask -------------------------------------------------------------------------------------------
-
     def merges(self) -> list[Merge]:
         return [effect for effect in self.effects if isinstance(effect, Merge)]
 
@@ -296,8 +292,6 @@ class Pair:
     def _new_syncer(self) -> Syncer:
         step_bytes = dict.fromkeys(range(self.config.num_fragments) if self._steps else (), STEP_BYTES)
         return Syncer(self.config, self._total_steps, self._fingerprint, step_bytes=step_bytes)
-
-    # ---- the drivers ----------------------------------------------------------------------------------------------
 
     def _link(self, name: str) -> None:
         assert name not in self.linked, f"{name} is connected"

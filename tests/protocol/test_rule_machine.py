@@ -65,8 +65,6 @@ class Machine(RuleBasedStateMachine):
         self.seen = 0  # messages that the model has seen
         self.begun = True
 
-    # ---- learners -------------------------------------------------------------------------------------------------
-
     @rule(name=st.sampled_from(NAMES))
     def start(self, name: str) -> None:
         """A new process; if one ran under this name it is gone, and nobody was told."""
@@ -111,8 +109,6 @@ class Machine(RuleBasedStateMachine):
         running = [name for name, learner in self.pair.learners.items() if learner.state != STOPPED]
         return [name for name in running if name not in self.pair.linked]
 
-    # ---- the wire -------------------------------------------------------------------------------------------------
-
     @rule(count=st.integers(1, 60))
     def deliver(self, count: int) -> None:
         """The oldest messages arrive, in their order."""
@@ -139,8 +135,6 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def repeat(self, data: st.DataObject) -> None:
         self.pair.wire.append(self.pair.wire[data.draw(st.integers(0, len(self.pair.wire) - 1), "which")])
-
-    # ---- the syncer -----------------------------------------------------------------------------------------------
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 2.0, 9.0]))
     def wait(self, seconds: float) -> None:
@@ -171,8 +165,6 @@ class Machine(RuleBasedStateMachine):
         other = self.pair._new_syncer()
         other.restore(json.loads(plain))
         assert json.dumps(other.state()) == plain
-
-    # ---- what always holds ----------------------------------------------------------------------------------------
 
     @invariant()
     def a_version_is_one_value(self) -> None:
@@ -214,8 +206,6 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def rounds_are_few(self) -> None:
         assert len(self.pair.syncer.rounds.flying) <= max(1, self.pair.config.overlap_steps)
-
-    # ---- how it ends ----------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
         """Nothing goes wrong any more: the run completes, and its tape leads to the same decisions."""

@@ -112,8 +112,6 @@ def test_memory_of_both_sides_is_bounded_when_nobody_reads(ends: Ends) -> None:
     link.close(0.0)
 
 
-# ---- to be continued ----------------------------------------------------------------------------------------------
-
 SIZE = 4 << 20
 RATE = 5e5  # bytes per second and connection, so that a cut comes in the middle
 

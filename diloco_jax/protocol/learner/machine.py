@@ -101,8 +101,6 @@ class Learner:
         self._marker = 0  # snapshots that this learner has passed
         self._waits_for = 0  # lockstep: the round whose fragment must come back before the next step
 
-    # ---- connection -------------------------------------------------------------------------------------------------
-
     def on_connected(self, now_s: float) -> list[Effect]:
         """The link stands; introduce yourself."""
         if self.state == STOPPED:
@@ -143,8 +141,6 @@ class Learner:
 
     def _hello(self, now_s: float) -> Send:
         return self.contact.hello(self.anchors, self.allotment, self.local_step, now_s)
-
-    # ---- stepping ---------------------------------------------------------------------------------------------------
 
     def may_step(self) -> bool:
         """Say if the next inner step may start. Outside lockstep: always, once every fragment is held."""
@@ -190,8 +186,6 @@ class Learner:
         """Copy the state for those who wait for it; between two steps only."""
         if self.local_step > 0 and self.state in (TRAINING, WAITING):
             effects += self.donor.serve(self.global_step, self.local_step, self.anchors.versions)
-
-    # ---- messages of the syncer -------------------------------------------------------------------------------------
 
     def on_message(self, message: SyncerMessage, now_s: float) -> list[Effect]:
         """Any message of the syncer."""
@@ -322,8 +316,6 @@ class Learner:
         self.contact.fall_silent()
         return [*self.stager.unstage_all(), *self.donor.forget_all(), Finish(reason)]
 
-    # ---- time -------------------------------------------------------------------------------------------------------
-
     def next_deadline_s(self) -> float | None:
         """Return the time at which on_tick must be called next, or None."""
         contact = self.contact
@@ -357,8 +349,6 @@ class Learner:
                 effects.append(self._hello(now_s))  # ask to be let in again
             effects.append(contact.heartbeat(now_s))
         return effects
-
-    # ---- looking ----------------------------------------------------------------------------------------------------
 
     @property
     def schedule_step(self) -> int:

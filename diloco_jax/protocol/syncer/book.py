@@ -48,8 +48,6 @@ class RoundBook:
     def __post_init__(self) -> None:
         self.lockstep = self.config.lockstep
 
-    # ---- from opening to closing ------------------------------------------------------------------------------------
-
     def proceed(self, now_s: float) -> list[Effect]:
         """Open, and close, what can be opened and closed now."""
         effects: list[Effect] = []
@@ -181,8 +179,6 @@ class RoundBook:
         """True while values of a round are on their way, or are being merged."""
         return len(self.flying) > (self.collecting is not None)
 
-    # ---- from closing to the end ------------------------------------------------------------------------------------
-
     def on_value(self, member: Member, message: FragmentValue, now_s: float) -> list[Effect]:
         """Take a member's answer to a pull, if it is of use."""
         name, fragment_id, history = member.learner_id, message.fragment_id, self.downstream.history
@@ -288,8 +284,6 @@ class RoundBook:
         effects += [Send(member.learner_id, stop) for member in self.membership.connected()]
         effects += [self.progress.note("finished", -1, (), "run complete"), Finish("run complete")]
 
-    # ---- time -------------------------------------------------------------------------------------------------------
-
     def on_tick(self, now_s: float) -> list[Effect]:
         """Repeat unanswered pulls, and give them up in the end."""
         effects: list[Effect] = []
@@ -319,8 +313,6 @@ class RoundBook:
         words += [f"not yet: {', '.join(late)}"] if late else []
         words += [f"joining: {', '.join(joining)}"] if joining else []
         return "; ".join(words)
-
-    # ---- plain values -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Everything, as plain values."""

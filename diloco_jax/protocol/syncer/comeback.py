@@ -89,8 +89,6 @@ class Comeback:
         for learner_id in learners:
             self.membership.members[learner_id].credit.merged_base.pop(fragment_id, None)
 
-    # ---- while it restores ------------------------------------------------------------------------------------------
-
     def on_back(self, learner_id: str, effects: list[Effect], now_s: float) -> None:
         """A learner greeted, or is heard again: it may hold what is wanted."""
         if self.restoring is not None:
@@ -174,8 +172,6 @@ class Comeback:
         downstream.replace(p, version, restoring.digests[p])
         self.leases.on_version(p, version)
         progress.global_step = max(progress.global_step, version)
-
-    # ---- plain values -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any] | None:
         """Everything, as plain values."""

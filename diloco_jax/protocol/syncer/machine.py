@@ -83,8 +83,6 @@ class Syncer:
         self.matches = matches = Matchmaker(members)
         self.roster = Roster(config, progress, members, leases, matches, self.rounds, self.comeback)
 
-    # ---- a learner's messages ---------------------------------------------------------------------------------------
-
     def on_begin(self, digests: Sequence[int], now_s: float) -> list[Effect]:
         """The first input of a run: the digests of the initial fragments."""
         assert len(digests) == len(self.versions), f"{len(digests)} initial fragments, not {len(self.versions)}"
@@ -230,8 +228,6 @@ class Syncer:
         self.comeback.proceed(effects, now_s)
         return effects + self.rounds.proceed(now_s)
 
-    # ---- the driver's inputs ----------------------------------------------------------------------------------------
-
     def on_disconnect(self, learner_id: str, incarnation: int, reason: str, now_s: float) -> list[Effect]:
         """The link to a learner broke. It may come back; its data waits for it for a while."""
         member = self.membership.get(learner_id, incarnation)
@@ -295,8 +291,6 @@ class Syncer:
         self.roster.check_s = now_s
         return self.comeback.rewind(epoch, now_s)
 
-    # ---- time -------------------------------------------------------------------------------------------------------
-
     def next_deadline_s(self) -> float | None:
         """Return the time at which on_tick must be called next, or None."""
         deadline_s = self.roster.check_s if self.membership.members else inf
@@ -321,8 +315,6 @@ class Syncer:
         effects += self.rounds.on_tick(now_s)
         self.comeback.on_tick(effects, now_s)
         return effects + self.rounds.proceed(now_s)
-
-    # ---- looking, and plain values ----------------------------------------------------------------------------------
 
     def waiting_for(self, now_s: float) -> str:
         """In words, what the next round waits for."""

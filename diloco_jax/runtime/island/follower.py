@@ -103,8 +103,6 @@ class Follower:
         self._group.close()
         return FAILED if self.status is None else self.status
 
-    # ---- the thread "steps" ---------------------------------------------------------------------------------------
-
     def _do(self, command: commands.Command) -> None:
         host = self._host
         match command:
@@ -164,8 +162,6 @@ class Follower:
         leaf = self._host.island.state_layout.by_name[name]
         return np.frombuffer(payload, np.dtype(leaf.dtype)).reshape(leaf.shape)
 
-    # ---- the thread "link" ----------------------------------------------------------------------------------------
-
     def _serve_link(self) -> None:
         while True:
             command, payload = self._link_does.get()
@@ -190,8 +186,6 @@ class Follower:
         values = self._values.read(message, payload)
         self._values.keep(message, values)
         self._arrived[message.fragment_id, arrival.number] = values
-
-    # ---- the thread "group" ---------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
         while self.status is None:

@@ -57,8 +57,6 @@ class Host:
     def tell(self, command: commands.Command) -> None:
         """Let the other hosts do the same, before this one does it; an island of one process has none."""
 
-    # ---- before training ------------------------------------------------------------------------------------------
-
     def warm_up(self) -> None:
         """Compile what the island runs. Any thread."""
         self._compile_step()
@@ -74,8 +72,6 @@ class Host:
             TransportError: a host cannot have one.
         """
 
-    # ---- steps ----------------------------------------------------------------------------------------------------
-
     def tell_batch(self, ranges: Ranges, ahead: Ranges) -> None:
         """Tell the other hosts which samples the next step reads, and the steps after it."""
         told = (tuple(commands.SampleRange(*each) for each in some) for some in (ranges, ahead))
@@ -84,8 +80,6 @@ class Host:
     def tell_step(self, clock: int) -> None:
         """Tell the other hosts to make a step, and at which global step it begins."""
         self.tell(commands.HostStep(clock))
-
-    # ---- fragments ------------------------------------------------------------------------------------------------
 
     def stage(self, fragment_id: int, local_step: int) -> None:
         """Queue a copy of a fragment's update, as it is after the newest step."""
@@ -116,8 +110,6 @@ class Host:
         """Replace a fragment by the global value that a message brought, between two steps."""
         self.anchors[message.fragment_id] = values
         self._adoptions.adopt(message.fragment_id, message.version, message.merged_round, values)
-
-    # ---- whole states ---------------------------------------------------------------------------------------------
 
     def stage_state(self, name: int) -> StagedState:
         """Queue a copy of the whole state; it is kept under its name until `unstage_state`."""

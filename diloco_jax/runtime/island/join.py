@@ -46,19 +46,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The processes of this island, as one of them sees them.
+    """The processes of this island, as one of them sees them."""
 
-    Attributes:
-      host: which one this is; LEADER leads.
-      count: how many there are.
-      group: the connection to the leader, or the leader's to all.
-      incarnation: of the learner, as the leader has it.
-    """
-
-    host: int
-    count: int
-    group: GroupLeader | GroupMember
-    incarnation: int
+    host: int  # which one this is; LEADER leads
+    count: int  # how many there are
+    group: GroupLeader | GroupMember  # the connection to the leader, or the leader's to all
+    incarnation: int  # of the learner, as the leader has it
 
 
 def join(config: RunConfig, learner_id: str, incarnation: int, host: int | None, coordinator: str) -> Hosts | None:

@@ -90,8 +90,6 @@ class LeadingHost(Host):
         self._loading: Mapping[str, np.ndarray] = {}
         threading.Thread(target=self._listen, name="hosts", daemon=True).start()
 
-    # ---- what Host does, with the others --------------------------------------------------------------------------
-
     def tell(self, command: commands.Command) -> None:
         """See Host.tell; the order of what is told is that of what is done."""
         self._group.send(command)
@@ -167,8 +165,6 @@ class LeadingHost(Host):
         if not self._all_gone.wait(END_S):
             log.warning(f"the other hosts did not end within {END_S:.0f} s")
         self._group.close()
-
-    # ---- messages -------------------------------------------------------------------------------------------------
 
     def _ask(self, command: Callable[[int], commands.Command], payload: Payload = b"") -> Answers:
         """Send the command that is made with the next number; all others answer it."""

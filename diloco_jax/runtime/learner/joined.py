@@ -54,20 +54,14 @@ log = logging.getLogger(__name__)
 
 
 class Joining(NamedTuple):
-    """The way in which one process of an island takes part in a run.
-
-    Attributes:
-        address: where the syncer listens.
-        run_dir: folder for the tape and for the learner's own saved states.
-        hosts: the island's processes, if there are several.
-    """
+    """The way in which one process of an island takes part in a run."""
 
     config: RunConfig
     learner_id: str
     incarnation: int
-    address: str
-    run_dir: Path
-    hosts: Hosts | None = None
+    address: str  # where the syncer listens
+    run_dir: Path  # folder for the tape and for the learner's own saved states
+    hosts: Hosts | None = None  # the island's processes, if there are several
 
     def dialler(self, plan: FragmentPlan) -> Dialler:
         """Return what connects this process to the syncer."""
@@ -88,17 +82,11 @@ class Joining(NamedTuple):
 
 
 class StepSize(NamedTuple):
-    """The data of one inner step.
+    """The data of one inner step."""
 
-    Attributes:
-        samples: of the run's global order.
-        tokens: in all of them.
-        corpus: what they are read from, in words that others can compare; "" if nothing is known of it.
-    """
-
-    samples: int
-    tokens: int
-    corpus: str = ""
+    samples: int  # of the run's global order
+    tokens: int  # in all of them
+    corpus: str = ""  # what they are read from, in words that others can compare; "" if nothing is known of it
 
 
 class Joined:

@@ -34,21 +34,13 @@ TPU_SETTINGS = ("TPU_NAME", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELE
 
 
 class Machine(NamedTuple):
-    """Accelerators of this machine that JAX may use here.
+    """Accelerators of this machine that JAX may use here."""
 
-    Attributes:
-      gpus: NVIDIA GPUs, as CUDA_VISIBLE_DEVICES names them.
-      tpu_chips: TPU chips on the PCI bus.
-      memory_chosen: the user has said how much of a GPU's memory a process may take.
-      unknown: there may be something that we do not know; JAX is to look for itself.
-      unused: why what is there is not used; "" if it is.
-    """
-
-    gpus: tuple[str, ...] = ()
-    tpu_chips: int = 0
-    memory_chosen: bool = False
-    unknown: bool = False
-    unused: str = ""
+    gpus: tuple[str, ...] = ()  # NVIDIA GPUs, as CUDA_VISIBLE_DEVICES names them
+    tpu_chips: int = 0  # TPU chips on the PCI bus
+    memory_chosen: bool = False  # the user has said how much of a GPU's memory a process may take
+    unknown: bool = False  # there may be something that we do not know; JAX is to look for itself
+    unused: str = ""  # why what is there is not used; "" if it is
 
     @property
     def emulates(self) -> bool:

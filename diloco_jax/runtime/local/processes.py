@@ -40,25 +40,15 @@ class Process:
 
 @dataclass(slots=True)
 class Child:
-    """The syncer, or an island, and what is known of it.
+    """The syncer, or an island, and what is known of it."""
 
-    Attributes:
-      name: of the learner, or "syncer".
-      hosts: its processes; the first one leads.
-      starts: how often it was started.
-      again_at_s: when to start it again.
-      left: it ended politely, and is not started again.
-      failed: given up.
-      first: the process that ended first, which is why the others did.
-    """
-
-    name: str
-    hosts: Sequence[Process]
-    starts: int = 1
-    again_at_s: float | None = None
-    left: bool = False
-    failed: bool = False
-    first: Process | None = None
+    name: str  # of the learner, or "syncer"
+    hosts: Sequence[Process]  # its processes; the first one leads
+    starts: int = 1  # how often it was started
+    again_at_s: float | None = None  # when to start it again
+    left: bool = False  # it ended politely, and is not started again
+    failed: bool = False  # given up
+    first: Process | None = None  # the process that ended first, which is why the others did
     _ended_s: float = field(default=0.0)
 
     @property

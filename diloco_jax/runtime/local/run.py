@@ -114,8 +114,6 @@ class LocalRun:
         finally:
             self._end_all()
 
-    # ---- starting -------------------------------------------------------------------------------------------------
-
     def _start_compilers(self) -> None:
         for name in () if self._resume else shared_by_several(self._config, self._machine):
             words = ["compile", self._config_path, "--island", name]
@@ -193,8 +191,6 @@ class LocalRun:
                 raise RunFailed(f"the syncer did not listen within {START_TIMEOUT_S:.0f} s; see {self._syncer.log}")
             time.sleep(POLL_S)
         return ""
-
-    # ---- watching -------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Keep the run going until the syncer has ended it."""

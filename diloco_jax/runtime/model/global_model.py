@@ -205,8 +205,6 @@ class GlobalModel:
             parameters = put(parameters, fragment, self.layout(number).views(flat))
         return dict(parameters)
 
-    # ---- merging --------------------------------------------------------------------------------------------------
-
     def merge(self, order: Merge, payloads: Mapping[str, Any], decided: Collection[str] | None = None) -> Merged:
         """Compute one round: outer gradients, merge, outer update, step (paper, Alg. 2 and App. D.2). Changes nothing.
 
@@ -250,8 +248,6 @@ class GlobalModel:
         base = mark.version if self.step_bytes(order.fragment_id) else NO_VERSION
         peaks = tuple(sorted((*mark.peaks, *(rate for rate in rates if rate > 0)), reverse=True)[:ODD_BEFORE])
         return Mark(order.global_step, digest, known, base, peaks)
-
-    # ---- on disk --------------------------------------------------------------------------------------------------
 
     def packed(self, capture: Capture) -> tuple[dict[str, Arrays], dict[str, Any]]:
         """Return a capture as named arrays (`parameters`, `outer`) and plain values; any thread may call it."""

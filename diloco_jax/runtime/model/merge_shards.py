@@ -122,8 +122,6 @@ class RemoteShare:
         if not self._ending:
             self._on_death(error)
 
-    # ---- as a ModelShare ---------------------------------------------------------------------------------------------
-
     def inspect(self, fragment_id: int, parts: Sequence[HeldPart], bases: Sequence[int]) -> Squares:
         """See ModelShare.inspect."""
         command = commands.ShardInspect(fragment_id, tuple(part.number for part in parts), tuple(bases))

@@ -99,8 +99,6 @@ class ShardRun:
         self._held[part] = delivery.payload
         self._pipe.send(commands.ShardHolds(delivery.session, message, part, len(delivery.payload)))
 
-    # ---- commands -------------------------------------------------------------------------------------------------
-
     def _execute(self, share: ModelShare, number: int, command: Any, arrays: Arrays) -> None:
         match command:
             case commands.ShardSend(peer, message):

@@ -95,8 +95,6 @@ class OwnIsland:
         self._several = False  # processes of this island
         self._undo: Callable[[], object] = lambda: None
 
-    # ---- what a loop calls ----------------------------------------------------------------------------------------
-
     def state(self) -> dict[str, Any]:
         """Return {"params", "opt_state"} with which the first step begins; waits for them.
 
@@ -225,8 +223,6 @@ class OwnIsland:
             self.leave()
         except Exception as other:  # the loop's own error is what people need to see
             log.warning(f"{self.name}: {other!r}")
-
-    # ---- both sides of an island ----------------------------------------------------------------------------------
 
     def take_part(self, joining: Joining, size: StepSize, flops_per_step: float) -> None:
         """Take the place in the run that `joining` says; steps are so large, and take so many operations."""

@@ -22,23 +22,14 @@ COORDINATOR_ENV, HOSTS_ENV, HOST_ENV = "DILOCO_COORDINATOR", "DILOCO_HOSTS", "DI
 
 
 class Surroundings(NamedTuple):
-    """The place of a process in a run, as arguments and environment say.
+    """The place of a process in a run, as arguments and environment say."""
 
-    Attributes:
-        syncer: host:port.
-        name: of the island.
-        run_dir: folder for tapes and saved states; None for the run's name below its folder of runs.
-        coordinator: host:port of JAX's coordination service, "" if nobody said it.
-        incarnation: of this start; grows.
-        transport: files and time-outs of this machine, if a config says them.
-    """
-
-    syncer: str
-    name: str
-    run_dir: Path | None
-    coordinator: str
-    incarnation: int
-    transport: TransportConfig
+    syncer: str  # host:port
+    name: str  # of the island
+    run_dir: Path | None  # folder for tapes and saved states; None for the run's name below its folder of runs
+    coordinator: str  # host:port of JAX's coordination service, "" if nobody said it
+    incarnation: int  # of this start; grows
+    transport: TransportConfig  # files and time-outs of this machine, if a config says them
 
 
 def look(syncer: str | None, name: str | None, run_dir: str | Path | None, coordinator: str) -> Surroundings:

@@ -137,9 +137,6 @@ def _checksum_of_meta(meta: Mapping[str, Any]) -> int:
     return codec.digest(json.dumps(dict(meta), sort_keys=True).encode())
 
 
-# ---- folders of checkpoints -----------------------------------------------------------------------------------------
-
-
 def complete(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder whose writer came to its end, newest first."""
     steps = [p for p in folder.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdigit()]
@@ -180,9 +177,6 @@ def set_aside(checkpoint: Path) -> None:
     target = checkpoint.with_name(_UNREADABLE + checkpoint.name)
     shutil.rmtree(target, ignore_errors=True)
     checkpoint.rename(target)
-
-
-# ---- the global model alone -----------------------------------------------------------------------------------------
 
 
 def save_parameters(folder: Path, parameters: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> Path:

@@ -83,8 +83,6 @@ class SyncerDriver:
         listener.on_drain = self._drain
         results.wake_with(listener.wake)
 
-    # ---- the loop -------------------------------------------------------------------------------------------------
-
     def serve(self, effects: list[Effect]) -> None:
         """Execute the effects of the machine's first input, then serve until the last global step, or until stopped.
 
@@ -181,8 +179,6 @@ class SyncerDriver:
         self._execute(self._taped.on_drain(learner_id, self._now_s()))
         log.info(f"{learner_id} was asked to leave")
         return f"{learner_id} leaves after its current step; others get its unfinished data"
-
-    # ---- effects --------------------------------------------------------------------------------------------------
 
     def _execute(self, effects: list[Effect], payload: bytes | memoryview = b"") -> None:
         """Do what the machine asks for; `payload` is that of the message that it was given."""

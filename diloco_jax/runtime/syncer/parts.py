@@ -49,13 +49,7 @@ class RunClock:
 
 
 class Parts(NamedTuple):
-    """The objects of one process of a syncer.
-
-    Attributes:
-        taped: the machine behind its tape.
-        model: whose values it merges.
-        stats: counts what the machine does not.
-    """
+    """The objects of one process of a syncer."""
 
     config: RunConfig
     run_dir: Path
@@ -63,6 +57,6 @@ class Parts(NamedTuple):
     clock: RunClock
     tape: TapeFile
     machine: Syncer
-    taped: TapedSyncer
-    model: GlobalModel
-    stats: RunStats
+    taped: TapedSyncer  # the machine behind its tape
+    model: GlobalModel  # whose values it merges
+    stats: RunStats  # counts what the machine does not

@@ -129,8 +129,6 @@ class ShardedListener:
         self._listener.close(grace_s)
         self._take_events()
 
-    # ---- what waits -----------------------------------------------------------------------------------------------
-
     def _on_delivery(self, delivery: Delivery) -> None:
         peer = delivery.peer
         if delivery.kind == "disconnected":

@@ -53,31 +53,18 @@ def data_parallel_utilisation(gradient_bytes: float, step_s: float, sites: int, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """Demands of one learner's rounds on its link.
+    """Demands of one learner's rounds on its link."""
 
-    Attributes:
-      step_s: an inner step.
-      sync_every: H, global steps in which every fragment has one round.
-      num_fragments: P.
-      overlap_steps: tau, inner steps that a round may take; 0: learners wait for it.
-      up_bytes: largest fragment on its way to the syncer.
-      down_bytes: largest fragment on its way back.
-      up_total_bytes: all fragments up.
-      down_total_bytes: all fragments down.
-      round_trip_s: between learner and syncer.
-      merge_s: of the largest fragment.
-    """
-
-    step_s: float
-    sync_every: int
-    num_fragments: int
-    overlap_steps: int
-    up_bytes: float
-    down_bytes: float
-    up_total_bytes: float
-    down_total_bytes: float
-    round_trip_s: float = 0.0
-    merge_s: float = 0.0
+    step_s: float  # an inner step
+    sync_every: int  # H, global steps in which every fragment has one round
+    num_fragments: int  # P
+    overlap_steps: int  # tau, inner steps that a round may take; 0: learners wait for it
+    up_bytes: float  # largest fragment on its way to the syncer
+    down_bytes: float  # largest fragment on its way back
+    up_total_bytes: float  # all fragments up
+    down_total_bytes: float  # all fragments down
+    round_trip_s: float = 0.0  # between learner and syncer
+    merge_s: float = 0.0  # of the largest fragment
 
     @property
     def planned_gbit_per_s(self) -> float:

@@ -12,21 +12,13 @@ from diloco_jax.tools.budget.memory import payload_bytes
 
 
 class LinkNeeds(NamedTuple):
-    """The bytes that one learner moves, and when.
+    """The bytes that one learner moves, and when."""
 
-    Attributes:
-      up_bytes: outer gradient of each fragment, encoded.
-      down_bytes: step of each fragment, encoded.
-      joining_bytes: whole model, once.
-      sync_every: global steps in which each fragment has one turn.
-      overlap_steps: inner steps that a round may take.
-    """
-
-    up_bytes: tuple[int, ...]
-    down_bytes: tuple[int, ...]
-    joining_bytes: int
-    sync_every: int
-    overlap_steps: int
+    up_bytes: tuple[int, ...]  # outer gradient of each fragment, encoded
+    down_bytes: tuple[int, ...]  # step of each fragment, encoded
+    joining_bytes: int  # whole model, once
+    sync_every: int  # global steps in which each fragment has one turn
+    overlap_steps: int  # inner steps that a round may take
 
     @property
     def per_step(self) -> dict[str, float]:

@@ -23,23 +23,14 @@ SHARD_PROCESS_BYTES = 350e6  # of each merge shard beside its share; docs/log.md
 
 
 class Hbm(NamedTuple):
-    """The parts of a chip's memory while the inner step runs, bytes.
+    """The parts of a chip's memory while the inner step runs, bytes."""
 
-    Attributes:
-      parameters: this chip's shards.
-      optimizer: state of the inner optimizer.
-      anchors: of all fragments, float32.
-      residuals: of all fragments, float32.
-      staged: copies of fragments on their way out.
-      temporaries: activations and what else the step needs while it runs, the batch and the program's code.
-    """
-
-    parameters: float
-    optimizer: float
-    anchors: float
-    residuals: float
-    staged: float
-    temporaries: float
+    parameters: float  # this chip's shards
+    optimizer: float  # state of the inner optimizer
+    anchors: float  # of all fragments, float32
+    residuals: float  # of all fragments, float32
+    staged: float  # copies of fragments on their way out
+    temporaries: float  # activations and what else the step needs while it runs, the batch and the program's code
 
     @property
     def fixed(self) -> float:
@@ -67,29 +58,17 @@ class HostMemory(NamedTuple):
 
 
 class SyncerMemory(NamedTuple):
-    """The parts of the memory of the syncer's host, bytes.
+    """The parts of the memory of the syncer's host, bytes."""
 
-    Attributes:
-      process: Python, JAX and its compiler.
-      values: newest version of every fragment, float32.
-      outer: state of the outer optimizer.
-      residuals: what rounding the steps has left out so far.
-      anchors: older versions that learners may still refer to.
-      initial: parameters that the run began with.
-      capture: values, outer state and residuals of a snapshot that is being written.
-      payloads: of learners, waiting to be merged.
-      shard_processes: merge shards, beside their shares of all this.
-    """
-
-    process: float
-    values: float
-    outer: float
-    residuals: float
-    anchors: float
-    initial: float
-    capture: float
-    payloads: float
-    shard_processes: float
+    process: float  # Python, JAX and its compiler
+    values: float  # newest version of every fragment, float32
+    outer: float  # state of the outer optimizer
+    residuals: float  # what rounding the steps has left out so far
+    anchors: float  # older versions that learners may still refer to
+    initial: float  # parameters that the run began with
+    capture: float  # values, outer state and residuals of a snapshot that is being written
+    payloads: float  # of learners, waiting to be merged
+    shard_processes: float  # merge shards, beside their shares of all this
 
 
 def size(num_bytes: float) -> str:

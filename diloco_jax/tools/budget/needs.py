@@ -19,15 +19,10 @@ from diloco_jax.training.sharding import MESH_AXES
 
 
 class IslandKind(NamedTuple):
-    """Islands that are alike.
+    """Islands that are alike."""
 
-    Attributes:
-      island: what they have.
-      names: of them.
-    """
-
-    island: IslandConfig
-    names: tuple[str, ...]
+    island: IslandConfig  # what they have
+    names: tuple[str, ...]  # of them
 
     @property
     def topology(self) -> Topology | None:
@@ -45,38 +40,23 @@ class IslandKind(NamedTuple):
 
 
 class IslandNeeds(NamedTuple):
-    """The needs of each island of a kind.
+    """The needs of each island of a kind."""
 
-    Attributes:
-      hbm: of each chip; of the temporaries only the gradients, which `diloco preflight` makes exact.
-      hbm_limit_bytes: memory of each chip, None if no slice is named.
-      host: of each host.
-      host_limit_bytes: memory of each host, None if no slice is named.
-      disk_bytes: of the folder of the run on a host, for the states that are kept there; 0 without snapshots.
-    """
-
-    hbm: Hbm
-    hbm_limit_bytes: float | None
-    host: HostMemory
-    host_limit_bytes: float | None
-    disk_bytes: int
+    hbm: Hbm  # of each chip; of the temporaries only the gradients, which `diloco preflight` makes exact
+    hbm_limit_bytes: float | None  # memory of each chip, None if no slice is named
+    host: HostMemory  # of each host
+    host_limit_bytes: float | None  # memory of each host, None if no slice is named
+    disk_bytes: int  # of the folder of the run on a host, for the states that are kept there; 0 without snapshots
 
 
 class IslandOutline(NamedTuple):
-    """A kind of islands with the shapes of its model.
+    """A kind of islands with the shapes of its model."""
 
-    Attributes:
-      kind: of the islands.
-      blueprint: of each, without devices.
-      links: of each learner.
-      needs: of each.
-    """
-
-    kind: IslandKind
-    blueprint: Blueprint
+    kind: IslandKind  # of the islands
+    blueprint: Blueprint  # of each, without devices
     plan: FragmentPlan
-    links: LinkNeeds
-    needs: IslandNeeds
+    links: LinkNeeds  # of each learner
+    needs: IslandNeeds  # of each
 
     @property
     def chips(self) -> int:

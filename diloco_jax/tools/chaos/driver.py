@@ -109,8 +109,6 @@ class Driver:
         if self._waiting and self._may_begin(self._waiting[0]):
             self._begin(self._waiting[0])
 
-    # ---- one fault ------------------------------------------------------------------------------------------------
-
     def _may_begin(self, fault: ChaosFault) -> bool:
         ledger = self.ledger
         if not ledger.merged_once.issuperset(self._islands):
@@ -178,8 +176,6 @@ class Driver:
                 self._write("recovered", merged_s, fault, recovery.target)
                 what = "rounds go on" if fault.kind in SYNCER_KINDS else f"{recovery.target} is merged again"
                 self._say(f"{merged_s:7.1f} s  #{fault.number} {what} after {seconds:.2f} s")
-
-    # ---- time and records -----------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         for line in self._metrics.lines():

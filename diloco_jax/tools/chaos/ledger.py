@@ -78,8 +78,6 @@ class Ledger:
         self._deaths_s: list[float] = []  # of islands, since the last merged round
         self._pace: list[tuple[float, int]] = []
 
-    # ---- faults ---------------------------------------------------------------------------------------------------
-
     def begin(self, fault: ChaosFault, target: str, now_s: float, *, killed: bool) -> None:
         """Enter a fault that hit `target` now."""
         ended_s = None if fault.duration_s and not killed else now_s
@@ -111,8 +109,6 @@ class Ledger:
             return 0.0
         (then_s, then), (now_s, now) = self._pace[0], self._pace[-1]
         return (now - then) / (now_s - then_s) if now_s > then_s else 0.0
-
-    # ---- records --------------------------------------------------------------------------------------------------
 
     def feed(self, record: Mapping[str, Any]) -> None:
         """Take the next record of metrics.jsonl."""

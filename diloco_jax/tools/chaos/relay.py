@@ -75,8 +75,6 @@ class Relay:
         """Return what was forwarded so far."""
         return RelayCounts(self._weather["up"].forwarded_bytes, self._weather["down"].forwarded_bytes)
 
-    # ---- faults ---------------------------------------------------------------------------------------------------
-
     def cut(self, how: Literal["rst", "fin"] = "rst") -> int:
         """End the open connections at once; new ones are welcome. Returns how many were cut."""
 
@@ -126,8 +124,6 @@ class Relay:
                 way.until_flip, way.repeat_bytes = flip_after, repeat
 
         self._call(damage)
-
-    # ---- its thread -----------------------------------------------------------------------------------------------
 
     def _call(self, job: Callable[[], T]) -> T:
         """Call a function on the relay's thread and return its result."""

@@ -8,19 +8,12 @@ Status = Literal["ok", "warn", "fail"]
 
 
 class Check(NamedTuple):
-    """The finding of one check.
+    """The finding of one check."""
 
-    Attributes:
-      name: of what was looked at.
-      status: fail: a run would not work, or not for long. warn: it would, but somebody should know.
-      found: what is there.
-      fix: what to do about it; empty if nothing.
-    """
-
-    name: str
-    status: Status
-    found: str
-    fix: str = ""
+    name: str  # of what was looked at
+    status: Status  # fail: a run would not work, or not for long. warn: it would, but somebody should know.
+    found: str  # what is there
+    fix: str = ""  # what to do about it; empty if nothing
 
 
 def of_error(name: str, error: Exception, fix: str = "") -> Check:

@@ -34,17 +34,11 @@ LISTEN_HINT = "start the syncer there, or `diloco doctor CONFIG --listen` to try
 
 
 class Side(NamedTuple):
-    """The side that asks, and the one that is asked.
+    """The side that asks, and the one that is asked."""
 
-    Attributes:
-      name: the island's name, or "syncer" on the syncer's own machine.
-      transport: with the address at which this machine reaches the syncer.
-      listens: the address at which the syncer listens, as the config has it.
-    """
-
-    name: str
-    transport: TransportConfig
-    listens: str
+    name: str  # the island's name, or "syncer" on the syncer's own machine
+    transport: TransportConfig  # with the address at which this machine reaches the syncer
+    listens: str  # the address at which the syncer listens, as the config has it
 
     @property
     def is_syncer(self) -> bool:
@@ -74,9 +68,6 @@ def check_link(config: RunConfig, side: Side, part: ProcessPart, seconds: float)
     return checks + check_throughput(config, side, greeting, part.links, seconds)
 
 
-# ---- credentials --------------------------------------------------------------------------------------------------
-
-
 def check_credentials(side: Side, now: datetime.datetime | None = None) -> Check:
     """Check our own certificate, key and token before they are shown to the syncer.
 
@@ -101,9 +92,6 @@ def check_credentials(side: Side, now: datetime.datetime | None = None) -> Check
     if left < EXPIRES_SOON:
         return Check(name, "warn", f"{found}, in {left.days} days", "make new ones with `diloco certs` before that")
     return Check(name, "ok", found)
-
-
-# ---- address and ports --------------------------------------------------------------------------------------------
 
 
 def check_reach(side: Side) -> list[Check]:
@@ -190,9 +178,6 @@ def _check_shard(address: str) -> Check:
     except OSError as error:
         return _unreachable("merge shard", address, error)
     return Check("merge shard", "ok", f"TCP port {split_address(address)[1]} answers")
-
-
-# ---- the syncer's answers -----------------------------------------------------------------------------------------
 
 
 def _unanswered(error: Exception) -> Check:

@@ -15,21 +15,13 @@ from diloco_jax.training.data.corpus import load_source
 
 
 class ProcessPart(NamedTuple):
-    """One process's part in a run.
+    """One process's part in a run."""
 
-    Attributes:
-      parameters: of the model.
-      settings: what both sides must agree on, by name.
-      links: what one learner moves.
-      memory_bytes: of this process on its host, estimated.
-      disk_bytes: of the run's folder on this host; 0 without snapshots.
-    """
-
-    parameters: int
-    settings: Mapping[str, str]
-    links: LinkNeeds
-    memory_bytes: float
-    disk_bytes: int
+    parameters: int  # of the model
+    settings: Mapping[str, str]  # what both sides must agree on, by name
+    links: LinkNeeds  # what one learner moves
+    memory_bytes: float  # of this process on its host, estimated
+    disk_bytes: int  # of the run's folder on this host; 0 without snapshots
 
 
 def part_of(config: RunConfig, island: str = "") -> ProcessPart:

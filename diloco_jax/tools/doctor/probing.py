@@ -22,25 +22,15 @@ PINGS = 8
 
 
 class Greeting(NamedTuple):
-    """A syncer's answer about itself, with its distance.
+    """A syncer's answer about itself, with its distance."""
 
-    Attributes:
-      run_id: name of its run.
-      versions: of its packages, by name.
-      settings: what learners must agree on, by name; empty if it has not begun yet.
-      sessions: learners that are connected to it.
-      shards: host:port of its merge shards.
-      rtt_s: shortest round trip of several, in seconds.
-      skew_s: by how much its clock is ahead of ours, in seconds.
-    """
-
-    run_id: str
-    versions: Mapping[str, str]
-    settings: Mapping[str, str]
-    sessions: int
-    shards: tuple[str, ...]
-    rtt_s: float
-    skew_s: float
+    run_id: str  # name of its run
+    versions: Mapping[str, str]  # of its packages, by name
+    settings: Mapping[str, str]  # what learners must agree on, by name; empty if it has not begun yet
+    sessions: int  # learners that are connected to it
+    shards: tuple[str, ...]  # host:port of its merge shards
+    rtt_s: float  # shortest round trip of several, in seconds
+    skew_s: float  # by how much its clock is ahead of ours, in seconds
 
     @property
     def skew_error_s(self) -> float:
@@ -49,15 +39,10 @@ class Greeting(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """A measured rate of payload.
+    """A measured rate of payload."""
 
-    Attributes:
-      moved_bytes: how much was counted.
-      bytes_per_s: over all connections together.
-    """
-
-    moved_bytes: int
-    bytes_per_s: float
+    moved_bytes: int  # how much was counted
+    bytes_per_s: float  # over all connections together
 
 
 def greet(config: TransportConfig, name: str) -> Greeting:

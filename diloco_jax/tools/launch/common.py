@@ -21,19 +21,12 @@ _ZONE = re.compile(r"[a-z]+(-[a-z0-9]+)+-[a-z0-9]+")
 
 
 class IslandMachines(NamedTuple):
-    """One island's machines.
+    """One island's machines."""
 
-    Attributes:
-      name: of the island.
-      resource: of its machines.
-      topology: its TPU slice.
-      zone: where it is.
-    """
-
-    name: str
-    resource: str
-    topology: Topology
-    zone: str
+    name: str  # of the island
+    resource: str  # of its machines
+    topology: Topology  # its TPU slice
+    zone: str  # where it is
 
     @property
     def region(self) -> str:

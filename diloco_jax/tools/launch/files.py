@@ -15,17 +15,11 @@ IN_PROJECT = ("--project", "$PROJECT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A run's launch, as data.
+    """A run's launch, as data."""
 
-    Attributes:
-      files: relative path -> text. Those that begin with "#!" are made executable.
-      create: command lines of bash, run in the folder of the files, one by one.
-      delete: the same, to take away what they made.
-    """
-
-    files: dict[str, str]
-    create: tuple[str, ...]
-    delete: tuple[str, ...]
+    files: dict[str, str]  # relative path -> text. Those that begin with "#!" are made executable.
+    create: tuple[str, ...]  # command lines of bash, run in the folder of the files, one by one
+    delete: tuple[str, ...]  # the same, to take away what they made
 
 
 def word(text: str) -> str:
@@ -53,17 +47,11 @@ def command(*words: str) -> str:
 
 
 class Resource(NamedTuple):
-    """Something on Google Cloud that one of gcloud's groups makes, describes and deletes.
+    """Something on Google Cloud that one of gcloud's groups makes, describes and deletes."""
 
-    Attributes:
-      group: words of the group, such as gcloud compute disks.
-      name: of the thing.
-      place: flags that say where it is, in the project.
-    """
-
-    group: tuple[str, ...]
-    name: str
-    place: tuple[str, ...] = ()
+    group: tuple[str, ...]  # words of the group, such as gcloud compute disks
+    name: str  # of the thing
+    place: tuple[str, ...] = ()  # flags that say where it is, in the project
 
     def look(self, *flags: str) -> str:
         """Write the command that describes it, and fails when it is not there."""

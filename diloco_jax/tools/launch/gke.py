@@ -53,9 +53,6 @@ def parts(config: RunConfig, slices: list[IslandMachines]) -> Plan:
     )
 
 
-# ---- manifests ------------------------------------------------------------------------------------------------------
-
-
 class _Dumper(yaml.SafeDumper):
     """A dumper for people: texts of several lines as blocks, and nothing by reference."""
 
@@ -225,8 +222,6 @@ def _volumes(config: RunConfig, name: str) -> list[Manifest]:
         {"name": MOUNT_CERTIFICATES, "secret": {"secretName": f"{config.name}-{name}", "defaultMode": READABLE}},
     ]
 
-
-# ---- README.md ------------------------------------------------------------------------------------------------------
 
 _BEFORE = """\
 You need quota for the slices above, `gcloud` with its `gke-gcloud-auth-plugin`, and `kubectl`. A cluster that is there

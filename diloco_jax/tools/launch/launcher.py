@@ -37,43 +37,25 @@ have() {{
 
 
 class Guide(NamedTuple):
-    """The words of README.md that differ between the ways.
+    """The words of README.md that differ between the ways."""
 
-    Attributes:
-      title: what is made.
-      apis: of Google Cloud, to be enabled.
-      before: what the user must have.
-      doctor: commands that run `diloco doctor` on a host of the first island.
-      look: commands that show what goes on.
-      losses: what happens, or is to be done, when machines go away.
-      disk: the command that deletes the disk with the run's folder.
-      leaves: what else delete.sh leaves.
-    """
-
-    title: str
-    apis: str
-    before: str
-    doctor: str
-    look: str
-    losses: str
-    disk: str
-    leaves: str = ""
+    title: str  # what is made
+    apis: str  # of Google Cloud, to be enabled
+    before: str  # what the user must have
+    doctor: str  # commands that run `diloco doctor` on a host of the first island
+    look: str  # commands that show what goes on
+    losses: str  # what happens, or is to be done, when machines go away
+    disk: str  # the command that deletes the disk with the run's folder
+    leaves: str = ""  # what else delete.sh leaves
 
 
 class Launcher(NamedTuple):
-    """A way of launching on Google Cloud.
+    """A way of launching on Google Cloud."""
 
-    Attributes:
-      name: as `diloco launch` calls it.
-      needed: settings of `cloud` that must not be empty.
-      parts: writes the files and commands of this way alone.
-      guide: writes its words of README.md.
-    """
-
-    name: str
-    needed: tuple[str, ...]
-    parts: Callable[[RunConfig, list[IslandMachines]], Plan]
-    guide: Callable[[RunConfig, list[IslandMachines]], Guide]
+    name: str  # as `diloco launch` calls it
+    needed: tuple[str, ...]  # settings of `cloud` that must not be empty
+    parts: Callable[[RunConfig, list[IslandMachines]], Plan]  # writes the files and commands of this way alone
+    guide: Callable[[RunConfig, list[IslandMachines]], Guide]  # writes its words of README.md
 
     def plan(self, config: RunConfig) -> Plan:
         """Write all files and commands.

@@ -27,29 +27,20 @@ ASSUMED_STEP_S = 1.0  # where nothing is known of the chips; the paper's Table 1
 
 
 class TimedKind(NamedTuple):
-    """Islands that are alike, with the time of their inner step.
-
-    Attributes:
-      step_s: of an inner step.
-      step_from: where that time comes from.
-    """
+    """Islands that are alike, with the time of their inner step."""
 
     outline: IslandOutline
-    step_s: float
-    step_from: str
+    step_s: float  # of an inner step
+    step_from: str  # where that time comes from
 
 
 @dataclass(frozen=True)
 class Case:
-    """A config under assumptions, with what follows from shapes alone.
-
-    Attributes:
-      kinds: of islands, in the order of their first ones.
-    """
+    """A config under assumptions, with what follows from shapes alone."""
 
     config: RunConfig
     given: Assumptions
-    kinds: tuple[TimedKind, ...]
+    kinds: tuple[TimedKind, ...]  # of islands, in the order of their first ones
     plan: FragmentPlan
 
     @property

@@ -20,21 +20,13 @@ CHUNK_FROM = 32_768  # token ids from which logits deserve to be computed in chu
 
 
 class Misfit(NamedTuple):
-    """An inner step that does not fit its chips.
+    """An inner step that does not fit its chips."""
 
-    Attributes:
-      topology: the slice.
-      mesh: sizes of the mesh's axes.
-      sequences: on each chip at a time, those of one micro-batch.
-      model: which model.
-      hbm: what takes a chip's memory in the inner step, bytes.
-    """
-
-    topology: Topology
-    mesh: Mapping[str, int]
-    sequences: float
-    model: ModelConfig
-    hbm: Hbm
+    topology: Topology  # the slice
+    mesh: Mapping[str, int]  # sizes of the mesh's axes
+    sequences: float  # on each chip at a time, those of one micro-batch
+    model: ModelConfig  # which model
+    hbm: Hbm  # what takes a chip's memory in the inner step, bytes
 
 
 def advise_hbm(case: Misfit) -> list[str]:

@@ -47,43 +47,25 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": GIB}
 
 
 class Memory(NamedTuple):
-    """A program's share of each chip's memory, bytes.
+    """A program's share of each chip's memory, bytes."""
 
-    Attributes:
-      arguments: what it is given.
-      outputs: what it makes.
-      aliased: of the outputs, what lies in place of arguments.
-      temporaries: what it needs while it runs.
-      code: of the program itself.
-    """
-
-    arguments: float
-    outputs: float
-    aliased: float
-    temporaries: float
-    code: float
+    arguments: float  # what it is given
+    outputs: float  # what it makes
+    aliased: float  # of the outputs, what lies in place of arguments
+    temporaries: float  # what it needs while it runs
+    code: float  # of the program itself
 
 
 class Built(NamedTuple):
-    """A program that was compiled, or did not fit.
+    """A program that was compiled, or did not fit."""
 
-    Attributes:
-      kind: create, step, stage, adopt or rebase.
-      fragments: that share it; none for create and step.
-      compile_s: seconds that it took, lowering included.
-      cpu_s: seconds of processor time, all cores together.
-      memory: its own; where the compiler refused, arguments and temporaries as far as it said.
-      program: what it does; None where the compiler refused.
-      compiler_flops: the compiler's cost analysis, whose loops count once, all devices together.
-    """
-
-    kind: str
-    fragments: tuple[int, ...]
-    compile_s: float
-    cpu_s: float
-    memory: Memory
-    program: Program | None
-    compiler_flops: float
+    kind: str  # create, step, stage, adopt or rebase
+    fragments: tuple[int, ...]  # that share it; none for create and step
+    compile_s: float  # seconds that it took, lowering included
+    cpu_s: float  # seconds of processor time, all cores together
+    memory: Memory  # its own; where the compiler refused, arguments and temporaries as far as it said
+    program: Program | None  # what it does; None where the compiler refused
+    compiler_flops: float  # the compiler's cost analysis, whose loops count once, all devices together
 
     @property
     def name(self) -> str:
@@ -92,17 +74,12 @@ class Built(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """All programs of one kind of island.
-
-    Attributes:
-      held: what each chip holds, from shapes.
-      programs: distinct ones, in the order in which an island needs them.
-    """
+    """All programs of one kind of island."""
 
     blueprint: Blueprint
     plan: FragmentPlan
-    held: Hbm
-    programs: tuple[Built, ...]
+    held: Hbm  # what each chip holds, from shapes
+    programs: tuple[Built, ...]  # distinct ones, in the order in which an island needs them
 
 
 def slice_devices(topology: Topology) -> Sequence[jax.Device]:

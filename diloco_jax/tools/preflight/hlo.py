@@ -53,23 +53,14 @@ class Tensor(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One line of a computation.
+    """One line of a computation."""
 
-    Attributes:
-      name: without the sign %.
-      opcode: such as fusion.
-      shape: text of its type.
-      operands: text between the parentheses.
-      attributes: text behind them.
-      root: true if the computation returns it.
-    """
-
-    name: str
-    opcode: str
-    shape: str
-    operands: str
-    attributes: str
-    root: bool
+    name: str  # without the sign %
+    opcode: str  # such as fusion
+    shape: str  # text of its type
+    operands: str  # text between the parentheses
+    attributes: str  # text behind them
+    root: bool  # true if the computation returns it
 
     @property
     def inputs(self) -> list[str]:
@@ -86,17 +77,11 @@ Computation = dict[str, Instruction]
 
 
 class Collective(NamedTuple):
-    """A collective operation of a program.
+    """A collective operation of a program."""
 
-    Attributes:
-      kind: one of COLLECTIVES.
-      results: what each device has of it.
-      times: how often it runs in one run of the program.
-    """
-
-    kind: str
-    results: tuple[Tensor, ...]
-    times: int
+    kind: str  # one of COLLECTIVES
+    results: tuple[Tensor, ...]  # what each device has of it
+    times: int  # how often it runs in one run of the program
 
     @property
     def num_bytes(self) -> float:
@@ -228,9 +213,6 @@ def _dims(text: str) -> tuple[int, ...]:
     return tuple(int(size.lstrip("<=")) for size in text.split(",") if size)
 
 
-# ---- how often ------------------------------------------------------------------------------------------------------
-
-
 def _runs(computations: Mapping[str, Computation], entry: str) -> tuple[Counter[str], list[str]]:
     """Count how often every computation runs, and list the loops for which that is unknown."""
     runs: Counter[str] = Counter()
@@ -325,9 +307,6 @@ def _step(body: Computation, index: int) -> int | None:
         return 1  # part of a larger fusion: the counters of JAX's loops go up by one
     numbers = [number for name in addition.inputs if (number := _number(body, name)) is not None]
     return numbers[0] if numbers else None
-
-
-# ---- what -----------------------------------------------------------------------------------------------------------
 
 
 def _collective(instruction: Instruction, kind: str, where: str, times: int) -> Collective:

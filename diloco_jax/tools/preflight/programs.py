@@ -36,21 +36,12 @@ def program_hbm(built: Built, compiled: Compiled, hbm: Hbm) -> float:
     return hbm.fixed + own + new + memory.outputs - memory.aliased
 
 
-# ---- gathers --------------------------------------------------------------------------------------------------------
-
-
 class Gathers(NamedTuple):
-    """Collectives that give each chip whole weights, or gradients of whole weights.
+    """Collectives that give each chip whole weights, or gradients of whole weights."""
 
-    Attributes:
-      largest: the largest one, None if there is none.
-      stacked_elements: elements of gathers that join a weight of all layers at once, summed.
-      all_reduces: how many of them are all-reduces, by which the compiler replaces gathers on some slices.
-    """
-
-    largest: Collective | None
-    stacked_elements: int
-    all_reduces: int
+    largest: Collective | None  # the largest one, None if there is none
+    stacked_elements: int  # elements of gathers that join a weight of all layers at once, summed
+    all_reduces: int  # how many of them are all-reduces, by which the compiler replaces gathers on some slices
 
 
 def weight_gathers(built: Built, blueprint: Blueprint) -> Gathers:

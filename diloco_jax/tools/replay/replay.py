@@ -133,8 +133,6 @@ class Replay:
     def _differ(self, where: str) -> None:
         self.difference = self.difference or where
 
-    # ---- what lives need of each other --------------------------------------------------------------------------
-
     def _replica(self, life: LearnerLife) -> Replica:
         if life not in self._replicas:
             self._replicas[life] = Replica(life, self.needs.lives[life], self.trainer, self)

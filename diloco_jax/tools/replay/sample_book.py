@@ -159,8 +159,6 @@ class Book:
         self._sizes[fate] += stop - start
         self._fates.paint(start, stop, fate)
 
-    # ---- leases ---------------------------------------------------------------------------------------------------
-
     def lease(self, life: Life, first_sample: int, start: int, stop: int, findings: Findings) -> None:
         """Enter a lease that was sent. Samples whose numbers were granted before are not handed out again."""
         name = life[0]
@@ -224,8 +222,6 @@ class Book:
         for start, stop in owner.left if owner is not None else ():
             self._mark(start, stop, FREE)
             self.released += stop - start
-
-    # ---- merges ---------------------------------------------------------------------------------------------------
 
     def on_version(self, fragment_id: int, version: int, shares: Mapping[Life, SampleShare]) -> None:
         """Enter that a merge made a version of these shares."""

@@ -118,8 +118,6 @@ class Exchange:
         windows = self._windows_of(fragment).windows
         return [put_array(values[w.part.key].astype(np.float32, copy=False), w.value_sharding) for w in windows]
 
-    # ---- programs -------------------------------------------------------------------------------------------------
-
     def _windows_of(self, fragment: Fragment) -> FragmentWindows:
         if fragment not in self._windows:
             self._windows[fragment] = FragmentWindows(windows_of(fragment, self._tensors))

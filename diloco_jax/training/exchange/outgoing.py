@@ -57,29 +57,18 @@ _Encoded = tuple[bytes | list[Buffer], Residual]  # a payload, and what rounding
 
 
 class HeldFragment(NamedTuple):
-    """An island's data of a fragment beside its parameters.
+    """An island's data of a fragment beside its parameters."""
 
-    Attributes:
-      anchor: the global value that it adopted last, float32 on the devices, in the order of the slices.
-      residual: of the updates that it sent.
-    """
-
-    anchor: DeviceArrays
-    residual: Residual
+    anchor: DeviceArrays  # the global value that it adopted last, float32 on the devices, in the order of the slices
+    residual: Residual  # of the updates that it sent
 
 
 class _Outputs(NamedTuple):
-    """The results of the program.
+    """The results of the program."""
 
-    Attributes:
-      streams: flat arrays of what goes to the host, the windows one after the other.
-      residual: `Residual.on_devices` that there is once this copy was used.
-      local: windows of the parameters, if the island wants them.
-    """
-
-    streams: Mapping[Stream, Any]
-    residual: Mapping[Axes, Any]
-    local: Sequence[Any]
+    streams: Mapping[Stream, Any]  # flat arrays of what goes to the host, the windows one after the other
+    residual: Mapping[Axes, Any]  # `Residual.on_devices` that there is once this copy was used
+    local: Sequence[Any]  # windows of the parameters, if the island wants them
 
 
 class StagedFragment:
@@ -185,8 +174,6 @@ class OutgoingProgram:
         }
         on_host = {key: np.zeros(self._bytes.windows[key].shape, np.float32) for key in self._bytes.on_host}
         return Residual(on_devices, on_host)
-
-    # ---- the program ----------------------------------------------------------------------------------------------
 
     def _compile(self) -> jax.stages.Compiled:
         on = self._on

@@ -51,17 +51,11 @@ class _Item(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The part of a window that each of the devices that hold it rounds: as many rows each, so the last may overlap.
+    """The part of a window that each of the devices that hold it rounds: as many rows each, so the last may overlap."""
 
-    Attributes:
-      rows: of the window; blocks, where one device holds the whole slice.
-      size: of the share, in rows.
-      row_units: blocks in a row, or elements in formats without blocks.
-    """
-
-    rows: int
-    size: int
-    row_units: int
+    rows: int  # of the window; blocks, where one device holds the whole slice
+    size: int  # of the share, in rows
+    row_units: int  # blocks in a row, or elements in formats without blocks
 
     @property
     def units(self) -> int:
@@ -214,8 +208,6 @@ class OutgoingBytes:
     def _check(self, key: str, scales: Float32[np.ndarray, "..."]) -> None:
         if not np.isfinite(scales).all():
             raise codec.NotFinite(f"{key!r} holds NaN or infinity, which {self._format} cannot carry; drop this update")
-
-    # ---- what travels ---------------------------------------------------------------------------------------------
 
     @cached_property
     def _runs(self) -> Runs:

@@ -31,21 +31,13 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Window:
-    """The part of one slice that each shard of its tensor holds.
+    """The part of one slice that each shard of its tensor holds."""
 
-    Attributes:
-      part: the slice.
-      shape: of the slice.
-      tensor: shape of the whole tensor.
-      dtype: of the tensor.
-      sharding: of the tensor; every sharded dimension is divided evenly.
-    """
-
-    part: Slice
-    shape: Shape
-    tensor: Shape
-    dtype: jnp.dtype
-    sharding: NamedSharding
+    part: Slice  # the slice
+    shape: Shape  # of the slice
+    tensor: Shape  # shape of the whole tensor
+    dtype: jnp.dtype  # of the tensor
+    sharding: NamedSharding  # of the tensor; every sharded dimension is divided evenly
 
     @cached_property
     def spec(self) -> PartitionSpec:
@@ -86,10 +78,8 @@ class Window:
         """Return a key that is equal for windows that may share programs."""
         return self.tensor, self.dtype, self.shape, self.part.axis, self.spec
 
-    # ---- inside of a program on all devices; `start` is `part.start` ----------------------------------------------
-
     def cut(self, tensor: Shaped[Array, "..."], start: Int32[Array, ""]) -> Shaped[Array, "..."]:
-        """Return the window of a device's shard of the tensor."""
+        """Return the window of a device's shard of the tensor, in a program on all devices; `start` is `part.start`."""
         if self.part.axis < 0:
             return tensor
         first, rows = self._first(start), self.local_shape[self.part.axis]
@@ -131,8 +121,6 @@ class Window:
         rows, dim = self._rows(start), self.part.axis
         inside = (rows >= 0) & (rows < self.shape[dim])
         return jnp.expand_dims(inside, [d for d in range(len(self.shape)) if d != dim])
-
-    # ---- on the host ----------------------------------------------------------------------------------------------
 
     @cached_property
     def block_dim(self) -> int | None:
@@ -190,8 +178,6 @@ class Window:
         unit = math.prod(self.shape[dim + 1 :])
         scaled = slice(index[dim].start * unit // BLOCK, index[dim].stop * unit // BLOCK)
         return (*index[:dim], scaled)
-
-    # ---- how the tensor is sharded --------------------------------------------------------------------------------
 
     @cached_property
     def _split(self) -> bool:

@@ -42,19 +42,12 @@ class GroupError(TransportError):
 
 
 class GroupItem(NamedTuple):
-    """A message of another host, or its end.
+    """A message of another host, or its end."""
 
-    Attributes:
-        host: that sent it; 0 is the leader.
-        message: None: the host left or was lost, and nothing more comes from it.
-        payload: of the message.
-        reason: why the host is gone.
-    """
-
-    host: int
-    message: Command | Reply | None
-    payload: bytes | memoryview = b""
-    reason: str = ""
+    host: int  # that sent it; 0 is the leader
+    message: Command | Reply | None  # None: the host left or was lost, and nothing more comes from it
+    payload: bytes | memoryview = b""  # of the message
+    reason: str = ""  # why the host is gone
 
 
 def group_config(config: TransportConfig, address: str) -> TransportConfig:

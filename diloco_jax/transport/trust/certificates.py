@@ -35,8 +35,6 @@ CLOCK_SKEW = datetime.timedelta(hours=1)  # a machine whose clock is late accept
 
 Pair: TypeAlias = tuple[ec.EllipticCurvePrivateKey, x509.Certificate]
 
-# ---- looking at certificates ------------------------------------------------------------------------------------
-
 
 class Defect(ValueError):
     """Fault of a certificate or key; the caller knows which setting named the file."""
@@ -161,9 +159,6 @@ def _public_bytes(key: object) -> bytes:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
-
-
-# ---- making certificates ----------------------------------------------------------------------------------------
 
 
 class Made(NamedTuple):

@@ -119,9 +119,6 @@ def island_host(learner_id: str) -> str:
     return learner_id + ISLAND_HOSTS
 
 
-# ---- files ------------------------------------------------------------------------------------------------------
-
-
 def _files(config: TransportConfig, name: str) -> dict[str, str]:
     """Return the path of each setting, in the order authority, certificate, key."""
     return {
@@ -197,9 +194,6 @@ def valid_until(config: TransportConfig, name: str) -> dict[str, datetime.dateti
     return ends
 
 
-# ---- the syncer's gate --------------------------------------------------------------------------------------------
-
-
 class Gate:
     """The decision who may do what, before anything else about a call is believed.
 
@@ -258,9 +252,6 @@ class Gate:
 
 def _texts(context: Mapping[str, list[bytes]], key: str) -> list[str]:
     return [value.decode("utf-8", "replace") for value in context.get(key, ())]
-
-
-# ---- what is wrong ------------------------------------------------------------------------------------------------
 
 
 def diagnose(config: TransportConfig, name: str) -> str:

@@ -111,9 +111,6 @@ def through_the_wire(message: m.Message) -> m.Message | None:
         return None
 
 
-# ---- the syncer's -----------------------------------------------------------------------------------------------
-
-
 def new_syncer() -> Syncer:
     syncer = Syncer(CONFIG, 50, FINGERPRINT)
     syncer.on_begin((1, 2, 3), 0.0)
@@ -232,9 +229,6 @@ def syncer_event(
     return syncer.on_restart(held, (5,) * FRAGMENTS, -1, now_s)
 
 
-# ---- the learner's ----------------------------------------------------------------------------------------------
-
-
 def run_learner(data: bytes) -> None:
     """A learner that is connected; then messages, steps, ticks and lost links in any order."""
     source = Source(data)
@@ -292,8 +286,6 @@ def learner_event(
     machine.on_corrupt(now_s)
     return []
 
-
-# ---- seeds ------------------------------------------------------------------------------------------------------
 
 EXAMPLES: tuple[m.Message, ...] = tuple(
     message._replace(learner_id="a", incarnation=1)

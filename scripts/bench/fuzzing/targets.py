@@ -59,9 +59,6 @@ class Target(NamedTuple):
     run: Callable[[bytes], None]
 
 
-# ---- frames -------------------------------------------------------------------------------------------------------
-
-
 def value_frames(payload: bytes, chunk_bytes: int, number: int = 1) -> list[bytes]:
     body = wire.pack_body(FragmentValue("a", 1, 5, 1, 40, 24, 9000, -1, 80, len(payload)))
     pieces = wire.pieces(number, body, [memoryview(payload)], chunk_bytes)
@@ -175,9 +172,6 @@ def run_message(data: bytes) -> None:
     assert repr(again) == repr(message)  # NaN is not equal to itself
 
 
-# ---- metadata -----------------------------------------------------------------------------------------------------
-
-
 def run_metadata(data: bytes) -> None:
     with contextlib.suppress(Refused):
         header = calls.read_header({calls.HEADER_KEY: data})
@@ -236,8 +230,6 @@ def run_drain_request(data: bytes) -> None:
         assert len(calls.read_drain_request(data)) <= 100
 
 
-# ---- payloads -----------------------------------------------------------------------------------------------------
-
 LAYOUT = [("a", (300,)), ("b", (3, 5)), ("empty", (0, 4)), ("scalar", ())]
 VALUES = {
     key: np.linspace(-1, 1, max(1, int(np.prod(shape))), dtype=np.float32)[: int(np.prod(shape))].reshape(shape)
@@ -274,8 +266,6 @@ def run_state(data: bytes) -> None:
         assert len(data) == STATE_LAYOUT.num_bytes
 
 
-# ---- the hosts of an island ----------------------------------------------------------------------------------------
-
 PARTS = parts_of(bytes(range(66)))  # of two rows, and what is left of a third
 ARRIVED = GlobalFragment(5, 1, 5, 1, 1 << 60, 90)
 COMMANDS = (
@@ -304,9 +294,6 @@ def run_parts(data: bytes) -> None:
         with contextlib.suppress(ValueError):
             cut = cut_part(part, [(0, 10), (20, 50)])
             assert sum(len(buffer) for buffer in cut[1:]) <= len(part)
-
-
-# ---- machines -----------------------------------------------------------------------------------------------------
 
 
 def run_tape(data: bytes) -> None:

@@ -175,8 +175,6 @@ class Lab:
         """The IPv4 address of a site."""
         return f"10.77.{self._sites.index(site) + 1}.2"
 
-    # ---- building -------------------------------------------------------------------------------------------------
-
     def _build(self) -> None:
         for site in (ROUTER, *self._sites):
             _run("ip", "netns", "add", self.namespace(site))
@@ -239,8 +237,6 @@ class Lab:
         """Set one of a site's own kernel settings."""
         _run("ip", "netns", "exec", self.namespace(site), "sysctl", "-qw", f"{name}={value}")
 
-    # ---- links ----------------------------------------------------------------------------------------------------
-
     def _ends(self, island: str) -> tuple[tuple[str, str], tuple[str, str]]:
         """Namespace and device of the sending ends of an island's link: up, down."""
         return (self.namespace(island), "wan"), (self.namespace(ROUTER), island)
@@ -275,8 +271,6 @@ class Lab:
             fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
             ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
-
-    # ---- processes ------------------------------------------------------------------------------------------------
 
     def spawn(
         self,

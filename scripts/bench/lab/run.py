@@ -132,8 +132,6 @@ class WanRun:
         command = ["-m", "diloco_jax", *words, "--run-dir", self.folder]
         spawn_python(self._lab, self.config, name, site, command, self.folder)
 
-    # ---- watching -------------------------------------------------------------------------------------------------
-
     def _await(self, condition: Callable[[], bool], limit_s: float, what: str) -> None:
         self._lab.wait_for(condition, limit_s, what, self._look_at_memory)
 

@@ -91,9 +91,6 @@ class Sizes:
         self.down = [codec.encoded_size(fragment.shapes, down) for fragment in plan.fragments]  # type: ignore[arg-type]
 
 
-# ---- bytes ----------------------------------------------------------------------------------------------------------
-
-
 def add_bytes_words(parser: argparse.ArgumentParser) -> None:
     add_run_words(parser, "5m", rate_mbit=1000.0, steps=240, batch_size=1, seq_len=32)
 
@@ -159,9 +156,6 @@ def _bytes_result(arguments: argparse.Namespace, sizes: Sizes, window: Window, j
     )
 
 
-# ---- slow -----------------------------------------------------------------------------------------------------------
-
-
 def add_slow_words(parser: argparse.ArgumentParser) -> None:
     add_run_words(parser, "1m", rate_mbit=10.0, steps=300, batch_size=2, seq_len=64)
 
@@ -197,9 +191,6 @@ def measure_slow(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         parameters=summary["num_parameters"],
         **{key: summary[key] for key in ("global_steps", "wall_s", "goodput", "contributors_per_round", "eval_loss")},
     )
-
-
-# ---- utilisation ----------------------------------------------------------------------------------------------------
 
 
 def add_utilisation_words(parser: argparse.ArgumentParser) -> None:
@@ -276,9 +267,6 @@ def _utilisation_row(window: Window, rate: float, planned: float) -> dict[str, A
             "lost": len(window.lost),
         }
     )
-
-
-# ---- downlink -------------------------------------------------------------------------------------------------------
 
 
 def add_downlink_words(parser: argparse.ArgumentParser) -> None:

@@ -39,8 +39,6 @@ def run_of(count: int = 4, devices: Any = "auto", **islands: Any) -> RunConfig:
     return parse(merged(SMALL, settings), "test")
 
 
-# ---- looking --------------------------------------------------------------------------------------------------------
-
 CARDS = ("nvidia0", "nvidia1", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm")
 
 

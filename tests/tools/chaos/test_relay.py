@@ -232,8 +232,6 @@ def test_only_loopback_is_listened_on() -> None:
         Relay("127.0.0.1:1", "0.0.0.0:0")
 
 
-# ---- a session through it -------------------------------------------------------------------------------------------
-
 CONFIG = TransportConfig(payload_bytes_max=1 << 24, chunk_bytes=1 << 16)
 VALUE = FragmentValue("a", 0, 1, 0, 1, 1, 1, 0, 1, 1 << 20)
 

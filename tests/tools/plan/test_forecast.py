@@ -181,8 +181,6 @@ def test_goodput_by_hand() -> None:
         expected_goodput(small(given=replace(QUIET, slices=2)), 1.0)
 
 
-# ---- advice ---------------------------------------------------------------------------------------------------------
-
 Changes = dict[str, Any]
 
 
