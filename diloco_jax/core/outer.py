@@ -92,13 +92,10 @@ class Moves(NamedTuple):
 
 @runtime_checkable
 class Outer(Protocol):
-    """The interface of an outer optimizer, shaped like optax's transformations.
+    """The interface of an outer optimizer, shaped like optax's transformations."""
 
-    Attributes:
-      elementwise: every element is treated alike, and the state is flat arrays with one element for each of the
-        parameters; so merge shards may cut tensors anywhere.
-    """
-
+    # every element is treated alike, and the state is flat arrays with one element for each of the parameters; so merge
+    # shards may cut tensors anywhere
     elementwise: ClassVar[bool]
 
     def init(self, params: Views) -> OuterState:

@@ -37,14 +37,19 @@ PARAMS, OPTIMIZER, OTHER = "params/", "optimizer/", "other/"  # what the names o
 class ExchangedState:
     """A training state, as it is after the newest step, whose parameters are exchanged with other islands.
 
-    `lies` is a TrainState of the layouts of its leaves.
+    Args:
+      state: the first one.
+      lies: a TrainState of the layouts of its leaves.
+      kinds: what every parameter is, by path.
+      state_layout: how a whole state leaves the island.
+      exchange: of its fragments.
     """
 
     def __init__(
         self, state: TrainState, lies: Any, kinds: Mapping[str, Kind], state_layout: StateLayout, exchange: Exchange
     ) -> None:
-        self.state = state
-        self.shapes = {path: tuple(value.shape) for path, value in state.params.items()}
+        self.state = state  # as it is after the newest step
+        self.shapes = {path: tuple(value.shape) for path, value in state.params.items()}  # of every parameter, by path
         self.kinds = kinds
         self.state_layout = state_layout
         self.exchange = exchange

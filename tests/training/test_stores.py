@@ -261,6 +261,13 @@ def test_a_store_elsewhere_is_copied_once(made: Path) -> None:
     assert contents(local_store("memory://far"))["tokens-00000.bin"]
 
 
+def ends(out: Path, turned: slice) -> None:
+    """Turn some ends of documents round, of which a sum of sizes says nothing."""
+    found = np.fromfile(out / "documents-00000.bin", "<u8")
+    found[turned] = found[turned][::-1]
+    found.tofile(out / "documents-00000.bin")
+
+
 def facts(**changes: Any) -> Callable[[Path], None]:
     def change(out: Path) -> None:
         (out / "store.json").write_text(json.dumps({**json.loads((out / "store.json").read_text()), **changes}))
@@ -277,6 +284,9 @@ def facts(**changes: Any) -> Callable[[Path], None]:
         (facts(finished=False), "is not finished; give the same"),
         (facts(files=[{}]), "is damaged"),
         (facts(vocab_size="256"), "a count is no number"),
+        (facts(dtype="i1,i1"), "dtype is i1,i1, not uint16 or uint32"),
+        (lambda out: ends(out, slice(1, -1)), "documents-00000.bin is damaged: its ends of documents do not ascend"),
+        (lambda out: ends(out, slice(None)), "documents-00000.bin is damaged: its ends of documents do not ascend"),
         (facts(tokenizer="0ff"), "no tokenizer.json that can be read"),
         (lambda out: (out / "store.json").write_text("{"), "is damaged"),
         (lambda out: (out / "store.json").unlink(), "is no token store"),
@@ -285,7 +295,7 @@ def facts(**changes: Any) -> Callable[[Path], None]:
 def test_a_damaged_store_is_one_error(made: Path, damage: Callable[[Path], None], message: str) -> None:
     damage(made)
     with pytest.raises(ValueError, match=message):
-        opened(made)
+        opened(made, documents="whole")
 
 
 def test_an_id_beyond_the_vocabulary_is_an_error(made: Path) -> None:
@@ -313,7 +323,13 @@ def test_an_id_beyond_the_vocabulary_is_an_error(made: Path) -> None:
         (TextSource("{folder}/a.jsonl"), "{folder}", "has no tokenizer.json"),
         (TextSource("{folder}/a.jsonl"), "{folder}/tok", "is damaged"),
         (TextSource("{folder}/a.jsonl"), "train:many", "the size must be a number"),
-        (TextSource("{folder}/a.jsonl"), "train:9", "no vocabulary of 257"),
+        (TextSource("{folder}/a.jsonl"), "train:9", "a number from 257 to 1048576"),
+        (TextSource("{folder}/bad.jsonl.xz"), "bytes", "bad.jsonl.xz cannot be read as jsonl: Input format"),
+        (TextSource("{folder}/bad.jsonl.gz"), "bytes", "bad.jsonl.gz cannot be read as jsonl: Not a gzipped file"),
+        (TextSource("{folder}/deep.jsonl"), "bytes", "deep.jsonl cannot be read as jsonl: maximum recursion"),
+        (TextSource("{folder}/packed"), "bytes", "1 packed files that cannot be read, such as a.zip; unpack"),
+        (TextSource("{folder}/a.jsonl"), "{folder}/end", "names the eos_token 'no', which tokenizer.json does not"),
+        (TextSource("{folder}/a.jsonl"), "{folder}/damaged", "tokenizer_config.json is damaged: "),
     ],
 )
 def test_what_cannot_become_a_store_is_one_error(
@@ -323,6 +339,16 @@ def test_what_cannot_become_a_store_is_one_error(
     (tmp_path / "empty").mkdir()
     (tmp_path / "tok").mkdir()
     (tmp_path / "tok" / "tokenizer.json").write_text("{}")
+    made = '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}'
+    for name, settings in (("end", '{"eos_token": "no"}'), ("damaged", "[]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(made)
+        (tmp_path / name / "tokenizer_config.json").write_text(settings)
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "a.zip").write_bytes(b"PK")
+    for name in ("bad.jsonl.xz", "bad.jsonl.gz"):
+        (tmp_path / name).write_bytes(b"nothing")
+    (tmp_path / "deep.jsonl").write_text('{"text": ' + "[" * 10**5)
     (tmp_path / "blank.jsonl").write_bytes(lines(["", ""]))
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n{"text"')
     (tmp_path / "a.parquet").write_bytes(b"x")

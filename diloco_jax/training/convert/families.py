@@ -125,7 +125,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"config.json of {name} lacks or misspells {error}; copy it again") from error
     activations = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
-    if keys["hidden_act"] not in activations:
+    if str(keys["hidden_act"]) not in activations:
         raise ValueError(f"config.json: hidden_act is {keys['hidden_act']!r}; the decoder has {', '.join(activations)}")
     args["activation"] = activations[keys["hidden_act"]]
     usual = asdict(MoeConfig() if family.experts else DecoderConfig())

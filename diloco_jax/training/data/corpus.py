@@ -101,7 +101,7 @@ def _read_bytes(config: PartConfig) -> Integer[np.ndarray, " n"]:
     root, files = find_files(config)
     # By hash of the name: an alphabetical tail would hold out whole packages, unlike anything trained on.
     names = {p: p.relative_to(root).as_posix() for p in files}
-    files.sort(key=lambda p: (crc32(names[p].encode()), names[p]))
+    files.sort(key=lambda p: (crc32(os.fsencode(names[p])), names[p]))
     return np.frombuffer(b"".join(part for p in files for part in (p.read_bytes(), b"\0")), np.uint8)
 
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import lzma
+import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import fsspec
 import xxhash
+from fsspec.utils import compressions
 
 PIECE_BYTES = 1 << 24
 ROWS = 1024  # read at once
@@ -28,6 +31,7 @@ SUFFIXES = {
     ".arrayrecord": "arrayrecord",
 }
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+PACKED = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".zst")  # read as they are they would be garbage
 EXTRAS = {"gcsfs": "gs", "s3fs": "s3"}
 
 
@@ -102,12 +106,20 @@ def list_pieces(source: TextSource) -> tuple[list[SourcePiece], str]:
         found = {name: each for name, each in found.items() if _format(name) == format}
     if not found:
         raise ValueError(f"'{source.path}' has no {format} file with content; correct the path, or patterns")
+    readable = tuple(f".{suffix}" for suffix in compressions if suffix != "zip")  # with zstandard .zst too
+    if packed := [name for name in sorted(found) if name.endswith(PACKED) and not name.endswith(readable)]:
+        raise ValueError(
+            f"'{source.path}' has {len(packed)} packed files that cannot be read, such as {packed[0]}; unpack them, "
+            "leave them out with --patterns, or for .zst install zstandard"
+        )
     pieces: list[SourcePiece] = []
     hasher = xxhash.xxh3_128(f"{format} {source.field}".encode())
-    for name in sorted(found, key=lambda name: (crc32(name.encode()), name)):  # mixes folders: the end is held out
+    for name in sorted(
+        found, key=lambda name: (zlib.crc32(os.fsencode(name)), name)
+    ):  # mixes folders: the end is held out
         full, info = found[name]
         time = next((info[key] for key in ("ETag", "etag", "mtime", "LastModified", "updated") if key in info), "")
-        hasher.update(f"{name} {info['size']} {time}\n".encode())
+        hasher.update(os.fsencode(f"{name} {info['size']} {time}\n"))
         url = full if "file" in fs.protocol else fs.unstrip_protocol(full)
         pieces += _split(SourcePiece(url, format, source.field, 0, 0, info["size"]))
     return pieces, hasher.hexdigest()
@@ -139,7 +151,9 @@ def read_documents(piece: SourcePiece) -> Iterator[str]:
             if not isinstance(text, str | None):
                 raise ValueError(f"field '{piece.field}' holds {type(text).__name__}, not text")
             yield (text or "").encode("utf-8", "replace").decode()  # JSON may have halves of characters
-    except (EOFError, ValueError, KeyError, OverflowError) as error:  # of pyarrow, json, Unicode and compression
+    except (EOFError, ValueError, KeyError, OverflowError, OSError, RuntimeError, lzma.LZMAError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk; those of pyarrow and compression have no number
+            raise
         raise ValueError(f"{piece.url} cannot be read as {piece.format}: {error}") from error
 
 
@@ -196,7 +210,10 @@ def _arrow(piece: SourcePiece) -> Iterator[Any]:
 def _records(url: str) -> Any:
     if not Path(url).exists():
         raise ValueError(f"{url} is not on this machine, where ArrayRecord is read; copy or mount it")
-    return needs("array_record.python.array_record_module").ArrayRecordReader(url)
+    reader = needs("array_record.python.array_record_module").ArrayRecordReader(url)
+    if not reader.ok():
+        raise ValueError(f"{url} is damaged, or no ArrayRecord; copy it again")
+    return reader
 
 
 def _array_record(piece: SourcePiece) -> Iterator[str]:

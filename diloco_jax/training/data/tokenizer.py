@@ -19,6 +19,7 @@ TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
 TOKENIZER_FILES = (SETTINGS_FILE, TOKENIZER_FILE)  # the last one says that all are there
 END = "<|endoftext|>"
 ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # of documents, where no settings name one
+SIZE_MIN, SIZE_MAX = 257, 1 << 20  # each byte, and the end, are the fewest ids that can be trained
 ENCODED_AT_ONCE = 1 << 20  # characters: an encoding takes about a hundred times as much memory
 
 
@@ -114,18 +115,18 @@ def open_tokenizer(name: str | Path) -> Tokenizer:
 def _end(made: Any, settings: Path) -> int | None:
     """Find the token that ends a document."""
     try:
-        said = json.loads(settings.read_text(encoding="utf-8")).get("eos_token") if settings.exists() else None
-        names = [str(said["content"] if isinstance(said, dict) else said)] if said else ENDS
-    except (ValueError, AttributeError, KeyError) as error:
-        raise ValueError(f"{settings} is damaged ({error!r}); take it again from where it came") from error
-    return next((number for name in names if (number := made.token_to_id(name)) is not None), None)
+        said = json.loads(settings.read_bytes()).get("eos_token") if settings.exists() else None
+        names = [said["content"] if isinstance(said, dict) else said] if said else ENDS
+        found = next((number for name in names if (number := made.token_to_id(name)) is not None), None)
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{settings} is damaged: {error!r}; take it again from where it came") from error
+    if said and found is None:  # documents would run into each other
+        raise ValueError(f"{settings} names the eos_token {names[0]!r}, which {TOKENIZER_FILE} does not have")
+    return found
 
 
 def train_tokenizer(texts: Iterable[str], size: int, folder: Path) -> None:
-    """Train a byte-level BPE of `size` ids, and write it."""
-    least = 257
-    if not least <= size <= 2**20:
-        raise ValueError(f"train:{size} is no vocabulary of {least} (each byte, and the end) to {2**20} ids")
+    """Train a byte-level BPE of `size` ids, SIZE_MIN to SIZE_MAX, and write it."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()

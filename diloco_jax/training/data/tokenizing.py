@@ -23,6 +23,8 @@ from diloco_jax.training.data.documents import PIECE_BYTES, SourcePiece, TextSou
 from diloco_jax.training.data.store import DOCUMENTS_NAME, STORE_FILE, TOKENS_NAME, locked, read_facts
 from diloco_jax.training.data.tokenizer import (
     BYTES,
+    SIZE_MAX,
+    SIZE_MIN,
     TOKENIZER_FILES,
     Tokenizer,
     open_tokenizer,
@@ -64,10 +66,10 @@ def build_store(source: TextSource, tokenizer: str, out: Path, workers: int = 0,
     pieces, digest = list_pieces(source)
     if not tokenizer.startswith(TRAIN):
         made_from = {"source": digest, "tokenizer": open_tokenizer(tokenizer).digest}
-    elif (word := tokenizer.removeprefix(TRAIN)).isdecimal():
+    elif (word := tokenizer.removeprefix(TRAIN)).isdecimal() and SIZE_MIN <= int(word) <= SIZE_MAX:
         made_from = {"source": digest, "tokenizer": tokenizer}
     else:
-        raise ValueError(f"--tokenizer {TRAIN}{word}: the size must be a number, as in train:32000")
+        raise ValueError(f"--tokenizer {tokenizer}: the size must be a number from {SIZE_MIN} to {SIZE_MAX}")
     _begin(out, made_from)
     with locked(out / LOCK_NAME, 0.0):
         if read_facts(out, unfinished=True)["finished"]:

@@ -43,11 +43,6 @@ class StagedState:
 
     Its methods may be called from any thread, but from one at a time, while the island trains on.
 
-    Attributes:
-      layout: of the whole state.
-      of_others: given a leaf's name, waits for what `loose` gives on the other processes, by process; the owner sets it
-        on the one that wants whole leaves. It may raise CopyGone.
-
     Args:
       elsewhere: where the pieces of the other processes belong, by leaf and process.
     """
@@ -55,7 +50,9 @@ class StagedState:
     def __init__(
         self, layout: StateLayout, pieces: Sequence[_Piece], elsewhere: Mapping[str, Mapping[int, Sequence[Index]]]
     ) -> None:
-        self.layout = layout
+        self.layout = layout  # of the whole state
+        # given a leaf's name, waits for what `loose` gives on the other processes, by process; the owner sets it on the
+        # one that wants whole leaves. It may raise CopyGone.
         self.of_others: Callable[[str], Mapping[int, Bytes]] = lambda name: {}
         self._elsewhere = elsewhere
         self._pieces: dict[str, list[_Piece]] = {}
