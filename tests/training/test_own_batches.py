@@ -73,6 +73,7 @@ def test_types_are_those_of_devices_and_images_stay_bytes(monkeypatch: pytest.Mo
         (IMAGE | {"more": np.zeros(1)}, r"'more' float32 of shape \(1,\), the first sample has nothing"),
         ({"image": IMAGE["image"], "scale": IMAGE["scale"]}, "'label' nothing, the first sample has int32"),
         (IMAGE | {"label": np.asarray(2**31)}, "'label' numbers from 2147483648 to 2147483648; they need 32 bits"),
+        (IMAGE | {"scale": np.asarray(1e300)}, r"'scale' numbers from 1e\+300 to 1e\+300; they need 32 bits"),
         (IMAGE | {"label": np.asarray("cat")}, "'label' <U3 .*; give numbers"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from diloco_jax.training.data.store import Store, local_store, locked
 from diloco_jax.training.data.tokenizer import open_tokenizer
 from diloco_jax.training.data.tokenizing import build_store
 
+WITHOUT_GCSFS = pytest.mark.skipif(find_spec("gcsfs") is not None, reason="gcsfs is installed")
 TEXTS = [f"{'word ' * (number * 7 % 23)}{number} ü\n" for number in range(60)]
 
 
@@ -170,6 +172,9 @@ def test_a_tokenizer_of_hugging_face_is_copied_with_the_end_that_its_settings_na
     tokenizer = open_tokenizer(second)
     assert tokenizer.end == tokenizer.encode("w")[0] and Store(second).read(0, len(Store(second)))[-1] == tokenizer.end
     assert tokenizer.digest == open_tokenizer(first).digest
+    (first / "tokenizer_config.json").write_text('{"eos_token": {"id": 1}}')
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is damaged"):
+        open_tokenizer(first)
 
 
 def test_a_long_document_is_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -256,6 +261,13 @@ def test_a_store_elsewhere_is_copied_once(made: Path) -> None:
     assert contents(local_store("memory://far"))["tokens-00000.bin"]
 
 
+def ends(out: Path, turned: slice) -> None:
+    """Turn some ends of documents round, of which a sum of sizes says nothing."""
+    found = np.fromfile(out / "documents-00000.bin", "<u8")
+    found[turned] = found[turned][::-1]
+    found.tofile(out / "documents-00000.bin")
+
+
 def facts(**changes: Any) -> Callable[[Path], None]:
     def change(out: Path) -> None:
         (out / "store.json").write_text(json.dumps({**json.loads((out / "store.json").read_text()), **changes}))
@@ -272,6 +284,9 @@ def facts(**changes: Any) -> Callable[[Path], None]:
         (facts(finished=False), "is not finished; give the same"),
         (facts(files=[{}]), "is damaged"),
         (facts(vocab_size="256"), "a count is no number"),
+        (facts(dtype="i1,i1"), "dtype is i1,i1, not uint16 or uint32"),
+        (lambda out: ends(out, slice(1, -1)), "documents-00000.bin is damaged: its ends of documents do not ascend"),
+        (lambda out: ends(out, slice(None)), "documents-00000.bin is damaged: its ends of documents do not ascend"),
         (facts(tokenizer="0ff"), "no tokenizer.json that can be read"),
         (lambda out: (out / "store.json").write_text("{"), "is damaged"),
         (lambda out: (out / "store.json").unlink(), "is no token store"),
@@ -280,7 +295,7 @@ def facts(**changes: Any) -> Callable[[Path], None]:
 def test_a_damaged_store_is_one_error(made: Path, damage: Callable[[Path], None], message: str) -> None:
     damage(made)
     with pytest.raises(ValueError, match=message):
-        opened(made)
+        opened(made, documents="whole")
 
 
 def test_an_id_beyond_the_vocabulary_is_an_error(made: Path) -> None:
@@ -301,28 +316,39 @@ def test_an_id_beyond_the_vocabulary_is_an_error(made: Path) -> None:
         (TextSource("{folder}/a.jsonl", field="id"), "bytes", "field 'id' holds int, not text"),
         (TextSource("{folder}/bad.jsonl"), "bytes", "bad.jsonl cannot be read as jsonl"),
         (TextSource("{folder}"), "bytes", "several formats .jsonl, parquet."),
-        (TextSource("gs://bucket/x"), "bytes", "needs a package that is missing: .*gcsfs.*extra 'gs'"),
+        pytest.param(
+            TextSource("gs://bucket/x"), "bytes", "needs a package .*: .*gcsfs.*extra 'gs'", marks=WITHOUT_GCSFS
+        ),
         (TextSource("foo://x"), "bytes", "Protocol not known: foo"),
         (TextSource("{folder}/a.jsonl"), "{folder}", "has no tokenizer.json"),
         (TextSource("{folder}/a.jsonl"), "{folder}/tok", "is damaged"),
         (TextSource("{folder}/a.jsonl"), "train:many", "the size must be a number"),
-        (TextSource("{folder}/a.jsonl"), "train:9", "no vocabulary of 257"),
+        (TextSource("{folder}/a.jsonl"), "train:9", "a number from 257 to 1048576"),
+        (TextSource("{folder}/bad.jsonl.xz"), "bytes", "bad.jsonl.xz cannot be read as jsonl: Input format"),
+        (TextSource("{folder}/bad.jsonl.gz"), "bytes", "bad.jsonl.gz cannot be read as jsonl: Not a gzipped file"),
+        (TextSource("{folder}/deep.jsonl"), "bytes", "deep.jsonl cannot be read as jsonl: maximum recursion"),
+        (TextSource("{folder}/packed"), "bytes", "1 packed files that cannot be read, such as a.zip; unpack"),
+        (TextSource("{folder}/a.jsonl"), "{folder}/end", "names the eos_token 'no', which tokenizer.json does not"),
+        (TextSource("{folder}/a.jsonl"), "{folder}/damaged", "tokenizer_config.json is damaged: "),
     ],
 )
 def test_what_cannot_become_a_store_is_one_error(
     tmp_path: Path, source: TextSource, tokenizer: str, message: str
 ) -> None:
-    if source.path.startswith("gs"):
-        try:
-            import gcsfs  # type: ignore[import-not-found]  # noqa: F401
-
-            pytest.skip("gcsfs is installed")
-        except ImportError:
-            pass
     write_jsonl(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "tok").mkdir()
     (tmp_path / "tok" / "tokenizer.json").write_text("{}")
+    made = '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}'
+    for name, settings in (("end", '{"eos_token": "no"}'), ("damaged", "[]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(made)
+        (tmp_path / name / "tokenizer_config.json").write_text(settings)
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "a.zip").write_bytes(b"PK")
+    for name in ("bad.jsonl.xz", "bad.jsonl.gz"):
+        (tmp_path / name).write_bytes(b"nothing")
+    (tmp_path / "deep.jsonl").write_text('{"text": ' + "[" * 10**5)
     (tmp_path / "blank.jsonl").write_bytes(lines(["", ""]))
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n{"text"')
     (tmp_path / "a.parquet").write_bytes(b"x")

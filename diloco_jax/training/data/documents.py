@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import lzma
+import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import fsspec
 import xxhash
+from fsspec.utils import compressions
 
 PIECE_BYTES = 1 << 24
 ROWS = 1024  # read at once
@@ -28,41 +31,27 @@ SUFFIXES = {
     ".arrayrecord": "arrayrecord",
 }
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+PACKED = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".zst")  # read as they are they would be garbage
 EXTRAS = {"gcsfs": "gs", "s3fs": "s3"}
 
 
 class SourcePiece(NamedTuple):
-    """A share of a source: a file, or a range of one.
-
-    Attributes:
-        url: of the file.
-        format: of SUFFIXES, or text.
-        field: of a row, that has the text.
-        start, stop: the range, in bytes of JSONL, row groups of Parquet, records of ArrayRecord; stop 0 is the end.
-        size: bytes.
-    """
+    """A file of a source, or a range of one: in bytes of JSONL, row groups of Parquet, records of ArrayRecord."""
 
     url: str
-    format: str
-    field: str
+    format: str  # of SUFFIXES, or text
+    field: str  # of a row, that has the text
     start: int
-    stop: int
-    size: int
+    stop: int  # 0: the end
+    size: int  # bytes
 
 
 class TextSource(NamedTuple):
-    """A place with documents.
-
-    Attributes:
-        path: file, folder or URL.
-        format: of SUFFIXES, or text; "": as the names of the files say.
-        patterns: of the files of a folder.
-        field: of a row, that has the text.
-    """
+    """A place with documents: a file, a folder or a URL."""
 
     path: str
-    format: str = ""
-    patterns: Sequence[str] = ("*",)
+    format: str = ""  # as the names of the files say
+    patterns: Sequence[str] = ("*",)  # of the files of a folder
     field: str = "text"
 
 
@@ -83,11 +72,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def needs(name: str) -> Any:
-    """Import a module of the extra `data`.
-
-    Raises:
-        ValueError: it is missing.
-    """
+    """Import a module of the extra `data`; a ValueError says if it is missing."""
     try:
         return __import__(name, fromlist=["_"])
     except ImportError as error:
@@ -99,11 +84,7 @@ def _format(name: str) -> str:
 
 
 def list_pieces(source: TextSource) -> tuple[list[SourcePiece], str]:
-    """List what a source has, and a digest of the names, sizes and times of its files.
-
-    Raises:
-        ValueError: there is nothing, or files of several formats.
-    """
+    """List what a source has, and a digest of the names, sizes and times of its files."""
     fs, root = file_system(source.path)
     found = {}
     for full, info in fs.find(root, detail=True).items():
@@ -125,12 +106,20 @@ def list_pieces(source: TextSource) -> tuple[list[SourcePiece], str]:
         found = {name: each for name, each in found.items() if _format(name) == format}
     if not found:
         raise ValueError(f"'{source.path}' has no {format} file with content; correct the path, or patterns")
+    readable = tuple(f".{suffix}" for suffix in compressions if suffix != "zip")  # with zstandard .zst too
+    if packed := [name for name in sorted(found) if name.endswith(PACKED) and not name.endswith(readable)]:
+        raise ValueError(
+            f"'{source.path}' has {len(packed)} packed files that cannot be read, such as {packed[0]}; unpack them, "
+            "leave them out with --patterns, or for .zst install zstandard"
+        )
     pieces: list[SourcePiece] = []
     hasher = xxhash.xxh3_128(f"{format} {source.field}".encode())
-    for name in sorted(found, key=lambda name: (crc32(name.encode()), name)):  # mixes folders: the end is held out
+    for name in sorted(
+        found, key=lambda name: (zlib.crc32(os.fsencode(name)), name)
+    ):  # mixes folders: the end is held out
         full, info = found[name]
         time = next((info[key] for key in ("ETag", "etag", "mtime", "LastModified", "updated") if key in info), "")
-        hasher.update(f"{name} {info['size']} {time}\n".encode())
+        hasher.update(os.fsencode(f"{name} {info['size']} {time}\n"))
         url = full if "file" in fs.protocol else fs.unstrip_protocol(full)
         pieces += _split(SourcePiece(url, format, source.field, 0, 0, info["size"]))
     return pieces, hasher.hexdigest()
@@ -153,11 +142,7 @@ def _split(piece: SourcePiece) -> Iterator[SourcePiece]:
 
 
 def read_documents(piece: SourcePiece) -> Iterator[str]:
-    """Yield the documents of a piece.
-
-    Raises:
-        ValueError: it is damaged, or a row has no such text.
-    """
+    """Yield the documents of a piece."""
     read: Callable[[SourcePiece], Iterator[Any]] = {
         "text": _text, "jsonl": _jsonl, "parquet": _parquet, "arrow": _arrow, "arrayrecord": _array_record
     }[piece.format]  # fmt: skip
@@ -166,7 +151,9 @@ def read_documents(piece: SourcePiece) -> Iterator[str]:
             if not isinstance(text, str | None):
                 raise ValueError(f"field '{piece.field}' holds {type(text).__name__}, not text")
             yield (text or "").encode("utf-8", "replace").decode()  # JSON may have halves of characters
-    except (EOFError, ValueError, KeyError, OverflowError) as error:  # of pyarrow, json, Unicode and compression
+    except (EOFError, ValueError, KeyError, OverflowError, OSError, RuntimeError, lzma.LZMAError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk; those of pyarrow and compression have no number
+            raise
         raise ValueError(f"{piece.url} cannot be read as {piece.format}: {error}") from error
 
 
@@ -223,7 +210,10 @@ def _arrow(piece: SourcePiece) -> Iterator[Any]:
 def _records(url: str) -> Any:
     if not Path(url).exists():
         raise ValueError(f"{url} is not on this machine, where ArrayRecord is read; copy or mount it")
-    return needs("array_record.python.array_record_module").ArrayRecordReader(url)
+    reader = needs("array_record.python.array_record_module").ArrayRecordReader(url)
+    if not reader.ok():
+        raise ValueError(f"{url} is damaged, or no ArrayRecord; copy it again")
+    return reader
 
 
 def _array_record(piece: SourcePiece) -> Iterator[str]:

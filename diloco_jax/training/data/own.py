@@ -18,7 +18,12 @@ from diloco_jax.training.data.sample import TOKENS, Sample
 from diloco_jax.training.named import failure, make_named
 
 KINDS = "biuf"  # of numbers that a device can hold: bool, integers, floats
-NARROWER = {"int64": np.int32, "uint64": np.uint32, "float64": np.float32}  # NumPy's usual types, which JAX has not
+NARROWER = {
+    "int64": np.int32,
+    "uint64": np.uint32,
+    "float64": np.float32,
+    "float128": np.float32,
+}  # NumPy's usual types, which JAX has not
 SAMPLES_MAX = 2**32 - 1  # as many as the shuffle can number
 DESCRIBED = 64  # samples at equal distances that are read before training
 
@@ -65,8 +70,10 @@ class OwnSamples:
         if name != TOKENS:
             if value.dtype.kind not in KINDS:
                 raise ValueError(f"{where} as '{name}' {_words((value.shape, value.dtype))}; give numbers")
-            narrow = value.astype(NARROWER.get(value.dtype.name, value.dtype))
-            if value.dtype.kind in "iu" and not np.array_equal(narrow, value):
+            with np.errstate(over="ignore"):
+                narrow = value.astype(NARROWER.get(value.dtype.name, value.dtype.newbyteorder("=")))
+            held = np.array_equal if value.dtype.kind in "iu" else _held
+            if narrow.itemsize < value.itemsize and not held(narrow, value):
                 raise ValueError(f"{where} as '{name}' numbers from {value.min()} to {value.max()}; they need 32 bits")
             return narrow
         size = self.seq_len + 1
@@ -110,6 +117,10 @@ def open_own(module: str, args: Mapping[str, Any], seq_len: int, vocab_size: int
             f"counts as one token: set train.seq_len, which is {seq_len}, to 1"
         )
     return replace(samples, like={name: (value.shape, value.dtype) for name, value in first.items()})
+
+
+def _held(narrow: np.ndarray, value: np.ndarray) -> bool:
+    return bool((np.isfinite(narrow) | ~np.isfinite(value)).all())
 
 
 def _words(described: tuple[tuple[int, ...], np.dtype[Any]] | None) -> str:

@@ -23,20 +23,13 @@ from diloco_jax.training.data.tokenizer import BYTES, TOKENIZER_FILE, open_token
 
 STORE_FILE, VERSION = "store.json", 1
 TOKENS_NAME, DOCUMENTS_NAME = "tokens-{:05d}.bin", "documents-{:05d}.bin"
+DTYPES = ("uint16", "uint32")
 WAIT_S = 12 * 3600.0  # for another process that makes what we need
 POLL_S = 0.5
 
 
 class Store:
-    """A finished token store, memory-mapped.
-
-    Attributes:
-        folder: where it lies on this machine.
-        facts: its store.json.
-        tokenizer: that made it.
-
-    Args:
-        folder: of the store.
+    """A finished token store on this machine, memory-mapped; `facts` is its store.json.
 
     Raises:
         ValueError: there is none, or it is unfinished or damaged.
@@ -53,6 +46,8 @@ class Store:
             self._tokens.append(_mapped(folder / TOKENS_NAME.format(number), dtype, part["tokens"]))
             self._ends.append(_mapped(folder / DOCUMENTS_NAME.format(number), np.dtype("<u8"), part["documents"]))
             self._starts.append(self._starts[-1] + part["tokens"])
+            if part["tokens"] != (self._ends[-1][-1] if part["documents"] else 0):
+                raise self._damaged(number)
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -89,7 +84,14 @@ class Store:
             # of the array's own type: anything else would copy all of it
             begin, end = np.searchsorted(ends, np.array((low - first, high - first), np.uint64), side="right")
             found.append(ends[begin:end].astype(np.int64) + first)
+            edges = np.concatenate(([low], found[-1], [high + 1]))  # else packing would write beyond its memory
+            if (edges[1:] <= edges[:-1]).any():
+                raise self._damaged(number)
         return np.concatenate(found)
+
+    def _damaged(self, number: int) -> ValueError:
+        path = self.folder / DOCUMENTS_NAME.format(number)
+        return ValueError(f"{path} is damaged: its ends of documents do not ascend; make or copy the store again")
 
     def near(self, target: int) -> int:
         """Return an end of a document next to a token, such that both sides have some; else that token."""
@@ -126,7 +128,9 @@ def read_facts(folder: Path, *, unfinished: bool = False) -> dict[str, Any]:
             counts = [file[key] for file in facts["files"] for key in ("tokens", "documents")]
             if not all(isinstance(count, int) and count >= 0 for count in (facts["vocab_size"], *counts)):
                 raise ValueError("a count is no number")
-            _ = np.dtype(facts["dtype"]), facts["tokenizer"], [file["digest"] for file in facts["files"]]
+            if facts["dtype"] not in DTYPES:
+                raise ValueError(f"dtype is {facts['dtype']}, not {' or '.join(DTYPES)}")
+            _ = facts["tokenizer"], [file["digest"] for file in facts["files"]]
     except OSError as error:
         raise ValueError(
             f"'{folder}' is no token store: no {STORE_FILE} ({error.strerror}); see diloco tokenize"
@@ -169,11 +173,7 @@ def locked(path: Path, wait_s: float) -> Iterator[None]:
 
 
 def local_store(path: str) -> Path:
-    """Return the folder of a store on this machine; of a remote one a copy, made once.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the folder of a store on this machine; of a remote one a copy, made once."""
     fs, root = file_system(path)
     if "file" in fs.protocol:
         return Path(root)

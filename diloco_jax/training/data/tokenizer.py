@@ -19,24 +19,18 @@ TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
 TOKENIZER_FILES = (SETTINGS_FILE, TOKENIZER_FILE)  # the last one says that all are there
 END = "<|endoftext|>"
 ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # of documents, where no settings name one
+SIZE_MIN, SIZE_MAX = 257, 1 << 20  # each byte, and the end, are the fewest ids that can be trained
 ENCODED_AT_ONCE = 1 << 20  # characters: an encoding takes about a hundred times as much memory
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A way from text to ids and back.
+    """A way from text to ids and back."""
 
-    Attributes:
-        folder: where its tokenizer.json lies; None if a token is a byte.
-        vocab_size: the number below which all ids are.
-        digest: equal if equal texts have equal ids; "bytes" if a token is a byte.
-        end: id that ends a document, if there is one.
-    """
-
-    folder: Path | None
-    vocab_size: int
-    digest: str
-    end: int | None
+    folder: Path | None  # with tokenizer.json; None if a token is a byte
+    vocab_size: int  # all ids are below
+    digest: str  # equal if equal texts have equal ids; "bytes" if a token is a byte
+    end: int | None  # id that ends a document
     made: Any = None
 
     def encode(self, text: str) -> list[int]:
@@ -91,19 +85,13 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def open_tokenizer(name: str | Path) -> Tokenizer:
-    """Read the tokenizer of a folder, or make that of bytes.
-
-    Raises:
-        ValueError: there is none, or it is damaged.
-    """
+    """Read the tokenizer of a folder, or make that of bytes."""
     if name == BYTES:
         return Tokenizer(None, 256, BYTES, 0)
     folder = Path(name)
     path = folder / TOKENIZER_FILE
     try:
-        text = path.read_text(encoding="utf-8")
-        made = tokenizers.Tokenizer.from_str(text)
-        content = json.loads(made.to_str())
+        made = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(
             f"'{name}' has no {TOKENIZER_FILE} that can be read ({error.strerror}); name its folder, train:SIZE, "
@@ -111,6 +99,7 @@ def open_tokenizer(name: str | Path) -> Tokenizer:
         ) from error
     except Exception as error:  # tokenizers raises nothing more special
         raise ValueError(f"{path} is damaged: {error}; take it again from where it came") from error
+    content = json.loads(made.to_str())
     made.no_padding()
     made.no_truncation()
     size = max(made.get_vocab().values(), default=-1) + 1
@@ -125,20 +114,19 @@ def open_tokenizer(name: str | Path) -> Tokenizer:
 
 def _end(made: Any, settings: Path) -> int | None:
     """Find the token that ends a document."""
-    said = json.loads(settings.read_text(encoding="utf-8")).get("eos_token") if settings.exists() else None
-    names = [said["content"] if isinstance(said, dict) else said] if said else ENDS
-    return next((number for name in names if (number := made.token_to_id(name)) is not None), None)
+    try:
+        said = json.loads(settings.read_bytes()).get("eos_token") if settings.exists() else None
+        names = [said["content"] if isinstance(said, dict) else said] if said else ENDS
+        found = next((number for name in names if (number := made.token_to_id(name)) is not None), None)
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{settings} is damaged: {error!r}; take it again from where it came") from error
+    if said and found is None:  # documents would run into each other
+        raise ValueError(f"{settings} names the eos_token {names[0]!r}, which {TOKENIZER_FILE} does not have")
+    return found
 
 
 def train_tokenizer(texts: Iterable[str], size: int, folder: Path) -> None:
-    """Train a byte-level BPE of `size` ids, and write it.
-
-    Raises:
-        ValueError: a byte-level tokenizer needs more ids.
-    """
-    least = 257
-    if not least <= size <= 2**20:
-        raise ValueError(f"train:{size} is no vocabulary of {least} (each byte, and the end) to {2**20} ids")
+    """Train a byte-level BPE of `size` ids, SIZE_MIN to SIZE_MAX, and write it."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -147,6 +135,11 @@ def train_tokenizer(texts: Iterable[str], size: int, folder: Path) -> None:
     made.train_from_iterator(texts, trainer)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
     (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=1), encoding="utf-8")
-    half = folder / f"{TOKENIZER_FILE}.part"
-    half.write_text(made.to_str(), encoding="utf-8")
-    half.replace(folder / TOKENIZER_FILE)  # whole, or not there
+    write_whole(folder / TOKENIZER_FILE, made.to_str())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is whole, or not there."""
+    half = path.with_name(f"{path.name}.half")
+    half.write_text(text, encoding="utf-8")
+    half.replace(path)

@@ -67,9 +67,7 @@ class StagedState:
     def part(self, index: int, part_bytes: int) -> list[memoryview]:
         """Wait for what part `index` needs and return its bytes in pieces; holds one assembled leaf, not the state.
 
-        Args:
-          index: from 0, below `count(part_bytes)`.
-          part_bytes: size of every part but the last, which may be shorter.
+        All parts but the last have `part_bytes`.
         """
         assert 0 <= index < self.count(part_bytes), f"part {index} of {self.count(part_bytes)}"
         start = index * part_bytes
