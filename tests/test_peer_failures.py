@@ -165,11 +165,13 @@ def test_4_merge_fails_and_nothing_is_committed() -> None:
     pair.join("a", "b")
     run_rounds(pair, 2, "a", "b")
     values, versions = list(pair.driver.values), list(pair.syncer.versions)
+    merged_rounds, global_step = pair.syncer.merged_rounds, pair.syncer.global_step
     sent = len(pair.messages(GlobalFragment))
     pair.poisoned = {"a", "b"}
     run_rounds(pair, 1, "a", "b")
     assert [note.reason for note in pair.notes("abandoned")] == ["no value was usable"]
     assert (pair.driver.values, pair.syncer.versions) == (values, versions)
+    assert (pair.syncer.merged_rounds, pair.syncer.global_step) == (merged_rounds, global_step + 1)
     assert len(pair.messages(GlobalFragment)) == sent, "nobody hears of a version that does not exist"
     pair.poisoned = set()
     run_rounds(pair, 2, "a", "b")
@@ -313,6 +315,7 @@ def test_9_first_compile_takes_longer_than_the_lease() -> None:
     assert condition.condition == "joining" and pair.now_s - condition.since_s > 10 * pair.config.lease_s
     assert len(pair.merges()) > 100, "nobody waited for it"
     pair.step("compiles", step_s=600.0)
+    assert pair.syncer.membership.members["compiles"].state == "active"
     pair.wait(1.0)
     pair.step("compiles", "a")
     assert any("compiles" in names for names in pair.contributors()[-2:])

@@ -41,11 +41,7 @@ def load_config(arguments: argparse.Namespace) -> RunConfig:
 
 
 def run_config(run: str) -> Path:
-    """Find the config in the folder of a run.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Find the config in the folder of a run."""
     from diloco_jax.runtime.records.files import CONFIG_FILE
 
     path = Path(run) / CONFIG_FILE

@@ -17,16 +17,12 @@ Form = Literal["vector", "matrix", "table"]
 
 
 class Kind(NamedTuple):
-    """The kind of a tensor.
+    """The kind of a tensor."""
 
-    Attributes:
-      form: of each tensor of the stack. A vector has at most one axis. A table has a row for each token id. A matrix is
-        all else: a kernel, whatever the number of its axes.
-      stack: how many axes, the first ones, count tensors of their own.
-    """
-
+    # of each tensor of the stack. A vector has at most one axis. A table has a row for each token id. A matrix is all
+    # else: a kernel, whatever the number of its axes.
     form: Form
-    stack: int = 0
+    stack: int = 0  # how many axes, the first ones, count tensors of their own
 
     def unit(self, shape: Sequence[int]) -> int:
         """Return the number of elements of each tensor of the stack, of which some may have been cut off.

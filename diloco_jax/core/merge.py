@@ -41,11 +41,9 @@ class MergeConfig:
     method: Method = "rda"
     """'rda' keeps the mean norm of the learners' outer gradients; 'average' lets it shrink with their number (then
     raise the outer learning rate). Vectors and embeddings (an axis `vocab` in front) are always averaged."""
-
     average_paths: tuple[str, ...] = ("*embed*",)
     """Parameters averaged whatever `method` says and their axes are: patterns on the whole path, case-sensitive, where
     '*' stands for any characters, '/' too. ('*',) averages all."""
-
     outlier_factor: float = 100.0
     """A learner's outer gradient is left out, and its sender warned, when its norm per inner step is this many times
     what is usual for the fragment; above 1, or 0 for no limit. An inner optimizer with a bounded step never comes

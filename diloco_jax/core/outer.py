@@ -32,19 +32,15 @@ class OuterConfig:
     optimizer: OptimizerName = "nesterov"
     """'nesterov' (DiLoCo), 'sgd' (no momentum; with learning rate 1.0 the merged value replaces the global one), or
     'adam'."""
-
     learning_rate: float = 1.0
     """Size of the outer step, above 0. Small: the global model lags behind the learners. Large: it overshoots. With
     momentum mu a steady gradient moves 1 / (1 - mu) times as far; the defaults won the sweep in docs/log.md."""
-
     momentum: float = 0.0
     """mu of 'nesterov' and first-moment decay of 'adam', at least 0 and below 1; 'sgd' does not use it. 0: no memory;
     near 1: old rounds dominate."""
-
     module: str = ""
     """A function of your own as package.module:Name that returns an optax.GradientTransformation with its own rate, in
     place of all above. Each fragment has a state; each merge shard updates the tensors that it has by themselves."""
-
     args: dict[str, Any] = field(default_factory=dict)
     """Passed to that function by name."""
 
@@ -96,13 +92,10 @@ class Moves(NamedTuple):
 
 @runtime_checkable
 class Outer(Protocol):
-    """The interface of an outer optimizer, shaped like optax's transformations.
+    """The interface of an outer optimizer, shaped like optax's transformations."""
 
-    Attributes:
-      elementwise: every element is treated alike, and the state is flat arrays with one element for each of the
-        parameters; so merge shards may cut tensors anywhere.
-    """
-
+    # every element is treated alike, and the state is flat arrays with one element for each of the parameters; so merge
+    # shards may cut tensors anywhere
     elementwise: ClassVar[bool]
 
     def init(self, params: Views) -> OuterState:

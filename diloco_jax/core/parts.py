@@ -29,12 +29,9 @@ Part = Buffer | Sequence[Buffer]
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Bytes of a payload, in the order in which they lie in the data of a part.
+    """Bytes of a payload, in the order in which they lie in the data of a part."""
 
-    Attributes:
-      table: start, size, stride and count of each entry, in bytes; rows are not empty and do not overlap in an entry.
-    """
-
+    # start, size, stride and count of each entry, in bytes; rows are not empty and do not overlap in an entry
     table: Int64[np.ndarray, "n 4"]
 
     @property

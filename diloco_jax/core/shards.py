@@ -28,17 +28,12 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class Shares:
-    """A model's elements as they are dealt out.
+    """A model's elements as they are dealt out."""
 
-    Attributes:
-      wholes: layout of each fragment.
-      parts: layout of each fragment's part, by shard; without pieces where the shard has nothing of it.
-      rules: how each slice of a fragment is merged, by key.
-    """
-
-    wholes: tuple[Layout, ...]
+    wholes: tuple[Layout, ...]  # layout of each fragment
+    # layout of each fragment's part, by shard; without pieces where the shard has nothing of it
     parts: tuple[tuple[Layout, ...], ...]
-    rules: tuple[Mapping[str, Rule], ...]
+    rules: tuple[Mapping[str, Rule], ...]  # how each slice of a fragment is merged, by key
 
     @property
     def count(self) -> int:

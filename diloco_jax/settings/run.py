@@ -21,7 +21,7 @@ from diloco_jax.settings.cloud import CloudConfig
 from diloco_jax.settings.islands import IslandConfig, IslandsConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.training.data.config import DataConfig
-from diloco_jax.training.models.config import ModelConfig
+from diloco_jax.training.models.config import OF_TOKENS, ModelConfig
 from diloco_jax.training.named import check_setting
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import AXIS_RULES, MeshLayout, planned_mesh
@@ -310,8 +310,8 @@ class RunConfig:
                     "model.args.routing dropless needs all experts on each device, but islands.mesh.expert is "
                     f"{axis}; make it 1 (fsdp shares the weights too), or routing capacity"
                 )
-        if self.model.module.endswith(":VisionTransformer"):
-            return  # it has neither ids nor lengths
+        if self.model.module not in OF_TOKENS:
+            return
         longest = self.model.args.get("seq_len_max", 2048)
         if isinstance(longest, int) and self.train.seq_len > longest:
             raise ValueError(

@@ -54,28 +54,7 @@ T = TypeVar("T")
 
 
 class Blueprint:
-    """A model, its inner optimizer and their programs on a mesh.
-
-    Attributes:
-      mesh: of the island.
-      layout: where arrays with logical axes lie.
-      shapes: of every parameter, by path.
-      kinds: what every parameter is, by path.
-      stacked: paths of the parameters whose leading axis is that of layers.
-      tensors: shape, dtype and layout of every parameter, by path.
-      state_shapes: a TrainState of shapes and dtypes.
-      state_shardings: a TrainState of layouts.
-      state_layout: how a whole state leaves the island.
-      create: the program that draws the initial state.
-      draw: the program that draws the initial parameters alone, the same ones.
-      draw_other: the program that makes the initial state beside the parameters alone.
-      streams: the model's random streams.
-      step: the inner step, (state, batch, learning rate, draw) -> (state, metrics); consumes the state. `draw` is as
-        `draw_of` makes it, None for a model without random streams.
-      loss: (parameters, other state, batch) -> (mean loss, what else the model reports),
-        in the mode of an evaluation.
-      settle: (parameters, other state, batch, draw) -> other state, after a forward pass in training mode.
-    """
+    """A model, its inner optimizer and their programs on a mesh."""
 
     def __init__(
         self,
@@ -89,7 +68,6 @@ class Blueprint:
         """Describe the island; nothing is allocated and nothing compiled.
 
         Args:
-          model, optimizer, mesh: as `Island`.
           devices: of the island; only how many, if nothing will be compiled.
           seed: of the initial parameters; equal seeds give equal parameters on any mesh.
 
@@ -101,6 +79,7 @@ class Blueprint:
         described = _describe_model(model, seed)
         self.shapes = {path: tuple(value.shape) for path, value in described.params.items()}
         self.kinds = described.kinds
+        # parameters whose leading axis is that of layers
         self.stacked = frozenset(path for path, names in described.axes.items() if names[:1] == ("layers",))
         self._shardings = {
             path: self.layout.sharding(self.shapes[path], names) for path, names in described.axes.items()
@@ -132,24 +111,24 @@ class Blueprint:
             return model_loss(graphdef, params, batch, other, streams.at(draw))[1][1]
 
         scalar = self.layout.replicated
+        # The initial parameters alone, what a state has beside them, and the whole state.
         self.draw = jax.jit(lambda: initial()[0], out_shardings=self._shardings)
         self.draw_other = jax.jit(lambda: initial()[1], out_shardings=self.state_shardings.other)
         self.create = jax.jit(create, out_shardings=self.state_shardings)
+        # (state, batch, learning rate, draw of `draw_of`) -> (state, metrics); consumes the state.
         # Explicit layouts of the outputs: those that the compiler would choose differ, and step 2 compiles again.
         self.step = jax.jit(
             self._traced(make_train_step(graphdef, tx, optimizer.accumulate_steps, self._shardings, streams)),
             donate_argnums=0,
             out_shardings=(self.state_shardings, scalar),
         )
+        # (parameters, other state, batch) -> (mean loss, metrics) in the mode of an evaluation
         self.loss = jax.jit(self._traced(loss), out_shardings=scalar)
+        # (parameters, other state, batch, draw) -> other state, after a forward pass in training mode
         self.settle = jax.jit(self._traced(settle), out_shardings=self.state_shardings.other)
 
     def batch_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the layout of an array of this shape in a batch.
-
-        Raises:
-          ValueError: the devices cannot share it equally.
-        """
+        """Return the layout of an array of this shape in a batch."""
         if shape[0] % self.layout.batch_parts:
             raise ValueError(
                 f"a batch of {shape[0]} samples cannot be split over the mesh {dict(self.mesh.shape)}; make the "

@@ -35,7 +35,7 @@ PARAMS, OPTIMIZER, OTHER = "params/", "optimizer/", "other/"  # what the names o
 
 
 class ExchangedState:
-    """A training state whose parameters are exchanged with other islands.
+    """A training state, as it is after the newest step, whose parameters are exchanged with other islands.
 
     Args:
       state: the first one.
@@ -43,17 +43,13 @@ class ExchangedState:
       kinds: what every parameter is, by path.
       state_layout: how a whole state leaves the island.
       exchange: of its fragments.
-
-    Attributes:
-      shapes: of every parameter, by path.
-      state: as it is after the newest step.
     """
 
     def __init__(
         self, state: TrainState, lies: Any, kinds: Mapping[str, Kind], state_layout: StateLayout, exchange: Exchange
     ) -> None:
-        self.state = state
-        self.shapes = {path: tuple(value.shape) for path, value in state.params.items()}
+        self.state = state  # as it is after the newest step
+        self.shapes = {path: tuple(value.shape) for path, value in state.params.items()}  # of every parameter, by path
         self.kinds = kinds
         self.state_layout = state_layout
         self.exchange = exchange
@@ -84,9 +80,7 @@ class ExchangedState:
             rebase      local = new + (local - local when sent)      keeps the steps made while the fragment travelled
 
         Args:
-          fragment: which part of the parameters.
           values: the merged fragment, {slice key: float32 array}.
-          mode: how the merged fragment meets the local one.
           alpha: share of the local values, in [0, 1]; only for blend.
           sent: the staged copy that went into the merged fragment, if one did: what rounding kept back of it counts
             from now on. Rebase needs it.
@@ -113,7 +107,7 @@ class ExchangedState:
 
         Args:
           state: what a `StagedState` gave, as bytes or as {leaf name: array}.
-          fragments: which parameters to take; all if not given.
+          fragments: of the parameters to take; all if not given.
 
         Raises:
           ValueError: names, dtypes, shapes or sizes are not those of this island, which is unchanged then.

@@ -47,9 +47,6 @@ class Island(ExchangedState):
         """Build the mesh and draw the initial parameters, directly in their layout.
 
         Args:
-          model: which model.
-          optimizer: which inner optimizer.
-          mesh: how the devices are used.
           seed: of the initial parameters; equal seeds give equal parameters on any mesh.
           devices: the island's devices, all that JAX sees if not given.
           wire: format in which fragments leave the island.
@@ -82,9 +79,6 @@ class Island(ExchangedState):
         Args:
           batch: arrays [samples, ...] by name.
           size: samples of the whole batch, where `batch` has only those rows that `own_rows` names.
-
-        Raises:
-          ValueError: the devices cannot share the batch equally.
         """
         return self._blueprint.put_batch(batch, size)
 
@@ -100,7 +94,6 @@ class Island(ExchangedState):
 
         Args:
           batch: as `put_batch` gave it.
-          learning_rate: of this step.
           position: at which the batch begins in the order of all samples; the model's random streams are made from it,
             so equal positions drop the same. A model without streams does not look at it.
         """

@@ -12,7 +12,7 @@ import sysconfig
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -38,12 +38,17 @@ def check_setting(section: str, module: str, args: Mapping[str, Any]) -> None:
         raise ValueError(f"{section}.args is {args}: {error}; use numbers, text, lists and mappings") from error
 
 
-def load_named(setting: str, name: str) -> Any:
-    """Import what a setting, such as `data.module`, names as `package.module:Name`.
+def check_choices(section: str, config: object) -> None:
+    """Check the fields of a config whose type is a Literal; a ValueError names the choices."""
+    for name, hint in get_type_hints(type(config)).items():
+        if get_origin(hint) is Literal and getattr(config, name) not in (choices := get_args(hint)):
+            raise ValueError(
+                f"{section}.{name} is '{getattr(config, name)}'; choose from {', '.join(map(str, choices))}"
+            )
 
-    Raises:
-      ValueError: it cannot be imported, or is not there.
-    """
+
+def load_named(setting: str, name: str) -> Any:
+    """Import what a setting, such as `data.module`, names as `package.module:Name`."""
     package, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(package), attribute)
@@ -54,11 +59,7 @@ def load_named(setting: str, name: str) -> Any:
 
 
 def make_named(section: str, module: str, args: Mapping[str, Any]) -> Any:
-    """Call what `<section>.module` names with `<section>.args`.
-
-    Raises:
-      ValueError: it cannot be found, or fails.
-    """
+    """Call what `<section>.module` names with `<section>.args`."""
     found = load_named(f"{section}.module", module)
     try:
         return found(**args)

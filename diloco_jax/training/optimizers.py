@@ -12,17 +12,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import optax
 from jaxtyping import Array
 
 from diloco_jax.core.kinds import Kind, kind_of
-from diloco_jax.training.named import check_setting, make_transformation
+from diloco_jax.training.named import check_choices, check_setting, make_transformation
 
 OptimizerName = Literal["adamw", "muon"]
-ScheduleName = Literal["wsd", "cosine", "constant"]
 Schedule = Callable[[int], float]  # global step -> learning rate, on the host: no device work per step
 
 
@@ -33,59 +32,42 @@ class OptimizerConfig:
     module: str = ""
     """A function of your own as package.module:Name that returns an optax.GradientTransformation made for learning
     rate 1, in place of `name` and what is below it up to adam_paths; rate and schedule stay those of this section."""
-
     args: dict[str, Any] = field(default_factory=dict)
     """Passed to that function by name."""
-
     name: OptimizerName = "adamw"
     """adamw, or muon (orthogonalised momentum for matrices, each layer's and each expert's for itself; adam for all
     else)."""
-
     learning_rate: float = 1e-3
     """Peak rate; about 1e-3 for adamw and 2e-2 for muon at a few million parameters."""
-
     adam_learning_rate: float = 3e-3
     """Peak rate of the tensors that muon leaves to adam; not used by adamw."""
-
     b1: float = 0.9
     """Decay of adam's first moment, in [0, 1)."""
-
     b2: float = 0.95
     """Decay of adam's second moment, in [0, 1)."""
-
     muon_beta: float = 0.95
     """Decay of muon's momentum (Nesterov), in [0, 1)."""
-
     weight_decay: float = 0.1
     """Decoupled decay of matrices and other kernels, multiplied by the learning rate; 0 = none. Vectors and embeddings
     (an axis `vocab` in front) never decay, nor do stacks of them."""
-
     clip_norm: float = 1.0
     """Global gradient norm above which the gradient is scaled down; 0 = never."""
-
     adam_paths: tuple[str, ...] = ("*embed*",)
     """Parameters, by path pattern, that are treated like embeddings whatever their axes are: no muon, no decay."""
-
     accumulate_steps: int = 1
     """Micro-batches of an inner step, one after the other, whose mean gradient makes one update; saves memory."""
-
-    schedule: ScheduleName = "wsd"
+    schedule: Literal["wsd", "cosine", "constant"] = "wsd"
     """wsd (warm up, stay, decay), cosine (warm up, then half a cosine), or constant (warm up, stay)."""
-
     warmup_steps: int = 50
     """Global steps of linear warm-up; 0 = none. With train.tokens, so many times the tokens of one (train.tokens)."""
-
     decay_fraction: float = 0.2
     """Share of all global steps (or of train.tokens), at the end, in which wsd decays linearly; 0 = never, 1 = all."""
-
     final_fraction: float = 0.1
     """Rate after the last step as a share of the peak; 0 = down to nothing."""
 
     def __post_init__(self) -> None:
         check_setting("optimizer", self.module, self.args)
-        for name, choices in (("name", get_args(OptimizerName)), ("schedule", get_args(ScheduleName))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"optimizer.{name} is '{getattr(self, name)}'; choose from {', '.join(choices)}")
+        check_choices("optimizer", self)
         rules: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
             "be positive and finite": (lambda x: 0 < x < math.inf, ("learning_rate", "adam_learning_rate")),
             "be at least 1": (lambda x: x >= 1, ("accumulate_steps",)),
@@ -142,9 +124,8 @@ def make_inner(
     momentum of a matrix, orthogonalised by five Newton-Schulz steps, scaled by sqrt(max(1, columns / rows)).
 
     Args:
-      config: which optimizer, and its constants.
       params: {path: array}; only paths and shapes are read.
-      kinds: what each parameter is; what its shape alone says where not named.
+      kinds: of each parameter; as its shape alone says where not named.
 
     Raises:
       ValueError: the user's own function is none that can train these parameters.

@@ -46,16 +46,12 @@ class MeshConfig:
 
     data: int = 1
     """Devices along the replicating axis (whole copies of the parameters); -1 = all devices that remain."""
-
     fsdp: int = 1
     """Devices that share one copy of the parameters and split the batch; -1 = all devices that remain."""
-
     expert: int = 1
     """Devices that share the experts of a mixture, and work like fsdp on all else; -1 = all devices that remain."""
-
     tensor: int = 1
     """Devices that split heads, MLP width and vocabulary of one example; -1 = all devices that remain."""
-
     rules: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Mesh axes by logical axis, such as {embed: [data, fsdp]}; what is not named is as in AXIS_RULES."""
 
@@ -254,12 +250,7 @@ def put_rows(value: Shaped[np.ndarray, "n ..."], sharding: Sharding, size: int) 
 
 
 def put_array(value: Shaped[np.ndarray, "..."], sharding: Sharding) -> Shaped[Array, "..."]:
-    """Copy a whole array to the devices; returns at once.
-
-    Args:
-      value: the same on every process that has devices of the sharding; may be written to afterwards.
-      sharding: how the array lies.
-    """
+    """Copy a whole array, the same on every process, to the devices; returns at once, it may be written to then."""
     # Copies of our own: on CPU device_put goes on reading NumPy's memory, may_alias=False or not; steps write to it.
     if sharding.is_fully_addressable:
         placed: Shaped[Array, "..."] = jax.device_put(np.array(value), sharding)

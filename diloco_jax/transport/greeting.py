@@ -94,13 +94,10 @@ class DescriptionDesk:
 
     Args:
         coming: tells whether a learner is bringing the run's model.
-
-    Attributes:
-        description: the answer; whoever drives the listener sets it.
     """
 
     def __init__(self, gate: Gate, coming: Callable[[], bool] = lambda: False) -> None:
-        self.description = Description("", "")
+        self.description = Description("", "")  # the answer; whoever drives the listener sets it
         self._gate = gate
         self._coming = coming
 

@@ -66,13 +66,10 @@ class ProbeDesk:
 
     Args:
         shards: addresses of further listeners, as `calls.pack_shards` writes them.
-
-    Attributes:
-        settings: what learners must agree on; whoever drives the listener may set it.
     """
 
     def __init__(self, run_id: str, gate: Gate, sessions: Callable[[], int], shards: str) -> None:
-        self.settings: Mapping[str, str] = {}
+        self.settings: Mapping[str, str] = {}  # what learners must agree on; whoever drives the listener may set it
         self._run_id = run_id
         self._gate = gate
         self._sessions = sessions

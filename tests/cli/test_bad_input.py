@@ -42,6 +42,7 @@ def check_refused(result: subprocess.CompletedProcess[str], *words: str) -> None
 
 BUILT_IN = {"module": "diloco_jax.training.models.decoder:Decoder"}
 BUILT_IN_MODEL = BUILT_IN | {"args": {}}
+DROPLESS = {"module": "diloco_jax.training.models.moe:MoeDecoder", "args": {"routing": "dropless"}}
 WRONG_AXIS = {"data": -1, "rules": {"embd": ["fsdp"]}}
 
 
@@ -61,10 +62,8 @@ WRONG_AXIS = {"data": -1, "rules": {"embd": ["fsdp"]}}
         ({"protocol": {"num_fragments": 30}}, ["num_fragments is 30", "sync_every = 6"]),
         ({"protocol": {"overlap_steps": 0}}, ["overlap_steps is 0", "set the quorum to 2"]),
         ({"data": {"format": "tokens", "path": "x"}, "model": BUILT_IN}, ["model.args.vocab_size is 256", "65536"]),
-        (
-            {"train": {"seq_len": 9999}, "model": BUILT_IN},
-            ["train.seq_len is 9999", "raise it, or lower train.seq_len"],
-        ),
+        ({"train": {"seq_len": 9999}, "model": BUILT_IN}, ["train.seq_len is 9999", "or lower train.seq_len"]),
+        ({"islands": {"mesh": {"expert": 2}}, "model": DROPLESS}, ["islands.mesh.expert is 2; make it 1"]),
         ({"islands": {"mesh": WRONG_AXIS}, "model": BUILT_IN}, ["logical axis 'embd'", "choose from batch"]),
         ({"train": {"batch_size": 7}}, ["batch_size is 7", "multiple of islands.count"]),
         ({"islands": {"devices": 3}}, ["batch of 4", "islands.mesh"]),
@@ -110,7 +109,7 @@ class BadValue(Decoder):
         ({"data": {"path": ".", "patterns": ["*.nothing"]}}, ["no file that matches", "data.patterns"]),
         ({"data": {"path": "short.txt"}}, ["short.txt' has 401 tokens", "give more text"]),
         ({"data": {"path": "some.txt"}}, ["held-out windows make no batch of 16", "lower train.eval_batch_size"]),
-        ({"model": {"module": "nowhere:Thing"}}, ["nowhere", "model.module"]),
+        ({"model": {"module": "nowhere:Thing"}}, ["nowhere", "model.module", "cannot be imported"]),
         ({"model": {"module": "Thing"}}, ["model.module is 'Thing'", "package.module:Name"]),
         ({"model": {"module": "wrong_models:Thing"}}, ["has no attribute 'Thing'", "model.module"]),
         ({"model": {"module": "broken_model:Thing"}}, ["broken_model.py, line 1", "SyntaxError", "model.module"]),
@@ -277,27 +276,22 @@ def test_unreachable_syncer(
 
 
 def test_learner_with_another_model_is_told_what_differs(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    config = write_config(tmp_path)
-    other = tmp_path / "other"
+    run_dir, other, config = tmp_path / "run", tmp_path / "other", write_config(tmp_path)
     other.mkdir()
     args = {"dim": 48, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "mlp_dim": 64}
     other_config = write_config(other, model={"args": args})
     syncer = start("syncer", config, "--run-dir", run_dir)
     try:
-        address = wait_for(lambda: (run_dir / "syncer.address").exists() and _read(run_dir), "the syncer's address")
+        told = run_dir / "syncer.address"
+        address = wait_for(lambda: told.exists() and told.read_text(), "the syncer's address")
         result = run("learner", other_config, "--island", "island-0", "--syncer", address)
         check_refused(result, "refused this learner", "model differs", '"dim": 32', '"dim": 48', "same config")
-        told = run("status", address, "--json")
-        assert told.returncode == 0 and '"waiting_for"' in told.stdout, told.stderr
+        status = run("status", address, "--json")
+        assert status.returncode == 0 and '"waiting_for"' in status.stdout, status.stderr
     finally:
         syncer.terminate()
         output, _ = syncer.communicate(timeout=60)
     assert syncer.returncode == 0, output
-
-
-def _read(run_dir: Path) -> str:
-    return (run_dir / "syncer.address").read_text()
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import struct
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from typing import get_args
 
 import jax
@@ -204,3 +209,138 @@ def test_a_digest_depends_on_the_bytes_and_not_on_how_they_are_cut() -> None:
         damaged[bit // 8] ^= 1 << bit % 8
         assert codec.digest(damaged) != whole
     assert codec.digest(b"diloco") == 0x1D2DFBBEF25A4240  # what peers of other versions compute
+
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+# Every array ends where the readable memory ends, so a read or a write behind it kills the process.
+AT_THE_END = """
+import ctypes, mmap, sys
+import numpy as np
+from diloco_jax.core import kernels
+from tests.core.merging import FORMATS, SHAPES, layout_of, payload_of, random_values
+
+KINDS = {name: getattr(kernels, name.upper()) for name in FORMATS}
+protect = ctypes.CDLL(None, use_errno=True).mprotect
+held = []
+
+def at_the_end(array):
+    pages = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
+    flat = np.frombuffer(memory, np.uint8)
+    assert protect(ctypes.c_void_p(flat.ctypes.data + pages), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    held.append(memory)
+    copy = flat[pages - array.nbytes : pages].view(array.dtype)
+    copy[:] = array
+    return copy
+
+up = sys.argv[1]
+for key, shape in SHAPES.items():
+    layout, size = layout_of({key: shape}), int(np.prod(shape))
+    values = [random_values(seed, {key: shape}) for seed in range(6)]
+    payloads = [at_the_end(payload_of(value, up)) for value in values[:2]]
+    moved = at_the_end(layout.flat(values[2]))
+    sources = np.array([p.ctypes.data for p in payloads], np.uint64), np.array([moved.ctypes.data, 0], np.uint64)
+    place = layout.places(up)[0]
+    at = (place.scales, place.codes)
+    for moves in (sources[1], np.zeros(2, np.uint64)):
+        kernels.gram(sources[0], moves, KINDS[up], at, 0, size, size, at_the_end(np.zeros(4)).reshape(1, 2, 2))
+        parts = at_the_end(np.zeros(4 * -(-size // 35))).reshape(-1, 2, 2)
+        kernels.gram(sources[0], moves, KINDS[up], at, 0, size, 35, parts)
+        halves = at_the_end(np.full(2 * len(parts), 0.5, np.float32)).reshape(-1, 2)
+        for down in FORMATS:
+            out = layout.places(down)[0]
+            step = at_the_end(np.zeros(layout.payload_bytes(down) if down != "float32" else 0, np.uint8))
+            flats = [at_the_end(layout.flat(value)) for value in values[3:]]
+            new = [at_the_end(np.zeros(size, np.float32)) for _ in range(3)]
+            assert kernels.update(
+                *(sources[0], moves), halves, 35, KINDS[up], at, 0, *flats, np.float32(0.7),
+                np.float32(0.9), KINDS[down], step, (out.scales, out.codes), *new,
+            )
+            assert all(array.all() for array in new[:2]), "something was not written"
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="protects pages with mprotect of Linux")
+@pytest.mark.parametrize("up", ["float32", "bfloat16", "int8", "int4"])
+def test_nothing_behind_an_array_is_touched(up: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", AT_THE_END, up], cwd=ROOT, capture_output=True, text=True, timeout=110
+    )
+    assert result.returncode == 0, result.stderr or f"died with {result.returncode}"
+
+
+# In a process of its own, with a cache of its own: here other tests have merged before.
+MERGE = """
+import sys
+from numba.core import event
+import jax
+import numpy as np
+import optax
+from diloco_jax.core.merge import Rule
+from diloco_jax.core.passes import Merger, State, Values
+from diloco_jax.core.outer import Nesterov, Optax
+from tests.core.merging import FORMATS, layout_of, payload_of, random_values
+
+outer = Nesterov(0.7, 0.9) if sys.argv[1] == "nesterov" else Optax(optax.adam(0.1))
+layout = layout_of()
+rules = [Rule("rda", max(1, (piece.stop - piece.start) // 2)) for piece in layout.pieces]
+formats = FORMATS if sys.argv[1] == "nesterov" else ("int4",)  # what optax compiles knows nothing of formats
+mergers = {(up, down): Merger(layout, rules, outer, up, down) for up in formats for down in formats}
+states = {way: merger.first(layout.flat(random_values(0))) for way, merger in mergers.items()}
+compiled = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+)
+with event.install_recorder("numba:compile") as seen:
+    for (up, down), merger in mergers.items():
+        state = states[up, down]
+        payloads = [payload_of(random_values(seed), up) for seed in (1, 2, 3)]
+        moved = [None, layout.flat(random_values(4)), None]
+        for frozen in (False, True):  # what came over a pipe, or is shown to somebody, cannot be written to
+            for array in (state.value, state.residual, *state.outer.values()) if frozen else ():
+                array.flags.writeable = array.size == 0  # empty ones are one for all
+            values = Values(payloads, moved)
+            merger.update(values, merger.inspect(values), np.full(3, 1 / 3), state)
+assert not seen.buffer, f"{len(seen.buffer)} times compiled by Numba"
+assert not compiled, compiled
+print("merged", len(mergers))
+"""
+
+
+def merge(outer: str, cache: Path, home: Path, package: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """A process that merges, with nothing compiled yet, at this home of a user."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("XDG_", "NUMBA_"))}
+    environment |= {"PYTHONPATH": str(package), "HOME": str(home), "NUMBA_CACHE_DIR": str(cache)}
+    return subprocess.run(
+        [sys.executable, "-c", MERGE, outer], capture_output=True, text=True, env=environment, cwd=package
+    )
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with nothing in it before the first process of this module."""
+    return tmp_path_factory.mktemp("home") / "cache"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("outer", "count"), [("nesterov", 16), ("adam", 1)])
+def test_a_first_merge_compiles_nothing(cache: Path, outer: str, count: int) -> None:
+    ran = merge(outer, cache, cache.parent)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == f"merged {count}"
+
+
+@pytest.mark.timeout(300)
+def test_it_works_where_nothing_can_be_written(tmp_path: Path) -> None:
+    """A package that belongs to somebody else, for a user without a home: each process compiles for itself."""
+    package, blocked = tmp_path / "package", tmp_path / "blocked"
+    for folder in ("diloco_jax", "tests"):
+        shutil.copytree(ROOT / folder, package / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    blocked.write_text("a file where a folder would have to be", encoding="utf-8")
+    shutil.rmtree(package / "diloco_jax" / "core" / "__pycache__", ignore_errors=True)
+    (package / "diloco_jax" / "core" / "__pycache__").write_text("", encoding="utf-8")
+    ran = merge("nesterov", blocked / "cache", blocked, package)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "merged 16"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import random
+
 import pytest
 
 from diloco_jax.protocol.effects import Effect, Note, Send
@@ -9,6 +12,7 @@ from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT
 from diloco_jax.protocol.messages import Adopted, Expel, Heartbeat, Leave, StateRequest, Stop
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.health import conditions
+from diloco_jax.protocol.watch.outrun import EPISODES_MAX, FACTOR, STEPS_MIN, Episode, Outrun
 from tests.protocol.pair import Pair
 from tests.protocol.syncer_inputs import hello, merged, new, only, report, running, sent, value
 
@@ -99,28 +103,6 @@ def test_a_joining_learner_that_falls_silent_is_noticed_and_may_come_back() -> N
     assert syncer.membership.live == 0
 
 
-def test_a_long_first_compile_is_not_death() -> None:
-    pair = Pair(lease_s=20.0, heartbeat_s=5.0)
-    pair.join("a")
-    pair.wait(600.0)  # it compiles; only its heart beats
-    assert pair.syncer.membership.members["a"].state == JOINING and pair.notes("silent") == []
-    pair.step("a", step_s=600.0)
-    assert pair.syncer.membership.members["a"].state == ACTIVE
-
-
-def test_slow_is_not_dead() -> None:
-    pair = Pair(lease_s=20.0, heartbeat_s=5.0, quorum=1)
-    pair.join("a", "slow")
-    pair.step("a", "slow")
-    for _ in range(50):
-        pair.wait(2.0)
-        pair.step("a", step_s=2.0)
-    pair.step("slow", step_s=100.0)
-    pair.step("slow", step_s=100.0)
-    assert pair.notes("silent") == []
-    assert [c.condition for c in conditions(pair.syncer, pair.now_s)] == ["training", "slow"]
-
-
 def unmerged(syncer: Syncer, rounds: int) -> list[Effect]:
     """Rounds of a alone while b reports, but never what a round can count: it holds no step since its adoption."""
     effects: list[Effect] = []
@@ -204,39 +186,21 @@ def test_an_expelled_learner_stops_and_its_next_incarnation_may_join() -> None:
     assert pair.contributors()[-1] == ("a", "b")
 
 
-def test_the_values_of_a_poisoned_learner_make_no_version() -> None:
-    pair = Pair(quorum=1, strikes_max=100)
-    pair.join("a")
-    pair.poisoned = {"a"}
-    for _ in range(5):
-        pair.wait(1.0)
-        pair.step("a")
-    assert pair.syncer.versions == [0, 0] and pair.syncer.merged_rounds == 0 and pair.syncer.global_step == 5
-    pair.poisoned = set()
-    for _ in range(2):
-        pair.wait(1.0)
-        pair.step("a")
-    assert pair.syncer.versions == [6, 7], "its steps were not used up"
-
-
 def test_drain_asks_one_learner_to_leave() -> None:
     syncer = running("a", "b")
     assert syncer.on_drain("b", 2.0) == [Send("b", Stop(1, "drained"))]
     assert syncer.membership.members["b"].state == ACTIVE, "until it says goodbye"
 
 
-@pytest.mark.parametrize(("names", "words"), [(("a",), "there are a"), ((), "there are nobody")])
-def test_drain_of_an_unknown_name_says_who_is_there(names: tuple[str, ...], words: str) -> None:
+@pytest.mark.parametrize(
+    ("names", "name", "words"),
+    [(("a",), "ghost", "there are a"), ((), "ghost", "there are nobody"), (("a", "b"), "b", "there are a")],
+)
+def test_drain_of_who_is_not_there_says_who_is(names: tuple[str, ...], name: str, words: str) -> None:
     syncer = running(*names) if names else new()
-    with pytest.raises(ValueError, match=f"no learner 'ghost' is connected; {words}"):
-        syncer.on_drain("ghost", 2.0)
-
-
-def test_drain_of_who_is_gone_is_refused() -> None:
-    syncer = running("a", "b")
     syncer.on_disconnect("b", 1, "broke", 2.0)
-    with pytest.raises(ValueError, match="no learner 'b' is connected; there are a"):
-        syncer.on_drain("b", 3.0)
+    with pytest.raises(ValueError, match=f"no learner '{name}' is connected; {words}"):
+        syncer.on_drain(name, 3.0)
 
 
 def test_a_silent_learner_can_be_drained() -> None:
@@ -254,3 +218,90 @@ def test_a_drained_learner_leaves_and_stays_away() -> None:
     assert pair.messages(Leave, "b")[-1].reason == "drained" and pair.learners["b"].state == "stopped"
     assert pair.syncer.membership.members["b"].state == GONE
     assert pair.syncer.leases.fates.released > 0
+
+
+NAMES = ["a", "b", "c", "d"]
+
+
+def walk(outrun: Outrun, steps: int, per_round: float, begin: float = 0.0) -> float:
+    """So many steps of everybody, with a round after so many of them; returns the clock of rounds."""
+    clock = begin
+    for _ in range(steps):
+        clock += 1 / per_round
+        for name in NAMES:
+            outrun.on_steps(name, 1, int(clock))
+    return clock
+
+
+def test_a_healthy_run_has_none() -> None:
+    outrun = Outrun()
+    walk(outrun, 1000, 1.0)
+    assert not outrun.current and not outrun.episodes
+
+
+def test_a_first_round_that_takes_long_is_an_episode_with_its_figures() -> None:
+    outrun = Outrun()
+    for _ in range(64):
+        for name in NAMES:
+            outrun.on_steps(name, 1, 0)
+    assert outrun.current, "while it goes on"
+    clock = walk(outrun, 200, 1.0)
+    assert not outrun.current and len(outrun.episodes) == 1 and clock == 200
+    assert str(outrun.episodes[0]) == "islands outran rounds: 64 steps each while 0 rounds closed, from global step 0"
+
+
+@pytest.mark.parametrize(("per_round", "expected"), [(1.5, False), (FACTOR, True), (5.0, True)])
+def test_twofold_is_the_limit(per_round: float, expected: bool) -> None:
+    outrun = Outrun()
+    walk(outrun, 40 * STEPS_MIN, per_round)
+    assert outrun.current == expected and bool(outrun.episodes) == expected
+    if expected:
+        [episode] = outrun.episodes
+        assert episode.steps / (episode.to_step - episode.from_step) == pytest.approx(per_round, rel=0.05)
+
+
+def test_islands_of_very_different_speed_count_as_their_mean() -> None:
+    outrun = Outrun()
+    for clock in range(1, 501):  # it follows the fastest
+        outrun.on_steps("fast", 1, clock)
+        if clock % 10 == 0:
+            outrun.on_steps("slow", 1, clock)
+    assert not outrun.episodes
+
+
+def test_steps_that_nobody_reported_count_when_they_are_heard_of() -> None:
+    outrun = Outrun()
+    walk(outrun, 100, 1.0)
+    outrun.on_steps("a", 4 * STEPS_MIN * len(NAMES), 100)
+    assert outrun.current
+
+
+def test_a_run_that_went_back_begins_a_new_window() -> None:
+    outrun = Outrun()
+    walk(outrun, 100, 1.0)
+    walk(outrun, 100, 1.0, begin=50.0)
+    assert not outrun.episodes
+
+
+def test_it_goes_on_from_its_state() -> None:
+    numbers = random.Random(3)
+    events = [(numbers.choice(NAMES), numbers.randint(1, 3), step // 9) for step in range(2000)]
+    whole, first = Outrun(), Outrun()
+    for event in events:
+        whole.on_steps(*event)
+    for event in events[:1001]:
+        first.on_steps(*event)
+    second = Outrun()
+    second.restore(json.loads(json.dumps(first.state())))
+    for event in events[1001:]:
+        second.on_steps(*event)
+    assert second.state() == whole.state() and whole.episodes
+
+
+def test_many_episodes_stay_few_records() -> None:
+    outrun, clock = Outrun(), 0.0
+    for _ in range(3 * EPISODES_MAX):
+        clock = walk(outrun, 3 * STEPS_MIN, 4.0, clock)
+        clock = walk(outrun, 3 * STEPS_MIN, 1.0, clock)
+    assert len(outrun.episodes) == EPISODES_MAX
+    assert "1 round closed" in str(Episode(3, 4, 16.0))

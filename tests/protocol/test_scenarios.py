@@ -14,7 +14,6 @@ from diloco_jax.protocol.messages import (
     FragmentValue,
     GlobalFragment,
     Leave,
-    PullRequest,
     Refuse,
     StepReport,
     Stop,
@@ -195,36 +194,6 @@ def test_below_the_quorum_merging_rests_and_training_does_not() -> None:
     it.step("b")
     assert it.contributors()[-1] == ("a", "b")
     assert it.merges()[-1].parts[0].steps == 6, "what was trained meanwhile counts"
-
-
-def test_a_value_without_a_step_is_refused_but_not_waited_for() -> None:
-    it = pair("a", "b", quorum=2)
-    it.held |= {"a:FragmentValue", "b:FragmentValue"}
-    it.wait(1.0)
-    it.step("a", "b")
-    round_, merged = it.syncer.global_step, len(it.merges())
-    it.wire.clear()
-    fragment_id = it.messages(PullRequest, "a")[-1].fragment_id
-    it.arrive("a", "syncer", FragmentValue("a", 1, round_, fragment_id, 2, 0, 0, 0, 0, 0))
-    it.arrive("b", "syncer", FragmentValue("b", 1, round_, fragment_id, 2, 2, 20, 0, 4, 0))
-    assert it.contributors()[merged:] == [("b",)]
-    assert "value without a step since the last adoption" in it.drops()
-
-
-def test_a_value_against_a_forgotten_version_refreshes_its_sender() -> None:
-    it = pair("a", "b", sync_every=1, num_fragments=1, overlap_steps=1, anchor_history=1, grace_steps_max=0.0)
-    it.step("b")
-    assert it.syncer.versions == [2] and it.learners["b"].adopted[0].version == 2
-    it.held.add("b:GlobalFragment")
-    for _ in range(3):
-        it.step("a")
-    before = len(it.messages(GlobalFragment, "b"))
-    it.step("b")
-    assert it.drops() == ["value against version 2, kept are [5]"]
-    assert len(it.messages(GlobalFragment, "b")) > before
-    it.held.clear()
-    it.deliver()
-    assert it.learners["b"].adopted[0].version == it.syncer.versions[0], "it was sent the newest"
 
 
 def test_reconnection_moves_only_what_is_missing() -> None:

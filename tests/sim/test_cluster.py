@@ -13,6 +13,7 @@ from invariants.draw import WEIGHTS, random_faults
 from invariants.verdict import Timeline, judge
 
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.sim.engine import NEVER_S, Engine
 from tests.sim.watching import Watch, judged, watched
 
 SMALL = ProtocolConfig(sync_every=4, num_fragments=4, lease_s=4.0, heartbeat_s=1.0, resend_s=0.5, pull_timeout_s=5.0)
@@ -160,3 +161,39 @@ def test_the_timeline_reads_as_a_story() -> None:
 def test_impossible_scenarios(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         FaultyScenario(**{name: value})  # type: ignore[arg-type]
+
+
+def test_events_run_by_time_then_in_order() -> None:
+    engine = Engine(0)
+    seen: list[tuple[float, str]] = []
+
+    def note(name: str) -> None:
+        seen.append((engine.now_s, name))
+        if name == "b":
+            engine.at(engine.now_s, note, "b again")
+
+    for time_s, name in ((2.0, "c"), (1.0, "a"), (1.0, "b"), (2.0, "d"), (9.0, "later")):
+        engine.at(time_s, note, name)
+    engine.run(2.0)
+    assert seen == [(1.0, "a"), (1.0, "b"), (1.0, "b again"), (2.0, "c"), (2.0, "d")]
+    assert engine.events == 5
+    engine.run(NEVER_S)
+    assert seen[-1] == (9.0, "later") and engine.events == 6
+
+
+def test_stop_leaves_the_rest_for_the_next_run() -> None:
+    engine = Engine(0)
+    seen: list[str] = []
+    engine.at(1.0, lambda _: engine.stop())
+    engine.at(2.0, seen.append, "rest")
+    engine.run(NEVER_S)
+    assert (engine.now_s, seen) == (1.0, [])
+    engine.run(NEVER_S)
+    assert seen == ["rest"]
+
+
+def test_the_past_is_over() -> None:
+    engine = Engine(0)
+    engine.at(5.0, lambda _: engine.at(4.0, lambda _: None))
+    with pytest.raises(AssertionError, match=r"an event for 4.0 s was asked for at 5.0 s"):
+        engine.run(NEVER_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,10 +16,9 @@ from diloco_jax.training.island import Island
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig
+from tests.training.islands import MakeIsland
 
 TINY = {"vocab_size": 16, "dim": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "mlp_dim": 32}
-
-MakeIsland = Callable[..., Island]
 
 
 @pytest.fixture(scope="session")

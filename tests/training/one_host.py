@@ -1,4 +1,4 @@
-"""One of two processes with two devices each that are an island together; test_hosts.py starts both.
+"""One of two processes with two devices each that are an island together; test_island.py starts both.
 
     python -m tests.training.one_host FOLDER PROCESS PORT
 

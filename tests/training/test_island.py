@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from diloco_jax.core.codec import decode
+from diloco_jax.core.parts import join_parts
 from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.island import Island
 from diloco_jax.training.models.config import ModelConfig
-from diloco_jax.training.optimizers import OptimizerConfig
+from diloco_jax.training.models.protocol import GraphDef, Params, load_model, split_model
+from diloco_jax.training.optimizers import OptimizerConfig, make_inner
 from diloco_jax.training.sharding import MeshConfig
+from diloco_jax.training.train_step import TrainState, make_train_step, model_loss
+from tests.sockets import free_port
 from tests.training.islands import MakeIsland, assert_same, part, pointers, train
+from tests.training.one_host import CASES, Alone, exercise
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -197,3 +207,117 @@ def test_a_module_from_outside_trains_on_a_mesh(batches: list[Sample]) -> None:
     first = island.wait(island.step(island.put_batch(batches[0]), 3e-2))
     assert set(first) == {"loss", "grad_norm", "worst"}
     assert train(island, batches * 3, 3e-2)[-1] < 0.3 * first["loss"]
+
+
+ARGS = {"vocab_size": 8, "dim": 4, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 2, "mlp_dim": 4}
+
+
+def decoder() -> tuple[GraphDef, Params]:
+    return split_model(load_model("diloco_jax.training.models.decoder:Decoder", ARGS, 0))
+
+
+def test_a_step_follows_the_negative_gradient_and_reports_its_norm() -> None:
+    graphdef, params = decoder()
+    tx = optax.sgd(1.0)
+    batch = {"tokens": jnp.asarray([[1, 2, 3, 4, 5]], jnp.int32)}
+    step = jax.jit(make_train_step(graphdef, tx))
+    loss_of = jax.jit(lambda p: model_loss(graphdef, p, batch)[0])
+    state, metrics = step(TrainState(params, tx.init(params)), batch, jnp.float32(0.125))
+    gradient = {path: (np.asarray(params[path]) - np.asarray(state.params[path])) / 0.125 for path in params}
+    norm = np.sqrt(sum((g**2).sum() for g in gradient.values()))
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-3)
+    assert float(metrics["loss"]) == pytest.approx(float(loss_of(params)))
+    path, nudge = "blocks/0/up/kernel", 1e-2
+    for index in ((0, 0), (3, 2)):
+        losses = [float(loss_of({**params, path: params[path].at[index].add(sign * nudge)})) for sign in (1, -1)]
+        assert gradient[path][index] == pytest.approx((losses[0] - losses[1]) / (2 * nudge), abs=2e-3)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_micro_batches_make_the_step_of_the_whole_batch(count: int) -> None:
+    graphdef, params = decoder()
+    tx = optax.adam(1.0)
+    rng = np.random.default_rng(0)
+    batch = {"tokens": jnp.asarray(rng.integers(0, 8, (8, 6)), jnp.int32)}
+    found = []
+    for accumulate_steps in (1, count):
+        step = jax.jit(make_train_step(graphdef, tx, accumulate_steps))
+        found.append(step(TrainState(params, tx.init(params)), batch, jnp.float32(0.1)))
+    with pytest.raises(ValueError, match="make the batch size a multiple of 3"):
+        make_train_step(graphdef, tx, 3)(TrainState(params, tx.init(params)), batch, jnp.float32(0.1))
+    (whole, whole_metrics), (parts, parts_metrics) = found
+    for path in params:  # moments, not parameters: adam's first step is the gradient's sign
+        np.testing.assert_allclose(parts.opt_state[0].mu[path], whole.opt_state[0].mu[path], atol=1e-7)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(parts_metrics[name], whole_metrics[name], rtol=1e-5)
+
+
+@pytest.mark.parametrize("inner", ["adamw", "muon"])
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_parameters_and_their_moments_stay_narrow(dtype: str, accumulate_steps: int, inner: str) -> None:
+    """A program that is compiled for one type cannot be called with another."""
+    graphdef, params = decoder()
+    narrow = {path: jax.ShapeDtypeStruct(value.shape, dtype) for path, value in params.items()}
+    tx = make_inner(OptimizerConfig(name=inner), narrow)
+    state = TrainState(narrow, jax.eval_shape(tx.init, narrow))  # type: ignore[arg-type]
+    batch = {"tokens": jax.ShapeDtypeStruct((4, 6), jnp.int32)}
+    step = make_train_step(graphdef, tx, accumulate_steps)
+    after, _ = jax.eval_shape(step, state, batch, jax.ShapeDtypeStruct((), jnp.float32))
+    assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, state)
+
+
+PATIENCE_S = 600
+
+
+@pytest.fixture(scope="module")
+def of_hosts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, np.ndarray]]:
+    """Return what each of two processes found."""
+    folder, port = tmp_path_factory.mktemp("hosts"), free_port()
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "tests.training.one_host", str(folder)]
+    logs = [folder / f"{host}.log" for host in range(2)]
+    processes = []
+    for host, path in enumerate(logs):
+        with path.open("wb") as log:
+            words = [*command, str(host), str(port)]
+            processes.append(subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        for process, path in zip(processes, logs, strict=True):
+            assert process.wait(PATIENCE_S) == 0, path.read_text()[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    found = []
+    for host in range(2):
+        with np.load(folder / f"{host}.npz") as arrays:
+            found.append({name.replace("|", "/"): arrays[name] for name in arrays.files})
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_two_processes_give_the_parts_of_what_one_gives(of_hosts: list[dict[str, np.ndarray]], case: int) -> None:
+    alone = exercise(case, Alone())
+    payloads = [name for name in alone if name.startswith(f"{case}-") and name.count("-") == 2]
+    assert len(payloads) == 6
+    for name in payloads:
+        parts = [bytes(found[name]) for found in of_hosts]
+        assert bytes(join_parts(parts, 1 << 30)) == bytes(alone[name]), name
+    sent = [sum(found[name].size for name in payloads) for found in of_hosts]
+    assert min(sent) > sum(sent) / 4, f"the hosts share the work: {sent} bytes"
+    states = [name for name in alone if "/" in name]
+    assert states
+    for found in of_hosts:
+        assert not found[f"{case}-collectives"].any() and found[f"{case}-collectives"].size
+        for name in states:  # elementwise up to here, so bit for bit
+            np.testing.assert_array_equal(found[name], alone[name], err_msg=name)
+        # Sums over devices of several processes are made in another order.
+        np.testing.assert_allclose(found[f"{case}-losses"], alone[f"{case}-losses"], rtol=1e-5)
+    read = [found[f"{case}-read"].tolist() for found in of_hosts]
+    assert [len(rows) for rows in read] == [12, 12] and sorted(read[0] + read[1]) == sorted([*range(12)] * 2), (
+        "two epochs of 12 samples, of which each host read the rows of its devices"
+    )
+    assert alone[f"{case}-losses"][2] < alone[f"{case}-losses"][0]

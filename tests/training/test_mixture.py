@@ -22,11 +22,8 @@ def numbered(*lengths: int, weights: tuple[float, ...]) -> Source:
         )
         for source, length in enumerate(lengths)
     }
-    train, held_out = (
-        mixed([part.train for part in parts.values()]),
-        mixed([p.held_out for p in parts.values()], weights),
-    )
-    return Source(train, held_out, 10**6, parts=parts, weights=weights)
+    windows = [part.train for part in parts.values()]
+    return Source(mixed(windows), mixed(windows, weights), 10**6, parts=parts, weights=weights)
 
 
 @pytest.mark.parametrize("weights", [(3.0, 1.0), (0.7, 0.2, 0.1), (1.0, 1.0099, 1.0099), (1000.0, 1.0), (1.0,) * 64])
@@ -86,7 +83,7 @@ def test_a_mixture_of_files_has_named_sets_and_knows_what_it_holds(tmp_path: Pat
     config = DataConfig(mixture={name: part[name] for name in "ba"}, evaluation={"c": part["c"]}, held_out_fraction=0.2)
     source = load_source(config, seq_len=10)
     other_order = load_source(DataConfig(mixture={n: part[n] for n in "ab"}, held_out_fraction=0.2), seq_len=10)
-    assert list(source.evaluation) == ["a", "b", "c"] and config.of_bytes and config.ids == 256
+    assert list(source.evaluation) == ["a", "b", "c"] and config.ids == 256
     assert {name: chr(samples[0][TOKENS][0]) for name, samples in source.evaluation.items()} == {n: n for n in "abc"}
     first = SampleOrder(source, 0).batch(((0, 90),))[TOKENS]
     np.testing.assert_array_equal(first, SampleOrder(other_order, 0).batch(((0, 90),))[TOKENS])
@@ -96,7 +93,7 @@ def test_a_mixture_of_files_has_named_sets_and_knows_what_it_holds(tmp_path: Pat
     assert load_source(config, seq_len=10).corpus != source.corpus
 
 
-A = PartConfig(path="a")
+A, TEXT = PartConfig(path="a"), PartConfig(path="a", format="text")
 
 
 @pytest.mark.parametrize(
@@ -110,10 +107,7 @@ A = PartConfig(path="a")
         ({"documents": "whole", "module": "a:B"}, "data.module says itself"),
         ({"documents": "whole"}, "of format bytes does not say where documents end"),
         ({"format": "jsonl", "path": "a"}, "needs data.tokenizer, which is ''"),
-        (
-            {"mixture": {"a": PartConfig(path="a", format="text")}, "tokenizer": "train:300"},
-            "or for a single source train:SIZE",
-        ),
+        ({"mixture": {"a": TEXT}, "tokenizer": "train:300"}, "or for a single source train:SIZE"),
     ],
 )
 def test_sources_that_do_not_belong_together_are_refused(settings: dict[str, object], message: str) -> None:

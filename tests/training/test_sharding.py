@@ -1,21 +1,33 @@
-"""From logical axes to a mesh."""
+"""From logical axes to a mesh; a stack of layers is trained, merged and cut as its layers would be."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from diloco_jax.core import codec
-from diloco_jax.core.fragments import FragmentConfig
+from diloco_jax.core.codec import encode
+from diloco_jax.core.fragments import FragmentConfig, put, take
+from diloco_jax.core.kinds import Kind
+from diloco_jax.core.merge import MergeConfig, Method
+from diloco_jax.core.outer import OuterConfig, make_outer
+from diloco_jax.core.passes import Merger, Values
+from diloco_jax.core.shards import share
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.exchange.windows import windows_of
 from diloco_jax.training.models.config import ModelConfig
-from diloco_jax.training.optimizers import OptimizerConfig
+from diloco_jax.training.models.decoder import Decoder
+from diloco_jax.training.models.options import DecoderConfig
+from diloco_jax.training.optimizers import OptimizerConfig, OptimizerName, make_inner
 from diloco_jax.training.sharding import MeshConfig, MeshLayout, constrain, gather, make_mesh, planned_mesh, use_layout
 
 
@@ -29,16 +41,14 @@ def test_the_remaining_devices_go_where_the_minus_one_is() -> None:
     assert MeshConfig(tensor=-1).sizes(1) == (1, 1, 1, 1)
 
 
-@pytest.mark.parametrize("config", [{"data": 3}, {"data": -1, "fsdp": 3}, {"data": 16, "tensor": -1}])
-def test_a_mesh_that_does_not_fit_is_refused(config: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="does not fit 8 devices"):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"data": 3}, "does not fit 8 devices"), ({"data": -1, "fsdp": 3}, "fit 8"), ({"data": 16, "tensor": -1}, "fit 8"),
+     ({"data": 0}, "mesh.data is 0"), ({"fsdp": -2}, "mesh.fsdp is -2"), ({"data": -1, "fsdp": -1}, "more than one")],
+)  # fmt: skip
+def test_a_mesh_that_does_not_fit_is_refused(config: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         MeshConfig(**config).sizes(8)
-
-
-@pytest.mark.parametrize("config", [{"data": 0}, {"fsdp": -2}, {"data": -1, "fsdp": -1}])
-def test_impossible_sizes_are_refused(config: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="mesh"):
-        MeshConfig(**config)
 
 
 def test_names_become_mesh_axes_where_they_divide() -> None:
@@ -128,3 +138,154 @@ def test_constrain_pins_inside_an_island_and_does_nothing_outside() -> None:
             return constrain(x, "batch", None)
 
     assert pinned(x).sharding.is_equivalent_to(two.sharding((4, 3), ("batch", None)), 2)
+
+
+LAYERS, LEARNERS = 2, 4
+
+
+SIZES = {"vocab_size": 32, "dim": 24, "num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
+
+
+MOE = "diloco_jax.training.models.moe:MoeDecoder"
+
+
+MODULES = (ModelConfig().module, MOE)
+
+
+Arrays = dict[str, Any]
+
+
+@cache
+def describe(module: str, *, stacked: bool) -> Blueprint:
+    args: dict[str, Any] = {**SIZES, "mlp_dim": 40, "scan_layers": stacked}
+    if module == MOE:
+        args |= {"num_experts": 2, "experts_per_token": 1}
+    return Blueprint(ModelConfig(module=module, args=args), OptimizerConfig(), MeshConfig(), 1, seed=0)
+
+
+def random_values(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Arrays:
+    """Layers and experts whose sizes differ a hundredfold, so that it matters whose norm is whose."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    for path, shape in sorted(shapes.items()):
+        scale = 10.0 ** rng.uniform(-1, 1, shape[:-2] + (1,) * min(2, len(shape)))
+        found[path] = (scale * rng.standard_normal(shape)).astype(np.float32)
+    return found
+
+
+def stack(values: Mapping[str, Any]) -> Arrays:
+    """`blocks/0/x`, `blocks/1/x`, ... as `blocks/x`."""
+    found: Arrays = {path: value for path, value in values.items() if not path.startswith("blocks/")}
+    for path in values:
+        if path.startswith("blocks/0/"):
+            rest = path.removeprefix("blocks/0/")
+            found[f"blocks/{rest}"] = np.stack([values[f"blocks/{i}/{rest}"] for i in range(LAYERS)])
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_stack_is_a_stack_of_what_its_layers_are(module: str) -> None:
+    alone, stacked = describe(module, stacked=False), describe(module, stacked=True)
+    for path, kind in alone.kinds.items():
+        if path.startswith("blocks/"):
+            expected = Kind(kind.form, kind.stack + 1)
+            assert stacked.kinds["blocks/" + path.split("/", 2)[2]] == expected, path
+        else:
+            assert stacked.kinds[path] == kind, path
+    assert stacked.kinds["blocks/norm_mlp/scale"] == Kind("vector", 1)
+    assert stacked.kinds["embed/embedding"] == Kind("table")
+    if module == MOE:
+        assert stacked.kinds["blocks/router"] == Kind("matrix", 1)
+        assert stacked.kinds["blocks/experts_up"] == Kind("matrix", 2)
+
+
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("module", MODULES)
+def test_a_stack_is_updated_as_its_layers_are(module: str, name: OptimizerName) -> None:
+    alone, stacked = describe(module, stacked=False), describe(module, stacked=True)
+    config = OptimizerConfig(name=name, learning_rate=1e-2)
+
+    def trained(blueprint: Blueprint, values: list[Arrays]) -> Arrays:
+        params = {path: jnp.asarray(value) for path, value in values[0].items()}
+        tx = make_inner(config, params, kinds=blueprint.kinds)
+        step, state = jax.jit(tx.update), tx.init(params)
+        for gradient in values[1:]:
+            updates, state = step({path: gradient[path] for path in params}, state, params)
+            params = {path: value + 1e-2 * updates[path] for path, value in params.items()}
+        return {path: np.asarray(value) for path, value in params.items()}
+
+    values = [random_values(alone.shapes, seed) for seed in range(4)]
+    expected = stack(trained(alone, values))
+    found = trained(stacked, [stack(value) for value in values])
+    for path in expected:
+        np.testing.assert_allclose(found[path], expected[path], rtol=2e-4, atol=2e-6, err_msg=path)
+
+
+def merged(blueprint: Blueprint, values: list[Arrays], method: Method, num_fragments: int) -> Arrays:
+    """The global values after a round in which the learners sent all but the first of these."""
+    plan = FragmentConfig(split_axis=-1).plan(blueprint.shapes, blueprint.kinds, num_fragments)
+    shares = share(plan, MergeConfig(method=method), 1)
+    theta, weights = values[0], np.full(LEARNERS, 1 / LEARNERS)
+    for fragment, layout, rules in zip(plan.fragments, shares.wholes, shares.rules, strict=True):
+        merger = Merger(layout, [rules[p.key] for p in layout.pieces], make_outer(OuterConfig()), "float32", "float32")
+        sent = [np.frombuffer(encode(take(value, fragment), "float32"), np.uint8) for value in values[1:]]
+        update = Values(sent, [None] * LEARNERS)
+        state = merger.first(layout.flat(take(theta, fragment)))
+        made = merger.update(update, merger.inspect(update), weights, state).state.value
+        theta = put(theta, fragment, layout.views(made))
+    return theta
+
+
+@pytest.mark.parametrize("num_fragments", [1, 3])  # of three, cut or not, none is smaller than a layer's tensor
+@pytest.mark.parametrize("method", ["rda", "average"])
+@pytest.mark.parametrize("module", MODULES)
+def test_a_stack_is_merged_as_its_layers_are(module: str, method: Method, num_fragments: int) -> None:
+    alone, stacked = describe(module, stacked=False), describe(module, stacked=True)
+    values = [random_values(alone.shapes, seed) for seed in range(LEARNERS + 1)]
+    expected = stack(merged(alone, values, method, num_fragments))
+    found = merged(stacked, [stack(value) for value in values], method, num_fragments)
+    for path in expected:
+        np.testing.assert_allclose(found[path], expected[path], rtol=1e-5, atol=1e-5, err_msg=path)
+    if method == "rda":
+        for expert in range(2 if module == MOE else 0):  # one direction and the mean norm for each of them
+            deltas = [value["blocks/1/experts_up"][expert] for value in values[1:]]
+            step = (values[0]["blocks/1/experts_up"] - expected["blocks/experts_up"][1])[expert]
+            norms = [float(np.linalg.norm(delta)) for delta in deltas]
+            direction = sum(delta / norm for delta, norm in zip(deltas, norms, strict=True))
+            mean = direction / np.linalg.norm(direction) * math.fsum(norms) / LEARNERS
+            np.testing.assert_allclose(step, mean, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_what_decays_is_what_is_merged_by_direction(name: OptimizerName) -> None:
+    """One rule for both: kernels of any number of axes do, vectors and tables do not, nor does what a path excepts."""
+    kinds = {
+        "conv": Kind("matrix"), "embed_in/kernel": Kind("matrix"), "head": Kind("matrix"), "router": Kind("matrix", 1),
+        "scales": Kind("vector", 1), "tables": Kind("table"),
+    }  # fmt: skip
+    shapes = {"conv": (2, 2, 3), "embed_in/kernel": (2, 3), "head": (2, 3), "router": (2, 2, 3), "scales": (2, 3)}
+    params = {path: jnp.ones(shapes.get(path, (2, 3))) for path in kinds}
+    tx = make_inner(OptimizerConfig(name=name, weight_decay=0.5), params, kinds=kinds)
+    updates, _ = tx.update({path: jnp.zeros_like(value) for path, value in params.items()}, tx.init(params), params)
+    decaying = {path for path, update in updates.items() if np.abs(np.asarray(update)).max() > 0}
+    assert decaying == {"conv", "head", "router"}
+    plan = FragmentConfig().plan({path: tuple(value.shape) for path, value in params.items()}, kinds, 1)
+    assert {key for key, rule in share(plan, MergeConfig(), 1).rules[0].items() if rule.method == "rda"} == decaying
+
+
+class Unnamed(Decoder):
+    """A decoder whose norms name no axes, as a module of one's own may be."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs=rngs)
+        for module in (self.blocks, self.norm_final):
+            for _, variable in nnx.to_flat_state(nnx.state(module, nnx.PathContains("scale"))):
+                variable.set_metadata(out_sharding=None)
+
+
+def test_a_stack_without_names_is_refused() -> None:
+    module = f"{__name__}:Unnamed"
+    assert describe(module, stacked=False).kinds["blocks/0/norm_mlp/scale"] == Kind("vector")
+    with pytest.raises(ValueError, match=r"'blocks/norm_attention/scale' of shape \(2, 24\) names no axes.*2 layers"):
+        describe(module, stacked=True)

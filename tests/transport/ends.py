@@ -24,15 +24,11 @@ T = TypeVar("T")
 
 
 class Ends:
-    """Listeners and links to them; `close` closes all, the newest first.
-
-    Attributes:
-        listener: the one that was opened last, to which links go.
-    """
+    """Listeners and links to them; `close` closes all, the newest first."""
 
     def __init__(self) -> None:
         self._close: list[Callable[[float], None]] = []
-        self.listener: GrpcListener
+        self.listener: GrpcListener  # the one that was opened last, to which links go
 
     def keep(self, made: T) -> T:
         """Close this at the end too."""

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
+import os
+import subprocess
+import sys
 import typing
+from pathlib import Path
 from typing import Any
 
 import google_crc32c
@@ -313,3 +318,27 @@ def test_strategies_cover_what_messages_hold() -> None:
     """A new field type must get a rule in wire.py and here, not silently escape the property test."""
     assert len(MESSAGES) == 23 + 21 and not any(dataclasses.is_dataclass(kind) for kind in MESSAGES)
     assert {kind.__name__ for kind in MESSAGES} | {"Goodbye"} == set(wire._BODY_NAMES)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+FOLDER = Path("diloco_jax/transport/proto")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("grpc_tools") is None, reason="grpcio-tools is not installed")
+def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
+    subprocess.run(
+        [ROOT / "scripts/gen_proto", tmp_path], check=True, timeout=60, env={**os.environ, "PYTHON": sys.executable}
+    )
+    for name in ("diloco_pb2.py", "diloco_pb2.pyi"):
+        assert (tmp_path / FOLDER / name).read_text() == (ROOT / FOLDER / name).read_text(), (
+            f"{name} is not what diloco.proto gives: run scripts/gen_proto"
+        )
+
+
+@pytest.mark.parametrize("kind", wire._FIELDS, ids=lambda kind: kind.__name__)
+def test_proto_has_every_field_of_every_message(kind: type) -> None:
+    names = {field.name for field in getattr(pb, kind.__name__).DESCRIPTOR.fields}
+    expected = {column for _, _, columns in wire._FIELDS[kind] for column in columns}
+    assert names == expected, f"{kind.__name__}: diloco.proto and the class differ"

@@ -7,18 +7,13 @@ from diloco_jax.protocol.messages import NO_VERSION, SYNCER, Adopted, AnchorRequ
 
 
 class Anchors:
-    """The version of each fragment that is held, and the life of the syncer that it is of.
-
-    Attributes:
-        adopted: version of each fragment, and where the learner stood when it took it.
-        digests: of these values.
-        epoch: newest life of the syncer that is known.
-    """
+    """The version of each fragment that is held, and the life of the syncer that it is of."""
 
     def __init__(self, num_fragments: int) -> None:
+        # version of each fragment, and where the learner stood when it took it
         self.adopted: tuple[Adopted, ...] = (Adopted(),) * num_fragments
-        self.digests = [0] * num_fragments
-        self.epoch = 0
+        self.digests = [0] * num_fragments  # of these values
+        self.epoch = 0  # newest life of the syncer that is known
         self._epochs = [0] * num_fragments  # lives of the syncer that these values are of
 
     @property

@@ -15,27 +15,18 @@ class Contact:
     Args:
         fingerprint: what both sides must agree on.
         config: lease, heartbeat and patience.
-
-    Attributes:
-        connected: whether the link stands.
-        heard_s: when a message of the syncer was last taken, or the link came to stand.
-        unheard_steps: inner steps since then.
-        resend_at_s: when to repeat what is not answered; None if nothing is.
-        heartbeat_at_s: when to say that one is alive.
-        hello_step: local step of the newest greeting.
-        report: the newest report, in case that the syncer lost it.
     """
 
     def __init__(
         self, learner_id: str, incarnation: int, fingerprint: tuple[tuple[str, str], ...], config: ProtocolConfig
     ) -> None:
-        self.connected = False
-        self.heard_s = 0.0
-        self.unheard_steps = 0
-        self.resend_at_s: float | None = None
-        self.heartbeat_at_s: float | None = None
-        self.hello_step = 0
-        self.report: StepReport | None = None
+        self.connected = False  # whether the link stands
+        self.heard_s = 0.0  # when a message of the syncer was last taken, or the link came to stand
+        self.unheard_steps = 0  # inner steps since then
+        self.resend_at_s: float | None = None  # when to repeat what is not answered; None if nothing is
+        self.heartbeat_at_s: float | None = None  # when to say that one is alive
+        self.hello_step = 0  # local step of the newest greeting
+        self.report: StepReport | None = None  # the newest report, in case that the syncer lost it
         self._who = (learner_id, incarnation)
         self._heartbeat = Send(SYNCER, Heartbeat(learner_id, incarnation))  # always the same
         self._fingerprint = fingerprint

@@ -28,10 +28,6 @@ class Stager:
         schedule: which fragment is due when.
         adopt_mode: one of these.
         payload_bytes: fragment -> size of its encoded value.
-
-    Attributes:
-        next_round: the first that may still ask for a value.
-        wanted: fragment -> round that asked for it before any copy existed.
     """
 
     def __init__(
@@ -44,8 +40,8 @@ class Stager:
         adopt_mode: str,
         payload_bytes: Mapping[int, int],
     ) -> None:
-        self.next_round = 1
-        self.wanted: dict[int, int] = {}
+        self.next_round = 1  # the first that may still ask for a value
+        self.wanted: dict[int, int] = {}  # fragment -> round that asked for it before any copy existed
         self._learner_id = learner_id
         self._incarnation = incarnation
         self._config = config

@@ -22,17 +22,12 @@ class Start:
 
     Args:
         saved: its own state on disk, if there is one.
-
-    Attributes:
-        welcomed: the syncer has let it in.
-        adopting: a state is being taken over by the driver.
-        receiver: of a peer's state.
     """
 
     def __init__(self, learner_id: str, incarnation: int, config: ProtocolConfig, saved: Saved | None) -> None:
-        self.welcomed = False
-        self.adopting = False
-        self.receiver = Receiver(learner_id, incarnation, config)
+        self.welcomed = False  # the syncer has let it in
+        self.adopting = False  # a state is being taken over by the driver
+        self.receiver = Receiver(learner_id, incarnation, config)  # of a peer's state
         self._config = config
         self._saved = saved
 

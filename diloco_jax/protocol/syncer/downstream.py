@@ -20,12 +20,6 @@ class Downstream:
     Args:
         payload_bytes: fragment -> size of its encoded global value.
         step_bytes: likewise of a step to its newest version; absent: steps are not used.
-
-    Attributes:
-        versions: newest version of each fragment.
-        digests: of these.
-        bases: fragment -> value from which a step leads to its newest one.
-        history: of each fragment, versions against which a value can be read.
     """
 
     def __init__(
@@ -35,10 +29,11 @@ class Downstream:
         payload_bytes: Mapping[int, int],
         step_bytes: Mapping[int, int],
     ) -> None:
-        self.versions = [0] * config.num_fragments
-        self.digests = [0] * config.num_fragments
+        self.versions = [0] * config.num_fragments  # newest version of each fragment
+        self.digests = [0] * config.num_fragments  # of these
+        # of each fragment, versions against which a value can be read
         self.history = [[0] for _ in range(config.num_fragments)]
-        self.bases: dict[int, Held] = {}
+        self.bases: dict[int, Held] = {}  # fragment -> value from which a step leads to its newest one
         self._config = config
         self._progress = progress
         self._payload_bytes = dict(payload_bytes)

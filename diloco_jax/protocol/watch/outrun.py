@@ -28,16 +28,11 @@ class Episode(NamedTuple):
 
 
 class Outrun:
-    """Compares steps with rounds.
-
-    Attributes:
-        episodes: in which islands outran rounds, oldest first.
-        current: whether the last of them goes on.
-    """
+    """Compares steps with rounds."""
 
     def __init__(self) -> None:
-        self.episodes: list[Episode] = []
-        self.current = False
+        self.episodes: list[Episode] = []  # in which islands outran rounds, oldest first
+        self.current = False  # whether the last of them goes on
         self._names: set[str] = set()  # who has made steps in this window
         self._steps = 0  # all of them together
         self._since = 0  # global step at which the window began

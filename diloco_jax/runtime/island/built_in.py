@@ -19,13 +19,6 @@ from diloco_jax.training.optimizers import learning_rate
 class BuiltInLoop:
     """The steps of an island that trains a model of the config. One thread at a time.
 
-    Attributes:
-        island: that trains, or this process's part of it.
-        corpus: what this process reads its samples from, in words that others can compare.
-        batch_size: samples of a step.
-        prefetch: batches that are read ahead.
-        rate: learning rate of a step of the schedule.
-
     Args:
         devices: of the island; all that JAX sees if not given.
     """
@@ -33,11 +26,12 @@ class BuiltInLoop:
     def __init__(self, config: RunConfig, learner_id: str, devices: Sequence[jax.Device] | None = None) -> None:
         own = config.island(learner_id)
         source = load_source(config.data, config.train.seq_len)
-        self.corpus = source.corpus
-        self.batch_size = own.batch_size
-        self.prefetch = config.data.prefetch
+        self.corpus = source.corpus  # what this process reads its samples from, in words that others can compare
+        self.batch_size = own.batch_size  # samples of a step
+        self.prefetch = config.data.prefetch  # batches that are read ahead
         self._sample = source.train[0]
-        self.rate = learning_rate(config.optimizer, config.planned_steps)
+        self.rate = learning_rate(config.optimizer, config.planned_steps)  # learning rate of a step of the schedule
+        # that trains, or this process's part of it
         self.island = Island(
             config.model,
             config.optimizer,

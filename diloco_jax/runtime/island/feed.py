@@ -20,10 +20,8 @@ Key = tuple[tuple[int, int], ...]  # the ranges of a batch
 class ReadAhead:
     """Batches that are read in the order in which they will be asked for. One thread calls it.
 
-    One other thread reads, and no daemon: an interpreter that ends while a source is inside of C code may crash.
-
-    Args:
-        ahead: batches that are read beyond the next one, at most; with 0 the caller's thread reads.
+    One other thread reads at most `ahead` batches beyond the next one, the caller's with 0; it is no daemon: an
+    interpreter that ends while a source is inside of C code may crash.
     """
 
     def __init__(self, read: Callable[[Key], Sample], ahead: int) -> None:
@@ -66,9 +64,7 @@ class ReadAhead:
 class Feed:
     """Batches for the steps of an island, or those rows of them that this process's devices hold. One thread calls it.
 
-    Args:
-        island: whose devices they go to.
-        ahead: batches that are read beyond the next one; fewer if they are large (AHEAD_BYTES).
+    `ahead` batches are read beyond the next one; fewer if they are large (AHEAD_BYTES).
     """
 
     def __init__(self, island: Island, order: SampleOrder, sample: Sample, ahead: int, size: int) -> None:

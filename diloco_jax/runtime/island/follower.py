@@ -46,9 +46,6 @@ class Follower:
         stop: set from outside to leave politely; the leader decides when.
         on_batch: takes the samples of the next step, while the one before may be running, and what is known of those
             after it.
-
-    Attributes:
-        status: exit status that the leader said in the end; None before.
     """
 
     def __init__(
@@ -60,7 +57,7 @@ class Follower:
         stop: threading.Event,
         on_batch: Callable[[Ranges, Ranges], None],
     ) -> None:
-        self.status: int | None = None
+        self.status: int | None = None  # exit status that the leader said in the end; None before
         self._on_batch = on_batch
         self._group = group
         self._stop = stop

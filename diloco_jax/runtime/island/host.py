@@ -28,11 +28,6 @@ SAVING = -1  # the copy of a state that goes to the disk; others are named by th
 class Host:
     """One process's devices, and what they have in flight. One thread at a time, where nothing else is said.
 
-    Attributes:
-        island: whose fragments and states leave and come in; its owner steps it.
-        plan: how its model is cut.
-        anchors: the global values adopted last, by fragment.
-
     Args:
         config: the run.
         island: that is exchanged, or this process's part of it.
@@ -42,9 +37,10 @@ class Host:
     def __init__(
         self, config: RunConfig, island: ExchangedState, compile_step: Callable[[], None] = lambda: None
     ) -> None:
-        self.island = island
+        self.island = island  # whose fragments and states leave and come in; its owner steps it
+        # how its model is cut
         self.plan: FragmentPlan = config.fragments.plan(island.shapes, island.kinds, config.protocol.num_fragments)
-        self.anchors: dict[int, Values] = {}
+        self.anchors: dict[int, Values] = {}  # the global values adopted last, by fragment
         self._compile_step = compile_step
         self._adoptions = Adoptions(island, self.plan.fragments, config.adopt)
         self._states: dict[int, StagedState] = {}

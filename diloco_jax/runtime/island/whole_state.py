@@ -97,13 +97,10 @@ class SavedStates:
     Args:
         hosts: processes of the island. With several nothing is saved or found: Orbax makes every process of a JAX job
             take part in a save, by collectives that would meet those of training.
-
-    Attributes:
-        kept: whether states are saved.
     """
 
     def __init__(self, run_dir: Path, learner_id: str, hosts: int = 1) -> None:
-        self.kept = hosts == 1
+        self.kept = hosts == 1  # whether states are saved
         self._folder = run_dir / CHECKPOINTS / LEARNERS / learner_id
         self._worker = ThreadPoolExecutor(1, "save")
         self._saving: Future[None] | None = None

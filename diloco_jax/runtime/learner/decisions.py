@@ -17,18 +17,12 @@ IDLE_S = 0.2  # longest sleep of a thread that waits for messages, so that it no
 
 
 class Signals:
-    """The words that the threads of one learner have for each other: that it ends, and that something came.
-
-    Attributes:
-        stop: set from outside to leave politely.
-        woken: set when something came that a step thread without a step may wait for.
-        compiled: set when steps can run.
-    """
+    """The words that the threads of one learner have for each other: that it ends, and that something came."""
 
     def __init__(self, stop: threading.Event) -> None:
-        self.stop = stop
-        self.woken = threading.Event()
-        self.compiled = threading.Event()
+        self.stop = stop  # set from outside to leave politely
+        self.woken = threading.Event()  # set when something came that a step thread without a step may wait for
+        self.compiled = threading.Event()  # set when steps can run
         self._failure: Exception | None = None
 
     def fail(self, error: Exception) -> None:

@@ -79,14 +79,10 @@ class LearnerOutbox:
 
 
 class Effects:
-    """The hands of the learner's machine.
-
-    Attributes:
-        finished: the reason that the machine gave when it ended; "" before.
-    """
+    """The hands of the learner's machine."""
 
     def __init__(self, host: Host, tape: LearnerTape, outbox: LearnerOutbox, states: States) -> None:
-        self.finished = ""
+        self.finished = ""  # the reason that the machine gave when it ended; "" before
         self._host = host
         self._tape = tape
         self._outbox = outbox

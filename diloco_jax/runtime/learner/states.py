@@ -14,17 +14,13 @@ log = logging.getLogger(__name__)
 
 
 class States:
-    """The states of one learner. Called under the lock of `Decisions`, but for `load`.
-
-    Attributes:
-        received: the parts of a donor's.
-        wanted: the one that the machine wants to be taken over; the step thread does it, outside of the lock.
-    """
+    """The states of one learner. Called under the lock of `Decisions`, but for `load`."""
 
     def __init__(
         self, machine: Learner, host: Host, tape: LearnerTape, disk: SavedStates, saved: SavedState | None
     ) -> None:
-        self.received = ReceivedState(host.island.state_layout.num_bytes)
+        self.received = ReceivedState(host.island.state_layout.num_bytes)  # the parts of a donor's
+        # the one that the machine wants to be taken over; the step thread does it, outside of the lock
         self.wanted: AdoptState | None = None
         self._machine = machine
         self._host = host

@@ -53,34 +53,22 @@ class Wan:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One simulation: everything that it depends on.
+    """One simulation: everything that it depends on."""
 
-    Attributes:
-        hardware: what fails.
-        method: one of METHODS. Rigid and elastic data parallel are one learner, whatever `learners` says.
-        learners: M.
-        chips: of all learners together.
-        hours: of simulated time.
-        seed: of everything that is drawn.
-        wan: between learners and syncer.
-        protocol: the algorithm; of a synchronous run only H is taken from it.
-        tapes: folder for the run's tapes, which `diloco replay` trains from. Such a run ends with the global step that
-            a cluster without failures would reach in these hours, however long that takes.
-        fast: without the protocol's machines.
-        label: what a preset calls it.
-    """
-
-    hardware: Hardware
-    method: str
-    learners: int
-    chips: float
-    hours: float
-    seed: int = 0
-    wan: Wan = field(default_factory=Wan)
+    hardware: Hardware  # what fails
+    method: str  # one of METHODS. Rigid and elastic data parallel are one learner, whatever `learners` says.
+    learners: int  # M
+    chips: float  # of all learners together
+    hours: float  # of simulated time
+    seed: int = 0  # of everything that is drawn
+    wan: Wan = field(default_factory=Wan)  # between learners and syncer
+    # the algorithm; of a synchronous run only H is taken from it
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
+    # folder for the run's tapes, which `diloco replay` trains from. Such a run ends with the global step that a cluster
+    # without failures would reach in these hours, however long that takes.
     tapes: Path | None = None
-    fast: bool = False
-    label: str = ""
+    fast: bool = False  # without the protocol's machines
+    label: str = ""  # what a preset calls it
 
 
 class Row(NamedTuple):

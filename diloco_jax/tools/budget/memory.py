@@ -39,22 +39,14 @@ class Hbm(NamedTuple):
 
 
 class HostMemory(NamedTuple):
-    """The parts of the memory of each host of an island, bytes.
+    """The parts of the memory of each host of an island, bytes."""
 
-    Attributes:
-      process: Python, JAX and its compiler.
-      global_model_and_arriving: the newest global model in float32, whole on every host, and the fragments that a
-        welcome brings.
-      staged_copies: this host's share of encoded fragments on their way out.
-      state_while_given_away: this host's share of a state that goes to a neighbour, or comes from one.
-      emulated_devices: what chips would hold, where the host's processor stands in for them; without activations.
-    """
-
-    process: float
+    process: float  # Python, JAX and its compiler
+    # the newest global model in float32, whole on every host, and the fragments that a welcome brings
     global_model_and_arriving: float
-    staged_copies: float
-    state_while_given_away: float
-    emulated_devices: float
+    staged_copies: float  # this host's share of encoded fragments on their way out
+    state_while_given_away: float  # this host's share of a state that goes to a neighbour, or comes from one
+    emulated_devices: float  # what chips would hold, where the host's processor stands in for them; without activations
 
 
 class SyncerMemory(NamedTuple):

@@ -43,14 +43,7 @@ Watch = Callable[[Parameters, int], Parameters]  # passes so many parameters on,
 def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch) -> dict[str, Any]:
     """Check a public model's folder, every value of it too, and write a config whose run begins with it.
 
-    Args:
-        folder: with config.json and safetensors.
-        base: config for all but what the model computes; None for text and the defaults.
-        out: the new config.
-        watch: shows how far it is.
-
-    Returns:
-        config, module, args, parameters.
+    All but what the model computes is as in the config `base`; without one it is text and the defaults.
 
     Raises:
         ValueError: the folder, its tokenizer or the config cannot be used; or `out` is there already.
@@ -82,18 +75,12 @@ def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch) -> dict
 
 
 def export(config: RunConfig, run_dir: Path, form: str, out: Path, dtype: str, watch: Watch) -> dict[str, Any]:
-    """Write the model of the newest readable snapshot into a new folder, whole or not at all.
+    """Write the model of the newest readable snapshot of a run, which may be under way, whole or not at all.
 
     Args:
-        config: of the run.
-        run_dir: its folder; the run may be under way.
         form: hf, orbax or npz.
         out: the new folder.
         dtype: of the tensors: float32, for hf also bfloat16.
-        watch: shows how far it is.
-
-    Returns:
-        format, out, files, global_step.
 
     Raises:
         ValueError: there is no snapshot that can be read, `out` is not empty, or the model is of no public family.

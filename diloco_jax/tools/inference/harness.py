@@ -68,16 +68,9 @@ class Harness(TemplateLM):
 
 
 def ask_tasks(language: Language, tasks: Sequence[str], folder: Path | None, limit: int | None) -> Scores:
-    """Compute the scores of tasks.
+    """Compute the scores of tasks of lm-eval's or of the user's `folder`, from at most `limit` questions of each.
 
-    Args:
-        language: the model.
-        tasks: names of lm-eval's, or of the folder's.
-        folder: with tasks of the user's own; paths in them are relative to it. Nothing is fetched then.
-        limit: questions per task at most.
-
-    Raises:
-        ValueError: there is no such task, or it cannot be read.
+    Paths in tasks of the folder are relative to it. Nothing is fetched then.
     """
     here = str(folder.absolute()) if folder else None
     manager = TaskManager(include_path=here, include_defaults=False)

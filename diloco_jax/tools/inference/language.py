@@ -27,16 +27,10 @@ Row = tuple[Sequence[int], Sequence[int]]  # ids that are given, and ids whose l
 
 
 class Writing(NamedTuple):
-    """The way a model chooses the tokens that it writes.
+    """The way a model chooses the tokens that it writes."""
 
-    Attributes:
-        temperature: 0 takes the likeliest token, 1 draws as the model says.
-        top_p: draws are from the likeliest tokens that together have this probability.
-        seed: of the draws.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
+    temperature: float = 0.0  # 0 takes the likeliest token, 1 draws as the model says
+    top_p: float = 1.0  # draws are from the likeliest tokens that together have this probability
     seed: int = 0
 
 
@@ -80,11 +74,7 @@ class Language:
         self._score, self._write = jax.jit(score), jax.jit(write, static_argnums=5)
 
     def write(self, prompt: str, count: int, how: Writing) -> Iterator[str]:
-        """Continue a text by `count` tokens, or until it ends; yield what was written, piece by piece.
-
-        Raises:
-            ValueError: the prompt has no token.
-        """
+        """Continue a text by `count` tokens, or until it ends; yield what was written, piece by piece."""
         ids = self.tokenizer.encode(prompt)
         if not ids:
             raise ValueError("the prompt has no token; give it some text")
@@ -102,11 +92,7 @@ class Language:
                 told = text
 
     def likelihoods(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
-        """Compute for each row the log-likelihood in nats of its second part, and whether it is what is likeliest.
-
-        Raises:
-            ValueError: a row asks for more tokens than the model sees.
-        """
+        """Compute for each row the log-likelihood in nats of its second part, and whether it is what is likeliest."""
         if (longest := max((len(asked) for _, asked in rows), default=0)) > self.context:
             raise ValueError(
                 f"{longest} tokens are to be judged at once; the model sees {self.context} (train.seq_len)"

@@ -93,23 +93,16 @@ class Collective(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The work of one run of a program on each device.
+    """The work of one run of a program on each device."""
 
-    Attributes:
-      matrix_flops: of its dots and convolutions, 2 per multiply-add; additions to padding and holes are not counted.
-      collectives: in it.
-      host_transfers: names of instructions that exchange data with the host in the middle of the program.
-      devices: that run it together.
-      kernels: calls of hand-written kernels, whose FLOPs nobody can read.
-      unread_loops: loops whose number of runs could not be read, counted as one run.
-    """
-
+    # of its dots and convolutions, 2 per multiply-add; additions to padding and holes are not counted
     matrix_flops: float
-    collectives: tuple[Collective, ...]
+    collectives: tuple[Collective, ...]  # in it
+    # names of instructions that exchange data with the host in the middle of the program
     host_transfers: tuple[str, ...]
-    devices: int
-    kernels: int
-    unread_loops: tuple[str, ...]
+    devices: int  # that run it together
+    kernels: int  # calls of hand-written kernels, whose FLOPs nobody can read
+    unread_loops: tuple[str, ...]  # loops whose number of runs could not be read, counted as one run
 
     @property
     def collective_counts(self) -> dict[str, int]:

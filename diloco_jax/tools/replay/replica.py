@@ -43,11 +43,6 @@ class Trainer:
     Args:
         sequences: that one sample on the tapes stands for.
 
-    Attributes:
-        island: the devices, and the life that is on them.
-        fragments: of the run's model.
-        how: what a learner does with a global value, as the config says.
-
     Raises:
         ValueError: model or data cannot be loaded.
     """
@@ -55,14 +50,14 @@ class Trainer:
     def __init__(self, config: RunConfig, sequences: int = 1) -> None:
         devices = jax.devices()[: config.island("").devices or None]  # as many as an island has
         self._loop = loop = BuiltInLoop(config, "", devices)
-        self.island: Island = loop.island
+        self.island: Island = loop.island  # the devices, and the life that is on them
         plan = config.fragments.plan(loop.island.shapes, loop.island.kinds, config.protocol.num_fragments)
-        self.fragments = plan.fragments
+        self.fragments = plan.fragments  # of the run's model
         self._sequences = sequences
         self._compiled: set[int] = set()  # sizes of a batch
         self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self.island.state)
         self._first = jax.device_get(self.island.state)
-        self.how = config.adopt
+        self.how = config.adopt  # what a learner does with a global value, as the config says
         self.steps = 0
 
     def fresh(self) -> TrainState:

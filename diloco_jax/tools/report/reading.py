@@ -9,6 +9,7 @@ import numpy as np
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.data.corpus import Source, load_source
 from diloco_jax.training.data.mixture import Samples
+from diloco_jax.training.data.order import SampleOrder
 from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample, count_predicted, stack
 
 SHOWN, SHOWN_CHARS = 3, 300
@@ -16,31 +17,26 @@ COUNTED = 256  # samples, at equal distances, from which bytes per token are est
 
 
 def reading(config: RunConfig) -> dict[str, Any]:
-    """Open what a run will read, and count it.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """Open what a run will read, and count it."""
     source = load_source(config.data, config.train.seq_len)
-    names = config.islands.names if config.algorithm == "decoupled" else ("",)
-    planned = config.planned_steps * sum(config.island(name).batch_size for name in names)
+    tokens = config.planned_steps * config.budget.step_tokens
+    planned = tokens // config.train.seq_len
     parts = source.parts or {config.data.module or config.data.path: source}
     shares = np.asarray(source.weights or (1.0,)) / sum(source.weights or (1.0,))
     sources = {
         name: _counted(part, float(share), planned, config.train.seq_len)
         for (name, part), share in zip(parts.items(), shares, strict=True)
     }
-    order = source.order(config.data.shuffle_seed + config.seed)
-    samples = [_shown(source, source.train[order[position]]) for position in range(SHOWN)]
+    order = SampleOrder(source, config.data.shuffle_seed + config.seed)
     held_out = {"": source.held_out, **source.evaluation}
     return {
         "samples": planned,
-        "tokens": planned * config.train.seq_len,
+        "tokens": tokens,
         "vocab_size": source.vocab_size,
         "corpus": source.corpus,
         "sources": sources,
         "held_out": {name: _held_out(source, samples) for name, samples in held_out.items()},
-        "first": samples,
+        "first": [_shown(source, source.train[order.window_id(position)]) for position in range(SHOWN)],
     }
 
 

@@ -13,27 +13,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from diloco_jax.training.models.config import DECODER, ModelConfig
-from diloco_jax.training.models.moe import MOE, MoeConfig, decoder_of
+from diloco_jax.training.models.config import DECODER, MOE, ModelConfig
+from diloco_jax.training.models.moe import MoeConfig, decoder_of
 from diloco_jax.training.models.options import DecoderConfig
 
 
 class Family(NamedTuple):
-    """The choices that all models of a family share.
+    """The choices that all models of a family share."""
 
-    Attributes:
-      architecture: class in transformers.
-      args: of our decoder, where they are not the default.
-      keys: our argument -> key of config.json, beside SIZES.
-      defaults: of config.json, where a key is missing.
-      experts: prefix of the mixture below a layer, and names of an expert's gate, up and down; none for a plain MLP.
-    """
-
-    architecture: str
-    args: Mapping[str, Any]
-    keys: Mapping[str, str] = {}
-    defaults: Mapping[str, Any] = {}
-    experts: tuple[str, ...] = ()
+    architecture: str  # class in transformers
+    args: Mapping[str, Any]  # of our decoder, where they are not the default
+    keys: Mapping[str, str] = {}  # our argument -> key of config.json, beside SIZES
+    defaults: Mapping[str, Any] = {}  # of config.json, where a key is missing
+    experts: tuple[str, ...] = ()  # prefix of the mixture in a layer, and an expert's gate, up and down; none: an MLP
 
 
 SIZES = {
@@ -208,6 +200,7 @@ def _rope(keys: dict[str, Any]) -> dict[str, Any]:
         if local.get("rope_type", "default") != "default":
             raise ValueError(f"config.json: layers with a window have rope {local}; the decoder does not scale theirs")
         keys["rope_local_base_freq"] = local["rope_theta"]
+    rope = {key: value for key, value in rope.items() if value is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))
     found = {"rope_theta": rope.get("rope_theta", keys.get("rope_theta", 10_000.0))}
     if kind == "default":
@@ -248,19 +241,12 @@ def _window(keys: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Mapped:
-    """One parameter of ours, and the tensors of theirs that it is made of.
+    """One parameter of ours, and the tensors of theirs that it is made of."""
 
-    Attributes:
-      hf: their names; of a stack in the order of its layers, and of their experts.
-      path: of our parameter.
-      shape: of our parameter.
-      hf_shape: of each of their tensors.
-    """
-
-    hf: tuple[str, ...]
+    hf: tuple[str, ...]  # their names; of a stack in the order of its layers, and of their experts
     path: str
     shape: tuple[int, ...]
-    hf_shape: tuple[int, ...]
+    hf_shape: tuple[int, ...]  # of each of their tensors
 
     def to_ours(self, arrays: Sequence[Float[np.ndarray, "..."]]) -> Float[np.ndarray, "..."]:
         """Make our parameter from their tensors, in the order of `hf`."""
@@ -278,11 +264,7 @@ class Mapped:
 
 
 def tensors(model: ModelConfig) -> list[Mapped]:
-    """List all parameters of a model with their tensors in the files of its family.
-
-    Raises:
-      ValueError: as `to_hf`.
-    """
+    """List all parameters of a model with their tensors in the files of its family."""
     c, family = _decoder(model), FAMILIES[to_hf(model)["model_type"]]
     table = (c.vocab_size, c.dim)
     found = [

@@ -32,14 +32,7 @@ Parameters = Iterable[tuple[str, np.ndarray]]  # (path, float32 array) in ascend
 
 
 class Weights:
-    """Tensors of a public model as they lie in its folder.
-
-    Args:
-        folder: with config.json and safetensors.
-
-    Attributes:
-        config: what config.json says.
-        shapes: of every tensor, by its name.
+    """Tensors of a public model as they lie in its folder, their `shapes` by name, and `config` as in config.json.
 
     Raises:
         ValueError: the folder holds no model, or a file of it is missing or damaged; names it.
@@ -136,13 +129,7 @@ def _opened(path: Path) -> Any:
 
 
 def write_weights(folder: Path, model: ModelConfig, parameters: Parameters, dtype: str) -> None:
-    """Write a model's parameters as tensors of its family, while they come.
-
-    Args:
-        folder: where the files go.
-        model: of a public family.
-        parameters: all of them.
-        dtype: of what is written, a key of WRITTEN.
+    """Write a model's parameters as tensors of its family, while they come; `dtype` is a key of WRITTEN.
 
     Raises:
         ValueError: the model is of no public family, or these are not its parameters.

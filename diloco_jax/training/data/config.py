@@ -6,14 +6,12 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from diloco_jax.training.named import check_setting
+from diloco_jax.training.named import check_choices, check_setting
 
 DataFormat = Literal["bytes", "tokens", "store", "text", "jsonl", "parquet", "arrow", "arrayrecord"]
 TokenDtype = Literal["uint16", "uint32"]
-
-Documents = Literal["joined", "separate", "whole"]
 
 STDLIB = "stdlib"
 PLAIN = ("bytes", "tokens")  # one array of ids; all others are token stores, or become one
@@ -53,51 +51,37 @@ class DataConfig:
     format: DataFormat = "bytes"
     """bytes (any text, token = byte), tokens (one binary file of token ids, memory-mapped) or store (a folder of diloco
     tokenize). text, jsonl, parquet, arrow and arrayrecord become a store in $DILOCO_CACHE when they are first read."""
-
     path: str = STDLIB
     """A file or a folder; or 'stdlib', the source of Python's own standard library without its tests (13 MB). A store
     or text may also be at gs://, s3:// or another URL that fsspec reads."""
-
     field: str = "text"
     """Column or key with the text, for jsonl, parquet and arrow."""
-
     tokenizer: str = ""
     """A folder with tokenizer.json, train:SIZE or bytes, for text that becomes a store; of format tokens, that which
     made them. A store has its own."""
-
-    documents: Documents = "joined"
+    documents: Literal["joined", "separate", "whole"] = "joined"
     """joined: windows go across documents. separate: the same windows, but attention and loss stay within a document.
     whole: as separate, and no document is cut unless it is longer than a window; samples end with padding."""
-
     mixture: dict[str, PartConfig] = dataclasses.field(default_factory=dict)
     """Several sources by name, in place of path and format, read in proportion to their weights."""
-
     evaluation: dict[str, PartConfig] = dataclasses.field(default_factory=dict)
     """Further sources by name, on which the model is evaluated only."""
-
     patterns: tuple[str, ...] = ("*",)
     """Which files of a folder to read, by file name; for stdlib always '*.py'."""
-
     token_dtype: TokenDtype = "uint16"
     """Type of the ids in a token file, little-endian."""
-
     vocab_size: int = 65_536
     """Ids in a token file or a source of your own are below this (checked on every batch); bytes always have 256."""
-
     held_out_fraction: float = 0.02
     """Share of the corpus, at its end, kept for evaluation; more than 0, less than 1."""
-
     shuffle_seed: int = 0
     """Seed of the global order of the windows; islands of one run must agree."""
-
     prefetch: int = 4
     """Batches that each process of an island reads ahead, on a thread of its own, 1 GB at most. 0: a batch is read on
     the thread of the steps, while the step before it runs, for a source that must not be read on another."""
-
     module: str = ""
     """A source of your own as package.module:Name, in place of path and format: a class with `__len__` and
     `__getitem__`, whose samples are arrays of train.seq_len + 1 ids below vocab_size."""
-
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Passed to that class by name; all machines of a run must agree."""
 
@@ -105,13 +89,11 @@ class DataConfig:
         check_setting("data", self.module, self.args)
         if self.module and self.path != STDLIB:
             raise ValueError(f"data.path is '{self.path}', but data.module '{self.module}' takes its place; remove one")
-        for name, known in (("format", DataFormat), ("token_dtype", TokenDtype), ("documents", Documents)):
-            if getattr(self, name) not in get_args(known):
-                raise ValueError(f"data.{name} is '{getattr(self, name)}'; choose from {', '.join(get_args(known))}")
+        check_choices("data", self)
         if not 0 < self.held_out_fraction < 1:
             raise ValueError(f"data.held_out_fraction is {self.held_out_fraction}; it must be between 0 and 1")
-        if self.vocab_size < 1 or not self.patterns:
-            raise ValueError(f"data.vocab_size is {self.vocab_size}, data.patterns {self.patterns}; both must be given")
+        if self.vocab_size < 1:
+            raise ValueError(f"data.vocab_size is {self.vocab_size}; it must be at least 1")
         if not 0 <= self.prefetch <= PREFETCH_MAX:
             raise ValueError(f"data.prefetch is {self.prefetch}; it must be from 0 to {PREFETCH_MAX} batches")
         if not 0 <= self.shuffle_seed < 2**31:
@@ -169,13 +151,8 @@ class DataConfig:
         return not (self.module or self.mixture or self.evaluation) and self.format in PLAIN
 
     @property
-    def of_bytes(self) -> bool:
-        """Tell whether a token is a byte."""
-        return not self.module and all(part.format == "bytes" for part in self.parts.values())
-
-    @property
     def ids(self) -> int:
         """Return the number below which all ids are; 0 if a store says it, which may be on another machine."""
         if self.module or any(part.format == "tokens" for part in self.parts.values()):
             return self.vocab_size
-        return 256 if self.of_bytes else 0
+        return 256 if all(part.format == "bytes" for part in self.parts.values()) else 0

@@ -22,7 +22,7 @@ from jaxtyping import Integer
 
 from diloco_jax.training.data.config import PLAIN, STDLIB, DataConfig, PartConfig
 from diloco_jax.training.data.documents import TextSource
-from diloco_jax.training.data.mixture import Order, Samples, mixed
+from diloco_jax.training.data.mixture import Samples, mixed
 from diloco_jax.training.data.own import open_own
 from diloco_jax.training.data.packing import StoreWindows, pack
 from diloco_jax.training.data.sample import TOKENS, Sample
@@ -70,11 +70,6 @@ class Source:
     tokenizer: Tokenizer | None = None
     """That made the ids, if it is known."""
     store: Store | None = None
-
-    def order(self, seed: int) -> Order:
-        """Return the numbers of the samples of `train` in their order, without end."""
-        lengths = [len(part.train) for part in self.parts.values()] or [len(self.train)]
-        return Order(lengths, self.weights or (1.0,), seed)
 
 
 def _stdlib_files() -> list[Path]:
@@ -177,11 +172,7 @@ def load_source(config: DataConfig, seq_len: int) -> Source:
 
 
 def tokenizer_of(config: DataConfig) -> Tokenizer | None:
-    """Return the tokenizer of a run's data, if it is known.
-
-    Raises:
-      ValueError: it cannot be read, or a store cannot.
-    """
+    """Return the tokenizer of a run's data, if it is known."""
     for part in config.parts.values():
         if part.format == "bytes":
             return open_tokenizer(BYTES)
@@ -251,11 +242,7 @@ def cut_source(
 
 
 def checked(source: Source, config: DataConfig, part: PartConfig, count: int, seq_len: int, *, whole: bool) -> Source:
-    """Return a source that has samples of each kind.
-
-    Raises:
-      ValueError: it has not.
-    """
+    """Return a source after checking that it has samples of each kind."""
     if not (whole or len(source.train)) or not len(source.held_out):
         raise ValueError(
             f"data.path '{part.path}' has {count} tokens: {len(source.train)} training and "

@@ -36,37 +36,22 @@ EXTRAS = {"gcsfs": "gs", "s3fs": "s3"}
 
 
 class SourcePiece(NamedTuple):
-    """A share of a source: a file, or a range of one.
-
-    Attributes:
-        url: of the file.
-        format: of SUFFIXES, or text.
-        field: of a row, that has the text.
-        start, stop: the range, in bytes of JSONL, row groups of Parquet, records of ArrayRecord; stop 0 is the end.
-        size: bytes.
-    """
+    """A file of a source, or a range of one: in bytes of JSONL, row groups of Parquet, records of ArrayRecord."""
 
     url: str
-    format: str
-    field: str
+    format: str  # of SUFFIXES, or text
+    field: str  # of a row, that has the text
     start: int
-    stop: int
-    size: int
+    stop: int  # 0: the end
+    size: int  # bytes
 
 
 class TextSource(NamedTuple):
-    """A place with documents.
-
-    Attributes:
-        path: file, folder or URL.
-        format: of SUFFIXES, or text; "": as the names of the files say.
-        patterns: of the files of a folder.
-        field: of a row, that has the text.
-    """
+    """A place with documents: a file, a folder or a URL."""
 
     path: str
-    format: str = ""
-    patterns: Sequence[str] = ("*",)
+    format: str = ""  # as the names of the files say
+    patterns: Sequence[str] = ("*",)  # of the files of a folder
     field: str = "text"
 
 
@@ -87,11 +72,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def needs(name: str) -> Any:
-    """Import a module of the extra `data`.
-
-    Raises:
-        ValueError: it is missing.
-    """
+    """Import a module of the extra `data`; a ValueError says if it is missing."""
     try:
         return __import__(name, fromlist=["_"])
     except ImportError as error:
@@ -103,11 +84,7 @@ def _format(name: str) -> str:
 
 
 def list_pieces(source: TextSource) -> tuple[list[SourcePiece], str]:
-    """List what a source has, and a digest of the names, sizes and times of its files.
-
-    Raises:
-        ValueError: there is nothing, or files of several formats.
-    """
+    """List what a source has, and a digest of the names, sizes and times of its files."""
     fs, root = file_system(source.path)
     found = {}
     for full, info in fs.find(root, detail=True).items():
@@ -165,11 +142,7 @@ def _split(piece: SourcePiece) -> Iterator[SourcePiece]:
 
 
 def read_documents(piece: SourcePiece) -> Iterator[str]:
-    """Yield the documents of a piece.
-
-    Raises:
-        ValueError: it is damaged, or a row has no such text.
-    """
+    """Yield the documents of a piece."""
     read: Callable[[SourcePiece], Iterator[Any]] = {
         "text": _text, "jsonl": _jsonl, "parquet": _parquet, "arrow": _arrow, "arrayrecord": _array_record
     }[piece.format]  # fmt: skip

@@ -25,11 +25,7 @@ class Samples(Protocol):
 
 
 class Pattern:
-    """Table of which source gives the sample of a position, as evenly as can be: each prefix has nearly its shares.
-
-    Args:
-        weights: of the sources, of any sum.
-    """
+    """Table of which source gives the sample of a position, as evenly as can be: each prefix has nearly its shares."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         shares = np.asarray(weights, np.float64) / sum(weights)
@@ -51,12 +47,7 @@ class Order:
     """Numbers of samples in their global order, for every position from 0 on.
 
     An epoch of a source is that each of its samples came once; each has an order of its own. A small source begins
-    its next epoch while others are in their first.
-
-    Args:
-        lengths: samples of each source; those of the second are numbered after those of the first.
-        weights: of the sources.
-        seed: of the order.
+    its next epoch while others are in their first. Samples of the second source are numbered after those of the first.
     """
 
     def __init__(self, lengths: Sequence[int], weights: Sequence[float], seed: int) -> None:

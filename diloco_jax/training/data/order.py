@@ -15,6 +15,7 @@ import numpy as np
 
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.data.corpus import Source, count_tokens, cut_source, find_files, load_source
+from diloco_jax.training.data.mixture import Order
 from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample, stack
 
 
@@ -22,9 +23,6 @@ def check_source(config: DataConfig, seq_len: int, eval_batch_size: int) -> None
     """Find out from names and sizes alone whether `load_source` and `eval_batches` will do: no file is read.
 
     Of a source of the user's own, or of token stores, some samples are read; a store that is not there is made.
-
-    Raises:
-      ValueError: as those two.
     """
     if not config.plain:
         source = load_source(config, seq_len)
@@ -42,11 +40,7 @@ def check_source(config: DataConfig, seq_len: int, eval_batch_size: int) -> None
 
 
 def example(config: DataConfig, seq_len: int) -> Sample:
-    """Return a sample with the names, shapes and types that all have; a source of the user's own is asked for it.
-
-    Raises:
-      ValueError: there is none.
-    """
+    """Return a sample with the names, shapes and types that all have; a source of the user's own is asked for it."""
     if config.module:
         return load_source(config, seq_len).train[0]
     names = (TOKENS,) if config.documents == "joined" else (TOKENS, SEGMENTS)
@@ -62,27 +56,19 @@ def _stack(samples: Sequence[Sample], vocab_size: int) -> Sample:
 
 
 class SampleOrder:
-    """The global order of the training windows: the same for everybody who gives the same corpus and seed.
-
-    Args:
-      source: the corpus.
-      seed: of the order; every epoch has an order of its own.
-    """
+    """The global order of the training windows: the same for everybody who gives the same corpus and seed."""
 
     def __init__(self, source: Source, seed: int) -> None:
         self._source = source
-        self._order = source.order(seed)
+        lengths = [len(part.train) for part in source.parts.values()] or [len(source.train)]
+        self._order = Order(lengths, source.weights or (1.0,), seed)
 
     def window_id(self, position: int) -> int:
         """Return the number of the window of `source.train` that has this position."""
         return self._order[position]
 
     def batch(self, ranges: Sequence[tuple[int, int]], rows: Sequence[int] | None = None) -> Sample:
-        """Return the samples of positions [start, stop) of every range, in their order, each array stacked.
-
-        Args:
-          ranges: of positions.
-          rows: which of them, counted from 0; all if not given.
+        """Return the samples of positions [start, stop) of every range, or of these `rows` of them, as a batch.
 
         Raises:
           ValueError: there is no position, or the data has a token id that it should not have.
@@ -103,9 +89,6 @@ def eval_batches(source: Source, batch_size: int, max_batches: int, name: str = 
     """Return up to `max_batches` batches of held-out windows, spread evenly over the held-out part, always the same.
 
     With a name they are of that set of `source.evaluation`.
-
-    Raises:
-      ValueError: the held-out part has fewer windows than one batch.
     """
     held_out = source.evaluation[name] if name else source.held_out
     available = len(held_out) // batch_size

@@ -29,15 +29,7 @@ POLL_S = 0.5
 
 
 class Store:
-    """A finished token store, memory-mapped.
-
-    Attributes:
-        folder: where it lies on this machine.
-        facts: its store.json.
-        tokenizer: that made it.
-
-    Args:
-        folder: of the store.
+    """A finished token store on this machine, memory-mapped; `facts` is its store.json.
 
     Raises:
         ValueError: there is none, or it is unfinished or damaged.
@@ -181,11 +173,7 @@ def locked(path: Path, wait_s: float) -> Iterator[None]:
 
 
 def local_store(path: str) -> Path:
-    """Return the folder of a store on this machine; of a remote one a copy, made once.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the folder of a store on this machine; of a remote one a copy, made once."""
     fs, root = file_system(path)
     if "file" in fs.protocol:
         return Path(root)

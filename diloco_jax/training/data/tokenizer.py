@@ -25,19 +25,12 @@ ENCODED_AT_ONCE = 1 << 20  # characters: an encoding takes about a hundred times
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A way from text to ids and back.
+    """A way from text to ids and back."""
 
-    Attributes:
-        folder: where its tokenizer.json lies; None if a token is a byte.
-        vocab_size: the number below which all ids are.
-        digest: equal if equal texts have equal ids; "bytes" if a token is a byte.
-        end: id that ends a document, if there is one.
-    """
-
-    folder: Path | None
-    vocab_size: int
-    digest: str
-    end: int | None
+    folder: Path | None  # with tokenizer.json; None if a token is a byte
+    vocab_size: int  # all ids are below
+    digest: str  # equal if equal texts have equal ids; "bytes" if a token is a byte
+    end: int | None  # id that ends a document
     made: Any = None
 
     def encode(self, text: str) -> list[int]:
@@ -92,19 +85,13 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def open_tokenizer(name: str | Path) -> Tokenizer:
-    """Read the tokenizer of a folder, or make that of bytes.
-
-    Raises:
-        ValueError: there is none, or it is damaged.
-    """
+    """Read the tokenizer of a folder, or make that of bytes."""
     if name == BYTES:
         return Tokenizer(None, 256, BYTES, 0)
     folder = Path(name)
     path = folder / TOKENIZER_FILE
     try:
-        text = path.read_text(encoding="utf-8")
-        made = tokenizers.Tokenizer.from_str(text)
-        content = json.loads(made.to_str())
+        made = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(
             f"'{name}' has no {TOKENIZER_FILE} that can be read ({error.strerror}); name its folder, train:SIZE, "
@@ -112,6 +99,7 @@ def open_tokenizer(name: str | Path) -> Tokenizer:
         ) from error
     except Exception as error:  # tokenizers raises nothing more special
         raise ValueError(f"{path} is damaged: {error}; take it again from where it came") from error
+    content = json.loads(made.to_str())
     made.no_padding()
     made.no_truncation()
     size = max(made.get_vocab().values(), default=-1) + 1
@@ -147,6 +135,11 @@ def train_tokenizer(texts: Iterable[str], size: int, folder: Path) -> None:
     made.train_from_iterator(texts, trainer)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
     (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=1), encoding="utf-8")
-    half = folder / f"{TOKENIZER_FILE}.part"
-    half.write_text(made.to_str(), encoding="utf-8")
-    half.replace(folder / TOKENIZER_FILE)  # whole, or not there
+    write_whole(folder / TOKENIZER_FILE, made.to_str())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is whole, or not there."""
+    half = path.with_name(f"{path.name}.half")
+    half.write_text(text, encoding="utf-8")
+    half.replace(path)

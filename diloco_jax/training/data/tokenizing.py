@@ -6,7 +6,6 @@ import itertools
 import json
 import multiprocessing as mp
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +29,7 @@ from diloco_jax.training.data.tokenizer import (
     Tokenizer,
     open_tokenizer,
     train_tokenizer,
+    write_whole,
 )
 
 TRAIN, PART_NAME, LOCK_NAME = "train:", "part-{:05d}.json", ".lock"
@@ -56,9 +56,7 @@ def build_store(source: TextSource, tokenizer: str, out: Path, workers: int = 0,
     """Make the token store of a source, or go on with it; returns `out`.
 
     Args:
-        source: of text.
         tokenizer: a folder with tokenizer.json, train:SIZE, or bytes.
-        out: folder of the store.
         workers: processes; 0 for one per core.
         tell: is called after each part.
 
@@ -86,7 +84,7 @@ def build_store(source: TextSource, tokenizer: str, out: Path, workers: int = 0,
         facts = {"vocab_size": made.vocab_size, "dtype": _dtype(made), "tokenizer": made.digest}
         facts |= {key: sum(file[key] for file in files) for key in ("tokens", "documents", "bytes")}
         begun = {"version": store.VERSION, "finished": True, "made_from": made_from}
-        _write(out / STORE_FILE, {**begun, **facts, "files": files})
+        write_whole(out / STORE_FILE, json.dumps({**begun, **facts, "files": files}, indent=1))
         for part in parts:
             (out / PART_NAME.format(part.number)).unlink()
     return out
@@ -101,18 +99,13 @@ def cached_store(source: TextSource, tokenizer: str) -> Path:
         return build_store(source, tokenizer, folder)
 
 
-def _write(path: Path, value: Any) -> None:
-    half = path.with_suffix(".half")
-    half.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    half.replace(path)
-
-
 def _begin(out: Path, made_from: dict[str, str]) -> None:
     if not (out / STORE_FILE).exists():
         if out.exists() and any(each.name != LOCK_NAME for each in out.iterdir()):
             raise ValueError(f"'{out}' has files but no {STORE_FILE}; name a new folder for the store")
         out.mkdir(parents=True, exist_ok=True)
-        _write(out / STORE_FILE, {"version": store.VERSION, "finished": False, "made_from": made_from, "files": []})
+        begun = {"version": store.VERSION, "finished": False, "made_from": made_from, "files": []}
+        write_whole(out / STORE_FILE, json.dumps(begun))
     have = read_facts(out, unfinished=True)["made_from"]
     if different := [key for key in made_from if have.get(key) != made_from[key]]:
         raise ValueError(
@@ -132,8 +125,7 @@ def _tokenizer(word: str, pieces: Sequence[SourcePiece], out: Path, tell: Tell |
             folder = open_tokenizer(word).folder
             for name in TOKENIZER_FILES:
                 if folder and (folder / name).exists():
-                    shutil.copyfile(folder / name, out / f"{name}.half")
-                    (out / f"{name}.half").replace(out / name)
+                    write_whole(out / name, (folder / name).read_text(encoding="utf-8"))
     return open_tokenizer(out)
 
 
@@ -242,7 +234,7 @@ def _make_part(part: StorePart) -> int:
         hasher.update(raw)
         (part.out / DOCUMENTS_NAME.format(part.number)).write_bytes(raw)
         facts = {"tokens": tokens, "documents": len(ends), "bytes": bytes_, "digest": hasher.hexdigest()}
-        _write(part.out / PART_NAME.format(part.number), facts)
+        write_whole(part.out / PART_NAME.format(part.number), json.dumps(facts))
     except OSError as error:  # such as a full disk, of which Python does not say where
         raise OSError(error.errno, error.strerror, error.filename or str(part.out)) from error
     return part.size

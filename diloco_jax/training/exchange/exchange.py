@@ -33,15 +33,13 @@ HostValues = dict[str, Float[np.ndarray, "..."]]  # Slice.key -> float32
 class Exchange:
     """Anchors, residuals and programs of an island's fragments. Only `warm_up` may be called from another thread.
 
-    Attributes:
-      held: by fragment_id, from the first adoption on; the owner may exchange it for that of another life.
-
     Args:
       tensors: shape, dtype and layout of every parameter, by path; they may not change afterwards.
       rebase: whether `adopt` will be asked to keep what was done since a fragment was staged.
     """
 
     def __init__(self, tensors: Mapping[str, jax.ShapeDtypeStruct], format: Format, rebase: bool) -> None:
+        # by fragment_id, from the first adoption on; the owner may exchange it for that of another life
         self.held: dict[int, HeldFragment] = {}
         self._tensors = tensors
         self._format: Format = format

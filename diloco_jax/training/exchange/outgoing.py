@@ -42,15 +42,11 @@ Once = Callable[[object, Callable[[], jax.stages.Compiled]], jax.stages.Compiled
 
 
 class Residual(NamedTuple):
-    """The sum of what rounding has kept back of a fragment's updates so far.
+    """The sum of what rounding has kept back of a fragment's updates so far."""
 
-    Attributes:
-      on_devices: flat, what each device rounds one after the other, for all tensors shared out over the same mesh axes.
-      on_host: of tensors that the host encodes, by key.
-    """
-
+    # flat, what each device rounds one after the other, for all tensors shared out over the same mesh axes
     on_devices: Mapping[Axes, Float32[Array, "n"]]
-    on_host: HostArrays
+    on_host: HostArrays  # of tensors that the host encodes, by key
 
 
 _Encoded = tuple[bytes | list[Buffer], Residual]  # a payload, and what rounding keeps back of it
@@ -72,15 +68,12 @@ class _Outputs(NamedTuple):
 
 
 class StagedFragment:
-    """A fragment's update as it was after the step before `stage`. Any thread may call the methods.
-
-    Attributes:
-      local: windows of the parameters at that step, on the devices; empty if the island does not want them.
-      of_others: waits for what `loose` gave on the other processes, by process; the owner sets it on the first one.
-    """
+    """A fragment's update as it was after the step before `stage`. Any thread may call the methods."""
 
     def __init__(self, bytes_of: OutgoingBytes, copies: Copies, before: Residual, out: _Outputs) -> None:
+        # windows of the parameters at that step, on the devices; empty if the island does not want them
         self.local = out.local
+        # waits for what `loose` gave on the other processes, by process; the owner sets it on the first one
         self.of_others: Callable[[], Mapping[int, Bytes]] = dict
         self._bytes = bytes_of
         self._copies = copies

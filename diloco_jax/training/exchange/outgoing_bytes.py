@@ -79,29 +79,23 @@ class Share(NamedTuple):
 
 
 class OutgoingBytes:
-    """The contents of one fragment's streams, and the way from them to a payload.
-
-    Attributes:
-      windows: of its slices, by key.
-      on_host: keys of the tensors that the host encodes.
-      rounded: windows of those that the devices round, by key.
-      shares: of these windows, by key: devices that hold the same share the rounding.
-      streams: what the devices send.
-      local: (stream, position in the mesh, position among this process's devices) of what this process gets.
-      in_parts: whether other processes have devices of the mesh too.
-    """
+    """The contents of one fragment's streams, and the way from them to a payload."""
 
     def __init__(self, windows: Sequence[Window], format: codec.Format) -> None:
-        self.windows = {window.part.key: window for window in windows}
+        self.windows = {window.part.key: window for window in windows}  # of its slices, by key
         self._format = format
         self._integer = codec.is_integer(format)
+        # keys of the tensors that the host encodes
         self.on_host = {key for key, window in self.windows.items() if self._integer and window.block_dim is None}
+        # windows of those that the devices round, by key
         self.rounded = {key: w for key, w in self.windows.items() if format != "float32" and key not in self.on_host}
+        # what the devices send
         self.streams = sorted(
             {(kind, window.axes) for key, window in self.windows.items() for kind in self._kinds(key)}
         )
         mesh = windows[0].sharding.mesh
         assert isinstance(mesh, Mesh), "an island has devices"
+        # of these windows, by key: devices that hold the same share the rounding
         self.shares = {key: share_of(window, format) for key, window in self.rounded.items()}
         self._items = {
             (stream, number): list(self._items_of(stream, number, device))
@@ -110,8 +104,10 @@ class OutgoingBytes:
         }
         self._process = jax.process_index()
         self._process_of = [device.process_index for device in mesh.devices.flat]
+        # whether other processes have devices of the mesh too
         self.in_parts = any(process != self._process for process in self._process_of)
         mine = [number for number, process in enumerate(self._process_of) if process == self._process]
+        # (stream, position in the mesh, position among this process's devices) of what this process gets
         self.local = [(stream, number, mine.index(number)) for stream, number in self._items if number in mine]
 
     def whole(self, copies: Copies, before: HostArrays) -> tuple[bytes, dict[str, Float32[np.ndarray, "..."]]]:

@@ -22,17 +22,11 @@ SPLASH_BLOCK_MIN = 128
 
 
 class Seeing(NamedTuple):
-    """The rules by which queries see keys, beside that none sees a later one.
+    """The rules by which queries see keys, beside that none sees a later one."""
 
-    Attributes:
-      width: scores are divided by its square root.
-      cap: soft limit of the scores, 0 for none.
-      window: tokens that are seen, the query's own counted; 0 for all.
-    """
-
-    width: int
-    cap: float = 0.0
-    window: int = 0
+    width: int  # scores are divided by its square root
+    cap: float = 0.0  # soft limit of the scores, 0 for none
+    window: int = 0  # tokens that are seen, the query's own counted; 0 for all
 
 
 def attend(
@@ -104,10 +98,7 @@ def splash(
 ) -> Float[Array, "b t n h"]:
     """Compute attention by JAX's Pallas kernel for TPUs, without a T x T matrix; devices do their own part.
 
-    Args:
-      q, k, v: queries, keys and values.
-      rules, segments: as of `attend`.
-      interpret: emulate the kernel, for tests.
+    With `interpret` the kernel is emulated, for tests.
 
     Raises:
       ValueError: a length that the kernel's tiles do not divide, or heads that the mesh cannot share.

@@ -13,6 +13,9 @@ import yaml
 from diloco_jax.training.named import check_setting
 
 DECODER = "diloco_jax.training.models.decoder:Decoder"
+MOE = "diloco_jax.training.models.moe:MoeDecoder"
+IMAGE_TEXT = "diloco_jax.training.models.vision:ImageTextDecoder"
+OF_TOKENS = (DECODER, MOE, IMAGE_TEXT)  # built-in models that read token ids
 OWN = "own"  # the model of a run whose islands bring it
 
 
@@ -30,14 +33,11 @@ class ModelConfig:
     module: str = DECODER
     """Import path of the model as `package.module:Class`. "own": the islands' own loops bring it (diloco_jax.join); the
     syncer takes shapes and initial values from the first of them, and evaluates nothing."""
-
     preset: str = ""
     """Name of a public model whose module and arguments these are, such as qwen3-0.6b or llama3-tiny (all of them:
     docs/models.md); `args` replace single ones."""
-
     args: dict[str, Any] = field(default_factory=dict)
     """Passed to the class unchanged, for the built-in decoder the fields of DecoderConfig."""
-
     weights: str = ""
     """A folder with config.json and safetensors of a public family: the initial values. Only the syncer reads it,
     whenever it starts. `diloco import` writes module, args and this."""

@@ -47,15 +47,10 @@ def draw_token(logits: Float[Array, " v"], key: Key[Array, ""], temperature: flo
 
 
 class Places(NamedTuple):
-    """The tokens' places in their texts.
+    """The tokens' places in their texts."""
 
-    Attributes:
-      positions: None: 0, 1, 2, ...
-      segments: the text that each belongs to; None: all to one.
-    """
-
-    positions: Int32[Array, "b t"] | None = None
-    segments: Int32[Array, "b t"] | None = None
+    positions: Int32[Array, "b t"] | None = None  # 0, 1, 2, ...
+    segments: Int32[Array, "b t"] | None = None  # the text that each belongs to; None: all to one
 
 
 def places_of(segments: Int32[Array, "b t"]) -> Places:
@@ -105,16 +100,9 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "b t d"], places: Places, local: Local = False, cache: Cache | None = None
     ) -> tuple[Float[Array, "b t d"], Metrics, Cache | None]:
-        """Apply the layer to the residual stream.
+        """Apply the layer to the residual stream; return the stream, the scalars of the MLP, and the cache.
 
-        Args:
-          x: the stream.
-          places: of its tokens.
-          local: whether this layer has the window.
-          cache: of the tokens before; these are added. Either it is empty, or there is one token.
-
-        Returns:
-          The stream, the scalars of the MLP, and the cache.
+        The cache is of the tokens before; these are added. Either it is empty, or there is one token.
         """
         y = x if self.norm_attention is None else self.norm_attention(x)
         mixed, cache = self._attention(y, places, local, cache)
@@ -204,11 +192,7 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Int32[Array, "b t"], segments: Int32[Array, "b t"] | None = None
     ) -> Float[Array, "b t v"]:
-        """Return logits of the next token at every position, float32.
-
-        Raises:
-          ValueError: the sequence is longer than `seq_len_max`.
-        """
+        """Return logits of the next token at every position, float32."""
         table = self._table()
         x, _ = self.hidden(self.embedded(tokens, table), segments)
         return self._logits(x, table)
@@ -240,9 +224,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "b t d"], Metrics]:
         """Return what the logits are made of, and the mean over the layers of their scalars.
 
-        Args:
-          x: what the first layer gets.
-          segments: of the tokens; none sees another's, and positions begin again in each.
+        No token sees those of another segment, and positions begin again in each.
 
         Raises:
           ValueError: the sequence is longer than `seq_len_max`.
@@ -280,9 +262,8 @@ class Decoder(nnx.Module):
         """Continue a text token by token; keys and values of earlier ones are kept, not computed again.
 
         Args:
-          prompt: the beginning, at least one token; only its last `context` tokens are read.
-          count: how many tokens to add.
-          key: of all draws.
+          prompt: at least one token; only its last `context` tokens are read.
+          count: tokens to add.
           length: tokens of the prompt if more of no meaning follow, so that one program serves many lengths; the prompt
             has at most `context` tokens then.
           context: tokens that each layer sees, at most seq_len_max.
@@ -290,8 +271,7 @@ class Decoder(nnx.Module):
           top_p: probability of the likeliest tokens that are drawn from, together; 1 = of all.
           ids: tokens of this id and above are never drawn.
         """
-        c, table, total = self.config, self._table(), len(prompt) if length is None else length
-        prompt = prompt[-context:]
+        c, table, prompt = self.config, self._table(), prompt[-context:]
         kept, beginning = min(context, len(prompt) + count), len(prompt) if length is None else length
         self._check_length(kept)
         empty = jnp.zeros((1, kept, c.num_kv_heads, c.head_dim), c.dtype)
@@ -304,7 +284,7 @@ class Decoder(nnx.Module):
             return self._logits(self.norm_final(x), table)[0, 0, :ids], caches
 
         def add(state: tuple[Array, Any], number: Array) -> tuple[tuple[Array, Any], Array]:
-            token = draw_token(state[0], jax.random.fold_in(key, total + number), temperature, top_p)
+            token = draw_token(state[0], jax.random.fold_in(key, beginning + number), temperature, top_p)
             return read(token[None], (beginning + number)[None], state[1]), token
 
         state = read(prompt, jnp.arange(len(prompt)), caches, beginning - 1)

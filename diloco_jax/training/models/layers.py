@@ -72,13 +72,9 @@ def soft_limit(x: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
 
 
 def checkpoint(function: LayerFunction, remat: str, *, scanned: bool) -> LayerFunction:
-    """Let the backward pass compute again what it does not keep.
+    """Let the backward pass of a layer compute again what it does not keep.
 
-    Args:
-      function: of arrays and modules' parameters, one layer.
-      remat: `none` keeps every activation; `full` only what goes into the layer; the others are policies of
-        `jax.checkpoint_policies`.
-      scanned: whether the function is the body of a scan.
+    `none` keeps every activation; `full` only what goes into the layer; the others are `jax.checkpoint_policies`.
     """
     layout = current_layout()
     if remat == "none" and not (layout and layout.gathers):

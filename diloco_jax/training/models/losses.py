@@ -53,15 +53,9 @@ def chunked_cross_entropy(
     cap: float = 0.0,
     weights: Float[Array, "b t"] | None = None,
 ) -> Float[Array, ""]:
-    """Compute the mean cross-entropy in nats per token of logits x table^T.
+    """Compute the mean cross-entropy in nats per token of logits x table^T, `chunk` rows of the table at a time.
 
-    Args:
-      x: in the type of the computation.
-      table: as it is stored (logical axes TABLE_AXES).
-      labels: the tokens to predict.
-      chunk: how many rows of the table have their logits at a time.
-      cap: soft limit of the logits, 0 for none.
-      weights: of the tokens.
+    The table is as it is stored (logical axes TABLE_AXES), x in the type of the computation; cap 0 is none.
 
     Raises:
       ValueError: the chunks do not divide the vocabulary, or the devices a chunk.
@@ -78,19 +72,12 @@ def chunked_cross_entropy(
 
 
 class _Chunks(NamedTuple):
-    """The cut of a table: each part, the rows of one device, into all chunks; so a chunk is spread like the table.
+    """The cut of a table: each part, the rows of one device, into all chunks; so a chunk is spread like the table."""
 
-    Attributes:
-      number: of chunks.
-      parts: of the table.
-      rows: of one part in one chunk.
-      cap: soft limit of the logits.
-    """
-
-    number: int
+    number: int  # of chunks
     parts: int
-    rows: int
-    cap: float
+    rows: int  # of one part in one chunk
+    cap: float  # of the logits
 
     def cut(self, table: Float[Array, "v d"]) -> Float[Array, "c p r d"]:
         """Reshape [vocabulary, width] as [chunk, part, row, width]."""

@@ -14,21 +14,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from diloco_jax.training.models.config import DECODER, ModelConfig
+from diloco_jax.training.models.config import DECODER, MOE, ModelConfig
 from diloco_jax.training.models.decoder import ACTIVATIONS, Block, Decoder
 from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.models.protocol import Batch, Metrics, config_from_args
 from diloco_jax.training.sharding import constrain, current_layout, gather
 
-Routing = Literal["capacity", "dropless"]
-MOE = "diloco_jax.training.models.moe:MoeDecoder"
 ROUTER_AXES = (None, None)  # whole on every device
 IN_AXES, OUT_AXES = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
 
@@ -39,28 +37,21 @@ class MoeConfig(DecoderConfig):
 
     num_experts: int = 8
     """E: experts of a layer; a multiple of the mesh axis `expert`."""
-
     experts_per_token: int = 2
     """A: experts that compute each token."""
-
     normalize_weights: bool = True
     """Let the weights of a token's experts add to 1; else they are the router's probabilities."""
-
-    routing: str = "capacity"
+    routing: Literal["capacity", "dropless"] = "capacity"
     """capacity: experts have slots, and drop what finds none; dropless: each computes all that comes (no mesh axis
     `expert`)."""
-
     capacity_factor: float = 1.25
     """Slots of an expert as a multiple of its fair share of a sequence's choices; num_experts / experts_per_token = no
     choice is ever dropped."""
-
     balance_coefficient: float = 0.01
     """Weight of the load-balancing term in the gradient; the loss that is reported is the cross-entropy alone."""
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
-        if self.routing not in get_args(Routing):
-            raise ValueError(f"model.args.routing is '{self.routing}'; choose from {', '.join(get_args(Routing))}")
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(
                 f"model.args.experts_per_token is {self.experts_per_token}; use 1 to num_experts ({self.num_experts})"
@@ -77,47 +68,24 @@ class MoeConfig(DecoderConfig):
 
 
 class Route(NamedTuple):
-    """The way of one sequence's tokens to experts.
+    """The way of one sequence's tokens to experts; dropless there are no slots."""
 
-    Attributes:
-      experts: of every choice.
-      slots: of every choice, `capacity` or more if there was none left.
-      weights: of every choice, 0 without a slot.
-      tokens: in every slot, `length` if it is empty.
-      balance: E sum_e (share of choices for e) (mean probability of e), 1 if all is even.
-      dropped: share of the choices that found no slot.
-    """
-
-    experts: Int32[Array, "t a"]
-    slots: Int32[Array, "t a"]
-    weights: Float[Array, "t a"]
-    tokens: Int32[Array, "e c"]
-    balance: Float[Array, ""]
-    dropped: Float[Array, ""]
+    experts: Int32[Array, "t a"]  # the likeliest first
+    weights: Float[Array, "t a"]  # 0 without a slot
+    balance: Float[Array, ""]  # E sum_e (share of choices for e) (mean probability of e), 1 if all is even
+    slots: Int32[Array, "t a"] | None = None  # `capacity` or more if there was none left
+    tokens: Int32[Array, "e c"] | None = None  # `length` if a slot is empty
+    dropped: Float[Array, ""] | float = 0.0  # share of the choices that found no slot
 
 
-class Choice(NamedTuple):
-    """The experts of one sequence's tokens.
-
-    Attributes:
-      experts: of every choice, the likeliest first.
-      weights: of every choice.
-      balance: as of `Route`.
-    """
-
-    experts: Int32[Array, "t a"]
-    weights: Float[Array, "t a"]
-    balance: Float[Array, ""]
-
-
-def choose(logits: Float[Array, "t e"], experts_per_token: int, normalize: bool = True) -> Choice:
+def choose(logits: Float[Array, "t e"], experts_per_token: int, normalize: bool = True) -> Route:
     """Choose the experts of one sequence's tokens, by the router's logits in float32."""
     num_experts = logits.shape[1]
     probabilities = jax.nn.softmax(logits, axis=-1)
     top, experts = jax.lax.top_k(probabilities, experts_per_token)
     share = jnp.mean(jax.nn.one_hot(experts.reshape(-1), num_experts, dtype=jnp.float32), axis=0)
     weights = top / jnp.sum(top, axis=-1, keepdims=True) if normalize else top
-    return Choice(experts, weights, num_experts * jnp.sum(share * jnp.mean(probabilities, axis=0)))
+    return Route(experts, weights, num_experts * jnp.sum(share * jnp.mean(probabilities, axis=0)))
 
 
 def route(logits: Float[Array, "t e"], experts_per_token: int, capacity: int, normalize: bool = True) -> Route:
@@ -131,14 +99,8 @@ def route(logits: Float[Array, "t e"], experts_per_token: int, capacity: int, no
     kept = slots < capacity
     token = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[:, None], experts.shape)
     tokens = jnp.full((num_experts, capacity), length, jnp.int32).at[experts, slots].set(token, mode="drop")
-    return Route(
-        experts=experts,
-        slots=slots,
-        weights=jnp.where(kept, choice.weights, 0.0),
-        tokens=tokens,
-        balance=choice.balance,
-        dropped=1 - jnp.mean(kept.astype(jnp.float32)),
-    )
+    weights = jnp.where(kept, choice.weights, 0.0)
+    return Route(experts, weights, choice.balance, slots, tokens, 1 - jnp.mean(kept.astype(jnp.float32)))
 
 
 class MoeBlock(Block):

@@ -16,13 +16,9 @@ def apply_rope(
     positions: Int32[Array, "b t"] | None,
     size: float = 1.0,
 ) -> Float[Array, "b t n h"]:
-    """Rotate the pairs (x[i], x[i + H/2]) by the angle position * frequency[i].
+    """Rotate the pairs (x[i], x[i + H/2]) by the angle position * frequency[i], and multiply them by `size`.
 
-    Args:
-      x: queries or keys.
-      frequency: angle per token.
-      positions: of the tokens; None: 0, 1, 2, ...
-      size: what the numbers are multiplied by, beside.
+    Positions are 0, 1, 2, ... if none are given.
     """
     half = x.shape[-1] // 2
     place = jnp.arange(x.shape[1])[None] if positions is None else positions
@@ -33,12 +29,7 @@ def apply_rope(
 
 
 def frequencies(c: DecoderConfig, local: bool | Bool[Array, ""]) -> Float[Array, " half"]:
-    """Return the angles per token of a layer.
-
-    Args:
-      c: of the decoder.
-      local: whether the layer has a window.
-    """
+    """Return the angles per token of a layer, which is `local` if it has a window."""
     whole = _scaled(c, _plain(c.rope_theta, c.head_dim // 2))
     if not c.rope_theta_local or local is False:
         return whole

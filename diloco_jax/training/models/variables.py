@@ -99,22 +99,16 @@ def state_after(model: nnx.Module, before: Mapping[str, Shaped[Array, "..."]]) -
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The random streams of a model.
+    """The random streams of a model."""
 
-    Attributes:
-      seed: of the run.
-      kinds: dtype and shape of the streams' variables, by path: keys, and counts of what was drawn.
-    """
-
-    seed: int = 0
+    seed: int = 0  # of the run
     kinds: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
+    """Dtype and shape of the streams' variables, by path: keys, and counts of what was drawn."""
 
     def at(self, draw: Draw | None, part: int | Array = 0) -> Variables:
-        """Return the streams of one step; to be called inside of a program.
+        """Return the streams of a step, or of its micro-batch `part`; to be called inside of a program.
 
-        Args:
-          draw: see `draw_of`; only a model without streams needs none.
-          part: which micro-batch of the step.
+        `draw` is of `draw_of`; only a model without streams needs none.
 
         Raises:
           ValueError: a stream has keys of another kind than JAX's usual one.

@@ -33,10 +33,8 @@ class VisionConfig(DecoderConfig):
 
     image_size: int = 32
     """Height and width of an image, pixels; a multiple of patch_size."""
-
     channels: int = 3
     """Numbers per pixel: 3 for colours, 1 for grey."""
-
     patch_size: int = 4
     """Height and width of a patch, pixels."""
 
@@ -68,11 +66,7 @@ class ImageTextDecoder(Decoder):
             self.project = Linear(size, c.dim, ("patch", "embed"), c.dtype, rngs=rngs)
 
     def patches(self, image: Shaped[Array, "b h w c"]) -> Float[Array, "b n d"]:
-        """Cut images into patches, and map each to the width of the model.
-
-        Raises:
-          ValueError: images are of another size than the model's.
-        """
+        """Cut images into patches, and map each to the width of the model."""
         c = self.config
         if image.shape[1:] != (pixels := (c.image_size, c.image_size, c.channels)):
             have, want = (" x ".join(map(str, shape)) for shape in (image.shape[1:], pixels))

@@ -45,11 +45,7 @@ class StateLeaf(NamedTuple):
 
 
 class StateLayout:
-    """The layout of an island's state.
-
-    Args:
-      arrays: by name; anything with `dtype` and `shape`.
-    """
+    """The layout of an island's state, of arrays or anything else with `dtype` and `shape`, by name."""
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
         self.leaves = tuple(
@@ -95,9 +91,7 @@ class StateLayout:
     def slices(self, start: int, stop: int, array: Callable[[str], Shaped[np.ndarray, "..."]]) -> list[memoryview]:
         """Return bytes [start, stop) of the state, in pieces that share the arrays' memory.
 
-        Args:
-          start: first byte; stop: the one after the last.
-          array: gives the leaf of a name; called only for those that lie in the range.
+        `array` gives the leaf of a name; it is called only for those that lie in the range.
         """
         assert 0 <= start < stop <= self.num_bytes
         pieces = [memoryview(self.header)[start:stop]] if start < len(self.header) else []

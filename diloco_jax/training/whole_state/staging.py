@@ -43,11 +43,6 @@ class StagedState:
 
     Its methods may be called from any thread, but from one at a time, while the island trains on.
 
-    Attributes:
-      layout: of the whole state.
-      of_others: given a leaf's name, waits for what `loose` gives on the other processes, by process; the owner sets it
-        on the one that wants whole leaves. It may raise CopyGone.
-
     Args:
       elsewhere: where the pieces of the other processes belong, by leaf and process.
     """
@@ -55,7 +50,9 @@ class StagedState:
     def __init__(
         self, layout: StateLayout, pieces: Sequence[_Piece], elsewhere: Mapping[str, Mapping[int, Sequence[Index]]]
     ) -> None:
-        self.layout = layout
+        self.layout = layout  # of the whole state
+        # given a leaf's name, waits for what `loose` gives on the other processes, by process; the owner sets it on the
+        # one that wants whole leaves. It may raise CopyGone.
         self.of_others: Callable[[str], Mapping[int, Bytes]] = lambda name: {}
         self._elsewhere = elsewhere
         self._pieces: dict[str, list[_Piece]] = {}
@@ -70,9 +67,7 @@ class StagedState:
     def part(self, index: int, part_bytes: int) -> list[memoryview]:
         """Wait for what part `index` needs and return its bytes in pieces; holds one assembled leaf, not the state.
 
-        Args:
-          index: from 0, below `count(part_bytes)`.
-          part_bytes: size of every part but the last, which may be shorter.
+        All parts but the last have `part_bytes`.
         """
         assert 0 <= index < self.count(part_bytes), f"part {index} of {self.count(part_bytes)}"
         start = index * part_bytes

@@ -14,11 +14,7 @@ from diloco_jax.transport.trust.security import Credentials
 
 
 class DialledStreams:
-    """The calls of one session, opened at once; `session.wait_ready` tells when all are answered.
-
-    Attributes:
-        first: The call of the control lane, or of the bulk lane's first stripe where there is none.
-    """
+    """The calls of one session, opened at once; `session.wait_ready` tells when all are answered."""
 
     def __init__(self, session: StreamSession, own: Credentials, method: str) -> None:
         self._session = session
@@ -37,6 +33,7 @@ class DialledStreams:
             session.bind(lane, call.cancel)
             self._ended.append(_watch(session, lane, call))
             session.start_reader(lane, call)
+        # the call of the control lane, or of the bulk lane's first stripe where there is none
         self.first: Any = calls[0]
 
     def close(self, reason: str, grace_s: float) -> None:

@@ -60,15 +60,11 @@ class Inbox:
 
 
 class Session(ABC):
-    """One end of a session: puts what its peer sends into an inbox, until it is over.
-
-    Attributes:
-        header: Names the learner, its incarnation, the session and the host.
-    """
+    """One end of a session: puts what its peer sends into an inbox, until it is over."""
 
     def __init__(self, inbox: Inbox, header: pb.Header, peer: str, config: TransportConfig) -> None:
         self.inbox = inbox
-        self.header = header
+        self.header = header  # names the learner, its incarnation, the session and the host
         self.peer = peer
         self.config = config
         self.room = {False: config.queue_messages_max, True: config.queue_payloads_max}  # by is_bulk

@@ -270,7 +270,7 @@ PARTS = parts_of(bytes(range(66)))  # of two rows, and what is left of a third
 ARRIVED = GlobalFragment(5, 1, 5, 1, 1 << 60, 90)
 COMMANDS = (
     c.HostMeet(3, (("seed", "0"), ("mesh", "fsdp"))),
-    c.HostPutBatch((c.SampleRange(0, 8), c.SampleRange(16, 24))),
+    c.HostPutBatch((c.SampleRange(0, 8), c.SampleRange(16, 24)), (c.SampleRange(24, 40),)),
     c.HostStep(5),
     c.HostArrival(7, ARRIVED),
     c.HostAdopt(7, ARRIVED),

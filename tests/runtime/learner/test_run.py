@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import MagicMock
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +42,8 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.runtime.island.whole_state import STATE_PART_BYTES
+from diloco_jax.runtime.learner.decisions import Signals
+from diloco_jax.runtime.learner.inbox import LinkKeeper
 from diloco_jax.runtime.learner.joined import Joining
 from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.learner.tape import learner_tape_path
@@ -49,7 +52,7 @@ from diloco_jax.training.island import Island, StepHandle
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.transport.grpc_link import listen
-from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.link import Rejected, TransportConfig
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
 
@@ -367,3 +370,16 @@ def test_an_own_saved_state_is_taken_when_it_is_recent(tmp_path: Path) -> None:
     second.end()
     assert second.tape("state") == [["state", "", INCARNATION, local_step, [0]]]
     assert not any(isinstance(message, StateRequest) for message in second.heard)
+
+
+def test_a_learner_that_is_refused_for_good_says_why() -> None:
+    decisions, outbox, dialler = MagicMock(over=False), MagicMock(), MagicMock()
+    outbox.link.receive.return_value.kind = "disconnected"
+    outbox.close_link.side_effect = lambda _: setattr(outbox, "link", None)
+    decisions.ask.side_effect = lambda _: (None, outbox.link)
+    dialler.connect.side_effect = Rejected("a newer process has this name")
+    signals, other = Signals(threading.Event()), MagicMock()
+    link: Any = LinkKeeper(other, decisions, other, outbox, dialler, signals)
+    link.run()
+    with pytest.raises(Rejected, match="a newer process"):
+        signals.check()

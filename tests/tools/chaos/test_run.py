@@ -1,13 +1,17 @@
-"""A short chaos run with real processes: everything comes back, and nothing is lost."""
+"""A chaos run: its schedule is a function of its seed, and a short one with real processes loses nothing."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diloco_jax.cli import main as cli
+from diloco_jax.tools.chaos.schedule import FIRST, KINDS, LAST, SYNCER_KINDS, ChaosFault, draw_schedule
 from tests.runtime.helpers import merged, processes_of, run, write_config
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(1200)]
@@ -52,3 +56,73 @@ def test_dry_run_prints_the_schedule_and_runs_nothing(tmp_path: Path, capsys: py
     assert not (tmp_path / "run").exists()
     assert cli.main([*words, "--kinds", "flood"]) == cli.WRONG_INPUT
     assert "flood; choose from kill" in capsys.readouterr().err
+
+
+ISLANDS = ("island-0", "island-1", "island-2", "island-3")
+
+
+def draw(seed: int = 1, **changes: Any) -> tuple[ChaosFault, ...]:
+    options: dict[str, Any] = {"faults": 48, "steps": 10_000, "lease_s": 3.0} | changes
+    return draw_schedule(seed, options.pop("islands", ISLANDS), **options)
+
+
+def test_equal_seeds_equal_schedules_and_others_differ() -> None:
+    assert draw(7) == draw(7)
+    assert draw(7) != draw(8)
+    assert len({str(draw(seed)) for seed in range(20)}) == 20
+
+
+def test_every_kind_and_every_island_has_its_share() -> None:
+    schedule = draw(faults=10 * len(KINDS))
+    assert Counter(fault.kind for fault in schedule) == dict.fromkeys(KINDS, 10)
+    hit = Counter(fault.target for fault in schedule)
+    assert hit.pop("syncer") == 10 * len(SYNCER_KINDS)
+    assert set(hit) == set(ISLANDS) and max(hit.values()) - min(hit.values()) <= 1
+
+
+def test_faults_are_numbered_in_order_within_their_share_of_the_run() -> None:
+    schedule = draw(faults=100)
+    assert [fault.number for fault in schedule] == list(range(1, 101))
+    steps = [fault.at_step for fault in schedule]
+    assert steps == sorted(steps)
+    assert steps[0] >= FIRST * 10_000 and steps[-1] <= LAST * 10_000
+    assert max(later - earlier for earlier, later in pairwise(steps)) <= 2 * 8500 / 100 + 1
+
+
+def test_what_lasts_has_an_end_and_some_outlast_the_lease() -> None:
+    schedule = draw(faults=600)
+    lasting = {"stop", "stop-syncer", "black-hole", "slow-link", "full-disk"}
+    assert {fault.kind for fault in schedule if fault.duration_s > 0} == lasting
+    assert all(fault.duration_s > 0 for fault in schedule if fault.kind in lasting)
+    stops = [fault.duration_s for fault in schedule if fault.kind == "stop"]
+    assert min(stops) < 3.0 < max(stops) <= 6.0
+
+
+def test_kinds_can_be_chosen() -> None:
+    assert {fault.kind for fault in draw(kinds=("cut", "nan"))} == {"cut", "nan"}
+    assert len(draw(islands=ISLANDS[:2], kinds=("kill",))) == 48
+
+
+def test_a_fault_says_everything_in_words() -> None:
+    for fault in draw(faults=200):
+        words = str(fault)
+        assert f"#{fault.number} step {fault.at_step}: {fault.kind} {fault.target}" in words
+        assert not fault.amount or str(fault.amount) in words
+        assert not fault.how or fault.how.lower() in words.lower()
+        assert not fault.duration_s or f"{fault.duration_s:.1f} s" in words
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kinds": ("cut", "flood")}, "flood; choose from kill, stop"),
+        ({"kinds": ()}, "none; choose from"),
+        ({"faults": 0}, "0 faults; use 1 to"),
+        ({"faults": 10_001}, "10001 faults"),
+        ({"islands": ISLANDS[:2]}, "2 islands; use at least 2, and 3 for kill-donor"),
+        ({"islands": ISLANDS[:1], "kinds": ("cut",)}, "1 islands"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        draw(**changes)

@@ -10,8 +10,11 @@ import yaml
 
 from diloco_jax.runtime.records.checkpoint import save_parameters
 from diloco_jax.runtime.records.files import CHECKPOINTS, CONFIG_FILE
-from diloco_jax.training.convert.families import FAMILIES, MOE, tensors
-from diloco_jax.training.models.config import ModelConfig
+from diloco_jax.training.convert.families import FAMILIES, tensors
+from diloco_jax.training.data.config import DataConfig
+from diloco_jax.training.data.corpus import load_source
+from diloco_jax.training.data.order import eval_batches
+from diloco_jax.training.models.config import MOE, ModelConfig
 
 SIZES = {"vocab_size": 300, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 SIZES |= {"mlp_dim": 48, "seq_len_max": 128}
@@ -29,6 +32,17 @@ def drawn(model: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """Values for all parameters of a model."""
     rng = np.random.default_rng(seed)
     return {m.path: rng.normal(0, 0.2, m.shape).astype(np.float32) for m in tensors(model)}
+
+
+def loss_of_theirs(theirs: Any, data: DataConfig, size: int, count: int) -> float:
+    """The loss of a model of transformers on so many batches of the held-out part."""
+    import torch
+
+    batches = eval_batches(load_source(data, 32), size, count)
+    tokens = torch.tensor(np.concatenate([batch["tokens"] for batch in batches]), dtype=torch.int64)
+    with torch.no_grad():
+        logits = theirs(tokens[:, :-1]).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
 
 
 def make_run(folder: Path, model: ModelConfig, parameters: dict[str, np.ndarray], step: int = 7, **config: Any) -> Path:

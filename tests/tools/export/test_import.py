@@ -20,10 +20,8 @@ from diloco_jax.runtime.local.baseline import DataParallelRun
 from diloco_jax.runtime.syncer.begin import FAILOVER, begin
 from diloco_jax.settings.text import load
 from diloco_jax.training.convert import weights
-from diloco_jax.training.data.corpus import load_source
-from diloco_jax.training.data.order import eval_batches
 from diloco_jax.training.data.tokenizer import open_tokenizer, train_tokenizer
-from tests.tools.export.folders import drawn, make_run, model_of
+from tests.tools.export.folders import drawn, loss_of_theirs, make_run, model_of
 
 TEXT = "".join(f"island {n} sends {n * n} gradients to the syncer\n" for n in range(400))
 
@@ -51,7 +49,6 @@ def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_transformers_opens_an_export_and_a_config_evaluates_it(
     public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    torch = pytest.importorskip("torch", reason="the extra 'parity' has torch and transformers")
     transformers = pytest.importorskip("transformers", reason="the extra 'parity' has torch and transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(public / "llama")
     assert tokenizer.encode(TEXT[:200]) == open_tokenizer(public / "tokenizer").encode(TEXT[:200])
@@ -66,12 +63,7 @@ def test_transformers_opens_an_export_and_a_config_evaluates_it(
     assert main(["eval", str(config), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     settings = load(config)
-    batches = eval_batches(load_source(settings.data, 32), 4, 3)
-    tokens = torch.tensor(np.concatenate([batch["tokens"] for batch in batches]), dtype=torch.int64)
-    with torch.no_grad():
-        logits = theirs(tokens[:, :-1]).logits
-    expected = torch.nn.functional.cross_entropy(logits.reshape(-1, 300), tokens[:, 1:].reshape(-1)).item()
-    assert found["loss"] == pytest.approx(expected, abs=1e-4)
+    assert found["loss"] == pytest.approx(loss_of_theirs(theirs, settings.data, 4, 3), abs=1e-4)
 
     run = DataParallelRun(settings, tmp_path, threading.Event())
     begun, values = run._island.parameters(), drawn(model_of())
@@ -104,10 +96,6 @@ def tensors_of(change: Callable[[dict[str, np.ndarray]], object]) -> Callable[[P
     return rewrite
 
 
-def larger_tokenizer(folder: Path) -> None:
-    train_tokenizer([TEXT], 310, folder)
-
-
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -123,7 +111,7 @@ def larger_tokenizer(folder: Path) -> None:
         (tensors_of(dict.popitem), ["has shape none at all", "1 of 20 tensors are missing"]),
         (tensors_of(lambda found: next(iter(found.values())).fill(np.nan)), [SECOND, "holds NaN or infinity"]),
         (tensors_of(lambda found: found.update(x=np.ones(3, np.int64))), ["tensor x", "is I64; only F32"]),
-        (larger_tokenizer, ["the tokenizer has ids below 310, config.json only 300"]),
+        (lambda folder: train_tokenizer([TEXT], 310, folder), ["has ids below 310, config.json only 300"]),
         (lambda folder: shutil.rmtree(folder), ["config.json cannot be read", "public model"]),
     ],
 )

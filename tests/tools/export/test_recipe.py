@@ -8,17 +8,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
 from diloco_jax.cli.main import main
 from diloco_jax.settings.text import load
-from diloco_jax.training.data.corpus import load_source
-from diloco_jax.training.data.order import eval_batches
 from diloco_jax.training.data.tokenizer import train_tokenizer
 from tests.runtime.helpers import processes_of, run, start, status, wait_for
-from tests.tools.export.folders import drawn, make_run, model_of
+from tests.tools.export.folders import drawn, loss_of_theirs, make_run, model_of
 
 LINES = [f"island {n} sends {n * n} gradients to the syncer, which merges {n % 7}\n" for n in range(4000)]
 BASE: dict[str, Any] = {
@@ -60,7 +57,6 @@ def prepare(folder: Path) -> tuple[Path, Path]:
 @pytest.mark.net
 @pytest.mark.timeout(600)
 def test_continued_pre_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch = pytest.importorskip("torch", reason="the extra 'parity' has torch and transformers")
     transformers = pytest.importorskip("transformers", reason="the extra 'parity' has torch and transformers")
     _, config = prepare(tmp_path)
     run_dir, out = tmp_path / "run", tmp_path / "out"
@@ -82,10 +78,6 @@ def test_continued_pre_training(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
     assert main(["export", str(run_dir), "--out", str(out)]) == 0
     theirs, settings = transformers.AutoModelForCausalLM.from_pretrained(out), load(config)
-    batches = eval_batches(load_source(settings.data, 32), 8, settings.train.final_eval_batches)
-    tokens = torch.tensor(np.concatenate([batch["tokens"] for batch in batches]), dtype=torch.int64)
-    with torch.no_grad():
-        logits = theirs(tokens[:, :-1]).logits
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+    expected = loss_of_theirs(theirs, settings.data, 8, settings.train.final_eval_batches)
     print(f"loss {losses[0]} before, {losses[1]} after, {expected} in transformers")
     assert losses[1] == pytest.approx(expected, abs=1e-4)

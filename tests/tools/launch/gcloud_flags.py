@@ -2,7 +2,7 @@
 
 Source of each: the command's page below docs.cloud.google.com/sdk/gcloud/reference/, such as
 .../compute/instance-groups/managed/create, and `gcloud help` of version 528, whose parser took all of them
-(test_gcloud.py). How they go together: /compute/docs/tpus/create-tpu-mig-multi-host-slice (workload policy and group),
+(test_scripts.py). How they go together: /compute/docs/tpus/create-tpu-mig-multi-host-slice (workload policy and group),
 /tpu/docs/spot-compute (spot templates), /tpu/docs/queued-resources, /kubernetes-engine/docs/how-to/tpus (node pools),
 /secret-manager/docs/creating-and-accessing-secrets.
 """

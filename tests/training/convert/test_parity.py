@@ -30,7 +30,7 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN = {"rope_type": "yarn", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "attention_factor": None}
 LOCAL = {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 32}, "head_dim": 16},

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from diloco_jax.training.models.decoder import Decoder, draw_token
+from diloco_jax.training.models.moe import MoeConfig, MoeDecoder
 from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.models.protocol import join_model, split_model
 
@@ -93,8 +94,12 @@ def test_loss_is_the_mean_cross_entropy_of_the_next_token() -> None:
     assert loss_of(model, TOKENS) == pytest.approx(want, abs=1e-5)
 
 
-def test_the_future_does_not_reach_the_past() -> None:
+@pytest.mark.parametrize("experts", [0, 4])
+def test_the_future_does_not_reach_the_past(experts: int) -> None:
     model = randomised(build(num_layers=2))
+    if experts:
+        args = {**TINY, "num_layers": 2, "num_experts": experts, "capacity_factor": 0.5}
+        model = MoeDecoder(MoeConfig(**args), rngs=nnx.Rngs(0))
     changed = TOKENS.copy()
     changed[:, 3] = 0
     before, after = logits_of(model, TOKENS), logits_of(model, changed)
@@ -162,11 +167,21 @@ def test_bfloat16_computes_close_to_float32_and_keeps_float32_parameters() -> No
         ({"window": -1}, "window is -1; it must be at least 0"),
         ({"rope_slow": 4.0}, "rope_slow 4.0 must be above 0 and below rope_fast 4.0"),
         ({"rope_factor": 0.5}, "rope_factor 0.5"),
+        ({"rope_theta": float("nan")}, "rope_theta nan must be finite"),
+        ({"num_heads": 0}, "at least 1"),
+        ({"experts_per_token": 5}, r"use 1 to num_experts \(4\)"),
+        ({"capacity_factor": 0.0}, "must be > 0"),
+        ({"routing": "all"}, "choose from capacity, dropless"),
+        ({"capacity_factor": float("inf")}, "capacity_factor inf must be > 0"),
+        ({"balance_coefficient": float("nan")}, "balance_coefficient nan at least 0"),
     ],
 )
 def test_impossible_sizes_are_refused(changes: dict[str, object], message: str) -> None:
+    config = MoeConfig(**TINY, num_experts=4)
+    for name, value in changes.items():
+        object.__setattr__(config, name, value)  # under test the types would refuse some earlier
     with pytest.raises(ValueError, match=message):
-        DecoderConfig(**{**TINY, **changes})
+        config.__post_init__()
 
 
 def test_a_too_long_sequence_is_refused() -> None:

@@ -72,8 +72,6 @@ def test_paths_and_axes_of_the_decoder() -> None:
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        ("no.such.package:Model", "cannot be imported"),
-        (f"{HERE}:Nothing", "no attribute 'Nothing'"),
         (f"{HERE}:np", "not a flax.nnx.Module"),
         (f"{HERE}:WithoutLoss", "lacks loss"),
         (f"{HERE}:WithoutParameters", "no nnx.Param; there is nothing to train"),
@@ -84,19 +82,7 @@ def test_what_cannot_be_trained_is_refused(module: str, message: str) -> None:
         load_model(module, {"vocab_size": 5}, 0)
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"layers": 2}, r"args\.layers is unknown.*num_layers"),
-        ({"dim": "big"}, "must be a int"),
-        ({"dim": True}, "int"),
-    ],
-)
-def test_wrong_arguments_are_named(args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("args", [{"dim": "big"}, {"dim": True}, {"layers": 2}])
+def test_wrong_arguments_are_named(args: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"args\.dim is .* must be a int|args\.layers is unknown.*num_layers"):
         load_model(ModelConfig().module, args, 0)
-
-
-def test_the_module_is_written_with_a_colon() -> None:
-    with pytest.raises(ValueError, match=r"package\.module:Name"):
-        ModelConfig(module="diloco_jax.Decoder")

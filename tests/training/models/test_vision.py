@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.flops import model_flops
 from diloco_jax.training.models import decoder
 from diloco_jax.training.models.attention import attend_to
@@ -81,5 +82,8 @@ def test_flops_are_those_of_the_patches_and_bad_sizes_are_refused() -> None:
     weights, attention = 2 * (4 * 64 + 240) + 5 * 8, 2 * 2 * 10 * 8
     flops = model_flops(ModelConfig(module=f"{VISION}:ImageTextDecoder", args=args), {}, 3, 6).flops
     assert flops == 3 * 3 * (6 + 4) * (2 * weights + attention)
+    RunConfig(model=ModelConfig(module=f"{VISION}:VisionTransformer", args=TINY))  # it reads no tokens
+    with pytest.raises(ValueError, match=r"vocab_size is 5, but the data has ids below 256"):
+        RunConfig(model=ModelConfig(module=f"{VISION}:ImageTextDecoder", args=TINY))
     with pytest.raises(ValueError, match=r"image_size 4, channels 2 and patch_size 3"):
         load_model(f"{VISION}:VisionTransformer", {**TINY, "patch_size": 3}, 0)

@@ -1,4 +1,4 @@
-"""Tests of who may connect, who replaces whom, how much may wait, and requests that run on the driver's thread."""
+"""Tests of who may connect, who replaces whom, how much may wait, and values that arrive in parts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from diloco_jax.protocol.messages import Heartbeat
+from diloco_jax.core.parts import pack_part, runs_of_box
+from diloco_jax.protocol.messages import FragmentValue, Heartbeat
 from diloco_jax.transport.link import Delivery, TransportConfig, check_name
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.session import sessions
+from diloco_jax.transport.session import host_parts, sessions
+from diloco_jax.transport.session.host_parts import HostParts, HostSessions
 from diloco_jax.transport.session.inbox import Inbox
 from diloco_jax.transport.session.sessions import Drains, Refused, SessionBook
-from tests.transport.ends import WAIT_S, Quiet, value
+from tests.transport.ends import WAIT_S, Quiet, comes_true, value
 
 
 class Side:
@@ -187,3 +189,153 @@ def test_drain_requests_are_bounded(drains: Drains, monkeypatch: pytest.MonkeyPa
     assert drains.ask("a") == (False, "0 drain requests are waiting; ask again later")
     drains.close()
     assert drains.ask("a") == (False, "the syncer is closing")
+
+
+def of(fragment_id: int, size: int = 0) -> FragmentValue:
+    return value(1, size, fragment_id=fragment_id)
+
+
+def part(start: int, data: bytes) -> bytes:
+    return b"".join(pack_part(runs_of_box(start, (len(data),), (slice(None),), 1), [data]))
+
+
+def separate(hosts: int, payload_bytes_max: int = 100) -> list[Quiet]:
+    """The sessions of all hosts, of which the driver knows the leader's."""
+    inbox = Inbox()
+    headers = [pb.Header(sender="a", host=host, hosts=hosts) for host in range(hosts)]
+    made = [Quiet(inbox, header, payload_bytes_max=payload_bytes_max) for header in headers]
+    made[0].announced = True
+    return made
+
+
+def learner(hosts: int = 3, payload_bytes_max: int = 1000) -> list[Quiet]:
+    sessions = separate(hosts, payload_bytes_max)
+    joined = HostSessions(sessions[0])
+    for session in sessions[1:]:
+        joined.add(session)
+    return sessions
+
+
+def test_the_last_part_delivers_the_whole_as_the_leaders() -> None:
+    leader, first, second = learner()
+    assert second.offer(of(7, 41), part(2, b"cd"))
+    assert leader.offer(of(7, 40), part(0, b"a"))
+    assert leader.inbox.get(0) is None
+    assert first.offer(of(7, 40), part(1, b"b"))
+    item = leader.inbox.get(0)
+    assert item == (leader, Delivery("message", "a", of(7, 4), b"abcd")) and leader.inbox.get(0) is None
+
+
+def test_values_under_way_do_not_mix_and_a_repeated_part_counts_once() -> None:
+    leader, follower = learner(2)
+    for fragment_id in (1, 2, 1):
+        leader.offer(of(fragment_id), part(0, bytes([fragment_id])))
+    assert leader.inbox.get(0) is None
+    for fragment_id in (2, 1):
+        follower.offer(of(fragment_id), part(1, bytes([fragment_id])))
+    found = [leader.inbox.get(0) for _ in range(2)]
+    assert [item and item[1].payload for item in found] == [b"\2\2", b"\1\1"]
+
+
+def test_one_empty_part_is_an_answer_without_a_value() -> None:
+    leader, follower = learner(2)
+    leader.offer(of(1), b"")
+    follower.offer(of(1, 41), part(1, b"b"))
+    item = leader.inbox.get(0)
+    assert item is not None and item[1] == Delivery("message", "a", of(1), b"")
+
+
+@pytest.mark.parametrize("ending", [0, 1, 2])
+def test_sessions_end_together_and_are_heard_of_once(ending: int) -> None:
+    sessions = learner()
+    sessions[0].offer(of(1), part(0, b"a"))
+    sessions[ending].fail("it broke")
+    assert not any(session.open for session in sessions)
+    reason = "it broke" if ending == 0 else f"host {ending}: it broke"
+    assert sessions[0].inbox.get(0) == (sessions[0], Delivery("disconnected", "a", reason=reason))
+    assert sessions[0].inbox.get(0) is None
+    assert not sessions[1].offer(of(1), part(1, b"b")), "parts of an ended session are gone"
+
+
+def test_session_that_ended_before_it_was_added_ends_the_others() -> None:
+    leader, late = separate(2)
+    joined = HostSessions(leader)
+    late.fail("it broke early")
+    joined.add(late)
+    assert not leader.open and leader.reason == "host 1: it broke early"
+
+
+def test_session_that_is_added_after_the_end_ends_at_once() -> None:
+    leader, late = separate(2)
+    joined = HostSessions(leader)
+    leader.fail("it broke")
+    joined.add(late)
+    assert not late.open and late.reason == "it broke"
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ((part(0, b"ab"), part(1, b"cd")), "cannot be joined: the parts have 4 bytes, but not byte 3"),
+        ((bytes(60), bytes(41)), "have 101 bytes, the limit is 100: raise transport.payload_bytes_max"),
+    ],
+)
+def test_parts_that_cannot_be_end_the_sessions_with_the_reason(parts: tuple[bytes, bytes], reason: str) -> None:
+    leader, follower = learner(2, payload_bytes_max=100)
+    leader.offer(of(1), parts[0])
+    assert not follower.offer(of(1), parts[1])
+    assert not leader.open and reason in leader.reason
+
+
+def test_of_what_never_becomes_whole_the_oldest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = HostParts(2, 100)
+    for number in range(5):
+        assert not parts.add(0, of(number), bytes(30))
+        assert parts.held_bytes <= 100
+    assert parts.take(of(1)) == [] and parts.take(of(4)) == [bytes(30)] and parts.held_bytes == 60
+    monkeypatch.setattr(host_parts, "VALUES_MAX", 2)
+    for number in range(10, 13):
+        parts.add(0, of(number), b"x")
+    assert [len(parts.take(of(number))) for number in (10, 11, 12)] == [0, 1, 1]
+    parts.add(1, of(1), b"x")
+    parts.clear()
+    assert parts.held_bytes == 0 and parts.take(of(1)) == []
+
+
+def test_driver_that_does_not_read_holds_up_the_host_that_brings_the_last_part() -> None:
+    leader, follower = learner(2, payload_bytes_max=300)
+    leader.offer(of(1), part(0, bytes(100)))
+    follower.offer(of(1), part(100, bytes(80)))
+    leader.offer(of(2), part(0, bytes(100)))
+    through = threading.Event()
+
+    def bring() -> None:
+        follower.offer(of(2), part(100, bytes(80)))
+        through.set()
+
+    thread = threading.Thread(target=bring, daemon=True)
+    thread.start()
+    assert not through.wait(0.1) and leader.waiting_bytes == 180
+    assert leader.inbox.get(0) is not None
+    assert through.wait(WAIT_S) and leader.inbox.get(0) is not None
+    thread.join(WAIT_S)
+
+
+def test_only_one_value_at_a_time_is_whole_while_the_driver_does_not_read() -> None:
+    leader, *others = learner(3, payload_bytes_max=300)
+    parts = leader.on_value.func.__self__._parts  # type: ignore[union-attr]
+    for number, busy, held_bytes in ((1, 0, 0), (2, 1, 0), (3, 1, 210)):  # the inbox has room for the first
+        threads = [threading.Thread(target=bring, args=(each, number), daemon=True) for each in (leader, *others)]
+        for thread in threads:
+            thread.start()
+        state = busy, held_bytes
+        assert comes_true(lambda: (sum(each.is_alive() for each in threads), parts.held_bytes) == state)  # noqa: B023
+    assert leader.waiting_bytes == 180
+    found = [leader.inbox.get(WAIT_S) for _ in range(3)]
+    assert [item and len(item[1].payload) for item in found] == [180, 180, 90]
+    assert parts.held_bytes == 0
+
+
+def bring(session: Quiet, number: int) -> None:
+    size = 30 if number == 3 else 60
+    session.offer(of(number), part(size * session.host, bytes(size)))

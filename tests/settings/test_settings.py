@@ -1,0 +1,174 @@
+"""Settings: islands that differ, slices against Google Cloud's tables, and the schema that editors use."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_jax.settings.packed import packed
+from diloco_jax.settings.schema import config_schema, setting_names
+from diloco_jax.settings.slices import Topology
+from diloco_jax.settings.text import dump, load, parse
+from diloco_jax.training.sharding import MeshConfig
+
+MIXED: dict[str, Any] = {
+    "name": "mixed",
+    "islands": {
+        "count": 3,
+        "devices": 2,
+        "batch_size": 8,
+        "each": {
+            "island-1": {"devices": 4, "batch_size": 16, "mesh": {"fsdp": -1}},
+            "island-2": {"devices": "auto", "topology": "v6e:4x4", "mesh": {"fsdp": 8, "data": -1}, "batch_size": 32},
+        },
+    },
+}
+
+
+def test_an_island_has_what_all_have_but_for_what_it_has_differently() -> None:
+    config = parse(MIXED, "test")
+    first, second, third = (config.island(name) for name in config.islands.names)
+    assert (first.devices, first.hosts, first.batch_size, first.mesh) == (2, 1, 8, MeshConfig(data=-1))
+    assert (second.devices, second.batch_size, second.mesh) == (4, 16, MeshConfig(fsdp=-1))
+    assert (third.devices, third.hosts, third.batch_size) == (0, 4, 32), "a slice knows its hosts"
+    assert config.island("a stranger")[1:] == first[1:]
+
+
+def test_the_dump_reads_back() -> None:
+    config = parse(MIXED, "test")
+    assert parse(yaml.safe_load(dump(config)), "dump") == config
+
+
+@pytest.mark.parametrize(
+    ("islands", "words"),
+    [
+        ({"each": {"island-9": {}}}, "island-0 to island-3"),
+        ({"each": {"island-1": {"mash": 1}}}, "did you mean islands.each.island-1.mesh"),
+        ({"each": {"island-1": {"mesh": {"fdsp": 1}}}}, "did you mean islands.each.island-1.mesh.fsdp"),
+        ({"each": 3}, "islands.each is 3"),
+        ({"devices": 0}, "islands.devices is 0; use 1 to 64, or auto"),
+        ({"each": {"island-1": {"devices": 65}}}, "islands.each.island-1.devices is 65; use 1 to 64, or auto"),
+        ({"devices": "all"}, "islands.devices"),
+        ({"each": {"island-1": 3}}, "islands.each.island-1 is 3"),
+        ({"each": {"island-1": {"devices": 3}}}, "island-1's batch of 8"),
+        ({"devices": 2, "hosts": 3}, "3 hosts cannot share 2 devices"),
+        ({"devices": 4, "topology": "v5p:2x2x1"}, "set devices to auto"),
+        ({"topology": "v5p:2x2x1", "mesh": {"data": 3}}, "does not fit 4 devices"),
+        ({"topology": "v6e:4x4", "mesh": {"fsdp": -1}}, "batch of 8"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(islands: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse({"islands": islands}, "test")
+
+
+@pytest.mark.parametrize(
+    ("name", "chips", "hosts", "accelerator_type", "machine_type"),
+    [
+        ("v5p:2x2x1", 4, 1, "v5p-8", "ct5p-hightpu-4t"),
+        ("v5p:2x2x2", 8, 2, "v5p-16", "ct5p-hightpu-4t"),
+        ("v5p:4x4x4", 64, 16, "v5p-128", "ct5p-hightpu-4t"),
+        ("v6e:1x1", 1, 1, "v6e-1", "ct6e-standard-1t"),
+        ("v6e:2x2", 4, 1, "v6e-4", "ct6e-standard-4t"),
+        ("v6e:2x4", 8, 1, "v6e-8", "ct6e-standard-8t"),
+        ("v6e:4x4", 16, 4, "v6e-16", "ct6e-standard-4t"),
+        ("v6e:16x16", 256, 64, "v6e-256", "ct6e-standard-4t"),
+    ],
+)
+def test_a_slice_is_what_the_cloud_says(
+    name: str, chips: int, hosts: int, accelerator_type: str, machine_type: str
+) -> None:
+    topology = Topology.parse(name)
+    assert (topology.chips, topology.hosts) == (chips, hosts)
+    assert (topology.accelerator_type, topology.machine_type) == (accelerator_type, machine_type)
+    assert str(topology) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("v7:4x4", "v5p or v6e"),
+        ("v5p:4x4", "3 sizes"),
+        ("v6e:4x4x4", "2 sizes"),
+        ("v6e", "2 sizes"),
+        ("v6e:0x4", "at least 1"),
+        ("v6e:-4x4", "at least 1"),
+        ("v6e:32x32", "at most 256"),
+        ("v5p:1x1x1", "whole hosts; use a multiple of 4"),
+        ("v6e:3x4", "no v6e slice; choose v6e: 1x1, 2x2, 2x4"),
+        ("v6e:4x2", "no v6e slice"),
+    ],
+)
+def test_a_slice_that_cannot_be_is_refused(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Topology.parse(name)
+
+
+def test_peak_is_that_of_all_chips() -> None:
+    assert Topology.parse("v5p:4x4x4").peak_flops == 64 * 459e12
+
+
+CHECK = jsonschema.Draft202012Validator(config_schema())
+
+
+WHOLE = yaml.safe_load(dump(load(packed()["mixed"])))  # with an island that has differences
+
+
+FREE = (
+    "model.args",
+    "data.args",
+    "data.mixture",
+    "data.evaluation",
+    "optimizer.args",
+    "outer.args",
+    "evaluation.args",
+    "islands.mesh.rules",
+    "islands.each",
+    "islands.each.island-1.mesh.rules",
+)  # keys are people's own
+
+
+NAMES = [key for section in WHOLE.values() if isinstance(section, dict) for key in section]
+
+
+@pytest.mark.parametrize("name", packed())
+def test_the_schema_takes_every_config_of_the_package(name: str) -> None:
+    values = yaml.safe_load(packed()[name].read_text(encoding="utf-8"))
+    CHECK.validate(values)
+    CHECK.validate(yaml.safe_load(dump(parse(values, name))))
+
+
+def sections(values: dict[str, Any], prefix: str = "") -> Iterator[list[str]]:
+    """The paths of all sections in which a key can be unknown."""
+    if prefix not in FREE:
+        yield prefix.split(".")[bool(not prefix) :]
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from sections(value, f"{prefix}.{key}".removeprefix("."))
+
+
+@given(st.sampled_from([*sections(WHOLE)]), st.sampled_from([*NAMES, "Steps"]) | st.text(max_size=12))
+def test_a_key_that_load_does_not_know_is_refused_by_both_and_no_other(where: list[str], key: str) -> None:
+    values = section = copy.deepcopy(WHOLE)
+    for part in where:
+        section = section[part]
+    known = key in section
+    section.setdefault(key, 1)
+    assert CHECK.is_valid(values) is known
+    if known:
+        parse(values, "test")
+    else:
+        with pytest.raises(ValueError, match="unknown setting"):
+            parse(values, "test")
+
+
+def test_every_setting_has_its_help() -> None:
+    told = dict(setting_names(CHECK.schema))
+    assert told["islands.mesh.fsdp"].startswith("Devices that") and len(told) > 100 and all(told.values())
