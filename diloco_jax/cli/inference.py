@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from itertools import chain
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from diloco_jax.tools.inference.language import Language
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
+TEMPERATURES = (1e-6, 1e6)  # others overflow float32
 PROMPT, TEMPERATURE = "\n", 0.7  # the beginning of a line
 
 
@@ -79,12 +79,15 @@ def sample(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.inference.language import Writing
 
     how = Writing(arguments.temperature, arguments.top_p, arguments.seed)
-    if arguments.tokens < 1 or not 0 <= how.temperature < inf or not 0 < how.top_p <= 1 or not arguments.prompt:
+    cold_or_hot = not (how.temperature == 0 or TEMPERATURES[0] <= how.temperature <= TEMPERATURES[1])
+    if arguments.tokens < 1 or cold_or_hot or not 0 < how.top_p <= 1 or not arguments.prompt:
         raise ValueError(
             f"--tokens is {arguments.tokens}, --temperature {how.temperature:g}, --top-p {how.top_p:g}, --prompt "
-            f"{arguments.prompt!r}; use at least one token, a temperature of at least 0, a probability above 0 and at "
-            "most 1, and a prompt of at least one character"
+            f"{arguments.prompt!r}; use at least one token, a temperature of 0 or from {TEMPERATURES[0]:g} to "
+            f"{TEMPERATURES[1]:g}, a probability above 0 and at most 1, and a prompt of at least one character"
         )
+    if not 0 <= how.seed < 2**31:
+        raise ValueError(f"--seed is {how.seed}; it must be in [0, 2^31)")
     language, step = _language(arguments.run)
     pieces = map(_harmless, language.write(arguments.prompt, arguments.tokens, how))
     if arguments.json:

@@ -200,6 +200,8 @@ def test_wrong_override_and_missing_config(tmp_path: Path, capsys: pytest.Captur
         (["eval", "nowhere"], "give the folder of a run"),
         (["sample", "nowhere"], "give the folder of a run"),
         (["sample", "nowhere", "--tokens", "0"], "use at least one token"),
+        (["sample", "nowhere", "--temperature", "1e-40"], "a temperature of 0 or from 1e-06 to 1e+06"),
+        (["sample", "nowhere", "--seed", "-1"], r"must be in [0, 2^31)"),
         (["eval", "nowhere", "--tasks", "x", "--tasks-folder", "nowhere"], "is no folder"),
         (["launch", "aws", "CONFIG"], "choose from 'gke', 'gce', 'tpu-vm'"),
         (["learner", "CONFIG"], "required: --island"),

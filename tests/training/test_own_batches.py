@@ -16,7 +16,7 @@ from flax import nnx
 from diloco_jax.protocol.watch.stats import LearnerStats, RunStats
 from diloco_jax.runtime.records.status import starved
 from diloco_jax.training.data.own import open_own
-from diloco_jax.training.data.sample import batch_shapes, stack
+from diloco_jax.training.data.sample import batch_shapes, count_predicted, stack
 from diloco_jax.training.island import Island
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.models.protocol import Batch, split_model
@@ -86,6 +86,13 @@ def test_a_sample_that_is_unlike_the_first_is_refused(
         samples[1]
     with pytest.raises(ValueError, match=r"have image, label, scale and no 'tokens'.* which is 32, to 1"):
         open_own(f"{HERE}:Samples", {}, 32, 256)
+
+
+def test_segments_are_those_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "GIVEN", [{"tokens": np.arange(3), "segments": np.asarray(1)}])
+    with pytest.raises(ValueError, match=r"int32 of shape \(\) as 'segments'; make it like 'tokens'"):
+        open_own(f"{HERE}:Samples", {}, 2, 256)
+    assert count_predicted({"image": np.zeros((5, 2)), "segments": np.zeros(5)}) == 5, "an array of the user's own"
 
 
 def test_micro_batches_of_unequal_weight_make_the_step_of_the_whole_batch() -> None:

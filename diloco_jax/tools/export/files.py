@@ -116,6 +116,8 @@ def export(config: RunConfig, run_dir: Path, form: str, out: Path, dtype: str, w
             raise ValueError(f"{run_dir} holds no snapshot that can be read; give the folder of a run that has some")
         files = sorted(path.name for path in whole.iterdir())
         os.replace(whole, out)
+    except shutil.Error as error:  # of several files; the first one says what it is
+        raise OSError(f"{out} cannot be written: {error.args[0][0][2]}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return {"format": form, "out": str(out), "files": files, "global_step": checkpoint.global_step_of(found[0])}

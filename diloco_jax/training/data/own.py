@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from diloco_jax.training.data.sample import TOKENS, Sample
+from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample
 from diloco_jax.training.named import failure, make_named
 
 KINDS = "biuf"  # of numbers that a device can hold: bool, integers, floats
@@ -59,6 +59,8 @@ class OwnSamples:
         where = f"data.module '{self.module}' gives as sample {number}"
         sample = {name: self._checked(name, value, where) for name, value in sample.items()}
         found = {name: (value.shape, value.dtype) for name, value in sample.items()}
+        if TOKENS in found and found.get(SEGMENTS, found[TOKENS]) != found[TOKENS]:
+            raise ValueError(f"{where} {_words(found[SEGMENTS])} as '{SEGMENTS}'; make it like '{TOKENS}'")
         for name in sorted({*found} | {*self.like}) if self.like else ():
             if found.get(name) != self.like.get(name):
                 had, has = (_words(of.get(name)) for of in (self.like, found))

@@ -33,7 +33,7 @@ def count_predicted(batch: Sample) -> int:
 
     Where documents are kept apart, the first ones are those of documents, and padding does not count.
     """
-    if SEGMENTS in batch:
+    if SEGMENTS in batch and TOKENS in batch:  # of images a user may call anything so
         now, before = batch[SEGMENTS][:, 1:], batch[SEGMENTS][:, :-1]
         return int(((now == before) & (now > 0)).sum())
     return batch[TOKENS][:, 1:].size if TOKENS in batch else batch_size(batch)

@@ -130,5 +130,6 @@ class VisionTransformer(ImageTextDecoder):
         x = self.patches(batch["image"])
         x, metrics = self.hidden(x + gather(self.positions[...].astype(x.dtype), *TABLE_AXES)[None])
         logits, labels = self._logits(x.mean(axis=1, keepdims=True), None)[:, 0], batch["label"]
+        labels = jnp.where(labels < 0, logits.shape[-1], labels)  # -1 would be the last one
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)  # not a number for an unknown label
         return loss.mean(), {**metrics, "accuracy": jnp.mean(jnp.argmax(logits, axis=-1) == labels)}
