@@ -219,6 +219,7 @@ def open_listener(
     )
     if not file.exists() or file.read_text(encoding="utf-8") != listener.address:  # else a full disk need not matter
         file.write_text(listener.address, encoding="utf-8")
+    log.info(f"listening at {listener.address}")
     listener.desk.settings = dict(told.fingerprint)
     listener.greeter.description = told.description
     if shards is None:

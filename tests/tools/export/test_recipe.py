@@ -14,15 +14,16 @@ import yaml
 from diloco_jax.cli.main import main
 from diloco_jax.settings.text import load
 from diloco_jax.training.data.tokenizer import train_tokenizer
-from tests.runtime.helpers import processes_of, run, start, status, wait_for
+from tests.runtime.helpers import ROOT, merged, processes_of, run, start, status, wait_for
 from tests.tools.export.folders import drawn, loss_of_theirs, make_run, model_of
 
 LINES = [f"island {n} sends {n * n} gradients to the syncer, which merges {n % 7}\n" for n in range(4000)]
-BASE: dict[str, Any] = {
-    "name": "recipe",
-    "islands": {"count": 4, "devices": 1},
-    "data": {"mixture": {"jsonl": {"path": "", "weight": 3}, "text": {"path": "", "weight": 1}}},
-    "train": {"steps": 200, "seq_len": 32, "batch_size": 16, "eval_every": 0, "eval_batch_size": 8},
+PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+OF_THE_PAGE = yaml.safe_load(PAGE.split("# base.yaml\n")[1].split("```")[0])
+SMALL: dict[str, Any] = {
+    "islands": {"devices": 1},
+    "train": {"steps": 200, "tokens": 0, "seq_len": 32, "batch_size": 16, "eval_batch_size": 8},
+    "model": {"args": {"loss_chunk": 75, "dtype": "float32"}},
     "optimizer": {"learning_rate": 0.01, "warmup_steps": 5},
     "protocol": {"sync_every": 6, "num_fragments": 3, "snapshot_every": 50},
     "trackers": [],
@@ -44,11 +45,12 @@ def prepare(folder: Path) -> tuple[Path, Path]:
         )
         == 0
     )
-    for name, source in (("text", "texts"), ("jsonl", "b.jsonl")):
-        BASE["data"]["mixture"][name]["path"] = str(folder / name)
+    mixture = {}
+    for name, source, weight in (("text", "texts", 1), ("jsonl", "b.jsonl", 3)):
+        mixture[name] = {"path": str(folder / name), "weight": weight}
         made = run("tokenize", folder / source, "--tokenizer", public, "--out", folder / name)
         assert made.returncode == 0, made.stderr
-    (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
+    (folder / "base.yaml").write_text(yaml.safe_dump(merged(OF_THE_PAGE, SMALL) | {"data": {"mixture": mixture}}))
     config = folder / "config.yaml"
     assert main(["import", str(public), "--config", str(folder / "base.yaml"), "--out", str(config)]) == 0
     return public, config
