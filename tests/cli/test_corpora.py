@@ -19,8 +19,7 @@ from diloco_jax.cli import main as cli
 from diloco_jax.runtime.local.check_input import check_tokenizer
 from diloco_jax.settings.text import load
 from diloco_jax.training.data.tokenizer import open_tokenizer
-
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.runtime.helpers import ROOT
 
 
 @pytest.fixture
@@ -60,13 +59,8 @@ def test_texts_become_a_store_that_a_run_reads(
     assert "20 documents" in call(capsys, "tokenize", texts, "--tokenizer", "train:280", "--out", tmp_path / "out")
     store = {"path": str(tmp_path / "out"), "weight": 3.0}
     more = {"path": str(texts), "format": "text", "patterns": ["1*.txt"]}
-    config = config_of(
-        tmp_path / "config.yaml",
-        mixture={"all": store, "few": more},
-        documents="whole",
-        tokenizer=str(tmp_path / "out"),
-        evaluation={"other": store},
-    )
+    how = {"documents": "whole", "tokenizer": str(tmp_path / "out"), "evaluation": {"other": store}}
+    config = config_of(tmp_path / "config.yaml", mixture={"all": store, "few": more}, **how)
     read = call(capsys, "data", config, "--json")
     assert read["samples"] == 80 and read["tokens"] == 1280 and [*read["held_out"]] == ["", "all", "few", "other"]
     assert read["sources"]["all"]["share"] == 0.75 and read["sources"]["few"]["documents"] == 11

@@ -101,11 +101,7 @@ def values_of(fragment: Fragment, seed: int) -> dict[str, np.ndarray]:
 
 
 def exercise(case: int, others: Alone) -> dict[str, np.ndarray]:
-    """Adopt, stage and encode every fragment twice, then load, step, and stage a whole state.
-
-    Args:
-      case: which of CASES.
-    """
+    """Adopt, stage and encode every fragment twice, then load, step, and stage a whole state of one of CASES."""
     mesh, wire = CASES[case]
     island = make_island(mesh, wire)
     axes = {path: min(1, len(shape) - 1) for path, shape in island.shapes.items()}

@@ -120,12 +120,6 @@ def test_both_reduce_a_loss(name: str) -> None:
     assert losses[-1] < 0.75 * losses[0]
 
 
-@pytest.mark.parametrize(("name", "choice"), [("name", "sgdx"), ("schedule", "linear")])
-def test_unknown_choices_are_refused(name: str, choice: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=name):  # under test the types refuse it earlier
-        OptimizerConfig(**{name: choice})
-
-
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
@@ -136,8 +130,12 @@ def test_unknown_choices_are_refused(name: str, choice: str) -> None:
         ("weight_decay", float("nan"), "must not be negative"),
         ("warmup_steps", -1, "must not be negative"),
         ("decay_fraction", 1.5, "must be between 0 and 1"),
+        ("name", "sgdx", "choose from adamw, muon"),
+        ("schedule", "linear", "choose from wsd, cosine, constant"),
     ],
 )
-def test_impossible_settings_are_named(name: str, value: float, rule: str) -> None:
-    with pytest.raises(ValueError, match=f"optimizer.{name} is {value}; it {rule}"):
-        OptimizerConfig(**{name: value})
+def test_impossible_settings_are_named(name: str, value: float | str, rule: str) -> None:
+    config = OptimizerConfig()
+    object.__setattr__(config, name, value)  # under test the types would refuse some earlier
+    with pytest.raises(ValueError, match=f"optimizer.{name} is '?{value}'?; (it )?{rule}"):
+        config.__post_init__()

@@ -108,6 +108,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
       ValueError: it is of another family, or of a kind that the decoder cannot be.
     """
     name = config.get("model_type")
+    if name == "gemma3" and isinstance(config.get("text_config"), Mapping):  # it sees as well
+        config, name = config["text_config"], "gemma3_text"
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"config.json: model_type is {name!r}; the families are {', '.join(FAMILIES)}")
     family = FAMILIES[name]

@@ -25,6 +25,9 @@ JSON_BYTES_MAX = 1 << 26
 READ = ("F32", "BF16", "F16")
 WRITTEN = {"float32": ("F32", np.dtype(np.float32)), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
 SPARE = re.compile(r".*\.rotary_emb\.inv_freq|lm_head\.weight")  # computed; or the embedding, where a model shares it
+# A model that sees as well: its text has these names, and the rest is left out.
+TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
+SEEING = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 SHARD_BYTES = 5_000_000_000  # of one file that is written, unless one tensor is larger
 COPY_BYTES = 1 << 24  # that are turned and rounded at a time
 
@@ -42,14 +45,16 @@ class Weights:
         self.folder = Path(folder)
         self.config = _read_json(self.folder / CONFIG_FILE)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files: dict[str, Path] = {}
+        self._files: dict[str, tuple[Path, str]] = {}
         for path in self._listed():
             with _opened(path) as file:
-                for name in file.keys():  # noqa: SIM118  (it is no mapping)
-                    part = file.get_slice(name)
+                for own in file.keys():  # noqa: SIM118  (it is no mapping)
+                    if SEEING.match(own):
+                        continue
+                    part, name = file.get_slice(own), TEXT.sub("model.", own)
                     if (dtype := part.get_dtype()) not in READ:
-                        raise ValueError(f"tensor {name} of {path} is {dtype}; only {', '.join(READ)} are read")
-                    self._files[name], self.shapes[name] = path, tuple(part.get_shape())
+                        raise ValueError(f"tensor {own} of {path} is {dtype}; only {', '.join(READ)} are read")
+                    self._files[name], self.shapes[name] = (path, own), tuple(part.get_shape())
 
     def _listed(self) -> list[Path]:
         """Return the files with tensors."""
@@ -98,10 +103,11 @@ class Weights:
             yield mapped.path, np.ascontiguousarray(ours, np.float32)
 
     def _tensor(self, name: str) -> np.ndarray:
-        with _opened(self._files[name]) as file:
-            value: np.ndarray = file.get_tensor(name).astype(np.float32, copy=False)
+        path, own = self._files[name]
+        with _opened(path) as file:
+            value: np.ndarray = file.get_tensor(own).astype(np.float32, copy=False)
         if value.size and not (math.isfinite(value.min()) and math.isfinite(value.max())):
-            raise ValueError(f"tensor {name} of {self._files[name]} holds NaN or infinity; copy the model again")
+            raise ValueError(f"tensor {own} of {path} holds NaN or infinity; copy the model again")
         return value
 
 

@@ -95,7 +95,7 @@ def test_a_run_with_odd_leaves_merges_all_and_one_that_is_too_short_says_so(tmp_
 
 
 def test_a_checkpoint_keeps_them(tmp_path: Path) -> None:
-    arrays = {"nothing": np.zeros((0, 3), np.float32), "scalar": np.float32(2) * np.ones(()), "one": np.ones(1)}
+    arrays = {"nothing": np.zeros((0, 3), np.float32), "scalar": np.full((), 2.0), "one": np.ones(1)}
     bare = {"narrow": np.zeros((2, 0), ml_dtypes.bfloat16)}
     path = checkpoint.save(tmp_path, {"some": arrays, "none": {}, "bare": bare}, {"global_step": 3})
     groups, meta = checkpoint.load(path, "some", "none", "bare")

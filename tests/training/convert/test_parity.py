@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.training.convert.families import FAMILIES, from_hf, tensors, to_hf
+from diloco_jax.training.convert.weights import Weights
 from diloco_jax.training.models.config import ModelConfig, presets
 from diloco_jax.training.models.moe import decoder_of
 from diloco_jax.training.models.protocol import Params, join_model, load_model, split_model
@@ -104,6 +105,20 @@ def test_logits_are_those_of_transformers_both_ways(name: str, tmp_path: Path) -
     for path in stack.keys() - single.keys():
         each = [single[path.replace("blocks/", f"blocks/{i}/")] for i in range(layers)]
         np.testing.assert_array_equal(stack[path], np.stack(each))
+
+
+def test_of_a_model_that_sees_the_text_is_read(tmp_path: Path) -> None:
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    text = {**SIZES, **MODELS["gemma3_text"], "num_hidden_layers": 1}
+    seeing = {"vision_config": tower | {"image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4}
+    theirs = transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(text_config=text, **seeing))
+    theirs.save_pretrained(tmp_path)
+    weights = Weights(tmp_path)
+    model = from_hf(weights.config)
+    graphdef, _ = split_model(load_model(model.module, model.args, 0))
+    ours = {path: jnp.asarray(value) for path, value in weights.read(model)}
+    logits = join_model(graphdef, ours)(jnp.asarray(TOKENS))  # type: ignore[operator]
+    assert np.abs(logits - logits_of_theirs(theirs)).max() <= 1e-4
 
 
 @pytest.mark.parametrize("name", presets())

@@ -15,10 +15,10 @@ from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.exchange.windows import windows_of
 from diloco_jax.training.island import Island
 from tests.training.islands import MakeIsland, assert_same, pointers, train
+from tests.training.one_host import COLLECTIVES
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 MESHES = [{}, {"data": 2}, {"fsdp": 4}, {"fsdp": 2, "expert": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2}]
 IDS = ["one", "data2", "fsdp4", "all8", "four"]
 # Rows of 512 elements among others: whole blocks, so that shards of them are rounded on the devices.
