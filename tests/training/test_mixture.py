@@ -114,5 +114,5 @@ def test_sources_that_do_not_belong_together_are_refused(settings: dict[str, obj
     with pytest.raises(ValueError, match=message):
         DataConfig(**settings)  # type: ignore[arg-type]
     for weight in (0.0, 1e-320):  # of the latter a share is infinite
-        with pytest.raises(ValueError, match="the weight of 'a' is .* from 1e-9 to 1e9"):
+        with pytest.raises(ValueError, match=r"the weight of 'a' is .* from 1e-9 to 1e9"):
             PartConfig(path="a", weight=weight)
