@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
-from math import inf
 from typing import Any, Literal
 
 from diloco_jax.training.named import check_choices, check_setting
@@ -38,8 +37,8 @@ class PartConfig:
     """See data.token_dtype."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.weight < inf:
-            raise ValueError(f"the weight of '{self.path}' is {self.weight}; it must be above 0")
+        if not 1e-9 <= self.weight <= 1e9:
+            raise ValueError(f"the weight of '{self.path}' is {self.weight}; it must be above 0, from 1e-9 to 1e9")
         if not self.patterns:
             raise ValueError(f"the patterns of '{self.path}' are empty; leave them out to read all files")
 
