@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 from diloco_jax.runtime.local.compiling import shared_by_several
 from diloco_jax.runtime.local.machine import CONTROLLER, Machine, check, look, settings_of
-from diloco_jax.runtime.local.processes import Child, Process, free_address
+from diloco_jax.runtime.local.processes import GRACE_S, Child, Process, free_address
 from diloco_jax.runtime.own_loop.surroundings import (
     CONFIG_ENV,
     COORDINATOR_ENV,
@@ -286,6 +286,10 @@ class LocalRun:
         for each in self._compilers:
             each.process.kill()
             each.process.wait()
+        # Islands of a complete run end by themselves, and a loop of the user's own may have more to do then.
+        ends_s = time.monotonic() + (GRACE_S if complete(self._run_dir) else 0.0)
+        while time.monotonic() < ends_s and any(child.poll() is None for child in self._islands.values()):
+            time.sleep(POLL_S)
         children = [*self._islands.values(), *([self._syncer] if self._syncer is not None else [])]
         for child in children:
             child.signal(signal.SIGTERM)

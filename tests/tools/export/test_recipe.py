@@ -22,10 +22,10 @@ PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 OF_THE_PAGE = yaml.safe_load(PAGE.split("# base.yaml\n")[1].split("```")[0])
 SMALL: dict[str, Any] = {
     "islands": {"devices": 1},
-    "train": {"steps": 200, "tokens": 0, "seq_len": 32, "batch_size": 16, "eval_batch_size": 8},
+    "train": {"steps": 60, "tokens": 0, "seq_len": 32, "batch_size": 16, "eval_batch_size": 8},
     "model": {"args": {"loss_chunk": 75, "dtype": "float32"}},
     "optimizer": {"learning_rate": 0.01, "warmup_steps": 5},
-    "protocol": {"sync_every": 6, "num_fragments": 3, "snapshot_every": 50},
+    "protocol": {"sync_every": 6, "num_fragments": 3, "snapshot_every": 20},
     "trackers": [],
 }
 
@@ -76,7 +76,7 @@ def test_continued_pre_training(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for what in (config, run_dir):
         assert main(["eval", str(what), "--json"]) == 0
         losses.append(json.loads(capsys.readouterr().out)["loss"])
-    assert losses[1] < 0.5 * losses[0]
+    assert losses[1] < 0.8 * losses[0]
 
     assert main(["export", str(run_dir), "--out", str(out)]) == 0
     theirs, settings = transformers.AutoModelForCausalLM.from_pretrained(out), load(config)
