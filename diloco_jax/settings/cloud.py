@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 PORT_MAX = 65535
 DISK_MIN_GB, DISK_MAX_GB = 50, 65_536
@@ -32,6 +32,8 @@ class CloudConfig:
     """Image family of TPU hosts in project ubuntu-os-accelerator-images; for gce."""
     spot: bool = False
     """Use spare capacity for the islands: cheaper, and taken away at any time."""
+    xla_flags: dict[str, str] = field(default_factory=dict)
+    """Options of XLA's compiler, {xla_name: value}, added to those of the slice's generation; "" takes one away."""
     syncer_zone: str = ""
     """Zone of the syncer; empty: that of the first island."""
     syncer_machine_type: str = "n2-standard-32"

@@ -75,7 +75,8 @@ def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[Island
                 raise ValueError(f"{name} has no {what}; set islands.{what}, or islands.each.{name}.{what}")
         check_zone(f"{name}'s zone", island.zone)
         resource = check_label(f"the name of {name}'s machines (name, island)", f"{config.name}-{name}")
-        slices.append(IslandMachines(name, resource, Topology.parse(island.topology), island.zone))
+        assert island.slice is not None, "checked above"
+        slices.append(IslandMachines(name, resource, island.slice, island.zone))
     check_zone("cloud.syncer_zone", syncer_zone(config))
     return slices
 
