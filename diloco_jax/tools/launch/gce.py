@@ -10,6 +10,7 @@ from functools import partial
 
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import boot, common, syncer_vm
+from diloco_jax.tools.launch.capacity import asked_of
 from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.files import Resource, script, verbs
 from diloco_jax.tools.launch.launcher import Guide, Launcher
@@ -34,7 +35,7 @@ def island_script(config: RunConfig, each: IslandMachines) -> str:
     template = Resource(("gcloud", "compute", "instance-templates"), name)
     group = Resource(("gcloud", "compute", "instance-groups", "managed"), name, zone)
     several = topology.hosts > 1
-    kind = ("--provisioning-model=SPOT", "--instance-termination-action=STOP") if config.cloud.spot else ()
+    kind = asked_of(config.cloud, "gce").flags
     words = [*common.learner_words(each.name, "$syncer:$PORT"), "--preemption", "gce"]
     make_template = template.make(
         *("--machine-type", topology.machine_type, *kind),

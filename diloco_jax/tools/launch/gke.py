@@ -13,10 +13,12 @@ import yaml
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
+from diloco_jax.tools.launch.capacity import asked_of
 from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.files import Plan
 from diloco_jax.tools.launch.gke_scripts import cluster_script, regions_of, syncer_script
 from diloco_jax.tools.launch.launcher import Guide, Launcher
+from diloco_jax.tools.launch.needs import Needs
 
 Manifest: TypeAlias = dict[str, Any]
 
@@ -29,7 +31,7 @@ READABLE = 0o440
 JOB, MOUNT_CONFIG, MOUNT_CERTIFICATES, MOUNT_RUN = "host", "config", "certificates", "run"
 
 
-def parts(config: RunConfig, slices: list[IslandMachines]) -> Plan:
+def parts(config: RunConfig, slices: list[IslandMachines], needs: Needs) -> Plan:
     """Write manifests and scripts."""
     regions = regions_of(config, slices)
     files, settings = {"syncer.sh": syncer_script(config)}, dump(common.remote(config))
@@ -116,8 +118,8 @@ def _learner_pod(config: RunConfig, each: IslandMachines) -> Manifest:
         "cloud.google.com/gke-tpu-topology": topology.dims,
         "topology.kubernetes.io/zone": each.zone,
     }
-    if config.cloud.spot:
-        selector["cloud.google.com/gke-spot"] = "true"
+    if label := asked_of(config.cloud, "gke").selector:
+        selector[label[0]] = label[1]
     address = {"configMapKeyRef": {"name": f"{config.name}-syncer", "key": "address"}}
     learner = _container(
         config,

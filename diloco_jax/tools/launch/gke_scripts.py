@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import common
+from diloco_jax.tools.launch.capacity import asked_of
 from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.files import IN_PROJECT, Resource, command, script, verbs
 
@@ -56,9 +57,11 @@ def cluster_script(config: RunConfig, region: str, slices: list[IslandMachines])
 def _island_pool(config: RunConfig, each: IslandMachines) -> tuple[Resource, tuple[str, ...]]:
     topology = each.topology
     shape = ("--tpu-topology", topology.dims) if topology.hosts > 1 else ()  # one host: its machine type says it
-    spot = ("--spot",) if config.cloud.spot else ()
-    more = (*shape, *spot, "--disk-size", str(config.cloud.host_disk_gb))
-    return _node_pool(each.resource, each.zone, topology.machine_type, topology.hosts, *more)
+    asked, count = asked_of(config.cloud, "gke").flags, topology.hosts
+    if "--flex-start" in asked:  # machines come when a pod waits for them
+        asked, count = (*asked, "--max-nodes", str(count)), 0
+    more = (*shape, *asked, "--disk-size", str(config.cloud.host_disk_gb))
+    return _node_pool(each.resource, each.zone, topology.machine_type, count, *more)
 
 
 def _node_pool(name: str, zone: str, machine: str, count: int, *more: str) -> tuple[Resource, tuple[str, ...]]:

@@ -13,6 +13,7 @@ from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
 from diloco_jax.tools.launch.common import CERTIFICATES_PATH, IslandMachines
 from diloco_jax.tools.launch.files import Plan, command, sequence_files
+from diloco_jax.tools.launch.needs import Needs, with_host
 
 README = Path(__file__).with_name("readme.md")
 _VARIABLES = """\
@@ -54,17 +55,21 @@ class Launcher(NamedTuple):
 
     name: str  # as `diloco launch` calls it
     needed: tuple[str, ...]  # settings of `cloud` that must not be empty
-    parts: Callable[[RunConfig, list[IslandMachines]], Plan]  # writes the files and commands of this way alone
+    parts: Callable[[RunConfig, list[IslandMachines], Needs], Plan]  # writes the files and commands of this way alone
     guide: Callable[[RunConfig, list[IslandMachines]], Guide]  # writes its words of README.md
 
-    def plan(self, config: RunConfig) -> Plan:
+    def plan(self, config: RunConfig, needs: Needs = None) -> Plan:
         """Write all files and commands.
+
+        Args:
+          needs: what machines need (needs.needs_of), if that is known.
 
         Raises:
           ValueError: a setting is missing, or a name cannot be used.
         """
         slices = common.slices_of(config, self.name, self.needed)
-        own = self.parts(config, slices)
+        config = with_host(config, needs)
+        own = self.parts(config, slices, needs)
         # certificates that are there stay
         certificates = command("diloco", "certs", "certs", "--learners", ",".join(config.islands.names))
         create = (certificates, *own.create)

@@ -8,6 +8,7 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import boot, common
 from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.files import IN_PROJECT, Plan, Resource, command, script, verbs
+from diloco_jax.tools.launch.needs import Needs
 
 SCOPES = "cloud-platform"  # what the machine may do is decided by its account
 SECRET_READER = "roles/secretmanager.secretAccessor"
@@ -19,6 +20,7 @@ def parts(
     steps: Sequence[str],
     config: RunConfig,
     slices: Sequence[IslandMachines],
+    needs: Needs,
 ) -> Plan:
     """Write the scripts of a way whose syncer is a virtual machine.
 

@@ -10,6 +10,7 @@ from functools import partial
 
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import boot, common, syncer_vm
+from diloco_jax.tools.launch.capacity import asked_of
 from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.files import IN_PROJECT, Resource, command, script, verbs
 from diloco_jax.tools.launch.launcher import Guide, Launcher
@@ -30,12 +31,14 @@ def island_script(config: RunConfig, each: IslandMachines) -> str:
     """Write what is done for one island."""
     name, zone = each.resource, ("--zone", each.zone)
     generation = each.topology.generation
-    resource = Resource(("gcloud", "compute", "tpus", "queued-resources"), name, zone)
+    asked = asked_of(config.cloud, "tpu-vm")
+    group = ("compute", "tpus", "queued-resources")
+    resource = Resource(("gcloud", *(("alpha",) if asked.alpha else ()), *group), name, zone)
     make = resource.make(
         *("--node-id", name, "--accelerator-type", each.topology.accelerator_type),
         *("--runtime-version", generation.runtime_version),
         *("--network", "$NETWORK", "--subnetwork", "$SUBNETWORK"),
-        *("--service-account", "$SERVICE_ACCOUNT", f"--scopes={SCOPES}", *(("--spot",) if config.cloud.spot else ())),
+        *("--service-account", "$SERVICE_ACCOUNT", f"--scopes={SCOPES}", *asked.flags),
     )
     state = resource.look("--format=value(state.state)")
     everywhere = (*zone, *IN_PROJECT, "--worker=all")
