@@ -17,7 +17,8 @@ def certs(arguments: argparse.Namespace) -> int:
     from diloco_jax.transport.trust.certificates import describe, make, settings
 
     folder = Path(arguments.folder)
-    made = make(folder, [name for name in arguments.learners.split(",") if name], days=arguments.days)
+    learners = [name for name in arguments.learners.split(",") if name]
+    made = make(folder, learners, days=arguments.days, renew_days=arguments.renew)
     files = {name: [str(path) for path in paths] for name, paths in made._asdict().items()}
     show(arguments, {**files, "settings": settings(folder)}, lambda _: describe(folder, made))
     return 0
