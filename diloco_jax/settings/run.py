@@ -67,6 +67,9 @@ class CheckpointsConfig:
 
     keep: int = 3
     """Snapshots of the whole run that stay, at least 1. With one, a damaged disk block may be the end of the run."""
+    states: str = ""
+    """Another folder for what each host of an island saves of itself, beside the run's own: a path or a URL that fsspec
+    writes, such as gs://bucket/folder. With it an island comes back with its moments where its disk does not."""
 
     def __post_init__(self) -> None:
         if self.keep < 1:
