@@ -19,7 +19,6 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.progress import Budget
 from diloco_jax.settings.cloud import CloudConfig
 from diloco_jax.settings.islands import IslandConfig, IslandsConfig
-from diloco_jax.settings.slices import Topology
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.models.config import OF_TOKENS, ModelConfig
 from diloco_jax.training.named import check_setting
@@ -285,7 +284,7 @@ class RunConfig:
         Raises:
             ValueError: they cannot.
         """
-        devices = Topology.parse(island.topology).chips if island.topology else island.devices
+        devices = island.slice.devices if island.slice else island.devices
         if not devices:  # nobody knows yet
             return
         steps = self.optimizer.accumulate_steps

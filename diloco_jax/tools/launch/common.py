@@ -80,7 +80,8 @@ def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[Island
                 )
         check_zone(f"{name}'s zone", island.zone)
         resource = check_label(f"the name of {name}'s machines (name, island)", f"{config.name}-{name}")
-        slices.append(IslandMachines(name, resource, Topology.parse(island.topology), island.zone))
+        assert island.slice is not None, "checked above"
+        slices.append(IslandMachines(name, resource, island.slice, island.zone))
     check_zone("cloud.syncer_zone", syncer_zone(config))
     return slices
 
@@ -133,13 +134,11 @@ def port_range(config: RunConfig) -> str:
 
 
 def environment(config: RunConfig, name: str) -> dict[str, str]:
-    """Return the environment of an island's processes: compiled programs in the bucket, and options of the compiler."""
-    flags = " ".join(f"--{key}={value}" for key, value in config.cloud.xla_flags.items() if value)
+    """Return the environment of an island's processes; options of the compiler they take from the config."""
     return {
         "DILOCO_CACHE": f"{VOLUME}/cache",  # the copy of a token store
         "DILOCO_LOG": "json",
         "JAX_COMPILATION_CACHE_DIR": f"gs://{config.cloud.bucket}/{config.name}/programs/{name}",
-        **({"LIBTPU_INIT_ARGS": flags} if flags else {}),
         **config.cloud.env,
     }
 
