@@ -48,12 +48,14 @@ def launch(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.launch.write import WAYS, check_tools, describe, run, write
 
     config = load_config(arguments)
+    way = WAYS[arguments.way]
+    way.slices(config)  # what is wrong is said before the model is looked at
     needs: dict[str, Any] | None = None
     try:
         needs, told = needs_of(config), ""
     except ValueError as error:  # the model may be in the image alone
         told = f"what the machines need is not known here: {error}"
-    plan = WAYS[arguments.way].plan(config, needs)
+    plan = way.plan(config, needs)
     told = told or "\n".join(describe_needs(config, needs))
     if arguments.run:
         check_tools(plan)

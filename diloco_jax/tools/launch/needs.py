@@ -46,6 +46,12 @@ def syncer_host(config: RunConfig, needs: Needs) -> SyncerMachine:
     return host_for("" if machine == AUTO else machine, sum(needs["syncer"]["memory"].values()) if needs else 0.0)
 
 
+def island_bytes(needs: Needs, name: str) -> float:
+    """Return the memory that each host of an island takes, 0 if that is not known."""
+    kinds = needs["islands"] if needs else ()
+    return next((float(sum(kind["host"].values())) for kind in kinds if name in kind["islands"]), 0.0)
+
+
 def with_host(config: RunConfig, needs: Needs) -> RunConfig:
     """Write the machine type of the syncer's host into the settings."""
     machine = syncer_host(config, needs).machine_type

@@ -37,11 +37,12 @@ def island_script(config: RunConfig, each: IslandMachines) -> str:
     make = resource.make(
         *("--node-id", name, "--accelerator-type", each.topology.accelerator_type),
         *("--runtime-version", generation.runtime_version),
-        *("--network", "$NETWORK", "--subnetwork", "$SUBNETWORK"),
+        *("--network", "$NETWORK", "--subnetwork", "$SUBNETWORK", "--tags", "$RUN-hosts"),
+        *(("--internal-ips",) if config.cloud.private else ()),
         *("--service-account", "$SERVICE_ACCOUNT", f"--scopes={SCOPES}", *asked.flags),
     )
     state = resource.look("--format=value(state.state)")
-    everywhere = (*zone, *IN_PROJECT, "--worker=all")
+    everywhere = (*zone, *IN_PROJECT, "--worker=all", *(("--internal-ip",) if config.cloud.private else ()))
     files = [f"certs/{file}" for file in common.certificate_files(each.name)]
     words = ["sudo", "bash", f"{HOME}/learner.sh", "$IMAGE", *common.learner_words(each.name, "$syncer:$PORT")]
     start = [
@@ -50,6 +51,7 @@ def island_script(config: RunConfig, each: IslandMachines) -> str:
         command(*VM, "ssh", name, *everywhere, "--command", f"mkdir -p {HOME}/config && mkdir -p -m 700 {HOME}/certs"),
         command(*VM, "scp", *files, f"{name}:{HOME}/certs/", *everywhere),
         command(*VM, "scp", "config.yaml", f"{name}:{HOME}/config/", *everywhere),
+        command(*VM, "scp", f"islands/{each.name}.env", f"{name}:{HOME}/config/environment", *everywhere),
         command(*VM, "scp", "learner.sh", f"{name}:{HOME}/", *everywhere),
         command(*VM, "ssh", name, *everywhere, "--command", " ".join([*words, "--preemption", "gce"])),
     ]
@@ -97,7 +99,7 @@ def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
 
 LAUNCHER = Launcher(
     "tpu-vm",
-    ("project", "image", "network", "service_account"),
+    (),
     partial(syncer_vm.parts, {"learner.sh": boot.LEARNER_BY_HAND}, island_script, ("create", "start")),
     guide,
 )
