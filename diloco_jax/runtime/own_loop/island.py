@@ -236,7 +236,7 @@ class OwnIsland:
             return
         disk = joining.saved_states()
         finding = disk.find()
-        self._host = host = joining.host(self._held, lambda: None, self._stop)
+        self._host = host = joining.host(self._held, lambda: None, None, self._stop)
         metrics = own_metrics(self.config, self.name, self._state.devices, flops_per_step / size.tokens)
         payloads = PayloadSender(signals.fail)
         joined = Joined(joining, host, size, signals, disk, finding.result(), payloads, metrics)
