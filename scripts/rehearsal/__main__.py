@@ -11,19 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rehearsal.bucket import bucket
-from rehearsal.certificates import Renewer
-from rehearsal.cluster import Cluster
-from rehearsal.faults import Calamity, RehearsalDriver, draw
-from rehearsal.needs import needs
-from rehearsal.shrink import shrink
-
 from diloco_jax.runtime.records.files import new_run_dir
 from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.settings.packed import find_config
 from diloco_jax.settings.text import load
 from diloco_jax.tools.chaos.run import run_under
 from diloco_jax.tools.chaos.verdict import table
+from rehearsal.bucket import bucket
+from rehearsal.certificates import Renewer
+from rehearsal.cluster import Cluster
+from rehearsal.faults import Calamity, RehearsalDriver, draw
+from rehearsal.needs import needs
+from rehearsal.shrink import shrink
 
 CONFIG = "configs/tpu/gemma_12b_4x_v5p.yaml"
 

@@ -11,15 +11,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rehearsal.certificates import VALID_S, Renewer
-from rehearsal.cluster import Cluster
-
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.chaos.actions import Saboteur
 from diloco_jax.tools.chaos.driver import Driver
 from diloco_jax.tools.chaos.schedule import FIRST, LAST, ChaosFault, deck, draw_details
 from diloco_jax.tools.launch.common import region_of
+from rehearsal.certificates import VALID_S, Renewer
+from rehearsal.cluster import Cluster
 
 # A deck of 20; those of `diloco chaos` keep their names. What begins with kill comes back as another process.
 CARDS = {
