@@ -181,6 +181,8 @@ FREE = (
     "evaluation.args",
     "islands.mesh.rules",
     "islands.each",
+    "cloud.env",
+    "cloud.xla_flags",
     "islands.each.island-1.mesh.rules",
 )  # keys are people's own
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.runtime.island.whole_state import SAVED_KEPT
+from diloco_jax.runtime.island.saved_states import SAVED_MAX
 from diloco_jax.runtime.local.machine import EMULATED_DEVICES, look
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
@@ -114,7 +114,7 @@ def island_needs(config: RunConfig, kind: IslandKind, blueprint: Blueprint, plan
         topology.generation.hbm_bytes if topology else None,
         host_memory(config, kind.island, blueprint, plan, emulated),
         topology.host_bytes if topology else None,
-        (SAVED_KEPT + 1) * blueprint.state_layout.num_bytes if config.protocol.snapshot_every else 0,
+        SAVED_MAX * blueprint.state_layout.num_bytes if config.protocol.snapshot_every else 0,
     )
 
 
