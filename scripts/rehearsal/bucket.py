@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import fsspec
-from rehearsal.shrink import BUCKET
 
 from diloco_jax.runtime.local.processes import free_address
+from rehearsal.shrink import BUCKET
 
 CORPUS = "[a-i]*.py"  # of Python's standard library: 2 MB
 

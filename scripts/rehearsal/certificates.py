@@ -39,9 +39,7 @@ class Renewer:
 
     def _renew(self) -> None:
         words = ["certs", str(self._folder), "--learners", ",".join(self._learners), "--renew", "30"]
-        done = subprocess.run(
-            [sys.executable, "-m", "diloco_jax", *words], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([sys.executable, "-m", "diloco_jax", *words], capture_output=True, text=True, check=False)
         if done.returncode:
             self.failures.append(done.stderr.strip())
 

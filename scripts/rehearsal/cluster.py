@@ -1,13 +1,14 @@
 """The machines of a rehearsal: folders for disks, addresses of loopback for hosts, relays for the ways between regions.
 
-The supervisor of local runs is what JobSets and a StatefulSet are on a cluster: it starts again what ended. Commands are
-those of `diloco launch`, with folders of this machine for those of containers. Each island dials an address of its own,
-behind which there is a relay for the syncer's port and one for that of each merge shard.
+As JobSets and a StatefulSet do on a cluster, the supervisor of local runs starts again what ended. Commands are those of
+`diloco launch`, with folders of this machine for those of containers. Each island dials an address of its own, behind
+which there is a relay for the syncer's port and one for that of each merge shard.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,6 +80,7 @@ class Cluster(LocalRun):
         self, config: RunConfig, root: Path, say: Callable[[str], None], stop: threading.Event,
         environment: Mapping[str, str],
     ) -> None:  # fmt: skip
+        self.stop = stop
         self._root = root
         self._environment = environment
         self.volumes = root / "volumes"
@@ -170,6 +172,15 @@ class Cluster(LocalRun):
         (self._root / "run" / TAPES).mkdir(exist_ok=True)
         for tape in sorted((self._root / "hosts").glob(f"*-0/{TAPES}/*.jsonl")):
             (self._root / "run" / TAPES / tape.name).symlink_to(tape)
+
+    def unmount(self) -> None:
+        """Keep what the volume holds in the folder, and give its memory back."""
+        if self.mounted:
+            kept = self._root / "kept"
+            shutil.copytree(self.volumes, kept, symlinks=True)
+            subprocess.run(["umount", "-l", str(self.volumes)], check=True)
+            self.volumes.rmdir()
+            kept.rename(self.volumes)
 
 
 def _mount(folder: Path) -> bool:

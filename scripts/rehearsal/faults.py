@@ -1,18 +1,15 @@
-"""The faults of a rehearsal, beside those of `diloco chaos`: what happens to regions, hosts, volumes and certificates."""
+"""The faults of a rehearsal, beside those of `diloco chaos`: of regions, hosts, volumes and certificates."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
-
-from rehearsal.certificates import VALID_S, Renewer
-from rehearsal.cluster import Cluster
 
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.settings.run import RunConfig
@@ -20,6 +17,8 @@ from diloco_jax.tools.chaos.actions import Saboteur
 from diloco_jax.tools.chaos.driver import Driver
 from diloco_jax.tools.chaos.schedule import FIRST, LAST, ChaosFault, deck, draw_details
 from diloco_jax.tools.launch.common import region_of
+from rehearsal.certificates import VALID_S, Renewer
+from rehearsal.cluster import Cluster
 
 # A deck of 20; those of `diloco chaos` keep their names. What begins with kill comes back as another process.
 CARDS = {
@@ -44,10 +43,20 @@ AT_SYNCER = {"kill-to-move-syncer", "expired-syncer", "full-volume", "kill-synce
 REGION_S, FULL_S = 120.0, 20.0
 
 
-def draw(seed: int, config: RunConfig, faults: int, minutes: float) -> list[ChaosFault]:
-    """Draw a schedule, as `draw_schedule` does; a region is lost for 2 minutes, or a tenth of a shorter run."""
+def draw(seed: int, config: RunConfig, faults: int, minutes: float, chosen: Collection[str] = ()) -> list[ChaosFault]:
+    """Draw a schedule, as `draw_schedule` does; a region is lost for 2 minutes, or a tenth of a shorter run.
+
+    Args:
+        chosen: kinds; empty for all.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    if unknown := set(chosen) - set(CARDS):
+        raise ValueError(f"there is no fault {unknown.pop()!r}; choose from {', '.join(CARDS)}")
     random, steps = Random(seed), config.planned_steps
-    kinds = deck(random, [kind for kind, count in CARDS.items() for _ in range(count)])
+    cards = [kind for kind, count in CARDS.items() for _ in range(count) if not chosen or kind in chosen]
+    kinds = deck(random, cards)
     islands = deck(random, config.islands.names)
     width = (LAST - FIRST) * steps / faults
     lasts = {"lost-region": min(REGION_S, minutes * 6.0), "full-volume": min(FULL_S, minutes * 3.0)}

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco_jax.runtime.records.files import SUMMARY_FILE
+from diloco_jax.runtime.records.files import METRICS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.telemetry import read_object
 
-LOSS_FALLS = 0.8  # the last evaluation is below this share of the first losses
 TRACE = "Traceback (most recent call last)"
+
+
+def pace_s(run_dir: Path) -> float:
+    """Return the seconds of a global step in the second half of a run."""
+    records = [json.loads(line) for line in (run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
+    merged = [(each["t"], each["global_step"]) for each in records if each["kind"] == "merged"]
+    (then_s, then), (now_s, now) = merged[len(merged) // 2], merged[-1]
+    return max(0.05, (now_s - then_s) / max(1, now - then))
 
 
 def needs(
