@@ -24,7 +24,7 @@ from rehearsal.certificates import Renewer
 from rehearsal.cluster import Cluster
 from rehearsal.faults import Calamity, RehearsalDriver, draw
 from rehearsal.needs import needs, pace_s
-from rehearsal.shrink import shrink
+from rehearsal.shrink import changes, shrink
 
 CONFIG = "configs/tpu/gemma_12b_4x_v5p.yaml"
 CALM_STEPS = 72  # of a run before, which tells how long a step takes here, and leaves the compiled programs
@@ -37,11 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
     kinds = options.kinds.split(",") if options.kinds else ()
     try:
-        config, rules = shrink(load(find_config(options.config)), CALM_STEPS, root)
+        whole = load(find_config(options.config))
+        config = shrink(whole, CALM_STEPS, root)
         draw(options.seed, config, options.faults, options.minutes, kinds)
     except (OSError, ValueError) as error:
         _options().error(str(error))
-    say("\n".join([f"{options.config}, shrunk by these rules; all else is as it says:", *(f"  {r}" for r in rules)]))
     if root.exists():
         _options().error(f"{root} is there already; name another folder with --out")
     root.mkdir(parents=True)
@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         programs = {"JAX_COMPILATION_CACHE_DIR": str(root / "programs"), "DILOCO_CACHE": str(root / "cache")}
         start = partial(Cluster, say=say, stop=stop_on_signals(), environment=environment | programs)
         step_s = options.step_s or _calm_step_s(start, config, root / "calm")
-        config, _ = shrink(load(find_config(options.config)), int(options.minutes * 60 / step_s), root)
+        config = shrink(whole, int(options.minutes * 60 / step_s), root)
+        rules = changes(whole, config)
+        say("\n".join([f"{options.config} with these changes, all else is as it says:", *(f"  {r}" for r in rules)]))
         schedule = draw(options.seed, config, options.faults, options.minutes, kinds)
         say(f"{config.train.steps} steps of {step_s:.2f} s, {len(schedule)} faults, seed {options.seed}, folder {root}")
         result = _rehearse(start, config, schedule, root, renewer, say)

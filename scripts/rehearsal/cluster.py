@@ -1,8 +1,8 @@
-"""The machines of a rehearsal: folders for disks, addresses of loopback for hosts, relays for the ways between regions.
+"""The machines of a rehearsal: folders for disks, addresses of loopback for hosts, relays between regions.
 
-As JobSets and a StatefulSet do on a cluster, the supervisor of local runs starts again what ended. Commands are those of
-`diloco launch`, with folders of this machine for those of containers. Each island dials an address of its own, behind
-which there is a relay for the syncer's port and one for that of each merge shard.
+As JobSets and a StatefulSet do on a cluster, the supervisor of local runs starts again what ended. Commands are those
+of `diloco launch`, with folders of this machine for those of containers. Each island dials an address of its own,
+behind which there is a relay for the syncer's port and one for that of each merge shard.
 """
 
 from __future__ import annotations
