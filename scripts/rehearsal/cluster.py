@@ -7,6 +7,7 @@ behind which there is a relay for the syncer's port and one for that of each mer
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -33,35 +34,14 @@ LOG_SUFFIX = ".log"
 
 
 class Ways:
-    """All relays of an island, used as one (see `Relay`)."""
+    """All relays of an island, used as one: what is asked of it is asked of each (see `Relay`)."""
 
     def __init__(self, island: str, ports: range, syncer: Callable[[], str]) -> None:
         self.address = f"{island}:{ports[0]}"
         self._relays = [Relay(lambda port=port: f"{syncer()}:{port}", f"{island}:{port}") for port in ports]
 
-    def cut(self, how: Any = "rst") -> int:
-        """End the open connections; returns how many."""
-        return sum(relay.cut(how) for relay in self._relays)
-
-    def change(self, direction: Any = "both", **weather: Any) -> None:
-        """Set what lasts."""
-        for relay in self._relays:
-            relay.change(direction, **weather)
-
-    def damage(self, direction: Any = "both", **damage: Any) -> None:
-        """Damage what comes next."""
-        for relay in self._relays:
-            relay.damage(direction, **damage)
-
-    def heal(self) -> None:
-        """Forward as if nothing had been."""
-        for relay in self._relays:
-            relay.heal()
-
-    def close(self) -> None:
-        """Stop listening."""
-        for relay in self._relays:
-            relay.close()
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *how, **more: sum(getattr(relay, name)(*how, **more) or 0 for relay in self._relays)
 
 
 class Cluster(LocalRun):
@@ -73,14 +53,13 @@ class Cluster(LocalRun):
 
     Attributes:
         relays: the ways from each island to the syncer.
-        moves: how often the syncer was given another host.
+        moves: how often the syncer was to be given another host.
     """
 
     def __init__(
         self, config: RunConfig, root: Path, say: Callable[[str], None], stop: threading.Event,
         environment: Mapping[str, str],
     ) -> None:  # fmt: skip
-        self.stop = stop
         self._root = root
         self._environment = environment
         self.volumes = root / "volumes"
@@ -171,13 +150,17 @@ class Cluster(LocalRun):
             relay.close()
         (self._root / "run" / TAPES).mkdir(exist_ok=True)
         for tape in sorted((self._root / "hosts").glob(f"*-0/{TAPES}/*.jsonl")):
-            (self._root / "run" / TAPES / tape.name).symlink_to(tape)
+            with contextlib.suppress(FileExistsError):
+                (self._root / "run" / TAPES / tape.name).symlink_to(tape)
 
-    def unmount(self) -> None:
-        """Keep what the volume holds in the folder, and give its memory back."""
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close; keep what the volume holds in the folder, and give its memory back."""
+        self.close()
         if self.mounted:
-            kept = self._root / "kept"
-            shutil.copytree(self.volumes, kept, symlinks=True)
+            kept = shutil.copytree(self.volumes, self._root / "kept", symlinks=True)
             subprocess.run(["umount", "-l", str(self.volumes)], check=True)
             self.volumes.rmdir()
             kept.rename(self.volumes)
@@ -186,6 +169,5 @@ class Cluster(LocalRun):
 def _mount(folder: Path) -> bool:
     """Make the volume a file system of its own, so that it can be full; False if this user may not mount one."""
     folder.mkdir(parents=True)
-    size = f"size={VOLUME_BYTES}"
-    mount = ["mount", "-t", "tmpfs", "-o", size, "rehearsal", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={VOLUME_BYTES}", "rehearsal", str(folder)]
     return os.geteuid() == 0 and subprocess.run(mount, capture_output=True, check=False).returncode == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -19,6 +19,8 @@ from diloco_jax.tools.chaos.schedule import FIRST, LAST, ChaosFault, deck, draw_
 from diloco_jax.tools.launch.common import region_of
 from rehearsal.certificates import VALID_S, Renewer
 from rehearsal.cluster import Cluster
+
+Say = Callable[[str], None]
 
 # A deck of 20; those of `diloco chaos` keep their names. What begins with kill comes back as another process.
 CARDS = {
@@ -43,20 +45,17 @@ AT_SYNCER = {"kill-to-move-syncer", "expired-syncer", "full-volume", "kill-synce
 REGION_S, FULL_S = 120.0, 20.0
 
 
-def draw(seed: int, config: RunConfig, faults: int, minutes: float, chosen: Collection[str] = ()) -> list[ChaosFault]:
-    """Draw a schedule, as `draw_schedule` does; a region is lost for 2 minutes, or a tenth of a shorter run.
+def draw(seed: int, config: RunConfig, *, faults: int, minutes: float, chosen: str | None) -> list[ChaosFault]:
+    """Draw a schedule as `draw_schedule` does; a region is lost for 2 minutes, or a tenth of a shorter run.
 
     Args:
-        chosen: kinds; empty for all.
-
-    Raises:
-        ValueError: there is no such kind.
+        chosen: kinds, separated by commas; None for all.
     """
-    if unknown := set(chosen) - set(CARDS):
+    kept = set(chosen.split(",") if chosen else CARDS)
+    if unknown := kept - set(CARDS):
         raise ValueError(f"there is no fault {unknown.pop()!r}; choose from {', '.join(CARDS)}")
     random, steps = Random(seed), config.planned_steps
-    cards = [kind for kind, count in CARDS.items() for _ in range(count) if not chosen or kind in chosen]
-    kinds = deck(random, cards)
+    kinds = deck(random, [kind for kind, count in CARDS.items() for _ in range(count) if kind in kept])
     islands = deck(random, config.islands.names)
     width = (LAST - FIRST) * steps / faults
     lasts = {"lost-region": min(REGION_S, minutes * 6.0), "full-volume": min(FULL_S, minutes * 3.0)}
@@ -85,18 +84,18 @@ class Calamity(Saboteur):
     def __init__(self, config: RunConfig, run_dir: Path, cluster: Cluster, renewer: Renewer) -> None:
         ways: Mapping[str, Any] = cluster.relays
         super().__init__(run_dir, cluster, ways)
-        self._config, self._cluster, self._renewer, self._ways = config, cluster, renewer, ways
+        self._config, self.cluster, self._renewer, self._ways = config, cluster, renewer, ways
 
     def inflict(self, fault: ChaosFault) -> bool:
         """Do it; False, and nothing is done, if its target has no process now."""
-        pids = self._cluster.pids(fault.target)
+        pids = self.cluster.pids(fault.target)
         if not pids:
             return False
         match fault.kind:
             case "lost-region":
                 return self._lose(fault)
             case "kill-to-move-syncer":
-                self._cluster.moves += 1
+                self.cluster.moves += 1
                 os.kill(pids[0], signal.SIGKILL)
             case "kill-shard":
                 children = Path(f"/proc/{pids[0]}/task/{pids[0]}/children").read_text(encoding="ascii").split()
@@ -133,9 +132,9 @@ class Calamity(Saboteur):
 
     def _fill(self, fault: ChaosFault) -> bool:
         """Take all that is free of the volume; without one of its own, no file of the syncer may grow."""
-        if not self._cluster.mounted:
+        if not self.cluster.mounted:
             return self._fill_disk(fault)
-        path = self._cluster.volumes / "of-somebody-else"
+        path = self.cluster.volumes / "of-somebody-else"
         disk = os.statvfs(path.parent)
         with path.open("wb") as file, contextlib.suppress(OSError):
             os.posix_fallocate(file.fileno(), 0, max(1, disk.f_bavail * disk.f_frsize))
@@ -146,8 +145,11 @@ class Calamity(Saboteur):
 class RehearsalDriver(Driver):
     """A driver that knows that a region has several islands."""
 
-    def __init__(self, config: RunConfig, *arguments: Any, say: Callable[[str], None]) -> None:
-        super().__init__(*arguments, say)
+    def __init__(
+        self, config: RunConfig, schedule: Sequence[ChaosFault], run_dir: Path, calamity: Calamity, say: Say
+    ) -> None:
+        names, steps, lease_s = config.islands.names, config.planned_steps, config.protocol.lease_s
+        super().__init__(schedule, names, steps, lease_s, run_dir, calamity.cluster, calamity, say)
         self._config = config
 
     def _enter(self, fault: ChaosFault, target: str, *, killed: bool) -> float:
