@@ -36,6 +36,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--codes", action="store_true", help=argparse.SUPPRESS)  # that check alone, in this process
     options = parser.parse_args()
+    if options.cpu:  # cores that others use too
+        LIMITS_S.update(dict.fromkeys(LIMITS_S, 600.0))
     os.environ |= {"PYTHONPATH": str(ROOT)} | ({"JAX_PLATFORMS": "cpu"} if options.cpu else {})
     if options.codes:
         sys.stdout.write(json.dumps(codes(SMALL if options.cpu else LARGE)) + "\n")
@@ -111,7 +113,7 @@ def codes(args: dict[str, Any]) -> dict[str, Any]:
 def islands(small: bool) -> dict[str, Any]:
     """Train four islands for a while; all of them must be merged."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["train", "quickstart.yaml", "--islands.count", "4", "--train.steps", "48" if small else "240"]
+        words = ["train", "quickstart", "--islands.count", "4", "--train.steps", "48" if small else "240"]
         words += ["--trackers", "[]", "--run-dir", f"{folder}/run", "--json", *(["--islands.devices", "1"] * small)]
         summary = json.loads(run([sys.executable, "-m", "diloco_jax", *words], LIMITS_S["islands"]))
     shares = [row["participation"] for row in summary["learners"].values()]
