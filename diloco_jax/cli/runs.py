@@ -70,7 +70,6 @@ def syncer(arguments: argparse.Namespace) -> int:
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.syncer.run import SyncerRun
 
-    evaluator: Evaluator | None = None
     model: Evaluator | OfferedModel | None
     if config.model.own:
         from diloco_jax.runtime.model.offered import offered_model
@@ -81,8 +80,8 @@ def syncer(arguments: argparse.Namespace) -> int:
     else:
         from diloco_jax.runtime.model.evaluation import Evaluator
 
-        model = evaluator = Evaluator(config)
-    summary = SyncerRun(config, run_dir, stop, model, evaluator, rewind=arguments.rewind).run()
+        model = Evaluator(config)
+    summary = SyncerRun(config, run_dir, stop, model, rewind=arguments.rewind).run()
     return 0 if summary["complete"] or stop.is_set() else FAILED
 
 

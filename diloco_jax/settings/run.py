@@ -16,6 +16,7 @@ from diloco_jax.core.fragments import FragmentConfig
 from diloco_jax.core.merge import MergeConfig, WeightScheme
 from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
 from diloco_jax.protocol.syncer.progress import Budget
 from diloco_jax.settings.cloud import CloudConfig
 from diloco_jax.settings.islands import IslandConfig, IslandsConfig
@@ -120,7 +121,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
-    """Numbers of your own about the global model, beside the held-out loss at each evaluation."""
+    """Evaluations of the global model, which islands do, and numbers of your own beside the held-out loss."""
 
     module: str = ""
     """A class of your own as package.module:Name. An object of it is called with the global model (flax.nnx.Module, in
@@ -129,11 +130,16 @@ class EvaluationConfig:
     """Passed to the class by name."""
     timeout_s: float = 600.0
     """Seconds for one call, after which the run goes on without these numbers."""
+    wait_s: float = 900.0
+    """Seconds for an island to evaluate the global model, compiling included, after which another one is asked; at the
+    end of a run also for one to come back. With a module its timeout_s comes on top."""
 
     def __post_init__(self) -> None:
         check_setting("evaluation", self.module, self.args)
         if not 0 < self.timeout_s < inf:
             raise ValueError(f"evaluation.timeout_s is {self.timeout_s}; use a number of seconds above 0")
+        if not 0 < self.wait_s < inf:
+            raise ValueError(f"evaluation.wait_s is {self.wait_s}; use a number of seconds above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +280,12 @@ class RunConfig:
         sizes = [self.island(name).batch_size for name in self.islands.names]
         batch_size = self.train.batch_size if self.algorithm == "data_parallel" else sum(sizes)
         return Budget(self.train.tokens, batch_size * self.train.seq_len)
+
+    @property
+    def evaluations(self) -> EvaluationPlan:
+        """The times at which an island evaluates the global model."""
+        extra_s = self.evaluation.timeout_s if self.evaluation.module else 0.0
+        return EvaluationPlan(self.evaluation.wait_s + extra_s, self.train.eval_every)
 
     @property
     def planned_steps(self) -> int:

@@ -30,7 +30,6 @@ from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.tools.launch import common
 
 VOLUME_BYTES = 256 << 20
-LOG_SUFFIX = ".log"
 
 
 class Ways:
@@ -64,12 +63,13 @@ class Cluster(LocalRun):
         self._environment = environment
         self.volumes = root / "volumes"
         self.mounted = _mount(self.volumes)
-        for folder in (self.volumes / "host-0", root / "logs", root / CHAOS, root / "hosts"):
+        self._volume = self.volumes / "new"
+        for folder in (self._volume, root / "logs", root / CHAOS, root / "hosts"):
             folder.mkdir(parents=True, exist_ok=True)
         (root / "config.yaml").write_text(dump(config), encoding="utf-8")
-        (self.volumes / "host-0" / CHAOS).symlink_to(root / CHAOS)
-        self._point("host-0")
-        self.moves, self._moved = 0, 0
+        (self._volume / CHAOS).symlink_to(root / CHAOS)
+        self.moves = 0
+        self._mount_at(0)
         super().__init__(config, root / "run", say, stop)
         first = int(free_address().rpartition(":")[2])
         self._ports = range(first, first + config.syncer.shards + 1)
@@ -79,17 +79,17 @@ class Cluster(LocalRun):
     def _syncer_host(self) -> str:
         return f"127.0.0.{self._moved + 2}"
 
-    def _point(self, name: str) -> None:
-        """Let root/run be the volume of this name."""
+    def _mount_at(self, number: int) -> None:
+        """Let the volume be that of another host, and root/run lead there."""
+        self._volume = self._volume.rename(self.volumes / f"host-{number}")
         link = self._root / "run.new"
-        link.symlink_to(self.volumes / name)
+        link.symlink_to(self._volume)
         link.rename(self._root / "run")
+        self._moved = number
 
     def _start_syncer(self, options: Any = ()) -> Child:
-        if self.moves > self._moved:  # its volume goes with it
-            (self.volumes / f"host-{self._moved}").rename(self.volumes / f"host-{self.moves}")
-            self._moved = self.moves
-            self._point(f"host-{self._moved}")
+        if self.moves > self._moved:
+            self._mount_at(self.moves)
         address = f"{self._syncer_host()}:{self._ports[0]}"
         words = [*common.syncer_words(), "--transport.address", address, *options]
         return Child(SYNCER, [self._start(SYNCER, words)])
@@ -105,12 +105,12 @@ class Cluster(LocalRun):
     def _start(
         self, name: str, arguments: list[str], host: int = 0, told: Mapping[str, str] = MappingProxyType({})
     ) -> Process:
-        disk = self.volumes / f"host-{self._moved}" if name == SYNCER else self._root / "hosts" / f"{name}-{host}"
+        disk = self._volume if name == SYNCER else self._root / "hosts" / f"{name}-{host}"
         disk.mkdir(exist_ok=True)
         here = {common.CONFIG_PATH: str(self._root / "config.yaml"), common.RUN_DIR: str(disk)}
         command = [sys.executable, "-m", "diloco_jax", *(here.get(word, word) for word in arguments)]
         environment = {**child_environment(self._config, name, self._machine, host), **self._environment, **told}
-        log = self._root / "logs" / f"{name}-{host}{LOG_SUFFIX}"
+        log = self._root / "logs" / f"{name}-{host}.log"
         with log.open("ab") as stream:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=disk,
@@ -123,8 +123,7 @@ class Cluster(LocalRun):
 
     def pid(self, name: str) -> int | None:
         """Return the process that leads an island, or the syncer's; None while it has none."""
-        pids = self.pids(name)
-        return pids[0] if pids else None
+        return next(iter(self.pids(name)), None)
 
     def pids(self, name: str) -> list[int]:
         """Return the processes that an island has now, its leader first."""
@@ -134,10 +133,9 @@ class Cluster(LocalRun):
 
     def send(self, name: str, number: signal.Signals) -> bool:
         """Send a signal to the process that leads; False if there is none."""
-        pid = self.pid(name)
-        if pid is not None:
+        for pid in (pids := self.pids(name)[:1]):
             os.kill(pid, number)
-        return pid is not None
+        return bool(pids)
 
     @property
     def given_up(self) -> list[str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,8 +18,6 @@ from diloco_jax.tools.chaos.schedule import FIRST, LAST, ChaosFault, deck, draw_
 from diloco_jax.tools.launch.common import region_of
 from rehearsal.certificates import VALID_S, Renewer
 from rehearsal.cluster import Cluster
-
-Say = Callable[[str], None]
 
 # A deck of 20; those of `diloco chaos` keep their names. What begins with kill comes back as another process.
 CARDS = {
@@ -93,15 +90,18 @@ class Calamity(Saboteur):
             return False
         match fault.kind:
             case "lost-region":
-                return self._lose(fault)
+                lost = [self._ways[name] for name in neighbours(self._config, fault.target)]
+                self._undo[fault.number] = lambda: [way.heal() for way in lost]
+                for way in lost:
+                    way.change("both", hold=True)
             case "kill-to-move-syncer":
                 self.cluster.moves += 1
                 os.kill(pids[0], signal.SIGKILL)
             case "kill-shard":
                 children = Path(f"/proc/{pids[0]}/task/{pids[0]}/children").read_text(encoding="ascii").split()
-                if not children:
-                    return False
-                os.kill(int(children[-1]), signal.SIGKILL)
+                for child in children[-1:]:
+                    os.kill(int(child), signal.SIGKILL)
+                return bool(children)
             case "kill-host":
                 os.kill(pids[-1], signal.SIGKILL)
             case "kill-politely":
@@ -109,25 +109,14 @@ class Calamity(Saboteur):
                     os.kill(pid, signal.SIGTERM)
             case "expired-certificate" | "expired-syncer":
                 self._renewer.expire(fault.target)
-                names = self._config.islands.names if fault.target == SYNCER else (fault.target,)
-                self._undo[fault.number] = partial(self._cut, names)
-                if fault.target == SYNCER:  # so that it reads what will expire
-                    self._cut(names)
+                hit = [self._ways[name] for name in self._ways if fault.target in (SYNCER, name)]
+                self._undo[fault.number] = lambda: [way.cut() for way in hit]
+                for way in hit:  # so that the syncer reads what will expire
+                    way.cut()
             case "full-volume":
                 return self._fill(fault)
             case _:
                 return super().inflict(fault)
-        return True
-
-    def _cut(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._ways[name].cut()
-
-    def _lose(self, fault: ChaosFault) -> bool:
-        ways = [self._ways[name] for name in neighbours(self._config, fault.target)]
-        for way in ways:
-            way.change("both", hold=True)
-        self._undo[fault.number] = lambda: [way.heal() for way in ways]
         return True
 
     def _fill(self, fault: ChaosFault) -> bool:
@@ -146,7 +135,7 @@ class RehearsalDriver(Driver):
     """A driver that knows that a region has several islands."""
 
     def __init__(
-        self, config: RunConfig, schedule: Sequence[ChaosFault], run_dir: Path, calamity: Calamity, say: Say
+        self, config: RunConfig, schedule: Sequence[ChaosFault], run_dir: Path, calamity: Calamity, say: Any
     ) -> None:
         names, steps, lease_s = config.islands.names, config.planned_steps, config.protocol.lease_s
         super().__init__(schedule, names, steps, lease_s, run_dir, calamity.cluster, calamity, say)

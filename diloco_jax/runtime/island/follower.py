@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from math import isfinite
 from typing import cast
 
 import numpy as np
@@ -130,6 +131,9 @@ class Follower:
                 host.unstage_state(name)
             case commands.HostLeaf(number, name, leaf):
                 self._send_leaf(number, name, leaf)
+            case commands.HostEvaluate(number, global_step, final):
+                score = host.evaluate(global_step, final=final)
+                self._group.send(commands.HostAnswer(number, "" if isfinite(score.loss) else score.reason))
             case commands.HostLoadState(number, fragments):
                 host.load_leaves(self._ask_leaf, fragments)
                 self._answer(number)
@@ -147,6 +151,7 @@ class Follower:
     def _warm_up(self, number: int) -> None:
         self._host.warm_up()
         self._answer(number)
+        self._host.warm_up_evaluation()
 
     def _send(self, number: int, value: FragmentValue) -> None:
         staged = self._host.send(value)

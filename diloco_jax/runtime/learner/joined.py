@@ -27,11 +27,12 @@ from typing import NamedTuple
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.protocol.effects import AdoptState, Effect
+from diloco_jax.protocol.effects import AdoptState, Effect, EvaluateModel
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import Metric, MetricsReport
 from diloco_jax.runtime.island.adoptions import GlobalValues
+from diloco_jax.runtime.island.evaluation import Evaluation
 from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import Hosts, make_dialler
 from diloco_jax.runtime.island.leader import LeadingHost
@@ -81,12 +82,16 @@ class Joining(NamedTuple):
         return SavedStates(folders, *((0, 1) if self.hosts is None else (self.hosts.host, self.hosts.count)))
 
     def host(
-        self, island: ExchangedState, compile_step: Callable[[], None], stop: threading.Event
+        self,
+        island: ExchangedState,
+        compile_step: Callable[[], None],
+        evaluate: Evaluation | None,
+        stop: threading.Event,
     ) -> Host | LeadingHost:
         """Return the host of an island's first process."""
         if self.hosts is None:
-            return Host(self.config, island, compile_step, self.saved_states())
-        return LeadingHost(self.config, island, compile_step, self.hosts, stop, self.saved_states())
+            return Host(self.config, island, compile_step, evaluate, self.saved_states())
+        return LeadingHost(self.config, island, compile_step, evaluate, self.hosts, stop, self.saved_states())
 
 
 class StepSize(NamedTuple):
@@ -126,6 +131,7 @@ class Joined:
             saved=None if saved is None else saved.described,
             adopt_mode=config.adopt.mode,
             payload_bytes={p.fragment_id: codec.encoded_size(p.shapes, config.wire.up) for p in host.fragments},
+            evaluates=host.evaluates,
         )
         self._host = host
         self._address = joining.address
@@ -136,7 +142,8 @@ class Joined:
         self._profiling = Profiling(joining.run_dir, joining.learner_id)
         self._metrics = metrics
         self._outbox = LearnerOutbox(host, tape, payloads)
-        self._decisions = decisions = Decisions(machine, Effects(host, tape, self._outbox, states), signals)
+        self._effects = Effects(host, tape, self._outbox, states)
+        self._decisions = decisions = Decisions(machine, self._effects, signals)
         self.inbox = LearnerInbox(host, decisions, GlobalValues(host.fragments, config.wire.down), signals)
         dialler = joining.dialler(host.plan)
         self._link = LinkKeeper(host, decisions, self.inbox, self._outbox, dialler, signals)
@@ -170,6 +177,7 @@ class Joined:
         finally:
             self._signals.compiled.set()
             self._signals.woken.set()
+        self._host.warm_up_evaluation()  # while steps run: the first evaluation need not wait for it
 
     def ready(self) -> bool:
         """Wait for what a step needs: at first model, data, a state and the compiler; in lockstep the due fragment.
@@ -186,6 +194,8 @@ class Joined:
             self.inbox.drain()
             if self._states.wanted is not None:
                 self._adopt_state(self._states.wanted)
+            elif self._effects.examination is not None and signals.compiled.is_set():
+                self._evaluate(self._effects.examination)
             elif not machine.may_step() or not signals.compiled.is_set():
                 signals.woken.wait(IDLE_S)
         self._states.forget_saved()
@@ -258,6 +268,13 @@ class Joined:
     def _over(self) -> bool:
         self._signals.check()
         return self._decisions.over
+
+    def _evaluate(self, effect: EvaluateModel) -> None:
+        """Evaluate the global model outside of the lock: pulls are answered meanwhile."""
+        self._effects.examination = None
+        score = self._host.evaluate(effect.global_step, final=effect.final)
+        log.info(f"evaluated the {'final' if effect.final else 'global'} model in {score.took_s:.1f} s")
+        self._decisions.apply(lambda machine, now_s: machine.on_evaluated(score, now_s))
 
     def _adopt_state(self, effect: AdoptState) -> None:
         """Take a state over outside of the lock: heartbeats go on while a large one is copied to the devices."""

@@ -121,6 +121,14 @@ class HostLeaf(NamedTuple):
     leaf: str
 
 
+class HostEvaluate(NamedTuple):
+    """Evaluate the global values that were adopted last, and answer."""
+
+    number: int
+    global_step: int
+    final: bool
+
+
 class HostLoadState(NamedTuple):
     """Load the state that the leader holds, asking for its leaves one by one, and answer at the end."""
 
@@ -201,6 +209,7 @@ Command: TypeAlias = (
     | HostStageState
     | HostUnstageState
     | HostLeaf
+    | HostEvaluate
     | HostLoadState
     | HostHave
     | HostSave
