@@ -11,11 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-<<<<<<< HEAD
 from diloco_jax.runtime.records.files import METRICS_FILE, SUMMARY_FILE, new_run_dir
-=======
-from diloco_jax.runtime.records.files import new_run_dir
->>>>>>> main
 from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.runtime.records.telemetry import read_object
 from diloco_jax.settings.packed import find_config
@@ -26,12 +22,7 @@ from rehearsal.bucket import bucket
 from rehearsal.certificates import Renewer
 from rehearsal.cluster import Cluster
 from rehearsal.faults import Calamity, RehearsalDriver, draw
-<<<<<<< HEAD
 from rehearsal.shrink import changes, shrink
-=======
-from rehearsal.needs import needs
-from rehearsal.shrink import shrink
->>>>>>> main
 
 CONFIG = "configs/tpu/gemma_12b_4x_v5p.yaml"
 CALM_STEPS = 72  # of a run before, which tells how long a step takes here, and leaves the compiled programs
