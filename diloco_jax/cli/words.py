@@ -89,7 +89,7 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
     _unlisted_words(commands, learner, run)
     _chaos_words(add("chaos", "A local run under a schedule of faults: what came back, when.", config=True))
     _doctor_words(add("doctor", "Check this machine and its way to the syncer, before or during a run.", config=True))
-    _launch_words(add("launch", "Manifests and commands that start a run on Google Cloud."))
+    _launch_words(add("launch", "Manifests and commands that start a run on a cloud or a cluster."))
     _plan_words(add("plan", "Links, memory, goodput and cost of a config, before it runs, and what to change."))
     _simulate_words(add("simulate", "Goodput of a cluster whose chips fail, without one: chips, learners, methods."))
     add("baseline", "The data-parallel baseline in this process, for `train`.", config=True, json="")
@@ -243,7 +243,8 @@ def _doctor_words(doctor: Parser) -> None:
 
 
 def _launch_words(launch: Parser) -> None:
-    launch.add_argument("way", choices=("gke", "gce", "tpu-vm"), help="Kubernetes, Compute Engine, or Cloud TPU API")
+    ways = "Kubernetes, Compute Engine or Cloud TPU API of Google Cloud; GPU hosts of Slurm or SkyPilot"
+    launch.add_argument("way", choices=("gke", "gce", "tpu-vm", "slurm", "sky"), help=ways)
     _config_words(launch, help=f"{CONFIG}; its cloud section says where")
     launch.add_argument("--out", metavar="DIR", help="write the files there; without it they are only printed")
     launch.add_argument("--force", action="store_true", help="overwrite the files of an earlier launch in --out")
