@@ -105,6 +105,17 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
         metavar="SLICE",
         help="such as v5p:4x4x8 or v6e:16x16, also several times; default: the slices of the config's islands",
     )
+    preflight.add_argument(
+        "--search",
+        metavar="FILE",
+        help="try policies of remat, tiles and mesh splits; FILE keeps what was found, a search goes on there",
+    )
+    preflight.add_argument(
+        "--compiles", type=int, default=12, metavar="N", help="programs that a search compiles at most; default: 12"
+    )
+    preflight.add_argument(
+        "--write", metavar="CONFIG", help="where to write the config with the cheapest settings found"
+    )
     return parser
 
 
