@@ -262,7 +262,7 @@ def test_7_late_report_after_its_round_closed() -> None:
     pair.connect("a", "b")
     assert late(pair, round_, fragment_id) == words, "of an earlier life of the syncer"
     pair.join("b", incarnation=2)
-    assert late(pair, round_, fragment_id, incarnation=1) == "value before hello, or of an old incarnation"
+    assert late(pair, round_, fragment_id, incarnation=1) == "FragmentValue before hello, or of an old incarnation"
     before = pair.syncer.membership.members["b"].local_step
     pair.arrive("b", SYNCER, StepReport("b", 1, 99, 990, 0, (Adopted(0),) * 2, 1.0, 2.5, 2, 128))
     assert pair.syncer.membership.members["b"].local_step == before, "nor does the old incarnation's report count"

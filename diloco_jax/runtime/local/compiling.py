@@ -28,4 +28,6 @@ def shared_by_several(config: RunConfig, machine: Machine) -> list[str]:
 def compile_programs(config: RunConfig, island: str) -> None:
     """Compile what this island runs, and keep it where `keep_programs` said."""
     loop = BuiltInLoop(config, island)
-    Host(config, loop.island, loop.warm_up).warm_up()
+    host = Host(config, loop.island, loop.warm_up, loop.evaluate)
+    host.warm_up()
+    host.warm_up_evaluation()
