@@ -36,7 +36,7 @@ from diloco_jax.core import codec
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.layout import value_digest, whole
 from diloco_jax.protocol.effects import Finish, Send
-from diloco_jax.protocol.learner.machine import TRAINING, Learner
+from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import NO_VERSION, AnchorValue, FragmentValue, GlobalFragment
 from diloco_jax.runtime.model.global_model import make_shares
 from diloco_jax.runtime.records.checkpoint import complete
@@ -127,7 +127,7 @@ class Stub(threading.Thread):
         self._world, self._dialler, self._step_s = world, dialler, step_s
         sizes = {n: layout.payload_bytes("int4") for n, layout in enumerate(world.layouts)}
         self._payloads = [random_payload(layout) for layout in world.layouts]
-        self._machine = Learner(name, 1, config.protocol, agreed, payload_bytes=sizes)
+        self._machine = Learner(name, 1, config.protocol, agreed, payload_bytes=sizes, evaluates=False)
         self.over = False
 
     def run(self) -> None:
@@ -154,7 +154,7 @@ class Stub(threading.Thread):
             now_s = time.monotonic()
             if now_s >= ends_s:
                 ends_s = now_s + self._step_s
-                if machine.state == TRAINING:
+                if machine.may_step():
                     end = machine.take_batch().end
                     self._execute(link, machine.on_step(1000, self._step_s, 1.0, now_s, samples_end=end))
                 self._execute(link, machine.on_tick(now_s))
