@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -189,11 +192,20 @@ def merge_shard(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _begin_log() -> None:
-    import logging
+class _JsonLines(logging.Formatter):
+    """A record as one line of JSON with its severity, as Google Cloud's logging and others read it."""
 
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage() + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else "")
+        when = datetime.fromtimestamp(record.created, UTC).isoformat()
+        return json.dumps({"severity": record.levelname, "time": when, "logger": record.name, "message": text})
+
+
+def _begin_log() -> None:
     # force: a library has put a handler of its own there when it was imported
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stdout, force=True)
+    if os.environ.get("DILOCO_LOG") == "json":
+        logging.getLogger().handlers[0].setFormatter(_JsonLines())
     logging.getLogger("absl").setLevel(logging.WARNING)
 
 

@@ -20,7 +20,6 @@ from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
 from diloco_jax.protocol.syncer.progress import Budget
 from diloco_jax.settings.cloud import CloudConfig
 from diloco_jax.settings.islands import IslandConfig, IslandsConfig
-from diloco_jax.settings.slices import Topology
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.models.config import OF_TOKENS, ModelConfig
 from diloco_jax.training.named import check_setting
@@ -69,6 +68,9 @@ class CheckpointsConfig:
 
     keep: int = 3
     """Snapshots of the whole run that stay, at least 1. With one, a damaged disk block may be the end of the run."""
+    states: str = ""
+    """Another folder for what each host of an island saves of itself, beside the run's own: a path or a URL that fsspec
+    writes, such as gs://bucket/folder. With it an island comes back with its moments where its disk does not."""
 
     def __post_init__(self) -> None:
         if self.keep < 1:
@@ -297,7 +299,7 @@ class RunConfig:
         Raises:
             ValueError: they cannot.
         """
-        devices = Topology.parse(island.topology).chips if island.topology else island.devices
+        devices = island.slice.devices if island.slice else island.devices
         if not devices:  # nobody knows yet
             return
         steps = self.optimizer.accumulate_steps

@@ -5,11 +5,13 @@ Threads
   * "group": receives what the leader says and hands it on.
   * "link": reads and checks global fragments before they are adopted; connects to the syncer.
   * "payload": encodes and sends this host's parts of fragments (payloads.py).
-  * "leaves": sends what only this host has to the leader: of a copied state, of what the leader encodes.
+  * "leaves": sends what only this host has to the leader: of a copied state, of what the leader encodes; reads saved
+    states.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import threading
@@ -27,10 +29,12 @@ from diloco_jax.runtime.island.adoptions import GlobalValues, Values
 from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import die
 from diloco_jax.runtime.island.payloads import PayloadSender
+from diloco_jax.runtime.island.saved_states import StateName
 from diloco_jax.runtime.records.signals import FAILED
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.group import commands
 from diloco_jax.transport.group.group import GroupMember
+from diloco_jax.transport.limits import REASON_LENGTH_MAX
 from diloco_jax.transport.link import Link, Payload, TransportError
 from diloco_jax.transport.sharded import Dialler
 
@@ -87,6 +91,7 @@ class Follower:
             while self.status is None:
                 command = self._steps_do.get()
                 if isinstance(command, commands.HostStep):
+                    self._host.forget_saved()
                     return command.clock
                 self._do(command)
         except Exception as error:  # such as a collective that lost one of its hosts
@@ -95,6 +100,7 @@ class Follower:
 
     def leave(self) -> int:
         """End, and return the exit status that the leader said; FAILED if it did not."""
+        self._host.close()
         self._payloads.close()
         if self._link is not None:
             self._link.close(0.0)
@@ -131,6 +137,12 @@ class Follower:
             case commands.HostLoadState(number, fragments):
                 host.load_leaves(self._ask_leaf, fragments)
                 self._answer(number)
+            case commands.HostSave(number, state, kept):
+                saving = self._host.save_own(StateName.parse(json.loads(state)), kept)
+                saving.add_done_callback(lambda done: self._answer(number, reason=done.result()))
+            case commands.HostRestore(number, fragments):
+                self._host.restore(fragments)
+                self._answer(number)
             case commands.HostEnd(status):
                 self.status = status
             case _:
@@ -155,6 +167,12 @@ class Follower:
             self._group.send(commands.HostAnswer(number, f"it has no copy of step {name} any more"))
             return
         self._leaves.submit(self._guarded, lambda: self._answer(number, staged.loose(leaf)))
+
+    def _tell_saved(self, number: int) -> None:
+        self._answer(number, json.dumps(self._host.saved()).encode())
+
+    def _read_saved(self, number: int, state: str) -> None:
+        self._answer(number, reason=self._host.read(StateName.parse(json.loads(state))))
 
     def _ask_leaf(self, name: str) -> np.ndarray:
         """Return a leaf of the state that the leader loads; none is kept here."""
@@ -202,6 +220,10 @@ class Follower:
                     die(f"the leader is gone ({item.reason})")
                 case commands.HostHave() as have:
                     self._received_leaves.put((have, item.payload))
+                case commands.HostSaved(number):
+                    self._leaves.submit(self._guarded, partial(self._tell_saved, number))
+                case commands.HostRead(number, state):
+                    self._leaves.submit(self._guarded, partial(self._read_saved, number, state))
                 case commands.HostConnect() | commands.HostArrival() as command:
                     self._link_does.put((command, item.payload))
                 case commands.HostEnd() as command:
@@ -210,8 +232,8 @@ class Follower:
                 case command:
                     self._steps_do.put(cast(commands.Command, command))
 
-    def _answer(self, number: int, payload: Payload = b"") -> None:
-        self._group.send(commands.HostAnswer(number), payload)
+    def _answer(self, number: int, payload: Payload = b"", reason: str = "") -> None:
+        self._group.send(commands.HostAnswer(number, reason[:REASON_LENGTH_MAX]), payload)
 
     def _in_thread(self, name: str, body: Callable[[], None]) -> None:
         threading.Thread(target=self._guarded, args=(body,), name=name, daemon=True).start()

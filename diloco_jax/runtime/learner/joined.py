@@ -11,7 +11,7 @@ Threads
     reconnects (inbox.py).
   * "payload": waits for staged copies, encodes and sends them (island/payloads.py).
   * "compile": compiles what the island runs while the model and, after a restart, a healthy learner's state arrive.
-  * "save": reads and writes this learner's own states on disk (island/whole_state.py).
+  * "save": writes this process's shards of the learner's own states to disk (island/saved_states.py).
 
 Nothing that the network or the disk does makes a step wait, outside lockstep (docs/protocol.md).
 """
@@ -37,7 +37,7 @@ from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import Hosts, make_dialler
 from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.payloads import PayloadSender
-from diloco_jax.runtime.island.whole_state import SavedState, SavedStates
+from diloco_jax.runtime.island.saved_states import SavedStates
 from diloco_jax.runtime.learner.decisions import IDLE_S, Decisions, Signals
 from diloco_jax.runtime.learner.effects import Effects, LearnerOutbox
 from diloco_jax.runtime.learner.inbox import LearnerInbox, LinkKeeper
@@ -45,6 +45,7 @@ from diloco_jax.runtime.learner.metrics import IslandMetrics
 from diloco_jax.runtime.learner.profiling import Profiling
 from diloco_jax.runtime.learner.states import States
 from diloco_jax.runtime.learner.tape import LearnerTape
+from diloco_jax.runtime.records.files import STATES
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
 from diloco_jax.settings.run import RunConfig, fingerprint
 from diloco_jax.training.exchanged import ExchangedState
@@ -69,9 +70,16 @@ class Joining(NamedTuple):
         return make_dialler(self.config, plan, self.learner_id, self.incarnation, self.address, self.hosts)
 
     def saved_states(self) -> SavedStates:
-        """Return this learner's states on disk."""
-        count = 1 if self.hosts is None else self.hosts.count
-        return SavedStates(self.run_dir, check_name(self.learner_id), count)
+        """Return this process's states on disk.
+
+        Raises:
+            ValueError: nobody here can write where checkpoints.states says.
+        """
+        name = check_name(self.learner_id)
+        folders = [str(self.run_dir / STATES / name)]
+        if other := self.config.checkpoints.states:
+            folders.append("/".join((other.rstrip("/"), self.config.name, name)))
+        return SavedStates(folders, *((0, 1) if self.hosts is None else (self.hosts.host, self.hosts.count)))
 
     def host(
         self,
@@ -82,8 +90,8 @@ class Joining(NamedTuple):
     ) -> Host | LeadingHost:
         """Return the host of an island's first process."""
         if self.hosts is None:
-            return Host(self.config, island, compile_step, evaluate)
-        return LeadingHost(self.config, island, compile_step, evaluate, self.hosts, stop)
+            return Host(self.config, island, compile_step, evaluate, self.saved_states())
+        return LeadingHost(self.config, island, compile_step, evaluate, self.hosts, stop, self.saved_states())
 
 
 class StepSize(NamedTuple):
@@ -99,8 +107,6 @@ class Joined:
 
     Args:
         host: whose fragments and states it exchanges.
-        saved: its newest state on disk, if there is one.
-
     Attributes:
         machine: decides.
         inbox: takes what the syncer says.
@@ -112,12 +118,10 @@ class Joined:
         host: Host,
         size: StepSize,
         signals: Signals,
-        disk: SavedStates,
-        saved: SavedState | None,
         payloads: PayloadSender,
         metrics: IslandMetrics,
     ) -> None:
-        config = joining.config
+        config, saved = joining.config, host.find_saved()
         self.machine = machine = Learner(
             joining.learner_id,
             joining.incarnation,
@@ -132,7 +136,7 @@ class Joined:
         self._host = host
         self._address = joining.address
         self._tape = tape = LearnerTape(joining.run_dir, joining.learner_id, joining.incarnation, size.samples)
-        self._states = states = States(machine, host, tape, disk, saved)
+        self._states = states = States(machine, host, tape, saved)
         self._payloads = payloads
         self._signals = signals
         self._profiling = Profiling(joining.run_dir, joining.learner_id)

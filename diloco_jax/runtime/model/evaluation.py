@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -56,16 +56,20 @@ class Evaluator:
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
-    def initial_parameters(self) -> dict[str, np.ndarray]:
-        """Draw the initial parameters, or read those of model.weights: new float32 arrays by path.
+    def initial_parameters(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Draw the initial parameters, or read those of model.weights: (path, new float32 array) by ascending path.
+
+        Who lets go of each before it takes the next one never has more than the model once.
 
         Raises:
             ValueError: the weights are not those of the model, or damaged.
         """
         if self._config.model.weights:
-            return dict(Weights(self._config.model.weights).read(self._config.model))
+            yield from Weights(self._config.model.weights).read(self._config.model)
+            return
         drawn = self._blueprint.draw()
-        return {path: np.array(drawn.pop(path), np.float32) for path in sorted(drawn)}
+        for path in sorted(drawn):
+            yield path, np.array(drawn.pop(path), np.float32)
 
     def evaluate(self, parameters: Mapping[str, np.ndarray], max_batches: int, global_step: int = 0) -> dict[str, Any]:
         """Compute the mean held-out loss of these parameters.

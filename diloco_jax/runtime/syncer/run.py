@@ -67,7 +67,8 @@ class SyncerRun:
             path, death = run_dir / CONFIG_FILE, self._results.put
             self._shards = MergeShards(setup, plan, path, threads, self._events.put, death)
         arithmetic = Arithmetic(setup, self._shards.shares) if self._shards else local_arithmetic(setup, threads)
-        self._model = make_model(config, plan, model.initial_parameters(), arithmetic)
+        self._initial = model.initial_parameters
+        self._model = make_model(config, plan, self._initial(), arithmetic)
         self._fingerprint = fingerprint(config, plan.fingerprint, model.corpus)
         self._machine = _make_machine(config, plan, self._model, self._fingerprint)
         self._num_parameters = model.num_parameters
@@ -95,7 +96,7 @@ class SyncerRun:
         keeper, merges = Keeper(parts, writer), Merges(self._model, self._results.put)
         listener, ended_s = None, 0.0
         try:
-            effects = begin(parts, mode, clock.now_s())
+            effects = begin(parts, self._initial, mode, clock.now_s())
             lingers = mode == FAILOVER and machine.over
             life = Life(mode, machine.epoch, stop)
             told = Told(self._fingerprint, self._description)

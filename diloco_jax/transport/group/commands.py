@@ -142,6 +142,34 @@ class HostHave(NamedTuple):
     leaf: str
 
 
+class HostSave(NamedTuple):
+    """Write your shards of the state, as it is now, to disk under this name; answer when they are there."""
+
+    number: int
+    state: str  # a StateName
+    kept: int  # global step of the complete state that stays; negative if there is none
+
+
+class HostSaved(NamedTuple):
+    """Answer with the names of the states that you have on disk."""
+
+    number: int
+
+
+class HostRead(NamedTuple):
+    """Read your shards of this state from disk, and answer."""
+
+    number: int
+    state: str
+
+
+class HostRestore(NamedTuple):
+    """Go on from the shards that you have read, of the parameters with these fragments; answer at the end."""
+
+    number: int
+    fragments: tuple[int, ...]
+
+
 class HostEnd(NamedTuple):
     """Last command: end with this exit status."""
 
@@ -184,6 +212,10 @@ Command: TypeAlias = (
     | HostEvaluate
     | HostLoadState
     | HostHave
+    | HostSave
+    | HostSaved
+    | HostRead
+    | HostRestore
     | HostEnd
 )
 Reply: TypeAlias = HostVerdict | HostAnswer | HostWant | HostStop

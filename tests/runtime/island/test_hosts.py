@@ -63,7 +63,7 @@ class Pair:
         self.stop, self.asked = threading.Event(), threading.Event()
         nobody = f"127.0.0.1:{free_port()}"
         self.loop, loop = BuiltInLoop(config, "island-0"), BuiltInLoop(config, "island-0")
-        self.leader = LeadingHost(config, self.loop.island, self.loop.warm_up, Hosts(0, 2, group, 1), self.stop)
+        self.leader = LeadingHost(config, self.loop.island, self.loop.warm_up, None, Hosts(0, 2, group, 1), self.stop)
         self.follows = host = Host(config, loop.island, loop.warm_up)
         dialler = make_dialler(config, host.plan, "island-0", 1, nobody, Hosts(1, 2, member, 1))
         self.follower = Follower(config, host, dialler, member, self.asked, loop.put_batch)
