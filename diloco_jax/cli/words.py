@@ -75,6 +75,7 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
     learner = add("learner", "One learner alone, for real machines.", config=True, json="")
     learner.add_argument("--island", required=True, help="name of the learner, unique in the run")
     learner.add_argument("--syncer", help=SYNCER)
+    learner.add_argument("--standby", action="store_true", help=argparse.SUPPRESS)  # a spare of `train`
     learner.add_argument("--incarnation", type=int, help="number that grows with every start; default: the time")
     learner.add_argument("--host", type=int, help="which of the island's islands.hosts processes this is; 0 leads")
     learner.add_argument("--coordinator", metavar="HOST:PORT", default="", help="where host 0 of the island listens")
