@@ -10,7 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from diloco_jax.cli.shared import FAILED, learner_dir, load_config, show
+from diloco_jax.cli.shared import learner_dir, load_config, show
+from diloco_jax.runtime.records.signals import FAILED
 
 
 def certs(arguments: argparse.Namespace) -> int:
