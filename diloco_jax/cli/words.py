@@ -96,28 +96,29 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
     add("baseline", "The data-parallel baseline in this process, for `train`.", config=True, json="")
     _looking_words(add)
     _convert_words(add)
-    preflight = add(
-        "preflight", "Compile for TPU slices, without a TPU: what fits, what it takes.", config=True, folder=False
+    _preflight_words(
+        add("preflight", "Compile for TPU slices, without a TPU: what fits, what it takes.", config=True, folder=False)
     )
-    preflight.add_argument(
+    return parser
+
+
+def _preflight_words(parser: Parser) -> None:
+    parser.add_argument(
         "--topology",
         action="append",
         default=[],
         metavar="SLICE",
         help="such as v5p:4x4x8 or v6e:16x16, also several times; default: the slices of the config's islands",
     )
-    preflight.add_argument(
+    parser.add_argument(
         "--search",
         metavar="FILE",
         help="try policies of remat, tiles and mesh splits; FILE keeps what was found, a search goes on there",
     )
-    preflight.add_argument(
+    parser.add_argument(
         "--compiles", type=int, default=12, metavar="N", help="programs that a search compiles at most; default: 12"
     )
-    preflight.add_argument(
-        "--write", metavar="CONFIG", help="where to write the config with the cheapest settings found"
-    )
-    return parser
+    parser.add_argument("--write", metavar="CONFIG", help="where to write the config with the cheapest settings found")
 
 
 def _first_words(add: Add, parser: Parser) -> None:

@@ -127,7 +127,7 @@ def test_peak_is_that_of_all_chips_whose_devices_share_it() -> None:
 
 
 OWN = {"v9": {"dims": 2, "chips_max": 64, "peak_tflops": 100, "hbm_gb": 10, "host_gb": 80, "alone": [2]}}
-FUSED = "xla_tpu_enable_async_collective_fusion"
+FUSED = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 
 
 def _on(topology: str, **sections: Any) -> RunConfig:
