@@ -116,11 +116,7 @@ def test_peak_is_that_of_all_chips() -> None:
 
 
 CHECK = jsonschema.Draft202012Validator(config_schema())
-
-
 WHOLE = yaml.safe_load(dump(load(packed()["mixed"])))  # with an island that has differences
-
-
 FREE = (
     "model.args",
     "data.args",
@@ -133,8 +129,6 @@ FREE = (
     "islands.each",
     "islands.each.island-1.mesh.rules",
 )  # keys are people's own
-
-
 NAMES = [key for section in WHOLE.values() if isinstance(section, dict) for key in section]
 
 
