@@ -138,8 +138,10 @@ def connect(
     session.cancel()
     link.close(grace_s=1.0)
     if answered:
-        kind = Rejected if session.refused else TransportError
-        raise kind(f"the syncer at {config.address} refused {learner_id!r}: {reason}")
+        refusal = f"the syncer at {config.address} refused {learner_id!r}: {reason}"
+        if session.refused == "denied":
+            raise Denied(grpc.StatusCode.PERMISSION_DENIED, refusal)
+        raise (Rejected if session.refused else TransportError)(refusal)
     raise unanswered(config, trouble)
 
 
