@@ -81,7 +81,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     """Start a syncer, train against it in this process, and stop both."""
     import yaml
 
-    from diloco_jax.runtime.learner.joined import Joining
+    from diloco_jax.runtime.learner.joined import Joining, island_pulse
     from diloco_jax.runtime.learner.run import LearnerRun
     from diloco_jax.runtime.local.run import child_environment
     from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE
@@ -104,7 +104,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
             time.sleep(0.2)
         address = (folder / ADDRESS_FILE).read_text(encoding="utf-8")
         stop = threading.Event()
-        learner = LearnerRun(Joining(config, ISLAND, 1, address, folder), stop)
+        learner = LearnerRun(Joining(config, ISLAND, 1, address, folder, island_pulse(config, folder, ISLAND)), stop)
         blocks = Blocks(learner, config, arguments, stop)
         learner.run()
         return blocks.result()

@@ -173,7 +173,6 @@ def make(folder: Path, learners: Sequence[str], *, days: int = 365, renew_days: 
     """Make an authority, a token and certificates, each only where there is none yet.
 
     Args:
-        folder: Where the files go; made, for its owner only, if missing.
         days: How long the certificates are valid; the authority is valid for ten years.
         renew_days: A certificate that is valid for less than so many days is signed anew, for the key that it has.
 
