@@ -75,6 +75,7 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
     learner = add("learner", "One learner alone, for real machines.", config=True, json="")
     learner.add_argument("--island", required=True, help="name of the learner, unique in the run")
     learner.add_argument("--syncer", help=SYNCER)
+    learner.add_argument("--standby", action="store_true", help=argparse.SUPPRESS)  # a spare of `train`
     learner.add_argument("--incarnation", type=int, help="number that grows with every start; default: the time")
     learner.add_argument("--host", type=int, help="which of the island's islands.hosts processes this is; 0 leads")
     learner.add_argument("--coordinator", metavar="HOST:PORT", default="", help="where host 0 of the island listens")
@@ -104,6 +105,17 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
         default=[],
         metavar="SLICE",
         help="such as v5p:4x4x8 or v6e:16x16, also several times; default: the slices of the config's islands",
+    )
+    preflight.add_argument(
+        "--search",
+        metavar="FILE",
+        help="try policies of remat, tiles and mesh splits; FILE keeps what was found, a search goes on there",
+    )
+    preflight.add_argument(
+        "--compiles", type=int, default=12, metavar="N", help="programs that a search compiles at most; default: 12"
+    )
+    preflight.add_argument(
+        "--write", metavar="CONFIG", help="where to write the config with the cheapest settings found"
     )
     return parser
 
@@ -174,6 +186,8 @@ def _looking_words(add: Add) -> None:
     certs.add_argument("folder", help="where the files go; what is there already stays as it is")
     certs.add_argument("--learners", default="", help="names of learners, separated by commas: island-0,island-1")
     certs.add_argument("--days", type=int, default=365, help="how long the certificates are valid; default: 365")
+    about = "sign certificates anew that are valid for less than so many days; processes need no restart"
+    certs.add_argument("--renew", metavar="DAYS", type=int, default=0, help=about)
     _inference_words(add)
     report = add("report", "Write report.html of a run.")
     report.add_argument("run", help="folder of the run")

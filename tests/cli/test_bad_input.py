@@ -70,6 +70,9 @@ WRONG_AXIS = {"data": -1, "rules": {"embd": ["fsdp"]}}
         ({"wire": {"up": "int3"}}, ["wire.up", "int3"]),
         ({"islands": {"devices": 65}}, ["devices is 65; use 1 to 64, or auto"]),
         ({"islands": {"restart_delay_s": float("nan")}}, ["restart_delay_s nan must be at least 0"]),
+        ({"watchdog": {"least_s": 60.0, "start_s": 5.0}}, ["least_s is 60.0 and start_s 5.0"]),
+        ({"watchdog": {"median_factor": 0.5}}, ["median_factor is 0.5; it must be at least 1"]),
+        ({"islands": {"standby": True, "hosts": 2, "devices": 2}}, ["islands.standby needs islands of one process"]),
         ({"syncer": {"restart_delay_s": float("inf")}}, ["restart_delay_s inf must be at least 0"]),
     ],
 )

@@ -5,17 +5,21 @@ Threads
   * "group": receives what the leader says and hands it on.
   * "link": reads and checks global fragments before they are adopted; connects to the syncer.
   * "payload": encodes and sends this host's parts of fragments (payloads.py).
-  * "leaves": sends what only this host has to the leader: of a copied state, of what the leader encodes.
+  * "leaves": sends what only this host has to the leader: of a copied state, of what the leader encodes; reads saved
+    states.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from math import isfinite
 from typing import cast
 
 import numpy as np
@@ -26,10 +30,13 @@ from diloco_jax.runtime.island.adoptions import GlobalValues, Values
 from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import die
 from diloco_jax.runtime.island.payloads import PayloadSender
+from diloco_jax.runtime.island.saved_states import StateName
+from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.group import commands
 from diloco_jax.transport.group.group import GroupMember
+from diloco_jax.transport.limits import REASON_LENGTH_MAX
 from diloco_jax.transport.link import Link, Payload, TransportError
 from diloco_jax.transport.sharded import Dialler
 
@@ -46,6 +53,7 @@ class Follower:
         stop: set from outside to leave politely; the leader decides when.
         on_batch: takes the samples of the next step, while the one before may be running, and what is known of those
             after it.
+        pulse: its signs of life.
     """
 
     def __init__(
@@ -56,9 +64,12 @@ class Follower:
         group: GroupMember,
         stop: threading.Event,
         on_batch: Callable[[Ranges, Ranges], None],
+        pulse: Pulse,
     ) -> None:
         self.status: int | None = None  # exit status that the leader said in the end; None before
         self._on_batch = on_batch
+        self._pulse = pulse
+        self._stepped_s = 0.0
         self._group = group
         self._stop = stop
         self._told_stop = False
@@ -84,9 +95,19 @@ class Follower:
         """
         try:
             while self.status is None:
-                command = self._steps_do.get()
+                try:
+                    command = self._steps_do.get(timeout=POLL_S)
+                except queue.Empty:  # the leader has nothing to do, or watches itself
+                    self._pulse.beat()
+                    continue
                 if isinstance(command, commands.HostStep):
+                    self._host.forget_saved()
+                    now_s, before_s = time.monotonic(), self._stepped_s
+                    self._stepped_s = now_s
+                    self._pulse.beat(now_s - before_s if before_s else None)
+                    self._pulse.ready(self._link is not None)
                     return command.clock
+                self._pulse.beat()
                 self._do(command)
         except Exception as error:  # such as a collective that lost one of its hosts
             die(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
@@ -94,6 +115,8 @@ class Follower:
 
     def leave(self) -> int:
         """End, and return the exit status that the leader said; FAILED if it did not."""
+        self._host.close()
+        self._pulse.close()
         self._payloads.close()
         if self._link is not None:
             self._link.close(0.0)
@@ -124,8 +147,19 @@ class Follower:
                 host.unstage_state(name)
             case commands.HostLeaf(number, name, leaf):
                 self._send_leaf(number, name, leaf)
+            case commands.HostEvaluate(number, global_step, final):
+                self._pulse.patient()
+                score = host.evaluate(global_step, final=final)
+                self._group.send(commands.HostAnswer(number, "" if isfinite(score.loss) else score.reason))
             case commands.HostLoadState(number, fragments):
+                self._pulse.patient()
                 host.load_leaves(self._ask_leaf, fragments)
+                self._answer(number)
+            case commands.HostSave(number, state, kept):
+                saving = self._host.save_own(StateName.parse(json.loads(state)), kept)
+                saving.add_done_callback(lambda done: self._answer(number, reason=done.result()))
+            case commands.HostRestore(number, fragments):
+                self._host.restore(fragments)
                 self._answer(number)
             case commands.HostEnd(status):
                 self.status = status
@@ -135,6 +169,7 @@ class Follower:
     def _warm_up(self, number: int) -> None:
         self._host.warm_up()
         self._answer(number)
+        self._host.warm_up_evaluation()
 
     def _send(self, number: int, value: FragmentValue) -> None:
         staged = self._host.send(value)
@@ -150,6 +185,12 @@ class Follower:
             self._group.send(commands.HostAnswer(number, f"it has no copy of step {name} any more"))
             return
         self._leaves.submit(self._guarded, lambda: self._answer(number, staged.loose(leaf)))
+
+    def _tell_saved(self, number: int) -> None:
+        self._answer(number, json.dumps(self._host.saved()).encode())
+
+    def _read_saved(self, number: int, state: str) -> None:
+        self._answer(number, reason=self._host.read(StateName.parse(json.loads(state))))
 
     def _ask_leaf(self, name: str) -> np.ndarray:
         """Return a leaf of the state that the leader loads; none is kept here."""
@@ -197,6 +238,10 @@ class Follower:
                     die(f"the leader is gone ({item.reason})")
                 case commands.HostHave() as have:
                     self._received_leaves.put((have, item.payload))
+                case commands.HostSaved(number):
+                    self._leaves.submit(self._guarded, partial(self._tell_saved, number))
+                case commands.HostRead(number, state):
+                    self._leaves.submit(self._guarded, partial(self._read_saved, number, state))
                 case commands.HostConnect() | commands.HostArrival() as command:
                     self._link_does.put((command, item.payload))
                 case commands.HostEnd() as command:
@@ -205,8 +250,8 @@ class Follower:
                 case command:
                     self._steps_do.put(cast(commands.Command, command))
 
-    def _answer(self, number: int, payload: Payload = b"") -> None:
-        self._group.send(commands.HostAnswer(number), payload)
+    def _answer(self, number: int, payload: Payload = b"", reason: str = "") -> None:
+        self._group.send(commands.HostAnswer(number, reason[:REASON_LENGTH_MAX]), payload)
 
     def _in_thread(self, name: str, body: Callable[[], None]) -> None:
         threading.Thread(target=self._guarded, args=(body,), name=name, daemon=True).start()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.runtime.island.whole_state import SAVED_KEPT
+from diloco_jax.runtime.island.saved_states import SAVED_MAX
 from diloco_jax.runtime.local.machine import EMULATED_DEVICES, look
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
@@ -114,7 +114,7 @@ def island_needs(config: RunConfig, kind: IslandKind, blueprint: Blueprint, plan
         topology.generation.hbm_bytes if topology else None,
         host_memory(config, kind.island, blueprint, plan, emulated),
         topology.host_bytes if topology else None,
-        (SAVED_KEPT + 1) * blueprint.state_layout.num_bytes if config.protocol.snapshot_every else 0,
+        SAVED_MAX * blueprint.state_layout.num_bytes if config.protocol.snapshot_every else 0,
     )
 
 
@@ -122,4 +122,4 @@ def syncer_needs(config: RunConfig, plan: FragmentPlan) -> tuple[SyncerMemory, i
     """Add up the memory of the syncer's host, and the bytes of the snapshots that are kept; 0 without snapshots."""
     memory = syncer_memory(config, plan)
     kept = config.checkpoints.keep + 1 if config.protocol.snapshot_every else 0
-    return memory, round(kept * memory.capture)
+    return memory, round(kept * (memory.values + memory.outer_momentum + memory.left_out_by_rounding))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from diloco_jax.runtime.records.signals import INTERRUPTED, USER_ERROR
+from diloco_jax.runtime.records.signals import INTERRUPTED, WRONG_INPUT
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
@@ -98,7 +98,7 @@ class GpuLauncher(NamedTuple):
         create = (certificates, *own.create)
         told = {"way": self.name, "name": config.name, "port": config.cloud.port, "create": "\n".join(create)}
         exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in config.cloud.env.items())
-        restarts = {"restarts": config.cloud.restarts_max, "wrong": USER_ERROR}
+        restarts = {"restarts": config.cloud.restarts_max, "wrong": WRONG_INPUT}
         here = 'cd "$(dirname "${BASH_SOURCE[0]}")"'
         return replace(
             own,
