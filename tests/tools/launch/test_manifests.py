@@ -174,6 +174,7 @@ def test_every_config_finds_what_it_needs_in_its_pods(path: Path, tmp_path: Path
         assert Path(arguments.run_dir).parent.is_dir(), "no volume holds the run's folder"
         given = {each["name"]: each.get("value", "") for each in container["env"]}
         assert given["DILOCO_CACHE"].startswith("/var/diloco/")
+        assert config.checkpoints.states.startswith("gs://my-bucket/")
         assert config.data.path == "stdlib" or config.data.path.startswith("gs://my-bucket/")
 
 
