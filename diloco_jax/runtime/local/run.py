@@ -255,7 +255,7 @@ class LocalRun:
             child.left = True
             if not complete(self._run_dir):
                 self._say(f"{child.name} left: {child.hosts[0].last_line()}")
-        elif complete(self._run_dir):  # nothing is left to do for it
+        elif last_state(self._run_dir) == "complete":  # nothing is left to do for it
             child.left = True
         elif code == USER_ERROR:  # a wrong setting stays wrong
             child.failed = True
