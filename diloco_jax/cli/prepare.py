@@ -18,7 +18,8 @@ def certs(arguments: argparse.Namespace) -> int:
     from diloco_jax.transport.trust.certificates import describe, make, settings
 
     folder = Path(arguments.folder)
-    made = make(folder, [name for name in arguments.learners.split(",") if name], days=arguments.days)
+    learners = [name for name in arguments.learners.split(",") if name]
+    made = make(folder, learners, days=arguments.days, renew_days=arguments.renew)
     files = {name: [str(path) for path in paths] for name, paths in made._asdict().items()}
     show(arguments, {**files, "settings": settings(folder)}, lambda _: describe(folder, made))
     return 0
@@ -48,17 +49,19 @@ def launch(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.launch.write import WAYS, check_tools, describe, run, write
 
     config = load_config(arguments)
-    plan = WAYS[arguments.way].plan(config)
+    way = WAYS[arguments.way]
+    way.slices(config)  # what is wrong is said before the model is looked at
+    needs: dict[str, Any] | None = None
+    try:
+        needs, told = needs_of(config), ""
+    except ValueError as error:  # the model may be in the image alone
+        told = f"what the machines need is not known here: {error}"
+    plan = way.plan(config, needs)
+    told = told or "\n".join(describe_needs(config, needs))
     if arguments.run:
         check_tools(plan)
     target = arguments.out or (arguments.run and str(Path(config.runs_dir) / f"{config.name}-{arguments.way}"))
     paths = write(plan, Path(target), force=arguments.force) if target else []
-    needs: dict[str, Any] | None = None
-    try:
-        needs = needs_of(config)
-        told = "\n".join(describe_needs(config, needs))
-    except ValueError as error:  # the model may be in the image alone
-        told = f"what the machines need is not known here: {error}"
     if arguments.run:
         say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
         say(told)

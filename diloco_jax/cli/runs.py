@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -68,7 +71,6 @@ def syncer(arguments: argparse.Namespace) -> int:
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.syncer.run import SyncerRun
 
-    evaluator: Evaluator | None = None
     model: Evaluator | OfferedModel | None
     if config.model.own:
         from diloco_jax.runtime.model.offered import offered_model
@@ -79,8 +81,8 @@ def syncer(arguments: argparse.Namespace) -> int:
     else:
         from diloco_jax.runtime.model.evaluation import Evaluator
 
-        model = evaluator = Evaluator(config)
-    summary = SyncerRun(config, run_dir, stop, model, evaluator, rewind=arguments.rewind).run()
+        model = Evaluator(config)
+    summary = SyncerRun(config, run_dir, stop, model, rewind=arguments.rewind).run()
     return 0 if summary["complete"] or stop.is_set() else FAILED
 
 
@@ -202,11 +204,20 @@ def merge_shard(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _begin_log() -> None:
-    import logging
+class _JsonLines(logging.Formatter):
+    """A record as one line of JSON with its severity, as Google Cloud's logging and others read it."""
 
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage() + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else "")
+        when = datetime.fromtimestamp(record.created, UTC).isoformat()
+        return json.dumps({"severity": record.levelname, "time": when, "logger": record.name, "message": text})
+
+
+def _begin_log() -> None:
     # force: a library has put a handler of its own there when it was imported
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stdout, force=True)
+    if os.environ.get("DILOCO_LOG") == "json":
+        logging.getLogger().handlers[0].setFormatter(_JsonLines())
     logging.getLogger("absl").setLevel(logging.WARNING)
 
 

@@ -175,6 +175,8 @@ def _looking_words(add: Add) -> None:
     certs.add_argument("folder", help="where the files go; what is there already stays as it is")
     certs.add_argument("--learners", default="", help="names of learners, separated by commas: island-0,island-1")
     certs.add_argument("--days", type=int, default=365, help="how long the certificates are valid; default: 365")
+    about = "sign certificates anew that are valid for less than so many days; processes need no restart"
+    certs.add_argument("--renew", metavar="DAYS", type=int, default=0, help=about)
     _inference_words(add)
     report = add("report", "Write report.html of a run.")
     report.add_argument("run", help="folder of the run")

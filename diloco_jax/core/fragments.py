@@ -75,6 +75,16 @@ class Slice(NamedTuple):
         """Name of this slice in a fragment's values: 'path', or 'path[axis:start:stop]'."""
         return self.path if self.axis == WHOLE else f"{self.path}[{self.axis}:{self.start}:{self.stop}]"
 
+    @property
+    def at(self) -> tuple[slice, ...]:
+        """Return the index that takes this slice from its tensor."""
+        return () if self.axis == WHOLE else (*(slice(None),) * self.axis, slice(self.start, self.stop))
+
+
+def whole(path: str) -> Slice:
+    """Return the slice that is a whole tensor, by whatever name."""
+    return Slice(path, WHOLE, 0, 0)
+
 
 @dataclass(frozen=True)
 class Fragment:
@@ -160,7 +170,7 @@ def take(params: Mapping[str, ArrayT], fragment: Fragment) -> dict[str, ArrayT]:
         if piece.axis == WHOLE:
             values[piece.key] = array
         elif isinstance(array, np.ndarray):
-            values[piece.key] = array[_index(piece)]
+            values[piece.key] = array[piece.at]
         else:
             values[piece.key] = jax.lax.slice_in_dim(array, piece.start, piece.stop, axis=piece.axis)
     return values
@@ -192,7 +202,7 @@ def put(params: Mapping[str, ArrayT], fragment: Fragment, values: Mapping[str, A
             if piece.path not in fresh:
                 result[piece.path] = array.copy()
                 fresh.add(piece.path)
-            result[piece.path][_index(piece)] = value
+            result[piece.path][piece.at] = value
         elif piece.axis == WHOLE:
             result[piece.path] = value.astype(array.dtype)
         else:
@@ -291,7 +301,3 @@ def _fingerprint(
     content = {"shapes": shapes, "kinds": kinds, "axes": axes, "fragments": [fragment.slices for fragment in fragments]}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
-
-
-def _index(piece: Slice) -> tuple[slice, ...]:
-    return (*(slice(None),) * piece.axis, slice(piece.start, piece.stop))

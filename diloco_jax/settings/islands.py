@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Literal, NamedTuple
 
-from diloco_jax.settings.slices import Topology
+from diloco_jax.settings.slices import Generation, Topology
 from diloco_jax.training.sharding import MeshConfig
 
 Controller = Literal["processes", "single"]
@@ -46,6 +46,12 @@ class IslandConfig(NamedTuple):
     mesh: MeshConfig  # how its devices are used
     batch_size: int  # sequences in an inner step
     zone: str  # where it runs, "" if that was not said
+    generations: dict[str, Generation]  # that the config describes
+
+    @property
+    def slice(self) -> Topology | None:
+        """Return the TPU slice, None if none was named."""
+        return Topology.parse(self.topology, self.generations) if self.topology else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +86,9 @@ class IslandsConfig:
     DILOCO_ISLAND, DILOCO_RUN_DIR and the like. Empty: the built-in loop."""
     each: dict[str, IslandOverride] = field(default_factory=dict)
     """What single islands have differently, by name: {island-3: {topology: v6e:16x16, batch_size: 512}}."""
+    generations: dict[str, Generation] = field(default_factory=dict)
+    """TPU generations that the package does not know, by the name with which a topology begins, which libtpu must know;
+    one of a known name replaces it."""
     peak_tflops: float = 0.0
     """Peak of one device in TFLOP/s, of which MFU is a share; 0: that of the known TPUs and GPUs, without it no MFU."""
     restarts_max: int = 10
@@ -135,7 +144,7 @@ class IslandsConfig:
                 f"islands.controller is single, so an island is part of one process, not of {hosts}; set "
                 "islands.hosts to 1"
             )
-        far = next((each.topology for each in own if each.topology and Topology.parse(each.topology).hosts > 1), "")
+        far = next((each.topology for each in own if each.slice and each.slice.hosts > 1), "")
         if far and not self.pathways:
             raise ValueError(
                 f"islands.controller is single, but {far} has several hosts, whose chips one process sees "
@@ -152,7 +161,8 @@ class IslandsConfig:
             raise ValueError(
                 f"{where}.devices is {given['devices']}; use 1 to {DEVICES_MAX}, or auto for what the machine has"
             )
-        return IslandConfig(name=name, **given | {"devices": 0 if given["devices"] == AUTO else given["devices"]})
+        given["devices"] = 0 if given["devices"] == AUTO else given["devices"]
+        return IslandConfig(name=name, generations=self.generations, **given)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -167,8 +177,8 @@ class IslandsConfig:
           batch_size: its equal share, if no other is set.
         """
         island = self._own(name)
-        if island.topology and self.controller == "processes":
-            island = island._replace(hosts=Topology.parse(island.topology).hosts)
+        if island.slice and self.controller == "processes":
+            island = island._replace(hosts=island.slice.hosts)
         return island._replace(batch_size=island.batch_size or batch_size)
 
 
@@ -179,11 +189,10 @@ def _check(own: IslandConfig, where: str) -> None:
         raise ValueError(f"{where}: {own.hosts} hosts cannot share {own.devices} devices equally; change one of them")
     if own.batch_size < 0:
         raise ValueError(f"{where}.batch_size is {own.batch_size}; use at least 1, or 0 for an equal share")
-    if own.topology:
-        chips = Topology.parse(own.topology).chips
+    if own.slice:
         if own.devices:
             raise ValueError(
                 f"{where}.topology is {own.topology}, but {where}.devices is {own.devices}: set devices to auto for "
                 "its chips, or leave the topology out"
             )
-        own.mesh.sizes(chips)
+        own.mesh.sizes(own.slice.devices)

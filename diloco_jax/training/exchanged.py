@@ -29,6 +29,7 @@ from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.sharding import put_array
 from diloco_jax.training.train_step import TrainState
 from diloco_jax.training.whole_state.layout import StateLayout
+from diloco_jax.training.whole_state.shards import PartialLeaf, StagedShards, check_fits, stage_shards
 from diloco_jax.training.whole_state.staging import StagedState, stage_leaves
 
 PARAMS, OPTIMIZER, OTHER = "params/", "optimizer/", "other/"  # what the names of a state's leaves begin with
@@ -91,14 +92,34 @@ class ExchangedState:
         updated = self.exchange.adopt(self.state.params, fragment, values, mode, alpha, sent)
         self.state = self.state._replace(params=self.state.params | updated)
 
-    def _overwrite(self, fragment: Fragment, values: HostValues) -> None:
-        updated = self.exchange.overwrite(self.state.params, fragment, values)
-        self.state = self.state._replace(params=self.state.params | updated)
-
     def stage_state(self) -> StagedState:
         """Queue a copy of parameters, optimizer's and other state to host memory; returns at once."""
         with jax.transfer_guard("disallow"):
             return stage_leaves(by_name(self.state), self.state_layout)
+
+    def stage_shards(self) -> StagedShards:
+        """Queue copies of what this process's devices hold of everything to host memory; returns at once."""
+        with jax.transfer_guard("disallow"):
+            return stage_shards(by_name(self.state))
+
+    def check_shards(self, leaves: Mapping[str, PartialLeaf]) -> None:
+        """Check that saved shards are all that `load_shards` needs.
+
+        Raises:
+          ValueError: they are of another model, optimizer or mesh; says what differs.
+        """
+        check_fits(leaves, by_name(self._lies), self.state_layout.by_name)
+
+    def load_shards(self, leaves: Mapping[str, PartialLeaf]) -> None:
+        """Take over everything, as shards of an earlier process at the same place say it, exactly."""
+        self._load_beside(leaves.__getitem__)
+        for path, to in self._lies.params.items():
+            self.state = self.state._replace(params=self.state.params | {path: put_array(leaves[PARAMS + path], to)})
+
+    def overwrite(self, fragment: Fragment, values: HostValues) -> None:
+        """Replace a fragment of the parameters, and nothing else."""
+        updated = self.exchange.overwrite(self.state.params, fragment, values)
+        self.state = self.state._replace(params=self.state.params | updated)
 
     def load_state(
         self, state: Bytes | Mapping[str, Shaped[np.ndarray, "..."]], fragments: Iterable[Fragment] | None = None
@@ -117,6 +138,13 @@ class ExchangedState:
 
     def load_leaves(self, leaf: Callable[[str], Shaped[np.ndarray, "..."]], fragments: Iterable[Fragment]) -> None:
         """Take over a state that is known to be of this island's layout, as `load_state`; look up a leaf at a time."""
+        self._load_beside(leaf)
+        for fragment in fragments:
+            params = {path: leaf(PARAMS + path) for path in {part.path: None for part in fragment.slices}}
+            self.overwrite(fragment, take(params, fragment))
+
+    def _load_beside(self, leaf: Callable[[str], Any]) -> None:
+        """Take over what is beside the parameters."""
         # The old state goes first: a device need not have room for two. Nothing can be refused from here on.
         self.state = self.state._replace(opt_state=None, other={})
         lies = self._lies
@@ -124,9 +152,6 @@ class ExchangedState:
         opt_state = jax.tree.unflatten(jax.tree.structure(lies.opt_state), moments)
         other = {path: put_array(leaf(OTHER + path), to) for path, to in lies.other.items()}
         self.state = self.state._replace(opt_state=opt_state, other=other)
-        for fragment in fragments:
-            params = {path: leaf(PARAMS + path) for path in {part.path: None for part in fragment.slices}}
-            self._overwrite(fragment, take(params, fragment))
 
     def parameters(self) -> HostValues:
         """Return host copies of all parameters {path: float32 array}; block until the running step is done.
@@ -143,7 +168,7 @@ class ExchangedState:
         """
         if unknown := sorted(set(params) - set(self.shapes)):
             raise ValueError(f"parameters {unknown[:3]} are not in the model; were they saved from another one?")
-        self._overwrite(self._whole(), dict(params))
+        self.overwrite(self._whole(), dict(params))
 
     def _whole(self) -> Fragment:
         shapes = {path: shape for path, shape in self.shapes.items() if math.prod(shape)}

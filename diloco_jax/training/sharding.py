@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -249,8 +250,12 @@ def put_rows(value: Shaped[np.ndarray, "n ..."], sharding: Sharding, size: int) 
         return jax.make_array_from_process_local_data(sharding, np.array(value), (size, *value.shape[1:]))
 
 
-def put_array(value: Shaped[np.ndarray, "..."], sharding: Sharding) -> Shaped[Array, "..."]:
-    """Copy a whole array, the same on every process, to the devices; returns at once, it may be written to then."""
+def put_array(value: Any, sharding: Sharding) -> Shaped[Array, "..."]:
+    """Copy a whole array, the same on every process, to the devices; returns at once, it may be written to then.
+
+    Args:
+      value: a NumPy array, or what has its `shape` and the parts that this process's devices hold.
+    """
     # Copies of our own: on CPU device_put goes on reading NumPy's memory, may_alias=False or not; steps write to it.
     if sharding.is_fully_addressable:
         placed: Shaped[Array, "..."] = jax.device_put(np.array(value), sharding)

@@ -144,8 +144,10 @@ class ModelDesk:
         self._server, self.address = open_server(config, SERVICE, handlers, own.server)
 
     def take(self, timeout_s: float) -> ModelOffer | None:
-        """Return the model once one was brought whole; None after so many seconds."""
-        return self._offer if self._taken.wait(timeout_s) else None
+        """Give away the model once one was brought whole; None after so many seconds."""
+        self._taken.wait(timeout_s)
+        offer, self._offer = self._offer, None
+        return offer
 
     def close(self) -> None:
         """Let the last answer out, and leave the port."""
@@ -165,7 +167,7 @@ class ModelDesk:
         heard_s = [time.monotonic()]
         context.add_callback(watch_silence(context.cancel, heard_s))
         try:
-            if self._offer is not None:
+            if self._taken.is_set():
                 return pb.OfferReply(message=TOO_LATE)
             size = self._measure(first.layout)
             values, filled = bytearray(size), 0

@@ -219,7 +219,7 @@ def test_a_restart_is_a_new_incarnation_even_before_the_old_link_is_known_to_be_
     member = it.syncer.membership.members["b"]
     assert (member.incarnation, member.restarts, member.total_steps) == (2, 1, 1)
     it.arrive("b", "syncer", StepReport("b", old, 50, 500, 0, (), 1.0, 2.5, 100, 128))
-    assert "report before hello, or of an old incarnation" in it.drops() and member.local_step == 0
+    assert "StepReport before hello, or of an old incarnation" in it.drops() and member.local_step == 0
     it.wait(1.0)
     it.step("a", "b")
     assert it.contributors()[-1] == ("a", "b") and member.total_steps == 2

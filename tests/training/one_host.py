@@ -111,7 +111,7 @@ def exercise(case: int, others: Alone) -> dict[str, np.ndarray]:
         sent = None
         for turn in range(2):
             island.adopt(fragment, values_of(fragment, turn), sent=sent)
-            island._overwrite(fragment, values_of(fragment, 10 + turn))
+            island.overwrite(fragment, values_of(fragment, 10 + turn))
             sent = island.stage(fragment)
             name = f"{case}-{fragment.fragment_id}-{turn}"
             if sent.has_loose:

@@ -5,11 +5,13 @@ Threads
   * "group": receives what the leader says and hands it on.
   * "link": reads and checks global fragments before they are adopted; connects to the syncer.
   * "payload": encodes and sends this host's parts of fragments (payloads.py).
-  * "leaves": sends what only this host has to the leader: of a copied state, of what the leader encodes.
+  * "leaves": sends what only this host has to the leader: of a copied state, of what the leader encodes; reads saved
+    states.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import threading
@@ -17,6 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from math import isfinite
 from typing import cast
 
 import numpy as np
@@ -27,15 +30,18 @@ from diloco_jax.runtime.island.adoptions import GlobalValues, Values
 from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import die
 from diloco_jax.runtime.island.payloads import PayloadSender
+from diloco_jax.runtime.island.saved_states import StateName
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.group import commands
 from diloco_jax.transport.group.group import GroupMember
+from diloco_jax.transport.limits import REASON_LENGTH_MAX
 from diloco_jax.transport.link import Link, Payload, TransportError
 from diloco_jax.transport.sharded import Dialler
 
 POLL_S = 0.2
+LONG = (commands.HostLoadState, commands.HostRestore, commands.HostEvaluate)  # what may take longer than a step
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +106,12 @@ class Follower:
                     self._stepped_s = now_s
                     self._pulse.beat(now_s - before_s if before_s else None)
                     self._pulse.ready(self._link is not None)
+                    self._host.forget_saved()
                     return command.clock
-                self._pulse.beat()
+                if isinstance(command, LONG):
+                    self._pulse.patient()
+                else:
+                    self._pulse.beat()
                 self._do(command)
         except Exception as error:  # such as a collective that lost one of its hosts
             die(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
@@ -110,6 +120,7 @@ class Follower:
     def leave(self) -> int:
         """End, and return the exit status that the leader said; FAILED if it did not."""
         self._pulse.close()
+        self._host.close()
         self._payloads.close()
         if self._link is not None:
             self._link.close(0.0)
@@ -140,9 +151,17 @@ class Follower:
                 host.unstage_state(name)
             case commands.HostLeaf(number, name, leaf):
                 self._send_leaf(number, name, leaf)
+            case commands.HostEvaluate(number, global_step, final):
+                score = host.evaluate(global_step, final=final)
+                self._group.send(commands.HostAnswer(number, "" if isfinite(score.loss) else score.reason))
             case commands.HostLoadState(number, fragments):
-                self._pulse.patient()
                 host.load_leaves(self._ask_leaf, fragments)
+                self._answer(number)
+            case commands.HostSave(number, state, kept):
+                saving = self._host.save_own(StateName.parse(json.loads(state)), kept)
+                saving.add_done_callback(lambda done: self._answer(number, reason=done.result()))
+            case commands.HostRestore(number, fragments):
+                self._host.restore(fragments)
                 self._answer(number)
             case commands.HostEnd(status):
                 self.status = status
@@ -152,6 +171,7 @@ class Follower:
     def _warm_up(self, number: int) -> None:
         self._host.warm_up()
         self._answer(number)
+        self._host.warm_up_evaluation()
 
     def _send(self, number: int, value: FragmentValue) -> None:
         staged = self._host.send(value)
@@ -167,6 +187,12 @@ class Follower:
             self._group.send(commands.HostAnswer(number, f"it has no copy of step {name} any more"))
             return
         self._leaves.submit(self._guarded, lambda: self._answer(number, staged.loose(leaf)))
+
+    def _tell_saved(self, number: int) -> None:
+        self._answer(number, json.dumps(self._host.saved()).encode())
+
+    def _read_saved(self, number: int, state: str) -> None:
+        self._answer(number, reason=self._host.read(StateName.parse(json.loads(state))))
 
     def _ask_leaf(self, name: str) -> np.ndarray:
         """Return a leaf of the state that the leader loads; none is kept here."""
@@ -214,6 +240,10 @@ class Follower:
                     die(f"the leader is gone ({item.reason})")
                 case commands.HostHave() as have:
                     self._received_leaves.put((have, item.payload))
+                case commands.HostSaved(number):
+                    self._leaves.submit(self._guarded, partial(self._tell_saved, number))
+                case commands.HostRead(number, state):
+                    self._leaves.submit(self._guarded, partial(self._read_saved, number, state))
                 case commands.HostConnect() | commands.HostArrival() as command:
                     self._link_does.put((command, item.payload))
                 case commands.HostEnd() as command:
@@ -222,8 +252,8 @@ class Follower:
                 case command:
                     self._steps_do.put(cast(commands.Command, command))
 
-    def _answer(self, number: int, payload: Payload = b"") -> None:
-        self._group.send(commands.HostAnswer(number), payload)
+    def _answer(self, number: int, payload: Payload = b"", reason: str = "") -> None:
+        self._group.send(commands.HostAnswer(number, reason[:REASON_LENGTH_MAX]), payload)
 
     def _in_thread(self, name: str, body: Callable[[], None]) -> None:
         threading.Thread(target=self._guarded, args=(body,), name=name, daemon=True).start()

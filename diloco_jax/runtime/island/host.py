@@ -6,14 +6,20 @@ programs of their devices meet: the leader's is a `LeadingHost`, which tells the
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Protocol
 
 import numpy as np
 
 from diloco_jax.core.codec import Bytes
 from diloco_jax.core.fragments import Fragment, FragmentPlan
-from diloco_jax.protocol.messages import FragmentValue, GlobalFragment
+from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
 from diloco_jax.runtime.island.adoptions import Adoptions, Values
+from diloco_jax.runtime.island.evaluation import Evaluation, failed_score
+from diloco_jax.runtime.island.saved_states import Leaves, SavedStates, StateName
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.exchanged import ExchangedState
@@ -22,7 +28,18 @@ from diloco_jax.transport.group import commands
 
 State = Bytes | Mapping[str, np.ndarray]
 Ranges = Sequence[tuple[int, int]]
-SAVING = -1  # the copy of a state that goes to the disk; others are named by their local step
+
+log = logging.getLogger(__name__)
+
+
+class Outcome(Protocol):
+    """What becomes of a state that is being written."""
+
+    def done(self) -> bool:
+        """Tell whether it is over."""
+
+    def result(self) -> str:
+        """Wait for the end; the reason why it was not saved, "" if it was."""
 
 
 class Host:
@@ -32,18 +49,31 @@ class Host:
         config: the run.
         island: that is exchanged, or this process's part of it.
         compile_step: compiles what its owner runs.
+        evaluate: evaluates the global model; None if nobody here can.
+        saves: this process's states on disk; without them it saves nothing.
     """
 
     def __init__(
-        self, config: RunConfig, island: ExchangedState, compile_step: Callable[[], None] = lambda: None
+        self,
+        config: RunConfig,
+        island: ExchangedState,
+        compile_step: Callable[[], None] = lambda: None,
+        evaluate: Evaluation | None = None,
+        saves: SavedStates | None = None,
     ) -> None:
         self.island = island  # whose fragments and states leave and come in; its owner steps it
         # how its model is cut
         self.plan: FragmentPlan = config.fragments.plan(island.shapes, island.kinds, config.protocol.num_fragments)
         self.anchors: dict[int, Values] = {}  # the global values adopted last, by fragment
+        self.evaluates = evaluate is not None
         self._compile_step = compile_step
+        self._evaluate = evaluate
         self._adoptions = Adoptions(island, self.plan.fragments, config.adopt)
         self._states: dict[int, StagedState] = {}
+        self._saves = saves
+        self._saving: tuple[int, Outcome] | None = None  # global step of what is being written, and its outcome
+        self._complete = -1  # global step of the newest state that all hosts have on disk
+        self._read: Leaves = {}  # what was read from disk, until it is taken over or not wanted any more
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
@@ -57,6 +87,14 @@ class Host:
         """Compile what the island runs. Any thread."""
         self._compile_step()
         self.island.exchange.warm_up(self.fragments)
+
+    def warm_up_evaluation(self) -> None:
+        """Compile the evaluation of the global model; one that cannot be compiled tells so when it is asked for."""
+        try:
+            if self._evaluate is not None:
+                self._evaluate.warm_up()
+        except Exception as error:
+            log.warning(f"the evaluation could not be compiled: {error!r}")
 
     def connect(self, epoch: int, number: int) -> None:
         """Give every other host a link to the syncer of its own, now that the learner has a new one.
@@ -107,6 +145,20 @@ class Host:
         self.anchors[message.fragment_id] = values
         self._adoptions.adopt(message.fragment_id, message.version, message.merged_round, values)
 
+    def evaluate(self, global_step: int, *, final: bool) -> Score:
+        """Evaluate the global values that were adopted last, between two steps; blocks.
+
+        Returns:
+            The answer as far as the devices know it. What went wrong is in it: training goes on.
+        """
+        began_s = time.monotonic()
+        assert self._evaluate is not None, "nobody here can evaluate"
+        try:
+            score = self._evaluate(self.island.exchange.anchors(self.fragments), global_step, final)
+        except Exception as error:
+            score = failed_score(error)
+        return score._replace(took_s=time.monotonic() - began_s)
+
     def stage_state(self, name: int) -> StagedState:
         """Queue a copy of the whole state; it is kept under its name until `unstage_state`."""
         self.tell(commands.HostStageState(name))
@@ -133,6 +185,74 @@ class Host:
     def load_leaves(self, leaf: Callable[[str], np.ndarray], fragments: Iterable[int]) -> None:
         """Take over a state of this island's layout, leaf by leaf, and of its parameters these fragments."""
         self.island.load_leaves(leaf, [self.fragments[p] for p in fragments])
+
+    def saved(self) -> list[StateName]:
+        """Return the names of the states that this process has on disk, newest first. Any thread."""
+        return [] if self._saves is None else self._saves.names()
+
+    def read(self, name: StateName) -> str:
+        """Read this process's shards of a saved state; returns the reason why they cannot be used. Any thread."""
+        assert self._saves is not None, "nothing is saved"
+        try:
+            self._read = self._saves.read(name)
+            self.island.check_shards(self._read)
+        except ValueError as error:
+            self._read = {}
+            return str(error)
+        return ""
+
+    def find_saved(self) -> StateName | None:
+        """Read the newest state that all hosts can use, and return its name."""
+        for name in self._common():
+            reason = self._read_all(name)
+            if not reason:
+                self._complete = name.global_step
+                return name
+            log.warning(f"the saved state of global step {name.global_step} cannot be used: {reason}")
+        return None
+
+    def _common(self) -> list[StateName]:
+        return self.saved()
+
+    def _read_all(self, name: StateName) -> str:
+        return self.read(name)
+
+    def restore(self, fragments: Iterable[int]) -> None:
+        """Go on from the state that was read, of the parameters with these fragments, once all anchors are here."""
+        leaves, self._read = self._read, {}
+        self.island.load_shards(leaves)
+        for fragment_id in sorted(self.anchors.keys() - set(fragments)):
+            self.island.overwrite(self.fragments[fragment_id], self.anchors[fragment_id])
+
+    def forget_saved(self) -> None:
+        """Free the memory of a state that was read."""
+        self._read = {}
+
+    def save(self, name: StateName) -> bool:
+        """Begin to write this state, as it is now, to disk on all hosts; False if one is still being written."""
+        if self._saves is None:
+            return False
+        if self._saving is not None:
+            global_step, outcome = self._saving
+            if not outcome.done():
+                return False
+            if not outcome.result():
+                self._complete = global_step
+        self._saving = (name.global_step, self._save_all(name, self._complete))
+        return True
+
+    def _save_all(self, name: StateName, kept: int) -> Outcome:
+        return self.save_own(name, kept)
+
+    def save_own(self, name: StateName, kept: int) -> Future[str]:
+        """Begin to write this process's shards; gives the reason why they could not be written."""
+        assert self._saves is not None, "nothing is saved"
+        return self._saves.save(self.island.stage_shards(), name, kept)
+
+    def close(self) -> None:
+        """Wait for what is being written to disk."""
+        if self._saves is not None:
+            self._saves.close()
 
     def end(self, status: int) -> None:
         """End the other processes with this exit status: the learner is done."""

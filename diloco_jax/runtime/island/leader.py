@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from functools import partial
+from math import inf
 
 import numpy as np
 
 from diloco_jax.core.codec import Bytes
-from diloco_jax.protocol.messages import FragmentValue, GlobalFragment
+from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
 from diloco_jax.runtime.island.adoptions import Values
-from diloco_jax.runtime.island.host import Host, State
+from diloco_jax.runtime.island.evaluation import Evaluation
+from diloco_jax.runtime.island.host import Host, Outcome, State
 from diloco_jax.runtime.island.join import Hosts, die
+from diloco_jax.runtime.island.saved_states import SavedStates, StateName
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.exchanged import ExchangedState
@@ -58,12 +63,32 @@ class Answers:
         self._all.wait()
         return self._problem
 
+    def done(self) -> bool:
+        """Tell whether all answers are there."""
+        return self._all.is_set()
+
+
+class AllSaved:
+    """The outcome of a state that this host and the others write."""
+
+    def __init__(self, own: Future[str], others: Answers) -> None:
+        self._own = own
+        self._others = others
+
+    def done(self) -> bool:
+        """See Outcome."""
+        return self._own.done() and self._others.done()
+
+    def result(self) -> str:
+        """See Outcome."""
+        return self._own.result() or self._others.problem()
+
 
 class LeadingHost(Host):
     """Host 0 of several. It tells the others what `Host` allows one thread at a time, in that order.
 
     Args:
-        config, island, compile_step: as `Host`.
+        config, island, compile_step, evaluate, saves: as `Host`.
         stop: set when another host shall end.
     """
 
@@ -72,10 +97,12 @@ class LeadingHost(Host):
         config: RunConfig,
         island: ExchangedState,
         compile_step: Callable[[], None],
+        evaluate: Evaluation | None,
         hosts: Hosts,
         stop: threading.Event,
+        saves: SavedStates | None = None,
     ) -> None:
-        super().__init__(config, island, compile_step)
+        super().__init__(config, island, compile_step, evaluate, saves)
         assert isinstance(hosts.group, GroupLeader), "another host than 0 leads"
         self._group = hosts.group
         self._count = hosts.count
@@ -137,6 +164,13 @@ class LeadingHost(Host):
         self.tell(commands.HostAdopt(self._arrivals[message], message))
         super().adopt(message, values)
 
+    def evaluate(self, global_step: int, *, final: bool) -> Score:
+        """See Host.evaluate; all hosts run the same program."""
+        others = self._ask(lambda n: commands.HostEvaluate(n, global_step, final))
+        score = super().evaluate(global_step, final=final)
+        problem = others.problem()
+        return score._replace(loss=inf, reason=f"{problem}; {score.reason}") if problem else score
+
     def stage_state(self, name: int) -> StagedState:
         """See Host.stage_state; its leaves are asked for when they are needed, one at a time."""
         staged = super().stage_state(name)
@@ -157,6 +191,30 @@ class LeadingHost(Host):
         self.load_leaves(self._loading.__getitem__, chosen)
         others.payloads()
         self._loading = {}
+
+    def _common(self) -> list[StateName]:
+        answers = self._ask(commands.HostSaved)
+        mine = self.saved()
+        theirs = [{StateName.parse(each) for each in json.loads(bytes(p))} for p in answers.payloads().values()]
+        common = [name for name in mine if all(name in names for names in theirs)]
+        if any([mine, *theirs]) and not common:
+            log.warning("hosts of this island have saved states, but none that all of them have; it begins without")
+        return common
+
+    def _read_all(self, name: StateName) -> str:
+        others = self._ask(lambda n: commands.HostRead(n, name.to_text()))
+        return self.read(name) or others.problem()
+
+    def restore(self, fragments: Iterable[int]) -> None:
+        """See Host.restore."""
+        chosen = tuple(fragments)
+        others = self._ask(lambda n: commands.HostRestore(n, chosen))
+        super().restore(chosen)
+        others.payloads()
+
+    def _save_all(self, name: StateName, kept: int) -> Outcome:
+        others = self._ask(lambda n: commands.HostSave(n, name.to_text(), kept))
+        return AllSaved(self.save_own(name, kept), others)
 
     def end(self, status: int) -> None:
         """See Host.end."""

@@ -11,7 +11,7 @@ Threads
     reconnects (inbox.py).
   * "payload": waits for staged copies, encodes and sends them (island/payloads.py).
   * "compile": compiles what the island runs while the model and, after a restart, a healthy learner's state arrive.
-  * "save": reads and writes this learner's own states on disk (island/whole_state.py).
+  * "save": writes this process's shards of the learner's own states to disk (island/saved_states.py).
 
 Nothing that the network or the disk does makes a step wait, outside lockstep (docs/protocol.md).
 """
@@ -27,16 +27,17 @@ from typing import NamedTuple
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.protocol.effects import AdoptState, Effect
+from diloco_jax.protocol.effects import AdoptState, Effect, EvaluateModel
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import Leave, Metric, MetricsReport
 from diloco_jax.runtime.island.adoptions import GlobalValues
+from diloco_jax.runtime.island.evaluation import Evaluation
 from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import Hosts, make_dialler
 from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.payloads import PayloadSender
-from diloco_jax.runtime.island.whole_state import SavedState, SavedStates
+from diloco_jax.runtime.island.saved_states import SavedStates
 from diloco_jax.runtime.learner.decisions import IDLE_S, Decisions, Signals
 from diloco_jax.runtime.learner.effects import Effects, LearnerOutbox
 from diloco_jax.runtime.learner.inbox import LearnerInbox, LinkKeeper
@@ -44,6 +45,7 @@ from diloco_jax.runtime.learner.metrics import IslandMetrics
 from diloco_jax.runtime.learner.profiling import Profiling
 from diloco_jax.runtime.learner.states import States
 from diloco_jax.runtime.learner.tape import LearnerTape
+from diloco_jax.runtime.records.files import STATES
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
 from diloco_jax.settings.run import RunConfig, fingerprint
@@ -71,17 +73,28 @@ class Joining(NamedTuple):
         return make_dialler(self.config, plan, self.learner_id, self.incarnation, self.address, self.hosts)
 
     def saved_states(self) -> SavedStates:
-        """Return this learner's states on disk."""
-        count = 1 if self.hosts is None else self.hosts.count
-        return SavedStates(self.run_dir, check_name(self.learner_id), count)
+        """Return this process's states on disk.
+
+        Raises:
+            ValueError: nobody here can write where checkpoints.states says.
+        """
+        name = check_name(self.learner_id)
+        folders = [str(self.run_dir / STATES / name)]
+        if other := self.config.checkpoints.states:
+            folders.append("/".join((other.rstrip("/"), self.config.name, name)))
+        return SavedStates(folders, *((0, 1) if self.hosts is None else (self.hosts.host, self.hosts.count)))
 
     def host(
-        self, island: ExchangedState, compile_step: Callable[[], None], stop: threading.Event
+        self,
+        island: ExchangedState,
+        compile_step: Callable[[], None],
+        evaluate: Evaluation | None,
+        stop: threading.Event,
     ) -> Host | LeadingHost:
         """Return the host of an island's first process."""
         if self.hosts is None:
-            return Host(self.config, island, compile_step)
-        return LeadingHost(self.config, island, compile_step, self.hosts, stop)
+            return Host(self.config, island, compile_step, evaluate, self.saved_states())
+        return LeadingHost(self.config, island, compile_step, evaluate, self.hosts, stop, self.saved_states())
 
 
 def island_pulse(config: RunConfig, run_dir: Path, learner_id: str, host: int = 0) -> Pulse:
@@ -103,8 +116,6 @@ class Joined:
 
     Args:
         host: whose fragments and states it exchanges.
-        saved: its newest state on disk, if there is one.
-
     Attributes:
         machine: decides.
         inbox: takes what the syncer says.
@@ -116,12 +127,10 @@ class Joined:
         host: Host,
         size: StepSize,
         signals: Signals,
-        disk: SavedStates,
-        saved: SavedState | None,
         payloads: PayloadSender,
         metrics: IslandMetrics,
     ) -> None:
-        config = joining.config
+        config, saved = joining.config, host.find_saved()
         self.machine = machine = Learner(
             joining.learner_id,
             joining.incarnation,
@@ -131,17 +140,19 @@ class Joined:
             saved=None if saved is None else saved.described,
             adopt_mode=config.adopt.mode,
             payload_bytes={p.fragment_id: codec.encoded_size(p.shapes, config.wire.up) for p in host.fragments},
+            evaluates=host.evaluates,
         )
         self._host = host
         self._address = joining.address
         self._tape = tape = LearnerTape(joining.run_dir, joining.learner_id, joining.incarnation, size.samples)
-        self._states = states = States(machine, host, tape, disk, saved)
+        self._states = states = States(machine, host, tape, saved)
         self._payloads = payloads
         self._signals = signals
         self._profiling = Profiling(joining.run_dir, joining.learner_id)
         self._metrics = metrics
         self._outbox = LearnerOutbox(host, tape, payloads)
-        self._decisions = decisions = Decisions(machine, Effects(host, tape, self._outbox, states), signals)
+        self._effects = Effects(host, tape, self._outbox, states)
+        self._decisions = decisions = Decisions(machine, self._effects, signals)
         self.inbox = LearnerInbox(host, decisions, GlobalValues(host.fragments, config.wire.down), signals)
         dialler = joining.dialler(host.plan)
         self._link = LinkKeeper(host, decisions, self.inbox, self._outbox, dialler, signals)
@@ -181,6 +192,7 @@ class Joined:
         finally:
             self._signals.compiled.set()
             self._signals.woken.set()
+        self._host.warm_up_evaluation()  # while steps run: the first evaluation need not wait for it
 
     def ready(self) -> bool:
         """Wait for what a step needs: at first model, data, a state and the compiler; in lockstep the due fragment.
@@ -199,6 +211,8 @@ class Joined:
             self.inbox.drain()
             if self._states.wanted is not None:
                 self._adopt_state(self._states.wanted)
+            elif self._effects.examination is not None and signals.compiled.is_set():
+                self._evaluate(self._effects.examination)
             elif not machine.may_step() or not signals.compiled.is_set():
                 signals.woken.wait(IDLE_S)
         self._states.forget_saved()
@@ -283,6 +297,14 @@ class Joined:
     def _over(self) -> bool:
         self._signals.check()
         return self._decisions.over
+
+    def _evaluate(self, effect: EvaluateModel) -> None:
+        """Evaluate the global model outside of the lock: pulls are answered meanwhile."""
+        self._effects.examination = None
+        self._pulse.patient()
+        score = self._host.evaluate(effect.global_step, final=effect.final)
+        log.info(f"evaluated the {'final' if effect.final else 'global'} model in {score.took_s:.1f} s")
+        self._decisions.apply(lambda machine, now_s: machine.on_evaluated(score, now_s))
 
     def _adopt_state(self, effect: AdoptState) -> None:
         """Take a state over outside of the lock: heartbeats go on while a large one is copied to the devices."""

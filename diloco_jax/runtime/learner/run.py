@@ -47,14 +47,13 @@ class LearnerRun:
         make_loop: Callable[[RunConfig, str, Sequence[jax.Device] | None], BuiltInLoop] = BuiltInLoop,
         make_sender: Callable[[Host, Callable[[Exception], None]], PayloadSender] = lambda _, fail: PayloadSender(fail),
     ) -> None:
-        signals, disk = Signals(stop), joining.saved_states()
-        finding = disk.find()  # while the island is built
+        signals = Signals(stop)
         self.loop = loop = make_loop(joining.config, joining.learner_id, devices)
-        self.host = host = joining.host(loop.island, loop.warm_up, stop)
+        self.host = host = joining.host(loop.island, loop.warm_up, loop.evaluate, stop)
         size = StepSize(loop.batch_size, loop.batch_size * joining.config.train.seq_len, loop.corpus)
         payloads = make_sender(host, signals.fail)
         metrics = metrics_of(joining.config, joining.learner_id, loop.island)
-        self.joined = Joined(joining, host, size, signals, disk, finding.result(), payloads, metrics)
+        self.joined = Joined(joining, host, size, signals, payloads, metrics)
 
     def run(self) -> str:
         """Train until the syncer says stop, or until stopped; returns the reason.
@@ -99,7 +98,7 @@ def follow(joining: Joining, stop: threading.Event) -> int:
     """Make the steps of a host that does not lead, until its leader ends; returns the exit status."""
     assert joining.hosts is not None and isinstance(joining.hosts.group, GroupMember), "host 0 leads"
     loop = BuiltInLoop(joining.config, joining.learner_id)
-    host = Host(joining.config, loop.island, loop.warm_up)
+    host = Host(joining.config, loop.island, loop.warm_up, loop.evaluate, joining.saved_states())
     dialler = joining.dialler(host.plan)
     follower = Follower(joining.config, host, dialler, joining.hosts.group, stop, loop.put_batch, joining.pulse)
     while (clock := follower.next_step()) is not None:

@@ -48,7 +48,7 @@ class DataParallelRun:
         self._evaluator = Evaluator(config)
         self._island = Island(config.model, config.optimizer, config.islands.mesh, seed=config.seed)
         if config.model.weights:
-            self._island.load(self._evaluator.initial_parameters())
+            self._island.load(dict(self._evaluator.initial_parameters()))
         self._step_tokens = config.train.batch_size * config.train.seq_len
         self._metrics = metrics_of(config, NAME, self._island)
         self._telemetry = Telemetry(run_dir, Outlets(config, run_dir))

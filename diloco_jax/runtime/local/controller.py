@@ -26,7 +26,6 @@ from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.local.run import next_incarnation
 from diloco_jax.runtime.records.status import complete
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.settings.slices import Topology
 
 POLL_S = 0.1
 PATHWAYS = "pathwaysutils"
@@ -72,10 +71,10 @@ def split_devices(config: RunConfig, devices: Sequence[jax.Device]) -> dict[str,
     else:
         groups = _consecutive(config, devices)
     for name, group in zip(names, groups, strict=True):
-        topology = config.island(name).topology
-        if topology and Topology.parse(topology).chips != len(group):
+        topology = config.island(name).slice
+        if topology and topology.devices != len(group):
             raise ValueError(
-                f"{name} is to have {topology}, {Topology.parse(topology).chips} chips, but gets {len(group)} devices; "
+                f"{name} is to have {topology}, {topology.devices} devices, but gets {len(group)}; "
                 "correct islands.topology or islands.each"
             )
     return dict(zip(names, groups, strict=True))

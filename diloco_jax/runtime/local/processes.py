@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diloco_jax.runtime.records.signals import FAILED, HUNG, INTERRUPTED, WRONG_INPUT
+from diloco_jax.runtime.records.signals import FAILED, HUNG, INTERRUPTED, USER_ERROR
 
 BRIEF_S = 20.0  # of lives in a row that are shorter, each is followed by twice the wait of the one before
 DELAY_MAX_S = 60.0  # for which a process waits at most, if the config does not say more
@@ -105,7 +105,7 @@ class Child:
         return None
 
     def _status(self, codes: Sequence[int]) -> int:
-        for cause in (WRONG_INPUT, HUNG):  # whoever found it, the others only lost a host
+        for cause in (USER_ERROR, HUNG):  # whoever found it, the others only lost a host
             if cause in codes:
                 self.first = self.hosts[codes.index(cause)]
                 return cause

@@ -240,16 +240,14 @@ class OwnIsland:
         self._several = hosts is not None
         if hosts is not None and hosts.host:
             assert isinstance(hosts.group, GroupMember), "host 0 leads"
-            self._host = host = Host(self.config, self._held)
+            self._host = host = Host(self.config, self._held, saves=joining.saved_states())
             dialler = joining.dialler(host.plan)
             self._side = Follower(self.config, host, dialler, hosts.group, self._stop, self._take_ranges, joining.pulse)
             return
-        disk = joining.saved_states()
-        finding = disk.find()
-        self._host = host = joining.host(self._held, lambda: None, self._stop)
+        self._host = host = joining.host(self._held, lambda: None, None, self._stop)
         metrics = own_metrics(self.config, self.name, self._state.devices, flops_per_step / size.tokens)
         payloads = PayloadSender(signals.fail)
-        joined = Joined(joining, host, size, signals, disk, finding.result(), payloads, metrics)
+        joined = Joined(joining, host, size, signals, payloads, metrics)
         self._side = Leading(joined, host)
 
     def on_leaving(self, undo: Callable[[], object]) -> None:

@@ -13,7 +13,6 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.protocol.watch.stats import RunStats, never_merged
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
-from diloco_jax.runtime.model.evaluations import Evaluations
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_setup
 from diloco_jax.runtime.model.merge_shards import MergeShards
 from diloco_jax.runtime.model.offered import OfferedModel, describe_run, layout_of
@@ -44,7 +43,6 @@ class SyncerRun:
 
     Args:
         model: of the run: `Evaluator(config)`, or the one that an island brought.
-        evaluator: evaluates it; None if the islands do.
         rewind: nobody is alive; go on from the newest snapshot and let what came after it be void.
     """
 
@@ -54,7 +52,6 @@ class SyncerRun:
         run_dir: Path,
         stop: threading.Event,
         model: Evaluator | OfferedModel,
-        evaluator: Evaluator | None,
         *,
         rewind: bool = False,
     ) -> None:
@@ -64,7 +61,6 @@ class SyncerRun:
         self._stop = stop
         self._rewind = rewind
         self._results, self._events = Results(), Results()
-        self._evaluator = evaluator
         plan = config.fragments.plan(model.shapes, model.kinds, config.protocol.num_fragments)
         threads = config.syncer.merge_threads or os.cpu_count() or 1
         setup = make_setup(config, plan)
@@ -73,7 +69,8 @@ class SyncerRun:
             path, death = run_dir / CONFIG_FILE, self._results.put
             self._shards = MergeShards(setup, plan, path, threads, self._events.put, death)
         arithmetic = Arithmetic(setup, self._shards.shares) if self._shards else local_arithmetic(setup, threads)
-        self._model = make_model(config, plan, model.initial_parameters(), arithmetic)
+        self._initial = model.initial_parameters
+        self._model = make_model(config, plan, self._initial(), arithmetic)
         self._fingerprint = fingerprint(config, plan.fingerprint, model.corpus)
         self._machine = _make_machine(config, plan, self._model, self._fingerprint)
         self._num_parameters = model.num_parameters
@@ -100,20 +97,15 @@ class SyncerRun:
         watch = Watch(parts, NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir), alarms, self._pulse)
         keeper = Keeper(parts, writer)
         merges = Merges(self._model, self._results.put, Pulse(config.watchdog, "a merge", None))
-        evaluations = Evaluations(config, self._evaluator, self._results.put)
         listener, ended_s = None, 0.0
         try:
-            effects = begin(parts, mode, clock.now_s())
-            evaluations.skip_to(machine.global_step)
-            lingers = mode == FAILOVER and machine.finished and not machine.restoring
+            effects = begin(parts, self._initial, mode, clock.now_s())
+            lingers = mode == FAILOVER and machine.over
             life = Life(mode, machine.epoch, stop)
             told = Told(self._fingerprint, self._description)
             listener = open_listener(config, run_dir, life, told, self._shards, self._events)
             watch.listens(listener)
-            driver = SyncerDriver(
-                parts, listener, results=self._results, merges=merges, evaluations=evaluations, keeper=keeper,
-                watch=watch,
-            )  # fmt: skip
+            driver = SyncerDriver(parts, listener, results=self._results, merges=merges, keeper=keeper, watch=watch)
             driver.serve(effects)
             ended_s = clock.now_s()
             driver.bid_farewell(lingers=lingers)
@@ -130,29 +122,25 @@ class SyncerRun:
                 listener.close(FAREWELL_S)
             merges.close()
             writer.close()
-        summary = self._conclude(watch, keeper, evaluations, ended_s)
+        summary = self._conclude(watch, keeper, ended_s)
         tape.close()
         if self._shards is not None:
             self._shards.end()
         self._pulse.close()
         return summary
 
-    def _conclude(self, watch: Watch, keeper: Keeper, evaluations: Evaluations, ended_s: float) -> dict[str, Any]:
-        """Write snapshot, last evaluation, summary."""
+    def _conclude(self, watch: Watch, keeper: Keeper, ended_s: float) -> dict[str, Any]:
+        """Write snapshot and summary."""
         watch.tell()
-        self._pulse.rest()  # an evaluation takes as long as it takes
+        self._pulse.patient()
         summary = self._stats.summary(watch.wire(), ended_s)
         if not keeper.saved:
             keeper.save_last(watch.tell)
-        evaluations.close()
-        step, batches = self._machine.global_step, self._config.train.final_eval_batches
-        result: dict[str, Any] = {"loss": watch.eval_loss, "bits_per_byte": None, "scores": {}}
-        alarms: list[str] = []
-        if self._evaluator is not None:
-            result = self._evaluator.evaluate(self._model.parameters(), batches, step)
-            watch.on_eval(result | {"global_step": step, "tokens": summary["tokens"]}, ended_s)
-            alarms = self._evaluator.alarms
-        found = {f"eval_{key}": result[key] for key in ("loss", "bits_per_byte", "scores")}
+        found = {"eval_loss": watch.eval_loss, "eval_bits_per_byte": watch.eval_bits, "eval_scores": watch.eval_scores}
+        alarms = [*watch.eval_alarms]
+        if self._machine.finished and (reason := self._machine.evaluations.reason):
+            found = dict.fromkeys(found, None) | {"eval_scores": {}}
+            alarms.append(f"the final model is not evaluated ({reason}); `diloco eval {self._run_dir}` does it")
         summary = {**found, **summary, "alarms": summary["alarms"] + alarms}
         summary |= {"complete": self._machine.finished, "num_parameters": self._num_parameters}
         write_json(self._run_dir / SUMMARY_FILE, summary)
@@ -175,4 +163,5 @@ def _make_machine(
         payload_bytes={number: model.value_bytes(number) for number in numbers},
         step_bytes={number: size for number in numbers if (size := model.step_bytes(number))},
         budget=config.budget,
+        plan=config.evaluations,
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from diloco_jax.protocol.effects import Note
-from diloco_jax.protocol.messages import MetricsReport, StepReport
+from diloco_jax.protocol.messages import MetricsReport, Score, StepReport
 from diloco_jax.protocol.watch.stats import WAITING
 from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.pulse import Pulse
@@ -21,6 +22,7 @@ from diloco_jax.transport.grpc_link import GrpcListener
 
 SUMMED = ("tokens_per_s", "model_flops_per_s")  # in what is told of all islands together
 
+ALARMS_MAX = 8
 EVAL_LOSS = "eval_loss"  # name under which an island reports an evaluation of the global model
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,8 @@ class Watch:
 
     Attributes:
         eval_loss: newest evaluation; None before the first one.
+        eval_alarms: what was wrong with evaluations, each once; at most ALARMS_MAX.
+        asked_tokens: trained on when an evaluation was last asked for; None if that was another process.
 
     Args:
         alarms: returns what is wrong with the syncer itself, such as a full disk.
@@ -51,7 +55,10 @@ class Watch:
         self._pulse = pulse
         self._told_s: float | None = None
         self._wire_before = earlier.wire
-        self.eval_loss, self._eval_scores = earlier.eval_loss, dict[str, float | None]()
+        self.eval_loss, self.eval_scores = earlier.eval_loss, dict[str, float | None]()
+        self.eval_bits: float | None = None
+        self.eval_alarms: list[str] = []
+        self.asked_tokens: int | None = None
         self._alarms = alarms
         self._listener: GrpcListener | ShardedListener | None = None
         self._metrics: dict[str, Mapping[str, float]] = {}  # newest of each island
@@ -99,14 +106,30 @@ class Watch:
         self._telemetry.write(record)
         if note.kind == "merged":
             self._parts.stats.on_merged(note.members, note.global_step)
+        elif note.kind == "unevaluated":
+            self._alarm(f"no evaluation at global step {note.global_step}: {note.reason}")
         elif note.kind != "closed":
             log.info(f"{', '.join(note.members) or 'round ' + str(note.global_step)} {note.kind}: {note.reason}")
 
+    def on_score(self, score: Score, now_s: float) -> None:
+        """Tell what an island's evaluation came to."""
+        finite_or_none = {name: value if isfinite(value) else None for name, value in score.scores}
+        bits = score.bits_per_byte if isfinite(score.bits_per_byte) else None
+        tokens = self._parts.stats.tokens if self.asked_tokens is None else self.asked_tokens
+        if score.reason:
+            self._alarm(f"{score.learner_id}: {score.reason}")
+        told = {"loss": score.loss, "bits_per_byte": bits, "scores": finite_or_none, "global_step": score.global_step}
+        self.on_eval(told | {"tokens": tokens, "learner": score.learner_id, "took_s": score.took_s}, now_s)
+
+    def _alarm(self, words: str) -> None:
+        log.warning(words)
+        if words not in self.eval_alarms and len(self.eval_alarms) < ALARMS_MAX:
+            self.eval_alarms.append(words)
+
     def on_eval(self, result: dict[str, Any], now_s: float) -> None:
         """Tell what an evaluation came to."""
-        self.eval_loss, self._eval_scores = result["loss"], result["scores"]
-        record = {"kind": "eval", "t": now_s, "global_step": result["global_step"], "tokens": result["tokens"]}
-        self._telemetry.write(record | {key: result[key] for key in ("loss", "bits_per_byte", "scores")})
+        self.eval_loss, self.eval_bits, self.eval_scores = result["loss"], result["bits_per_byte"], result["scores"]
+        self._telemetry.write({"kind": "eval", "t": now_s, **result})
         log.info(f"global step {result['global_step']}: evaluation loss {result['loss']:.4f}")
 
     def wire(self) -> dict[str, int]:
@@ -127,9 +150,9 @@ class Watch:
             parts.stats,
             now_s,
             stopped=parts.stop.is_set() and not parts.machine.finished,
-            alarms=self._alarms(),
+            alarms=[*self._alarms(), *self.eval_alarms],
             eval_loss=self.eval_loss,
-            eval_scores=self._eval_scores,
+            eval_scores=self.eval_scores,
             wire=self.wire(),
             metrics=self._metrics,
         )

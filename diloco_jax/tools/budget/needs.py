@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.runtime.island.whole_state import SAVED_KEPT
+from diloco_jax.runtime.island.saved_states import SAVED_MAX
 from diloco_jax.runtime.local.machine import EMULATED_DEVICES, look
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
@@ -27,13 +27,13 @@ class IslandKind(NamedTuple):
     @property
     def topology(self) -> Topology | None:
         """Return the TPU slice of each, if one is named."""
-        return Topology.parse(self.island.topology) if self.island.topology else None
+        return self.island.slice
 
     @property
     def chips(self) -> int:
         """Count the devices of each; as few as the mesh takes where the config has no number."""
         if self.topology or self.island.devices:
-            return self.topology.chips if self.topology else self.island.devices
+            return self.topology.devices if self.topology else self.island.devices
         sizes = [getattr(self.island.mesh, axis) for axis in MESH_AXES]
         least = math.prod(size for size in sizes if size != -1)
         return least * math.ceil(max(EMULATED_DEVICES, self.island.hosts) / least) if -1 in sizes else least
@@ -113,8 +113,8 @@ def island_needs(config: RunConfig, kind: IslandKind, blueprint: Blueprint, plan
         chip_memory(config, blueprint, plan),
         topology.generation.hbm_bytes if topology else None,
         host_memory(config, kind.island, blueprint, plan, emulated),
-        host_limit(topology) if topology else None,
-        (SAVED_KEPT + 1) * blueprint.state_layout.num_bytes if config.protocol.snapshot_every else 0,
+        topology.host_bytes if topology else None,
+        SAVED_MAX * blueprint.state_layout.num_bytes if config.protocol.snapshot_every else 0,
     )
 
 
@@ -123,8 +123,3 @@ def syncer_needs(config: RunConfig, plan: FragmentPlan) -> tuple[SyncerMemory, i
     memory = syncer_memory(config, plan)
     kept = config.checkpoints.keep + 1 if config.protocol.snapshot_every else 0
     return memory, round(kept * memory.capture)
-
-
-def host_limit(topology: Topology) -> float:
-    """Return the memory of each host of a slice; those with fewer or more than four chips have it in proportion."""
-    return topology.generation.host_bytes * topology.chips_per_host / 4

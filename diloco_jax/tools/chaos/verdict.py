@@ -69,7 +69,7 @@ def judge(
 def by_kind(recoveries: Sequence[Recovery]) -> dict[str, Any]:
     """Count faults, recoveries and their times of each kind that happened."""
     table = {}
-    for kind in KINDS:
+    for kind in dict.fromkeys([*KINDS, *(r.fault.kind for r in recoveries)]):
         rows = [r for r in recoveries if r.fault.kind == kind]
         if rows:
             table[kind] = {

@@ -62,7 +62,7 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
     # what the machine has, not what this process was told: looking at it must not take it from a run
     emulated = not own.topology and look({}).emulates
     if island and not emulated and not config.islands.pathways:
-        checks.append(check_chips(own.topology))
+        checks.append(check_chips(own.slice))
     checks.append(check_environment(os.environ, emulated=emulated or not island))
     learners = 1 if island else config.islands.count
     checks.append(check_files(2 * learners * (config.transport.stripes + 1)))

@@ -82,21 +82,20 @@ def check_environment(environment: Mapping[str, str], *, emulated: bool) -> Chec
     return Check("environment", "warn" if emulated else "fail", f"{', '.join(found)} set", fix)
 
 
-def check_chips(topology: str, pci: Path = PCI) -> Check:
+def check_chips(expected: Topology | None, pci: Path = PCI) -> Check:
     """Compare the TPU chips of this host with islands.topology, without taking them: they are counted on the PCI bus.
 
     Args:
-        topology: that of the island; empty: not said.
+        expected: slice of the island; None: not said.
         pci: devices as the kernel lists them.
     """
     found = [name for device in pci.glob("*") if (name := chip_of(device))]
     kinds = ", ".join(sorted(set(found)))
     seen = f"{len(found)} TPU chips on this host ({kinds})" if found else "no TPU chip on this host"
-    if not topology:
+    if expected is None:
         return Check("devices", "ok", f"{seen}; islands.topology is not set, so nothing to compare with")
-    expected = Topology.parse(topology)
-    want = f"{topology} has {expected.chips_per_host} {expected.generation.name} per host"
-    if len(found) == expected.chips_per_host and set(found) == {expected.generation.name}:
+    want = f"{expected} has {expected.chips_per_host} {expected.name} per host"
+    if len(found) == expected.chips_per_host and set(found) == {expected.name}:
         return Check("devices", "ok", f"{seen}; {want}")
     fix = "correct islands.topology, or run on a host of that slice"
     if not found:

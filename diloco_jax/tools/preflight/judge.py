@@ -65,20 +65,27 @@ def cases_of(config: RunConfig, slices: Sequence[str]) -> list[tuple[RunConfig, 
 def _moved(config: RunConfig, slice_name: str) -> RunConfig:
     """Move all islands of a run to this slice."""
     each = {name: replace(own, topology=None, devices=None, hosts=None) for name, own in config.islands.each.items()}
-    islands = replace(config.islands, topology=str(Topology.parse(slice_name)), devices=AUTO, hosts=1, each=each)
+    islands = replace(
+        config.islands,
+        topology=str(Topology.parse(slice_name, config.islands.generations)),
+        devices=AUTO,
+        hosts=1,
+        each=each,
+    )
     return replace(config, islands=islands)
 
 
 def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict[str, Any]) -> None:
     """Add what came out for one kind of island to the result."""
-    topology, island = Topology.parse(kind.island.topology), kind.island
+    topology, island = kind.topology, kind.island
+    assert topology is not None, "cases_of checks it"
     step = next(built for built in compiled.programs if built.kind == "step")
     needs = island_needs(config, kind, compiled.blueprint, compiled.plan)
     hbm, limit = step_hbm(compiled), topology.generation.hbm_bytes
     sizes = dict(compiled.blueprint.mesh.shape)
     parameters = num_parameters(compiled.blueprint)
     flops = model_flops(config.model, compiled.blueprint.shapes, island.batch_size, config.train.seq_len)
-    compiled_flops = step.program.matrix_flops * topology.chips if step.program else None
+    compiled_flops = step.program.matrix_flops * topology.devices if step.program else None
     step_s = tuple(flops.flops / (topology.peak_flops * mfu) for mfu in MFU)
     gathers = weight_gathers(step, compiled.blueprint)
     links = link_needs(config, compiled.plan)
@@ -89,7 +96,7 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
         {
             "topology": str(topology),
             "islands": list(kind.names),
-            "chips": topology.chips,
+            "chips": topology.devices,
             "hosts": topology.hosts,
             "mesh": sizes,
             "batch_size": island.batch_size,
@@ -151,7 +158,7 @@ def _row(topology: Topology, built: Built, hbm_bytes: float, limit: float) -> di
         "hbm_bytes": hbm_bytes,
         "hbm_limit_bytes": limit,
         "memory": built.memory._asdict(),
-        "flops": program.matrix_flops * topology.chips if program else None,
+        "flops": program.matrix_flops * topology.devices if program else None,
         "compiler_flops": built.compiler_flops if program else None,
         "collectives": program.collective_counts if program else None,
         "host_transfers": list(program.host_transfers) if program else None,
@@ -191,9 +198,9 @@ def program_problems(topology: Topology, programs: Sequence[Built]) -> list[str]
                 f"'{built.name}' exchanges data with the host while it runs ({built.program.host_transfers[0]}); "
                 "remove callbacks and offloading from the model"
             )
-        if built.program.devices != topology.chips:
+        if built.program.devices != topology.devices:
             problems.append(
-                f"'{built.name}' runs on {built.program.devices} devices, but an island has {topology.chips}; "
+                f"'{built.name}' runs on {built.program.devices} devices, but an island has {topology.devices}; "
                 "islands may not share programs"
             )
     return problems

@@ -98,7 +98,8 @@ class StagedState:
         return self._assembled[1]
 
 
-def _bounds(index: Index, shape: tuple[int, ...]) -> Index:
+def bounds_of(index: Index, shape: tuple[int, ...]) -> Index:
+    """Return an index with a start and a stop along every axis."""
     return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
 
 
@@ -109,7 +110,7 @@ def _elsewhere(array: Shaped[Array, "..."]) -> dict[int, list[Index]]:
         for shard in _in_order(array.global_shards):
             process = shard.device.process_index
             if shard.replica_id == 0 and process != jax.process_index():
-                found.setdefault(process, []).append(_bounds(shard.index, array.shape))
+                found.setdefault(process, []).append(bounds_of(shard.index, array.shape))
     return found
 
 
@@ -128,10 +129,11 @@ def _fill(array: Shaped[np.ndarray, "..."], places: Sequence[Index], received: B
         at += part.size
 
 
-def _copy_out(plan: list[tuple[str, Index]], sources: list[Shaped[Array, "..."]]) -> tuple[_Piece, ...]:
+def copy_out(sources: list[Shaped[Array, "..."]]) -> list[Shaped[Array, "..."]]:
+    """Queue copies of arrays, each of one device, to pinned host memory."""
     hosts = [SingleDeviceSharding(next(iter(x.devices())), memory_kind="pinned_host") for x in sources]
-    copies = jax.device_put(sources, hosts, may_alias=False)
-    return tuple(_Piece(key, where, copy) for (key, where), copy in zip(plan, copies, strict=True))
+    copies: list[Shaped[Array, "..."]] = jax.device_put(sources, hosts, may_alias=False)
+    return copies
 
 
 def stage_leaves(arrays: Mapping[str, Shaped[Array, "..."]], layout: StateLayout) -> StagedState:
@@ -144,7 +146,8 @@ def stage_leaves(arrays: Mapping[str, Shaped[Array, "..."]], layout: StateLayout
     for name, array in arrays.items():
         for shard in _in_order(array.addressable_shards):
             if shard.replica_id == 0:  # once, however many devices hold it
-                plan.append((name, _bounds(shard.index, array.shape)))
+                plan.append((name, bounds_of(shard.index, array.shape)))
                 sources.append(shard.data)
     elsewhere = {name: found for name, array in arrays.items() if (found := _elsewhere(array))}
-    return StagedState(layout, _copy_out(plan, sources), elsewhere)
+    pieces = [_Piece(*where, copy) for where, copy in zip(plan, copy_out(sources), strict=True)]
+    return StagedState(layout, pieces, elsewhere)

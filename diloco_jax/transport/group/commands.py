@@ -121,6 +121,14 @@ class HostLeaf(NamedTuple):
     leaf: str
 
 
+class HostEvaluate(NamedTuple):
+    """Evaluate the global values that were adopted last, and answer."""
+
+    number: int
+    global_step: int
+    final: bool
+
+
 class HostLoadState(NamedTuple):
     """Load the state that the leader holds, asking for its leaves one by one, and answer at the end."""
 
@@ -132,6 +140,34 @@ class HostHave(NamedTuple):
     """Answer to HostWant: the leaf's bytes come along."""
 
     leaf: str
+
+
+class HostSave(NamedTuple):
+    """Write your shards of the state, as it is now, to disk under this name; answer when they are there."""
+
+    number: int
+    state: str  # a StateName
+    kept: int  # global step of the complete state that stays; negative if there is none
+
+
+class HostSaved(NamedTuple):
+    """Answer with the names of the states that you have on disk."""
+
+    number: int
+
+
+class HostRead(NamedTuple):
+    """Read your shards of this state from disk, and answer."""
+
+    number: int
+    state: str
+
+
+class HostRestore(NamedTuple):
+    """Go on from the shards that you have read, of the parameters with these fragments; answer at the end."""
+
+    number: int
+    fragments: tuple[int, ...]
 
 
 class HostEnd(NamedTuple):
@@ -173,8 +209,13 @@ Command: TypeAlias = (
     | HostStageState
     | HostUnstageState
     | HostLeaf
+    | HostEvaluate
     | HostLoadState
     | HostHave
+    | HostSave
+    | HostSaved
+    | HostRead
+    | HostRestore
     | HostEnd
 )
 Reply: TypeAlias = HostVerdict | HostAnswer | HostWant | HostStop

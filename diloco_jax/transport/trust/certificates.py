@@ -162,18 +162,19 @@ def _first_line(error: Exception) -> str:
 
 
 class Made(NamedTuple):
-    """Files that `make` wrote, and those that were there already and stayed as they are."""
+    """Files that `make` wrote or renewed, and those that were there already and stayed as they are."""
 
     written: list[Path]
     kept: list[Path]
 
 
-def make(folder: Path, learners: Sequence[str], *, days: int = 365) -> Made:
+def make(folder: Path, learners: Sequence[str], *, days: int = 365, renew_days: int = 0) -> Made:
     """Make an authority, a token and certificates, each only where there is none yet.
 
     Args:
         folder: Where the files go; made, for its owner only, if missing.
         days: How long the certificates are valid; the authority is valid for ten years.
+        renew_days: A certificate that is valid for less than so many days is signed anew, for the key that it has.
 
     Raises:
         ValueError: A name or `days` is not allowed, or half of a certificate's two files is missing.
@@ -181,6 +182,8 @@ def make(folder: Path, learners: Sequence[str], *, days: int = 365) -> Made:
     """
     if not 1 <= days <= CA_DAYS:
         raise ValueError(f"--days is {days}: use 1 to {CA_DAYS}")
+    if not 0 <= renew_days < days:
+        raise ValueError(f"--renew is {renew_days}: use 0 to {days - 1}, less than --days")
     if len(learners) > LEARNERS_MAX:
         raise ValueError(f"{len(learners)} learners were named, the limit is {LEARNERS_MAX}: call it several times")
     for name in learners:
@@ -195,12 +198,32 @@ def make(folder: Path, learners: Sequence[str], *, days: int = 365) -> Made:
     for name in dict.fromkeys((SYNCER, *learners)):
         if not _kept(folder, name, made):
             _write_pair(folder, name, _new_certificate(name, authority, now, until), made)
+        elif renew_days and _valid_until(folder, name) < min(now + datetime.timedelta(days=renew_days), until):
+            made.written.append(renew(folder, name, now, until))
+            made.kept.remove(made.written[-1])
     token = folder / TOKEN_FILE
     if token.exists():
         made.kept.append(token)
     else:
         _write(token, secrets.token_urlsafe(32).encode() + b"\n", 0o600, made)
     return made
+
+
+def renew(folder: Path, name: str, now: datetime.datetime, until: datetime.datetime) -> Path:
+    """Sign a certificate anew for its key, in one stroke: who reads it meanwhile finds the old or the new one."""
+    key = _own_key(folder / f"{name}.key", (folder / f"{name}.key").read_bytes())
+    _, certificate = _new_certificate(name, _read_authority(folder), now, until, key)
+    path = folder / f"{name}.pem"
+    beside = path.with_suffix(".new")
+    beside.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    return beside.replace(path)
+
+
+def _valid_until(folder: Path, name: str) -> datetime.datetime:
+    try:
+        return parse_certificates((folder / f"{name}.pem").read_bytes())[0].not_valid_after_utc
+    except Defect as error:
+        raise ValueError(f"{folder / name}.pem {error}: remove it and its key, and make both anew") from None
 
 
 def settings(folder: Path) -> dict[str, str]:
@@ -238,7 +261,13 @@ def _new_authority(now: datetime.datetime) -> Pair:
     return _new_pair(name, None, now, now + datetime.timedelta(days=CA_DAYS))
 
 
-def _new_certificate(name: str, authority: Pair, now: datetime.datetime, until: datetime.datetime) -> Pair:
+def _new_certificate(
+    name: str,
+    authority: Pair,
+    now: datetime.datetime,
+    until: datetime.datetime,
+    key: ec.EllipticCurvePrivateKey | None = None,
+) -> Pair:
     names: list[x509.GeneralName] = [x509.DNSName(SYNCER_HOST if name == SYNCER else name + ISLAND_HOSTS)]
     if name != SYNCER:
         names.append(x509.UniformResourceIdentifier(LEARNER_URI + name))
@@ -247,7 +276,7 @@ def _new_certificate(name: str, authority: Pair, now: datetime.datetime, until: 
         x509.SubjectAlternativeName(names),
         x509.AuthorityKeyIdentifier.from_issuer_public_key(authority[0].public_key()),
     )
-    return _new_pair(name, authority, now, until, extensions)
+    return _new_pair(name, authority, now, until, extensions, key)
 
 
 def _new_pair(
@@ -256,9 +285,10 @@ def _new_pair(
     now: datetime.datetime,
     until: datetime.datetime,
     extensions: Sequence[x509.ExtensionType] = (),
+    key: ec.EllipticCurvePrivateKey | None = None,
 ) -> Pair:
-    """Make a key, and a certificate that the authority signs; without one it is an authority itself."""
-    key, is_authority = ec.generate_private_key(ec.SECP256R1()), authority is None
+    """Make a key, if none is given, and a certificate that the authority signs; without one it is an authority."""
+    key, is_authority = key or ec.generate_private_key(ec.SECP256R1()), authority is None
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
     ca_key, issuer = (key, subject) if authority is None else (authority[0], authority[1].subject)
     usage = x509.KeyUsage(
@@ -292,10 +322,17 @@ def _read_authority(folder: Path) -> Pair:
         check_key(pem, certificate)
     except Defect as error:
         raise ValueError(f"the authority's file {path} {error}") from None
-    key = serialization.load_pem_private_key(pem, None)
+    return _own_key(key_path, pem), certificate
+
+
+def _own_key(path: Path, pem: bytes) -> ec.EllipticCurvePrivateKey:
+    try:
+        key = serialization.load_pem_private_key(pem, None)
+    except (TypeError, ValueError):
+        key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError(f"{key_path} was not made by `diloco certs`: use another folder, or your own tools")
-    return key, certificate
+        raise ValueError(f"{path} was not made by `diloco certs`: use another folder, or your own tools")
+    return key
 
 
 def _write_pair(folder: Path, name: str, pair: Pair, made: Made) -> None:

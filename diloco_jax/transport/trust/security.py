@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import grpc
@@ -85,15 +85,41 @@ def credentials(config: TransportConfig, name: str, *, owner: bool = True, serve
         _check_plaintext(config)
         channel, server = grpc.experimental.insecure_channel_credentials(), grpc.insecure_server_credentials()
         return Credentials(channel, server, (), metadata, token)
-    ca, certificate, key = (_read(setting, path) for setting, path in _files(config, name).items())
-    _check_files(config, name, owner, server, ca, certificate, key)
+
+    def read() -> tuple[bytes, bytes, bytes]:
+        ca, certificate, key = (_read(setting, path) for setting, path in _files(config, name).items())
+        _check_files(config, name, owner, server, ca, certificate, key)
+        return ca, certificate, key
+
+    ca, certificate, key = read()
     return Credentials(
         grpc.ssl_channel_credentials(ca, key, certificate),
-        grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True),
+        _renewable(read, ca, certificate, key),
         (("grpc.ssl_target_name_override", server),),
         metadata,
         token,
     )
+
+
+def _renewable(read: Callable[[], tuple[bytes, bytes, bytes]], *shown: bytes) -> grpc.ServerCredentials:
+    """Return the credentials of a listener, which reads authority, certificate and key anew for every connection."""
+
+    def configuration(ca: bytes, certificate: bytes, key: bytes) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], ca)
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal shown
+        try:
+            found = read()
+        except ValueError as error:
+            log.warning(f"connections go on with the files from before: {error}")
+            return None
+        if found == shown:
+            return None
+        shown = found
+        return configuration(*found)
+
+    return grpc.dynamic_ssl_server_credentials(configuration(*shown), renewed, require_client_authentication=True)
 
 
 def _check_plaintext(config: TransportConfig) -> None:

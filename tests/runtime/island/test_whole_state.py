@@ -1,4 +1,4 @@
-"""A learner's state off its island: parts from a donor, copies on disk, what is sent first, and the tape."""
+"""A learner's state off its island: parts from a donor, what is sent first, and the tape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -19,10 +18,9 @@ from diloco_jax.core import codec
 from diloco_jax.protocol.effects import AdoptState
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, StatePart
 from diloco_jax.runtime.island.payloads import PayloadSender
-from diloco_jax.runtime.island.whole_state import STATE_PART_BYTES, ReceivedState, SavedStates, StateName
+from diloco_jax.runtime.island.whole_state import STATE_PART_BYTES, ReceivedState
 from diloco_jax.runtime.learner import tape as learner_tape
 from diloco_jax.runtime.learner.tape import LearnerTape, learner_tape_path
-from diloco_jax.runtime.records import checkpoint
 from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.training.whole_state.staging import StagedState, stage_leaves
 from diloco_jax.transport.link import LinkClosed
@@ -63,67 +61,6 @@ def staged_state(seed: float = 0.0) -> StagedState:
         "optimizer/0/mu/a/b": jnp.full((3, 4), np.float32(1 / 3) + seed),
     }
     return stage_leaves(arrays, StateLayout(arrays))
-
-
-def save(saves: SavedStates, global_step: int, seed: float = 0.0) -> None:
-    saves.save(staged_state(seed), lambda: None, StateName(5, 40, global_step, (1 << 63, 0, 3)))
-    assert saves._saving is not None
-    saves._saving.result()
-
-
-def steps(run_dir: Path) -> list[str]:
-    return [path.name for path in checkpoint.complete(run_dir / "checkpoints" / "learners" / "x")]
-
-
-def test_a_saved_state_comes_back_exactly_and_two_are_kept(tmp_path: Path) -> None:
-    saves = SavedStates(tmp_path, "x")
-    assert saves.find().result() is None
-    for step in (24, 48, 72):
-        save(saves, step, step)
-    assert steps(tmp_path) == ["step_00000072", "step_00000048"]
-    found = SavedStates(tmp_path, "x").find().result()
-    assert found is not None and found.name == (5, 40, 72, (1 << 63, 0, 3))
-    want = staged_state(72).value()
-    assert found.values.keys() == want.keys()
-    for name, value in want.items():
-        assert found.values[name].dtype == value.dtype and found.values[name].shape == value.shape
-        np.testing.assert_array_equal(found.values[name], value)
-    assert found.values["params/a/b"].dtype == ml_dtypes.bfloat16
-    assert SavedStates(tmp_path, "y").find().result() is None
-    several = SavedStates(tmp_path, "x", hosts=2)
-    assert not several.kept and several.find().result() is None
-
-
-def test_a_damaged_state_is_skipped_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saves = SavedStates(tmp_path, "x")
-    save(saves, 24)
-    save(saves, 48)
-    folder = tmp_path / "checkpoints" / "learners" / "x" / "step_00000048"
-    for file in folder.rglob("*"):
-        if file.is_file() and file.stat().st_size > 30:
-            file.write_bytes(file.read_bytes()[:20])
-    with caplog.at_level(logging.WARNING):
-        found = saves.find().result()
-    assert found is not None and found.name.global_step == 24
-    assert "step_00000048" in caplog.text
-
-
-def test_states_of_a_history_that_is_void_make_room(tmp_path: Path) -> None:
-    saves = SavedStates(tmp_path, "x")
-    for step in (72, 96, 48):
-        save(saves, step)
-    assert steps(tmp_path) == ["step_00000048"]
-
-
-def test_a_disk_that_takes_nothing_costs_the_state_and_no_more(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "checkpoints").write_text("a file where a folder should be")
-    saves = SavedStates(tmp_path, "x")
-    with caplog.at_level(logging.WARNING):
-        save(saves, 24)
-    assert "the state of global step 24 was not saved" in caplog.text
-    assert not saves.busy
 
 
 class Wire:

@@ -25,13 +25,16 @@ from tests.runtime.models import (
     LEAFY,
     LEAFY_PLAN,
     OWN,
+    SHAPES,
     drawn,
+    go_on,
     gradient,
     leafy_payload,
     make_model,
     merge,
     model_of,
     order,
+    saved,
 )
 
 
@@ -75,8 +78,7 @@ def test_a_capture_stays_as_it_was_and_can_be_gone_back_to() -> None:
 def test_what_is_packed_goes_on_bit_for_bit(outer: OuterConfig) -> None:
     model, other = make_model(outer), make_model(outer)
     step = settle(model, RATES_MIN)
-    groups, plain = model.packed(model.capture())
-    other.load(other.unpacked(groups, plain))
+    go_on(other, saved(model))
     assert other.versions == model.versions and other.digests == model.digests
     wild = {"a": gradient(model, 0, 1, norm=500.0)}
     assert merge(model, step, wild).left_out.keys() == merge(other, step, wild).left_out.keys() == {"a"}, "medians too"
@@ -87,13 +89,13 @@ def test_what_is_packed_goes_on_bit_for_bit(outer: OuterConfig) -> None:
 
 def test_values_of_another_model_are_refused() -> None:
     model = make_model()
-    groups, plain = model.packed(model.capture())
-    wrong = dict(groups["parameters"])
-    wrong["embed"] = wrong["embed"] + 1
-    with pytest.raises(ValueError, match="another digest"):
-        model.unpacked({**groups, "parameters": wrong}, plain)
-    with pytest.raises(ValueError, match="another model"):
-        model.unpacked({**groups, "parameters": {"embed": wrong["embed"]}}, plain)
+    pieces, plain = saved(model)
+    with pytest.raises(ValueError, match="fragment 1 has another digest"):
+        go_on(model, (pieces, {**plain, "digests": [plain["digests"][0], 5]}))
+    with pytest.raises(ValueError, match="shape"):
+        model.begin({**drawn(SHAPES), "embed": np.zeros((4, 8), np.float32)}.items())
+    with pytest.raises(ValueError, match="no initial values of parameter 'embed'"):
+        model.begin([item for item in drawn(SHAPES).items() if item[0] != "embed"])
 
 
 def test_a_restored_value_replaces_the_newest_and_keeps_the_outer_state() -> None:
@@ -112,7 +114,7 @@ def test_a_restored_value_replaces_the_newest_and_keeps_the_outer_state() -> Non
 
 def test_a_damaged_value_does_not_fit() -> None:
     model = make_model()
-    payload, digest = model.payload(0), model.digests[0]
+    payload, digest = bytes(model.payload(0)), model.digests[0]
     flipped = bytes([payload[0] ^ 1]) + payload[1:]
     assert model.fits(0, digest, payload)
     assert not model.fits(0, digest, flipped)
@@ -274,14 +276,12 @@ def test_any_number_of_shares_gives_the_same_bits(up: codec.Format) -> None:
 def test_what_two_shares_saved_three_go_on_with(outer: OuterConfig) -> None:
     model, other = cut_model(2, outer), cut_model(3, outer)
     story(model, "int4")
-    groups, plain = model.packed(model.capture())
-    other.load(other.unpacked(groups, plain))
+    pieces, plain = saved(model)
+    go_on(other, (pieces, plain))
     assert other.digests == model.digests and other.versions == model.versions
-    again, plain_again = other.packed(other.capture())
-    assert plain_again == plain
-    for group, arrays in groups.items():
-        assert again[group].keys() == arrays.keys()
-        assert all(np.array_equal(again[group][name], array) for name, array in arrays.items())
+    again, plain_again = saved(other)
+    assert plain_again == plain and again.keys() == pieces.keys()
+    assert all(np.array_equal(again[key], array) for key, array in pieces.items())
     payloads = {"a": leafy_payload(1, 1, "int4"), "b": leafy_payload(1, 2, "int4")}
     parts = tuple(Part(name, 9, 1, 64, model.versions[1], 4) for name in "ab")
     for one in (model, other):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from diloco_jax.settings.slices import Topology
 from diloco_jax.settings.text import load
 from diloco_jax.tools.budget.links import LinkNeeds
 from diloco_jax.tools.budget.memory import PROCESS_BYTES
@@ -92,12 +93,12 @@ def test_chips_of_this_host(tmp_path: Path) -> None:
     four = bus(tmp_path / "four", *[(google, "0x0062")] * 4, (other, "0x0062"), (google, "0x001f"))
     two = bus(tmp_path / "two", *[(google, "0x0062")] * 2)
     none = bus(tmp_path / "none", (other, "0x1237"))
-    assert doctor_host.check_chips("v5p:4x4x8", four).status == "ok"
-    assert doctor_host.check_chips("", four).status == "ok"
-    fewer = doctor_host.check_chips("v5p:4x4x8", two)
+    assert doctor_host.check_chips(Topology.parse("v5p:4x4x8"), four).status == "ok"
+    assert doctor_host.check_chips(None, four).status == "ok"
+    fewer = doctor_host.check_chips(Topology.parse("v5p:4x4x8"), two)
     assert fewer.status == "fail" and "2 TPU chips on this host (v5p), but v5p:4x4x8 has 4 v5p" in fewer.found
-    assert doctor_host.check_chips("v6e:4x4", four).status == "fail"
-    assert "passed through" in doctor_host.check_chips("v6e:4x4", none).fix
+    assert doctor_host.check_chips(Topology.parse("v6e:4x4"), four).status == "fail"
+    assert "passed through" in doctor_host.check_chips(Topology.parse("v6e:4x4"), none).fix
 
 
 def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:

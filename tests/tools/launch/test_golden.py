@@ -17,6 +17,7 @@ from tests.tools.launch.helpers import CONFIGS, TESTDATA
 
 BLESS = "DILOCO_BLESS"
 PLACE = ("--cloud.project", "my-project", "--cloud.image", "us-docker.pkg.dev/my-project/diloco/diloco:1")
+PLACE += ("--cloud.syncer_machine_type", "n2-highmem-64")
 ACCOUNT = ("--cloud.service_account", "diloco@my-project.iam.gserviceaccount.com")
 IMAGE = (*ACCOUNT, "--cloud.tpu_image_family", "my-family")
 CASES = {
@@ -25,8 +26,6 @@ CASES = {
     "small.tpu-vm": (TESTDATA / "small.yaml", "tpu-vm", ()),
     "two_regions.gke": (CONFIGS / "tpu" / "two_regions.yaml", "gke", PLACE),
     "gemma_12b_4x_v5p.gke": (CONFIGS / "tpu" / "gemma_12b_4x_v5p.yaml", "gke", PLACE),
-    "gemma_12b_4x_v5p.tpu-vm": (CONFIGS / "tpu" / "gemma_12b_4x_v5p.yaml", "tpu-vm", (*PLACE, *ACCOUNT)),
-    "mixed_v5p_v6e.gke": (CONFIGS / "tpu" / "mixed_v5p_v6e.yaml", "gke", PLACE),
     "mixed_v5p_v6e.gce": (CONFIGS / "tpu" / "mixed_v5p_v6e.yaml", "gce", (*PLACE, *IMAGE)),
 }
 

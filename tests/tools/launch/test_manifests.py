@@ -18,7 +18,7 @@ from tests.tools.launch.helpers import plan
 KUBERNETES = "1.32"
 VARIANTS = (
     (),
-    ("--cloud.spot", "True", "--cloud.external", "True", "--cloud.source_ranges", "34.1.2.0/24"),
+    ("--cloud.capacity", "spot", "--cloud.external", "True", "--cloud.source_ranges", "34.1.2.0/24"),
     ("--syncer.shards", "3"),
 )
 
@@ -115,7 +115,7 @@ def test_wrong_jobsets_are_caught(change: Callable[[dict[str, Any]], None]) -> N
 
 
 def test_an_island_is_one_slice_and_restarts_as_a_whole() -> None:
-    for each in of_kind("JobSet", "--cloud.spot", "True"):
+    for each in of_kind("JobSet", "--cloud.capacity", "spot"):
         spec = each["spec"]
         (replicated,) = spec["replicatedJobs"]
         job = replicated["template"]["spec"]

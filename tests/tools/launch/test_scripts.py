@@ -129,7 +129,7 @@ def test_merge_shards_get_their_ports(tmp_path: Path) -> None:
     assert any(word.endswith("diloco-ports=50051:50055") for word in machine)
 
 
-VARIANTS = ((), ("--cloud.spot", "True", "--cloud.external", "True", "--cloud.source_ranges", "34.1.2.0/24"))
+VARIANTS = ((), ("--cloud.capacity", "spot", "--cloud.external", "True", "--cloud.source_ranges", "34.1.2.0/24"))
 
 
 def calls_of_gcloud(folder: Path) -> list[list[str]]:

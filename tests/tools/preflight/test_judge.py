@@ -21,7 +21,6 @@ from diloco_jax.cli import main as cli
 from diloco_jax.settings.slices import Topology
 from diloco_jax.settings.text import parse
 from diloco_jax.tools.budget.memory import Hbm
-from diloco_jax.tools.budget.needs import host_limit
 from diloco_jax.tools.preflight import compile as compiling
 from diloco_jax.tools.preflight import judge as judging
 from diloco_jax.tools.preflight.advice import Misfit, advise_anchors, advise_hbm
@@ -321,5 +320,5 @@ def test_without_the_compiler(
 
 
 def test_memory_of_hosts() -> None:
-    assert host_limit(Topology.parse("v6e:2x4")) == 2 * host_limit(Topology.parse("v6e:2x2"))
-    assert np.isclose(host_limit(Topology.parse("v5p:4x4x8")), 448e9)
+    assert Topology.parse("v6e:2x4").host_bytes == 2 * Topology.parse("v6e:2x2").host_bytes
+    assert np.isclose(Topology.parse("v5p:4x4x8").host_bytes, 448e9)

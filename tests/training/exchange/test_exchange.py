@@ -74,7 +74,7 @@ def test_payloads_are_what_the_host_would_encode_with_what_rounding_kept_back(
         for turn, used in enumerate((True, False, False)):
             island.adopt(fragment, anchor, sent=sent)
             update = updates(fragment, turn, format)
-            island._overwrite(fragment, {key: anchor[key] - update[key] for key in anchor})
+            island.overwrite(fragment, {key: anchor[key] - update[key] for key in anchor})
             unused, staged = island.stage(fragment), island.stage(fragment)
             whole = {key: update[key] + kept[key] for key in update}
             payload = codec.encode(whole, format)
@@ -177,9 +177,9 @@ def test_adoption_is_exact_in_every_mode(make_island: MakeIsland, mesh: dict[str
         for mode, want in expected.items():
             island.load(start)
             island.adopt(fragment, random_values(fragment, seed=4))
-            island._overwrite(fragment, then)
+            island.overwrite(fragment, then)
             sent = island.stage(fragment)
-            island._overwrite(fragment, local)
+            island.overwrite(fragment, local)
             island.adopt(fragment, new, mode=mode, alpha=0.25, sent=sent)
             assert_same(island.parameters(), put(start, fragment, want))
 
@@ -194,8 +194,8 @@ def test_adoption_works_in_place_and_heals_what_is_not_finite(make_island: MakeI
         island.adopt(fragment, random_values(fragment, seed=i))
         assert before.is_deleted() and island.state.params[path].sharding == before.sharding
         assert pointers(island, path) == where
-    assert island._blueprint.step._cache_size() == 1
-    island._overwrite(fragment, {k: np.full(v, np.nan, np.float32) for k, v in fragment.keys_shapes})
+    assert island.blueprint.step._cache_size() == 1
+    island.overwrite(fragment, {k: np.full(v, np.nan, np.float32) for k, v in fragment.keys_shapes})
     island.adopt(fragment, random_values(fragment))
     assert_same(take(island.parameters(), fragment), random_values(fragment))
 
@@ -238,7 +238,7 @@ def test_values_that_are_not_finite_leave_no_trace(make_island: MakeIsland, form
     fragment = cut_fragments(plan_of(island))[0]
     anchor = random_values(fragment)
     island.adopt(fragment, anchor)
-    island._overwrite(fragment, {k: np.full_like(v, np.inf) for k, v in anchor.items()})
+    island.overwrite(fragment, {k: np.full_like(v, np.inf) for k, v in anchor.items()})
     bad = island.stage(fragment)
     if format == "int4":
         with pytest.raises(ValueError, match="holds NaN or infinity"):
@@ -248,7 +248,7 @@ def test_values_that_are_not_finite_leave_no_trace(make_island: MakeIsland, form
         decoded = codec.decode(bad.encode(), fragment.keys_shapes, format)
         assert all(np.isneginf(value).all() for value in decoded.values())
     island.adopt(fragment, anchor, sent=bad)
-    island._overwrite(fragment, {k: v - 1 for k, v in anchor.items()})
+    island.overwrite(fragment, {k: v - 1 for k, v in anchor.items()})
     ones = {k: np.ones_like(v) for k, v in anchor.items()}
     assert island.stage(fragment).encode() == codec.encode(ones, format)
 
@@ -262,7 +262,7 @@ def test_values_are_copied(make_island: MakeIsland) -> None:
         island.adopt(fragment, values)
         for value in values.values():
             value[...] = 99
-        island._overwrite(fragment, {k: np.zeros_like(v) for k, v in kept.items()})
+        island.overwrite(fragment, {k: np.zeros_like(v) for k, v in kept.items()})
         assert island.stage(fragment).encode() == codec.encode(kept, "float32")
 
 

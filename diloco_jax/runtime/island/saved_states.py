@@ -1,0 +1,238 @@
+"""The states that one process of an island saved of itself: its own shards, in files that need nobody else's.
+
+    FOLDER/host-0-of-2/step_00000040.shards      the bytes of the shards, one after the other
+    FOLDER/host-0-of-2/step_00000040.json        written last: what they are, and the checksum of the bytes
+
+A state counts when the second file is there; the leader counts it when that is so on all hosts. The folder lies below
+the run's, and another one may be anywhere that fsspec writes; each is good enough to come back.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import posixpath
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from diloco_jax.core.codec import as_bytes
+from diloco_jax.protocol.learner.start import Saved
+from diloco_jax.runtime.island.spare_time import SpareTime
+from diloco_jax.training.data.documents import file_system
+from diloco_jax.training.whole_state.shards import PartialLeaf, Shard, StagedShards, read_shards
+
+CHUNK_BYTES = 1 << 22  # written at a time, between two looks at the spare time
+RECORD_BYTES_MAX = 1 << 26
+SAVED_MAX = 2  # on disk: the newest complete one, and the one that is being written
+SHARDS, RECORD = ".shards", ".json"
+
+log = logging.getLogger(__name__)
+Leaves = dict[str, PartialLeaf]
+
+
+class StateName(NamedTuple):
+    """The name of a learner's state on disk."""
+
+    incarnation: int
+    local_step: int
+    global_step: int
+    digests: tuple[int, ...]  # of the global values that its parameters are based on
+
+    @property
+    def described(self) -> Saved:
+        """Return what the machine needs to know of it."""
+        return Saved(self.global_step, self.digests)
+
+    def to_text(self) -> str:
+        """Return it as JSON, for the other hosts."""
+        return json.dumps(self)
+
+    @classmethod
+    def parse(cls, fields: Any) -> StateName:
+        """Return the name that JSON holds.
+
+        Raises:
+            ValueError: these are no fields of a name.
+        """
+        try:
+            incarnation, local_step, global_step, digests = fields
+            return cls(int(incarnation), int(local_step), int(global_step), tuple(map(int, digests)))
+        except TypeError as error:
+            raise ValueError(f"{str(fields)[:80]} is no name of a state") from error
+
+
+class Place:
+    """One folder of one process's states.
+
+    Args:
+        url: the island's folder, a path or a URL.
+
+    Raises:
+        ValueError: nobody here can write to such URLs.
+    """
+
+    def __init__(self, url: str, host: int, hosts: int) -> None:
+        self._fs, path = file_system(url)
+        self.url = url
+        self._island = path
+        self._folder = posixpath.join(path, f"host-{host}-of-{hosts}")
+
+    def _path(self, global_step: int, kind: str) -> str:
+        return posixpath.join(self._folder, f"step_{global_step:08d}{kind}")
+
+    def _entries(self, folder: str) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            return [posixpath.basename(path.rstrip("/")) for path in self._fs.ls(folder, detail=False)]
+        except FileNotFoundError:
+            return []
+
+    def names(self) -> dict[StateName, dict[str, Any]]:
+        """Return the records of the states that are complete; the log says why one is not."""
+        found = {}
+        steps = [entry for entry in self._entries(self._folder) if entry.endswith(RECORD)]
+        for entry in steps:
+            try:
+                with self._fs.open(posixpath.join(self._folder, entry)) as file:
+                    record = json.loads(file.read(RECORD_BYTES_MAX))
+                found[StateName.parse(record["name"])] = record
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.warning(f"the saved state {entry} in {self.url} cannot be read ({error!r}); trying another")
+        if not steps and (others := [e for e in self._entries(self._island) if e.startswith("host-")]):
+            log.info(f"{self.url} has states of {', '.join(sorted(others)[:4])} only: of another number of hosts")
+        return found
+
+    def read(self, record: dict[str, Any]) -> Leaves:
+        """Return the shards of a state.
+
+        Raises:
+            ValueError: they are damaged, or cannot be read.
+        """
+        try:
+            shards = [
+                Shard(str(name), str(dtype), tuple(shape), tuple((int(a), int(b)) for a, b in spans))
+                for name, dtype, shape, spans in record["shards"]
+            ]
+            path, size = self._path(int(record["name"][2]), SHARDS), sum(shard.num_bytes for shard in shards)
+            if (found := self._fs.size(path)) != size:
+                raise ValueError(f"it has {found} bytes instead of {size}")
+            buffer, hasher, at = np.empty(size, np.uint8), xxhash.xxh3_64(), 0
+            with self._fs.open(path, "rb") as file:
+                while chunk := file.read(min(CHUNK_BYTES, size - at)):
+                    hasher.update(chunk)
+                    buffer[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
+                    at += len(chunk)
+            if hasher.intdigest() != record["checksum"]:
+                raise ValueError("its checksum differs")
+            return read_shards(shards, buffer.data)
+        except (OSError, KeyError, TypeError) as error:
+            raise ValueError(repr(error)) from error
+
+    def write(self, staged: StagedShards, name: StateName, rest: Callable[[], None]) -> None:
+        """Write a state, whole or not at all; one of the same global step is replaced."""
+        self._fs.makedirs(self._folder, exist_ok=True)
+        self._remove(name.global_step)
+        hasher = xxhash.xxh3_64()
+        with self._fs.open(self._path(name.global_step, SHARDS), "wb") as file:
+            for copy in staged.copies:
+                content = as_bytes(np.asarray(copy))
+                for start in range(0, len(content), CHUNK_BYTES):
+                    chunk = content[start : start + CHUNK_BYTES]
+                    hasher.update(chunk)
+                    file.write(chunk)
+                    rest()
+        record = {"name": name, "shards": staged.shards, "checksum": hasher.intdigest()}
+        with self._fs.open(self._path(name.global_step, RECORD), "wb") as file:
+            file.write(json.dumps(record).encode())
+
+    def prune(self, keep: Sequence[int]) -> None:
+        """Delete the states of all global steps but these, and what dead writers left of them."""
+        stems = {entry.partition(".")[0] for entry in self._entries(self._folder)}
+        for stem in stems - {f"step_{step:08d}" for step in keep}:
+            if stem.removeprefix("step_").isdigit():
+                self._remove(int(stem.removeprefix("step_")))
+
+    def _remove(self, global_step: int) -> None:
+        for kind in (RECORD, SHARDS):
+            path = self._path(global_step, kind)
+            if self._fs.exists(path):
+                self._fs.rm(path)
+
+
+class SavedStates:
+    """The states of one process on disk, written in the background, one at a time.
+
+    Args:
+        urls: folders of the island's states; the first one is read first.
+
+    Raises:
+        ValueError: nobody here can write to one of them.
+    """
+
+    def __init__(self, urls: Sequence[str], host: int = 0, hosts: int = 1) -> None:
+        self._places = [Place(url, host, hosts) for url in urls]
+        self._worker = ThreadPoolExecutor(1, "save")
+        self._closing = threading.Event()  # nobody is slowed down any more
+
+    def names(self) -> list[StateName]:
+        """Return the names of what is there, newest first."""
+        names = {name for place in self._places for name in place.names()}
+        return sorted(names, key=lambda name: name.global_step, reverse=True)
+
+    def read(self, name: StateName) -> Leaves:
+        """Return the shards of a state.
+
+        Raises:
+            ValueError: it is not there, or damaged; says why for each folder.
+        """
+        problems = []
+        for place in self._places:
+            record = place.names().get(name)
+            try:
+                if record is not None:
+                    return place.read(record)
+            except ValueError as error:
+                problems.append(f"in {place.url}: {error}")
+        raise ValueError("; ".join(problems) or "it is not there any more")
+
+    def save(self, staged: StagedShards, name: StateName, keep: int) -> Future[str]:
+        """Begin to write a state; a disk that refuses it costs this state, not the run.
+
+        Args:
+            keep: global step of the newest state that is complete, which stays; negative if there is none.
+
+        Returns:
+            The reason why it was not saved anywhere, "" if it was.
+        """
+        return self._worker.submit(self._save, staged, name, keep)
+
+    def _save(self, staged: StagedShards, name: StateName, keep: int) -> str:
+        spare, written, reasons = SpareTime(), 0, list[str]()
+        worked_s = time.thread_time()
+
+        def rest() -> None:
+            nonlocal worked_s
+            self._closing.wait(spare.rest_s(time.thread_time() - worked_s))
+            worked_s = time.thread_time()
+
+        for place in self._places:
+            try:
+                place.prune([keep])
+                place.write(staged, name, rest)
+                written += 1
+            except Exception as error:  # whatever file systems raise when they are full or gone
+                reasons.append(f"{place.url}: {' '.join(str(error).split())[:300]}")
+                what = f"the state of global step {name.global_step} was not saved in {reasons[-1]}"
+                log.warning(f"{what}; training goes on")
+        return "" if written else "; ".join(reasons)
+
+    def close(self) -> None:
+        """Take no more, and return when what was begun is written."""
+        self._closing.set()
+        self._worker.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,147 @@
+"""The shards of an island's whole state that one process has: from its devices to a file of its own, and back.
+
+Nothing is gathered and nobody is asked: every process copies each shard that its devices hold once, also those that
+other processes hold too, so that it never needs them to come back. A leaf is read as far as shards here hold it, which
+on the same mesh is what the devices of this process need; a process that has all of a state may come back on any mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import Sharding
+from jaxtyping import Array, Shaped
+
+from diloco_jax.core.codec import Bytes
+from diloco_jax.training.whole_state.staging import Index, bounds_of, copy_out
+
+Span = tuple[int, int]  # from start up to, but without, stop
+
+
+class Shard(NamedTuple):
+    """Part of a leaf."""
+
+    name: str  # of the leaf
+    dtype: str
+    shape: tuple[int, ...]  # of the leaf
+    spans: tuple[Span, ...]  # along each axis
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Return its own shape."""
+        return tuple(stop - start for start, stop in self.spans)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return its size in bytes."""
+        return math.prod(self.size) * np.dtype(self.dtype).itemsize
+
+
+class StagedShards(NamedTuple):
+    """Copies of this process's shards, on their way to or in host memory."""
+
+    shards: Sequence[Shard]
+    copies: Sequence[Shaped[Array, "..."]]
+
+
+def stage_shards(arrays: Mapping[str, Shaped[Array, "..."]]) -> StagedShards:
+    """Queue copies of what this process's devices hold to pinned host memory, between two steps; returns at once."""
+    found: dict[Shard, Shaped[Array, "..."]] = {}
+    for name, array in arrays.items():
+        for shard in array.addressable_shards:
+            spans = _spans(shard.index, array.shape)
+            found.setdefault(Shard(name, array.dtype.name, tuple(array.shape), spans), shard.data)
+    return StagedShards(tuple(found), copy_out(list(found.values())))
+
+
+class PartialLeaf:
+    """A leaf as far as shards hold it; indexed as an array, and an array where they hold all of it."""
+
+    def __init__(self, dtype: str, shape: tuple[int, ...]) -> None:
+        self.dtype = np.dtype(dtype)
+        self.shape = shape
+        self._pieces: list[tuple[tuple[Span, ...], Shaped[np.ndarray, "..."]]] = []
+
+    def add(self, spans: tuple[Span, ...], piece: Shaped[np.ndarray, "..."]) -> None:
+        """Hold this piece too; pieces do not overlap."""
+        self._pieces.append((spans, piece))
+
+    def holds(self, index: Index) -> bool:
+        """Tell whether pieces here have all of this part."""
+        wanted = _spans(index, self.shape)
+        held = sum(_count(_common(wanted, spans)) for spans, _ in self._pieces)
+        return held == _count(wanted)
+
+    def __getitem__(self, index: Index) -> Shaped[np.ndarray, "..."]:
+        wanted = _spans(index, self.shape)
+        for spans, piece in self._pieces:
+            if spans == wanted:
+                return piece
+        assert self.holds(index), f"no shards here hold {index}"
+        part = np.empty([stop - start for start, stop in wanted], self.dtype)
+        for spans, piece in self._pieces:
+            common = _common(wanted, spans)
+            part[_within(common, wanted)] = piece[_within(common, spans)]
+        return part
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Shaped[np.ndarray, "..."]:
+        whole = self[(slice(None),) * len(self.shape)]
+        return whole.copy() if copy else whole
+
+
+def read_shards(shards: Iterable[Shard], buffer: Bytes) -> dict[str, PartialLeaf]:
+    """Return the leaves, by name, whose shards lie one after the other in these bytes; they are views of them.
+
+    Raises:
+      ValueError: the bytes are not as many as the shards have.
+    """
+    shards = list(shards)
+    if (expected := sum(shard.num_bytes for shard in shards)) != memoryview(buffer).nbytes:
+        raise ValueError(f"{memoryview(buffer).nbytes} bytes are there instead of {expected}")
+    leaves: dict[str, PartialLeaf] = {}
+    offset = 0
+    for shard in shards:
+        leaf = leaves.setdefault(shard.name, PartialLeaf(shard.dtype, shard.shape))
+        leaf.add(shard.spans, np.ndarray(shard.size, shard.dtype, buffer, offset))
+        offset += shard.num_bytes
+    return leaves
+
+
+def check_fits(leaves: Mapping[str, PartialLeaf], lies: Mapping[str, Sharding], described: Mapping[str, Any]) -> None:
+    """Check that leaves have all that this process's devices need.
+
+    Args:
+      lies: the layout of every leaf, by name.
+      described: anything with the `dtype` and `shape` of every leaf, by name.
+
+    Raises:
+      ValueError: they are of another model or optimizer, or of another mesh; says which leaf.
+    """
+    for name in sorted(leaves.keys() | lies.keys()):
+        mine, theirs = described.get(name), leaves.get(name)
+        if mine is None or theirs is None or (np.dtype(mine.dtype), tuple(mine.shape)) != (theirs.dtype, theirs.shape):
+            raise ValueError(f"it is of another model or optimizer, which differs in '{name}'")
+        indices = lies[name].addressable_devices_indices_map(theirs.shape).values()
+        if not all(theirs.holds(index) for index in indices if index is not None):
+            raise ValueError(f"it is of another mesh or other hosts: it lacks a part of '{name}' that is needed here")
+
+
+def _spans(index: Index, shape: tuple[int, ...]) -> tuple[Span, ...]:
+    return tuple((part.start, part.stop) for part in bounds_of(index, shape))
+
+
+def _common(one: tuple[Span, ...], other: tuple[Span, ...]) -> tuple[Span, ...]:
+    pairs = zip(one, other, strict=True)
+    return tuple((max(a, c), max(a, c, min(b, d))) for (a, b), (c, d) in pairs)
+
+
+def _count(spans: tuple[Span, ...]) -> int:
+    return math.prod(stop - start for start, stop in spans)
+
+
+def _within(part: tuple[Span, ...], whole: tuple[Span, ...]) -> Index:
+    """Return where a part lies in an array that begins where the whole does."""
+    return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, whole, strict=True))

@@ -1,0 +1,180 @@
+"""The machines of a rehearsal: folders for disks, addresses of loopback for hosts, relays for the ways between regions.
+
+The supervisor of local runs is what JobSets and a StatefulSet are on a cluster: it starts again what ended. Commands are
+those of `diloco launch`, with folders of this machine for those of containers. Each island dials an address of its own,
+behind which there is a relay for the syncer's port and one for that of each merge shard.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.runtime.local.processes import Child, Process, free_address
+from diloco_jax.runtime.local.run import LocalRun, child_environment
+from diloco_jax.runtime.records.files import TAPES
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.text import dump
+from diloco_jax.tools.chaos.actions import CHAOS
+from diloco_jax.tools.chaos.relay import Relay
+from diloco_jax.tools.launch import common
+
+VOLUME_BYTES = 256 << 20
+LOG_SUFFIX = ".log"
+
+
+class Ways:
+    """All relays of an island, used as one (see `Relay`)."""
+
+    def __init__(self, island: str, ports: range, syncer: Callable[[], str]) -> None:
+        self.address = f"{island}:{ports[0]}"
+        self._relays = [Relay(lambda port=port: f"{syncer()}:{port}", f"{island}:{port}") for port in ports]
+
+    def cut(self, how: Any = "rst") -> int:
+        """End the open connections; returns how many."""
+        return sum(relay.cut(how) for relay in self._relays)
+
+    def change(self, direction: Any = "both", **weather: Any) -> None:
+        """Set what lasts."""
+        for relay in self._relays:
+            relay.change(direction, **weather)
+
+    def damage(self, direction: Any = "both", **damage: Any) -> None:
+        """Damage what comes next."""
+        for relay in self._relays:
+            relay.damage(direction, **damage)
+
+    def heal(self) -> None:
+        """Forward as if nothing had been."""
+        for relay in self._relays:
+            relay.heal()
+
+    def close(self) -> None:
+        """Stop listening."""
+        for relay in self._relays:
+            relay.close()
+
+
+class Cluster(LocalRun):
+    """A run whose processes share nothing but the network.
+
+    Args:
+        root: folder of the rehearsal; `root/run` is the syncer's volume, wherever it is mounted.
+        environment: of all processes, beside what local runs set.
+
+    Attributes:
+        relays: the ways from each island to the syncer.
+        moves: how often the syncer was given another host.
+    """
+
+    def __init__(
+        self, config: RunConfig, root: Path, say: Callable[[str], None], stop: threading.Event,
+        environment: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        self._root = root
+        self._environment = environment
+        self.volumes = root / "volumes"
+        self.mounted = _mount(self.volumes)
+        for folder in (self.volumes / "host-0", root / "logs", root / CHAOS, root / "hosts"):
+            folder.mkdir(parents=True, exist_ok=True)
+        (root / "config.yaml").write_text(dump(config), encoding="utf-8")
+        (self.volumes / "host-0" / CHAOS).symlink_to(root / CHAOS)
+        self._point("host-0")
+        self.moves, self._moved = 0, 0
+        super().__init__(config, root / "run", say, stop)
+        first = int(free_address().rpartition(":")[2])
+        self._ports = range(first, first + config.syncer.shards + 1)
+        names = enumerate(config.islands.names)
+        self.relays = {name: Ways(f"127.0.1.{i + 1}", self._ports, self._syncer_host) for i, name in names}
+
+    def _syncer_host(self) -> str:
+        return f"127.0.0.{self._moved + 2}"
+
+    def _point(self, name: str) -> None:
+        """Let root/run be the volume of this name."""
+        link = self._root / "run.new"
+        link.symlink_to(self.volumes / name)
+        link.rename(self._root / "run")
+
+    def _start_syncer(self, options: Any = ()) -> Child:
+        if self.moves > self._moved:  # its volume goes with it
+            (self.volumes / f"host-{self._moved}").rename(self.volumes / f"host-{self.moves}")
+            self._moved = self.moves
+            self._point(f"host-{self._moved}")
+        address = f"{self._syncer_host()}:{self._ports[0]}"
+        words = [*common.syncer_words(), "--transport.address", address, *options]
+        return Child(SYNCER, [self._start(SYNCER, words)])
+
+    def _start_island(self, name: str, address: str) -> Child:
+        del address  # that of its own end of the way
+        hosts = self._config.island(name).hosts
+        words = common.learner_words(name, self.relays[name].address)
+        meet = ["--coordinator", free_address()] if hosts > 1 else []
+        numbered = [[*words, *meet, *(["--host", str(host)] if meet else [])] for host in range(hosts)]
+        return Child(name, [self._start(name, each, host) for host, each in enumerate(numbered)])
+
+    def _start(
+        self, name: str, arguments: list[str], host: int = 0, told: Mapping[str, str] = MappingProxyType({})
+    ) -> Process:
+        disk = self.volumes / f"host-{self._moved}" if name == SYNCER else self._root / "hosts" / f"{name}-{host}"
+        disk.mkdir(exist_ok=True)
+        here = {common.CONFIG_PATH: str(self._root / "config.yaml"), common.RUN_DIR: str(disk)}
+        command = [sys.executable, "-m", "diloco_jax", *(here.get(word, word) for word in arguments)]
+        environment = {**child_environment(self._config, name, self._machine, host), **self._environment, **told}
+        log = self._root / "logs" / f"{name}-{host}{LOG_SUFFIX}"
+        with log.open("ab") as stream:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=disk,
+                start_new_session=True,
+            )  # fmt: skip
+        return Process(f"{name}.host-{host}" if host else name, process, log)
+
+    def _start_compilers(self) -> None:
+        """Do nothing: what one host has compiled the others find (JAX_COMPILATION_CACHE_DIR)."""
+
+    def pid(self, name: str) -> int | None:
+        """Return the process that leads an island, or the syncer's; None while it has none."""
+        pids = self.pids(name)
+        return pids[0] if pids else None
+
+    def pids(self, name: str) -> list[int]:
+        """Return the processes that an island has now, its leader first."""
+        child = self._syncer if name == SYNCER else self._islands.get(name)
+        hosts = [] if child is None else child.hosts
+        return [each.process.pid for each in hosts if each.process.poll() is None]
+
+    def send(self, name: str, number: signal.Signals) -> bool:
+        """Send a signal to the process that leads; False if there is none."""
+        pid = self.pid(name)
+        if pid is not None:
+            os.kill(pid, number)
+        return pid is not None
+
+    @property
+    def given_up(self) -> list[str]:
+        """Return the last words of islands that nobody starts again."""
+        return [child.obituary() for child in self._islands.values() if child.failed]
+
+    def close(self) -> None:
+        """Take the relays down, and bring the tapes of all hosts to the volume, where the audit looks for them."""
+        for relay in self.relays.values():
+            relay.close()
+        (self._root / "run" / TAPES).mkdir(exist_ok=True)
+        for tape in sorted((self._root / "hosts").glob(f"*-0/{TAPES}/*.jsonl")):
+            (self._root / "run" / TAPES / tape.name).symlink_to(tape)
+
+
+def _mount(folder: Path) -> bool:
+    """Make the volume a file system of its own, so that it can be full; False if this user may not mount one."""
+    folder.mkdir(parents=True)
+    size = f"size={VOLUME_BYTES}"
+    mount = ["mount", "-t", "tmpfs", "-o", size, "rehearsal", str(folder)]
+    return os.geteuid() == 0 and subprocess.run(mount, capture_output=True, check=False).returncode == 0

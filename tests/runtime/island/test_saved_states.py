@@ -1,0 +1,162 @@
+"""What a process of an island saves of itself: back bit for bit, from whichever folder has it, or a reason why not."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from diloco_jax.runtime.island.saved_states import SavedStates, StateName
+from diloco_jax.training.whole_state.layout import StateLayout
+from diloco_jax.training.whole_state.shards import check_fits, stage_shards
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def name(global_step: int, incarnation: int = 5) -> StateName:
+    return StateName(incarnation, 40, global_step, (1 << 63, 0, 3))
+
+
+def layouts(devices: int) -> dict[str, NamedSharding]:
+    mesh = jax.make_mesh((devices,), ("fsdp",), devices=jax.devices()[:devices])
+    rows, everywhere = (NamedSharding(mesh, spec) for spec in (PartitionSpec("fsdp"), PartitionSpec()))
+    return {"params/a": rows, "params/none": everywhere, "optimizer/count": everywhere, "optimizer/mu/a": rows}
+
+
+def arrays(seed: float = 0.0, devices: int = 1) -> dict[str, jax.Array]:
+    values = {
+        "params/a": np.arange(12, dtype=ml_dtypes.bfloat16).reshape(4, 3) + ml_dtypes.bfloat16(seed),
+        "params/none": np.zeros((0, 3), np.float32),
+        "optimizer/count": np.asarray(7, np.int32),
+        "optimizer/mu/a": np.full((4, 3), np.float32(1 / 3) + seed, np.float32),
+    }
+    return {key: jax.device_put(value, layouts(devices)[key]) for key, value in values.items()}
+
+
+def save(saves: SavedStates, global_step: int, kept: int = -1, seed: float = 0.0) -> str:
+    return saves.save(stage_shards(arrays(seed)), name(global_step), kept).result()
+
+
+def assert_restores(saves: SavedStates, global_step: int, seed: float, devices: int = 1) -> None:
+    found, want = saves.read(name(global_step)), arrays(seed)
+    check_fits(found, layouts(devices), StateLayout(want).by_name)
+    assert found.keys() == want.keys()
+    for key, value in want.items():
+        assert found[key].dtype == value.dtype and found[key].shape == value.shape
+        np.testing.assert_array_equal(np.asarray(found[key]), np.asarray(value))
+        for at in layouts(devices)[key].addressable_devices_indices_map(value.shape).values():
+            np.testing.assert_array_equal(found[key][at], np.asarray(value)[at])
+
+
+@pytest.mark.parametrize("elsewhere", ["memory://states/x", "{}/elsewhere"])
+def test_a_saved_state_comes_back_exactly_from_either_place(tmp_path: Path, elsewhere: str) -> None:
+    here, there = str(tmp_path / "run" / "x"), elsewhere.format(tmp_path)
+    saves = SavedStates([here, there])
+    assert saves.names() == []
+    for step in (24, 48, 72):
+        assert save(saves, step, step - 24, seed=step) == ""
+    for places in ([here, there], [here], [there]):
+        again = SavedStates(places)
+        assert again.names() == [name(72), name(48)]
+        assert_restores(again, 72, 72.0)
+        assert_restores(again, 48, 48.0, devices=2)  # who has everything may come back on another mesh
+    assert SavedStates([here], 0, 2).names() == [] == SavedStates([here + "y"]).names()
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_a_process_saves_what_its_devices_hold_once() -> None:
+    staged = stage_shards(arrays(devices=2))
+    spans = [(shard.name, shard.spans) for shard in staged.shards]
+    assert sorted(spans) == [
+        ("optimizer/count", ()),
+        ("optimizer/mu/a", ((0, 2), (0, 3))),
+        ("optimizer/mu/a", ((2, 4), (0, 3))),
+        ("params/a", ((0, 2), (0, 3))),
+        ("params/a", ((2, 4), (0, 3))),
+        ("params/none", ((0, 0), (0, 3))),
+    ]
+
+
+def cut(folder: Path) -> None:
+    path = folder / "step_00000048.shards"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(folder: Path) -> None:
+    path = folder / "step_00000048.shards"
+    content = bytearray(path.read_bytes())
+    content[5] ^= 1
+    path.write_bytes(content)
+
+
+def without_a_shard(folder: Path) -> None:
+    path = folder / "step_00000048.json"
+    record = json.loads(path.read_text())
+    del record["shards"][-1]
+    path.write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"), [(cut, "bytes instead of"), (flip, "checksum differs"), (without_a_shard, "bytes instead of")]
+)
+def test_a_damaged_state_is_refused_in_words(tmp_path: Path, harm: Callable[[Path], None], words: str) -> None:
+    saves = SavedStates([str(tmp_path)])
+    assert save(saves, 24) == save(saves, 48, 24) == ""
+    harm(tmp_path / "host-0-of-1")
+    with pytest.raises(ValueError, match=words):
+        saves.read(name(48))
+    assert_restores(saves, 24, 0.0)
+
+
+def test_what_was_not_finished_or_is_no_record_does_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saves = SavedStates([str(tmp_path)])
+    save(saves, 24)
+    folder = tmp_path / "host-0-of-1"
+    (folder / "step_00000048.shards").write_bytes(bytes(9))
+    (folder / "step_00000072.json").write_text('{"name": [1]}')
+    assert saves.names() == [name(24)] and "step_00000072.json" in caplog.text
+    save(saves, 96, 24)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"step_000000{step}{kind}" for step in (24, 96) for kind in (".json", ".shards")
+    ]
+    with caplog.at_level(logging.INFO):
+        assert SavedStates([str(tmp_path)], 1, 2).names() == []
+    assert "host-0-of-1 only: of another number of hosts" in caplog.text
+
+
+def test_shards_of_another_model_or_mesh_do_not_fit() -> None:
+    whole, described = arrays(), StateLayout(arrays()).by_name
+    saves = SavedStates(["memory://fits"])
+    save(saves, 24)
+    leaves = saves.read(name(24))
+    with pytest.raises(ValueError, match="another model or optimizer, which differs in 'optimizer/count'"):
+        check_fits(leaves, layouts(1), described | {"optimizer/count": jnp.zeros(2)})
+    staged = stage_shards(arrays(devices=2))
+    half = [at for at, shard in enumerate(staged.shards) if shard.spans[:1] != ((2, 4),)]
+    kept = staged._replace(shards=[staged.shards[at] for at in half], copies=[staged.copies[at] for at in half])
+    saves.save(kept, name(48), 24).result()
+    with pytest.raises(ValueError, match="of another mesh or other hosts: it lacks a part of 'optimizer/mu/a'"):
+        check_fits(saves.read(name(48)), layouts(1), StateLayout(whole).by_name)
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_a_folder_that_takes_nothing_costs_the_state_and_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "full").write_text("a file where a folder should be")
+    saves = SavedStates([str(tmp_path / "full" / "x"), str(tmp_path / "good")])
+    assert save(saves, 24) == ""  # it is safe in one place
+    assert "the state of global step 24 was not saved in" in caplog.text
+    assert SavedStates([str(tmp_path / "good")]).names() == [name(24)]
+    assert "full" in save(SavedStates([str(tmp_path / "full" / "x")]), 24)
+    with pytest.raises(ValueError, match="nowhere"):
+        SavedStates(["nowhere://x"])
