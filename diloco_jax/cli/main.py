@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from diloco_jax.cli import convert, corpora, first, inference, prepare, records, runs
 from diloco_jax.cli.words import CHAOS_LEARNER, COMPILE, MERGE_SHARD, Command, check_command, make_parser
 from diloco_jax.runtime.local.machine import limit_jax, look
-from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
-from diloco_jax.runtime.records.signals import USER_ERROR as WRONG_INPUT
+from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, WRONG_INPUT
 
 COMMANDS: dict[str, Command] = {
     "init": first.init,

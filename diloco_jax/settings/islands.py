@@ -170,12 +170,7 @@ class IslandsConfig:
         return tuple(f"island-{index}" for index in range(self.count))
 
     def resolve(self, name: str, batch_size: int) -> IslandConfig:
-        """Return what this island has.
-
-        Args:
-          name: of the learner; one that is none of `names` has what all have.
-          batch_size: its equal share, if no other is set.
-        """
+        """Return what this island has; a name that is none of `names` has what all have."""
         island = self._own(name)
         if island.slice and self.controller == "processes":
             island = island._replace(hosts=island.slice.hosts)

@@ -18,7 +18,7 @@ from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
 from diloco_jax.protocol.syncer.progress import Budget
-from diloco_jax.settings.cloud import CloudConfig
+from diloco_jax.settings.cloud import CloudConfig, GpuConfig
 from diloco_jax.settings.islands import IslandConfig, IslandsConfig
 from diloco_jax.settings.watchdog import WatchdogConfig
 from diloco_jax.training.data.config import DataConfig
@@ -219,6 +219,8 @@ class RunConfig:
     """Processes that hang."""
     cloud: CloudConfig = field(default_factory=CloudConfig)
     """Machines on Google Cloud, for `diloco launch`."""
+    gpu: GpuConfig = field(default_factory=GpuConfig)
+    """GPU hosts, for `diloco launch`."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, or a class of your own as
     package.module:Class."""

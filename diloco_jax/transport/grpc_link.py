@@ -108,7 +108,6 @@ def connect(
         peer: What deliveries call the other side.
         number: Of the session; 0 for a new one, which is larger than all before it.
         host: Which of the learner's hosts this is; others than 0 need the number of its session.
-        hosts: How many the learner has.
 
     Raises:
         TransportError: Nobody answered in time, or the syncer refused, or one side does not trust the other; why.

@@ -13,34 +13,30 @@ from pathlib import Path
 from diloco_jax.transport.trust import certificates
 
 EVERY_S = 15.0
-VALID_S, LATE_S = 3.0, 10.0  # of a certificate that expires, and how much later it is renewed at the earliest
+VALID_S, LATE_S = 3.0, 10.0  # a certificate that expires, and how much later it is renewed at the earliest
 
 
-class Renewer:
-    """A thread that runs `diloco certs --renew` again and again; `close` ends it.
-
-    Attributes:
-        failures: what the command said when it did not work.
-    """
+class Renewer(threading.Thread):
+    """A thread that runs `diloco certs --renew` again and again; `failures` has what it said when it did not work."""
 
     def __init__(self, folder: Path, learners: Sequence[str]) -> None:
-        self._folder, self._learners = folder, learners
-        self._over = threading.Event()
+        super().__init__(name="renewer", daemon=True)
+        self._folder, self._learners, self._late_until_s = folder, learners, 0.0
         self.failures: list[str] = []
-        self._late_until_s = 0.0
-        self._renew()
-        self._thread = threading.Thread(target=self._run, name="renewer", daemon=True)
-        self._thread.start()
+        self.renew()
 
-    def _run(self) -> None:
-        while not self._over.wait(EVERY_S):
+    def run(self) -> None:
+        """Renew for ever."""
+        while True:
+            time.sleep(EVERY_S)
             if time.monotonic() > self._late_until_s:
-                self._renew()
+                self.renew()
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
+        """Renew what would expire within a month."""
         words = ["certs", str(self._folder), "--learners", ",".join(self._learners), "--renew", "30"]
         done = subprocess.run([sys.executable, "-m", "diloco_jax", *words], capture_output=True, text=True, check=False)
-        if done.returncode:
+        if done.returncode > 0:
             self.failures.append(done.stderr.strip())
 
     def expire(self, name: str) -> None:
@@ -48,8 +44,3 @@ class Renewer:
         self._late_until_s = time.monotonic() + VALID_S + LATE_S
         now = datetime.datetime.now(datetime.UTC)
         certificates.renew(self._folder, name, now, now + datetime.timedelta(seconds=VALID_S))
-
-    def close(self) -> None:
-        """End the thread."""
-        self._over.set()
-        self._thread.join()

@@ -36,6 +36,9 @@ class EvaluationPlan(NamedTuple):
     every: int = 0  # global steps between two; 0: at the end only
 
 
+NEVER = EvaluationPlan()
+
+
 @dataclass(slots=True)
 class Evaluations:
     """The evaluation that is under way, and whose turn is next."""

@@ -102,11 +102,11 @@ class Follower:
                     self._pulse.beat()
                     continue
                 if isinstance(command, commands.HostStep):
+                    self._host.forget_saved()
                     now_s, before_s = time.monotonic(), self._stepped_s
                     self._stepped_s = now_s
                     self._pulse.beat(now_s - before_s if before_s else None)
                     self._pulse.ready(self._link is not None)
-                    self._host.forget_saved()
                     return command.clock
                 if isinstance(command, LONG):
                     self._pulse.patient()
@@ -119,8 +119,8 @@ class Follower:
 
     def leave(self) -> int:
         """End, and return the exit status that the leader said; FAILED if it did not."""
-        self._pulse.close()
         self._host.close()
+        self._pulse.close()
         self._payloads.close()
         if self._link is not None:
             self._link.close(0.0)
@@ -152,6 +152,7 @@ class Follower:
             case commands.HostLeaf(number, name, leaf):
                 self._send_leaf(number, name, leaf)
             case commands.HostEvaluate(number, global_step, final):
+                self._pulse.patient()
                 score = host.evaluate(global_step, final=final)
                 self._group.send(commands.HostAnswer(number, "" if isfinite(score.loss) else score.reason))
             case commands.HostLoadState(number, fragments):

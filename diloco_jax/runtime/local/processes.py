@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diloco_jax.runtime.records.signals import FAILED, HUNG, INTERRUPTED, USER_ERROR
+from diloco_jax.runtime.records.signals import FAILED, HUNG, INTERRUPTED, WRONG_INPUT
 
 BRIEF_S = 20.0  # of lives in a row that are shorter, each is followed by twice the wait of the one before
 DELAY_MAX_S = 60.0  # for which a process waits at most, if the config does not say more
@@ -82,8 +82,7 @@ class Child:
         # else it was asked to end, as by a preemption notice, perhaps before it could hear
         failed = self.poll() not in (INTERRUPTED, -signal.SIGTERM)
         self.failures = failed + (0 if lived_s > STEADY_S else self.failures)
-        wait_s = min(delay_s * 2.0 ** min(self.brief - 1, 30), max(delay_s, DELAY_MAX_S))
-        self.again_at_s = time.monotonic() + wait_s
+        self.again_at_s = time.monotonic() + pause_s(delay_s, self.brief)
 
     @property
     def unloadable(self) -> bool:
@@ -105,7 +104,7 @@ class Child:
         return None
 
     def _status(self, codes: Sequence[int]) -> int:
-        for cause in (USER_ERROR, HUNG):  # whoever found it, the others only lost a host
+        for cause in (WRONG_INPUT, HUNG):  # whoever found it, the others only lost a host
             if cause in codes:
                 self.first = self.hosts[codes.index(cause)]
                 return cause
@@ -136,6 +135,11 @@ class Child:
     def obituary(self) -> str:
         """Say how it ended, and repeat its last line."""
         return (self.first or self.hosts[0]).obituary()
+
+
+def pause_s(delay_s: float, brief: int) -> float:
+    """Return the seconds until the next start, after so many brief lives in a row; `delay_s` after the first."""
+    return min(delay_s * 2.0 ** min(brief - 1, 30), max(delay_s, DELAY_MAX_S))
 
 
 def free_address() -> str:

@@ -33,7 +33,7 @@ from diloco_jax.runtime.own_loop.surroundings import (
     SYNCER_ENV,
 )
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, HEALTH, LOGS, TAPES
-from diloco_jax.runtime.records.signals import INTERRUPTED, PARENT_ENV, USER_ERROR
+from diloco_jax.runtime.records.signals import INTERRUPTED, PARENT_ENV, WRONG_INPUT
 from diloco_jax.runtime.records.status import complete, last_state, start_again
 from diloco_jax.settings.islands import IslandsConfig
 from diloco_jax.settings.run import RunConfig
@@ -194,7 +194,7 @@ class LocalRun:
             if path.exists() and (text := path.read_text(encoding="utf-8")):
                 return text
             if ended:
-                raise RunFailed(self._syncer.obituary(), wrong_input=self._syncer.poll() == USER_ERROR)
+                raise RunFailed(self._syncer.obituary(), wrong_input=self._syncer.poll() == WRONG_INPUT)
             if time.monotonic() > ends_s:
                 raise RunFailed(f"the syncer did not listen within {START_TIMEOUT_S:.0f} s; see {self._syncer.log}")
             time.sleep(POLL_S)
@@ -235,8 +235,8 @@ class LocalRun:
             return True
         limit = self._config.syncer.restarts_max
         alone = not self._islands  # the data-parallel trainer, or a syncer that never listened
-        if asked_to_stop or alone or code == USER_ERROR:
-            raise RunFailed(syncer.obituary(), wrong_input=code == USER_ERROR)
+        if asked_to_stop or alone or code == WRONG_INPUT:
+            raise RunFailed(syncer.obituary(), wrong_input=code == WRONG_INPUT)
         syncer.mourn(self._config.syncer.restart_delay_s)
         if syncer.failures > limit:
             raise RunFailed(f"{syncer.obituary()}; given up after {syncer.starts} starts (syncer.restarts_max)")
@@ -269,7 +269,7 @@ class LocalRun:
                 self._say(f"{child.name} left: {child.hosts[0].last_line()}")
         elif complete(self._run_dir):  # nothing is left to do for it
             child.left = True
-        elif code == USER_ERROR or (child.unloadable and not self._joined(child.name)):  # wrong stays wrong
+        elif code == WRONG_INPUT or (child.unloadable and not self._joined(child.name)):  # wrong stays wrong
             child.failed = True
             self._say(f"{child.obituary()}; not started again")
         else:
@@ -294,7 +294,7 @@ class LocalRun:
         quorum = self._config.protocol.quorum
         if failed and left < quorum and not complete(self._run_dir):
             words = "; ".join(child.obituary() for child in failed)
-            refused = any(child.poll() == USER_ERROR for child in failed)
+            refused = any(child.poll() == WRONG_INPUT for child in failed)
             message = f"{left} islands are left, fewer than protocol.quorum = {quorum}: {words}"
             raise RunFailed(message, wrong_input=refused)
 

@@ -5,7 +5,7 @@ these numbers, and no others:
 
     DONE          the work is done
     FAILED        another attempt may succeed
-    USER_ERROR    another attempt would fail as well: somebody has to change something
+    WRONG_INPUT   another attempt would fail as well: somebody has to change something
     HUNG          its watchdog ended it (pulse.py): start it again
     INTERRUPTED   asked to end before its work was done, by SIGTERM, Ctrl-C or a preemption notice: no failure
 
@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable
 
 PARENT_ENV = "DILOCO_PARENT_PID"
-DONE, FAILED, USER_ERROR, HUNG, INTERRUPTED = 0, 1, 2, 124, 130
+DONE, FAILED, WRONG_INPUT, HUNG, INTERRUPTED = 0, 1, 2, 124, 130
 _PR_SET_PDEATHSIG = 1
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from diloco_jax.runtime.records.signals import INTERRUPTED, USER_ERROR
+from diloco_jax.runtime.records.signals import INTERRUPTED, WRONG_INPUT
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.budget.hosts import GIB
@@ -32,7 +32,7 @@ LEARNER_GRACE_S = 60  # to leave politely; nodes of spot capacity give less
 SYNCER_GRACE_S = 300  # to save the model
 USER = 10001  # of the image
 READABLE = 0o440
-WRONG_INPUT = f"failed with exit code {USER_ERROR} "  # in the words of Kubernetes' Job controller
+GIVE_UP = f"failed with exit code {WRONG_INPUT} "  # in the words of Kubernetes' Job controller
 POLITE = (INTERRUPTED, 143)  # asked to end by SIGTERM, also when that came before the process could listen
 START_MINUTES = 60  # to load a state and to compile
 # Before each start: no file of an earlier one tells that this one lives, a start after a failure waits for 2, 4, ... 64
@@ -108,7 +108,7 @@ def island(config: RunConfig, each: IslandMachines, needs: Needs) -> Manifest:
     input: never again; anything else: start again, `restarts_max` times.
     """
     taken_away = {"type": "DisruptionTarget", "status": "True"}
-    ended = {"containerName": LEARNER, "operator": "In", "values": [USER_ERROR, *POLITE]}
+    ended = {"containerName": LEARNER, "operator": "In", "values": [WRONG_INPUT, *POLITE]}
     job = {
         "parallelism": each.topology.hosts,
         "completions": each.topology.hosts,
@@ -123,7 +123,7 @@ def island(config: RunConfig, each: IslandMachines, needs: Needs) -> Manifest:
         "template": {"metadata": {"labels": _labels(config, each.name)}, "spec": _learner_pod(config, each, needs)},
     }
     reasons = {"onJobFailureReasons": ["PodFailurePolicy"]}
-    wrong = {"name": "wrong_input", "action": "FailJobSet", **reasons, "onJobFailureMessagePatterns": [WRONG_INPUT]}
+    wrong = {"name": "wrong_input", "action": "FailJobSet", **reasons, "onJobFailureMessagePatterns": [GIVE_UP]}
     disrupted = {"name": "disrupted", "action": "RestartJobSetAndIgnoreMaxRestarts", **reasons}
     spec = {
         "failurePolicy": {

@@ -43,7 +43,12 @@ def syncer_host(config: RunConfig, needs: Needs) -> SyncerMachine:
             "cloud.syncer_machine_type is auto, but the model cannot be loaded here, so nobody knows its size; name a "
             "machine type"
         )
-    return host_for("" if machine == AUTO else machine, sum(needs["syncer"]["memory"].values()) if needs else 0.0)
+    return host_for("" if machine == AUTO else machine, syncer_bytes(needs))
+
+
+def syncer_bytes(needs: Needs) -> float:
+    """Return the memory that the syncer takes, 0 if that is not known."""
+    return float(sum(needs["syncer"]["memory"].values())) if needs else 0.0
 
 
 def island_bytes(needs: Needs, name: str) -> float:

@@ -221,11 +221,10 @@ def valid_until(config: TransportConfig, name: str) -> dict[str, datetime.dateti
 
 
 class Gate:
-    """The decision who may do what, before anything else about a call is believed.
+    """The decision who may do what, before anything else about a call is believed. An empty token asks for none.
 
     Args:
         encrypted: Whether callers have certificates, which gRPC has verified against the authority.
-        token: What callers must send; empty asks for none.
     """
 
     def __init__(self, *, encrypted: bool, token: bytes) -> None:
@@ -254,7 +253,6 @@ class Gate:
         """Let the owner of the learner's certificate pass, and with `or_syncer` that of the syncer's.
 
         Args:
-            learner_id: In whose name the caller acts.
             context: What gRPC knows of the caller (`ServicerContext.auth_context`).
 
         Raises:

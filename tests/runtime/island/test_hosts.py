@@ -33,7 +33,7 @@ from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.local import processes as island_processes
 from diloco_jax.runtime.local.processes import Child, Process
 from diloco_jax.runtime.records.pulse import Pulse
-from diloco_jax.runtime.records.signals import USER_ERROR
+from diloco_jax.runtime.records.signals import WRONG_INPUT
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.watchdog import WatchdogConfig
 from diloco_jax.training.whole_state.staging import CopyGone
@@ -306,6 +306,6 @@ def test_what_is_left_of_an_island_is_killed(tmp_path: Path, monkeypatch: pytest
 
 def test_the_status_of_an_island_is_that_of_who_knows_why(tmp_path: Path) -> None:
     assert ended(child_of(tmp_path, "", "")) == 0
-    wrong = child_of(tmp_path, f"import time; time.sleep(1); print('bad'); raise SystemExit({USER_ERROR})", "exit(1)")
-    assert ended(wrong) == USER_ERROR and "host-0 ended with status 2: bad" in wrong.obituary()
+    wrong = child_of(tmp_path, f"import time; time.sleep(1); print('bad'); raise SystemExit({WRONG_INPUT})", "exit(1)")
+    assert ended(wrong) == WRONG_INPUT and "host-0 ended with status 2: bad" in wrong.obituary()
     assert ended(child_of(tmp_path, "", "exit(1)")) == 1
