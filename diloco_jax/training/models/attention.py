@@ -20,9 +20,10 @@ from diloco_jax.training.sharding import current_layout
 
 log = logging.getLogger(__name__)
 Attention = Literal["einsum", "dot_product", "splash"]
-# Tokens of one tile of the kernel. Published recipes for v6e and v5p (AI-Hypercomputer/tpu-recipes) take 1024 or 2048.
+# Tokens of one tile of the kernel. 512 is what was compiled for v5p; recipes (AI-Hypercomputer/tpu-recipes) take
+# 1024 or 2048, with a larger xla_tpu_scoped_vmem_limit_kib.
 SPLASH_BLOCKS = (2048, 1024, 512, 256, 128)
-SPLASH_TUNED = 1024
+SPLASH_TUNED = 512
 CUDNN_WIDTH_MAX = 128  # of a head, for which cuDNN's flash attention has a backward pass on every GPU since Ampere
 
 
