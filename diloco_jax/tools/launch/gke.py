@@ -19,7 +19,7 @@ from diloco_jax.tools.budget.hosts import GIB
 from diloco_jax.tools.launch import common
 from diloco_jax.tools.launch.capacity import asked_of
 from diloco_jax.tools.launch.common import IslandMachines
-from diloco_jax.tools.launch.files import Plan
+from diloco_jax.tools.launch.files import Plan, piece
 from diloco_jax.tools.launch.gke_scripts import cluster_script, regions_of, syncer_script
 from diloco_jax.tools.launch.launcher import Guide, Launcher
 from diloco_jax.tools.launch.needs import Needs, island_bytes, syncer_host
@@ -38,13 +38,7 @@ POLITE = (INTERRUPTED, 143)  # asked to end by SIGTERM, also when that came befo
 START_MINUTES = 180  # until a process begins to touch its file: a token store may be copied first
 # Before each start: no file of an earlier one tells that this one lives, a start after a failure waits for 2, 4, ... 64
 # seconds, and the TPU runtime gets the large pages that it asks for.
-BEFORE = f"""\
-rm -rf {common.RUN_DIR}/{HEALTH}
-echo always >/sys/kernel/mm/transparent_hugepage/enabled || true
-n="$ATTEMPT"
-[ "$n" -le 6 ] || n=6
-[ "$n" -eq 0 ] || sleep "$((1 << n))"
-"""
+BEFORE = piece("before", health=f"{common.RUN_DIR}/{HEALTH}")
 ALIVE = f"find {common.RUN_DIR}/{HEALTH} -name '*.alive' -mmin -{{minutes}} | grep -q ."
 LATER_MINUTES = 5  # than its own watchdog, which says where a process hangs
 READY = {"exec": {"command": ["sh", "-c", f"ls {common.RUN_DIR}/{HEALTH}/*.ready"]}}
