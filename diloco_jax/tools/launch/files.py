@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 HEADER = "#!/usr/bin/env bash\n"
 WIDTH = 110
+PIECES = Path(__file__).with_name("pieces.txt")
 IN_PROJECT = ("--project", "$PROJECT")
 
 
@@ -20,6 +23,14 @@ class Plan:
     files: dict[str, str]  # relative path -> text. Those that begin with "#!" are made executable.
     create: tuple[str, ...]  # command lines of bash, run in the folder of the files, one by one
     delete: tuple[str, ...]  # the same, to take away what they made
+
+
+def piece(name: str, /, **values: object) -> str:
+    """Return a part of a script from pieces.txt, with values in place of their names between two @."""
+    text = re.split(rf"(?m)^#= {name}\n", PIECES.read_text(encoding="utf-8"))[1].partition("\n#= ")[0].rstrip() + "\n"
+    for key, value in values.items():
+        text = text.replace(f"@{key}@", str(value))
+    return text
 
 
 def word(text: str) -> str:

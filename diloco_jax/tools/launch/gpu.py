@@ -20,54 +20,12 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.budget.hosts import GIB, MARGIN
 from diloco_jax.tools.launch import common
-from diloco_jax.tools.launch.files import HEADER, Plan, command
+from diloco_jax.tools.launch.files import HEADER, Plan, command, piece
 from diloco_jax.tools.launch.launcher import local
 from diloco_jax.tools.launch.needs import Needs, syncer_bytes
 
 COORDINATOR_PORT = 8482
 CPUS = 8  # of the syncer
-_VARIABLES = """\
-# What the scripts here have in common, from the run's config.
-# shellcheck shell=bash
-{exports}
-{setup}
-
-# Ends a job that is done or was given wrong input; starts it again after all else, later each time.
-again() {{
-  local restarts="${{SLURM_RESTART_COUNT:-0}}"
-  case "$1" in 0 | {wrong}) exit "$1" ;; esac
-  [ "$restarts" -lt {restarts} ] || exit "$1"
-  sleep "$((restarts < 6 ? 2 << restarts : 64))"
-  scontrol requeue "$SLURM_JOB_ID"
-}}
-"""
-_SYNCER = """\
-echo "$(hostname -f):{port}" >address.new
-mv address.new address
-srun diloco syncer config.yaml --run-dir run || again "$?"
-"""
-_ISLAND = """\
-until [ -s address ]; do sleep 5; done
-SYNCER="$(cat address)"
-COORDINATOR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 20000))"
-export SYNCER COORDINATOR
-diloco doctor config.yaml --island {name} --syncer "$SYNCER" || true # for the log
-# shellcheck disable=SC2016 # of each task, not of this shell
-srun --kill-on-bad-exit=1 bash -c '{words}' || again "$?"
-"""
-README = """\
-# {name}: islands on GPU hosts, started by {way}
-
-Written by `diloco launch {way}`, and tried on emulated hosts only. `./create.sh` starts everything:
-
-```bash
-{create}
-```
-
-Every process needs the package and its data; `gpu.setup` is run before it. Islands dial the syncer's port {port}, the
-hosts of one island reach each other on any port, and NCCL chooses its own (`cloud.env: {{NCCL_SOCKET_IFNAME: eth0}}`).
-`certs/` is secret. A syncer that comes back on another machine has another address: start the islands again.
-"""
 
 
 class GpuLauncher(NamedTuple):
@@ -105,11 +63,11 @@ class GpuLauncher(NamedTuple):
             create=create,
             files={
                 "config.yaml": dump(local(config)),
-                "variables.sh": _VARIABLES.format(exports=exports, setup=config.gpu.setup, **restarts),
+                "variables.sh": piece("gpu_variables", exports=exports, setup=config.gpu.setup, **restarts),
                 **own.files,
                 "create.sh": "\n".join((HEADER + "set -euo pipefail", here, *create, "")),
                 "delete.sh": "\n".join((HEADER + "set -euo pipefail", here, *own.delete, "")),
-                "README.md": README.format(**told),
+                "README.md": piece("gpu_readme", **told),
             },
         )
 
@@ -135,12 +93,12 @@ def slurm(config: RunConfig, needs: Needs) -> Plan:
 
     memory = (f"--mem={gib}G",) if (gib := _gib(config, needs)) else ()
     asks = ("--ntasks=1", f"--cpus-per-task={CPUS}", *memory)
-    files = {"syncer.sbatch": script("syncer", asks, _SYNCER.format(port=config.cloud.port))}
+    files = {"syncer.sbatch": script("syncer", asks, piece("gpu_syncer", port=config.cloud.port))}
     for name in config.islands.names:
         island = config.island(name)
         words = "exec " + _learner(island, "$SLURM_PROCID", "$COORDINATOR")
         gpus = (f"--ntasks={island.hosts}", f"--gpus-per-task={island.devices // island.hosts}")
-        files[f"{name}.sbatch"] = script(name, gpus, _ISLAND.format(name=name, words=words))
+        files[f"{name}.sbatch"] = script(name, gpus, piece("gpu_island", name=name, words=words))
     jobs = ",".join(f"{config.name}-{name.removesuffix('.sbatch')}" for name in files)
     start = tuple(f"sbatch {name}" for name in files)
     return Plan(files=files, create=("mkdir -p logs", "rm -f address", *start), delete=(f"scancel --me --name={jobs}",))

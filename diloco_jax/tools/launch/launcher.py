@@ -13,30 +13,11 @@ from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
 from diloco_jax.tools.launch.capacity import asked_of
 from diloco_jax.tools.launch.common import CERTIFICATES_PATH, IslandMachines
-from diloco_jax.tools.launch.files import Plan, command, sequence_files
+from diloco_jax.tools.launch.files import Plan, command, piece, sequence_files
 from diloco_jax.tools.launch.needs import Needs, with_host
 from diloco_jax.tools.launch.project import project_script
 
 README = Path(__file__).with_name("readme.md")
-_VARIABLES = """\
-# What the scripts here have in common, from the run's config. Change it there, and write them anew.
-# shellcheck shell=bash disable=SC2034
-{values}
-export CLOUDSDK_CORE_DISABLE_PROMPTS=1
-
-# Whether something is there. What is not an answer, such as a login that has expired, ends the script.
-have() {{
-  local said
-  if said="$("$@" 2>&1 >/dev/null)"; then
-    return 0
-  fi
-  case "${{said,,}}" in
-    *"not found"* | *not_found*) return 1 ;;
-  esac
-  printf '%s\\n' "$said" >&2
-  exit 1
-}}
-"""
 
 
 class Guide(NamedTuple):
@@ -137,4 +118,4 @@ def variables(config: RunConfig) -> str:
         "SYNCER_ZONE": common.syncer_zone(config),
         "SYNCER_REGION": common.syncer_region(config),
     }
-    return _VARIABLES.format(values="\n".join(f"{name}={shlex.quote(value)}" for name, value in values.items()))
+    return piece("variables", values="\n".join(f"{name}={shlex.quote(value)}" for name, value in values.items()))

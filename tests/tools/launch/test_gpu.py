@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +29,7 @@ STAND_INS = {
 }
 TINY = {
     "--train.steps": "4",
+    "--optimizer.warmup_steps": "1",
     "--train.batch_size": "8",
     "--train.seq_len": "32",
     "--train.final_eval_batches": "1",
@@ -52,9 +55,16 @@ def test_slurm_trains_to_the_end_on_emulated_hosts(tmp_path: Path) -> None:
     assert main(["launch", "slurm", str(TESTDATA / "small.yaml"), *asked]) == 0
     path = f"{stand_ins}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "JAX_PLATFORMS": "cpu"}
-    # until all jobs have closed its output
-    told = subprocess.run(["./create.sh"], cwd=out, env=environment, capture_output=True, text=True)
-    assert not told.returncode and not (out / "requeued").exists(), told
+    # its output ends when all jobs have closed theirs
+    with subprocess.Popen(
+        ["./create.sh"], cwd=out, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as started:
+        try:
+            told, _ = started.communicate(timeout=500)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+    assert not started.returncode and not (out / "requeued").exists(), told
     assert json.loads((out / "run" / "summary.json").read_text(encoding="utf-8"))["complete"], told
 
 

@@ -21,7 +21,7 @@ def test_without_out_it_only_prints(capsys: pytest.CaptureFixture[str], tmp_path
     assert "==> islands/island-1.sh <==" in text and "Nothing was written" in text
     assert main(["launch", "gce", SMALL, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["out"] is None and answer["ran"] is False and answer["commands"][1] == "./syncer.sh create"
+    assert answer["out"] is None and answer["ran"] is False and answer["commands"][1] == "./project.sh create"
     assert answer["texts"].keys() == set(answer["files"])
     assert list(tmp_path.iterdir()) == []
 
