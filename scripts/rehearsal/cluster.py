@@ -51,7 +51,6 @@ class Cluster(LocalRun):
         environment: of all processes, beside what local runs set.
 
     Attributes:
-        relays: the ways from each island to the syncer.
         moves: how often the syncer was to be given another host.
     """
 
@@ -59,25 +58,20 @@ class Cluster(LocalRun):
         self, config: RunConfig, root: Path, say: Callable[[str], None], stop: threading.Event,
         environment: Mapping[str, str],
     ) -> None:  # fmt: skip
-        self._root = root
-        self._environment = environment
-        self.volumes = root / "volumes"
+        self._root, self._environment, self.volumes = root, environment, root / "volumes"
         self.mounted = _mount(self.volumes)
         self._volume = self.volumes / "new"
         for folder in (self._volume, root / "logs", root / CHAOS, root / "hosts"):
             folder.mkdir(parents=True, exist_ok=True)
         (root / "config.yaml").write_text(dump(config), encoding="utf-8")
         (self._volume / CHAOS).symlink_to(root / CHAOS)
-        self.moves = 0
         self._mount_at(0)
+        self.moves = 0
         super().__init__(config, root / "run", say, stop)
         first = int(free_address().rpartition(":")[2])
         self._ports = range(first, first + config.syncer.shards + 1)
         names = enumerate(config.islands.names)
-        self.relays = {name: Ways(f"127.0.1.{i + 1}", self._ports, self._syncer_host) for i, name in names}
-
-    def _syncer_host(self) -> str:
-        return f"127.0.0.{self._moved + 2}"
+        self.relays = {name: Ways(f"127.0.1.{i + 1}", self._ports, lambda: self._host) for i, name in names}
 
     def _mount_at(self, number: int) -> None:
         """Let the volume be that of another host, and root/run lead there."""
@@ -85,13 +79,12 @@ class Cluster(LocalRun):
         link = self._root / "run.new"
         link.symlink_to(self._volume)
         link.rename(self._root / "run")
-        self._moved = number
+        self._moved, self._host = number, f"127.0.0.{number + 2}"
 
     def _start_syncer(self, options: Any = ()) -> Child:
         if self.moves > self._moved:
             self._mount_at(self.moves)
-        address = f"{self._syncer_host()}:{self._ports[0]}"
-        words = [*common.syncer_words(), "--transport.address", address, *options]
+        words = [*common.syncer_words(), "--transport.address", f"{self._host}:{self._ports[0]}", *options]
         return Child(SYNCER, [self._start(SYNCER, words)])
 
     def _start_island(self, name: str, address: str) -> Child:
