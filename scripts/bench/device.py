@@ -1,11 +1,7 @@
 """All checks that need an accelerator, in one command of at most ten minutes: ./scripts/device [--json] [--cpu].
 
-codes     what a device encodes of an update equals, bit for bit, what the host encodes, in every format of the wire
-islands   four islands share what is here, train and merge
-overhead  time of a step with a syncer over that of a plain loop, 100M parameters and about 0.2 s a step, interleaved
-tests     pytest -m device
-
-With --cpu the same at small sizes on the CPU, to try the command itself; nothing is learned of accelerators then.
+Codes of the wire equal bit for bit between device and host; four islands that share what is here; the time of a step
+with a syncer over that of a plain loop, interleaved; tests marked `device`. --cpu tries the command at small sizes.
 """
 
 from __future__ import annotations
@@ -35,13 +31,11 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--codes", action="store_true", help=argparse.SUPPRESS)  # that check alone, in this process
     options = parser.parse_args()
-    if options.cpu:  # cores that others use too
-        LIMITS_S.update(dict.fromkeys(LIMITS_S, 600.0))
+    LIMITS_S.update(dict.fromkeys(LIMITS_S, 600.0) if options.cpu else {})  # cores that others use too
     os.environ |= {"PYTHONPATH": str(ROOT)} | ({"JAX_PLATFORMS": "cpu"} if options.cpu else {})
     if options.codes:
         sys.stdout.write(json.dumps(codes(SMALL if options.cpu else LARGE)) + "\n")
         return 0
-    # in a process of its own: whoever asks holds the accelerator's memory until it ends
     platform, count, version, kind = run([sys.executable, "-c", LOOK], 120.0).split(maxsplit=3)
     if platform == "cpu" and not options.cpu:
         sys.stderr.write("no accelerator was found: JAX sees CPUs only (--cpu tries the command without one)\n")
@@ -103,8 +97,7 @@ def codes(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def codes_apart(small: bool) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--codes", *(["--cpu"] * small)]
-    return json.loads(run(command, LIMITS_S["codes"]))
+    return json.loads(run([sys.executable, __file__, "--codes", *(["--cpu"] * small)], LIMITS_S["codes"]))
 
 
 def islands(small: bool) -> dict[str, Any]:

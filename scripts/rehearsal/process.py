@@ -13,7 +13,6 @@ STEP_ENV, _wait = "REHEARSAL_STEP_S", BuiltInLoop.wait
 
 
 def wait(loop: BuiltInLoop, handle: object) -> object:
-    """Wait for a step, and then for the end of its time."""
     figures = _wait(loop, handle)
     time.sleep(max(0.0, getattr(loop, "next_s", 0.0) - time.monotonic()))
     loop.next_s = time.monotonic() + float(os.environ[STEP_ENV])

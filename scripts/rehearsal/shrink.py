@@ -16,26 +16,17 @@ from diloco_jax.training.sharding import MeshConfig
 from diloco_jax.transport.trust.certificates import settings
 
 AXES = ("data", "fsdp", "expert", "tensor")
-ISLANDS_MAX, HOSTS_MAX, SHARDS, STRIPES_MAX = 4, 2, 2, 2
+ISLANDS_MAX, HOSTS_MAX, SHARDS, STRIPES_MAX, SEQ_LEN, BATCH_PER_DEVICE = 4, 2, 2, 2, 64, 2
 SIZES_MAX = {  # together below 2 million parameters
     "dim": 64, "num_layers": 12, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mlp_dim": 256, "num_experts": 2,
     "experts_per_token": 2, "vocab_size": 256, "loss_chunk": 128, "seq_len_max": 64,
 }  # fmt: skip
-SEQ_LEN, BATCH_PER_DEVICE = 64, 2
 SNAPSHOTS = 12  # at least so many
 BUCKET = "gs://rehearsal"
 
 
 def shrink(config: RunConfig, steps: int, root: Path) -> RunConfig:
-    """Make the config of a rehearsal.
-
-    Args:
-        steps: global steps that take the time that the rehearsal shall last.
-        root: the rehearsal's folder; its certificates are below `certs`.
-
-    Raises:
-        ValueError: the config is of no run that islands and a syncer train.
-    """
+    """Make the config of a rehearsal of so many global steps in the folder `root`; ValueError if it has no syncer."""
     if config.algorithm != "decoupled" or config.model.own:
         raise ValueError("only a run of islands and a syncer with a model of the config can be rehearsed")
     names = config.islands.names[:ISLANDS_MAX]
@@ -46,7 +37,7 @@ def shrink(config: RunConfig, steps: int, root: Path) -> RunConfig:
         config,
         islands=replace(
             config.islands, count=len(names), topology="", mesh=MeshConfig(data=-1), each=each, batch_size=0, zone="",
-            restarts_max=config.cloud.restarts_max,
+            standby=False, restarts_max=config.cloud.restarts_max,
         ),
         syncer=replace(config.syncer, shards=SHARDS, restarts_max=config.cloud.restarts_max),
         train=replace(
@@ -75,10 +66,7 @@ def changes(config: RunConfig, made: RunConfig) -> list[str]:
 
 
 def _island(config: RunConfig, island: IslandConfig) -> IslandOverride:
-    """Return an island with as many hosts and devices as this machine bears: the two longest axes of its mesh keep 2.
-
-    Islands keep the proportions of their batches.
-    """
+    """Return an island of fewer hosts and devices: the two longest axes of its mesh keep 2, batches their proportions."""
     chips = Topology.parse(island.topology).chips if island.topology else island.devices or 4
     sizes = dict(zip(AXES, island.mesh.sizes(chips), strict=True))
     longest = sorted((axis for axis in AXES if sizes[axis] > 1), key=lambda axis: -sizes[axis])[:2]
