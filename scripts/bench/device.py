@@ -19,7 +19,6 @@ from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS_S = {"codes": 90.0, "islands": 150.0, "overhead": 240.0, "tests": 90.0}  # together below ten minutes
-STEP_S = 0.2
 LOOK = "import jax; d = jax.devices(); print(d[0].platform, len(d), jax.__version__, d[0].device_kind)"
 LARGE = {"dim": 1024, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 128, "mlp_dim": 4096}
 SMALL = {"dim": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "mlp_dim": 256}
@@ -119,7 +118,7 @@ def overhead(small: bool) -> dict[str, Any]:
     if not small:
         command += ["--seq-len", "1024", "--accelerator"]
         tried = run([*command, "--batch-size", str(batch), "--pairs", "1", "--steps", "8"], LIMITS_S["overhead"])
-        batch = max(1, round(batch * STEP_S / json.loads(tried)["step_s"]))
+        batch = max(1, round(batch * 0.2 / json.loads(tried)["step_s"]))
     pairs = ["--batch-size", str(batch), "--pairs", "3" if small else "5"]
     found = json.loads(run([*command, *pairs], max(1.0, until_s - time.monotonic())))
     told = f"x {found['value']:.4f} ({found['low']:.4f} to {found['high']:.4f}) of {1000 * found['step_s']:.0f} ms, "

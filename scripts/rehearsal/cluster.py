@@ -42,11 +42,7 @@ class Ways:
 
 
 class Cluster(LocalRun):
-    """A run whose processes share nothing but the network; `root/run` is the syncer's volume, wherever it is mounted.
-
-    Attributes:
-        moves: how often the syncer was to be given another host.
-    """
+    """A run whose processes share nothing but the network; `root/run` is the syncer's volume, wherever it is mounted."""
 
     def __init__(
         self, config: RunConfig, root: Path, say: Callable[[str], None], stop: threading.Event,
@@ -60,7 +56,7 @@ class Cluster(LocalRun):
         (root / "config.yaml").write_text(dump(config), encoding="utf-8")
         (self._volume / CHAOS).symlink_to(root / CHAOS)
         self._mount_at(0)
-        self.moves = 0
+        self.moves = 0  # of the syncer to another host, as many as are wanted
         super().__init__(config, root / "run", say, stop)
         first = int(free_address().rpartition(":")[2])
         self._ports = range(first, first + config.syncer.shards + 1)

@@ -66,7 +66,7 @@ def changes(config: RunConfig, made: RunConfig) -> list[str]:
 
 
 def _island(config: RunConfig, island: IslandConfig) -> IslandOverride:
-    """Return an island of fewer hosts and devices: the two longest axes of its mesh keep 2, batches their proportions."""
+    """Return an island of fewer hosts and devices; the two longest axes of its mesh keep 2."""
     chips = Topology.parse(island.topology).chips if island.topology else island.devices or 4
     sizes = dict(zip(AXES, island.mesh.sizes(chips), strict=True))
     longest = sorted((axis for axis in AXES if sizes[axis] > 1), key=lambda axis: -sizes[axis])[:2]
