@@ -42,7 +42,7 @@ class Ways:
 
 
 class Cluster(LocalRun):
-    """A run whose processes share nothing but the network; `root/run` is the syncer's volume, wherever it is mounted."""
+    """A run whose processes share nothing but the network; `root/run` is the syncer's volume, wherever mounted."""
 
     def __init__(
         self, config: RunConfig, root: Path, say: Callable[[str], None], stop: threading.Event,
