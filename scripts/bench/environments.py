@@ -18,7 +18,7 @@ def python_with(name: str, pins: Sequence[str], *, ours: bool = False) -> Path:
     Args:
         name: of the folder.
         pins: what it holds, as pip takes it.
-        ours: beside all that the environment of this process has.
+        ours: beside what ours holds.
     """
     folder = ROOT / ".bench" / name
     stamp, python = folder / ".stamp", folder / "bin" / "python"

@@ -64,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             driver = Driver(schedule, config.islands.names, steps, lease_s, run_dir, cluster, calamity, say)
             result = run_under(driver, cluster, config, run_dir, say, stop)
     result |= {"minutes": round((time.monotonic() - began_s) / 60, 1), "seed": options.seed, "folder": str(root)}
-    result["needed"] = needed(root, result, [*cluster.given_up, *renewer.failures])
+    summary = root / "run" / SUMMARY_FILE
+    result["alarms"] = read_object(summary).get("alarms", []) if summary.exists() else []
+    result["needed"] = needed(root, result, [*renewer.failures, *cluster.given_up()])
     say(table(result))
     say(f"{result['minutes']} minutes, alarms: {'; '.join(result['alarms']) or 'none'}")
     say("\n".join(f"AN OPERATOR WOULD HAVE HAD TO  {each}" for each in result["needed"]) or "nothing was left to do")
@@ -73,15 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if result["needed"] or result["skipped"] else 0
 
 
-def needed(root: Path, result: dict[str, Any], given_up: Sequence[str]) -> list[str]:
-    """List what somebody would have had to do, each with its evidence; enters what the run had warned of."""
-    summary = root / "run" / SUMMARY_FILE
-    told = read_object(summary) if summary.exists() else {}
-    result["alarms"] = told.get("alarms", [])
-    found = [f"look after the run: {each}" for each in result["problems"]]
-    found += [f"start or renew something by hand: {each}" for each in given_up]
+def needed(root: Path, result: dict[str, Any], failures: Sequence[str]) -> list[str]:
+    """List what somebody would have had to do, each with its evidence."""
     traces = {path.name: path.read_text(errors="replace").count(TRACE) for path in sorted((root / "logs").iterdir())}
-    return found + [f"read {count} stack traces in {root}/logs/{name}" for name, count in traces.items() if count]
+    found = [f"read {count} stack traces in {root}/logs/{name}" for name, count in traces.items() if count]
+    return [f"look after the run: {each}" for each in (*result["problems"], *failures)] + found
 
 
 if __name__ == "__main__":

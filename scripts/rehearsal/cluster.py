@@ -1,8 +1,7 @@
 """The machines of a rehearsal: folders for disks, addresses of loopback for hosts, relays between regions.
 
-As JobSets and a StatefulSet do on a cluster, the supervisor of local runs starts again what ended. Commands are those
-of `diloco launch`, with folders of this machine for those of containers. Each island dials an address of its own,
-behind which there is a relay for the syncer's port and one for that of each merge shard.
+As JobSets do on a cluster, the supervisor of local runs starts again what ended, by the commands of `diloco launch`.
+Each island dials an address of its own, with a relay for the syncer's port and one for that of each merge shard.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from diloco_jax.protocol.messages import SYNCER
@@ -44,40 +42,26 @@ class Ways:
 
 
 class Cluster(LocalRun):
-    """A run whose processes share nothing but the network.
-
-    Args:
-        root: folder of the rehearsal; `root/run` is the syncer's volume, wherever it is mounted.
-        environment: of all processes, beside what local runs set.
-
-    Attributes:
-        relays: the ways from each island to the syncer.
-        moves: how often the syncer was to be given another host.
-    """
+    """A run whose processes share nothing but the network; `root/run` is the syncer's volume, wherever mounted."""
 
     def __init__(
         self, config: RunConfig, root: Path, say: Callable[[str], None], stop: threading.Event,
         environment: Mapping[str, str],
     ) -> None:  # fmt: skip
-        self._root = root
-        self._environment = environment
-        self.volumes = root / "volumes"
+        self._root, self._environment, self.volumes = root, environment, root / "volumes"
         self.mounted = _mount(self.volumes)
         self._volume = self.volumes / "new"
         for folder in (self._volume, root / "logs", root / CHAOS, root / "hosts"):
             folder.mkdir(parents=True, exist_ok=True)
         (root / "config.yaml").write_text(dump(config), encoding="utf-8")
         (self._volume / CHAOS).symlink_to(root / CHAOS)
-        self.moves = 0
         self._mount_at(0)
+        self.moves = 0  # of the syncer to another host, as many as are wanted
         super().__init__(config, root / "run", say, stop)
         first = int(free_address().rpartition(":")[2])
         self._ports = range(first, first + config.syncer.shards + 1)
         names = enumerate(config.islands.names)
-        self.relays = {name: Ways(f"127.0.1.{i + 1}", self._ports, self._syncer_host) for i, name in names}
-
-    def _syncer_host(self) -> str:
-        return f"127.0.0.{self._moved + 2}"
+        self.relays = {name: Ways(f"127.0.1.{i + 1}", self._ports, lambda: self._host) for i, name in names}
 
     def _mount_at(self, number: int) -> None:
         """Let the volume be that of another host, and root/run lead there."""
@@ -85,32 +69,29 @@ class Cluster(LocalRun):
         link = self._root / "run.new"
         link.symlink_to(self._volume)
         link.rename(self._root / "run")
-        self._moved = number
+        self._moved, self._host = number, f"127.0.0.{number + 2}"
 
     def _start_syncer(self, options: Any = ()) -> Child:
         if self.moves > self._moved:
             self._mount_at(self.moves)
-        address = f"{self._syncer_host()}:{self._ports[0]}"
-        words = [*common.syncer_words(), "--transport.address", address, *options]
-        return Child(SYNCER, [self._start(SYNCER, words)])
+        words = [*common.syncer_words(), "--transport.address", f"{self._host}:{self._ports[0]}", *options]
+        return Child(SYNCER, [self._launch(SYNCER, words)])
 
     def _start_island(self, name: str, address: str) -> Child:
         del address  # that of its own end of the way
         hosts = self._config.island(name).hosts
         words = common.learner_words(name, self.relays[name].address)
-        meet = ["--coordinator", free_address()] if hosts > 1 else []
-        numbered = [[*words, *meet, *(["--host", str(host)] if meet else [])] for host in range(hosts)]
-        return Child(name, [self._start(name, each, host) for host, each in enumerate(numbered)])
+        meet = ["--coordinator", free_address(), "--host"] if hosts > 1 else []
+        numbered = [[*words, *meet, str(host)][: None if meet else -1] for host in range(hosts)]
+        return Child(name, [self._launch(name, each, host) for host, each in enumerate(numbered)])
 
-    def _start(
-        self, name: str, arguments: list[str], host: int = 0, told: Mapping[str, str] = MappingProxyType({})
-    ) -> Process:
+    def _launch(self, name: str, arguments: list[str], host: int = 0) -> Process:
         disk = self._volume if name == SYNCER else self._root / "hosts" / f"{name}-{host}"
         disk.mkdir(exist_ok=True)
         here = {common.CONFIG_PATH: str(self._root / "config.yaml"), common.RUN_DIR: str(disk)}
         module = "diloco_jax" if name == SYNCER else "rehearsal.process"
         command = [sys.executable, "-m", module, *(here.get(word, word) for word in arguments)]
-        environment = {**child_environment(self._config, name, self._machine, host), **self._environment, **told}
+        environment = {**child_environment(self._config, name, self._machine, host), **self._environment}
         log = self._root / "logs" / f"{name}-{host}.log"
         with log.open("ab") as stream:
             process = subprocess.Popen(
@@ -138,7 +119,6 @@ class Cluster(LocalRun):
             os.kill(pid, number)
         return bool(pids)
 
-    @property
     def given_up(self) -> list[str]:
         """Return the last words of islands that nobody starts again."""
         return [child.obituary() for child in self._islands.values() if child.failed]
@@ -151,7 +131,6 @@ class Cluster(LocalRun):
         for tape in sorted((self._root / "hosts").glob(f"*-0/{TAPES}/*.jsonl")):
             with contextlib.suppress(FileExistsError):
                 (self._root / "run" / TAPES / tape.name).symlink_to(tape)
-
         if self.mounted:
             kept = shutil.copytree(self.volumes, self._root / "kept", symlinks=True)
             subprocess.run(["umount", "-l", str(self.volumes)], check=True)

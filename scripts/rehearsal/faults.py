@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,11 +43,7 @@ REGION_S, FULL_S = 120.0, 20.0
 
 
 def draw(seed: int, config: RunConfig, faults: int, minutes: float, kinds: str) -> list[ChaosFault]:
-    """Draw a schedule as `draw_schedule` does; a region is lost for 2 minutes, or a tenth of a shorter run.
-
-    Args:
-        kinds: those that are wanted, separated by commas.
-    """
+    """Draw a schedule of kinds as `draw_schedule` does; a region is lost for 2 minutes, or a tenth of a shorter run."""
     cards = [kind for kind in kinds.split(",") for _ in range(CARDS[kind])]
     random, steps = Random(seed), config.planned_steps
     deal, islands = deck(random, cards), deck(random, config.islands.names)
@@ -115,12 +112,11 @@ class Calamity(Saboteur):
         return True
 
     def _fill(self, fault: ChaosFault) -> bool:
-        """Take all that is free of the volume; without one of its own, no file of the syncer may grow."""
+        """Take all that is free of the volume; if it is none of its own, no file of the syncer may grow."""
         if not self.cluster.mounted:
             return self._fill_disk(fault)
         path = self.cluster.volumes / "of-somebody-else"
-        disk = os.statvfs(path.parent)
         with path.open("wb") as file, contextlib.suppress(OSError):
-            os.posix_fallocate(file.fileno(), 0, max(1, disk.f_bavail * disk.f_frsize))
+            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(path.parent).free or 1)
         self._undo[fault.number] = lambda: path.unlink(missing_ok=True)
         return True

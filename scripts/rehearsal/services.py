@@ -22,8 +22,8 @@ from rehearsal.shrink import BUCKET
 
 DILOCO = (sys.executable, "-m", "diloco_jax")
 CORPUS = "[a-i]*.py"  # of Python's standard library: 2 MB
-RENEWAL_S = 15.0  # between two looks of the job that renews
-VALID_S, LATE_S = 3.0, 10.0  # a certificate that expires, and how much later it is renewed at the earliest
+# Between two looks of the job that renews; of a certificate that expires, and how much later it is renewed at least.
+RENEWAL_S, VALID_S, LATE_S = 15.0, 3.0, 10.0
 
 
 @contextmanager
