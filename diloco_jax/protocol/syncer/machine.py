@@ -47,7 +47,7 @@ from diloco_jax.protocol.recovery import Matchmaker
 from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.comeback import Comeback
 from diloco_jax.protocol.syncer.downstream import Downstream
-from diloco_jax.protocol.syncer.evaluations import EvaluationPlan, Evaluations
+from diloco_jax.protocol.syncer.evaluations import NEVER, EvaluationPlan, Evaluations
 from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget, Progress
 from diloco_jax.protocol.syncer.roster import Roster
 from diloco_jax.protocol.syncer.rounds import COLLECTING, PULLING
@@ -73,7 +73,7 @@ class Syncer:
         payload_bytes: Mapping[int, int] = MappingProxyType({}),
         step_bytes: Mapping[int, int] = MappingProxyType({}),
         budget: Budget = NO_BUDGET,
-        plan: EvaluationPlan = EvaluationPlan(),  # noqa: B008  a constant: never
+        plan: EvaluationPlan = NEVER,
     ) -> None:
         self.config = config
         self.progress = progress = Progress(total_steps, budget, config.sync_every + config.overlap_steps)
