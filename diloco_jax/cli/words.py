@@ -75,7 +75,6 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
     learner = add("learner", "One learner alone, for real machines.", config=True, json="")
     learner.add_argument("--island", required=True, help="name of the learner, unique in the run")
     learner.add_argument("--syncer", help=SYNCER)
-    learner.add_argument("--standby", action="store_true", help=argparse.SUPPRESS)  # a spare of `train`
     learner.add_argument("--incarnation", type=int, help="number that grows with every start; default: the time")
     learner.add_argument("--host", type=int, help="which of the island's islands.hosts processes this is; 0 leads")
     learner.add_argument("--coordinator", metavar="HOST:PORT", default="", help="where host 0 of the island listens")
@@ -157,7 +156,8 @@ def _config_words(sub: Parser, **config: str) -> None:
 
 
 def _unlisted_words(commands: argparse._SubParsersAction[Parser], learner: Parser, run: Mapping[str, Command]) -> None:
-    """Add the commands that processes of a run start."""
+    """Add the commands and words with which processes of a run start others."""
+    learner.add_argument("--standby", action="store_true", help=argparse.SUPPRESS)
     unlisted = commands.add_parser(CHAOS_LEARNER, parents=[learner], add_help=False)  # what `chaos` starts
     unlisted.set_defaults(command=run[CHAOS_LEARNER], name=CHAOS_LEARNER, takes_overrides=True)
     shard = commands.add_parser(MERGE_SHARD)  # what a syncer with syncer.shards starts

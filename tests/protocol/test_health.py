@@ -98,6 +98,7 @@ def test_a_joining_learner_that_falls_silent_is_noticed_and_may_come_back() -> N
     syncer.on_message(hello("a", versions=(-1,) * 4), 0.0)
     effects = syncer.on_tick(8.0)
     assert only(effects, Note) == [Note("silent", 0, -1, ("a",), "not heard for 8.0 s")]
+    assert "not heard for 8.0 s: compiles on an overloaded machine, was stopped" in said(syncer, "a", 8.0)[2]
     (note,) = only(syncer.on_message(Heartbeat("a", 1), 12.0), Note)
     assert note.kind == "back" and syncer.membership.members["a"].state == JOINING
     assert syncer.membership.live == 0

@@ -38,7 +38,10 @@ def _condition(syncer: Syncer, member: Member, now_s: float) -> Condition:
             return Condition(name, "gone", since_s, "no connection; its data goes to others after release_s")
         return Condition(name, "gone", since_s, "no connection; what it left undone goes to others")
     if member.state == SILENT:
-        return Condition(name, "silent", since_s, f"connected, but not heard for {quiet_s:.1f} s: stopped, or cut off")
+        why = (
+            "stopped, or cut off" if member.local_step else "compiles on an overloaded machine, was stopped, or cut off"
+        )
+        return Condition(name, "silent", since_s, f"connected, but not heard for {quiet_s:.1f} s: {why}")
     if member.state == JOINING:
         donor = syncer.matches.donor_of(name)
         if donor:

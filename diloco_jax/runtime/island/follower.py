@@ -41,6 +41,7 @@ from diloco_jax.transport.link import Link, Payload, TransportError
 from diloco_jax.transport.sharded import Dialler
 
 POLL_S = 0.2
+LONG = (commands.HostLoadState, commands.HostRestore, commands.HostEvaluate)  # what may take longer than a step
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,10 @@ class Follower:
                     self._pulse.beat(now_s - before_s if before_s else None)
                     self._pulse.ready(self._link is not None)
                     return command.clock
-                self._pulse.beat()
+                if isinstance(command, LONG):
+                    self._pulse.patient()
+                else:
+                    self._pulse.beat()
                 self._do(command)
         except Exception as error:  # such as a collective that lost one of its hosts
             die(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
@@ -152,7 +156,6 @@ class Follower:
                 score = host.evaluate(global_step, final=final)
                 self._group.send(commands.HostAnswer(number, "" if isfinite(score.loss) else score.reason))
             case commands.HostLoadState(number, fragments):
-                self._pulse.patient()
                 host.load_leaves(self._ask_leaf, fragments)
                 self._answer(number)
             case commands.HostSave(number, state, kept):

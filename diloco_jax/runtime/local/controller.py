@@ -15,6 +15,7 @@ import gc
 import importlib
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -23,6 +24,7 @@ import jax
 
 from diloco_jax.runtime.learner.joined import Joining, island_pulse
 from diloco_jax.runtime.learner.run import LearnerRun
+from diloco_jax.runtime.local.processes import BRIEF_S, pause_s
 from diloco_jax.runtime.local.run import next_incarnation
 from diloco_jax.runtime.records.status import complete, last_state
 from diloco_jax.settings.run import RunConfig
@@ -170,10 +172,14 @@ class IslandsRun:
 
     def _live(self, name: str) -> None:
         """Live one life after the other; the body of an island's thread."""
-        for start in range(self._config.islands.restarts_max + 1):
-            if self._stop.wait(self._config.islands.restart_delay_s if start else 0.0):
+        wait_s, brief = 0.0, 0
+        for _ in range(self._config.islands.restarts_max + 1):
+            if self._stop.wait(wait_s):
                 return
+            began_s = time.monotonic()
             failure = self._live_once(name)
+            brief = brief + 1 if time.monotonic() - began_s < BRIEF_S else 1
+            wait_s = pause_s(self._config.islands.restart_delay_s, brief)
             if failure is None or last_state(self._run_dir) == "complete":
                 self._outcomes[name] = "left"
                 return

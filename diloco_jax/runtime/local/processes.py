@@ -82,8 +82,7 @@ class Child:
         # else it was asked to end, as by a preemption notice, perhaps before it could hear
         failed = self.poll() not in (INTERRUPTED, -signal.SIGTERM)
         self.failures = failed + (0 if lived_s > STEADY_S else self.failures)
-        wait_s = min(delay_s * 2.0 ** min(self.brief - 1, 30), max(delay_s, DELAY_MAX_S))
-        self.again_at_s = time.monotonic() + wait_s
+        self.again_at_s = time.monotonic() + pause_s(delay_s, self.brief)
 
     @property
     def unloadable(self) -> bool:
@@ -136,6 +135,11 @@ class Child:
     def obituary(self) -> str:
         """Say how it ended, and repeat its last line."""
         return (self.first or self.hosts[0]).obituary()
+
+
+def pause_s(delay_s: float, brief: int) -> float:
+    """Return the seconds until the next start, after so many brief lives in a row; `delay_s` after the first."""
+    return min(delay_s * 2.0 ** min(brief - 1, 30), max(delay_s, DELAY_MAX_S))
 
 
 def free_address() -> str:

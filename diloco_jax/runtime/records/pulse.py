@@ -4,7 +4,8 @@ A collective that lost its partner, a callback that never returns or a disk that
 ever, and nobody can interrupt it. So the process ends, with the stacks of all threads in its log, and is started again.
 The files, which the probes of `diloco launch` read, are below `health` in the run's folder:
 
-    NAME.alive    its age is the time since the loop made progress, up to a second
+    NAME.alive    its age is the time since the loop made progress, up to a second; while that may take long, such as
+                  before the first step, the time since its watchdog looked
     NAME.ready    exists while the loop is connected and trains, or listens
 
 NAME is `syncer`, an island, or NAME-h1 for its host 1. An island that is a thread of a process takes the process along.
@@ -21,7 +22,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from math import isinf
 from pathlib import Path
 from statistics import median
 from typing import Self
@@ -49,6 +49,7 @@ class Patience:
         self._last_s: deque[float] = deque(maxlen=MEDIAN_OF)
         self._usual_s: float | None = None
         self._now = (0, config.bound_s(None))  # number of the beat, seconds until the next one
+        self.long = True  # the next beat may take long
         self._counted = (0, 0.0)  # the beat that the counting thread has seen, seconds since then
 
     def beat(self, took_s: float | None = None) -> None:
@@ -56,10 +57,12 @@ class Patience:
         if took_s is not None:
             self._last_s.append(took_s)
             self._usual_s = median(self._last_s)
+        self.long = self._usual_s is None
         self._now = (self._now[0] + 1, self._config.bound_s(self._usual_s))
 
     def wait(self, bound_s: float) -> None:
         """Note progress, and let the next one take so long."""
+        self.long = True
         self._now = (self._now[0] + 1, bound_s)
 
     def count(self, elapsed_s: float) -> str:
@@ -100,8 +103,7 @@ class Pulse:
                 folder.mkdir(parents=True, exist_ok=True)
             self._touch()
             self.ready(False)
-        if not isinf(config.bound_s(None)):
-            threading.Thread(target=self._look, name="watchdog", daemon=True).start()
+        threading.Thread(target=self._look, name="watchdog", daemon=True).start()
 
     def beat(self, took_s: float | None = None) -> None:
         """Note progress, and the seconds of a step that is done."""
@@ -166,6 +168,8 @@ class Pulse:
             if reason := self._patience.count(now_s - last_s):
                 self._end(reason)
             last_s = now_s
+            if self._patience.long:
+                self._touch()
 
     def _end(self, reason: str) -> None:
         if sys.__stderr__ is not None:

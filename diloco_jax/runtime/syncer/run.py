@@ -132,7 +132,7 @@ class SyncerRun:
     def _conclude(self, watch: Watch, keeper: Keeper, ended_s: float) -> dict[str, Any]:
         """Write snapshot and summary."""
         watch.tell()
-        self._pulse.rest()  # a snapshot takes as long as the disk takes
+        self._pulse.patient()
         summary = self._stats.summary(watch.wire(), ended_s)
         if not keeper.saved:
             keeper.save_last(watch.tell)

@@ -38,6 +38,7 @@ def test_a_bound_follows_the_last_steps(steps: list[float], bound_s: float) -> N
     for _ in range(int(bound_s)):
         assert not patience.count(1.0)
     assert f"more than the {bound_s:.0f} s" in patience.count(1.0)
+    assert patience.long == (not steps)
     patience.beat()
     assert not patience.count(1.0), "it goes on"
 
