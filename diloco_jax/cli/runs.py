@@ -69,7 +69,10 @@ def syncer(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     run_dir = _run_dir(arguments, config)
     stop = _begin_process(run_dir)
+    from diloco_jax.runtime.records.signals import give_memory_back
     from diloco_jax.runtime.syncer.run import SyncerRun
+
+    give_memory_back()
 
     model: Evaluator | OfferedModel | None
     if config.model.own:

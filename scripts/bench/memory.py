@@ -85,6 +85,7 @@ class World:
 
     def __init__(self, file: Path, plan: FragmentPlan) -> None:
         self.layouts = [whole(fragment) for fragment in plan.fragments]
+        self.payloads = [random_payload(layout) for layout in self.layouts]
         self.keys_shapes = [fragment.keys_shapes for fragment in plan.fragments]
         sizes = np.cumsum([0, *(layout.size for layout in self.layouts)])
         values = np.memmap(file, np.float32, "w+", shape=(int(sizes[-1]),))
@@ -126,7 +127,6 @@ class Stub(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._world, self._dialler, self._step_s = world, dialler, step_s
         sizes = {n: layout.payload_bytes("int4") for n, layout in enumerate(world.layouts)}
-        self._payloads = [random_payload(layout) for layout in world.layouts]
         self._machine = Learner(name, 1, config.protocol, agreed, payload_bytes=sizes, evaluates=False)
         self.over = False
 
@@ -179,7 +179,7 @@ class Stub(threading.Thread):
             elif isinstance(effect, Send):
                 message, payload = effect.message, memoryview(b"")
                 if isinstance(message, FragmentValue):
-                    payload = self._payloads[message.fragment_id]
+                    payload = self._world.payloads[message.fragment_id]
                 elif isinstance(message, AnchorValue):
                     payload = self._world.value(message.fragment_id)
                     message = message._replace(payload_bytes=payload.nbytes)
@@ -222,7 +222,6 @@ class Bench:
             },
             "protocol": {"sync_every": count, "num_fragments": count, "overlap_steps": 2, "quorum": 1}
             | {"snapshot_every": 2 * count, "recover_from_peers": False, "lease_s": 120.0, "pull_timeout_s": 120.0},
-            "transport": {"payload_bytes_max": 2**32},
             "syncer": {"shards": arguments.shards},
             "outer": {"learning_rate": 0.7, "momentum": 0.9},
             "trackers": [],

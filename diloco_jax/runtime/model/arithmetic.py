@@ -34,15 +34,10 @@ class Moment:
         """Return a fragment's newest value, for nobody to write to."""
         return self.state(fragment_id, value_only=True).value
 
-    def release(self, fragment_id: int) -> None:
-        """Let go of a fragment, of which nothing is read any more."""
-        for shard in self._setup.shares.holders(fragment_id):
-            self._parts[shard].release(fragment_id)
-
-    def close(self) -> None:
-        """Let go of everything."""
+    def release(self, fragment_id: int | None = None) -> None:
+        """Let go of a fragment, or of all, of which nothing is read any more."""
         for part in self._parts:
-            part.close()
+            part.release(fragment_id)
 
 
 class Arithmetic:

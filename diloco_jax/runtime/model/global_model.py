@@ -193,7 +193,7 @@ class GlobalModel:
         flat = self._flat(fragment_id, payload)
         if flat is None:
             raise ValueError(f"{len(payload)} bytes are no value of fragment {fragment_id}")
-        self._arithmetic.restore(fragment_id, version, flat)
+        self._arithmetic.restore(fragment_id, version, flat.copy())
         mark = self._marks[fragment_id]
         self._marks[fragment_id] = mark._replace(
             version=version, digest=self._digest(fragment_id, flat), base=NO_VERSION
@@ -207,7 +207,7 @@ class GlobalModel:
     def _flat(self, fragment_id: int, payload: Bytes) -> np.ndarray | None:
         if not 0 <= fragment_id < len(self._marks) or len(payload) != self.value_bytes(fragment_id):
             return None
-        return np.frombuffer(payload, "<f4").astype(np.float32)
+        return np.frombuffer(payload, "<f4")
 
     def slices(self, capture: Capture, fragment_id: int) -> Arrays:
         """Return a fragment's value as the arrays of its slices, by key, for nobody to write to."""

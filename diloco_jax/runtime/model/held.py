@@ -39,16 +39,11 @@ class HeldStates:
             state = self._states[fragment_id]
         return State(state.value, {}, NOTHING) if value_only else state
 
-    def release(self, fragment_id: int) -> None:
-        """Let go of a fragment that is not needed any more."""
+    def release(self, fragment_id: int | None = None) -> None:
+        """Let go of a fragment that is not needed any more, or of all."""
         with self._changed:
-            self._states.pop(fragment_id, None)
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Let go of everything."""
-        with self._changed:
-            self._states.clear()
+            for number in [*self._states] if fragment_id is None else [fragment_id]:
+                self._states.pop(number, None)
             self._changed.notify_all()
 
     def admit(self, fragment_id: int) -> None:

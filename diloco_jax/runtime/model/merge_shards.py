@@ -189,13 +189,9 @@ class HeldCapture:
         names, arrays = self._share.ask(commands.ShardRead(self._number, fragment_id, value_only))
         return commands.unpack_state(names, arrays)
 
-    def release(self, fragment_id: int) -> None:
-        """Let the shard let go of a fragment."""
-        self._share.tell(commands.ShardRelease(self._number, fragment_id))
-
-    def close(self) -> None:
-        """Let the shard let go of everything."""
-        self._share.tell(commands.ShardFree(capture=self._number))
+    def release(self, fragment_id: int | None = None) -> None:
+        """Let the shard let go of a fragment, or of all."""
+        self._share.tell(commands.ShardFree(-1, self._number, -1 if fragment_id is None else fragment_id))
 
 
 class MergeShards:

@@ -103,18 +103,12 @@ class ShardRead(NamedTuple):
     value_only: bool
 
 
-class ShardRelease(NamedTuple):
-    """Let go of a fragment of a capture."""
-
-    capture: int
-    fragment_id: int
-
-
 class ShardFree(NamedTuple):
-    """Drop a part of a learner's value, or a capture."""
+    """Drop a part of a learner's value, a capture, or a fragment of one."""
 
     part: int = -1
     capture: int = -1
+    fragment_id: int = -1
 
 
 class ShardEnd(NamedTuple):

@@ -105,10 +105,12 @@ class ShardRun:
             case commands.ShardSend(peer, message):
                 assert self._listener is not None, "a version was to be sent before anybody could hear it"
                 self._listener.send(peer, message, share.payload(message.fragment_id, message.base))
-            case commands.ShardFree(part, capture):
+            case commands.ShardFree(part, capture, fragment_id):
                 self._held.pop(part, None)
-                if (freed := self._captures.pop(capture, None)) is not None:
-                    freed.close()  # a merge may wait for it
+                if capture in self._captures:  # a merge may wait for it
+                    self._captures[capture].release(None if fragment_id < 0 else fragment_id)
+                    if fragment_id < 0:
+                        del self._captures[capture]
             case commands.ShardInspect(fragment_id, numbers, bases):
                 parts = [self._held[each] for each in numbers]
                 self._submit(self._merges, number, lambda: (None, [share.inspect(fragment_id, parts, bases)]))
@@ -125,8 +127,6 @@ class ShardRun:
                 share.restore(fragment_id, version, arrays[0])
             case commands.ShardCapture(capture, bounded):
                 self._captures[capture] = share.capture(bounded)
-            case commands.ShardRelease(capture, fragment_id):
-                self._captures[capture].release(fragment_id)
             case commands.ShardRead(capture, fragment_id, value_only):
                 held = self._captures[capture]
                 self._submit(self._reads, number, lambda: commands.pack_state(held.read(fragment_id, value_only)))

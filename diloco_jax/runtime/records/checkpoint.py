@@ -32,9 +32,7 @@ PARAMETERS, META = "parameters", "meta"
 CHUNK_BYTES = 1 << 26  # of a file
 _PIECES = "pieces"  # key of the description: group -> path, axis, start, stop and checksum of each piece
 _ITSELF = "checksum"  # likewise: of the rest of the description
-_BARE = "without_elements"  # likewise: group -> name -> dtype and shape of arrays without elements
 _UNREADABLE = "unreadable_"  # prefix of a checkpoint that was set aside
-ROW_BYTES = 1 << 20  # of a slice of length 1, from which it is a chunk of its own
 _AT_ONCE = 2  # chunks that are copied, or written, at a time
 
 Arrays = dict[str, np.ndarray]
@@ -82,18 +80,14 @@ def save_pieces(folder: Path, groups: Iterable[str], pieces: Iterable[Piece], me
         shutil.rmtree(old, ignore_errors=True)
     arrays.mkdir(parents=True)
     written: dict[str, list[list[Any]]] = {group: [] for group in groups}
-    bare: dict[str, dict[str, Any]] = {group: {} for group in written}  # Orbax refuses these
     for piece in pieces:
-        if piece.value.size:
-            _write(arrays / piece.group / piece.where.path, piece)
-        else:
-            bare[piece.group][piece.where.path] = [piece.value.dtype.name, list(piece.shape)]
+        _write(arrays / piece.group / piece.where.path, piece)
         written[piece.group].append([*piece.where, _checksum(piece.where, piece.value)])
         del piece  # before the next one is made
     plain = json.loads(json.dumps(dict(meta)))
-    described = {**plain, _ITSELF: _checksum_of(plain, written, bare), _PIECES: written, _BARE: bare}
-    names = {group: {row[0] for row in rows} - bare[group].keys() for group, rows in written.items()}
-    outline = {group: {name: np.zeros(1, np.float32) for name in found} for group, found in names.items() if found}
+    described = {**plain, _ITSELF: _checksum_of(plain, written), _PIECES: written}
+    one = np.zeros(1, np.float32)
+    outline = {group: {row[0]: one for row in rows} for group, rows in written.items() if rows}
     with _context():
         ocp.save_checkpointables(part, {**outline, META: described})
     for group in outline:  # the arrays in place of those of one element
@@ -118,7 +112,7 @@ def _write(path: Path, piece: Piece) -> None:
         store = _open(path, create=True, metadata=about)
     else:
         store = _open(path)
-    if not piece.shape:
+    if not (piece.shape and value.size):
         store.write(piece.value).result()
         return
     target = store[where.at].translate_to[(0,) * value.ndim]
@@ -131,12 +125,10 @@ def _write(path: Path, piece: Piece) -> None:
 
 
 def _chunks(shape: tuple[int, ...], where: Slice, itemsize: int) -> list[int]:
-    """Return the shape of a file's chunk: of slices of an array, if they can be chunks, and of at most CHUNK_BYTES."""
-    chunks = list(shape)
+    """Return the shape of a file's chunk: that of a slice, as far as it has at most CHUNK_BYTES."""
+    chunks = [max(1, size) for size in shape]
     if where.axis != WHOLE:
-        length, rest = where.stop - where.start, itemsize * math.prod(shape[1:])
-        even = shape[where.axis] % length == 0 and where.start % length == 0
-        chunks[where.axis] = length if even or where.axis or rest < ROW_BYTES else 1
+        chunks[where.axis] = where.stop - where.start
     for axis in range(len(chunks)):
         chunks[axis] = max(1, min(chunks[axis], chunks[axis] * CHUNK_BYTES // (itemsize * math.prod(chunks))))
     return chunks
@@ -166,11 +158,10 @@ class Reader:
         self._folder = checkpoint.absolute()
         with _reading(checkpoint):
             meta = dict(ocp.load_checkpointables(self._folder, {META: None})[META])
-            known, self._bare, pieces = meta.pop(_ITSELF), meta.pop(_BARE), meta.pop(_PIECES)
+            known, pieces = meta.pop(_ITSELF), meta.pop(_PIECES)
             self._pieces = {group: {Slice(*row[:4]): int(row[4]) for row in rows} for group, rows in pieces.items()}
         self.meta: dict[str, Any] = meta
-        if known != _checksum_of(meta, pieces, self._bare):
-            raise self._damaged(META)
+        self._compare(META, known, _checksum_of(meta, pieces))
 
     def names(self, group: str) -> list[str]:
         """Return the names of a group's arrays, ascending.
@@ -191,30 +182,24 @@ class Reader:
         if where not in self._pieces.get(group, {}):
             raise ValueError(f"checkpoint {self._folder} is of another model or another config: no {where.key} in it")
         value = self._read(group, where)
-        self._compare(group, where, value)
+        self._compare(group, self._pieces[group][where], _checksum(where, value))
         return value
 
     def array(self, group: str, name: str) -> np.ndarray:
         """Read an array of all its pieces. Raises as `piece`."""
         value = self._read(group, whole(name))
-        for where in self._pieces[group]:
+        for where, known in self._pieces[group].items():
             if where.path == name:
-                self._compare(group, where, value[where.at])
+                self._compare(group, known, _checksum(where, value[where.at]))
         return value
 
     def _read(self, group: str, where: Slice) -> np.ndarray:
-        if where.path in self._bare[group]:
-            dtype, shape = self._bare[group][where.path]
-            return np.zeros(shape, dtype)
         with _reading(self._folder):
             return np.asarray(_open(self._folder / group / where.path)[where.at].read().result())
 
-    def _compare(self, group: str, where: Slice, value: np.ndarray) -> None:
-        if _checksum(where, value) != self._pieces[group][where]:
-            raise self._damaged(group)
-
-    def _damaged(self, what: str) -> ValueError:
-        return ValueError(f"checkpoint {self._folder} is damaged: the checksum of its {what} differs; use another")
+    def _compare(self, what: str, known: int, found: int) -> None:
+        if found != known:
+            raise ValueError(f"checkpoint {self._folder} is damaged: the checksum of its {what} differs; use another")
 
 
 def load(checkpoint: Path, *names: str) -> tuple[dict[str, Arrays], dict[str, Any]]:

@@ -24,6 +24,7 @@ from collections.abc import Callable
 PARENT_ENV = "DILOCO_PARENT_PID"
 DONE, FAILED, WRONG_INPUT, HUNG, INTERRUPTED = 0, 1, 2, 124, 130
 _PR_SET_PDEATHSIG = 1
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 
 
 def stop_on_signals() -> threading.Event:
@@ -56,3 +57,10 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != int(parent):  # it died before we asked
         raise SystemExit("the supervisor of this run is gone")
+
+
+def give_memory_back() -> None:
+    """Let the C library return large blocks at once, where it is glibc: by itself it keeps many, for each thread."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 19)
+        libc.mallopt(_M_ARENA_MAX, 2)

@@ -59,7 +59,7 @@ def write_snapshot(folder: Path, run: str, model: GlobalModel, capture: Capture,
     try:
         path = checkpoint.save_pieces(folder, (checkpoint.PARAMETERS, OUTER), model.pieces(capture), meta)
     finally:
-        capture.moment.close()
+        capture.moment.release()
     checkpoint.prune(folder, keep)
     return path
 

@@ -19,7 +19,8 @@ from diloco_jax.training.exchange.outgoing_bytes import share_of
 from diloco_jax.training.exchange.windows import Window, windows_of
 
 PROCESS_BYTES = 1 << 30  # Python, JAX and its compiler
-SYNCER_PROCESS_BYTES = 600e6  # likewise, without a program of a model
+SYNCER_PROCESS_BYTES = 450e6  # likewise, without a program of a model
+CONNECTION_BYTES = 16 << 20  # that gRPC and the system hold of each
 DISK_COPIES = 1  # of a fragment: chunks of it, or the slices from which it is put together
 HOST_COPIES = 2  # of a fragment that arrives: its payload decoded, and the sum with the value before
 SHARD_PROCESS_BYTES = 350e6  # of each merge shard beside its share; docs/log.md, 2026-11-21
@@ -56,6 +57,7 @@ class SyncerMemory(NamedTuple):
     """The parts of the memory of the syncer's host, bytes."""
 
     process: float  # Python, JAX and its compiler
+    connections: float  # to learners, without the payloads
     values: float  # newest version of every fragment, float32
     outer_momentum: float  # or whatever else the outer optimizer keeps
     left_out_by_rounding: float  # of the steps so far, for the error feedback of wire.down; float32
@@ -136,6 +138,7 @@ def syncer_memory(config: RunConfig, plan: FragmentPlan) -> SyncerMemory:
     payloads = max(1, protocol.overlap_steps) * max(payload_bytes(plan, config.wire.up)) * config.islands.count
     return SyncerMemory(
         process=SYNCER_PROCESS_BYTES,
+        connections=(config.transport.stripes + 1) * config.islands.count * CONNECTION_BYTES,
         values=model,
         outer_momentum=model * outer_arrays(config.outer),
         left_out_by_rounding=model if rounds else 0.0,

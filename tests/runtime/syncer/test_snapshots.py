@@ -74,7 +74,6 @@ def test_slices_may_be_written_in_any_order_and_read_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axis: int, bounds: tuple[int, ...], chunk_bytes: int
 ) -> None:
     monkeypatch.setattr(checkpoint, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(checkpoint, "ROW_BYTES", 32)
     value = np.arange(7 * 5 * 4, dtype=np.float32).reshape(7, 5, 4)
     slices = [Slice("a/b", axis, start, stop) for start, stop in pairwise(bounds)]
     pieces = (checkpoint.Piece("parameters", each, value.shape, value[each.at]) for each in slices[::-1])

@@ -105,7 +105,8 @@ def test_the_newest_readable_snapshot_is_taken(
     make_run(run, model, values[1], last)
     newest, older = checkpoint.complete(run / "checkpoints")
     if what == "damaged":
-        file = max((newest / "parameters").rglob("d/*"), key=lambda path: path.stat().st_size)
+        files = [path for path in (newest / "parameters").rglob("0") if path.is_file()]
+        file = max(files, key=lambda path: path.stat().st_size)
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     else:
         complete = checkpoint.complete
