@@ -10,7 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from diloco_jax.cli.shared import FAILED, learner_dir, load_config, show
+from diloco_jax.cli.shared import learner_dir, load_config, show
+from diloco_jax.runtime.records.signals import FAILED
 
 
 def certs(arguments: argparse.Namespace) -> int:
@@ -81,21 +82,32 @@ def preflight(arguments: argparse.Namespace) -> int:
     from concurrent.futures import Future
 
     from diloco_jax.runtime.records.telemetry import finite
-    from diloco_jax.tools.preflight.judge import preflight
+    from diloco_jax.tools.preflight.judge import cases_of, preflight
     from diloco_jax.tools.preflight.report import describe
+    from diloco_jax.tools.preflight.search import best_config, describe_search, search
 
     config = load_config(arguments)
+    record, written = _path("--search", arguments.search), _path("--write", arguments.write)
+    if written is not None and (record is None or written.exists()):
+        wrong = "needs --search" if record is None else f"names {written}, which is there already; choose another"
+        raise ValueError(f"--write {wrong}")
     done: Future[dict[str, Any]] = Future()
 
     def compile_all() -> None:
         try:
-            done.set_result(preflight(config, arguments.topology, _tell))
+            if record is None:
+                done.set_result(preflight(config, arguments.topology, _tell))
+            else:
+                there, kind = cases_of(config, arguments.topology)[0]
+                done.set_result(search(there, kind, arguments.compiles, record, _tell))
         except Exception as error:
             done.set_exception(error)
 
     threading.Thread(target=compile_all, name="compile", daemon=True).start()  # Ctrl-C need not wait for it
     result = done.result()
-    show(arguments, finite(result), lambda _: describe(result))
+    if record is not None and written is not None and result["best"]:
+        written.write_text(best_config(config, result["best"]), encoding="utf-8")
+    show(arguments, finite(result), lambda _: (describe if record is None else describe_search)(result))
     return 0 if result["ok"] else FAILED
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from diloco_jax.cli.shared import FAILED, INTERRUPTED, learner_dir, load_config, show
+from diloco_jax.cli.shared import learner_dir, load_config, show
 from diloco_jax.cli.words import CHAOS_LEARNER
+from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
 
 if TYPE_CHECKING:
     from diloco_jax.runtime.model.evaluation import Evaluator
@@ -87,17 +88,27 @@ def syncer(arguments: argparse.Namespace) -> int:
 
 def learner(arguments: argparse.Namespace) -> int:
     import time
+    from functools import partial
 
     config = load_config(arguments)
     run_dir = learner_dir(arguments, config)
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.island.join import join, leave
-    from diloco_jax.runtime.learner.joined import Joining
+    from diloco_jax.runtime.learner.joined import Joining, island_pulse
     from diloco_jax.runtime.learner.preemption import check_source, watch
     from diloco_jax.runtime.learner.run import LearnerRun, follow
     from diloco_jax.runtime.records.status import known_address
 
     make: Callable[[Joining, Event], LearnerRun] = LearnerRun
+    if arguments.standby:
+        from diloco_jax.runtime.local.standby import stand_by
+
+        go = stand_by(config, run_dir, arguments.island, loads=arguments.name != CHAOS_LEARNER)
+        if go is None:
+            return 0
+        arguments.syncer, arguments.incarnation, loaded = go
+        if loaded is not None:
+            make = partial(LearnerRun, make_loop=lambda *_: loaded)
     if arguments.name == CHAOS_LEARNER:
         from diloco_jax.tools.chaos.learner import chaos_learner
 
@@ -110,7 +121,8 @@ def learner(arguments: argparse.Namespace) -> int:
         arguments.leave = leave
     hosts = join(config, arguments.island, incarnation, arguments.host, arguments.coordinator)
     incarnation = incarnation if hosts is None else hosts.incarnation
-    joining = Joining(config, arguments.island, incarnation, address, run_dir, hosts)
+    pulse = island_pulse(config, run_dir, arguments.island, 0 if hosts is None else hosts.host)
+    joining = Joining(config, arguments.island, incarnation, address, run_dir, pulse, hosts)
     if hosts is not None and hosts.host:
         return follow(joining, stop)
     reason = make(joining, stop).run()
@@ -175,9 +187,9 @@ def baseline(arguments: argparse.Namespace) -> int:
 def compile_ahead(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     _begin_process(Path(arguments.run_dir))
-    from diloco_jax.runtime.local.compiling import compile_programs
+    from diloco_jax.runtime.local.compiling import compiled_loop
 
-    compile_programs(config, arguments.island)
+    compiled_loop(config, arguments.island)
     return 0
 
 

@@ -75,6 +75,7 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
     learner = add("learner", "One learner alone, for real machines.", config=True, json="")
     learner.add_argument("--island", required=True, help="name of the learner, unique in the run")
     learner.add_argument("--syncer", help=SYNCER)
+    learner.add_argument("--standby", action="store_true", help=argparse.SUPPRESS)  # a spare of `train`
     learner.add_argument("--incarnation", type=int, help="number that grows with every start; default: the time")
     learner.add_argument("--host", type=int, help="which of the island's islands.hosts processes this is; 0 leads")
     learner.add_argument("--coordinator", metavar="HOST:PORT", default="", help="where host 0 of the island listens")
@@ -89,15 +90,18 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
     _unlisted_words(commands, learner, run)
     _chaos_words(add("chaos", "A local run under a schedule of faults: what came back, when.", config=True))
     _doctor_words(add("doctor", "Check this machine and its way to the syncer, before or during a run.", config=True))
-    _launch_words(add("launch", "Manifests and commands that start a run on Google Cloud."))
+    _launch_words(add("launch", "Manifests and commands that start a run on a cloud or a cluster."))
     _plan_words(add("plan", "Links, memory, goodput and cost of a config, before it runs, and what to change."))
     _simulate_words(add("simulate", "Goodput of a cluster whose chips fail, without one: chips, learners, methods."))
     add("baseline", "The data-parallel baseline in this process, for `train`.", config=True, json="")
     _looking_words(add)
     _convert_words(add)
-    preflight = add(
-        "preflight", "Compile for TPU slices, without a TPU: what fits, what it takes.", config=True, folder=False
-    )
+    about = "Compile for TPU slices, without a TPU: what fits, what it takes."
+    _preflight_words(add("preflight", about, config=True, folder=False))
+    return parser
+
+
+def _preflight_words(preflight: Parser) -> None:
     preflight.add_argument(
         "--topology",
         action="append",
@@ -105,7 +109,17 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
         metavar="SLICE",
         help="such as v5p:4x4x8 or v6e:16x16, also several times; default: the slices of the config's islands",
     )
-    return parser
+    preflight.add_argument(
+        "--search",
+        metavar="FILE",
+        help="try policies of remat, tiles and mesh splits; FILE keeps what was found, a search goes on there",
+    )
+    preflight.add_argument(
+        "--compiles", type=int, default=12, metavar="N", help="programs that a search compiles at most; default: 12"
+    )
+    preflight.add_argument(
+        "--write", metavar="CONFIG", help="where to write the config with the cheapest settings found"
+    )
 
 
 def _first_words(add: Add, parser: Parser) -> None:
@@ -243,7 +257,8 @@ def _doctor_words(doctor: Parser) -> None:
 
 
 def _launch_words(launch: Parser) -> None:
-    launch.add_argument("way", choices=("gke", "gce", "tpu-vm"), help="Kubernetes, Compute Engine, or Cloud TPU API")
+    ways = "Kubernetes, Compute Engine or Cloud TPU API of Google Cloud; GPU hosts of Slurm or SkyPilot"
+    launch.add_argument("way", choices=("gke", "gce", "tpu-vm", "slurm", "sky"), help=ways)
     _config_words(launch, help=f"{CONFIG}; its cloud section says where")
     launch.add_argument("--out", metavar="DIR", help="write the files there; without it they are only printed")
     launch.add_argument("--force", action="store_true", help="overwrite the files of an earlier launch in --out")

@@ -45,13 +45,7 @@ class FragmentConfig:
     cut between layers; only where one layer is larger than a fair share, all are cut along this axis of theirs."""
 
     def plan(self, shapes: Mapping[str, Shape], kinds: Mapping[str, Kind], num_fragments: int) -> FragmentPlan:
-        """Cut a model; see `plan_fragments`.
-
-        Args:
-          shapes: shape of every tensor, by path.
-          kinds: what every tensor is, by path.
-          num_fragments: P.
-        """
+        """Cut a model; see `plan_fragments`."""
         axes = {}
         for path, shape in shapes.items():
             own = len(shape) - kinds[path].stack
@@ -127,7 +121,6 @@ def plan_fragments(
     and so on, until the largest fragment is at most `EVEN` times the mean. The order of `shapes` does not matter.
 
     Args:
-      shapes: shape of every tensor, by path.
       num_fragments: P, from 1 to the number of pieces into which the tensors can be cut.
       split_axis: by path, the axis along which a too large tensor may be cut (negative counts from the last);
         0 where not named.
@@ -156,13 +149,10 @@ def plan_fragments(
 
 
 def take(params: Mapping[str, ArrayT], fragment: Fragment) -> dict[str, ArrayT]:
-    """Return the fragment's values, by key, in the order of its slices. Works under `jax.jit`.
+    """Return the values of a fragment of `params` in full shapes, by key, in its slices' order. Works under `jax.jit`.
 
     NumPy results are views of `params` (copy them before `params` is written); JAX results are arrays of their own,
     except whole tensors, which are the very arrays of `params`.
-
-    Args:
-      params: every tensor that the fragment touches, by path, in its full shape.
     """
     values: dict[str, ArrayT] = {}
     for piece in fragment.slices:
@@ -181,10 +171,6 @@ def put(params: Mapping[str, ArrayT], fragment: Fragment, values: Mapping[str, A
 
     Values are cast to the dtype of the tensor that they enter. Tensors that the fragment does not touch are the
     same objects in the result, and a whole tensor of equal dtype is the very array given in `values`.
-
-    Args:
-      params: by path, in full shapes.
-      values: by key, as `take` returns them.
 
     Raises:
       ValueError: a value's shape is not its slice's shape.

@@ -140,21 +140,11 @@ class Merger:
     def update(
         self, values: Values, products: Sequence[Products], weights: Float64[np.ndarray, "m"], state: State
     ) -> Update:
-        """Make the next version. Changes nothing that it is given.
-
-        Args:
-          products: what `inspect` found of the same learners.
-          weights: of the learners, with the sum 1.
-        """
+        """Make the next version. Changes nothing that it is given."""
         return self.apply(values, self.shares(products, weights), state)
 
     def shares(self, products: Sequence[Products], weights: Float64[np.ndarray, "m"]) -> list[Coefficients]:
-        """Return the coefficients c_m of each unit of each piece. Of a cut slice all parts must be in this layout.
-
-        Args:
-          products: of each leaf.
-          weights: of the learners, with the sum 1.
-        """
+        """Return the coefficients c_m of each unit of each piece. Of a cut slice all parts must be in this layout."""
         units: list[dict[int, list[Float64[np.ndarray, "m m"]]]] = [{} for _ in self.layout.pieces]
         for leaf, found in zip(self.layout.leaves, products, strict=True):
             first = leaf.start // self._rules[leaf.piece].unit
@@ -192,7 +182,6 @@ class WeightedSum:
     """The merged outer gradient, sum_m c_m v_m, which the kernels compute block by block as they use it.
 
     Args:
-      values: v_m.
       shares: c_m, of each unit of each piece.
       units: of each piece the size of its units; None for whole pieces.
       buffers: for new arrays.

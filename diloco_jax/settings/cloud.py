@@ -115,6 +115,27 @@ class CloudConfig:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuConfig:
+    """GPU hosts, for `diloco launch slurm` and `sky`; they take cloud.env, port, image and restarts_max too."""
+
+    accelerator: str = ""
+    """GPU as SkyPilot names it, such as H100."""
+    options: tuple[str, ...] = ()
+    """Options of sbatch for every job: [--partition=gpu, --account=me, --time=48:00:00]."""
+    setup: str = ""
+    """A line of bash before each process, such as source /shared/venv/bin/activate."""
+
+    def __post_init__(self) -> None:
+        for option in self.options:
+            if not re.fullmatch(r"--[a-z][a-z-]*(=[^\s'\"$`\\]*)?", option):
+                raise ValueError(f"gpu.options has {option!r}; write options of sbatch as --name=value, without spaces")
+        if "\n" in self.setup:
+            raise ValueError("gpu.setup has several lines; write one, with && between its commands")
+        if not re.fullmatch(r"[A-Za-z0-9-]*", self.accelerator):
+            raise ValueError(f"gpu.accelerator is {self.accelerator!r}; write a name such as H100")
+
+
 def _check_words(section: str, pattern: str, given: dict[str, str]) -> None:
     """Check environment variables or compiler options, which become words of scripts and of a container's command."""
     if len(given) > WORDS_MAX:

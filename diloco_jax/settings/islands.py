@@ -92,9 +92,14 @@ class IslandsConfig:
     peak_tflops: float = 0.0
     """Peak of one device in TFLOP/s, of which MFU is a share; 0: that of the known TPUs and GPUs, without it no MFU."""
     restarts_max: int = 10
-    """How often a local run starts a dead island again before it gives it up."""
+    """How often a local run starts a failed island again before it gives it up; ten minutes of life count anew."""
     restart_delay_s: float = 1.0
-    """Seconds between an island's death and its next start in a local run."""
+    """Seconds between an island's death and its next start in a local run; while its lives are shorter than 20 s, twice
+    as many each time, up to a minute."""
+    standby: bool = False
+    """Keep a spare process for each island in a local run, which becomes it at once when it dies: imports done, and on
+    emulated devices the model and its programs loaded, so it has the memory of an island. Only for the built-in loop
+    and islands of one process. Spares are started one after the other, once their islands train."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= ISLANDS_MAX:
@@ -107,11 +112,19 @@ class IslandsConfig:
         if self.restarts_max < 0 or not 0 <= self.restart_delay_s < inf:
             told = f"islands.restarts_max {self.restarts_max} and restart_delay_s {self.restart_delay_s}"
             raise ValueError(f"{told} must be at least 0")
+        if self.standby and (self.command or self.controller == "single" or self._several_hosts()):
+            raise ValueError(
+                "islands.standby needs islands of one process with the built-in loop; set it to false, or "
+                "islands.hosts to 1, islands.controller to processes and no islands.command"
+            )
         if not 0 <= self.peak_tflops < inf:
             raise ValueError(f"islands.peak_tflops is {self.peak_tflops}; use TFLOP/s of one device, or 0 if unknown")
         self._check_controller()
         for name in ("", *self.each):
             _check(self._own(name), f"islands.each.{name}" if name else "islands")
+
+    def _several_hosts(self) -> bool:
+        return any(self.resolve(name, 0).hosts > 1 for name in ("", *self.each))
 
     def _check_controller(self) -> None:
         if self.pathways and self.controller != "single":
@@ -157,12 +170,7 @@ class IslandsConfig:
         return tuple(f"island-{index}" for index in range(self.count))
 
     def resolve(self, name: str, batch_size: int) -> IslandConfig:
-        """Return what this island has.
-
-        Args:
-          name: of the learner; one that is none of `names` has what all have.
-          batch_size: its equal share, if no other is set.
-        """
+        """Return what this island has; a name that is none of `names` has what all have."""
         island = self._own(name)
         if island.slice and self.controller == "processes":
             island = island._replace(hosts=island.slice.hosts)

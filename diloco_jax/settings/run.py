@@ -18,8 +18,9 @@ from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
 from diloco_jax.protocol.syncer.progress import Budget
-from diloco_jax.settings.cloud import CloudConfig
+from diloco_jax.settings.cloud import CloudConfig, GpuConfig
 from diloco_jax.settings.islands import IslandConfig, IslandsConfig
+from diloco_jax.settings.watchdog import WatchdogConfig
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.models.config import OF_TOKENS, ModelConfig
 from diloco_jax.training.named import check_setting
@@ -37,9 +38,10 @@ class SyncerConfig:
     """The syncer's process in a local run."""
 
     restarts_max: int = 20
-    """How often a local run starts a dead syncer again before it ends. Learners train on while it is away."""
+    """How often a local run starts a dead syncer again before it ends; ten minutes of life count anew. Learners train
+    on while it is away."""
     restart_delay_s: float = 0.2
-    """Seconds between its death and its next start."""
+    """Seconds between its death and its next start; longer after brief lives, as islands.restart_delay_s."""
     merge_threads: int = 0
     """Threads that a merge uses; 0 for as many as there are cores. Merge shards share them."""
     shards: int = 0
@@ -213,8 +215,12 @@ class RunConfig:
     """Connections."""
     checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
     """Snapshots on disk."""
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    """Processes that hang."""
     cloud: CloudConfig = field(default_factory=CloudConfig)
     """Machines on Google Cloud, for `diloco launch`."""
+    gpu: GpuConfig = field(default_factory=GpuConfig)
+    """GPU hosts, for `diloco launch`."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, or a class of your own as
     package.module:Class."""

@@ -84,7 +84,8 @@ class Island(ExchangedState):
 
     def warm_up(self, shapes: Shapes) -> None:
         """Compile the inner step for batches of these shapes, without running it. May be called from any thread."""
-        self._compiled_steps[_key(shapes)] = self.blueprint.lower_step(shapes).compile()
+        if _key(shapes) not in self._compiled_steps:
+            self._compiled_steps[_key(shapes)] = self.blueprint.lower_step(shapes).compile()
 
     def step(self, batch: Batch, learning_rate: float, position: int = 0) -> StepHandle:
         """Dispatch one inner step, which consumes the state in place; returns at once.

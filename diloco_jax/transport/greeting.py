@@ -90,11 +90,7 @@ def offer_model(config: TransportConfig, learner_id: str, layout: str, values: I
 
 
 class DescriptionDesk:
-    """Serves the method DESCRIBE of one listener.
-
-    Args:
-        coming: tells whether a learner is bringing the run's model.
-    """
+    """Serves the method DESCRIBE of one listener; `coming` tells whether a learner is bringing the run's model."""
 
     def __init__(self, gate: Gate, coming: Callable[[], bool] = lambda: False) -> None:
         self.description = Description("", "")  # the answer; whoever drives the listener sets it
@@ -190,12 +186,7 @@ class ModelDesk:
 
 
 def watch_silence(cancel: Callable[[], object], heard_s: list[float]) -> Callable[[], None]:
-    """Cut a caller off that says nothing for STALL_S; returns what ends the watch.
-
-    Args:
-        cancel: ends the call.
-        heard_s: one item, the monotonic time of its last message.
-    """
+    """Cut a caller off whose last message (monotonic time in `heard_s`) is STALL_S old; return what ends the watch."""
     over = threading.Event()
 
     def look() -> None:

@@ -1,13 +1,15 @@
-"""The machines of a rehearsal: folders for disks, addresses of loopback for hosts, relays for the ways between regions.
+"""The machines of a rehearsal: folders for disks, addresses of loopback for hosts, relays between regions.
 
-The supervisor of local runs is what JobSets and a StatefulSet are on a cluster: it starts again what ended. Commands are
-those of `diloco launch`, with folders of this machine for those of containers. Each island dials an address of its own,
+As JobSets and a StatefulSet do on a cluster, the supervisor of local runs starts again what ended. Commands are those
+of `diloco launch`, with folders of this machine for those of containers. Each island dials an address of its own,
 behind which there is a relay for the syncer's port and one for that of each merge shard.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,39 +30,17 @@ from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.tools.launch import common
 
 VOLUME_BYTES = 256 << 20
-LOG_SUFFIX = ".log"
 
 
 class Ways:
-    """All relays of an island, used as one (see `Relay`)."""
+    """All relays of an island, used as one: what is asked of it is asked of each (see `Relay`)."""
 
     def __init__(self, island: str, ports: range, syncer: Callable[[], str]) -> None:
         self.address = f"{island}:{ports[0]}"
         self._relays = [Relay(lambda port=port: f"{syncer()}:{port}", f"{island}:{port}") for port in ports]
 
-    def cut(self, how: Any = "rst") -> int:
-        """End the open connections; returns how many."""
-        return sum(relay.cut(how) for relay in self._relays)
-
-    def change(self, direction: Any = "both", **weather: Any) -> None:
-        """Set what lasts."""
-        for relay in self._relays:
-            relay.change(direction, **weather)
-
-    def damage(self, direction: Any = "both", **damage: Any) -> None:
-        """Damage what comes next."""
-        for relay in self._relays:
-            relay.damage(direction, **damage)
-
-    def heal(self) -> None:
-        """Forward as if nothing had been."""
-        for relay in self._relays:
-            relay.heal()
-
-    def close(self) -> None:
-        """Stop listening."""
-        for relay in self._relays:
-            relay.close()
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *how, **more: sum(getattr(relay, name)(*how, **more) or 0 for relay in self._relays)
 
 
 class Cluster(LocalRun):
@@ -72,7 +52,7 @@ class Cluster(LocalRun):
 
     Attributes:
         relays: the ways from each island to the syncer.
-        moves: how often the syncer was given another host.
+        moves: how often the syncer was to be given another host.
     """
 
     def __init__(
@@ -83,12 +63,13 @@ class Cluster(LocalRun):
         self._environment = environment
         self.volumes = root / "volumes"
         self.mounted = _mount(self.volumes)
-        for folder in (self.volumes / "host-0", root / "logs", root / CHAOS, root / "hosts"):
+        self._volume = self.volumes / "new"
+        for folder in (self._volume, root / "logs", root / CHAOS, root / "hosts"):
             folder.mkdir(parents=True, exist_ok=True)
         (root / "config.yaml").write_text(dump(config), encoding="utf-8")
-        (self.volumes / "host-0" / CHAOS).symlink_to(root / CHAOS)
-        self._point("host-0")
-        self.moves, self._moved = 0, 0
+        (self._volume / CHAOS).symlink_to(root / CHAOS)
+        self.moves = 0
+        self._mount_at(0)
         super().__init__(config, root / "run", say, stop)
         first = int(free_address().rpartition(":")[2])
         self._ports = range(first, first + config.syncer.shards + 1)
@@ -98,17 +79,17 @@ class Cluster(LocalRun):
     def _syncer_host(self) -> str:
         return f"127.0.0.{self._moved + 2}"
 
-    def _point(self, name: str) -> None:
-        """Let root/run be the volume of this name."""
+    def _mount_at(self, number: int) -> None:
+        """Let the volume be that of another host, and root/run lead there."""
+        self._volume = self._volume.rename(self.volumes / f"host-{number}")
         link = self._root / "run.new"
-        link.symlink_to(self.volumes / name)
+        link.symlink_to(self._volume)
         link.rename(self._root / "run")
+        self._moved = number
 
     def _start_syncer(self, options: Any = ()) -> Child:
-        if self.moves > self._moved:  # its volume goes with it
-            (self.volumes / f"host-{self._moved}").rename(self.volumes / f"host-{self.moves}")
-            self._moved = self.moves
-            self._point(f"host-{self._moved}")
+        if self.moves > self._moved:
+            self._mount_at(self.moves)
         address = f"{self._syncer_host()}:{self._ports[0]}"
         words = [*common.syncer_words(), "--transport.address", address, *options]
         return Child(SYNCER, [self._start(SYNCER, words)])
@@ -124,12 +105,13 @@ class Cluster(LocalRun):
     def _start(
         self, name: str, arguments: list[str], host: int = 0, told: Mapping[str, str] = MappingProxyType({})
     ) -> Process:
-        disk = self.volumes / f"host-{self._moved}" if name == SYNCER else self._root / "hosts" / f"{name}-{host}"
+        disk = self._volume if name == SYNCER else self._root / "hosts" / f"{name}-{host}"
         disk.mkdir(exist_ok=True)
         here = {common.CONFIG_PATH: str(self._root / "config.yaml"), common.RUN_DIR: str(disk)}
-        command = [sys.executable, "-m", "diloco_jax", *(here.get(word, word) for word in arguments)]
+        module = "diloco_jax" if name == SYNCER else "rehearsal.process"
+        command = [sys.executable, "-m", module, *(here.get(word, word) for word in arguments)]
         environment = {**child_environment(self._config, name, self._machine, host), **self._environment, **told}
-        log = self._root / "logs" / f"{name}-{host}{LOG_SUFFIX}"
+        log = self._root / "logs" / f"{name}-{host}.log"
         with log.open("ab") as stream:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=disk,
@@ -142,8 +124,7 @@ class Cluster(LocalRun):
 
     def pid(self, name: str) -> int | None:
         """Return the process that leads an island, or the syncer's; None while it has none."""
-        pids = self.pids(name)
-        return pids[0] if pids else None
+        return next(iter(self.pids(name)), None)
 
     def pids(self, name: str) -> list[int]:
         """Return the processes that an island has now, its leader first."""
@@ -153,10 +134,9 @@ class Cluster(LocalRun):
 
     def send(self, name: str, number: signal.Signals) -> bool:
         """Send a signal to the process that leads; False if there is none."""
-        pid = self.pid(name)
-        if pid is not None:
+        for pid in (pids := self.pids(name)[:1]):
             os.kill(pid, number)
-        return pid is not None
+        return bool(pids)
 
     @property
     def given_up(self) -> list[str]:
@@ -164,17 +144,24 @@ class Cluster(LocalRun):
         return [child.obituary() for child in self._islands.values() if child.failed]
 
     def close(self) -> None:
-        """Take the relays down, and bring the tapes of all hosts to the volume, where the audit looks for them."""
+        """Take the relays down, bring all tapes to where the audit looks, and the volume's files to the folder."""
         for relay in self.relays.values():
             relay.close()
         (self._root / "run" / TAPES).mkdir(exist_ok=True)
         for tape in sorted((self._root / "hosts").glob(f"*-0/{TAPES}/*.jsonl")):
-            (self._root / "run" / TAPES / tape.name).symlink_to(tape)
+            with contextlib.suppress(FileExistsError):
+                (self._root / "run" / TAPES / tape.name).symlink_to(tape)
+
+        if self.mounted:
+            kept = shutil.copytree(self.volumes, self._root / "kept", symlinks=True)
+            subprocess.run(["umount", "-l", str(self.volumes)], check=True)
+            self.volumes.rmdir()
+            kept.rename(self.volumes)
+            self.mounted = False
 
 
 def _mount(folder: Path) -> bool:
     """Make the volume a file system of its own, so that it can be full; False if this user may not mount one."""
     folder.mkdir(parents=True)
-    size = f"size={VOLUME_BYTES}"
-    mount = ["mount", "-t", "tmpfs", "-o", size, "rehearsal", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={VOLUME_BYTES}", "rehearsal", str(folder)]
     return os.geteuid() == 0 and subprocess.run(mount, capture_output=True, check=False).returncode == 0

@@ -1,12 +1,11 @@
-"""The faults of a rehearsal, beside those of `diloco chaos`: what happens to regions, hosts, volumes and certificates."""
+"""The faults of a rehearsal, beside those of `diloco chaos`: of regions, hosts, volumes and certificates."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,11 +13,10 @@ from typing import Any
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.chaos.actions import Saboteur
-from diloco_jax.tools.chaos.driver import Driver
 from diloco_jax.tools.chaos.schedule import FIRST, LAST, ChaosFault, deck, draw_details
 from diloco_jax.tools.launch.common import region_of
-from rehearsal.certificates import VALID_S, Renewer
 from rehearsal.cluster import Cluster
+from rehearsal.services import VALID_S, Renewer
 
 # A deck of 20; those of `diloco chaos` keep their names. What begins with kill comes back as another process.
 CARDS = {
@@ -43,17 +41,21 @@ AT_SYNCER = {"kill-to-move-syncer", "expired-syncer", "full-volume", "kill-synce
 REGION_S, FULL_S = 120.0, 20.0
 
 
-def draw(seed: int, config: RunConfig, faults: int, minutes: float) -> list[ChaosFault]:
-    """Draw a schedule, as `draw_schedule` does; a region is lost for 2 minutes, or a tenth of a shorter run."""
+def draw(seed: int, config: RunConfig, faults: int, minutes: float, kinds: str) -> list[ChaosFault]:
+    """Draw a schedule as `draw_schedule` does; a region is lost for 2 minutes, or a tenth of a shorter run.
+
+    Args:
+        kinds: those that are wanted, separated by commas.
+    """
+    cards = [kind for kind in kinds.split(",") for _ in range(CARDS[kind])]
     random, steps = Random(seed), config.planned_steps
-    kinds = deck(random, [kind for kind, count in CARDS.items() for _ in range(count)])
-    islands = deck(random, config.islands.names)
+    deal, islands = deck(random, cards), deck(random, config.islands.names)
     width = (LAST - FIRST) * steps / faults
     lasts = {"lost-region": min(REGION_S, minutes * 6.0), "full-volume": min(FULL_S, minutes * 3.0)}
     lasts |= dict.fromkeys(("expired-certificate", "expired-syncer"), VALID_S + 1.0)
     schedule = []
     for index in range(faults):
-        kind = next(kinds)
+        kind = next(deal)
         target = SYNCER if kind in AT_SYNCER else next(islands)
         details = draw_details(random, kind, config.protocol.lease_s)
         details |= {"duration_s": lasts[kind]} if kind in lasts else {}
@@ -62,11 +64,10 @@ def draw(seed: int, config: RunConfig, faults: int, minutes: float) -> list[Chao
     return schedule
 
 
-def neighbours(config: RunConfig, name: str) -> list[str]:
-    """List the islands of an island's region, itself first; one without a zone has a region of its own."""
-    region = region_of(config.island(name).zone)
-    others = [each for each in config.islands.names if each != name and region_of(config.island(each).zone) == region]
-    return [name, *(others if region else [])]
+def region(config: RunConfig, name: str) -> set[str]:
+    """Return the islands of an island's region; one without a zone has a region of its own."""
+    where = region_of(config.island(name).zone)
+    return {name, *(each for each in config.islands.names if where and region_of(config.island(each).zone) == where)}
 
 
 class Calamity(Saboteur):
@@ -75,24 +76,27 @@ class Calamity(Saboteur):
     def __init__(self, config: RunConfig, run_dir: Path, cluster: Cluster, renewer: Renewer) -> None:
         ways: Mapping[str, Any] = cluster.relays
         super().__init__(run_dir, cluster, ways)
-        self._config, self._cluster, self._renewer, self._ways = config, cluster, renewer, ways
+        self._config, self.cluster, self._renewer, self._ways = config, cluster, renewer, ways
 
     def inflict(self, fault: ChaosFault) -> bool:
         """Do it; False, and nothing is done, if its target has no process now."""
-        pids = self._cluster.pids(fault.target)
+        pids = self.cluster.pids(fault.target)
         if not pids:
             return False
         match fault.kind:
             case "lost-region":
-                return self._lose(fault)
+                lost = [self._ways[name] for name in region(self._config, fault.target)]
+                self._undo[fault.number] = lambda: [way.heal() for way in lost]
+                for way in lost:
+                    way.change("both", hold=True)
             case "kill-to-move-syncer":
-                self._cluster.moves += 1
+                self.cluster.moves += 1
                 os.kill(pids[0], signal.SIGKILL)
             case "kill-shard":
                 children = Path(f"/proc/{pids[0]}/task/{pids[0]}/children").read_text(encoding="ascii").split()
-                if not children:
-                    return False
-                os.kill(int(children[-1]), signal.SIGKILL)
+                for child in children[-1:]:
+                    os.kill(int(child), signal.SIGKILL)
+                return bool(children)
             case "kill-host":
                 os.kill(pids[-1], signal.SIGKILL)
             case "kill-politely":
@@ -100,48 +104,23 @@ class Calamity(Saboteur):
                     os.kill(pid, signal.SIGTERM)
             case "expired-certificate" | "expired-syncer":
                 self._renewer.expire(fault.target)
-                names = self._config.islands.names if fault.target == SYNCER else (fault.target,)
-                self._undo[fault.number] = partial(self._cut, names)
-                if fault.target == SYNCER:  # so that it reads what will expire
-                    self._cut(names)
+                hit = [self._ways[name] for name in self._ways if fault.target in (SYNCER, name)]
+                self._undo[fault.number] = lambda: [way.cut() for way in hit]
+                for way in hit:  # so that the syncer reads what will expire
+                    way.cut()
             case "full-volume":
                 return self._fill(fault)
             case _:
                 return super().inflict(fault)
         return True
 
-    def _cut(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._ways[name].cut()
-
-    def _lose(self, fault: ChaosFault) -> bool:
-        ways = [self._ways[name] for name in neighbours(self._config, fault.target)]
-        for way in ways:
-            way.change("both", hold=True)
-        self._undo[fault.number] = lambda: [way.heal() for way in ways]
-        return True
-
     def _fill(self, fault: ChaosFault) -> bool:
         """Take all that is free of the volume; without one of its own, no file of the syncer may grow."""
-        if not self._cluster.mounted:
+        if not self.cluster.mounted:
             return self._fill_disk(fault)
-        path = self._cluster.volumes / "of-somebody-else"
+        path = self.cluster.volumes / "of-somebody-else"
         disk = os.statvfs(path.parent)
         with path.open("wb") as file, contextlib.suppress(OSError):
             os.posix_fallocate(file.fileno(), 0, max(1, disk.f_bavail * disk.f_frsize))
         self._undo[fault.number] = lambda: path.unlink(missing_ok=True)
         return True
-
-
-class RehearsalDriver(Driver):
-    """A driver that knows that a region has several islands."""
-
-    def __init__(self, config: RunConfig, *arguments: Any, say: Callable[[str], None]) -> None:
-        super().__init__(*arguments, say)
-        self._config = config
-
-    def _enter(self, fault: ChaosFault, target: str, *, killed: bool) -> float:
-        now_s = super()._enter(fault, target, killed=killed)
-        for name in neighbours(self._config, target)[1:] if fault.kind == "lost-region" else ():
-            super()._enter(fault, name, killed=False)
-        return now_s

@@ -1,4 +1,4 @@
-"""Evaluations by real islands: one that is killed while it evaluates, and what the others' training is like with them."""
+"""Evaluations by real islands: one that is killed while it evaluates, and training with them and without."""
 
 from __future__ import annotations
 

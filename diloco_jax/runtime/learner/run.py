@@ -100,7 +100,7 @@ def follow(joining: Joining, stop: threading.Event) -> int:
     loop = BuiltInLoop(joining.config, joining.learner_id)
     host = Host(joining.config, loop.island, loop.warm_up, loop.evaluate, joining.saved_states())
     dialler = joining.dialler(host.plan)
-    follower = Follower(joining.config, host, dialler, joining.hosts.group, stop, loop.put_batch)
+    follower = Follower(joining.config, host, dialler, joining.hosts.group, stop, loop.put_batch, joining.pulse)
     while (clock := follower.next_step()) is not None:
         loop.step(clock)
     loop.close()

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from diloco_jax.runtime.learner.joined import Joining
+from diloco_jax.runtime.learner.joined import Joining, island_pulse
 from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.local.run import next_incarnation
 from diloco_jax.runtime.records.status import complete, last_state
@@ -191,8 +191,9 @@ class IslandsRun:
                 life.set()
         try:
             incarnation, devices = next_incarnation(self._run_dir, name), self._devices[name]
-            joining = Joining(self._config, name, incarnation, self._address, self._run_dir)
-            log.info(f"{name}: {self._kind(joining, life, devices=devices).run()}")
+            with island_pulse(self._config, self._run_dir, name) as pulse:
+                joining = Joining(self._config, name, incarnation, self._address, self._run_dir, pulse)
+                log.info(f"{name}: {self._kind(joining, life, devices=devices).run()}")
             return None
         except ValueError as error:  # a wrong setting stays wrong
             log.error(f"{name} is not started again: {error}")

@@ -148,7 +148,7 @@ class GlobalModel:
         """Return the model as it is now, which stays as it is.
 
         Args:
-            bounded: merges wait while too much of what they replaced is held; see held.py.
+            bounded: a merge waits while what it replaces is held; see held.py.
         """
         return Capture(tuple(self._marks), self._arithmetic.capture(bounded))
 

@@ -1,9 +1,9 @@
 """A share's values of one moment, held while a snapshot of them is written, with a bound on what that costs.
 
-What is replaced while it is held takes memory of its own. So of a bounded capture one fragment may be replaced before
-it is let go of, and a merge that would replace another one waits: a disk that is slower than the rounds slows them down
-while it writes, and learners train on meanwhile. To give the snapshot up instead would leave a run whose disk is always
-slower without any. Only if nothing at all was let go of for PATIENCE_S it is given up, and the run goes on.
+What is replaced while it is held takes memory of its own. So a merge that would replace a fragment of a bounded capture
+waits until that is written; those that are due next are written first. A disk that is slower than the rounds thereby
+slows them down while it writes, and learners train on meanwhile. To give the snapshot up instead would leave a run
+whose disk is always slower without any. Only if nothing was let go of for PATIENCE_S it is given up: the run goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from diloco_jax.core.outer import NOTHING
 from diloco_jax.core.passes import State
 
-SPARE = 1  # fragments that may be replaced while they are held
 PATIENCE_S = 120.0  # for a disk from which nothing is heard
 
 
@@ -23,7 +22,6 @@ class HeldStates:
 
     def __init__(self, states: Mapping[int, State]) -> None:
         self._states = dict(states)
-        self._replaced: set[int] = set()  # of those
         self._changed = threading.Condition()
         self._given_up = False
 
@@ -45,25 +43,18 @@ class HeldStates:
         """Let go of a fragment that is not needed any more."""
         with self._changed:
             self._states.pop(fragment_id, None)
-            self._replaced.discard(fragment_id)
             self._changed.notify_all()
 
     def close(self) -> None:
         """Let go of everything."""
         with self._changed:
             self._states.clear()
-            self._replaced.clear()
             self._changed.notify_all()
 
     def admit(self, fragment_id: int) -> None:
         """Wait until a fragment may be replaced."""
         with self._changed:
-            while not self._may_replace(fragment_id):
+            while fragment_id in self._states:
                 if not self._changed.wait(PATIENCE_S):
                     self._given_up = True
                     self._states.clear()
-            if fragment_id in self._states:
-                self._replaced.add(fragment_id)
-
-    def _may_replace(self, fragment_id: int) -> bool:
-        return fragment_id not in self._states or len(self._replaced - {fragment_id}) < SPARE

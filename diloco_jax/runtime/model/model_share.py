@@ -138,7 +138,7 @@ class ModelShare:
     ) -> tuple[bool, list[int]]:
         """Make the fragment's next version; return whether it is finite, and the digests of its leaves.
 
-        Waits while a snapshot that is being written holds what it replaces, and can hold no more (held.py).
+        Waits while a snapshot that is being written holds what it replaces (held.py).
 
         Args:
             chosen: indices of the inspected values.
@@ -173,7 +173,7 @@ class ModelShare:
         """Capture the share as it is now; any thread may read it.
 
         Args:
-            bounded: whoever replaces too much of what was captured waits until that is let go of.
+            bounded: whoever replaces what was captured waits until that is let go of.
         """
         held = HeldStates({number: state.state for number, state in self._states.items()})
         if bounded:

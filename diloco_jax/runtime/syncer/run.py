@@ -17,6 +17,7 @@ from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_
 from diloco_jax.runtime.model.merge_shards import MergeShards
 from diloco_jax.runtime.model.offered import OfferedModel, describe_run, layout_of
 from diloco_jax.runtime.records.files import CHECKPOINTS, CONFIG_FILE, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import NOTHING_EARLIER, read_earlier
 from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s
 from diloco_jax.runtime.records.telemetry import write_json
@@ -54,6 +55,7 @@ class SyncerRun:
         *,
         rewind: bool = False,
     ) -> None:
+        self._pulse = Pulse(config.watchdog, "the syncer's loop", (run_dir, "syncer"))
         self._config = config
         self._run_dir = run_dir
         self._stop = stop
@@ -92,8 +94,9 @@ class SyncerRun:
         def alarms() -> list[str]:
             return [text for text in (tape.condition, writer.condition) if text]
 
-        watch = Watch(parts, NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir), alarms)
-        keeper, merges = Keeper(parts, writer), Merges(self._model, self._results.put)
+        watch = Watch(parts, NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir), alarms, self._pulse)
+        keeper = Keeper(parts, writer)
+        merges = Merges(self._model, self._results.put, Pulse(config.watchdog, "a merge", None))
         listener, ended_s = None, 0.0
         try:
             effects = begin(parts, self._initial, mode, clock.now_s())
@@ -123,11 +126,13 @@ class SyncerRun:
         tape.close()
         if self._shards is not None:
             self._shards.end()
+        self._pulse.close()
         return summary
 
     def _conclude(self, watch: Watch, keeper: Keeper, ended_s: float) -> dict[str, Any]:
         """Write snapshot and summary."""
         watch.tell()
+        self._pulse.rest()  # a snapshot takes as long as the disk takes
         summary = self._stats.summary(watch.wire(), ended_s)
         if not keeper.saved:
             keeper.save_last(watch.tell)

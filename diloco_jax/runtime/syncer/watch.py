@@ -12,6 +12,7 @@ from diloco_jax.protocol.effects import Note
 from diloco_jax.protocol.messages import MetricsReport, Score, StepReport
 from diloco_jax.protocol.watch.stats import WAITING
 from diloco_jax.runtime.records.files import STATUS_FILE
+from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import Earlier, compose_status
 from diloco_jax.runtime.records.telemetry import Telemetry, finite, write_json
 from diloco_jax.runtime.syncer.parts import Parts
@@ -45,10 +46,13 @@ class Watch:
 
     Args:
         alarms: returns what is wrong with the syncer itself, such as a full disk.
+        pulse: of the thread that tells; it does so at every turn, however long it waits for a disk.
     """
 
-    def __init__(self, parts: Parts, earlier: Earlier, alarms: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, parts: Parts, earlier: Earlier, alarms: Callable[[], Sequence[str]], pulse: Pulse) -> None:
         self._parts = parts
+        self._pulse = pulse
+        self._told_s: float | None = None
         self._wire_before = earlier.wire
         self.eval_loss, self.eval_scores = earlier.eval_loss, dict[str, float | None]()
         self.eval_bits: float | None = None
@@ -63,6 +67,7 @@ class Watch:
     def listens(self, listener: GrpcListener | ShardedListener) -> None:
         """Tell whoever asks this listener too from now on, and count its traffic."""
         self._listener = listener
+        self._pulse.ready(True)
 
     def on_report(self, report: StepReport, now_s: float) -> None:
         """Count a learner's report."""
@@ -133,6 +138,8 @@ class Watch:
         """Say how the run is doing, to whoever looks. What cannot be written is written the next time."""
         parts = self._parts
         now_s = parts.clock.now_s()
+        self._pulse.beat(None if self._told_s is None else now_s - self._told_s)
+        self._told_s = now_s
         status = compose_status(
             parts.config.name,
             parts.machine,

@@ -122,4 +122,4 @@ def syncer_needs(config: RunConfig, plan: FragmentPlan) -> tuple[SyncerMemory, i
     """Add up the memory of the syncer's host, and the bytes of the snapshots that are kept; 0 without snapshots."""
     memory = syncer_memory(config, plan)
     kept = config.checkpoints.keep + 1 if config.protocol.snapshot_every else 0
-    return memory, round(kept * memory.capture)
+    return memory, round(kept * (memory.values + memory.outer_momentum + memory.left_out_by_rounding))

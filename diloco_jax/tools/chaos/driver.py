@@ -27,7 +27,6 @@ class Driver:
     """A worker through a schedule: begins each fault when it is due, its target is well and enough others are.
 
     Args:
-        schedule: faults, in the order in which they are due.
         islands: names of all islands; one of them is always left alone.
         lease_s: silence after which an island counts as dead.
     """

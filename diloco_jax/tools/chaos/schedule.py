@@ -77,7 +77,6 @@ def draw_schedule(
     """Draw faults, as evenly spread over kinds, islands and the run as their number allows.
 
     Args:
-        seed: of the draw; equal arguments give an equal schedule.
         lease_s: silence after which an island counts as dead; some faults are shorter, some longer.
 
     Raises:

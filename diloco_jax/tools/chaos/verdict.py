@@ -31,7 +31,6 @@ def judge(
     """Make everything that `diloco chaos --json` prints.
 
     Args:
-        skipped: faults for which the run was too short.
         summary: the run's summary; empty when it did not come to its end.
         samples: what the audit found; empty when it could not be made.
     """

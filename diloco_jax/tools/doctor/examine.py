@@ -44,7 +44,6 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
     Args:
         run_dir: its folder on this machine, which need not exist.
         island: the learner that will run here; "" on the syncer's machine.
-        seconds: how long throughput is measured in each direction.
 
     Raises:
         ValueError: the island's name or the address is not allowed, `seconds` is out of range, or the model cannot be

@@ -56,7 +56,6 @@ def check_disk(need_bytes: int, run_dir: Path) -> Check:
 
     Args:
         need_bytes: of all snapshots that are kept, and of one being written; 0 if there are none.
-        run_dir: the run's folder, or where it will be.
     """
     there = next(folder for folder in [run_dir.absolute(), *run_dir.absolute().parents] if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
@@ -87,7 +86,6 @@ def check_chips(expected: Topology | None, pci: Path = PCI) -> Check:
 
     Args:
         expected: slice of the island; None: not said.
-        pci: devices as the kernel lists them.
     """
     found = [name for device in pci.glob("*") if (name := chip_of(device))]
     kinds = ", ".join(sorted(set(found)))
@@ -118,9 +116,6 @@ def check_windows(bytes_per_s: float, rtt_s: float, stripes: int, folder: Path =
 
     Args:
         bytes_per_s: measured, over all connections.
-        rtt_s: measured.
-        stripes: connections that share the payloads.
-        folder: the kernel's settings.
     """
     name = "TCP buffers"
     try:

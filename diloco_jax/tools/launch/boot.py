@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 
-from diloco_jax.runtime.records.signals import INTERRUPTED, USER_ERROR
+from diloco_jax.runtime.records.signals import INTERRUPTED, WRONG_INPUT
 from diloco_jax.tools.launch.common import VOLUME
 from diloco_jax.tools.launch.files import HEADER
 
@@ -100,7 +100,7 @@ systemd-run --unit diloco --collect --property TimeoutStopSec={stop} bash "$HOME
   -v "$HOME/config:/etc/diloco/config:ro" -v "$HOME/certs:/etc/diloco/certs:ro" -v "$HOME/var:{volume}" \\
   "$image" "${{arguments[@]}}"
 """
-_FINAL = {"wrong input": USER_ERROR, "SIGTERM": INTERRUPTED, "SIGTERM before it could listen": 143}
+_FINAL = {"wrong input": WRONG_INPUT, "SIGTERM": INTERRUPTED, "SIGTERM before it could listen": 143}
 # TPU devices belong to root, and locked memory must not be limited
 _TPU_FLAGS = '--user root --privileged --env-file "$HOME/config/environment"'
 _SYNCER_FLAGS = f"--user {USER} --env DILOCO_LOG=json --env DILOCO_CACHE={VOLUME}/cache"

@@ -43,7 +43,12 @@ def syncer_host(config: RunConfig, needs: Needs) -> SyncerMachine:
             "cloud.syncer_machine_type is auto, but the model cannot be loaded here, so nobody knows its size; name a "
             "machine type"
         )
-    return host_for("" if machine == AUTO else machine, sum(needs["syncer"]["memory"].values()) if needs else 0.0)
+    return host_for("" if machine == AUTO else machine, syncer_bytes(needs))
+
+
+def syncer_bytes(needs: Needs) -> float:
+    """Return the memory that the syncer takes, 0 if that is not known."""
+    return float(sum(needs["syncer"]["memory"].values())) if needs else 0.0
 
 
 def island_bytes(needs: Needs, name: str) -> float:
@@ -66,9 +71,12 @@ def describe_needs(config: RunConfig, needs: Needs) -> Iterator[str]:
     for each in needs["islands"]:
         names = each["islands"]
         whose = names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
+        on_host, on_chip = (
+            f" of {size(limit)}" if (limit := each[f"{of}_limit_bytes"]) else "" for of in ("host", "hbm")
+        )
         yield (
-            f"{whose}: {size(sum(each['host'].values()))} of {size(each['host_limit_bytes'])} on each host, "
-            f"{size(each['hbm_held_bytes'])} and activations of {size(each['hbm_limit_bytes'])} on each chip"
+            f"{whose}: {size(sum(each['host'].values()))}{on_host} on each host, "
+            f"{size(each['hbm_held_bytes'])} and activations{on_chip} on each chip"
         )
         yield from _too_small("host_disk_gb", cloud.host_disk_gb, each["disk_bytes"])
     yield (

@@ -108,8 +108,8 @@ def slice_devices(topology: Topology) -> Sequence[jax.Device]:
     return devices
 
 
-def compile_island(config: RunConfig, island: IslandConfig, say: Say) -> Compiled:
-    """Compile what an island will run; `say` is told of each program, which may take minutes.
+def compile_island(config: RunConfig, island: IslandConfig, say: Say, *, step_only: bool = False) -> Compiled:
+    """Compile what an island will run, or only its inner step; `say` is told of each program, which may take minutes.
 
     Raises:
       ValueError: the model cannot be loaded, mesh or batch do not fit, or the compiler refuses a program.
@@ -120,13 +120,15 @@ def compile_island(config: RunConfig, island: IslandConfig, say: Say) -> Compile
     blueprint = Blueprint(config.model, config.optimizer, island.mesh, slice_devices(topology), seed=config.seed)
     plan = plan_of(config, blueprint)
     held = chip_memory(config, blueprint, plan)
-    say(f"{topology}: creating the state")
-    create = build("create", lambda: blueprint.create.lower().compile(options), 0)
+    programs = []
+    if not step_only:
+        say(f"{topology}: creating the state")
+        programs.append(build("create", lambda: blueprint.create.lower().compile(options), 0))
     say(f"{topology}: the inner step of {island.batch_size} sequences, which takes longest")
     shapes = batch_shapes(example(config.data, config.train.seq_len), island.batch_size)
-    step = build("step", lambda: blueprint.lower_step(shapes).compile(options), held.parameters + held.optimizer)
-    programs = [create, step]
-    if config.algorithm == "decoupled":
+    arguments = held.parameters + held.optimizer
+    programs.append(build("step", lambda: blueprint.lower_step(shapes).compile(options), arguments))
+    if config.algorithm == "decoupled" and not step_only:
         say(f"{topology}: staging and adoption of {len(plan.fragments)} fragments")
         programs += exchange_programs(config, blueprint, plan.fragments)
     return Compiled(blueprint, plan, held, tuple(programs))

@@ -114,6 +114,8 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
             "step_s": list(step_s),
             "largest_all_gather": largest and _gather(largest, parameters),
             "weight_all_reduces": gathers.all_reduces,
+            "synchronous_gathers": gathers.waited_for,
+            "loop_collectives": _in_loops(step),
             "collective_bytes": step.program.collective_bytes if step.program else None,
             "host_bytes": sum(needs.host),
             "host_limit_bytes": needs.host_limit_bytes,
@@ -129,6 +131,11 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
         case = Misfit(topology, sizes, island.batch_size / at_once, config.model, hbm)
         result["advice"] += [f"{topology}: {line}" for line in advise_hbm(case)]
     result["advice"] += [f"{topology}: {line}" for line in advise_anchors(hbm, sizes)]
+    if gathers.waited_for:
+        result["advice"].append(
+            f"{topology}: devices wait for {gathers.waited_for} gathers of weights in the loop over layers, which "
+            "options of the compiler can overlap with computation: see settings/generations.yaml and cloud.xla_flags"
+        )
     if largest is not None and largest.elements >= WHOLE_MODEL * parameters and len(compiled.blueprint.shapes) > 1:
         problems.append("the inner step gathers the whole model at once, which undoes its sharding")
     if gathers.stacked_elements >= ALL_LAYERS * parameters:
@@ -140,6 +147,14 @@ def _gather(largest: Collective, parameters: int) -> dict[str, Any]:
     share = largest.elements / parameters
     sizes = {"elements": largest.elements, "bytes": largest.num_bytes}
     return {**sizes, "kind": largest.kind, "share_of_parameters": share}
+
+
+def _in_loops(step: Built) -> dict[str, int]:
+    """Count the runs of collectives in loops: those that devices wait for, and those beside which they compute."""
+    counts = {"synchronous": 0, "overlapped": 0}
+    for each in step.program.collectives if step.program else ():
+        counts["overlapped" if each.overlapped else "synchronous"] += each.times if each.times > 1 else 0
+    return counts
 
 
 def _needed(flops: ModelFlops, step: Built) -> float:
@@ -196,7 +211,7 @@ def program_problems(topology: Topology, programs: Sequence[Built]) -> list[str]
         if built.program.host_transfers:
             problems.append(
                 f"'{built.name}' exchanges data with the host while it runs ({built.program.host_transfers[0]}); "
-                "remove callbacks and offloading from the model"
+                "remove callbacks from the model"
             )
         if built.program.devices != topology.devices:
             problems.append(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
+from diloco_jax.core.fragments import Slice
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.runtime.model.global_model import Capture, GlobalModel
@@ -56,10 +59,35 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
     assert other.capture().marks == tuple(mark._replace(base=-1) for mark in capture.marks)
     with pytest.raises(ValueError, match="byte 1234 of a tape that has 1233"):
         read_snapshot(path, make_model(), 1233)
+    theirs = ocp.load_checkpointables(path, {"parameters": None, "outer": None})  # Orbax reads all of it
     parameters, meta = checkpoint.load_parameters(path)
+    assert theirs["parameters"].keys() == parameters.keys() and len(theirs["outer"]) == 2
+    assert all(np.array_equal(value, theirs["parameters"][name]) for name, value in parameters.items())
     assert all(np.array_equal(value, parameters[name]) for name, value in model.parameters().items())
     assert (meta["global_step"], meta["tokens"], meta["run"], meta["epoch"]) == (4, 77, "run", 1)
     assert meta["versions"] == model.versions and meta["digests"] == model.digests
+
+
+@pytest.mark.parametrize("chunk_bytes", [16, 100, 4096])
+@pytest.mark.parametrize(("axis", "bounds"), [(0, (0, 2, 4, 7)), (1, (0, 3, 5)), (2, (0, 2, 4))])
+def test_slices_may_be_written_in_any_order_and_read_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axis: int, bounds: tuple[int, ...], chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(checkpoint, "ROW_BYTES", 32)
+    value = np.arange(7 * 5 * 4, dtype=np.float32).reshape(7, 5, 4)
+    slices = [Slice("a/b", axis, start, stop) for start, stop in pairwise(bounds)]
+    pieces = (checkpoint.Piece("parameters", each, value.shape, value[each.at]) for each in slices[::-1])
+    reader = checkpoint.Reader(checkpoint.save_pieces(tmp_path, ["parameters"], pieces, {"global_step": 1}))
+    assert all(np.array_equal(reader.piece("parameters", each), value[each.at]) for each in slices)
+    assert np.array_equal(reader.array("parameters", "a/b"), value)
+    files = [
+        file for file in (tmp_path / "step_00000001" / "parameters" / "a" / "b" / "c").rglob("*") if file.is_file()
+    ]
+    assert max(file.stat().st_size for file in files) <= max(chunk_bytes, 4), "of one chunk each"
+    files[0].write_bytes(bytes(files[0].stat().st_size))
+    with pytest.raises(ValueError, match="checksum of its parameters differs"):
+        reader.array("parameters", "a/b")
 
 
 def test_only_the_newest_stay(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from diloco_jax.settings.slices import Topology
 from diloco_jax.settings.text import load
 from diloco_jax.tools.budget.links import LinkNeeds
-from diloco_jax.tools.budget.memory import PROCESS_BYTES
+from diloco_jax.tools.budget.memory import PROCESS_BYTES, SYNCER_PROCESS_BYTES
 from diloco_jax.tools.doctor import host as doctor_host
 from diloco_jax.tools.doctor.check import of_error
 from diloco_jax.tools.doctor.part import part_of
@@ -139,7 +139,7 @@ def test_needs_follow_the_config(tmp_path: Path) -> None:
     assert island.links.joining_bytes == size and len(island.links.up_bytes) == 6
     assert island.parameters / 2 < sum(island.links.up_bytes) < island.parameters  # four bits and scales
     assert island.disk_bytes == syncer.disk_bytes == 0
-    assert island.memory_bytes > PROCESS_BYTES + 3 * size and syncer.memory_bytes > PROCESS_BYTES + 3 * size
+    assert island.memory_bytes > PROCESS_BYTES + 3 * size and syncer.memory_bytes > SYNCER_PROCESS_BYTES + 2 * size
     saving = load(write_config(tmp_path, protocol={"snapshot_every": 5}))
     assert part_of(saving, "island-0").disk_bytes >= 3 * 3 * size  # Adam's moments, three states
     assert part_of(saving).disk_bytes >= 4 * 2 * size
