@@ -30,12 +30,9 @@ class Counts:
 
 def test_scores_are_those_of_one_device(tmp_path: Path) -> None:
     """On a mesh that does not divide a batch, of fragments that were adopted before the local values changed."""
-    arguments = SMALL["model"]["args"] | {"param_dtype": "bfloat16"}
-    model = {"module": "diloco_jax.training.models.decoder:Decoder", "args": arguments}
     train = {"eval_batch_size": 6, "eval_batches": 2, "final_eval_batches": 3}
-    config = load(
-        write_config(tmp_path, model=model, train=train, evaluation={"module": f"{__name__}:Counts"}, islands=ISLANDS)
-    )
+    module = {"module": f"{__name__}:Counts"}
+    config = load(write_config(tmp_path, train=train, evaluation=module, islands=ISLANDS))
     evaluator = Evaluator(config)
     drawn = evaluator.initial_parameters()
     random = np.random.default_rng(0)
