@@ -31,6 +31,7 @@ HEADER = pb.Header(run_id="run", epoch=3, sender="a", incarnation=2, session=7, 
 VALUE = m.FragmentValue("a", 2, 5, 1, 40, 24, 9000, -1, 80, 10)
 MESSAGES: tuple[type, ...] = tuple(dict.fromkeys((*typing.get_args(m.Message), *COMMANDS, *REPLIES)))
 METRICS = m.MetricsReport("a", 2, 7, ())
+SCORE = m.Score("a", 2, 1, 5, (4,), math.nan, math.inf, 0, (), 0.5, "no number, but for people")
 ARRIVED = st.builds(m.Arrived, st.integers(0, 99), st.integers(0, 1 << 40), st.floats(0, 1e300))
 
 
@@ -41,6 +42,7 @@ def message_strategy(kind: Any) -> st.SearchStrategy[Any]:
     special = {"version": version, "base_version": version, "versions": st.lists(version, max_size=4).map(tuple)}
     special |= {"rate": st.floats(0, 1e300)}
     special |= {"digest": digest, "step_s": st.floats(0, 1e300), "arrived": st.lists(ARRIVED, max_size=4).map(tuple)}
+    special |= {"took_s": st.floats(0, 1e300)}
     made = st.builds(kind, *(special.get(name, strategy_of(hint)) for name, hint in hints.items()))
     if kind is m.Hello:  # a digest for each version
         digests = st.lists(digest, min_size=4, max_size=4)
@@ -61,7 +63,12 @@ def strategy_of(hint: Any) -> st.SearchStrategy[Any]:
         return message_strategy(hint)
     if hasattr(hint, "_fields"):
         return st.builds(hint, *(strategy_of(part) for part in typing.get_type_hints(hint).values()))
-    return {int: st.integers(0, COUNTER_MAX), str: st.text(max_size=20), float: st.floats(allow_nan=False)}[hint]
+    return {
+        bool: st.booleans(),
+        int: st.integers(0, COUNTER_MAX),
+        str: st.text(max_size=20),
+        float: st.floats(allow_nan=False),
+    }[hint]
 
 
 def reader(allowed: tuple[type, ...] = MESSAGES) -> wire.Reader:
@@ -209,6 +216,8 @@ PART = m.StatePart("a", 2, "b", 1, (1,), 0, 1, 5, 0)
         (REPORT, {"adopted": ((0, -1, 0),)}, "adopted_local_step is -1"),
         (METRICS, {"values": (m.Metric("x", 0.0),) * 65}, "MetricsReport.values_name has 65 elements, the limit is 64"),
         (METRICS, {"values": (m.Metric("x" * 65, 0.0),)}, "values_name has 65 characters, the limit is 64"),
+        (SCORE, {"scores": (m.Metric("x", 0.0),) * 257}, "Score.scores_name has 257 elements, the limit is 256"),
+        (SCORE, {"scores": (m.Metric("x" * 129, 0.0),)}, "scores_name has 129 characters, the limit is 128"),
         (PART, {"part": 1}, "StatePart.part is 1 of 1, the limit is 4194304 parts"),
         (PART, {"parts": 0}, "StatePart.part is 0 of 0"),
         (PART, {"parts": 1 << 23}, "the limit is 4194304 parts"),
@@ -314,7 +323,7 @@ def test_a_step_report_stays_small() -> None:
 
 def test_strategies_cover_what_messages_hold() -> None:
     """A new field type must get a rule in wire.py and here, not silently escape the property test."""
-    assert len(MESSAGES) == 23 + 21 and not any(dataclasses.is_dataclass(kind) for kind in MESSAGES)
+    assert len(MESSAGES) == 25 + 26 and not any(dataclasses.is_dataclass(kind) for kind in MESSAGES)
     assert {kind.__name__ for kind in MESSAGES} | {"Goodbye"} == set(wire._BODY_NAMES)
 
 

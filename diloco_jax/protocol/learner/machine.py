@@ -101,7 +101,6 @@ class Learner:
         self.allotment = Allotment(step_samples, config.lease_ahead_steps)
         self.donor = Donor(learner_id, incarnation)
         self._config = config
-        self._lockstep = config.lockstep
         self._schedule = schedule = Schedule(config.sync_every, config.num_fragments)
         self.stager = Stager(learner_id, incarnation, config, schedule, self.anchors, adopt_mode, payload_bytes)
         self._marker = 0  # snapshots that this learner has passed
@@ -164,19 +163,19 @@ class Learner:
         self.tokens += num_tokens
         self.samples = samples_end
         contact.unheard_steps += 1
-        if self._lockstep:
+        if self._config.lockstep:
             self.global_step += 1
         effects: list[Effect] = []
         done = (self.learner_id, self.incarnation, self.local_step, self.tokens, self.global_step)
         data = (samples_end, self.allotment.granted, self.heads.arrived(now_s))
         contact.report = report = StepReport(*done, self.anchors.adopted, step_s, loss, *data)
-        if contact.connected or self._lockstep:
-            stager.stage_due(report, self.global_step if self._lockstep else stager.next_round, effects)
+        if contact.connected or self._config.lockstep:
+            stager.stage_due(report, self.global_step if self._config.lockstep else stager.next_round, effects)
         if contact.connected:
             effects.append(Send(SYNCER, report))
             if stager.wanted:
                 stager.answer_wanted(report, effects)
-        if self._lockstep and self._schedule.due(self.global_step) >= 0:
+        if self._config.lockstep and self._schedule.due(self.global_step) >= 0:
             self._waits_for = self.global_step
             self.state = WAITING
             contact.ask_again(now_s)
@@ -313,7 +312,7 @@ class Learner:
             self.schedule_clock.hear(global_step, schedule_lead, self.global_step)
         if global_step >= self.stager.next_round:
             self.stager.next_round = global_step + 1
-        if global_step > self.global_step and (not self._lockstep or self.state in (JOINING, RECOVERING)):
+        if global_step > self.global_step and (not self._config.lockstep or self.state in (JOINING, RECOVERING)):
             self.global_step = global_step
 
     def _update_state(self, now_s: float) -> list[Effect]:

@@ -65,7 +65,6 @@ class Host:
         # how its model is cut
         self.plan: FragmentPlan = config.fragments.plan(island.shapes, island.kinds, config.protocol.num_fragments)
         self.anchors: dict[int, Values] = {}  # the global values adopted last, by fragment
-        self.evaluates = evaluate is not None
         self._compile_step = compile_step
         self._evaluate = evaluate
         self._adoptions = Adoptions(island, self.plan.fragments, config.adopt)
@@ -79,6 +78,11 @@ class Host:
     def fragments(self) -> tuple[Fragment, ...]:
         """Return the fragments of the plan."""
         return self.plan.fragments
+
+    @property
+    def evaluates(self) -> bool:
+        """Tell whether the global model can be evaluated here."""
+        return self._evaluate is not None
 
     def tell(self, command: commands.Command) -> None:
         """Let the other hosts do the same, before this one does it; an island of one process has none."""

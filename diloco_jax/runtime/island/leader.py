@@ -53,6 +53,10 @@ class Answers:
             self._all.set()
         return self._all.is_set()
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait so long for all answers; True if they came."""
+        return self._all.wait(timeout_s)
+
     def payloads(self) -> Mapping[int, Bytes]:
         """Wait for all answers, and return their payloads by host."""
         self._all.wait()
@@ -108,8 +112,7 @@ class LeadingHost(Host):
         self._count = hosts.count
         self._stop = stop
         self._ending = False
-        self._gone: set[int] = set()
-        self._all_gone = threading.Event()
+        self._gone = Answers(0, hosts.count)  # whose connection has ended
         self._numbers = itertools.count(1)
         self._open: dict[int, Answers] = {}
         # Versions are counted anew by a syncer that went back, arrivals never.
@@ -220,7 +223,7 @@ class LeadingHost(Host):
         """See Host.end."""
         self._ending = True
         self.tell(commands.HostEnd(status))
-        if not self._all_gone.wait(END_S):
+        if not self._gone.wait(END_S):
             log.warning(f"the other hosts did not end within {END_S:.0f} s")
         self._group.close()
 
@@ -246,9 +249,7 @@ class LeadingHost(Host):
             case None:
                 if not self._ending:
                     die(f"host {item.host} is gone ({item.reason})")
-                self._gone.add(item.host)
-                if len(self._gone) == self._count - 1:
-                    self._all_gone.set()
+                self._gone.add(item.host, "", b"")
             case commands.HostAnswer(number, reason):
                 if self._open[number].add(item.host, reason, item.payload):
                     del self._open[number]

@@ -39,7 +39,7 @@ from diloco_jax.settings.islands import IslandsConfig
 from diloco_jax.settings.run import RunConfig
 
 START_TIMEOUT_S = 300.0  # for the syncer to build the model and listen
-STOP_TIMEOUT_S = 120.0  # for checkpoint and last evaluation after a stop
+STOP_TIMEOUT_S = 120.0  # for the last snapshot after a stop
 LEARNER_STOP_TIMEOUT_S = 15.0
 POLL_S = 0.1
 

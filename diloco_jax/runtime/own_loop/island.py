@@ -333,14 +333,11 @@ def join(
         corpus: what the samples are read from, in a word or a digest that all islands must agree on.
         axes: logical axis names of parameters by path, such as ("vocab", "embed") for an embedding, which is averaged,
             or ("layers", None, None) for a stack; unnamed ones go by their shape. The same on all islands.
-        evaluate: called between two steps with the global model, as the tree of `params`, when it is this island's
-            turn: every train.eval_every global steps and at the end. Returns what `after_step` takes as metrics.
+        evaluate: of the global model, given as the tree of `params`; docs/join.md says when, and what it returns.
         transport: certificates, token and time-outs of this machine; its address is not used.
-        run_dir: folder of this island's tapes and saved states, the same at every start. None: DILOCO_RUN_DIR, else
-            runs/ and the run's name.
+        run_dir: folder of tapes and saved states, the same at every start. None: DILOCO_RUN_DIR, else the run's name.
         preemption: "gce", or a file whose appearance is a notice of preemption.
-        coordinator: host:port that jax.distributed.initialize was given, on an island of several processes. "":
-            DILOCO_COORDINATOR, or this machine's own address.
+        coordinator: as jax.distributed.initialize was given it. "": DILOCO_COORDINATOR, or this machine's address.
 
     Raises:
         ValueError: an argument is wrong, an array was donated, or the run's model is another one.

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from diloco_jax.runtime.model import evaluation
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
+from diloco_jax.training import examiner
 from diloco_jax.training.data.tokenizer import train_tokenizer
 from diloco_jax.training.island import Island
 from diloco_jax.training.models.protocol import load_model
@@ -42,8 +42,8 @@ def test_one_model_at_most_and_no_moments(tmp_path: Path, monkeypatch: pytest.Mo
             during.append(live_bytes() - before)
             yield batch
 
-    batches = evaluation.eval_batches
-    monkeypatch.setattr(evaluation, "eval_batches", watched)
+    batches = examiner.eval_batches
+    monkeypatch.setattr(examiner, "eval_batches", watched)
     result = evaluator.evaluate(parameters, 3)
     assert len(during) == 3 and model_bytes <= max(during) < model_bytes + 20_000, "the parameters, and a batch"
     assert live_bytes() == before

@@ -1,0 +1,68 @@
+"""An island's evaluation: of the global values that it adopted, whatever its parameters and mesh are by then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from diloco_jax.core.fragments import take
+from diloco_jax.protocol.messages import GlobalFragment
+from diloco_jax.runtime.island.built_in import BuiltInLoop
+from diloco_jax.runtime.island.evaluation import make_score
+from diloco_jax.runtime.island.host import Host
+from diloco_jax.runtime.model.evaluation import Evaluator
+from diloco_jax.settings.text import load
+from tests.runtime.helpers import write_config
+
+ISLANDS = {"count": 1, "devices": 4, "mesh": {"fsdp": 4}}
+
+
+class Counts:
+    """Numbers of a user's own."""
+
+    def __call__(self, model: Any, step: int) -> dict[str, float]:
+        return {"leaves": len(jax.tree.leaves(model)), "step": step, "nothing": float("nan")}
+
+
+def test_scores_are_those_of_one_device(tmp_path: Path) -> None:
+    """On a mesh that does not divide a batch, of fragments that were adopted before the local values changed."""
+    train = {"eval_batch_size": 6, "eval_batches": 2, "final_eval_batches": 3}
+    module = {"module": f"{__name__}:Counts"}
+    config = load(write_config(tmp_path, train=train, evaluation=module, islands=ISLANDS))
+    evaluator = Evaluator(config)
+    drawn = evaluator.initial_parameters()
+    random = np.random.default_rng(0)
+    values = {path: value + random.normal(size=value.shape).astype(np.float32) / 50 for path, value in drawn.items()}
+    loop = BuiltInLoop(config, "island-0", jax.devices()[:4])
+    host = Host(config, loop.island, loop.warm_up, loop.evaluate)
+    for fragment in host.fragments:
+        message = GlobalFragment(1, fragment.fragment_id, 1, 1, 0, 0)
+        host.adopt(message, take(values, fragment))
+    loop.island.load(drawn)  # what was trained since is none of its business
+    for final, batches in ((False, 2), (True, 3)):
+        score, expected = host.evaluate(7, final=final), evaluator.evaluate(values, batches, 7)
+        assert score.loss == pytest.approx(expected["loss"], rel=1e-5) and score.tokens == expected["tokens"]
+        assert score.bits_per_byte == pytest.approx(expected["bits_per_byte"], rel=1e-5) and score.reason == ""
+        told = {name: value for name, value in score.scores if value == value}
+        assert told == {name: value for name, value in expected["scores"].items() if value is not None}
+        assert [name for name, value in score.scores if value != value] == ["nothing"] and told["step"] == 7
+    anchors = jax.device_get(loop.island.exchange.anchors(host.fragments))
+    assert all(np.array_equal(anchors[path], values[path].astype(anchors[path].dtype)) for path in values)
+    loop.close()
+
+
+def test_what_goes_wrong_is_told_and_training_goes_on(tmp_path: Path) -> None:
+    config = load(write_config(tmp_path))
+    loop = BuiltInLoop(config, "island-0", jax.devices()[:1])
+    score = Host(config, loop.island, loop.warm_up, loop.evaluate).evaluate(1, final=True)
+    assert score.loss == float("inf") and "KeyError" in score.reason and score.took_s >= 0
+    loop.close()
+
+
+def test_scores_have_bounds() -> None:
+    score = make_score(2.0, None, 5, {f"name {n}": n for n in range(300)} | {"x" * 200: 1.0}, ["slow"])
+    assert len(score.scores) == 256 and score.reason.startswith("slow; 45 scores are left out")
