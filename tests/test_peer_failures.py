@@ -316,8 +316,7 @@ def test_9_first_compile_takes_longer_than_the_lease() -> None:
     assert len(pair.merges()) > 100, "nobody waited for it"
     pair.step("compiles", step_s=600.0)
     assert pair.syncer.membership.members["compiles"].state == "active"
-    pair.wait(1.0)
-    pair.step("compiles", "a")
+    pair.rounds(1, "compiles", "a")
     assert any("compiles" in names for names in pair.contributors()[-2:])
 
 

@@ -95,9 +95,12 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
     add("baseline", "The data-parallel baseline in this process, for `train`.", config=True, json="")
     _looking_words(add)
     _convert_words(add)
-    preflight = add(
-        "preflight", "Compile for TPU slices, without a TPU: what fits, what it takes.", config=True, folder=False
-    )
+    about = "Compile for TPU slices, without a TPU: what fits, what it takes."
+    _preflight_words(add("preflight", about, config=True, folder=False))
+    return parser
+
+
+def _preflight_words(preflight: Parser) -> None:
     preflight.add_argument(
         "--topology",
         action="append",
@@ -116,7 +119,6 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
     preflight.add_argument(
         "--write", metavar="CONFIG", help="where to write the config with the cheapest settings found"
     )
-    return parser
 
 
 def _first_words(add: Add, parser: Parser) -> None:

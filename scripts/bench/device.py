@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -47,25 +47,19 @@ def main() -> int:
     if platform == "cpu" and not options.cpu:
         sys.stderr.write("no accelerator was found: JAX sees CPUs only (--cpu tries the command without one)\n")
         return 2
+    os.environ["JAX_PLATFORMS"] = ",".join(dict.fromkeys(({"gpu": "cuda"}.get(platform, platform), "cpu")))
     rows = {}
-    words = [sys.executable, __file__, "--codes", *(["--cpu"] * options.cpu)]
-    checks: dict[str, Callable[[bool], dict[str, Any]]] = {
-        "codes": lambda _: json.loads(run(words, LIMITS_S["codes"])), "islands": islands, "overhead": overhead,
-        "tests": tests,
-    }  # fmt: skip
-    for name, check in checks.items():
+    for check in (codes_apart, islands, overhead, tests):
         began_s = time.monotonic()
         try:
             row = check(options.cpu)
         except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
             row = {"ok": False, "told": f"{type(error).__name__}: {error}"[:300]}
-        rows[name] = {**row, "seconds": round(time.monotonic() - began_s, 1)}
-    told = f"{count} x {kind} ({platform}), JAX {version}"
-    if options.json:
-        sys.stdout.write(json.dumps({"device": told, "checks": rows}) + "\n")
-    else:
-        marks = [(name, "ok" if row["ok"] else "FAILED", row["seconds"], row["told"]) for name, row in rows.items()]
-        sys.stdout.write("\n".join([told, *("{:<9} {:<7} {:6.1f} s  {}".format(*mark) for mark in marks)]) + "\n")
+        rows[check.__name__] = {**row, "seconds": round(time.monotonic() - began_s, 1)}
+    told = {"device": f"{count} x {kind} ({platform}), JAX {version}", "checks": rows}
+    lines = [f"{name:<11} {'ok' if row['ok'] else 'FAILED':<7} {row['seconds']:6.1f} s  {row['told']}"
+             for name, row in rows.items()]  # fmt: skip
+    sys.stdout.write((json.dumps(told) if options.json else "\n".join([told["device"], *lines])) + "\n")
     return 0 if all(row["ok"] for row in rows.values()) else 1
 
 
@@ -105,9 +99,13 @@ def codes(args: dict[str, Any]) -> dict[str, Any]:
         got = np.frombuffer(b"".join(staged) if isinstance(staged, list) else staged, np.uint8)
         want = np.frombuffer(codec.encode({key: anchor[key] - local[key] for key in anchor}, format), np.uint8)
         differ[format] = int((got != want).sum()) if got.size == want.size else want.size
-    told = ", ".join(f"{name} {number}" for name, number in differ.items())
-    told = f"bytes that differ, of {fragment.num_elements / 1e6:.1f}M values: {told}"
+    told = f"bytes that differ, of {fragment.num_elements / 1e6:.1f}M values: {differ}"
     return {"ok": not any(differ.values()), "told": told, "differ": differ}
+
+
+def codes_apart(small: bool) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--codes", *(["--cpu"] * small)]
+    return json.loads(run(command, LIMITS_S["codes"]))
 
 
 def islands(small: bool) -> dict[str, Any]:
@@ -137,8 +135,7 @@ def overhead(small: bool) -> dict[str, Any]:
 
 
 def tests(small: bool) -> dict[str, Any]:
-    del small
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "device", "tests"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "device", *(["--collect-only"] * small), "tests"]
     return {"ok": True, "told": run(command, LIMITS_S["tests"], (0, NO_TESTS))}
 
 

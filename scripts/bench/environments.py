@@ -18,7 +18,7 @@ def python_with(name: str, pins: Sequence[str], *, ours: bool = False) -> Path:
     Args:
         name: of the folder.
         pins: what it holds, as pip takes it.
-        ours: whether it has all that the environment of this process has, too.
+        ours: beside all that the environment of this process has.
     """
     folder = ROOT / ".bench" / name
     stamp, python = folder / ".stamp", folder / "bin" / "python"
@@ -29,9 +29,8 @@ def python_with(name: str, pins: Sequence[str], *, ours: bool = False) -> Path:
     (folder.parent / ".gitignore").write_text("*\n", encoding="utf-8")
     venv.create(folder, clear=True, with_pip=True)
     if ours:
-        here = sysconfig.get_path("purelib")
         path = Path(sysconfig.get_path("purelib", vars={"base": str(folder)})) / "ours.pth"
-        path.write_text(f"import site; site.addsitedir({here!r})\n", encoding="utf-8")
+        path.write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n", encoding="utf-8")
     subprocess.run([python, "-m", "pip", "install", "--quiet", *pins], check=True, stdout=sys.stderr)
     stamp.write_text(" ".join(pins), encoding="utf-8")
     return python

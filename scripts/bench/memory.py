@@ -278,7 +278,8 @@ class Bench:
             if life.process.poll() is not None or time.monotonic() > ends_s:
                 log = (self._folder / "syncer.log").read_text(encoding="utf-8")[-3000:]
                 life.process.kill()
-                raise SystemExit(f"{log}\nthe syncer ended, or did not come so far; {len(self._world.merged)} versions")
+                how = f"status {life.process.returncode}, {len(self._world.merged)} versions"
+                raise SystemExit(f"{log}\nthe syncer ended, or did not come so far: {how}")
             time.sleep(0.1)
 
     def _result(self, peaks: list[int], snapshots: list[str]) -> dict[str, Any]:

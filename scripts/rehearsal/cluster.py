@@ -108,7 +108,8 @@ class Cluster(LocalRun):
         disk = self._volume if name == SYNCER else self._root / "hosts" / f"{name}-{host}"
         disk.mkdir(exist_ok=True)
         here = {common.CONFIG_PATH: str(self._root / "config.yaml"), common.RUN_DIR: str(disk)}
-        command = [sys.executable, "-m", "diloco_jax", *(here.get(word, word) for word in arguments)]
+        module = "diloco_jax" if name == SYNCER else "rehearsal.process"
+        command = [sys.executable, "-m", module, *(here.get(word, word) for word in arguments)]
         environment = {**child_environment(self._config, name, self._machine, host), **self._environment, **told}
         log = self._root / "logs" / f"{name}-{host}.log"
         with log.open("ab") as stream:
@@ -143,7 +144,7 @@ class Cluster(LocalRun):
         return [child.obituary() for child in self._islands.values() if child.failed]
 
     def close(self) -> None:
-        """Take the relays down, and bring the tapes of all hosts to the volume, where the audit looks for them."""
+        """Take the relays down, bring all tapes to where the audit looks, and the volume's files to the folder."""
         for relay in self.relays.values():
             relay.close()
         (self._root / "run" / TAPES).mkdir(exist_ok=True)
@@ -151,17 +152,12 @@ class Cluster(LocalRun):
             with contextlib.suppress(FileExistsError):
                 (self._root / "run" / TAPES / tape.name).symlink_to(tape)
 
-    def __enter__(self) -> Cluster:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Close; keep what the volume holds in the folder, and give its memory back."""
-        self.close()
         if self.mounted:
             kept = shutil.copytree(self.volumes, self._root / "kept", symlinks=True)
             subprocess.run(["umount", "-l", str(self.volumes)], check=True)
             self.volumes.rmdir()
             kept.rename(self.volumes)
+            self.mounted = False
 
 
 def _mount(folder: Path) -> bool:

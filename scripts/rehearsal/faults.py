@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,11 +13,10 @@ from typing import Any
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.chaos.actions import Saboteur
-from diloco_jax.tools.chaos.driver import Driver
 from diloco_jax.tools.chaos.schedule import FIRST, LAST, ChaosFault, deck, draw_details
 from diloco_jax.tools.launch.common import region_of
-from rehearsal.certificates import VALID_S, Renewer
 from rehearsal.cluster import Cluster
+from rehearsal.services import VALID_S, Renewer
 
 # A deck of 20; those of `diloco chaos` keep their names. What begins with kill comes back as another process.
 CARDS = {
@@ -42,24 +41,21 @@ AT_SYNCER = {"kill-to-move-syncer", "expired-syncer", "full-volume", "kill-synce
 REGION_S, FULL_S = 120.0, 20.0
 
 
-def draw(seed: int, config: RunConfig, *, faults: int, minutes: float, chosen: str | None) -> list[ChaosFault]:
+def draw(seed: int, config: RunConfig, faults: int, minutes: float, kinds: str) -> list[ChaosFault]:
     """Draw a schedule as `draw_schedule` does; a region is lost for 2 minutes, or a tenth of a shorter run.
 
     Args:
-        chosen: kinds, separated by commas; None for all.
+        kinds: those that are wanted, separated by commas.
     """
-    kept = set(chosen.split(",") if chosen else CARDS)
-    if unknown := kept - set(CARDS):
-        raise ValueError(f"there is no fault {unknown.pop()!r}; choose from {', '.join(CARDS)}")
+    cards = [kind for kind in kinds.split(",") for _ in range(CARDS[kind])]
     random, steps = Random(seed), config.planned_steps
-    kinds = deck(random, [kind for kind, count in CARDS.items() for _ in range(count) if kind in kept])
-    islands = deck(random, config.islands.names)
+    deal, islands = deck(random, cards), deck(random, config.islands.names)
     width = (LAST - FIRST) * steps / faults
     lasts = {"lost-region": min(REGION_S, minutes * 6.0), "full-volume": min(FULL_S, minutes * 3.0)}
     lasts |= dict.fromkeys(("expired-certificate", "expired-syncer"), VALID_S + 1.0)
     schedule = []
     for index in range(faults):
-        kind = next(kinds)
+        kind = next(deal)
         target = SYNCER if kind in AT_SYNCER else next(islands)
         details = draw_details(random, kind, config.protocol.lease_s)
         details |= {"duration_s": lasts[kind]} if kind in lasts else {}
@@ -68,11 +64,10 @@ def draw(seed: int, config: RunConfig, *, faults: int, minutes: float, chosen: s
     return schedule
 
 
-def neighbours(config: RunConfig, name: str) -> list[str]:
-    """List the islands of an island's region, itself first; one without a zone has a region of its own."""
-    region = region_of(config.island(name).zone)
-    others = [each for each in config.islands.names if each != name and region_of(config.island(each).zone) == region]
-    return [name, *(others if region else [])]
+def region(config: RunConfig, name: str) -> set[str]:
+    """Return the islands of an island's region; one without a zone has a region of its own."""
+    where = region_of(config.island(name).zone)
+    return {name, *(each for each in config.islands.names if where and region_of(config.island(each).zone) == where)}
 
 
 class Calamity(Saboteur):
@@ -90,7 +85,7 @@ class Calamity(Saboteur):
             return False
         match fault.kind:
             case "lost-region":
-                lost = [self._ways[name] for name in neighbours(self._config, fault.target)]
+                lost = [self._ways[name] for name in region(self._config, fault.target)]
                 self._undo[fault.number] = lambda: [way.heal() for way in lost]
                 for way in lost:
                     way.change("both", hold=True)
@@ -129,20 +124,3 @@ class Calamity(Saboteur):
             os.posix_fallocate(file.fileno(), 0, max(1, disk.f_bavail * disk.f_frsize))
         self._undo[fault.number] = lambda: path.unlink(missing_ok=True)
         return True
-
-
-class RehearsalDriver(Driver):
-    """A driver that knows that a region has several islands."""
-
-    def __init__(
-        self, config: RunConfig, schedule: Sequence[ChaosFault], run_dir: Path, calamity: Calamity, say: Any
-    ) -> None:
-        names, steps, lease_s = config.islands.names, config.planned_steps, config.protocol.lease_s
-        super().__init__(schedule, names, steps, lease_s, run_dir, calamity.cluster, calamity, say)
-        self._config = config
-
-    def _enter(self, fault: ChaosFault, target: str, *, killed: bool) -> float:
-        now_s = super()._enter(fault, target, killed=killed)
-        for name in neighbours(self._config, target)[1:] if fault.kind == "lost-region" else ():
-            super()._enter(fault, name, killed=False)
-        return now_s

@@ -22,7 +22,7 @@ ISLANDS_MAX, HOSTS_MAX, SHARDS, STRIPES_MAX = 4, 2, 2, 2
 DEVICES = 4  # of an island whose config names none
 PARAMETERS_MAX = 2_000_000
 SIZES_MAX = {
-    "dim": 64, "num_layers": 12, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mlp_dim": 256, "num_experts": 4,
+    "dim": 64, "num_layers": 12, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mlp_dim": 256, "num_experts": 2,
     "experts_per_token": 2, "vocab_size": 256, "loss_chunk": 128, "seq_len_max": 64,
 }  # fmt: skip
 SEQ_LEN, BATCH_PER_DEVICE = 64, 2
@@ -77,7 +77,9 @@ def changes(config: RunConfig, made: RunConfig) -> list[str]:
     """List every setting that is another one."""
     before, after = dict(flat(asdict(config))), dict(flat(asdict(made)))
     keys = (key for key in {**before, **after} if before.get(key) != after.get(key))
-    return [f"{key} {before.get(key, '-')} -> {after.get(key, '-')}" for key in keys if after.get(key) is not None]
+    return [
+        f"{key} {before.get(key, '-')} -> {after.get(key, '-')}" for key in keys if after.get(key) not in (None, {}, 1)
+    ]
 
 
 def _island(config: RunConfig, island: IslandConfig) -> IslandOverride:

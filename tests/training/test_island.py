@@ -60,9 +60,10 @@ def test_the_mesh_does_not_change_the_trajectory(
 def test_neither_remat_nor_chunks_nor_micro_batches_change_the_trajectory(
     make_island: MakeIsland, batches: list[Sample], one_device_losses: list[float]
 ) -> None:
-    for remat, count in (("full", 2), ("dots_with_no_batch_dims_saveable", 1)):
+    for remat, count, lookup in (("full", 2, "gather"), ("minimal", 1, "exchange")):
         optimizer = OptimizerConfig(warmup_steps=0, accumulate_steps=count)
-        island = make_island(fsdp=4, optimizer=optimizer, args={"remat": remat, "loss_chunk": 8})
+        args = {"remat": remat, "loss_chunk": 8, "lookup": lookup}
+        island = make_island(fsdp=4, optimizer=optimizer, args=args)
         np.testing.assert_allclose(train(island, batches), one_device_losses, rtol=2e-4)
 
 

@@ -119,7 +119,7 @@ class Evaluations:
             return [Drop(name, f"score {score.number} came late or was not asked for")]
         problem = self._problem(score)
         if problem:
-            self._fail(problem, effects, now_s, gone=False)
+            self._fail(f"{name}: {problem}", effects, now_s, gone=False)
         else:
             effects.append(Evaluated(score))
             self._close("", effects)
@@ -194,8 +194,7 @@ class Evaluations:
 
     def _fail(self, reason: str, effects: list[Effect], now_s: float, *, gone: bool) -> None:
         """Ask somebody else. At the end of a run one that is gone may come back, and all others were told to stop."""
-        name, self.asked, self.resend_s = self.asked, "", inf
-        self.reason = reason if gone or not name or name in reason else f"{name}: {reason}"
+        name, self.asked, self.resend_s, self.reason = self.asked, "", inf, reason
         self.passed += [name] if name else []
         if self._ask(effects, now_s) or (self.final and gone and self.attempts < ATTEMPTS_MAX):
             self.until_s = now_s + self.plan.wait_s

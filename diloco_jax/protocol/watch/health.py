@@ -14,7 +14,8 @@ class Condition(NamedTuple):
     """A learner's condition: one word, how long it has lasted, and what it means."""
 
     learner_id: str
-    # "joining", "recovering", "training", "slow", "unmerged", "striking", "silent", "gone", "expelled", "left"
+    # "joining", "recovering", "training", "evaluating", "slow", "unmerged", "striking", "silent", "gone", "expelled",
+    # "left"
     condition: str
     since_s: float  # on the driver's clock
     reason: str
@@ -49,6 +50,10 @@ def _condition(syncer: Syncer, member: Member, now_s: float) -> Condition:
             name, "joining", since_s, f"alive, last heard {quiet_s:.1f} s ago; loads, compiles or downloads"
         )
     assert member.state == ACTIVE, f"{name} is {member.state}"
+    if name == syncer.evaluations.asked:
+        return Condition(
+            name, "evaluating", syncer.evaluations.asked_s, "between two steps: what the global model is worth"
+        )
     if member.credit.strikes:
         return Condition(name, "striking", since_s, f"{member.credit.strikes} of {syncer.config.strikes_max} strikes")
     if member.credit.alarmed:

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Outcome(Protocol):
-    """What becomes of a state that is being written."""
+    """The fate of a state that is being written."""
 
     def done(self) -> bool:
         """Tell whether it is over."""

@@ -27,7 +27,7 @@ from diloco_jax.runtime.learner.joined import Joining, island_pulse
 from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.local.processes import BRIEF_S, pause_s
 from diloco_jax.runtime.local.run import next_incarnation
-from diloco_jax.runtime.records.status import complete
+from diloco_jax.runtime.records.status import complete, last_state
 from diloco_jax.settings.run import RunConfig
 
 POLL_S = 0.1
@@ -181,7 +181,7 @@ class IslandsRun:
             failure = self._live_once(name)
             brief = brief + 1 if time.monotonic() - began_s < BRIEF_S else 1
             wait_s = pause_s(self._config.islands.restart_delay_s, brief)
-            if failure is None or complete(self._run_dir):
+            if failure is None or last_state(self._run_dir) == "complete":
                 self._outcomes[name] = "left"
                 return
             self._reasons[name] = failure.why

@@ -267,7 +267,7 @@ class LocalRun:
             child.left = True
             if not complete(self._run_dir):
                 self._say(f"{child.name} left: {child.hosts[0].last_line()}")
-        elif complete(self._run_dir):  # nothing is left to do for it
+        elif last_state(self._run_dir) == "complete":  # nothing is left to do for it
             child.left = True
         elif code == WRONG_INPUT or (child.unloadable and not self._joined(child.name)):  # wrong stays wrong
             child.failed = True

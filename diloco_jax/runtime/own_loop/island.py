@@ -39,6 +39,7 @@ from diloco_jax.runtime.learner.decisions import Signals
 from diloco_jax.runtime.learner.joined import Joined, Joining, StepSize, island_pulse
 from diloco_jax.runtime.learner.metrics import own_metrics
 from diloco_jax.runtime.learner.preemption import check_source, watch
+from diloco_jax.runtime.own_loop.evaluation import OwnEvaluation, scalars
 from diloco_jax.runtime.own_loop.introduce import introduce
 from diloco_jax.runtime.own_loop.surroundings import look, unless_typed
 from diloco_jax.runtime.own_loop.trees import LoopState
@@ -158,8 +159,7 @@ class OwnIsland:
 
         Args:
             params: as the step left them: the tree, layout and dtypes that `join` was given.
-            metrics: a scalar loss, or scalars by name with one called `loss`. One called `eval_loss` is taken for an
-                evaluation of the global model (`global_params`), which in a run without a model only islands can make.
+            metrics: a scalar loss, or scalars by name with one called `loss`.
             opt_state: as the step left it, if `join` was given one.
 
         Raises:
@@ -171,7 +171,7 @@ class OwnIsland:
             raise ValueError('next_samples() was not called for this step; call it, or join with data="own"')
         with self._pulse.step():
             self._held.state = self._state.taken(params, opt_state, "after_step()")
-            values = _scalars(metrics)
+            values = scalars(metrics)
             side = self._side
             if isinstance(side, Leading):
                 took_s = time.monotonic() - self._ready_s
@@ -234,17 +234,20 @@ class OwnIsland:
         except Exception as other:  # the loop's own error is what people need to see
             log.warning(f"{self.name}: {other!r}")
 
-    def take_part(self, joining: Joining, size: StepSize, flops_per_step: float) -> None:
+    def take_part(
+        self, joining: Joining, size: StepSize, flops_per_step: float, evaluate: Callable[[Any], Any] | None
+    ) -> None:
         """Take the place in the run that `joining` says; steps are so large, and take so many operations."""
         hosts, signals = joining.hosts, Signals(self._stop)
+        evaluation = OwnEvaluation(evaluate, self._state.given_back) if evaluate is not None else None
         self._several = hosts is not None
         if hosts is not None and hosts.host:
             assert isinstance(hosts.group, GroupMember), "host 0 leads"
-            self._host = host = Host(self.config, self._held, saves=joining.saved_states())
+            self._host = host = Host(self.config, self._held, evaluate=evaluation, saves=joining.saved_states())
             dialler = joining.dialler(host.plan)
             self._side = Follower(self.config, host, dialler, hosts.group, self._stop, self._take_ranges, joining.pulse)
             return
-        self._host = host = joining.host(self._held, lambda: None, None, self._stop)
+        self._host = host = joining.host(self._held, lambda: None, evaluation, self._stop)
         metrics = own_metrics(self.config, self.name, self._state.devices, flops_per_step / size.tokens)
         payloads = PayloadSender(signals.fail)
         joined = Joined(joining, host, size, signals, payloads, metrics)
@@ -293,26 +296,6 @@ def _positions(ranges: Ranges) -> Int64[np.ndarray, " samples"]:
     return np.concatenate([np.arange(0), *(np.arange(start, stop) for start, stop in ranges)])
 
 
-def _scalars(metrics: Any) -> dict[str, float]:
-    """Return what a loop reports as floats by name; waits for them.
-
-    Raises:
-        ValueError: no loss is among them, or one is no scalar.
-    """
-    named = metrics if isinstance(metrics, Mapping) else {"loss": metrics}
-    if "loss" not in named:
-        raise ValueError(
-            f"metrics has no 'loss' ({', '.join(map(str, named)) or 'nothing'}); give a scalar of that name"
-        )
-    found: dict[str, float] = {}
-    for name, value in named.items():
-        try:
-            found[str(name)] = float(np.asarray(jax.device_get(value)).reshape(()))
-        except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: it was donated
-            raise ValueError(f"metric {str(name)[:80]!r} is no scalar ({error}); give one, such as its mean") from error
-    return found
-
-
 def join(
     syncer: str | None = None,
     *,
@@ -325,6 +308,7 @@ def join(
     data: Literal["leased", "own"] = "leased",
     corpus: str = "",
     axes: Mapping[str, LogicalAxes] | None = None,
+    evaluate: Callable[[Any], Any] | None = None,
     transport: TransportConfig | None = None,
     run_dir: str | Path | None = None,
     preemption: str = "",
@@ -349,6 +333,8 @@ def join(
         corpus: what the samples are read from, in a word or a digest that all islands must agree on.
         axes: logical axis names of parameters by path, such as ("vocab", "embed") for an embedding, which is averaged,
             or ("layers", None, None) for a stack; unnamed ones go by their shape. The same on all islands.
+        evaluate: called between two steps with the global model, as the tree of `params`, when it is this island's
+            turn: every train.eval_every global steps and at the end. Returns what `after_step` takes as metrics.
         transport: certificates, token and time-outs of this machine; its address is not used.
         run_dir: folder of this island's tapes and saved states, the same at every start. None: DILOCO_RUN_DIR, else
             runs/ and the run's name.
@@ -381,7 +367,7 @@ def join(
     island = OwnIsland(config, here.name, state, stop, data, pulse)
     island.on_leaving(stop_on_sigterm(stop))
     joining = Joining(config, here.name, incarnation, own.address, folder, pulse, hosts)
-    island.take_part(joining, StepSize(samples_per_step, tokens_per_step, corpus), flops_per_step)
+    island.take_part(joining, StepSize(samples_per_step, tokens_per_step, corpus), flops_per_step, evaluate)
     return island
 
 

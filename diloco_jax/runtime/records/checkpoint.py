@@ -17,6 +17,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -145,8 +146,13 @@ def _open(path: Path, **options: Any) -> ts.TensorStore:
     spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
     if "metadata" in options:
         spec["metadata"] = options.pop("metadata")
-    few = ts.Context({name: {"limit": _AT_ONCE} for name in ("data_copy_concurrency", "file_io_concurrency")})
-    return ts.open(spec, context=few, **options).result()
+    return ts.open(spec, context=_few_at_once(), **options).result()
+
+
+@cache
+def _few_at_once() -> ts.Context:
+    """Return the one context of this process: its threads must outlive all arrays that they wrote."""
+    return ts.Context({name: {"limit": _AT_ONCE} for name in ("data_copy_concurrency", "file_io_concurrency")})
 
 
 class Reader:

@@ -138,7 +138,8 @@ class SyncerRun:
             keeper.save_last(watch.tell)
         found = {"eval_loss": watch.eval_loss, "eval_bits_per_byte": watch.eval_bits, "eval_scores": watch.eval_scores}
         alarms = [*watch.eval_alarms]
-        if self._machine.finished and (reason := self._machine.evaluations.reason):
+        final = self._machine.evaluations
+        if self._machine.finished and (reason := "stopped before it was" if final.open else final.reason):
             found = dict.fromkeys(found, None) | {"eval_scores": {}}
             alarms.append(f"the final model is not evaluated ({reason}); `diloco eval {self._run_dir}` does it")
         summary = {**found, **summary, "alarms": summary["alarms"] + alarms}

@@ -23,7 +23,6 @@ from diloco_jax.transport.grpc_link import GrpcListener
 SUMMED = ("tokens_per_s", "model_flops_per_s")  # in what is told of all islands together
 
 ALARMS_MAX = 8
-EVAL_LOSS = "eval_loss"  # name under which an island reports an evaluation of the global model
 
 log = logging.getLogger(__name__)
 
@@ -95,9 +94,6 @@ class Watch:
         record = {"kind": "metrics", "t": now_s, "learner": report.learner_id, "incarnation": report.incarnation}
         record |= {"local_step": report.local_step, "global_step": machine.global_step, "values": values}
         self._telemetry.write(record)
-        if EVAL_LOSS in values:  # of a loop of the user's own
-            told = {"global_step": machine.global_step, "tokens": self._parts.stats.tokens, "scores": {}}
-            self.on_eval({"loss": values[EVAL_LOSS], "bits_per_byte": None, **told}, now_s)
 
     def on_note(self, note: Note) -> None:
         """Count and tell what the machine says of a round or a learner."""
@@ -149,7 +145,7 @@ class Watch:
             parts.machine,
             parts.stats,
             now_s,
-            stopped=parts.stop.is_set() and not parts.machine.finished,
+            stopped=parts.stop.is_set(),
             alarms=[*self._alarms(), *self.eval_alarms],
             eval_loss=self.eval_loss,
             eval_scores=self.eval_scores,

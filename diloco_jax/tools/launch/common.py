@@ -163,7 +163,9 @@ def remote(config: RunConfig) -> RunConfig:
         for parts in (data.mixture, data.evaluation)
     )
     data = replace(data, path=data.path.replace(BUCKET, bucket), mixture=mixture, evaluation=evaluation)
-    return replace(config, transport=transport, data=data)
+    states = config.checkpoints.states or (f"gs://{bucket}/{config.name}/states" if bucket else "")
+    checkpoints = replace(config.checkpoints, states=states.replace(BUCKET, bucket))
+    return replace(config, transport=transport, data=data, checkpoints=checkpoints)
 
 
 def certificate_files(name: str) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
+from diloco_jax.runtime.records.files import HEALTH
 from diloco_jax.runtime.records.signals import INTERRUPTED, WRONG_INPUT
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
@@ -34,18 +35,19 @@ USER = 10001  # of the image
 READABLE = 0o440
 GIVE_UP = f"failed with exit code {WRONG_INPUT} "  # in the words of Kubernetes' Job controller
 POLITE = (INTERRUPTED, 143)  # asked to end by SIGTERM, also when that came before the process could listen
-START_MINUTES = 60  # to load a state and to compile
+START_MINUTES = 180  # until a process begins to touch its file: a token store may be copied first
 # Before each start: no file of an earlier one tells that this one lives, a start after a failure waits for 2, 4, ... 64
 # seconds, and the TPU runtime gets the large pages that it asks for.
 BEFORE = f"""\
-rm -rf {common.RUN_DIR}/health
+rm -rf {common.RUN_DIR}/{HEALTH}
 echo always >/sys/kernel/mm/transparent_hugepage/enabled || true
 n="$ATTEMPT"
 [ "$n" -le 6 ] || n=6
 [ "$n" -eq 0 ] || sleep "$((1 << n))"
 """
-ALIVE = f"find {common.RUN_DIR}/health -name '*.alive' -mmin -15 | grep -q ."
-READY = {"exec": {"command": ["sh", "-c", f"ls {common.RUN_DIR}/health/*.ready"]}}
+ALIVE = f"find {common.RUN_DIR}/{HEALTH} -name '*.alive' -mmin -{{minutes}} | grep -q ."
+LATER_MINUTES = 5  # than its own watchdog, which says where a process hangs
+READY = {"exec": {"command": ["sh", "-c", f"ls {common.RUN_DIR}/{HEALTH}/*.ready"]}}
 LEARNER, JOB, MOUNT_CONFIG, MOUNT_CERTIFICATES, MOUNT_RUN = "learner", "host", "config", "certificates", "run"
 
 
@@ -160,7 +162,7 @@ def _learner_pod(config: RunConfig, each: IslandMachines, needs: Needs) -> Manif
         ports=[{"name": "tpu", "containerPort": TPU_PORT}],
         resources={"requests": chips | _memory(island_bytes(needs, each.name)), "limits": chips},
         securityContext={"runAsUser": 0},  # TPU devices belong to root
-        **_probes(READY),
+        **_probes(config, READY),
     )
     attempt = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}}
     before = _container(
@@ -184,14 +186,15 @@ def _learner_pod(config: RunConfig, each: IslandMachines, needs: Needs) -> Manif
     }
 
 
-def _probes(ready: Manifest) -> Manifest:
+def _probes(config: RunConfig, ready: Manifest) -> Manifest:
     """Describe how Kubernetes asks a process if it lives: by the files that it touches as it goes on."""
-    alive = {"exec": {"command": ["sh", "-c", ALIVE]}, "periodSeconds": 60, "timeoutSeconds": 10}
-    return {
-        "startupProbe": {**alive, "failureThreshold": START_MINUTES},
-        "livenessProbe": {**alive, "failureThreshold": 3},
-        "readinessProbe": {**ready, "periodSeconds": 5, "timeoutSeconds": 5},
-    }
+    probes = {"readinessProbe": {**ready, "periodSeconds": 5, "timeoutSeconds": 5}}
+    if not config.watchdog.least_s:  # nothing is to be ended
+        return probes
+    command = ALIVE.format(minutes=math.ceil(config.watchdog.start_s / 60) + LATER_MINUTES)
+    alive = {"exec": {"command": ["sh", "-c", command]}, "periodSeconds": 60, "timeoutSeconds": 10}
+    start = {**alive, "failureThreshold": START_MINUTES}
+    return {"startupProbe": start, "livenessProbe": {**alive, "failureThreshold": 3}, **probes}
 
 
 def _memory(num_bytes: float) -> dict[str, str]:
@@ -209,9 +212,9 @@ def syncer(config: RunConfig, needs: Needs) -> tuple[Manifest, Manifest]:
         env=[{"name": "DILOCO_CACHE", "value": f"{common.VOLUME}/cache"}, {"name": "DILOCO_LOG", "value": "json"}],
         ports=[{"name": f"port-{port}", "containerPort": port} for port in ports],
         resources={"requests": _memory(machine.request_bytes), "limits": _memory(machine.limit_bytes)},
-        **_probes({"tcpSocket": {"port": ports[0]}}),
+        **_probes(config, {"tcpSocket": {"port": ports[0]}}),
     )
-    before = _container(config, "before", command=["rm", "-rf", f"{common.RUN_DIR}/health"])  # of an earlier start
+    before = _container(config, "before", command=["rm", "-rf", f"{common.RUN_DIR}/{HEALTH}"])  # of an earlier start
     pod = {
         "serviceAccountName": POD_ACCOUNT,
         "initContainers": [before],

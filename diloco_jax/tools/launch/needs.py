@@ -71,9 +71,12 @@ def describe_needs(config: RunConfig, needs: Needs) -> Iterator[str]:
     for each in needs["islands"]:
         names = each["islands"]
         whose = names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
+        on_host, on_chip = (
+            f" of {size(limit)}" if (limit := each[f"{of}_limit_bytes"]) else "" for of in ("host", "hbm")
+        )
         yield (
-            f"{whose}: {size(sum(each['host'].values()))} of {size(each['host_limit_bytes'])} on each host, "
-            f"{size(each['hbm_held_bytes'])} and activations of {size(each['hbm_limit_bytes'])} on each chip"
+            f"{whose}: {size(sum(each['host'].values()))}{on_host} on each host, "
+            f"{size(each['hbm_held_bytes'])} and activations{on_chip} on each chip"
         )
         yield from _too_small("host_disk_gb", cloud.host_disk_gb, each["disk_bytes"])
     yield (

@@ -52,7 +52,24 @@ def attend(
         if _platform() == "tpu":
             return splash(q, k, v, rules, segments)
         _warn_of_einsum(_platform())
-    return keep(_attend(q, k, v, method, rules, segments), "attention")
+    if method == "dot_product" and not rules.cap:
+        # the whole width is left to JAX, whose number for it may be another in the last place
+        scale = None if rules.width == q.shape[3] else rules.width**-0.5
+        same = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+        local = (rules.window - 1, 0) if rules.window else None
+        fits = q.shape[3] <= CUDNN_WIDTH_MAX and q.shape[3] % 8 == q.shape[1] % 2 == 0 and q.dtype == jnp.bfloat16
+        way: Literal["cudnn"] | None = "cudnn" if fits and _platform() in ("gpu", "cuda") else None
+        mixed = jax.nn.dot_product_attention(
+            q, k, v, mask=same, scale=scale, is_causal=True, local_window_size=local, implementation=way
+        )
+        return keep(mixed, "attention")
+    distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])[None, :]
+    seen = (distance >= 0)[None]
+    if rules.window:
+        seen &= (distance < rules.window)[None]
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == segments[:, None, :])
+    return keep(attend_to(q, k, v, seen, rules), "attention")
 
 
 @cache
@@ -61,34 +78,6 @@ def _warn_of_einsum(platform: str) -> None:
         f"attention is splash, a kernel for TPUs, and the devices are {platform}: it is computed as einsum, which "
         "holds all scores of a layer, length x length; dot_product is faster on GPUs"
     )
-
-
-def _attend(
-    q: Float[Array, "b t n h"],
-    k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k h"],
-    method: str,
-    rules: Seeing,
-    segments: Int32[Array, "b t"] | None,
-) -> Float[Array, "b t n h"]:
-    if method == "dot_product" and not rules.cap:
-        # the whole width is left to JAX, whose number for it may be another in the last place
-        scale = None if rules.width == q.shape[3] else rules.width**-0.5
-        same = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
-        local = (rules.window - 1, 0) if rules.window else None
-        cudnn = _platform() in ("gpu", "cuda") and q.dtype in (jnp.bfloat16, jnp.float16)
-        cudnn = cudnn and q.shape[3] % 8 == 0 and q.shape[3] <= CUDNN_WIDTH_MAX
-        return jax.nn.dot_product_attention(
-            *(q, k, v), mask=same, scale=scale, is_causal=True, local_window_size=local,
-            implementation="cudnn" if cudnn else None,
-        )  # fmt: skip
-    distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])[None, :]
-    seen = (distance >= 0)[None]
-    if rules.window:
-        seen &= (distance < rules.window)[None]
-    if segments is not None:
-        seen = seen & (segments[:, :, None] == segments[:, None, :])
-    return attend_to(q, k, v, seen, rules)
 
 
 def _platform() -> str:

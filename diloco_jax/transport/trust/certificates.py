@@ -41,6 +41,10 @@ class Defect(ValueError):
     """Fault of a certificate or key; the caller knows which setting named the file."""
 
 
+class OutOfDate(Defect, ConnectionError):
+    """Certificate that has expired, or is not valid yet: once it is renewed another attempt succeeds."""
+
+
 def parse_certificates(pem: bytes) -> list[x509.Certificate]:
     """Return the certificates of a PEM file, the first one's issuer next.
 
@@ -73,12 +77,12 @@ def check_dates(certificate: x509.Certificate, now: datetime.datetime) -> None:
     """Check that the certificate is valid now.
 
     Raises:
-        Defect: It has expired, or is not valid yet.
+        OutOfDate: It has expired, or is not valid yet.
     """
     if now > certificate.not_valid_after_utc:
-        raise Defect(f"expired on {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: make a new one")
+        raise OutOfDate(f"expired on {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: make a new one")
     if now < certificate.not_valid_before_utc:
-        raise Defect(f"is valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on: is this clock right?")
+        raise OutOfDate(f"is valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on: is this clock right?")
 
 
 def check_issued(chain: Sequence[x509.Certificate], authorities: Iterable[x509.Certificate]) -> None:
@@ -308,8 +312,7 @@ def _read_pair(folder: Path, name: str = "ca") -> Pair:
         path = folder / f"{name}.key"
         check_key(path.read_bytes(), certificate)
     except Defect as error:
-        whose = "the authority's file " if name == "ca" else ""
-        raise ValueError(f"{whose}{path} {error}") from None
+        raise ValueError(f"{path} {error}") from None
     key = serialization.load_pem_private_key(path.read_bytes(), None)
     if not isinstance(key, Key):
         raise ValueError(f"{path} was not made by `diloco certs`: use another folder, or your own tools")

@@ -16,19 +16,21 @@ import os
 import socket
 import ssl
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import grpc
 import grpc.experimental
 
 from diloco_jax.transport.link import ISLAND_HOSTS, SYNCER_HOST, TransportConfig, TransportError, split_address
 from diloco_jax.transport.trust import certificates
-from diloco_jax.transport.trust.certificates import Defect
+from diloco_jax.transport.trust.certificates import Defect, OutOfDate
 
 PEM_BYTES_MAX = 1 << 20
 TOKEN_BYTES_MAX = 4096
 TOKEN_KEY = "diloco-token-bin"
 PROBE_TIMEOUT_S = 2.0
+
+Files: TypeAlias = tuple[bytes, bytes, bytes]  # authority, certificate, key
 
 log = logging.getLogger(__name__)
 
@@ -86,40 +88,38 @@ def credentials(config: TransportConfig, name: str, *, owner: bool = True, serve
         channel, server = grpc.experimental.insecure_channel_credentials(), grpc.insecure_server_credentials()
         return Credentials(channel, server, (), metadata, token)
 
-    def read() -> tuple[bytes, bytes, bytes]:
+    def read() -> Files:
         ca, certificate, key = (_read(setting, path) for setting, path in _files(config, name).items())
         _check_files(config, name, owner, server, ca, certificate, key)
         return ca, certificate, key
 
-    ca, certificate, key = read()
+    ca, certificate, key = files = read()
     return Credentials(
         grpc.ssl_channel_credentials(ca, key, certificate),
-        _renewable(read, ca, certificate, key),
+        _renewable(read, files),
         (("grpc.ssl_target_name_override", server),),
         metadata,
         token,
     )
 
 
-def _renewable(read: Callable[[], tuple[bytes, bytes, bytes]], *shown: bytes) -> grpc.ServerCredentials:
+def _renewable(read: Callable[[], Files], shown: Files) -> grpc.ServerCredentials:
     """Return the credentials of a listener, which reads authority, certificate and key anew for every connection."""
 
-    def configuration(ca: bytes, certificate: bytes, key: bytes) -> grpc.ServerCertificateConfiguration:
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        ca, certificate, key = shown
         return grpc.ssl_server_certificate_configuration([(key, certificate)], ca)
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
         nonlocal shown
+        before = shown
         try:
-            found = read()
+            shown = read()
         except ValueError as error:
             log.warning(f"connections go on with the files from before: {error}")
-            return None
-        if found == shown:
-            return None
-        shown = found
-        return configuration(*found)
+        return None if shown == before else configuration()
 
-    return grpc.dynamic_ssl_server_credentials(configuration(*shown), renewed, require_client_authentication=True)
+    return grpc.dynamic_ssl_server_credentials(configuration(), renewed, require_client_authentication=True)
 
 
 def _check_plaintext(config: TransportConfig) -> None:
@@ -201,7 +201,8 @@ def _check_files(
         certificates.check_issued(chain, authorities)
     except Defect as error:
         beside = f" (transport.tls_ca is {config.tls_ca})" if "authority" in str(error) else ""
-        raise ValueError(f"transport.{setting} {files[setting]} {error}{beside}") from None
+        kind = OutOfDate if isinstance(error, OutOfDate) else ValueError
+        raise kind(f"transport.{setting} {files[setting]} {error}{beside}") from None
     if os.name == "posix" and os.stat(files["tls_key"]).st_mode & 0o077:
         log.warning(f"transport.tls_key {files['tls_key']} can be read by others on this machine: chmod 600 it")
 

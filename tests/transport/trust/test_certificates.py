@@ -90,7 +90,7 @@ def test_half_a_pair_or_a_foreign_authority_is_an_error(tmp_path: Path) -> None:
     plain = serialization.NoEncryption()
     pem = foreign.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
     (tmp_path / "ca.key").write_bytes(pem)
-    with pytest.raises(ValueError, match=r"authority's file .*ca\.key is not the key of the certificate"):
+    with pytest.raises(ValueError, match=r"ca\.key is not the key of the certificate"):
         make(tmp_path, ["a"])
     assert not (tmp_path / "a.pem").exists()
 

@@ -11,10 +11,6 @@ import pytest
 from faulty.faults import Fault
 from faulty.network import TroubledOptions
 from faulty.scenario import FaultyScenario
-from invariants import all as checkers
-from invariants.all import CHECKERS
-from invariants.checker import Checker
-from invariants.verdict import Verdict, judge
 
 from diloco_jax.protocol.effects import Drop, Effect, Merge, Send, Unstage
 from diloco_jax.protocol.learner.machine import STOPPED, TRAINING, Learner
@@ -35,7 +31,11 @@ from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.downstream import Downstream
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.rounds import Round
-from tests.invariants import broken_machines as broken
+from invariants import all as checkers
+from invariants import broken_machines as broken
+from invariants.all import CHECKERS
+from invariants.checker import Checker
+from invariants.verdict import Verdict, judge
 
 CONFIG = ProtocolConfig(
     sync_every=4, num_fragments=4, overlap_steps=2, lease_s=4.0, heartbeat_s=1.0, resend_s=0.5, pull_timeout_s=5.0
