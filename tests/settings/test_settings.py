@@ -211,7 +211,7 @@ def test_a_key_that_load_does_not_know_is_refused_by_both_and_no_other(where: li
     if known:
         parse(values, "test")
     else:
-        with pytest.raises(ValueError, match="unknown setting|it is a section"):
+        with pytest.raises(ValueError, match=r"unknown setting|it is a section"):
             parse(values, "test")
 
 
