@@ -113,7 +113,7 @@ def test_an_island_whose_step_blocks_for_ever_comes_back_and_the_run_ends_well(
 ) -> None:
     monkeypatch.setenv("DILOCO_TEST_HANG", str(tmp_path / "hang.file"))
     model = {"module": "tests.runtime.paced:HangingDecoder"}
-    watchdog = {"least_s": 5.0, "start_s": 200.0}
+    watchdog = {"least_s": 5.0, "start_s": 600.0}
     changes = {"islands": islands, "model": model, "watchdog": watchdog, "train": {"steps": 200, "eval_every": 0}}
     path, run_dir = write_config(tmp_path, **changes), tmp_path / "run"
     process = start("train", path, "--quiet", "--run-dir", run_dir, step_s=SLOW_STEP_S)
