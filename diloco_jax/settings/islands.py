@@ -112,7 +112,8 @@ class IslandsConfig:
         if self.restarts_max < 0 or not 0 <= self.restart_delay_s < inf:
             told = f"islands.restarts_max {self.restarts_max} and restart_delay_s {self.restart_delay_s}"
             raise ValueError(f"{told} must be at least 0")
-        if self.standby and (self.command or self.controller == "single" or self._several_hosts()):
+        several = any(self.resolve(name, 0).hosts > 1 for name in ("", *self.each))
+        if self.standby and (self.command or self.controller == "single" or several):
             raise ValueError(
                 "islands.standby needs islands of one process with the built-in loop; set it to false, or "
                 "islands.hosts to 1, islands.controller to processes and no islands.command"
@@ -122,9 +123,6 @@ class IslandsConfig:
         self._check_controller()
         for name in ("", *self.each):
             _check(self._own(name), f"islands.each.{name}" if name else "islands")
-
-    def _several_hosts(self) -> bool:
-        return any(self.resolve(name, 0).hosts > 1 for name in ("", *self.each))
 
     def _check_controller(self) -> None:
         if self.pathways and self.controller != "single":

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,10 @@ class PacedDecoder(Decoder):
 
 
 class HangingDecoder(PacedDecoder):
-    """Blocks for ever in a callback of its step, in the one process that finds and takes the file with its number."""
+    """Blocks for ever in a step, in the one process that finds and takes the file with its number.
+
+    The first process blocks in a callback of the compiled step, which JAX calls there alone; others before their step.
+    """
 
     def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
         jax.debug.callback(_hang_if_told)
@@ -61,6 +65,16 @@ def _hang_if_told() -> None:
         order.unlink()
         threading.Event().wait()
 
+
+if HANG_ENV in os.environ:
+    STEP = Island.step
+
+    def _step(island: Island, *told: Any) -> StepHandle:
+        if jax.process_index():
+            _hang_if_told()
+        return STEP(island, *told)
+
+    Island.step = _step  # type: ignore[method-assign]
 
 if STEP_S_ENV in os.environ:
     PACER = Pacer(float(os.environ[STEP_S_ENV]))

@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -197,7 +198,7 @@ class IslandsRun:
                 life.set()
         try:
             incarnation, devices = next_incarnation(self._run_dir, name), self._devices[name]
-            with island_pulse(self._config, self._run_dir, name) as pulse:
+            with closing(island_pulse(self._config, self._run_dir, name)) as pulse:
                 joining = Joining(self._config, name, incarnation, self._address, self._run_dir, pulse)
                 log.info(f"{name}: {self._kind(joining, life, devices=devices).run()}")
             return None

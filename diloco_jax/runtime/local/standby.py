@@ -13,23 +13,20 @@ import importlib
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.runtime.local.compiling import compiled_loop
-from diloco_jax.runtime.local.processes import Child, Process
+from diloco_jax.runtime.local.processes import Process
 from diloco_jax.runtime.records.files import HEALTH, LOGS
 from diloco_jax.settings.run import RunConfig
 
-FAILURES_MAX = 3  # of one island's spares, after which it has none
 LOW_PRIORITY = 19  # nice value of a spare that loads
 
 
 class Spares:
-    """The spare processes of a run, as its supervisor sees them: one for each island, loaded one at a time.
+    """The spare processes of a run, as its supervisor sees them: one for each life of an island, loaded one at a time.
 
     Args:
         start: starts the spare of an island.
@@ -38,29 +35,19 @@ class Spares:
     def __init__(self, run_dir: Path, start: Callable[[str], Process]) -> None:
         self._run_dir = run_dir
         self._start = start
-        self._spares: dict[str, Child] = {}
+        self._spares: dict[str, Process] = {}
 
     def tend(self, name: str) -> None:
-        """Start a spare for an island that trains, if it has none and no other one is loading."""
-        spare = self._spares.get(name)
-        if spare is not None:
-            if spare.poll() is not None and spare.again_at_s is None:
-                _close(spare)
-                spare.mourn(1.0)
-            if spare.again_at_s is None or spare.failures > FAILURES_MAX or time.monotonic() < spare.again_at_s:
-                return
-        loading = any(each.again_at_s is None and not self.ready(other) for other, each in self._spares.items())
-        if loading or not (self._run_dir / HEALTH / f"{name}.ready").exists():
-            return
-        self._mark(name).unlink(missing_ok=True)
-        if spare is None:
-            self._spares[name] = Child(name, [self._start(name)])
-        else:
-            spare.start_again([self._start(name)])
+        """Start a spare for an island that trains, if it had none in this life and no other one is loading."""
+        loading = any(each.process.poll() is None and not self.ready(other) for other, each in self._spares.items())
+        if name not in self._spares and not loading and (self._run_dir / HEALTH / f"{name}.ready").exists():
+            _mark(self._run_dir, name).unlink(missing_ok=True)
+            self._spares[name] = self._start(name)
 
     def ready(self, name: str) -> bool:
         """Tell whether an island has a spare that waits for its word."""
-        return name in self._spares and self._spares[name].poll() is None and self._mark(name).exists()
+        spare = self._spares.get(name)
+        return spare is not None and spare.process.poll() is None and _mark(self._run_dir, name).exists()
 
     def take(self, name: str, address: str, incarnation: str) -> Process | None:
         """Let the spare of an island become it, if there is one; a spare that still loads has a head start.
@@ -69,7 +56,7 @@ class Spares:
             address: where the syncer listens.
         """
         spare = self._spares.pop(name, None)
-        if spare is None or not _close(spare, f"{address.strip()} {incarnation}\n") or spare.poll() is not None:
+        if spare is None or not _close(spare, f"{address.strip()} {incarnation}\n") or spare.process.poll() is not None:
             return None
         return Process(name, spare.process, self._run_dir / LOGS / f"{name}.log")
 
@@ -80,11 +67,8 @@ class Spares:
             spare.process.wait()
             _close(spare)
 
-    def _mark(self, name: str) -> Path:
-        return _mark(self._run_dir, name)
 
-
-def _close(spare: Child, words: str = "") -> bool:
+def _close(spare: Process, words: str = "") -> bool:
     """Say the last words to a spare; False if it has ended."""
     pipe = spare.process.stdin
     assert pipe is not None, "a spare has a pipe"
@@ -96,19 +80,14 @@ def _close(spare: Child, words: str = "") -> bool:
     return True
 
 
-class Go(NamedTuple):
-    """The word to go, and what the spare brings with it."""
-
-    address: str  # where the syncer listens
-    incarnation: int
-    loop: BuiltInLoop | None  # loaded, if the devices are the process's own
-
-
-def stand_by(config: RunConfig, run_dir: Path, name: str, *, loads: bool) -> Go | None:
+def stand_by(config: RunConfig, run_dir: Path, name: str, *, loads: bool) -> tuple[str, int, BuiltInLoop | None] | None:
     """Load what an island needs, wait for the word to become it; None if it never comes.
 
     Args:
         loads: the model and its programs too, where devices are emulated.
+
+    Returns:
+        Address of the syncer, incarnation, and the loop if it is loaded.
     """
     undo = _lower_priority()
     importlib.import_module("diloco_jax.runtime.learner.run")
@@ -125,7 +104,7 @@ def stand_by(config: RunConfig, run_dir: Path, name: str, *, loads: bool) -> Go 
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
-    return Go(words[0], int(words[1]), loop)
+    return words[0], int(words[1]), loop
 
 
 def _mark(run_dir: Path, name: str) -> Path:

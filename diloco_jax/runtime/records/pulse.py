@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import Self
 
 from diloco_jax.runtime.records.files import HEALTH
 from diloco_jax.runtime.records.signals import HUNG
@@ -77,7 +76,7 @@ class Patience:
 
 
 class Pulse:
-    """Signs of life of one loop. Its own thread calls `beat`, `patient` and `rest`; it is a context manager.
+    """Signs of life of one loop. Its own thread calls `beat`, `patient` and `rest`.
 
     Args:
         what: loop, in words of the log.
@@ -145,12 +144,6 @@ class Pulse:
         """End: the loop is over."""
         self._over.set()
         self.ready(False)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _touch(self) -> None:
         now_s = time.monotonic()

@@ -1,16 +1,4 @@
-"""First acts and last words of every process of a run: obey signals, do not outlive the parent, end with a status.
-
-Who starts a process again goes by its exit status; `diloco_jax.cli`, `diloco train` and what `diloco launch` writes use
-these numbers, and no others:
-
-    DONE          the work is done
-    FAILED        another attempt may succeed
-    WRONG_INPUT   another attempt would fail as well: somebody has to change something
-    HUNG          its watchdog ended it (pulse.py): start it again
-    INTERRUPTED   asked to end before its work was done, by SIGTERM, Ctrl-C or a preemption notice: no failure
-
-A second SIGTERM or SIGINT ends a process at once, with 128 + its number.
-"""
+"""First acts and last words of every process of a run: obey signals, do not outlive the parent, end with a status."""
 
 from __future__ import annotations
 
@@ -22,7 +10,9 @@ import threading
 from collections.abc import Callable
 
 PARENT_ENV = "DILOCO_PARENT_PID"
-DONE, FAILED, WRONG_INPUT, HUNG, INTERRUPTED = 0, 1, 2, 124, 130
+# Exit statuses, by which supervisors start again or not: failed, another attempt may succeed; wrong input, none will;
+# ended by its watchdog (pulse.py); asked to end before its work was done, as by SIGTERM, which is no failure.
+FAILED, WRONG_INPUT, HUNG, INTERRUPTED = 1, 2, 124, 130
 _PR_SET_PDEATHSIG = 1
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 

@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 
@@ -14,7 +15,7 @@ import pytest
 from diloco_jax.runtime.records.pulse import MEDIAN_OF, TICK_S, Patience, Pulse
 from diloco_jax.runtime.records.signals import HUNG
 from diloco_jax.settings.watchdog import WatchdogConfig
-from tests.runtime.helpers import SLOW_STEP_S, kill_processes, run, start, status, wait_for, write_config
+from tests.runtime.helpers import SLOW_STEP_S, kill_processes, start, status, wait_for, write_config
 
 CONFIG = WatchdogConfig(least_s=30.0, median_factor=4.0, start_s=100.0)
 
@@ -52,19 +53,20 @@ def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
     assert patience.count(2 * TICK_S)
 
 
-def test_a_loop_that_rests_or_is_not_watched_never_hangs() -> None:
-    resting, unwatched = Patience(CONFIG), Patience(WatchdogConfig(least_s=0.0))
-    resting.wait(math.inf)
-    for patience in (resting, unwatched):
-        patience.beat(1.0) if patience is unwatched else None
-        assert not any(patience.count(1.0) for _ in range(5000))
+@pytest.mark.parametrize("config", [CONFIG, WatchdogConfig(least_s=0.0)])
+def test_a_loop_that_rests_or_is_not_watched_never_hangs(config: WatchdogConfig) -> None:
+    patience = Patience(config)
+    patience.beat(1.0)
+    if config.least_s:
+        patience.wait(math.inf)
+    assert not any(patience.count(1.0) for _ in range(5000))
 
 
 def test_files_say_that_a_loop_lives_and_is_ready(tmp_path: Path) -> None:
     alive, ready = (tmp_path / "health" / f"a-h1.{kind}" for kind in ("alive", "ready"))
     ready.parent.mkdir()
     ready.touch()  # of an earlier life
-    with Pulse(WatchdogConfig(least_s=0.0), "a loop", (tmp_path, "a-h1")) as pulse:
+    with closing(Pulse(WatchdogConfig(least_s=0.0), "a loop", (tmp_path, "a-h1"))) as pulse:
         assert alive.exists() and not ready.exists()
         pulse.ready(True)
         assert ready.exists()
@@ -92,7 +94,7 @@ def test_a_process_that_hangs_ends_with_its_stacks_and_a_reason(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.net
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("islands", "host", "words"),
     [
@@ -111,19 +113,19 @@ def test_an_island_whose_step_blocks_for_ever_comes_back_and_the_run_ends_well(
 ) -> None:
     monkeypatch.setenv("DILOCO_TEST_HANG", str(tmp_path / "hang.file"))
     model = {"module": "tests.runtime.paced:HangingDecoder"}
-    watchdog = {"least_s": 5.0, "start_s": 200.0}
-    path, run_dir = write_config(tmp_path, islands=islands, model=model, watchdog=watchdog), tmp_path / "run"
+    watchdog = {"least_s": 5.0, "start_s": 600.0}
+    changes = {"islands": islands, "model": model, "watchdog": watchdog, "train": {"steps": 200, "eval_every": 0}}
+    path, run_dir = write_config(tmp_path, **changes), tmp_path / "run"
     process = start("train", path, "--quiet", "--run-dir", run_dir, step_s=SLOW_STEP_S)
     try:
-        wait_for(lambda: status(run_dir).get("global_step", 0) > 10, "training", 200)
+        wait_for(lambda: status(run_dir).get("global_step", 0) > 10, "training", 400)
         assert {p.name for p in (run_dir / "health").glob("*.ready")} >= {"syncer.ready", "island-0.ready"}
         (tmp_path / f"hang.{host}").touch()
-        output, _ = process.communicate(timeout=200)
+        output, _ = process.communicate(timeout=400)
     finally:
         kill_processes(tmp_path)
     assert process.returncode == 0 and re.search(words, output), output
     assert not list((run_dir / "health").glob("*.ready"))
     logs = "".join(path.read_text() for path in (run_dir / "logs").glob("island*.log"))
-    assert "_hang_if_told" in logs or "wait" in logs
-    left = run("status", run_dir, "--json").stdout
-    assert '"complete": true' in (run_dir / "summary.json").read_text(), left
+    assert "_hang_if_told" in logs  # among the stacks
+    assert '"complete": true' in (run_dir / "summary.json").read_text()
