@@ -130,8 +130,8 @@ class Follower:
                 host.unstage_state(name)
             case commands.HostLeaf(number, name, leaf):
                 self._send_leaf(number, name, leaf)
-            case commands.HostLoadState(number, fragments):
-                host.load_leaves(self._ask_leaf, fragments)
+            case commands.HostLoadState(number):
+                host.island.load_moments(self._ask_leaf)
                 self._answer(number)
             case commands.HostSave(number, state, kept):
                 saving = self._host.save_own(StateName.parse(json.loads(state)), kept)
