@@ -41,7 +41,7 @@ class Adopt(NamedTuple):
 
 
 class StageState(NamedTuple):
-    """Copy parameters and inner optimizer state to host memory as they are now, after `local_step` (donor)."""
+    """Copy the inner optimizer state to host memory as it is now, after `local_step` (donor)."""
 
     local_step: int
 
@@ -64,10 +64,10 @@ class DropParts(NamedTuple):
 
 
 class AdoptState(NamedTuple):
-    """Take over a whole state before the first step: the kept parts, or, without a donor, the own saved state.
+    """Take over a state before the first step: the kept parts, or, without a donor, the own saved state.
 
-    The inner optimizer state is taken whole. Of the parameters only `fragments` are: of the others a newer global
-    value arrived meanwhile, and is in place already.
+    The inner optimizer state is taken whole. Of the parameters only `fragments` are, of an own state: of the others a
+    newer global value arrived meanwhile, and is in place already.
     """
 
     donor: str

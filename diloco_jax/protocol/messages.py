@@ -154,7 +154,7 @@ class StateRequest(NamedTuple):
 
 
 class StatePart(NamedTuple):
-    """One part of a donor's parameters and inner optimizer state; the syncer passes it on to the receiver."""
+    """One part of a donor's inner optimizer state; the syncer passes it on to the receiver."""
 
     learner_id: str  # the donor
     incarnation: int

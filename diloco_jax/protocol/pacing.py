@@ -55,7 +55,9 @@ class ProtocolConfig:
     recover_from_peers: bool = True
     """Learners that join later take parameters and inner optimizer state from a healthy one."""
     recovery_attempts: int = 3
-    """States that a joining learner tries to get, each within sync_every global steps, before it goes on without."""
+    """States that a joining learner tries to get, each within recovery_turns, before it goes on without."""
+    recovery_turns: int = 10
+    """Times sync_every (H) global steps for which a state may be on its way. Its receiver makes no steps meanwhile."""
     strikes_max: int = 3
     """Values in a row that cannot be used (NaN, infinite, wildly large) until a learner is expelled."""
     unmerged_rounds_max: int = 96
@@ -83,6 +85,7 @@ class ProtocolConfig:
             ("snapshot_every", self.snapshot_every >= 0, "at least 0"),
             ("restore_s", self.restore_s > 0, "above 0"),
             ("recovery_attempts", 1 <= self.recovery_attempts <= 100, "1 to 100"),
+            ("recovery_turns", 1 <= self.recovery_turns <= 1000, "1 to 1000"),
             ("strikes_max", self.strikes_max >= 1, "at least 1"),
             ("unmerged_rounds_max", self.unmerged_rounds_max >= 1, "at least 1"),
         )
@@ -97,6 +100,16 @@ class ProtocolConfig:
     def lockstep(self) -> bool:
         """Learners stop at a due step until its fragment came back: synchronous DiLoCo."""
         return self.overlap_steps == 0
+
+    @property
+    def transfer_steps_max(self) -> int:
+        """Return how many global steps the transfer of a state may take."""
+        return self.recovery_turns * self.sync_every
+
+    @property
+    def own_state_age_max(self) -> int:
+        """Return how many global steps an island's own saved state may be old: the last save may not have ended."""
+        return max(self.sync_every, 2 * self.snapshot_every)
 
 
 class Schedule:

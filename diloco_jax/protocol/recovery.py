@@ -3,24 +3,24 @@
     receiver                     syncer                        donor
     StateRequest(clock)  ----->  chooses a donor
                                  StatePull(clock)  --------->  waits until it has seen `clock` itself, then copies its
-                                                               parameters and inner optimizer state between two steps
+                                                               inner optimizer state between two steps
     KeepPart  <----------------  passes on  <----------------  StatePart 0
     StateRequest(1, 2, ...)      ...                           a window of parts is on its way at a time
     AdoptState; StateDone  --->  StateEnd  ----------------->  frees the copy
 
 Parts are asked for one by one, so the receiver sets the pace, a broken link resumes where it was, and nobody buffers
-more than a window. Broadcasts go on meanwhile: the receiver holds the newest global value of every fragment, and takes
-of the donor's parameters only the fragments that were based on the same version.
+more than a window. Broadcasts go on meanwhile: the receiver's parameters are the newest global values, of the donor it
+takes the moments alone. It makes no step before it has them.
 
-The transfer may take sync_every global steps; then, and when its donor is lost, another attempt begins, each after a
-longer wait. Without a donor, or after the last attempt, the learner goes on from the syncer alone.
+The transfer may take recovery_turns times sync_every global steps; then, and when its donor is lost, another attempt
+begins, each after a longer wait. Without a donor, or after the last attempt, the learner goes on from the syncer alone.
 
 Receiver and Donor are parts of a learner's machine, Matchmaker is one of the syncer's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.effects import (
@@ -57,7 +57,7 @@ class Receiver:
     """A joining learner's side.
 
     Args:
-        config: H bounds an attempt, recovery_attempts their number, resend_s the patience.
+        config: recovery_turns times H bounds an attempt, recovery_attempts their number, resend_s the patience.
     """
 
     def __init__(self, learner_id: str, incarnation: int, config: ProtocolConfig) -> None:
@@ -120,7 +120,7 @@ class Receiver:
             return self._abandon(clock, now_s)
         if message.part in self._kept or message.part >= self._asked:
             return []
-        if clock - self._clock > self._config.sync_every:
+        if clock - self._clock > self._config.transfer_steps_max:
             return self._abandon(clock, now_s)
         self._kept.add(message.part)
         self._resend_wait_s = self._config.resend_s
@@ -184,7 +184,7 @@ class Receiver:
             return []
         if self._asked == 0:  # the wait before another attempt is over
             return self._ask_anybody(clock, now_s)
-        if clock - self._clock > self._config.sync_every:
+        if clock - self._clock > self._config.transfer_steps_max:
             return self._abandon(clock, now_s)
         self._resend_wait_s = min(2 * self._resend_wait_s, self._config.lease_s)
         return self._repeat(now_s)
@@ -194,14 +194,15 @@ class Receiver:
         self._wait(now_s)
         return [self._request(index) for index in range(self._asked) if index not in self._kept]
 
-    def adopt(self, held: Sequence[int], clock: int, now_s: float) -> list[Effect]:
-        """Take a complete state over, of the parameters what is based on the versions `held`, if it is recent."""
+    def adopt(self, clock: int, now_s: float) -> list[Effect]:
+        """Take a complete state over, if it is recent; the parameters are those of the syncer."""
         if self.over or not self.complete:
             return []
-        if clock - self._clock > self._config.sync_every:  # the global model was longer on its way than the state
+        if (
+            clock - self._clock > self._config.transfer_steps_max
+        ):  # the global model was longer on its way than the state
             return self._abandon(clock, now_s)
-        same = tuple(p for p, (theirs, ours) in enumerate(zip(self.versions, held, strict=True)) if theirs == ours)
-        return [AdoptState(self.donor, self.donor_step, same)]
+        return [AdoptState(self.donor, self.donor_step, ())]
 
 
 class Copy(NamedTuple):

@@ -169,6 +169,8 @@ class WireConfig:
     down: Format = "int4"
     """Format of what the syncer sends after a round: the step from the value before, which every learner adds to its
     anchor, so that anchors equal the syncer's value bit for bit; float32 sends the whole value each round."""
+    states: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Format of the inner optimizer's moments on their way to an island that returns without a state of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,7 +376,7 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str) -> tuple[
         "global steps": f"{config.planned_steps}"
         + (f" for {config.train.tokens} tokens" if config.train.tokens else ""),
         "protocol": f"H={protocol.sync_every} P={protocol.num_fragments} tau={protocol.overlap_steps}",
-        "wire": f"{config.wire.up} up, {config.wire.down} down",
+        "wire": f"{config.wire.up} up, {config.wire.down} down, states {config.wire.states}",
         "shards": _shares(config),
         "adoption": f"{config.adopt.mode} {config.adopt.alpha}",
         "inner optimizer": json.dumps(asdict(config.optimizer), sort_keys=True),

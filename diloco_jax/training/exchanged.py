@@ -29,10 +29,11 @@ from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.sharding import put_array
 from diloco_jax.training.train_step import TrainState
 from diloco_jax.training.whole_state.layout import StateLayout
+from diloco_jax.training.whole_state.moving import MOMENTS, PARAMETERS
 from diloco_jax.training.whole_state.shards import PartialLeaf, StagedShards, check_fits, stage_shards
 from diloco_jax.training.whole_state.staging import StagedState, stage_leaves
 
-PARAMS, OPTIMIZER, OTHER = "params/", "optimizer/", "other/"  # what the names of a state's leaves begin with
+PARAMS, OPTIMIZER, OTHER = PARAMETERS, MOMENTS, "other/"  # what the names of a state's leaves begin with
 
 
 class ExchangedState:
@@ -97,6 +98,12 @@ class ExchangedState:
         with jax.transfer_guard("disallow"):
             return stage_leaves(by_name(self.state), self.state_layout)
 
+    def stage_moments(self) -> StagedState:
+        """Queue a copy of everything but the parameters to host memory, for another island; returns at once."""
+        with jax.transfer_guard("disallow"):
+            arrays = {name: array for name, array in by_name(self.state).items() if not name.startswith(PARAMS)}
+            return stage_leaves(arrays, self.state_layout)
+
     def stage_shards(self) -> StagedShards:
         """Queue copies of what this process's devices hold of everything to host memory; returns at once."""
         with jax.transfer_guard("disallow"):
@@ -112,7 +119,7 @@ class ExchangedState:
 
     def load_shards(self, leaves: Mapping[str, PartialLeaf]) -> None:
         """Take over everything, as shards of an earlier process at the same place say it, exactly."""
-        self._load_beside(leaves.__getitem__)
+        self.load_moments(leaves.__getitem__)
         for path, to in self._lies.params.items():
             self.state = self.state._replace(params=self.state.params | {path: put_array(leaves[PARAMS + path], to)})
 
@@ -138,13 +145,13 @@ class ExchangedState:
 
     def load_leaves(self, leaf: Callable[[str], Shaped[np.ndarray, "..."]], fragments: Iterable[Fragment]) -> None:
         """Take over a state that is known to be of this island's layout, as `load_state`; look up a leaf at a time."""
-        self._load_beside(leaf)
+        self.load_moments(leaf)
         for fragment in fragments:
             params = {path: leaf(PARAMS + path) for path in {part.path: None for part in fragment.slices}}
             self.overwrite(fragment, take(params, fragment))
 
-    def _load_beside(self, leaf: Callable[[str], Any]) -> None:
-        """Take over what is beside the parameters."""
+    def load_moments(self, leaf: Callable[[str], Any]) -> None:
+        """Take over everything but the parameters; `leaf` gives what lies under a name."""
         # The old state goes first: a device need not have room for two. Nothing can be refused from here on.
         self.state = self.state._replace(opt_state=None, other={})
         lies = self._lies

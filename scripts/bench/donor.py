@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, help="emulated devices of the donor")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20, help="in each block")
+    parser.add_argument("--format", choices=("float32", "bfloat16", "int8"), default="float32", help="of moments")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
@@ -89,6 +90,7 @@ class Donor:
         from diloco_jax.training.models.config import ModelConfig
         from diloco_jax.training.optimizers import OptimizerConfig
         from diloco_jax.training.sharding import MeshConfig
+        from diloco_jax.training.whole_state.moving import MovingLayout
         from diloco_jax.transport.grpc_link import connect
         from diloco_jax.transport.link import TransportConfig
 
@@ -101,6 +103,8 @@ class Donor:
         self.island.warm_up(self._batch)
         self._link = connect(TransportConfig(address=address), run_id=RUN, learner_id=DONOR, incarnation=1)
         self._sender = PayloadSender(lambda error: sys.stderr.write(f"{error!r}\n"))
+        self._layout = MovingLayout(self.island.state_layout, arguments.format)
+        self.state_bytes = self._layout.bytes.num_bytes
         self._staged: list[Any] = []
         self.wanted = threading.Event()  # a new copy, at the next step
         self.sent_bytes = 0
@@ -117,19 +121,20 @@ class Donor:
                 self.wanted.set()
             elif self._staged:
                 part = StatePart(DONOR, 1, RECEIVER, 1, (0,), delivery.message.part, 0, 0, 0)
-                self.sent_bytes += min(1 << 20, self._staged[0].layout.num_bytes - (part.part << 20))
+                self.sent_bytes += min(1 << 20, self._layout.bytes.num_bytes - (part.part << 20))
                 self._sender.part(self._link, part, self._staged[0])
 
     def train(self, steps: int, *, giving: bool) -> tuple[float, float]:
         """Seconds, and seconds of processor time, of a step."""
         from diloco_jax.protocol.messages import Heartbeat
+        from diloco_jax.training.whole_state.moving import MovingState
 
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         for _ in range(steps):
             self.island.wait(self.island.step(self.island.put_batch(self._batch), 1e-3))
             if giving and self.wanted.is_set():
                 self.wanted.clear()
-                self._staged[:] = [self.island.stage_state()]
+                self._staged[:] = [MovingState(self._layout, self.island.stage_moments().leaf)]
                 self._link.send(Heartbeat(DONOR, 1))
         return (time.perf_counter() - began_s) / steps, (time.process_time() - began_cpu_s) / steps
 
@@ -158,7 +163,7 @@ def measure(arguments: argparse.Namespace, address: str) -> dict[str, object]:
         "runs": len(ratios),
         "cpu_value": statistics.median(cpu_ratios),
         "step_s": statistics.median(alone),
-        "state_bytes": donor.island.state_layout.num_bytes,
+        "state_bytes": donor.state_bytes,
         "bytes_per_s": statistics.median(rates),
         "devices": arguments.devices,
     }

@@ -95,6 +95,7 @@ def _random_config(random: Random, stayers: int) -> ProtocolConfig:
         restore_s=random.choice((2.0, 5.0, 15.0)),
         recover_from_peers=random.random() < 0.85,
         recovery_attempts=random.choice((1, 2, 3)),
+        recovery_turns=random.choice((1, 1, 10)),
         strikes_max=random.choice((1, 2, 3)),
         unmerged_rounds_max=random.choice((5, 96)),
     )

@@ -88,12 +88,12 @@ class RecoveryIsWhole(Checker):
         asked = self._asked[process.key]
         took = self._decided[process.key] - asked
         self.check(staged.clock >= asked, f"{name} asked with clock {asked}, {donor} had heard of {staged.clock}")
-        limit = self.config.sync_every
+        limit = self.config.transfer_steps_max
         self.check(took <= limit, f"{name} took {took} global steps to get a state, limit {limit}")
         self._check_fragments(process, effect, staged.anchors)
 
     def _check_own(self, process: LearnerProcess, effect: AdoptState) -> None:
-        name, saved, limit = process.name, process.node.saved[-1], self.config.sync_every
+        name, saved, limit = process.name, process.node.saved[-1], self.config.own_state_age_max
         saved_step = saved.described.global_step
         age = abs(saved_step - self._welcomed[process.key])
         self.check(saved_step == effect.donor_step, f"{name} has saved step {saved_step}, but does {effect}")

@@ -86,7 +86,7 @@ STEPS = replace(
     step_bytes=1000,
     faults=(*SCENARIO.faults, Fault(30.0, "corrupt", ("island-3",), 20.0)),
 )
-MANY_PARTS = replace(RECOVERY, state_parts=40)
+MANY_PARTS = replace(RECOVERY, config=replace(RECOVERY.config, recovery_turns=1), state_parts=40)
 POISON = replace(
     SCENARIO, faults=(Fault(10.0, "poison", ("island-1",), 40.0), Fault(20.0, "poison", ("island-2",), 15.0))
 )

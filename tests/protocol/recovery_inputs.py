@@ -14,7 +14,15 @@ VERSIONS = (4, 1, 2, 3)
 
 def config(**settings: Any) -> ProtocolConfig:
     return ProtocolConfig(
-        **{"sync_every": H, "num_fragments": 4, "resend_s": 2.0, "lease_s": 20.0, "recovery_attempts": 4} | settings
+        **{
+            "sync_every": H,
+            "num_fragments": 4,
+            "resend_s": 2.0,
+            "lease_s": 20.0,
+            "recovery_attempts": 4,
+            "recovery_turns": 1,
+        }
+        | settings
     )
 
 

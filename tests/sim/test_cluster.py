@@ -137,6 +137,34 @@ def test_repetitions_thin_out_on_a_slow_link() -> None:
     assert verdict.merged_parts < watch.values < 4 * verdict.merged_parts
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("turns", [4, 10])
+def test_a_state_may_be_on_its_way_for_many_turns_of_all_fragments(turns: int, seed: int) -> None:
+    """It takes five: with less time than that, nobody gets it; a link that breaks on the way loses no part."""
+    names = ("island-1",)
+    watch = watched(
+        FaultyScenario(
+            config=replace(SMALL, recovery_turns=turns),
+            learners=3,
+            total_steps=160,
+            network=TroubledOptions(delay_s=0.1),
+            faults=(Fault(20.0, "crash", names, 2.0, notice_s=0.05), Fault(30.0, "disconnect", names, 1.0, 0.1)),
+            state_parts=200,  # four at a time, each 0.4 s on its way
+            seed=seed,
+        )
+    )
+    asked = [(at_s, note) for at_s, note in watch.notes if note.kind == "recovering"]
+    had = [(at_s, note) for at_s, note in watch.notes if note.kind == "recovered"]
+    if turns == 4:
+        assert not had and len(asked) == 3, "recovery_attempts"
+        return
+    ((from_s, _),), ((to_s, _),) = asked, had
+    rounds = [at_s for at_s in watch.times_s("merged").values() if from_s <= at_s < to_s]
+    assert 5 * SMALL.sync_every <= len(rounds) <= 7 * SMALL.sync_every, "rounds went on meanwhile"
+    assert not [at_s for at_s in watch.began["island-1"] if from_s <= at_s < to_s - 0.5]
+    assert max(watch.gaps_s("island-0")) < 1.2 and watch.mergers(to_s + 2, to_s + 9) == ALL
+
+
 def test_random_faults_heal_in_time() -> None:
     engine = FaultyCluster(FaultyScenario(learners=5)).engine
     faults = random_faults(engine.random, [f"island-{n}" for n in range(5)], 200, 50.0)

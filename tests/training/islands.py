@@ -26,8 +26,8 @@ def part(batch: Sample, count: int) -> Sample:
 
 
 def state_of(island: Island) -> bytes:
-    staged = island.stage_state()
-    return b"".join(staged.part(0, staged.layout.num_bytes))
+    layout = island.state_layout
+    return b"".join(layout.slices(0, layout.num_bytes, island.stage_state().leaf))
 
 
 def pointers(island: Island, path: str) -> list[int]:

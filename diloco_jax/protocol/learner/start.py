@@ -41,7 +41,7 @@ class Start:
         if self.welcomed:
             return []
         self.welcomed = True
-        if self._saved is not None and abs(self._saved.global_step - global_step) > self._config.sync_every:
+        if self._saved is not None and abs(self._saved.global_step - global_step) > self._config.own_state_age_max:
             self._saved = None  # too old to be better than the others' states
         if self._saved is None and global_step > 0 and self._config.recover_from_peers:
             return self.receiver.begin(global_step, now_s)
@@ -55,7 +55,7 @@ class Start:
             self.adopting = True
             same = tuple(p for p, digest in enumerate(self._saved.digests) if digest == anchors.digests[p])
             return [AdoptState("", self._saved.global_step, same)]
-        effects = self.receiver.adopt(anchors.versions, global_step, now_s)
+        effects = self.receiver.adopt(global_step, now_s)
         self.adopting = any(isinstance(effect, AdoptState) for effect in effects)
         return effects
 

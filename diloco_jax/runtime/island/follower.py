@@ -155,8 +155,9 @@ class Follower:
                 self._pulse.patient()
                 score = host.evaluate(global_step, final=final)
                 self._group.send(commands.HostAnswer(number, "" if isfinite(score.loss) else score.reason))
-            case commands.HostLoadState(number, fragments):
-                host.load_leaves(self._ask_leaf, fragments)
+            case commands.HostLoadState(number):
+                self._pulse.patient()
+                host.island.load_moments(self._ask_leaf)
                 self._answer(number)
             case commands.HostSave(number, state, kept):
                 saving = self._host.save_own(StateName.parse(json.loads(state)), kept)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
-
-import numpy as np
 
 from diloco_jax.core.codec import Bytes
 from diloco_jax.core.fragments import Fragment, FragmentPlan
@@ -23,10 +21,10 @@ from diloco_jax.runtime.island.saved_states import Leaves, SavedStates, StateNam
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.exchanged import ExchangedState
+from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.training.whole_state.staging import StagedState
 from diloco_jax.transport.group import commands
 
-State = Bytes | Mapping[str, np.ndarray]
 Ranges = Sequence[tuple[int, int]]
 
 log = logging.getLogger(__name__)
@@ -68,7 +66,9 @@ class Host:
         self._compile_step = compile_step
         self._evaluate = evaluate
         self._adoptions = Adoptions(island, self.plan.fragments, config.adopt)
+        self.moving = MovingLayout(island.state_layout, config.wire.states)  # how moments travel to another island
         self._states: dict[int, StagedState] = {}
+        self._moving: dict[int, MovingState] = {}  # of those that parts were asked of
         self._saves = saves
         self._saving: tuple[int, Outcome] | None = None  # global step of what is being written, and its outcome
         self._complete = -1  # global step of the newest state that all hosts have on disk
@@ -164,31 +164,34 @@ class Host:
         return score._replace(took_s=time.monotonic() - began_s)
 
     def stage_state(self, name: int) -> StagedState:
-        """Queue a copy of the whole state; it is kept under its name until `unstage_state`."""
+        """Queue a copy of everything but the parameters; it is kept under its name until `unstage_state`."""
         self.tell(commands.HostStageState(name))
-        self._states[name] = staged = self.island.stage_state()
+        self._states[name] = staged = self.island.stage_moments()
         return staged
 
     def staged_state(self, name: int) -> StagedState:
         """Return a copy that was queued."""
         return self._states[name]
 
+    def moving_state(self, name: int) -> MovingState:
+        """Return a copy that was queued as it travels."""
+        if name not in self._moving:
+            self._moving[name] = MovingState(self.moving, self._states[name].leaf)
+        return self._moving[name]
+
     def unstage_state(self, name: int) -> None:
         """Forget a copy that nobody needs any more. Any thread."""
         self.tell(commands.HostUnstageState(name))
         del self._states[name]
+        self._moving.pop(name, None)
 
-    def load_state(self, state: State, fragments: Iterable[int]) -> None:
-        """Take over a whole state, as bytes or by leaf, and of its parameters these fragments.
+    def load_state(self, state: Bytes) -> None:
+        """Take over what another island sent of its state; the parameters stay.
 
         Raises:
-            ValueError: it is not of this island's model and optimizer.
+            ValueError: it is not of this island's model, optimizer and format.
         """
-        self.load_leaves(self.island.state_layout.read(state).__getitem__, fragments)
-
-    def load_leaves(self, leaf: Callable[[str], np.ndarray], fragments: Iterable[int]) -> None:
-        """Take over a state of this island's layout, leaf by leaf, and of its parameters these fragments."""
-        self.island.load_leaves(leaf, [self.fragments[p] for p in fragments])
+        self.island.load_moments(self.moving.read(state))
 
     def saved(self) -> list[StateName]:
         """Return the names of the states that this process has on disk, newest first. Any thread."""

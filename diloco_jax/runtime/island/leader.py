@@ -17,7 +17,7 @@ from diloco_jax.core.codec import Bytes
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
 from diloco_jax.runtime.island.adoptions import Values
 from diloco_jax.runtime.island.evaluation import Evaluation
-from diloco_jax.runtime.island.host import Host, Outcome, State
+from diloco_jax.runtime.island.host import Host, Outcome
 from diloco_jax.runtime.island.join import Hosts, die
 from diloco_jax.runtime.island.saved_states import SavedStates, StateName
 from diloco_jax.settings.run import RunConfig
@@ -117,7 +117,7 @@ class LeadingHost(Host):
         self._open: dict[int, Answers] = {}
         # Versions are counted anew by a syncer that went back, arrivals never.
         self._arrivals: dict[GlobalFragment, int] = {}
-        self._loading: Mapping[str, np.ndarray] = {}
+        self._loading: Callable[[str], np.ndarray] | None = None  # the leaves of the state that is being loaded
         threading.Thread(target=self._listen, name="hosts", daemon=True).start()
 
     def tell(self, command: commands.Command) -> None:
@@ -186,14 +186,13 @@ class LeadingHost(Host):
             raise CopyGone(problem)
         return answers.payloads()
 
-    def load_state(self, state: State, fragments: Iterable[int]) -> None:
+    def load_state(self, state: Bytes) -> None:
         """See Host.load_state; the others ask for its leaves, one at a time."""
-        chosen = tuple(fragments)
-        self._loading = self.island.state_layout.read(state)  # before anybody begins: then nobody can refuse it
-        others = self._ask(lambda n: commands.HostLoadState(n, chosen))
-        self.load_leaves(self._loading.__getitem__, chosen)
+        self._loading = leaf = self.moving.read(state)  # before anybody begins: then nobody can refuse it
+        others = self._ask(commands.HostLoadState)
+        self.island.load_moments(leaf)
         others.payloads()
-        self._loading = {}
+        self._loading = None
 
     def _common(self) -> list[StateName]:
         answers = self._ask(commands.HostSaved)
@@ -257,5 +256,6 @@ class LeadingHost(Host):
                 log.info(f"host {item.host} was asked to end; so the island leaves politely")
                 self._stop.set()
             case commands.HostWant(leaf):
-                value = np.ascontiguousarray(self._loading[leaf])
+                assert self._loading is not None, f"host {item.host} asks for {leaf}, but nothing is loaded"
+                value = np.ascontiguousarray(self._loading(leaf))
                 self._group.send(commands.HostHave(leaf), value.reshape(-1).view(np.uint8).data, item.host)

@@ -20,7 +20,8 @@ from diloco_jax.core import codec
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, StatePart
 from diloco_jax.runtime.island.spare_time import SpareTime
 from diloco_jax.runtime.island.whole_state import STATE_PART_BYTES
-from diloco_jax.training.whole_state.staging import CopyGone, StagedState
+from diloco_jax.training.whole_state.moving import MovingState
+from diloco_jax.training.whole_state.staging import CopyGone
 from diloco_jax.transport.link import Link, LinkClosed, Payload
 
 Values = Mapping[str, np.ndarray]
@@ -67,16 +68,16 @@ class PayloadSender:
 
         self._add(URGENT, send)
 
-    def part(self, link: Link, message: StatePart, staged: StagedState) -> None:
+    def part(self, link: Link, message: StatePart, moving: MovingState) -> None:
         """Send one part of a staged state; nothing if there is no such part."""
-        parts = staged.count(STATE_PART_BYTES)
+        parts = moving.count(STATE_PART_BYTES)
         if not 0 <= message.part < parts:
             log.info(f"{message.receiver} asked for part {message.part} of a state of {parts}; not answered")
             return
 
         def send() -> None:
             try:
-                pieces = staged.part(message.part, STATE_PART_BYTES)
+                pieces = moving.part(message.part, STATE_PART_BYTES)
             except CopyGone as error:
                 log.info(f"part {message.part} of a state was not sent to {message.receiver}: {error}")
                 return

@@ -18,7 +18,7 @@ class States:
     """The states of one learner. Called under the lock of `Decisions`, but for `load`."""
 
     def __init__(self, machine: Learner, host: Host, tape: LearnerTape, saved: StateName | None) -> None:
-        self.received = ReceivedState(host.island.state_layout.num_bytes)  # the parts of a donor's
+        self.received = ReceivedState(host.moving.bytes.num_bytes)  # the parts of a donor's
         # the one that the machine wants to be taken over; the step thread does it, outside of the lock
         self.wanted: AdoptState | None = None
         self._machine = machine
@@ -49,7 +49,7 @@ class States:
         self.wanted, saved, self._saved = None, self._saved, None
         if effect.donor:
             told = (self.received.donor_incarnation, effect.donor_step)
-            self._host.load_state(self.received.take(), effect.fragments)
+            self._host.load_state(self.received.take())
         else:
             assert saved is not None, "an own state was adopted without one"
             told = (saved.incarnation, saved.local_step)

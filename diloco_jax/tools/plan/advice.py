@@ -197,9 +197,9 @@ def _others(choice: ScheduleChoice, stripes: int) -> list[Advice]:
     if back["state_bytes"] and not back["state_arrives"]:
         why = (
             f"a neighbour's state of {back['state_bytes'] / 1e9:.3g} GB takes {back['state_s']:.3g} s beside rounds, "
-            f"but a transfer may take H steps, {back['state_limit_s']:.3g} s: it would be tried in vain. Without it a "
-            "returning island begins with the global model and new moments of the inner optimizer; a larger H or a "
-            "faster link would carry it"
+            f"but a transfer may take protocol.recovery_turns x H steps, {back['state_limit_s']:.3g} s: it would be "
+            "tried in vain. Without it a returning island begins with the global model and new moments of the inner "
+            "optimizer; wire.states int8 or a larger protocol.recovery_turns would carry it"
         )
         found.append(_entry("protocol.recover_from_peers", False, True, why))
     return found

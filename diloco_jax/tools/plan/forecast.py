@@ -26,6 +26,7 @@ from diloco_jax.sim.goodput.methods import Cell, Wan, expected
 from diloco_jax.tools.budget.links import link_needs
 from diloco_jax.tools.budget.needs import syncer_needs
 from diloco_jax.tools.plan.case import PAYLOAD_SHARE, Case
+from diloco_jax.training.whole_state.moving import MovingLayout
 
 FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4")  # from wide to narrow
 DAY_S = 86400.0
@@ -128,10 +129,11 @@ def recovery(case: Case) -> dict[str, Any]:
     given = case.given
     rate = GBIT * case.usable_gbit_per_s()
     donor = max(rate - GBIT * case.rounds().planned_gbit_per_s, rate / 2)
-    model_bytes, state_bytes = 4 * case.parameters, case.blueprint.state_layout.num_bytes
+    moving = MovingLayout(case.blueprint.state_layout, case.config.wire.states)
+    model_bytes, state_bytes = 4 * case.parameters, moving.bytes.num_bytes
     model_s, state_s = model_bytes / rate, state_bytes / donor
     protocol = case.config.protocol
-    limit_s = protocol.sync_every * case.step_s
+    limit_s = protocol.transfer_steps_max * case.step_s
     arrives = state_s <= limit_s
     waits_s = state_s if arrives else protocol.recovery_attempts * limit_s
     from_peer = protocol.recover_from_peers and case.learners > 1

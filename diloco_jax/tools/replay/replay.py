@@ -44,6 +44,7 @@ from diloco_jax.tools.replay.script import (
     read_script,
 )
 from diloco_jax.training.whole_state.layout import HostState
+from diloco_jax.training.whole_state.moving import MovingLayout
 
 BEGINNING = -1
 
@@ -71,6 +72,7 @@ class Replay:
         if compare and (different := differences(ours, self.script.fingerprint)):
             raise ValueError(f"this is not the program or the config of the run: {'; '.join(different)}")
         self.trainer = Trainer(config, 1 if compare else config.island("").batch_size)
+        self._moving = MovingLayout(self.trainer.island.state_layout, config.wire.states)
         arithmetic = local_arithmetic(make_setup(config, plan))
         self.model = make_model(config, plan, self.evaluator.initial_parameters(), arithmetic)
         self.merged_rounds = 0
@@ -151,6 +153,8 @@ class Replay:
     def state_of(self, took: TookState, receiver: LearnerLife, held: dict[int, int]) -> HostState:
         """Return the state that a life takes over, of the moment at which its donor copied it."""
         copies = self._replica(took.donor).copy(took.donor_step)
+        if took.donor.learner_id != receiver.learner_id:  # moments alone, as they arrived
+            return self._moving.rounded(copies[-1][1])
         for versions, state in reversed(copies):
             same = tuple(p for p in sorted(held) if versions.get(p) == held[p])
             if same == tuple(sorted(took.fragments)):

@@ -58,31 +58,19 @@ class StagedState:
         self._pieces: dict[str, list[_Piece]] = {}
         for piece in pieces:
             self._pieces.setdefault(piece.key, []).append(piece)
-        self._assembled: tuple[str, Shaped[np.ndarray, "..."]] | None = None  # parts are asked for in their order
+        self._assembled: tuple[str, Shaped[np.ndarray, "..."]] | None = None
 
     def value(self) -> HostState:
         """Wait for the copies and return {leaf name: array of its own dtype}, not to be written to."""
-        return {name: self._array(name) for name in self.layout.by_name}
-
-    def part(self, index: int, part_bytes: int) -> list[memoryview]:
-        """Wait for what part `index` needs and return its bytes in pieces; holds one assembled leaf, not the state.
-
-        All parts but the last have `part_bytes`.
-        """
-        assert 0 <= index < self.count(part_bytes), f"part {index} of {self.count(part_bytes)}"
-        start = index * part_bytes
-        return self.layout.slices(start, min(start + part_bytes, self.layout.num_bytes), self._array)
-
-    def count(self, part_bytes: int) -> int:
-        """Return how many parts of this size the state has."""
-        return -(-self.layout.num_bytes // part_bytes)
+        return {name: self.leaf(name) for name in self.layout.by_name}
 
     def loose(self, name: str) -> list[Buffer]:
         """Wait for the copies of a leaf that this process has and return their bytes; nothing if it has none."""
         copies = [np.asarray(piece.copy) for piece in self._pieces.get(name, ())]
         return [np.ascontiguousarray(copy).reshape(-1).view(np.uint8).data for copy in copies]
 
-    def _array(self, name: str) -> Shaped[np.ndarray, "..."]:
+    def leaf(self, name: str) -> Shaped[np.ndarray, "..."]:
+        """Wait for what a leaf needs and return it, not to be written to; one assembled leaf is held."""
         pieces, elsewhere = self._pieces.get(name, []), self._elsewhere.get(name, {})
         if len(pieces) == 1 and not elsewhere:
             return np.asarray(pieces[0].copy)

@@ -130,10 +130,9 @@ class HostEvaluate(NamedTuple):
 
 
 class HostLoadState(NamedTuple):
-    """Load the state that the leader holds, asking for its leaves one by one, and answer at the end."""
+    """Load the moments that the leader holds, asking for their leaves one by one, and answer at the end."""
 
     number: int
-    fragments: tuple[int, ...]
 
 
 class HostHave(NamedTuple):

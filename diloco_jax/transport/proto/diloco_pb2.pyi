@@ -790,12 +790,10 @@ class HostEvaluate(_message.Message):
     def __init__(self, number: _Optional[int] = ..., global_step: _Optional[int] = ..., final: _Optional[bool] = ...) -> None: ...
 
 class HostLoadState(_message.Message):
-    __slots__ = ("number", "fragments")
+    __slots__ = ("number",)
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
     number: int
-    fragments: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, number: _Optional[int] = ..., fragments: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class HostHave(_message.Message):
     __slots__ = ("leaf",)

@@ -275,7 +275,7 @@ COMMANDS = (
     c.HostArrival(7, ARRIVED),
     c.HostAdopt(7, ARRIVED),
     c.HostLeaf(8, -1, "params/w"),
-    c.HostLoadState(9, (0, 1)),
+    c.HostLoadState(9),
     c.HostSave(10, "[1, 2, 3, [4]]", -1),
     c.HostRestore(11, (0, 1)),
     c.HostAnswer(9, "no"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -30,12 +32,14 @@ from diloco_jax.runtime.island.follower import Follower
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.join import Hosts, join, make_dialler
 from diloco_jax.runtime.island.leader import LeadingHost
+from diloco_jax.runtime.island.saved_states import SavedStates, StateName
 from diloco_jax.runtime.local import processes as island_processes
 from diloco_jax.runtime.local.processes import Child, Process
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import WRONG_INPUT
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.watchdog import WatchdogConfig
+from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.training.whole_state.staging import CopyGone
 from diloco_jax.transport.group.commands import HostWarmUp
 from diloco_jax.transport.group.group import GroupLeader, GroupMember, group_config
@@ -62,14 +66,18 @@ PULSE = Pulse(WatchdogConfig(least_s=0.0), "a loop", None)
 class Pair:
     """Both hosts of an island, each with all of the model: what they are told is all that they share."""
 
-    def __init__(self, deaths: list[str]) -> None:
+    def __init__(self, deaths: list[str], folder: Path) -> None:
         config = replace(CONFIG, transport=replace(CONFIG.transport, connect_timeout_s=1.0))
         group, (member,) = group_of(2)
         self.stop, self.asked = threading.Event(), threading.Event()
         nobody = f"127.0.0.1:{free_port()}"
         self.loop, loop = BuiltInLoop(config, "island-0"), BuiltInLoop(config, "island-0")
-        self.leader = LeadingHost(config, self.loop.island, self.loop.warm_up, None, Hosts(0, 2, group, 1), self.stop)
-        self.follows = host = Host(config, loop.island, loop.warm_up)
+        self.folder = folder
+        saves = [SavedStates([str(folder)], host, 2) for host in range(2)]
+        self.leader = LeadingHost(
+            config, self.loop.island, self.loop.warm_up, None, Hosts(0, 2, group, 1), self.stop, saves[0]
+        )
+        self.follows = host = Host(config, loop.island, loop.warm_up, saves=saves[1])
         dialler = make_dialler(config, host.plan, "island-0", 1, nobody, Hosts(1, 2, member, 1))
         self.follower = Follower(config, host, dialler, member, self.asked, loop.put_batch, PULSE)
         self._steps = loop.step
@@ -106,7 +114,12 @@ class Pair:
 
     def same(self) -> bool:
         theirs = self.follows.island.parameters()
-        return all(np.array_equal(value, theirs[key]) for key, value in self.leader.island.parameters().items())
+        alike = all(np.array_equal(value, theirs[key]) for key, value in self.leader.island.parameters().items())
+        return alike and self.moments() == self.moments(self.follows)
+
+    def moments(self, host: Host | None = None) -> bytes:
+        island = (host or self.leader).island
+        return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(island.state.opt_state))
 
 
 @pytest.fixture
@@ -124,8 +137,8 @@ def deaths(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def pair(deaths: list[str]) -> Iterator[Pair]:
-    made = Pair(deaths)
+def pair(deaths: list[str], tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(deaths, tmp_path)
     yield made
     if made.thread.is_alive() and not deaths:
         made.leader.end(0)
@@ -150,14 +163,19 @@ def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
     pair.settle()
     assert pair.same() and not pair.follows._adoptions._staged and len(pair.follower._arrived) == 1
     copy = pair.leader.stage_state(7)
-    assert copy.of_others(copy.layout.leaves[0].name).keys() == {1}
+    name = next(leaf.name for leaf in copy.layout.leaves if not leaf.name.startswith("params/"))
+    assert copy.of_others(name).keys() == {1}
+    moving = pair.leader.moving_state(7)
+    parts = b"".join(moving.part(0, pair.leader.moving.bytes.num_bytes))
+    want = pair.moments()
     pair.step([(0, 8)], 0)
-    pair.leader.load_state(copy.value(), [0, 1])
+    assert pair.moments() != want
+    pair.leader.load_state(parts)
     pair.settle()
-    assert pair.same()
+    assert pair.same() and pair.moments() == want
     pair.leader.unstage_state(7)
     with pytest.raises(CopyGone, match="step 7"):
-        copy.of_others(copy.layout.leaves[0].name)
+        copy.of_others(name)
     pair.leader.end(130)
     pair.thread.join(20)
     assert pair.statuses == [130] and not pair.deaths
@@ -171,12 +189,41 @@ def test_a_value_counts_only_when_all_hosts_can_read_it(pair: Pair) -> None:
 
 
 def test_a_state_of_another_model_is_refused_before_any_host_begins(pair: Pair) -> None:
-    state = dict(pair.leader.island.stage_state().value())
-    name, value = next(iter(state.items()))
+    other = MovingLayout(pair.leader.island.state_layout, "int8")
+    state = MovingState(other, pair.leader.island.stage_moments().leaf)
     with pytest.raises(ValueError, match="another model"):
-        pair.leader.load_state(state | {name: value.reshape(-1)[:1]}, [0])
+        pair.leader.load_state(b"".join(state.part(0, other.bytes.num_bytes)))
     pair.settle()
     assert pair.same()
+
+
+def test_hosts_save_together_and_agree_on_what_all_of_them_have(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    """A state counts when both have it; the newest complete one stays until there is another."""
+    pair.leader.adopt(*pair.give(0, 0.5))
+    for step in (1, 2, 3):
+        pair.step([(0, 8)], step)
+        assert pair.leader.save(StateName(1, step, 10 * step, (step,)))
+        assert not pair.leader.save(StateName(1, step, 99, (step,))), "one is being written"
+        assert pair.leader._saving is not None and pair.leader._saving[1].result() == ""
+        kept = pair.moments()
+        if step == 2:
+            shutil.rmtree(pair.folder / "host-1-of-2")  # what the other host had is lost
+    steps = [[name.global_step for name in host.saved()] for host in (pair.leader, pair.follows)]
+    assert steps == [[30, 20], [30]]
+    pair.step([(0, 8)], 4)
+    pair.leader.adopt(*pair.give(7, 0.125))
+    assert pair.moments() != kept
+    assert pair.leader.find_saved() == StateName(1, 3, 30, (3,))
+    pair.leader.restore([])
+    pair.settle()
+    assert pair.same() and pair.moments() == kept
+    fragment = pair.leader.fragments[0]
+    path = fragment.slices[0].path
+    assert 0.125 in pair.leader.island.parameters()[path], "the syncer's newer value holds"
+    damaged = pair.folder / "host-1-of-2" / "step_00000030.shards"
+    damaged.write_bytes(damaged.read_bytes()[1:])
+    assert pair.leader.find_saved() is None
+    assert "global step 30 cannot be used: host 1: in " in caplog.text and "instead of" in caplog.text
 
 
 def test_a_follower_that_is_asked_to_end_tells_the_leader(pair: Pair) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -45,7 +46,7 @@ def running(tmp_path: Path) -> Iterator[Any]:
     started = []
 
     def begin(**changes: Any) -> Any:
-        config = write_config(tmp_path, islands=ISLANDS, **changes)
+        config = write_config(tmp_path, **{"islands": ISLANDS, **changes})
         process = start("train", config, "--run-dir", tmp_path / "run", "--quiet")
         started.append(process)
         return process, tmp_path / "run"
@@ -125,6 +126,43 @@ def test_an_island_that_loses_a_host_is_started_again_as_a_whole_and_alone(
     assert process.returncode == 130, output
     assert re.search(words, output), output
     assert not processes_of(run_dir)
+
+
+def test_a_killed_island_goes_on_with_its_own_moments_bit_for_bit(
+    tmp_path: Path, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DILOCO_TEST_MOMENTS", str(tmp_path))
+    process, run_dir = running(
+        islands={**ISLANDS, "count": 1},
+        train={"steps": 100_000, "eval_every": 0},
+        protocol={"snapshot_every": 6},
+        model={"module": "tests.runtime.island.kept_moments:KeptDecoder"},
+    )
+    records = run_dir / "states" / "island-0"
+    wait_for(lambda: len(list(records.glob("host-*-of-2/*.json"))) == 4, "two states on both hosts", PATIENCE_S)
+    for pid in pids_of(run_dir, "--island island-0"):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: list(tmp_path.glob("island-0.restored.*.npz")), "a restart", PATIENCE_S)
+    before = shares(run_dir, "island-0")
+    wait_for(lambda: shares(run_dir, "island-0") > before + 2, "shares after the restart", PATIENCE_S)
+    first, second = (
+        [json.loads(line) for line in path.read_text().splitlines()[:-1]]
+        for path in sorted((run_dir / "tapes").glob("island-0.*.jsonl"))
+    )
+    ((_, donor, _, local_step, _),) = [line for line in second if line[0] == "state"]
+    assert donor == ""
+    number = [line[1] for line in first if line[0] == "saved"].index(local_step)
+    for host in range(2):
+        saved, restored = (
+            np.load(tmp_path / f"island-0.{name}.{host}.npz") for name in (f"saved-{number}", "restored")
+        )
+        assert sorted(saved.files) == sorted(restored.files) and any("|mu|" in name for name in saved.files)
+        for name in saved.files:
+            np.testing.assert_array_equal(restored[name], saved[name], err_msg=name)
+        assert any(np.any(saved[name] != 0) for name in saved.files if "|mu|" in name)
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, output
 
 
 def test_all_hosts_find_a_syncer_that_was_started_again(running: Any) -> None:

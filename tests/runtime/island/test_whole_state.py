@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -22,7 +21,7 @@ from diloco_jax.runtime.island.whole_state import STATE_PART_BYTES, ReceivedStat
 from diloco_jax.runtime.learner import tape as learner_tape
 from diloco_jax.runtime.learner.tape import LearnerTape, learner_tape_path
 from diloco_jax.training.whole_state.layout import StateLayout
-from diloco_jax.training.whole_state.staging import StagedState, stage_leaves
+from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.transport.link import LinkClosed
 
 pytestmark = pytest.mark.timeout(60)
@@ -52,15 +51,6 @@ def test_parts_of_another_state_are_refused_and_cost_no_memory(part: int, parts:
     received.drop()
     with pytest.raises(ValueError, match="no part"):
         received.take()
-
-
-def staged_state(seed: float = 0.0) -> StagedState:
-    arrays = {
-        "params/a/b": jnp.arange(12, dtype=jnp.bfloat16).reshape(3, 4) + seed,
-        "optimizer/0/count": jnp.asarray(7, jnp.int32),
-        "optimizer/0/mu/a/b": jnp.full((3, 4), np.float32(1 / 3) + seed),
-    }
-    return stage_leaves(arrays, StateLayout(arrays))
 
 
 class Wire:
@@ -125,16 +115,16 @@ def test_what_a_round_waits_for_goes_before_a_state() -> None:
     assert payloads["FragmentValue"] == b"update"
     assert payloads["AnchorValue"] == ANCHOR["w"].tobytes()
     parts = [(m, p) for m, p in wire.sent if isinstance(m, StatePart)]
-    assert b"".join(p for _, p in parts) == b"".join(big.part(0, big.layout.num_bytes))[: 3 * STATE_PART_BYTES]
+    assert b"".join(p for _, p in parts) == b"".join(big.part(0, 3 * STATE_PART_BYTES))
     for message, payload in parts:
         assert (message.parts, message.payload_bytes) == (big.count(STATE_PART_BYTES), len(payload))
         assert message.digest == codec.digest(payload)
     assert failures == []
 
 
-def big_state() -> StagedState:
-    arrays = {"params/w": jnp.arange(STATE_PART_BYTES, dtype=jnp.float32)}
-    return stage_leaves(arrays, StateLayout(arrays))
+def big_state() -> MovingState:
+    arrays = {"optimizer/w": np.arange(STATE_PART_BYTES, dtype=np.float32)}
+    return MovingState(MovingLayout(StateLayout(arrays), "float32"), arrays.__getitem__)
 
 
 def test_a_lost_link_is_no_failure_and_a_value_that_does_not_fit_is_an_empty_answer() -> None:

@@ -18,6 +18,7 @@ from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.island import Island
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.whole_state.layout import StateLayout
+from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from tests.training.islands import MakeIsland, assert_same, part, pointers, state_of, train
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -42,18 +43,21 @@ def test_a_state_moves_bit_for_bit_between_meshes(
     donor, receiver = make_island(optimizer=optimizer), make_island(optimizer=optimizer, **there)
     for source, target in ((donor, receiver), (receiver, donor)):
         train(source, batches[:3])
-        staged = source.stage_state()
-        want = leaves(source)
+        staged, moments = source.stage_state(), source.stage_moments()
+        want, source_parameters = leaves(source), source.parameters()
         train(source, batches[3:4])  # donates what was staged
-        count = staged.count(PART_BYTES)
+        moving = MovingState(layout := MovingLayout(source.state_layout, "float32"), moments.leaf)
+        count = moving.count(PART_BYTES)
         with ThreadPoolExecutor(1) as thread:
-            parts = list(thread.map(lambda i, staged=staged: b"".join(staged.part(i, PART_BYTES)), range(count)))
+            parts = list(thread.map(lambda i, moving=moving: b"".join(moving.part(i, PART_BYTES)), range(count)))
         assert {len(part) for part in parts[:-1]} == {PART_BYTES} and 0 < len(parts[-1]) <= PART_BYTES
-        assert b"".join(parts) == b"".join(staged.part(0, staged.layout.num_bytes))
+        assert b"".join(parts) == b"".join(moving.part(0, layout.bytes.num_bytes))
         programs = target.blueprint.step._cache_size()
-        target.load_state(bytearray(b"".join(parts)))
+        parameters = target.parameters()
+        target.load_moments(layout.read(bytearray(b"".join(parts))))
+        assert_same(target.parameters(), parameters)
+        target.load(source_parameters)
         assert_same(leaves(target), want)
-        assert state_of(target) == b"".join(parts)
         source.load_state(staged.value())
         assert_same(leaves(source), want)
         np.testing.assert_allclose(train(target, batches[4:]), train(source, batches[4:]), rtol=2e-4)
