@@ -137,7 +137,6 @@ class GpuConfig:
 
 
 def _check_words(section: str, pattern: str, given: dict[str, str]) -> None:
-    """Check environment variables or compiler options, which become words of scripts and of a container's command."""
     if len(given) > WORDS_MAX:
         raise ValueError(f"cloud.{section} has {len(given)} entries; use at most {WORDS_MAX}")
     for name, value in given.items():

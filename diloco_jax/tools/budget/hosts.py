@@ -14,10 +14,9 @@ MACHINE_GIB = {
     "n2-highmem-64": 512, "n2-highmem-80": 640, "n2-highmem-96": 768, "n2-highmem-128": 864, "c3-highmem-176": 1408,
     "m3-ultramem-64": 1952, "m3-ultramem-128": 3904,
 }  # fmt: skip
-# Shares of a node's memory that GKE keeps for itself, by steps in GiB, and its threshold for evictions:
-# docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-node-sizes
+# Memory that GKE keeps, by steps in GiB: docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-node-sizes
 _KEPT = ((4, 0.25), (8, 0.20), (16, 0.10), (128, 0.06), (float("inf"), 0.02))
-_OTHERS_GIB = 1.1  # that threshold, and GKE's own pods
+_OTHERS_GIB = 1.1  # its threshold for evictions, and GKE's own pods
 
 
 class SyncerMachine(NamedTuple):

@@ -12,20 +12,11 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import boot, common, syncer_vm
 from diloco_jax.tools.launch.capacity import asked_of
 from diloco_jax.tools.launch.common import IslandMachines
-from diloco_jax.tools.launch.files import Resource, script, verbs
+from diloco_jax.tools.launch.files import Resource, piece, script, verbs
 from diloco_jax.tools.launch.launcher import Guide, Launcher
 from diloco_jax.tools.launch.syncer_vm import SCOPES
 
 IMAGE_PROJECT = "ubuntu-os-accelerator-images"
-_BEFORE = """\
-You need quota for the slices above, and `gcloud`. Hosts need a way to the image and to Google's APIs: their external
-address, or Cloud NAT and Private Google Access. The account that they run as must be allowed to read the image
-(`roles/artifactregistry.reader`) and to list the hosts of its group (`roles/compute.viewer`); the scripts let it read
-the certificates and use the bucket."""
-_LOSSES = """\
-A host whose container fails starts it again, and with it the island as a whole. A slice of spot capacity that was taken
-away has to be made anew: `islands/{first}.sh delete && islands/{first}.sh create`. The syncer's machine starts again by
-itself, with its disk; islands train on meanwhile."""
 
 
 def island_script(config: RunConfig, each: IslandMachines) -> str:
@@ -76,12 +67,12 @@ def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
     return Guide(
         title="one managed instance group per island on Compute Engine",
         apis="compute.googleapis.com secretmanager.googleapis.com",
-        before=_BEFORE,
+        before=piece("gce_before").rstrip(),
         doctor=f"{group} --zone {first.zone} --project {project}    # names of its hosts\n"
         f"{host} '{syncer_vm.doctor(config, first)}'",
         look=f"{host} 'sudo docker logs --tail 20 diloco'\n"
         f"{host} 'sudo journalctl --unit google-startup-scripts --lines 30'    # if there is no container",
-        losses=_LOSSES.format(first=first.name),
+        losses=piece("gce_losses", first=first.name).rstrip(),
         disk=syncer_vm.delete_disk(config),
     )
 

@@ -196,16 +196,6 @@ def _labels(config: RunConfig, part: str) -> dict[str, str]:
     return {f"app.kubernetes.io/{name}": value for name, value in names.items()}
 
 
-_BEFORE = """\
-You need quota for the slices above, `gcloud` with its `gke-gcloud-auth-plugin`, and `kubectl`. A cluster that is there
-under the name `cloud.cluster` is used as it is."""
-_LOSSES = """\
-Nothing is to be done. A pod that is preempted gets SIGTERM, on which its island leaves politely; the JobSet starts the
-island again as a whole when GKE has capacity for its node pool. The syncer comes back with its disk, and islands train
-on meanwhile. An island whose status is `Completed` was drained, or the run is over; the syncer's pod then starts again
-and again, until it is deleted."""
-
-
 def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
     """Write this way's words of README.md."""
     cloud, first, syncer = config.cloud, slices[0], common.syncer_name(config)
@@ -218,12 +208,12 @@ def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
     return Guide(
         title="one JobSet per island on Google Kubernetes Engine",
         apis="container.googleapis.com compute.googleapis.com",
-        before=_BEFORE,
+        before=piece("gke_before").rstrip(),
         doctor=f"pod=$({there} get pod -o name -l app.kubernetes.io/component={first.name} | head -n 1)\n"
         f'{there} exec "$pod" -- \\\n'
         f'  diloco doctor {common.CONFIG_PATH} --island {first.name} --syncer "$syncer"',
         look="\n".join([*looks, f"{beside_syncer} logs statefulset/{syncer} --tail 20"]),
-        losses=_LOSSES,
+        losses=piece("gke_losses").rstrip(),
         disk=f"{beside_syncer} delete pvc run-{syncer}-0",
         leaves=", and clusters",
     )

@@ -73,13 +73,11 @@ class GpuLauncher(NamedTuple):
 
 
 def _learner(island: IslandConfig, host: str, coordinator: str) -> str:
-    """Write the command of one process of an island."""
     place = f' --host "{host}" --coordinator "{coordinator}"' if island.hosts > 1 else ""
     return f'diloco learner config.yaml --island {island.name} --syncer "$SYNCER" --run-dir run{place}'
 
 
 def _gib(config: RunConfig, needs: Needs) -> int:
-    """Return the memory of the syncer's job in GiB, 0 if it is not known."""
     return math.ceil(MARGIN * syncer_bytes(needs) / GIB)
 
 

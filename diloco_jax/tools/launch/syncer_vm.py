@@ -39,7 +39,6 @@ def parts(
 
 
 def _lines(environment: Mapping[str, str]) -> str:
-    """Write variables as docker reads them from a file."""
     return "".join(f"{name}={value}\n" for name, value in environment.items())
 
 

@@ -12,19 +12,12 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import boot, common, syncer_vm
 from diloco_jax.tools.launch.capacity import asked_of
 from diloco_jax.tools.launch.common import IslandMachines
-from diloco_jax.tools.launch.files import IN_PROJECT, Resource, command, script, verbs
+from diloco_jax.tools.launch.files import IN_PROJECT, Resource, command, piece, script, verbs
 from diloco_jax.tools.launch.launcher import Guide, Launcher
 from diloco_jax.tools.launch.syncer_vm import SCOPES
 
 VM = ("gcloud", "compute", "tpus", "tpu-vm")
 HOME = "diloco"  # folder on the TPU VM
-_BEFORE = """\
-You need quota for the slices above, and `gcloud` with an ssh key (`gcloud compute config-ssh`). The account that the
-machines run as must be allowed to read the image (`roles/artifactregistry.reader`)."""
-_LOSSES = """\
-A host whose container fails starts it again, and with it the island as a whole. A resource that is SUSPENDED was
-preempted, and has to be made anew: `islands/{first}.sh delete && islands/{first}.sh create && islands/{first}.sh
-start`. The syncer's machine starts again by itself, with its disk; islands train on meanwhile."""
 
 
 def island_script(config: RunConfig, each: IslandMachines) -> str:
@@ -66,19 +59,7 @@ def island_script(config: RunConfig, each: IslandMachines) -> str:
 
 def _wait(state: str, each: IslandMachines) -> str:
     """Wait for capacity for the island; a resource that lost it never gets it back, and must be made anew."""
-    return f"""\
-while true; do
-  state="$({state})"
-  case "$state" in
-    ACTIVE) break ;;
-    FAILED | SUSPENDED | SUSPENDING | DELETING)
-      echo "{each.name} is $state; make it anew: $0 delete && $0 create && $0 start" >&2
-      exit 1
-      ;;
-  esac
-  echo "{each.name} is $state; waiting for ACTIVE"
-  sleep 30
-done"""
+    return piece("wait", state=state, island=each.name).rstrip()
 
 
 def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
@@ -88,11 +69,11 @@ def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
     return Guide(
         title="one queued resource per island with the Cloud TPU API",
         apis="tpu.googleapis.com compute.googleapis.com secretmanager.googleapis.com",
-        before=_BEFORE,
+        before=piece("tpu_vm_before").rstrip(),
         doctor=f"gcloud compute tpus tpu-vm ssh {first.resource} {where} --worker=0 --command \\\n"
         f"  '{syncer_vm.doctor(config, first)}'",
         look=f"islands/{first.name}.sh logs    # the last lines of every host",
-        losses=_LOSSES.format(first=first.name),
+        losses=piece("tpu_vm_losses", first=first.name).rstrip(),
         disk=syncer_vm.delete_disk(config),
     )
 
