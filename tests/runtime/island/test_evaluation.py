@@ -34,7 +34,7 @@ def test_scores_are_those_of_one_device(tmp_path: Path) -> None:
     module = {"module": f"{__name__}:Counts"}
     config = load(write_config(tmp_path, train=train, evaluation=module, islands=ISLANDS))
     evaluator = Evaluator(config)
-    drawn = evaluator.initial_parameters()
+    drawn = dict(evaluator.initial_parameters())
     random = np.random.default_rng(0)
     values = {path: value + random.normal(size=value.shape).astype(np.float32) / 50 for path, value in drawn.items()}
     loop = BuiltInLoop(config, "island-0", jax.devices()[:4])
