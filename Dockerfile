@@ -16,7 +16,7 @@ RUN pip install -c constraints-py311.txt "$JAX"
 # The other dependencies, before the sources, whose changes must not install them anew.
 COPY pyproject.toml LICENSE README.md ./
 RUN mkdir configs diloco_jax && touch diloco_jax/__init__.py \
-    && pip install -c constraints-py311.txt . \
+    && pip install -c constraints-py311.txt ".[gs]" \
     && pip uninstall --yes diloco-jax
 
 COPY configs ./configs

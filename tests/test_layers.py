@@ -92,8 +92,6 @@ THIRD_PARTY = {
 PURE_LAYERS = {"protocol", "core"}
 IO_BUILTINS = {"open", "input", "print"}
 LATE_IMPORTS_ALLOWED = {"cli"}  # so that `diloco simulate` starts without JAX
-
-
 parsed = cache(ast.parse)
 
 

@@ -135,7 +135,7 @@ def _newest(run: str) -> tuple[RunConfig, Mapping[str, np.ndarray], int]:
 
     if Path(run).is_file():
         config = load(run)
-        return config, Evaluator(config).initial_parameters(), 0
+        return config, dict(Evaluator(config).initial_parameters()), 0
     found = newest_readable(Path(run) / CHECKPOINTS, load_parameters)
     if found is None:
         raise ValueError(f"{run} holds no checkpoint that can be read; give the folder of a run, such as runs/NAME")

@@ -1,6 +1,6 @@
 """The `diloco` command. Each subcommand imports what it needs, so that the light ones start fast.
 
-Exit status: 0 done, 1 the run failed, 2 wrong input (one message, no traceback), 130 interrupted.
+`runtime/records/signals.py` has the exit statuses; wrong input gets one message and no traceback.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import traceback
 from collections.abc import Sequence
 
 from diloco_jax.cli import convert, corpora, first, inference, prepare, records, runs
-from diloco_jax.cli.shared import FAILED, INTERRUPTED, WRONG_INPUT
 from diloco_jax.cli.words import CHAOS_LEARNER, COMPILE, MERGE_SHARD, Command, check_command, make_parser
 from diloco_jax.runtime.local.machine import limit_jax, look
+from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, WRONG_INPUT
 
 COMMANDS: dict[str, Command] = {
     "init": first.init,

@@ -10,14 +10,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from diloco_jax.cli.shared import FAILED, learner_dir, load_config, show
+from diloco_jax.cli.shared import learner_dir, load_config, show
+from diloco_jax.runtime.records.signals import FAILED
 
 
 def certs(arguments: argparse.Namespace) -> int:
     from diloco_jax.transport.trust.certificates import describe, make, settings
 
     folder = Path(arguments.folder)
-    made = make(folder, [name for name in arguments.learners.split(",") if name], days=arguments.days)
+    learners = [name for name in arguments.learners.split(",") if name]
+    made = make(folder, learners, days=arguments.days, renew_days=arguments.renew)
     files = {name: [str(path) for path in paths] for name, paths in made._asdict().items()}
     show(arguments, {**files, "settings": settings(folder)}, lambda _: describe(folder, made))
     return 0
@@ -47,17 +49,19 @@ def launch(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.launch.write import WAYS, check_tools, describe, run, write
 
     config = load_config(arguments)
-    plan = WAYS[arguments.way].plan(config)
+    way = WAYS[arguments.way]
+    way.slices(config)  # what is wrong is said before the model is looked at
+    needs: dict[str, Any] | None = None
+    try:
+        needs, told = needs_of(config), ""
+    except ValueError as error:  # the model may be in the image alone
+        told = f"what the machines need is not known here: {error}"
+    plan = way.plan(config, needs)
+    told = told or "\n".join(describe_needs(config, needs))
     if arguments.run:
         check_tools(plan)
     target = arguments.out or (arguments.run and str(Path(config.runs_dir) / f"{config.name}-{arguments.way}"))
     paths = write(plan, Path(target), force=arguments.force) if target else []
-    needs: dict[str, Any] | None = None
-    try:
-        needs = needs_of(config)
-        told = "\n".join(describe_needs(config, needs))
-    except ValueError as error:  # the model may be in the image alone
-        told = f"what the machines need is not known here: {error}"
     if arguments.run:
         say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
         say(told)
@@ -78,21 +82,32 @@ def preflight(arguments: argparse.Namespace) -> int:
     from concurrent.futures import Future
 
     from diloco_jax.runtime.records.telemetry import finite
-    from diloco_jax.tools.preflight.judge import preflight
+    from diloco_jax.tools.preflight.judge import cases_of, preflight
     from diloco_jax.tools.preflight.report import describe
+    from diloco_jax.tools.preflight.search import best_config, describe_search, search
 
     config = load_config(arguments)
+    record, written = _path("--search", arguments.search), _path("--write", arguments.write)
+    if written is not None and (record is None or written.exists()):
+        wrong = "needs --search" if record is None else f"names {written}, which is there already; choose another"
+        raise ValueError(f"--write {wrong}")
     done: Future[dict[str, Any]] = Future()
 
     def compile_all() -> None:
         try:
-            done.set_result(preflight(config, arguments.topology, _tell))
+            if record is None:
+                done.set_result(preflight(config, arguments.topology, _tell))
+            else:
+                there, kind = cases_of(config, arguments.topology)[0]
+                done.set_result(search(there, kind, arguments.compiles, record, _tell))
         except Exception as error:
             done.set_exception(error)
 
     threading.Thread(target=compile_all, name="compile", daemon=True).start()  # Ctrl-C need not wait for it
     result = done.result()
-    show(arguments, finite(result), lambda _: describe(result))
+    if record is not None and written is not None and result["best"]:
+        written.write_text(best_config(config, result["best"]), encoding="utf-8")
+    show(arguments, finite(result), lambda _: (describe if record is None else describe_search)(result))
     return 0 if result["ok"] else FAILED
 
 

@@ -7,7 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from diloco_jax.cli.shared import FAILED, run_config, show
+from diloco_jax.cli.shared import run_config, show
+from diloco_jax.runtime.records.signals import FAILED
 
 
 def status(arguments: argparse.Namespace) -> int:

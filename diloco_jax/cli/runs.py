@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from diloco_jax.cli.shared import FAILED, INTERRUPTED, learner_dir, load_config, show
+from diloco_jax.cli.shared import learner_dir, load_config, show
 from diloco_jax.cli.words import CHAOS_LEARNER
+from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
 
 if TYPE_CHECKING:
     from diloco_jax.runtime.model.evaluation import Evaluator
@@ -67,7 +71,6 @@ def syncer(arguments: argparse.Namespace) -> int:
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.syncer.run import SyncerRun
 
-    evaluator: Evaluator | None = None
     model: Evaluator | OfferedModel | None
     if config.model.own:
         from diloco_jax.runtime.model.offered import offered_model
@@ -78,24 +81,34 @@ def syncer(arguments: argparse.Namespace) -> int:
     else:
         from diloco_jax.runtime.model.evaluation import Evaluator
 
-        model = evaluator = Evaluator(config)
-    summary = SyncerRun(config, run_dir, stop, model, evaluator, rewind=arguments.rewind).run()
+        model = Evaluator(config)
+    summary = SyncerRun(config, run_dir, stop, model, rewind=arguments.rewind).run()
     return 0 if summary["complete"] or stop.is_set() else FAILED
 
 
 def learner(arguments: argparse.Namespace) -> int:
     import time
+    from functools import partial
 
     config = load_config(arguments)
     run_dir = learner_dir(arguments, config)
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.island.join import join, leave
-    from diloco_jax.runtime.learner.joined import Joining
+    from diloco_jax.runtime.learner.joined import Joining, island_pulse
     from diloco_jax.runtime.learner.preemption import check_source, watch
     from diloco_jax.runtime.learner.run import LearnerRun, follow
     from diloco_jax.runtime.records.status import known_address
 
     make: Callable[[Joining, Event], LearnerRun] = LearnerRun
+    if arguments.standby:
+        from diloco_jax.runtime.local.standby import stand_by
+
+        go = stand_by(config, run_dir, arguments.island, loads=arguments.name != CHAOS_LEARNER)
+        if go is None:
+            return 0
+        arguments.syncer, arguments.incarnation, loaded = go
+        if loaded is not None:
+            make = partial(LearnerRun, make_loop=lambda *_: loaded)
     if arguments.name == CHAOS_LEARNER:
         from diloco_jax.tools.chaos.learner import chaos_learner
 
@@ -108,7 +121,8 @@ def learner(arguments: argparse.Namespace) -> int:
         arguments.leave = leave
     hosts = join(config, arguments.island, incarnation, arguments.host, arguments.coordinator)
     incarnation = incarnation if hosts is None else hosts.incarnation
-    joining = Joining(config, arguments.island, incarnation, address, run_dir, hosts)
+    pulse = island_pulse(config, run_dir, arguments.island, 0 if hosts is None else hosts.host)
+    joining = Joining(config, arguments.island, incarnation, address, run_dir, pulse, hosts)
     if hosts is not None and hosts.host:
         return follow(joining, stop)
     reason = make(joining, stop).run()
@@ -173,9 +187,9 @@ def baseline(arguments: argparse.Namespace) -> int:
 def compile_ahead(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     _begin_process(Path(arguments.run_dir))
-    from diloco_jax.runtime.local.compiling import compile_programs
+    from diloco_jax.runtime.local.compiling import compiled_loop
 
-    compile_programs(config, arguments.island)
+    compiled_loop(config, arguments.island)
     return 0
 
 
@@ -190,11 +204,20 @@ def merge_shard(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _begin_log() -> None:
-    import logging
+class _JsonLines(logging.Formatter):
+    """A record as one line of JSON with its severity, as Google Cloud's logging and others read it."""
 
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage() + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else "")
+        when = datetime.fromtimestamp(record.created, UTC).isoformat()
+        return json.dumps({"severity": record.levelname, "time": when, "logger": record.name, "message": text})
+
+
+def _begin_log() -> None:
     # force: a library has put a handler of its own there when it was imported
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stdout, force=True)
+    if os.environ.get("DILOCO_LOG") == "json":
+        logging.getLogger().handlers[0].setFormatter(_JsonLines())
     logging.getLogger("absl").setLevel(logging.WARNING)
 
 

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from diloco_jax.settings.run import RunConfig
 
-FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130  # exit statuses
-
 
 def show(arguments: argparse.Namespace, result: Any, describe: Callable[[Any], object]) -> None:
     """Print a result: one JSON object with --json, else as `describe` writes it for people."""

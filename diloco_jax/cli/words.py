@@ -89,15 +89,18 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
     _unlisted_words(commands, learner, run)
     _chaos_words(add("chaos", "A local run under a schedule of faults: what came back, when.", config=True))
     _doctor_words(add("doctor", "Check this machine and its way to the syncer, before or during a run.", config=True))
-    _launch_words(add("launch", "Manifests and commands that start a run on Google Cloud."))
+    _launch_words(add("launch", "Manifests and commands that start a run on a cloud or a cluster."))
     _plan_words(add("plan", "Links, memory, goodput and cost of a config, before it runs, and what to change."))
     _simulate_words(add("simulate", "Goodput of a cluster whose chips fail, without one: chips, learners, methods."))
     add("baseline", "The data-parallel baseline in this process, for `train`.", config=True, json="")
     _looking_words(add)
     _convert_words(add)
-    preflight = add(
-        "preflight", "Compile for TPU slices, without a TPU: what fits, what it takes.", config=True, folder=False
-    )
+    about = "Compile for TPU slices, without a TPU: what fits, what it takes."
+    _preflight_words(add("preflight", about, config=True, folder=False))
+    return parser
+
+
+def _preflight_words(preflight: Parser) -> None:
     preflight.add_argument(
         "--topology",
         action="append",
@@ -105,7 +108,17 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
         metavar="SLICE",
         help="such as v5p:4x4x8 or v6e:16x16, also several times; default: the slices of the config's islands",
     )
-    return parser
+    preflight.add_argument(
+        "--search",
+        metavar="FILE",
+        help="try policies of remat, tiles and mesh splits; FILE keeps what was found, a search goes on there",
+    )
+    preflight.add_argument(
+        "--compiles", type=int, default=12, metavar="N", help="programs that a search compiles at most; default: 12"
+    )
+    preflight.add_argument(
+        "--write", metavar="CONFIG", help="where to write the config with the cheapest settings found"
+    )
 
 
 def _first_words(add: Add, parser: Parser) -> None:
@@ -143,7 +156,8 @@ def _config_words(sub: Parser, **config: str) -> None:
 
 
 def _unlisted_words(commands: argparse._SubParsersAction[Parser], learner: Parser, run: Mapping[str, Command]) -> None:
-    """Add the commands that processes of a run start."""
+    """Add the commands and words with which processes of a run start others."""
+    learner.add_argument("--standby", action="store_true", help=argparse.SUPPRESS)
     unlisted = commands.add_parser(CHAOS_LEARNER, parents=[learner], add_help=False)  # what `chaos` starts
     unlisted.set_defaults(command=run[CHAOS_LEARNER], name=CHAOS_LEARNER, takes_overrides=True)
     shard = commands.add_parser(MERGE_SHARD)  # what a syncer with syncer.shards starts
@@ -174,6 +188,8 @@ def _looking_words(add: Add) -> None:
     certs.add_argument("folder", help="where the files go; what is there already stays as it is")
     certs.add_argument("--learners", default="", help="names of learners, separated by commas: island-0,island-1")
     certs.add_argument("--days", type=int, default=365, help="how long the certificates are valid; default: 365")
+    about = "sign certificates anew that are valid for less than so many days; processes need no restart"
+    certs.add_argument("--renew", metavar="DAYS", type=int, default=0, help=about)
     _inference_words(add)
     report = add("report", "Write report.html of a run.")
     report.add_argument("run", help="folder of the run")
@@ -241,7 +257,8 @@ def _doctor_words(doctor: Parser) -> None:
 
 
 def _launch_words(launch: Parser) -> None:
-    launch.add_argument("way", choices=("gke", "gce", "tpu-vm"), help="Kubernetes, Compute Engine, or Cloud TPU API")
+    ways = "Kubernetes, Compute Engine or Cloud TPU API of Google Cloud; GPU hosts of Slurm or SkyPilot"
+    launch.add_argument("way", choices=("gke", "gce", "tpu-vm", "slurm", "sky"), help=ways)
     _config_words(launch, help=f"{CONFIG}; its cloud section says where")
     launch.add_argument("--out", metavar="DIR", help="write the files there; without it they are only printed")
     launch.add_argument("--force", action="store_true", help="overwrite the files of an earlier launch in --out")

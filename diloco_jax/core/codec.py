@@ -52,9 +52,6 @@ def as_bytes(array: Shaped[np.ndarray, "..."]) -> memoryview:
 def encode(values: Mapping[str, Float[np.ndarray, "..."]], format: Format) -> bytes:
     """Encode a fragment on the host.
 
-    Args:
-      values: of the fragment, by key; the order of the mapping does not matter.
-
     Raises:
       NotFinite: NaN or infinity with an integer format (the other formats carry them).
     """
@@ -102,14 +99,7 @@ def encoded_size(shapes: Iterable[Shape], format: Format) -> int:
 
 
 def digest(payload: Bytes | Iterable[Bytes]) -> int:
-    """Return the checksum of a payload, in [0, 2^64): equal bytes have equal digests, damaged ones do not.
-
-    Args:
-      payload: contiguous bytes, or pieces of them in their order; how they are cut does not matter.
-
-    Returns:
-      XXH3 with 64 bits.
-    """
+    """Return the checksum of a payload, in [0, 2^64): equal bytes have equal digests (XXH3), damaged ones not."""
     hasher = xxhash.xxh3_64()
     for piece in (payload,) if isinstance(payload, bytes | bytearray | memoryview) else payload:
         hasher.update(piece)

@@ -45,13 +45,7 @@ class FragmentConfig:
     cut between layers; only where one layer is larger than a fair share, all are cut along this axis of theirs."""
 
     def plan(self, shapes: Mapping[str, Shape], kinds: Mapping[str, Kind], num_fragments: int) -> FragmentPlan:
-        """Cut a model; see `plan_fragments`.
-
-        Args:
-          shapes: shape of every tensor, by path.
-          kinds: what every tensor is, by path.
-          num_fragments: P.
-        """
+        """Cut a model; see `plan_fragments`."""
         axes = {}
         for path, shape in shapes.items():
             own = len(shape) - kinds[path].stack
@@ -74,6 +68,16 @@ class Slice(NamedTuple):
     def key(self) -> str:
         """Name of this slice in a fragment's values: 'path', or 'path[axis:start:stop]'."""
         return self.path if self.axis == WHOLE else f"{self.path}[{self.axis}:{self.start}:{self.stop}]"
+
+    @property
+    def at(self) -> tuple[slice, ...]:
+        """Return the index that takes this slice from its tensor."""
+        return () if self.axis == WHOLE else (*(slice(None),) * self.axis, slice(self.start, self.stop))
+
+
+def whole(path: str) -> Slice:
+    """Return the slice that is a whole tensor, by whatever name."""
+    return Slice(path, WHOLE, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,6 @@ def plan_fragments(
     and so on, until the largest fragment is at most `EVEN` times the mean. The order of `shapes` does not matter.
 
     Args:
-      shapes: shape of every tensor, by path.
       num_fragments: P, from 1 to the number of pieces into which the tensors can be cut.
       split_axis: by path, the axis along which a too large tensor may be cut (negative counts from the last);
         0 where not named.
@@ -146,13 +149,10 @@ def plan_fragments(
 
 
 def take(params: Mapping[str, ArrayT], fragment: Fragment) -> dict[str, ArrayT]:
-    """Return the fragment's values, by key, in the order of its slices. Works under `jax.jit`.
+    """Return the values of a fragment of `params` in full shapes, by key, in its slices' order. Works under `jax.jit`.
 
     NumPy results are views of `params` (copy them before `params` is written); JAX results are arrays of their own,
     except whole tensors, which are the very arrays of `params`.
-
-    Args:
-      params: every tensor that the fragment touches, by path, in its full shape.
     """
     values: dict[str, ArrayT] = {}
     for piece in fragment.slices:
@@ -160,7 +160,7 @@ def take(params: Mapping[str, ArrayT], fragment: Fragment) -> dict[str, ArrayT]:
         if piece.axis == WHOLE:
             values[piece.key] = array
         elif isinstance(array, np.ndarray):
-            values[piece.key] = array[_index(piece)]
+            values[piece.key] = array[piece.at]
         else:
             values[piece.key] = jax.lax.slice_in_dim(array, piece.start, piece.stop, axis=piece.axis)
     return values
@@ -171,10 +171,6 @@ def put(params: Mapping[str, ArrayT], fragment: Fragment, values: Mapping[str, A
 
     Values are cast to the dtype of the tensor that they enter. Tensors that the fragment does not touch are the
     same objects in the result, and a whole tensor of equal dtype is the very array given in `values`.
-
-    Args:
-      params: by path, in full shapes.
-      values: by key, as `take` returns them.
 
     Raises:
       ValueError: a value's shape is not its slice's shape.
@@ -192,7 +188,7 @@ def put(params: Mapping[str, ArrayT], fragment: Fragment, values: Mapping[str, A
             if piece.path not in fresh:
                 result[piece.path] = array.copy()
                 fresh.add(piece.path)
-            result[piece.path][_index(piece)] = value
+            result[piece.path][piece.at] = value
         elif piece.axis == WHOLE:
             result[piece.path] = value.astype(array.dtype)
         else:
@@ -291,7 +287,3 @@ def _fingerprint(
     content = {"shapes": shapes, "kinds": kinds, "axes": axes, "fragments": [fragment.slices for fragment in fragments]}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
-
-
-def _index(piece: Slice) -> tuple[slice, ...]:
-    return (*(slice(None),) * piece.axis, slice(piece.start, piece.stop))

@@ -25,11 +25,7 @@ class Kind(NamedTuple):
     stack: int = 0  # how many axes, the first ones, count tensors of their own
 
     def unit(self, shape: Sequence[int]) -> int:
-        """Return the number of elements of each tensor of the stack, of which some may have been cut off.
-
-        Args:
-          shape: of the stack, or of a slice of it.
-        """
+        """Return the number of elements of each tensor of the stack, of which some may have been cut off."""
         return math.prod(shape[self.stack :])
 
 
@@ -37,7 +33,6 @@ def kind_of(shape: Sequence[int], names: Sequence[str | None] = ()) -> Kind:
     """Return what a tensor is.
 
     Args:
-      shape: of the tensor.
       names: logical axis names, one per axis; none if nothing is known but the shape.
     """
     stack = 0

@@ -131,11 +131,7 @@ def combined(leaves: Sequence[int]) -> int:
 
 
 def value_digest(values: Mapping[str, Float32[np.ndarray, "..."]]) -> int:
-    """Return the digest of a fragment's value, which is equal for equal bits only, but for one case in 2^64.
-
-    Args:
-      values: whole slices, float32, by key.
-    """
+    """Return the digest of a fragment's value, which is equal for equal bits only, but for one case in 2^64."""
     return combined([leaf_digest(leaf) for leaf in _leaves(values)])
 
 

@@ -64,7 +64,6 @@ def token_weights(
     """Return the learners' normalised weights: `w_m = tokens_m^2 / steps_m` (paper, 3.2: quantity times quality).
 
     Args:
-      tokens: of each learner since it adopted the fragment.
       steps: inner steps of each learner since it adopted the fragment, at least 1.
       scheme: 'tokens2_per_step', 'tokens' (quantity only) or 'uniform'.
 
@@ -107,7 +106,6 @@ def coefficients(
     Args:
       products: above the diagonal and on it; what is below is not read.
       weights: at least 0, with the sum 1.
-      method: see `MergeConfig.method`.
     """
     if method == "average" or np.count_nonzero(weights) == 1:
         return weights.astype(np.float32)
@@ -137,11 +135,6 @@ def merge_rule(path: str, shape: tuple[int, ...], kind: Kind, config: MergeConfi
 
     Vectors and tables are averaged whatever the method: the paper merges them directly, since of a vector, and of a
     table's rows that few learners touched, a direction says little.
-
-    Args:
-      path: of the whole tensor.
-      shape: of the tensor or of a slice of it (equal number of axes).
-      kind: what the tensor is.
     """
     averaged = any(_matches(path, pattern) for pattern in config.average_paths)
     if config.method != "average" and kind.form == "matrix" and not averaged:

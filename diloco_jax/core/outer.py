@@ -99,11 +99,7 @@ class Outer(Protocol):
     elementwise: ClassVar[bool]
 
     def init(self, params: Views) -> OuterState:
-        """Return the state before the first update.
-
-        Args:
-          params: the fragment's values; their order is that of its flat array.
-        """
+        """Return the state before the first update."""
 
     def update(self, gradient: Gradient, state: Mapping[str, np.ndarray], params: Views) -> tuple[Moves, OuterState]:
         """Return what is to be added to the parameters, and the new state. Change none of the arguments.

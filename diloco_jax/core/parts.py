@@ -47,7 +47,6 @@ def runs_of_box(offset: int, grid_shape: Sequence[int], box: Sequence[slice], it
       offset: first byte of the array in the payload.
       grid_shape: of the array, in items.
       box: for each dimension the items start..stop-1, within the array.
-      item_bytes: size of an item.
 
     Raises:
       ValueError: the box is not within the array, or takes more than RUNS_MAX entries.
@@ -94,10 +93,7 @@ def concat(*runs: Runs) -> Runs:
 
 
 def pack_part(runs: Runs, buffers: Sequence[Buffer]) -> list[Buffer]:
-    """Return a part as pieces: its head, then the data as they are, not copied.
-
-    Args:
-      buffers: the data in the order of the runs, C-contiguous.
+    """Return a part as pieces: its head, then the data of the runs, C-contiguous, as they are, not copied.
 
     Raises:
       ValueError: the data have another size than the runs.
@@ -113,7 +109,6 @@ def cut_part(part: Part, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
     """Return these ranges of a payload, in their order, as a part; an empty part stays empty.
 
     Args:
-      part: of the whole payload, from `pack_part`.
       ranges: bytes start..stop-1 of the whole, apart from each other.
 
     Raises:
@@ -151,11 +146,7 @@ def cut_part(part: Part, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
 
 
 def join_parts(parts: Sequence[Part], size_max: int) -> memoryview:
-    """Return the whole payload of all its parts, in any order; empty if one of them is empty.
-
-    Args:
-      parts: as they arrived; nothing of them is believed.
-      size_max: largest payload in bytes.
+    """Return the whole payload of all its parts, of which nothing is believed; empty if one of them is empty.
 
     Raises:
       ValueError: a part cannot be read, or they do not have every byte of a payload once.

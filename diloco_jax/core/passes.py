@@ -13,6 +13,8 @@ Leaves may be worked on in any order, by any number of threads and processes: su
 from __future__ import annotations
 
 import math
+import mmap
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,7 +40,7 @@ _KINDS: dict[Format, int] = {
     "int4": kernels.INT4,
 }
 _ONE = np.ones((1, 1), np.float32)  # coefficients of one value as it is
-FREE_MAX = 4  # arrays of one size that wait to be written again
+FREE_MAX = 4  # arrays that wait to be written again: those of a fragment, and one for a sum of steps
 
 
 class Values(NamedTuple):
@@ -79,10 +81,18 @@ class Merger:
     Args:
       rules: how each piece is merged, in their order.
       run: works on leaves; e.g. ThreadPoolExecutor.map.
+      buffers: for new arrays of at least the layout's size; None for some of its own.
     """
 
     def __init__(
-        self, layout: Layout, rules: Sequence[Rule], outer: Outer, up: Format, down: Format, run: Run = map
+        self,
+        layout: Layout,
+        rules: Sequence[Rule],
+        outer: Outer,
+        up: Format,
+        down: Format,
+        run: Run = map,
+        buffers: Buffers | None = None,
     ) -> None:
         self.layout = layout
         self._rules = tuple(rules)
@@ -94,7 +104,7 @@ class Merger:
         self.up_bytes = layout.payload_bytes(up)
         self.down_bytes = layout.payload_bytes(down) if self._rounds else 0
         self._run = run
-        self.buffers = Buffers()
+        self._buffers = buffers or Buffers(layout.size)
         prepare()  # not in the first round, while learners train on
         if layout.pieces:  # whatever the optimizer compiles, for these shapes
             zeros = np.zeros(layout.size, np.float32)
@@ -105,6 +115,11 @@ class Merger:
         """Return the state before the first round."""
         residual = np.zeros(value.size, np.float32) if self._rounds else NOTHING
         return State(value, self._outer.init(self.layout.views(value)), residual)
+
+    def total(self, steps: Sequence[UInt8[np.ndarray, "bytes"]]) -> Flat:
+        """Return what encoded steps add up to; what they were rounded by is added in their order, block by block."""
+        ones = [np.ones((1, len(steps)), np.float32)] * len(self.layout.pieces)
+        return WeightedSum(self.layout, values_of(steps), ones, None, self._down, self._run, self._buffers).flat()
 
     def inspect(self, values: Values) -> list[Products]:
         """Return the products of all pairs of learners, per leaf and unit; those of an unusable one are not finite."""
@@ -125,21 +140,11 @@ class Merger:
     def update(
         self, values: Values, products: Sequence[Products], weights: Float64[np.ndarray, "m"], state: State
     ) -> Update:
-        """Make the next version. Changes nothing that it is given.
-
-        Args:
-          products: what `inspect` found of the same learners.
-          weights: of the learners, with the sum 1.
-        """
+        """Make the next version. Changes nothing that it is given."""
         return self.apply(values, self.shares(products, weights), state)
 
     def shares(self, products: Sequence[Products], weights: Float64[np.ndarray, "m"]) -> list[Coefficients]:
-        """Return the coefficients c_m of each unit of each piece. Of a cut slice all parts must be in this layout.
-
-        Args:
-          products: of each leaf.
-          weights: of the learners, with the sum 1.
-        """
+        """Return the coefficients c_m of each unit of each piece. Of a cut slice all parts must be in this layout."""
         units: list[dict[int, list[Float64[np.ndarray, "m m"]]]] = [{} for _ in self.layout.pieces]
         for leaf, found in zip(self.layout.leaves, products, strict=True):
             first = leaf.start // self._rules[leaf.piece].unit
@@ -153,9 +158,9 @@ class Merger:
     def apply(self, values: Values, shares: Sequence[Coefficients], state: State) -> Update:
         """Make the next version from known coefficients. Changes nothing that it is given."""
         layout, size = self.layout, self.layout.size
-        value, step = self.buffers.take(size), np.empty(self.down_bytes, np.uint8)
-        residual = self.buffers.take(size) if self._rounds else NOTHING
-        gradient = WeightedSum(layout, values, shares, self._units, self._up, self._run, self.buffers)
+        value, step = self._buffers.take(size), np.empty(self.down_bytes, np.uint8)
+        residual = self._buffers.take(size) if self._rounds else NOTHING
+        gradient = WeightedSum(layout, values, shares, self._units, self._up, self._run, self._buffers)
         moves, outer = self._outer.update(gradient, state.outer, layout.views(state.value))
         rates = np.float32(moves.rate), np.float32(moves.momentum)
 
@@ -177,7 +182,6 @@ class WeightedSum:
     """The merged outer gradient, sum_m c_m v_m, which the kernels compute block by block as they use it.
 
     Args:
-      values: v_m.
       shares: c_m, of each unit of each piece.
       units: of each piece the size of its units; None for whole pieces.
       buffers: for new arrays.
@@ -201,7 +205,7 @@ class WeightedSum:
         self._places = layout.places(format)
         self._sources = _sources(values)
         self._run = run
-        self._buffers = buffers or Buffers()
+        self._buffers = buffers or Buffers(layout.size)
 
     def leaf(self, number: int) -> tuple[Any, ...]:
         """See Gradient.leaf."""
@@ -219,8 +223,12 @@ class WeightedSum:
         return WeightedSum(self._layout, values_of([flat.view(np.uint8)]), [_ONE] * len(self._shares))
 
     def views(self) -> dict[str, Float32[np.ndarray, "..."]]:
-        """See Gradient.views; one plain step from zero, the other way."""
-        mean, zeros = np.empty(self._layout.size, np.float32), np.zeros(LEAF, np.float32)
+        """See Gradient.views."""
+        return self._layout.views(self.flat())
+
+    def flat(self) -> Flat:
+        """Compute it: one plain step from zero, the other way."""
+        mean, zeros = self.empty(), np.zeros(LEAF, np.float32)
 
         def make_leaf(number: int) -> None:
             leaf = self._layout.leaves[number]
@@ -231,25 +239,41 @@ class WeightedSum:
             )  # fmt: skip
 
         list(self._run(make_leaf, range(len(self._layout.leaves))))
-        return self._layout.views(mean)
+        return mean
 
 
 class Buffers:
-    """Arrays that nobody uses any more, to be written again: fresh memory costs as much as the merge itself."""
+    """Arrays that nobody uses any more, to be written again: fresh memory costs as much as the merge itself.
 
-    def __init__(self) -> None:
-        self._free: dict[int, list[Flat]] = {}
+    An array comes back by itself as soon as nobody refers to it or to a view of it. So whatever is captured, on its way
+    to a learner or to a disk stays as it was, and nobody must say when it is not needed any more.
+
+    Args:
+      size: elements of the largest array.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._bytes = _whole_pages(4 * max(1, size))
+        self._free: list[mmap.mmap] = []
 
     def take(self, size: int) -> Flat:
         """Return an array of this size with any content."""
-        free = self._free.get(size)
-        return free.pop() if free else np.empty(size, np.float32)
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = self._free.pop() if self._free else mmap.mmap(-1, self._bytes, kind)
+        used = _whole_pages(4 * size)
+        if used < self._bytes and hasattr(mmap, "MADV_DONTNEED"):  # what a larger array left behind
+            memory.madvise(mmap.MADV_DONTNEED, used, self._bytes - used)
+        array = np.frombuffer(memory, np.float32, size)
+        weakref.finalize(array, self._give, memory).atexit = False
+        return array
 
-    def give(self, array: np.ndarray) -> None:
-        """Take back an array that nobody reads any more; one that cannot be written again is left to Python."""
-        free = self._free.setdefault(array.size, [])
-        if array.dtype == np.float32 and array.ndim == 1 and array.flags.writeable and len(free) < FREE_MAX:
-            free.append(array)
+    def _give(self, memory: mmap.mmap) -> None:
+        if len(self._free) < FREE_MAX:
+            self._free.append(memory)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def norms(squares: Squares) -> list[float]:

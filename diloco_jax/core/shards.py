@@ -95,8 +95,6 @@ def share(plan: FragmentPlan, merge: MergeConfig, count: int, *, cut: bool = Tru
     the shards up to equal shares.
 
     Args:
-      merge: which tensors are merged how.
-      count: number of shards, at least 1.
       cut: whether averaged slices may be cut: not if the outer optimizer must see whole tensors.
 
     Raises:
@@ -122,12 +120,7 @@ def share(plan: FragmentPlan, merge: MergeConfig, count: int, *, cut: bool = Tru
 
 
 def split(payload: Buffer | Sequence[Buffer], ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-    """Return views of these ranges of a payload.
-
-    Args:
-      payload: bytes, or pieces of them in their order.
-      ranges: bytes start..stop-1, each within the payload.
-    """
+    """Return views of these ranges (bytes start to stop - 1) of a payload, or of one in pieces."""
     pieces, ends = [], [0]
     for piece in [payload] if isinstance(payload, Buffer) else payload:
         pieces.append(memoryview(piece).cast("B"))

@@ -123,11 +123,7 @@ def share_axis(label: str) -> Axis:
 
 
 def settings_axis(values: Sequence[float], label: str) -> Axis:
-    """Return a logarithmic axis of the counts that somebody measured at; they are its ticks, as far as there is room.
-
-    Args:
-        values: above 0.
-    """
+    """Return a logarithmic axis of counts above 0, which are its ticks as far as there is room."""
     axis = Axis(low=min(values) / 1.2, high=max(values) * 1.2, ticks=(), label=label, kind="count", log=True)
     ticks: list[Tick] = []
     for value in sorted(set(values)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from diloco_jax.protocol.messages import Message
+from diloco_jax.protocol.messages import Message, Score
 
 
 class Send(NamedTuple):
@@ -81,6 +81,13 @@ class SaveState(NamedTuple):
     global_step: int
 
 
+class EvaluateModel(NamedTuple):
+    """Evaluate the global values that were adopted last, then call on_evaluated; no step meanwhile (learner)."""
+
+    global_step: int
+    final: bool  # with the batches of the evaluation at the end
+
+
 class Part(NamedTuple):
     """One learner's share in a merge; its weight follows from tokens and steps (core/merge.py)."""
 
@@ -114,6 +121,12 @@ class SaveSnapshot(NamedTuple):
     global_step: int
 
 
+class Evaluated(NamedTuple):
+    """Tell people of an evaluation of the global model (syncer)."""
+
+    score: Score
+
+
 class Discard(NamedTuple):
     """Free every payload that is held for this round: it ends without a merge (syncer)."""
 
@@ -131,7 +144,8 @@ class Note(NamedTuple):
     """A decision worth telling people, for logs and the timeline; drivers must not act on it."""
 
     kind: str  # "closed", "merged", "abandoned", "joined", "left", "silent", "back", "finished", "restarted",
-    # "restored", "lost", "recovering", "recovered", "strike", "expelled", "unmerged", "released"
+    # "restored", "lost", "recovering", "recovered", "strike", "expelled", "unmerged", "released", "evaluating",
+    # "unevaluated"
     global_step: int
     fragment_id: int  # -1 when no fragment is meant
     members: tuple[str, ...]
@@ -144,6 +158,7 @@ class Finish(NamedTuple):
     reason: str
 
 
-LearnerEffect = Stage | Unstage | Adopt | StageState | UnstageState | KeepPart | DropParts | AdoptState | SaveState
-SyncerEffect = Merge | Restore | SaveSnapshot | Discard
+StateEffect = StageState | UnstageState | KeepPart | DropParts | AdoptState | SaveState
+LearnerEffect = Stage | Unstage | Adopt | StateEffect | EvaluateModel
+SyncerEffect = Merge | Restore | SaveSnapshot | Evaluated | Discard
 Effect = Send | LearnerEffect | SyncerEffect | Drop | Note | Finish

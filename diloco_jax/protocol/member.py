@@ -113,6 +113,7 @@ class Member:
     global_step: int = 0
     adopted: tuple[Adopted, ...] = ()
     step_samples: int = 1
+    evaluates: bool = True  # as it said when it greeted
     lease_step: int = 0  # its local step when leases were last sent
     step_s: float | None = None
     loss: float = nan

@@ -26,6 +26,8 @@ SYNCER = "syncer"  # the peer name of the syncer; no learner may take it
 NO_VERSION = -1
 METRICS_MAX = 64  # values in one report of metrics
 METRIC_LENGTH_MAX = 64  # characters of a name
+SCORES_MAX = 256  # values in one Score
+SCORE_LENGTH_MAX = 128  # characters of a name
 
 
 class Adopted(NamedTuple):
@@ -51,6 +53,7 @@ class Hello(NamedTuple):
     epoch: int  # newest life of the syncer that this incarnation has heard of, 0 for none
     step_samples: int  # samples in one inner step
     granted: int  # samples of the leases that have arrived
+    evaluates: bool = True  # can tell what the global model is worth
 
 
 class Arrived(NamedTuple):
@@ -121,6 +124,22 @@ class AnchorValue(NamedTuple):
     version: int
     digest: int
     payload_bytes: int
+
+
+class Score(NamedTuple):
+    """Answer to Evaluate: what the global values that this learner holds are worth on the held-out data."""
+
+    learner_id: str
+    incarnation: int
+    number: int
+    global_step: int  # newest that it knew of
+    versions: tuple[int, ...]  # of the values
+    loss: float  # nats per token; not finite if there is none
+    bits_per_byte: float  # not finite if nobody knows the text of the tokens
+    tokens: int  # that were predicted
+    scores: tuple[Metric, ...]  # what else was measured, at most SCORES_MAX; not finite where there is no number
+    took_s: float
+    reason: str  # why there is no loss, or some of the scores; "" if all is well
 
 
 class StateRequest(NamedTuple):
@@ -217,6 +236,13 @@ class AnchorRequest(NamedTuple):
     version: int
 
 
+class Evaluate(NamedTuple):
+    """Evaluate the global values that you hold, between two steps, and answer with a Score."""
+
+    number: int  # of this request: grows; repeated if no answer comes
+    versions: tuple[int, ...]  # of the final model: wait until you hold it, and make no step after; else empty
+
+
 class StatePull(NamedTuple):
     """Give a part of your state to `receiver`; of a new one, once you have seen `clock`, if donor_step is 0."""
 
@@ -286,9 +312,19 @@ class Stop(NamedTuple):
 
 
 StateMessage = StateRequest | StatePart | StateRefused | StateDone
-LearnerMessage = Hello | StepReport | FragmentValue | AnchorValue | StateMessage | Heartbeat | Leave
+LearnerMessage = Hello | StepReport | FragmentValue | AnchorValue | Score | StateMessage | Heartbeat | Leave
 StateAnswer = StatePull | StatePart | StateEnd | StateUnavailable
 SyncerMessage = (
-    Welcome | Refuse | Expel | Lease | PullRequest | AnchorRequest | StateAnswer | GlobalFragment | Advance | Stop
+    Welcome
+    | Refuse
+    | Expel
+    | Lease
+    | PullRequest
+    | AnchorRequest
+    | Evaluate
+    | StateAnswer
+    | GlobalFragment
+    | Advance
+    | Stop
 )
 Message = LearnerMessage | SyncerMessage | MetricsReport

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
+
+Capacity = Literal["on-demand", "spot", "reservation", "flex-start"]
 
 PORT_MAX = 65535
 DISK_MIN_GB, DISK_MAX_GB = 50, 65_536
-PLAIN = (  # become words of scripts
-    "project", "image", "network", "subnetwork", "service_account", "tpu_image_family", "syncer_zone",
-    "syncer_machine_type",
+WORDS_MAX, LENGTH_MAX = 64, 4096  # of env and xla_flags: how many, and characters of a value
+AUTO = "auto"
+PLAIN = (  # become words of scripts and manifests
+    "project", "image", "network", "subnetwork", "service_account", "tpu_image_family", "bucket", "reservation",
+    "queue", "priority_class", "nat", "syncer_zone", "syncer_machine_type",
 )  # fmt: skip
+NAMES = {"env": r"[A-Za-z_][A-Za-z0-9_]*", "xla_flags": r"xla_[a-z0-9_]+"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +33,34 @@ class CloudConfig:
     subnetwork: str = ""
     """Subnetwork, of the same name in every region; empty: named like the network, as in auto mode."""
     service_account: str = ""
-    """E-mail address of the account that virtual machines run as; for gce and tpu-vm."""
+    """E-mail address of the account that machines and, on GKE, pods run as. It reads the image and uses the bucket."""
     tpu_image_family: str = ""
     """Image family of TPU hosts in project ubuntu-os-accelerator-images; for gce."""
-    spot: bool = False
-    """Use spare capacity for the islands: cheaper, and taken away at any time."""
+    bucket: str = ""
+    """Cloud Storage bucket (without gs://) for what a new machine needs to go on: states and compiled programs of the
+    islands. It holds the data too where data.path names it."""
+    capacity: Capacity = "on-demand"
+    """Where the islands' machines come from. spot: spare ones, cheaper, taken away at any time. reservation: those of
+    cloud.reservation. flex-start: whenever there are some (Dynamic Workload Scheduler), for at most 7 days."""
+    reservation: str = ""
+    """Name of the reservation; with capacity: reservation."""
+    queue: str = ""
+    """Kueue's LocalQueue through which islands start, in the namespace; for gke. Empty: they start at once."""
+    priority_class: str = ""
+    """Kubernetes PriorityClass of the islands' pods; for gke."""
+    private: bool = False
+    """Give no machine an address on the internet. It needs Private Google Access on the subnetwork."""
+    nat: str = ""
+    """Cloud NAT, and its router, through which private machines reach the internet; made in each region that has none
+    of this name. Empty: none, so everything has to come from Google's APIs."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the islands' processes."""
+    xla_flags: dict[str, str] = field(default_factory=dict)
+    """Options of XLA's compiler, {xla_name: value}, added to those of the slice's generation; "" takes one away."""
     syncer_zone: str = ""
     """Zone of the syncer; empty: that of the first island."""
-    syncer_machine_type: str = "n2-standard-32"
-    """Machine type of the syncer's host."""
+    syncer_machine_type: str = AUTO
+    """Machine type of the syncer's host; auto: the smallest one on a list whose memory does."""
     syncer_disk_gb: int = 500
     """Size in GB of the disk with the run's folder, which outlives the syncer's machine."""
     host_disk_gb: int = 200
@@ -50,10 +75,27 @@ class CloudConfig:
     """Name of the GKE cluster, in each region that has islands."""
     namespace: str = "diloco"
     """Kubernetes namespace."""
-    restarts_max: int = 1000
-    """How often GKE starts an island again that failed by itself; preemptions and maintenance do not count."""
+    restarts_max: int = 100
+    """How often GKE starts an island again that failed by itself; preemptions and maintenance do not count, and wrong
+    input is never tried again."""
 
     def __post_init__(self) -> None:
+        for name in PLAIN:
+            value = getattr(self, name)
+            if not re.fullmatch(r"[A-Za-z0-9._:/@-]*", value) or value.startswith("-"):
+                raise ValueError(f"cloud.{name} is {value!r}; use letters, digits and . _ : / @ - only")
+        if "/" in self.bucket or ":" in self.bucket:
+            raise ValueError(
+                f"cloud.bucket is {self.bucket!r}; write the bucket's name alone, without gs:// and folders"
+            )
+        if (self.capacity == "reservation") != bool(self.reservation):
+            raise ValueError(
+                f"cloud.capacity is {self.capacity}, but cloud.reservation {self.reservation!r}; set both or neither"
+            )
+        if self.nat and not self.private:
+            raise ValueError(f"cloud.nat is {self.nat!r}, but machines have addresses of their own; set cloud.private")
+        for name, pattern in NAMES.items():
+            _check_words(name, pattern, getattr(self, name))
         if not 1 <= self.port <= PORT_MAX:
             raise ValueError(f"cloud.port is {self.port}; use 1 to {PORT_MAX}")
         for name in ("syncer_disk_gb", "host_disk_gb"):
@@ -71,10 +113,41 @@ class CloudConfig:
                 f"cloud.external is true, but cloud.source_ranges {', '.join(self.source_ranges)} are private "
                 "addresses, which nobody on the internet has; write those that the islands come from"
             )
-        for name in PLAIN:
-            value = getattr(self, name)
-            if not re.fullmatch(r"[A-Za-z0-9._:/@-]*", value) or value.startswith("-"):
-                raise ValueError(f"cloud.{name} is {value!r}; use letters, digits and . _ : / @ - only")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuConfig:
+    """GPU hosts, for `diloco launch slurm` and `sky`; they take cloud.env, port, image and restarts_max too."""
+
+    accelerator: str = ""
+    """GPU as SkyPilot names it, such as H100."""
+    options: tuple[str, ...] = ()
+    """Options of sbatch for every job: [--partition=gpu, --account=me, --time=48:00:00]."""
+    setup: str = ""
+    """A line of bash before each process, such as source /shared/venv/bin/activate."""
+
+    def __post_init__(self) -> None:
+        for option in self.options:
+            if not re.fullmatch(r"--[a-z][a-z-]*(=[^\s'\"$`\\]*)?", option):
+                raise ValueError(f"gpu.options has {option!r}; write options of sbatch as --name=value, without spaces")
+        if "\n" in self.setup:
+            raise ValueError("gpu.setup has several lines; write one, with && between its commands")
+        if not re.fullmatch(r"[A-Za-z0-9-]*", self.accelerator):
+            raise ValueError(f"gpu.accelerator is {self.accelerator!r}; write a name such as H100")
+
+
+def _check_words(section: str, pattern: str, given: dict[str, str]) -> None:
+    """Check environment variables or compiler options, which become words of scripts and of a container's command."""
+    if len(given) > WORDS_MAX:
+        raise ValueError(f"cloud.{section} has {len(given)} entries; use at most {WORDS_MAX}")
+    for name, value in given.items():
+        if not re.fullmatch(pattern, name) or name.startswith("MEGASCALE_"):
+            raise ValueError(f"cloud.{section} has the name {name!r}; it must match {pattern}, and not be MEGASCALE_*")
+        if len(value) > LENGTH_MAX or not re.fullmatch(r"[\x20-\x7e]*", value) or re.search(r"[\s'\"$`\\]", value):
+            raise ValueError(
+                f"cloud.{section}.{name} is {value[:80]!r}; use at most {LENGTH_MAX} characters, no spaces, quotes, "
+                "$, ` or backslashes"
+            )
 
 
 def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:

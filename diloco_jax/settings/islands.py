@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Literal, NamedTuple
 
-from diloco_jax.settings.slices import Topology
+from diloco_jax.settings.slices import Generation, Topology
 from diloco_jax.training.sharding import MeshConfig
 
 Controller = Literal["processes", "single"]
@@ -46,6 +46,12 @@ class IslandConfig(NamedTuple):
     mesh: MeshConfig  # how its devices are used
     batch_size: int  # sequences in an inner step
     zone: str  # where it runs, "" if that was not said
+    generations: dict[str, Generation]  # that the config describes
+
+    @property
+    def slice(self) -> Topology | None:
+        """Return the TPU slice, None if none was named."""
+        return Topology.parse(self.topology, self.generations) if self.topology else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +86,20 @@ class IslandsConfig:
     DILOCO_ISLAND, DILOCO_RUN_DIR and the like. Empty: the built-in loop."""
     each: dict[str, IslandOverride] = field(default_factory=dict)
     """What single islands have differently, by name: {island-3: {topology: v6e:16x16, batch_size: 512}}."""
+    generations: dict[str, Generation] = field(default_factory=dict)
+    """TPU generations that the package does not know, by the name with which a topology begins, which libtpu must know;
+    one of a known name replaces it."""
     peak_tflops: float = 0.0
     """Peak of one device in TFLOP/s, of which MFU is a share; 0: that of the known TPUs and GPUs, without it no MFU."""
     restarts_max: int = 10
-    """How often a local run starts a dead island again before it gives it up."""
+    """How often a local run starts a failed island again before it gives it up; ten minutes of life count anew."""
     restart_delay_s: float = 1.0
-    """Seconds between an island's death and its next start in a local run."""
+    """Seconds between an island's death and its next start in a local run; while its lives are shorter than 20 s, twice
+    as many each time, up to a minute."""
+    standby: bool = False
+    """Keep a spare process for each island in a local run, which becomes it at once when it dies: imports done, and on
+    emulated devices the model and its programs loaded, so it has the memory of an island. Only for the built-in loop
+    and islands of one process. Spares are started one after the other, once their islands train."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= ISLANDS_MAX:
@@ -98,11 +112,19 @@ class IslandsConfig:
         if self.restarts_max < 0 or not 0 <= self.restart_delay_s < inf:
             told = f"islands.restarts_max {self.restarts_max} and restart_delay_s {self.restart_delay_s}"
             raise ValueError(f"{told} must be at least 0")
+        if self.standby and (self.command or self.controller == "single" or self._several_hosts()):
+            raise ValueError(
+                "islands.standby needs islands of one process with the built-in loop; set it to false, or "
+                "islands.hosts to 1, islands.controller to processes and no islands.command"
+            )
         if not 0 <= self.peak_tflops < inf:
             raise ValueError(f"islands.peak_tflops is {self.peak_tflops}; use TFLOP/s of one device, or 0 if unknown")
         self._check_controller()
         for name in ("", *self.each):
             _check(self._own(name), f"islands.each.{name}" if name else "islands")
+
+    def _several_hosts(self) -> bool:
+        return any(self.resolve(name, 0).hosts > 1 for name in ("", *self.each))
 
     def _check_controller(self) -> None:
         if self.pathways and self.controller != "single":
@@ -122,7 +144,7 @@ class IslandsConfig:
                 f"islands.controller is single, so an island is part of one process, not of {hosts}; set "
                 "islands.hosts to 1"
             )
-        far = next((each.topology for each in own if each.topology and Topology.parse(each.topology).hosts > 1), "")
+        far = next((each.topology for each in own if each.slice and each.slice.hosts > 1), "")
         if far and not self.pathways:
             raise ValueError(
                 f"islands.controller is single, but {far} has several hosts, whose chips one process sees "
@@ -139,7 +161,8 @@ class IslandsConfig:
             raise ValueError(
                 f"{where}.devices is {given['devices']}; use 1 to {DEVICES_MAX}, or auto for what the machine has"
             )
-        return IslandConfig(name=name, **given | {"devices": 0 if given["devices"] == AUTO else given["devices"]})
+        given["devices"] = 0 if given["devices"] == AUTO else given["devices"]
+        return IslandConfig(name=name, generations=self.generations, **given)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -147,15 +170,10 @@ class IslandsConfig:
         return tuple(f"island-{index}" for index in range(self.count))
 
     def resolve(self, name: str, batch_size: int) -> IslandConfig:
-        """Return what this island has.
-
-        Args:
-          name: of the learner; one that is none of `names` has what all have.
-          batch_size: its equal share, if no other is set.
-        """
+        """Return what this island has; a name that is none of `names` has what all have."""
         island = self._own(name)
-        if island.topology and self.controller == "processes":
-            island = island._replace(hosts=Topology.parse(island.topology).hosts)
+        if island.slice and self.controller == "processes":
+            island = island._replace(hosts=island.slice.hosts)
         return island._replace(batch_size=island.batch_size or batch_size)
 
 
@@ -166,11 +184,10 @@ def _check(own: IslandConfig, where: str) -> None:
         raise ValueError(f"{where}: {own.hosts} hosts cannot share {own.devices} devices equally; change one of them")
     if own.batch_size < 0:
         raise ValueError(f"{where}.batch_size is {own.batch_size}; use at least 1, or 0 for an equal share")
-    if own.topology:
-        chips = Topology.parse(own.topology).chips
+    if own.slice:
         if own.devices:
             raise ValueError(
                 f"{where}.topology is {own.topology}, but {where}.devices is {own.devices}: set devices to auto for "
                 "its chips, or leave the topology out"
             )
-        own.mesh.sizes(chips)
+        own.mesh.sizes(own.slice.devices)

@@ -25,10 +25,6 @@ def find_config(word: str) -> str:
 def copy_config(name: str, folder: Path) -> Path:
     """Write a copy of a config of the package, ready for an editor that knows the schema; returns its path.
 
-    Args:
-        name: one of `packed`.
-        folder: made when missing.
-
     Raises:
         ValueError: a file of that name is there.
     """

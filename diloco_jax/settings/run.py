@@ -16,10 +16,11 @@ from diloco_jax.core.fragments import FragmentConfig
 from diloco_jax.core.merge import MergeConfig, WeightScheme
 from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
 from diloco_jax.protocol.syncer.progress import Budget
-from diloco_jax.settings.cloud import CloudConfig
+from diloco_jax.settings.cloud import CloudConfig, GpuConfig
 from diloco_jax.settings.islands import IslandConfig, IslandsConfig
-from diloco_jax.settings.slices import Topology
+from diloco_jax.settings.watchdog import WatchdogConfig
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.models.config import OF_TOKENS, ModelConfig
 from diloco_jax.training.named import check_setting
@@ -37,9 +38,10 @@ class SyncerConfig:
     """The syncer's process in a local run."""
 
     restarts_max: int = 20
-    """How often a local run starts a dead syncer again before it ends. Learners train on while it is away."""
+    """How often a local run starts a dead syncer again before it ends; ten minutes of life count anew. Learners train
+    on while it is away."""
     restart_delay_s: float = 0.2
-    """Seconds between its death and its next start."""
+    """Seconds between its death and its next start; longer after brief lives, as islands.restart_delay_s."""
     merge_threads: int = 0
     """Threads that a merge uses; 0 for as many as there are cores. Merge shards share them."""
     shards: int = 0
@@ -121,7 +123,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
-    """Numbers of your own about the global model, beside the held-out loss at each evaluation."""
+    """Evaluations of the global model, which islands do, and numbers of your own beside the held-out loss."""
 
     module: str = ""
     """A class of your own as package.module:Name. An object of it is called with the global model (flax.nnx.Module, in
@@ -130,11 +132,16 @@ class EvaluationConfig:
     """Passed to the class by name."""
     timeout_s: float = 600.0
     """Seconds for one call, after which the run goes on without these numbers."""
+    wait_s: float = 900.0
+    """Seconds for an island to evaluate the global model, compiling included, after which another one is asked; at the
+    end of a run also for one to come back. With a module its timeout_s comes on top."""
 
     def __post_init__(self) -> None:
         check_setting("evaluation", self.module, self.args)
         if not 0 < self.timeout_s < inf:
             raise ValueError(f"evaluation.timeout_s is {self.timeout_s}; use a number of seconds above 0")
+        if not 0 < self.wait_s < inf:
+            raise ValueError(f"evaluation.wait_s is {self.wait_s}; use a number of seconds above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +217,12 @@ class RunConfig:
     """Connections."""
     checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
     """Snapshots on disk."""
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    """Processes that hang."""
     cloud: CloudConfig = field(default_factory=CloudConfig)
     """Machines on Google Cloud, for `diloco launch`."""
+    gpu: GpuConfig = field(default_factory=GpuConfig)
+    """GPU hosts, for `diloco launch`."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, or a class of your own as
     package.module:Class."""
@@ -279,6 +290,12 @@ class RunConfig:
         return Budget(self.train.tokens, batch_size * self.train.seq_len)
 
     @property
+    def evaluations(self) -> EvaluationPlan:
+        """The times at which an island evaluates the global model."""
+        extra_s = self.evaluation.timeout_s if self.evaluation.module else 0.0
+        return EvaluationPlan(self.evaluation.wait_s + extra_s, self.train.eval_every)
+
+    @property
     def planned_steps(self) -> int:
         """Global steps of the learning-rate schedule, and of the run if all islands take part in each."""
         tokens, step_tokens = self.budget
@@ -290,7 +307,7 @@ class RunConfig:
         Raises:
             ValueError: they cannot.
         """
-        devices = Topology.parse(island.topology).chips if island.topology else island.devices
+        devices = island.slice.devices if island.slice else island.devices
         if not devices:  # nobody knows yet
             return
         steps = self.optimizer.accumulate_steps

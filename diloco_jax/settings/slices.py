@@ -2,49 +2,97 @@
 
     Topology.parse("v5p:4x4x8")    128 chips, 32 hosts, accelerator type v5p-256
 
-Figures per chip: docs.cloud.google.com/tpu/docs/v5p and /v6e; machine types: the same pages and the tables of xpk.
+The table of generations, with its sources, is generations.yaml beside this file.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+from pydantic import TypeAdapter
 
 CHIPS_PER_HOST = 4  # of every slice with more than one host
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A TPU generation."""
+    """A TPU generation; what only some ways of launching need may stay empty."""
 
-    name: str  # as it begins a topology
-    peak_flops: float  # bfloat16 operations per second and chip
-    hbm_bytes: float  # memory per chip
-    hbm_bytes_per_s: float  # its bandwidth
-    dims: int  # dimensions of the network between chips
-    chips_max: int  # of the largest slice
-    cores_per_chip: int  # what the number in an accelerator type counts, per chip
-    gke_accelerator: str  # value of the node label cloud.google.com/gke-tpu-accelerator
-    machine_family: str  # machine types are FAMILY-Nt, N chips
-    runtime_version: str  # software of the Cloud TPU API
-    host_bytes: float  # memory of a host with 4 chips
-    shapes: tuple[str, ...] = ()  # the slices that there are; empty: not listed
+    dims: int
+    """Dimensions of the network between chips, 2 or 3."""
+    chips_max: int
+    """Chips of the largest slice."""
+    peak_tflops: float
+    """Dense bfloat16 operations of a chip, TFLOP/s."""
+    hbm_gb: float
+    """Memory of a chip, GB."""
+    host_gb: float
+    """Memory of a host with 4 chips, GB."""
+    hbm_gb_per_s: float = 0.0
+    """Bandwidth of a chip's memory, GB/s; 0: not known."""
+    ici_gb_per_s: float = 0.0
+    """Bandwidth of a chip's links to others, all of them and both ways together, GB/s; 0: not known."""
+    host_cores: int = 0
+    """Virtual processors of a host with 4 chips; 0: not known."""
+    cores_per_chip: int = 1
+    """Cores that the number in an accelerator type counts per chip."""
+    devices_per_chip: int = 1
+    """Devices that JAX has for a chip; they share its memory and its peak."""
+    shapes: tuple[str, ...] = ()
+    """Slices that there are, such as 2x2x1; empty and no cube: any."""
+    cube: int = 0
+    """Slices whose sizes are all multiples of this are there too; 0: none."""
+    alone: tuple[int, ...] = ()
+    """Numbers of chips, other than 4, that lie on one host."""
+    accelerator: str = ""
+    """Beginning of accelerator types in the Cloud TPU API; empty: the generation's name."""
+    gke_accelerator: str = ""
+    """Value of the node label cloud.google.com/gke-tpu-accelerator."""
+    machine_family: str = ""
+    """Beginning of machine types, which are FAMILY-Nt with N chips."""
+    runtime_version: str = ""
+    """Software of the Cloud TPU API; empty: it does not have this generation."""
+    device_kinds: tuple[str, ...] = ()
+    """Names that JAX gives to its devices."""
+    libtpu_options: dict[str, str] = field(default_factory=dict)
+    """Arguments with which libtpu describes a slice, beside its name."""
+    compiler_options: dict[str, str] = field(default_factory=dict)
+    """Options of the compiler, by name, with which islands run and preflight compiles."""
+
+    def __post_init__(self) -> None:
+        if self.dims not in (2, 3) or min(self.chips_max, self.cores_per_chip, self.devices_per_chip) < 1:
+            raise ValueError(
+                f"a TPU generation has dims {self.dims}, chips_max {self.chips_max}, cores_per_chip "
+                f"{self.cores_per_chip} and devices_per_chip {self.devices_per_chip}; use 2 or 3, then at least 1"
+            )
+        if not all(0 < each < math.inf for each in (self.peak_tflops, self.hbm_gb, self.host_gb)):
+            raise ValueError(
+                f"a TPU generation has peak_tflops {self.peak_tflops}, hbm_gb {self.hbm_gb} and host_gb "
+                f"{self.host_gb}; use finite numbers above 0"
+            )
+
+    @property
+    def hbm_bytes(self) -> float:
+        """Return the memory of one device."""
+        return self.hbm_gb * 1e9 / self.devices_per_chip
+
+    @property
+    def peak_flops(self) -> float:
+        """Return bfloat16 operations per second of one device."""
+        return self.peak_tflops * 1e12 / self.devices_per_chip
 
 
-V6E_SHAPES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-GENERATIONS = {
-    "v5p": Generation(
-        "v5p", 459e12, 95e9, 2765e9, 3, 6144, 2, "tpu-v5p-slice", "ct5p-hightpu", "v2-alpha-tpuv5", 448e9
-    ),
-    "v6e": Generation(
-        "v6e", 918e12, 32e9, 1638e9, 2, 256, 1, "tpu-v6e-slice", "ct6e-standard", "v2-alpha-tpuv6e", 720e9, V6E_SHAPES
-    ),
-}
+GENERATIONS = TypeAdapter(dict[str, Generation]).validate_python(
+    yaml.safe_load(Path(__file__).with_name("generations.yaml").read_text("utf-8"))
+)
 
 # Dense bfloat16 operations per second of a device, by what JAX calls it; GPUs: NVIDIA's data sheets.
 DEVICE_PEAK_FLOPS = {
-    **dict.fromkeys(("TPU v5", "TPU v5p"), GENERATIONS["v5p"].peak_flops),
-    **dict.fromkeys(("TPU v6 lite", "TPU v6e"), GENERATIONS["v6e"].peak_flops),
+    **{kind: each.peak_flops for each in GENERATIONS.values() for kind in each.device_kinds},
     **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"), 312e12),
     **dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H200"), 989e12),
 }
@@ -54,42 +102,60 @@ DEVICE_PEAK_FLOPS = {
 class Topology:
     """A slice: one island's chips."""
 
+    name: str  # of its generation
     generation: Generation  # of its chips
     shape: tuple[int, ...]  # chips along each dimension
 
     @classmethod
-    def parse(cls, text: str) -> Topology:
+    def parse(cls, text: str, own: Mapping[str, Generation] | None = None) -> Topology:
         """Read a name such as "v5p:4x4x8" or "v6e:16x16".
+
+        Args:
+          text: the name.
+          own: generations that a config describes (islands.generations), beside those of the table.
 
         Raises:
           ValueError: no such generation, a wrong number of dimensions, or no slice of this shape.
         """
-        name, _, dims = text.partition(":")
-        generation = GENERATIONS.get(name)
-        if generation is None:
+        known = {**GENERATIONS, **(own or {})}
+        written, _, dims = text.partition(":")
+        name = written if written in known else written.lower()
+        if name not in known:
             raise ValueError(
-                f"topology '{text}': no generation '{name}'; write {' or '.join(GENERATIONS)}, then :AxB.."
+                f"topology '{text}': no generation '{written}'; write {', '.join(known)}, then :AxB.., or describe it "
+                "in islands.generations"
             )
+        generation = known[name]
         sizes = dims.split("x")
         if len(sizes) != generation.dims or not all(size.isdecimal() and int(size) for size in sizes):
-            example = {2: "v6e:4x4", 3: "v5p:2x2x1"}[generation.dims]
-            raise ValueError(f"topology '{text}' needs {generation.dims} sizes of at least 1, such as {example}")
-        topology = cls(generation, tuple(map(int, sizes)))
-        if topology.chips > generation.chips_max:
-            raise ValueError(
-                f"topology '{text}' has {topology.chips} chips; a {name} slice has at most {generation.chips_max}"
-            )
-        if topology.chips % topology.chips_per_host:
-            raise ValueError(
-                f"topology '{text}' has {topology.chips} chips, which is no number of whole hosts; use a "
-                f"multiple of {CHIPS_PER_HOST}"
-            )
-        if generation.shapes and topology.dims not in generation.shapes:
-            raise ValueError(f"topology '{text}' is no {name} slice; choose {name}: {', '.join(generation.shapes)}")
+            example = {2: "4x4", 3: "2x2x1"}[generation.dims]
+            raise ValueError(f"topology '{text}' needs {generation.dims} sizes of at least 1, such as {name}:{example}")
+        topology = cls(name, generation, tuple(map(int, sizes)))
+        topology._check(text)
         return topology
 
+    def _check(self, text: str) -> None:
+        """Refuse, with ValueError, a shape that the generation does not have."""
+        generation, name = self.generation, self.name
+        if self.chips > generation.chips_max:
+            raise ValueError(
+                f"topology '{text}' has {self.chips} chips; a {name} slice has at most {generation.chips_max}"
+            )
+        if self.chips % self.chips_per_host:
+            raise ValueError(
+                f"topology '{text}' has {self.chips} chips, which is no number of whole hosts; use a multiple of "
+                f"{CHIPS_PER_HOST}"
+            )
+        listed = generation.shapes or generation.cube
+        cubes = generation.cube and not any(size % generation.cube for size in self.shape)
+        if listed and not cubes and self.dims not in generation.shapes:
+            larger = f", or sizes that are multiples of {generation.cube}" if generation.cube else ""
+            raise ValueError(
+                f"topology '{text}' is no {name} slice; choose {name}: {', '.join(generation.shapes)}{larger}"
+            )
+
     def __str__(self) -> str:
-        return f"{self.generation.name}:{self.dims}"
+        return f"{self.name}:{self.dims}"
 
     @property
     def dims(self) -> str:
@@ -98,14 +164,18 @@ class Topology:
 
     @property
     def chips(self) -> int:
-        """Count the chips of the slice; JAX has a device for each."""
+        """Count the chips of the slice."""
         return math.prod(self.shape)
 
     @property
+    def devices(self) -> int:
+        """Count the devices that JAX has on the slice."""
+        return self.chips * self.generation.devices_per_chip
+
+    @property
     def chips_per_host(self) -> int:
-        """Count the chips of each host: 1 and 8 chips of a v6e may be on one host, all else has 4 on each."""
-        alone = {1, 8} if self.generation.name == "v6e" else set[int]()
-        return self.chips if self.chips in alone else CHIPS_PER_HOST
+        """Count the chips of each host: what the generation can have on a host alone, else 4."""
+        return self.chips if self.chips in self.generation.alone else CHIPS_PER_HOST
 
     @property
     def hosts(self) -> int:
@@ -113,9 +183,14 @@ class Topology:
         return self.chips // self.chips_per_host
 
     @property
+    def host_bytes(self) -> float:
+        """Return the memory of each host; those with fewer or more than four chips have it in proportion."""
+        return self.generation.host_gb * 1e9 * self.chips_per_host / CHIPS_PER_HOST
+
+    @property
     def accelerator_type(self) -> str:
-        """Return the name in the Cloud TPU API: v5p counts cores, v6e chips."""
-        return f"{self.generation.name}-{self.chips * self.generation.cores_per_chip}"
+        """Return the name in the Cloud TPU API: some generations count cores, some chips."""
+        return f"{self.generation.accelerator or self.name}-{self.chips * self.generation.cores_per_chip}"
 
     @property
     def machine_type(self) -> str:
@@ -125,4 +200,4 @@ class Topology:
     @property
     def peak_flops(self) -> float:
         """Return bfloat16 operations per second of the whole slice."""
-        return self.chips * self.generation.peak_flops
+        return self.devices * self.generation.peak_flops

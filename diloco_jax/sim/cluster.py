@@ -84,7 +84,8 @@ class Cluster:
     @property
     def complete(self) -> bool:
         """True when the syncer is done, and no learner runs any more."""
-        done = self.host.process.alive and self.host.process.finished_s < NEVER_S
+        process = self.host.process
+        done = process.alive and process.finished_s < NEVER_S and process.machine.over
         return done and all(node.process is None for node in self.nodes.values())
 
     def _on_end(self) -> None:

@@ -8,9 +8,10 @@ The next batch may be drawn while a step runs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
-from diloco_jax.protocol.effects import AdoptState, Effect, Finish, SaveState, Send
+from diloco_jax.protocol.effects import AdoptState, Effect, EvaluateModel, Finish, SaveState, Send
 from diloco_jax.protocol.learner.machine import STOPPED
 from diloco_jax.protocol.learner.mailbox import Mailbox
 from diloco_jax.protocol.learner.start import Saved
@@ -20,6 +21,7 @@ from diloco_jax.protocol.messages import (
     GlobalFragment,
     Message,
     PullRequest,
+    Score,
     StatePart,
     SyncerMessage,
 )
@@ -33,7 +35,7 @@ DIAL_S = 0.01  # from dialling to a link that stands
 SUPERVISOR_S = 1.0  # until a process that was refused or expelled is started again
 SAVED_KEPT = 2
 FILLED = frozenset((StatePart, AnchorValue))  # what the machine leaves for the driver to fill
-DONE = HELD | {AdoptState, SaveState, Finish}  # besides what is sent
+DONE = HELD | {AdoptState, EvaluateModel, SaveState, Finish}  # besides what is sent
 
 
 class LearnerDriver:
@@ -355,6 +357,9 @@ class LearnerDriver:
         if isinstance(effect, AdoptState):
             assert not (process.step.runs or process.loading), f"{process.name} takes over a state while it is busy"
             engine.at(engine.now_s + scenario.load_s, self._loaded, (process, effect))
+        elif isinstance(effect, EvaluateModel):
+            assert not process.step.runs, f"{process.name} evaluates while a step runs"
+            engine.at(engine.now_s + scenario.eval_s * (0.5 + engine.random.random()), self._evaluated, process)
         elif isinstance(effect, SaveState):
             machine = process.machine
             described = Saved(effect.global_step, tuple(machine.digests))
@@ -362,6 +367,15 @@ class LearnerDriver:
             engine.at(engine.now_s + scenario.save_s * engine.random.random(), self._saved, (process, copy))
         elif isinstance(effect, Finish):
             process.finished = effect.reason
+
+    def _evaluated(self, process: LearnerProcess) -> None:
+        now_s, scenario = self._engine.now_s, self._world.scenario
+        if process.ended or process.paused_s > now_s:
+            return self._postpone(process, self._evaluated, process)
+        loss = inf if self._engine.random.random() < scenario.bad_scores else 1.0
+        found = Score("", 0, 0, 0, (), loss, 1.0, 1, (), scenario.eval_s, "")
+        self._run(process, process.machine.on_evaluated(found, now_s), now_s)
+        self._reach_gap(process, now_s)
 
     def _loaded(self, item: tuple[LearnerProcess, AdoptState]) -> None:
         process, effect = item

@@ -24,12 +24,7 @@ class StepPace(Protocol):
 
 
 class Steady:
-    """Steps of about equal length, one after the other.
-
-    Args:
-        step_s: the shortest.
-        noise: a step takes up to this share longer.
-    """
+    """Steps of about equal length, one after the other."""
 
     __slots__ = ("_noise", "_random", "_step_s")
     lost = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer.evaluations import NEVER, EvaluationPlan
 from diloco_jax.protocol.syncer.progress import Budget
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.network import NetworkOptions
@@ -56,6 +57,12 @@ class Scenario:
     """Seconds that a supervisor takes to start a process again, over and above the time that the simulation draws."""
     connect_timeout_s: float = NEVER_S
     """A process that nobody answers for so long after its start ends, and is started again."""
+    plan: EvaluationPlan = NEVER
+    """When the global model is evaluated."""
+    eval_s: float = 0.0
+    """An evaluation takes 0.5 to 1.5 times this, in seconds."""
+    bad_scores: float = 0.0
+    """Probability that an evaluation comes to no number."""
     bad_states: float = 0.0
     """Probability that a whole state turns out to be of no use."""
     seed: int = 0

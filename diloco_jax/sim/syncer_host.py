@@ -36,7 +36,8 @@ class SyncerHost:
         fragments = range(scenario.config.num_fragments)
         whole = dict.fromkeys(fragments, scenario.payload_bytes)
         steps = dict.fromkeys(fragments, scenario.step_bytes) if scenario.step_bytes is not None else {}
-        return self._make_syncer(scenario.config, scenario.total_steps, FINGERPRINT, whole, steps, scenario.budget)
+        settings = (scenario.config, scenario.total_steps, FINGERPRINT, whole, steps, scenario.budget)
+        return self._make_syncer(*settings, plan=scenario.plan)
 
     def _initial(self) -> list[Value]:
         return [

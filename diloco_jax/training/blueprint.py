@@ -158,19 +158,30 @@ class Blueprint:
         """
         position = 0
         for batch in batches if other else ():
-            placed, draw = self.put_batch(batch), self.put_draw(position)
+            placed, draw = self._put_whole(batch), self.put_draw(position)
             with jax.transfer_guard("disallow"):
                 other = jax.block_until_ready(self.settle(params, other, placed, draw))
             position += batch_size(batch)
         return other
 
-    def mean_loss(self, params: Params, other: Variables, batches: Iterable[Sample]) -> dict[str, float]:
-        """Compute what `Island.evaluate` does, with these parameters and this state beside them."""
-        totals, tokens = defaultdict[str, float](float), 0.0
+    def mean_loss(
+        self,
+        params: Params,
+        other: Variables,
+        batches: Iterable[Sample],
+        program: Callable[[Params, Variables, Batch], tuple[Array, Metrics]] | None = None,
+    ) -> dict[str, float]:
+        """Compute what `Island.evaluate` does, with these parameters and this state beside them.
+
+        Args:
+          batches: whole ones, the same on every process; of any size.
+          program: what to run in place of `loss`: the same, compiled ahead.
+        """
+        totals, tokens, program = defaultdict[str, float](float), 0.0, program or self.loss
         for batch in batches:
-            placed = self.put_batch(batch)
+            placed = self._put_whole(batch)
             with jax.transfer_guard("disallow"):
-                found = self.loss(params, other, placed)
+                found = program(params, other, placed)
             loss, metrics = jax.device_get(found)
             predicted = float(metrics.pop(WEIGHT, count_predicted(batch)))
             for name, value in {**metrics, "loss": loss}.items() if predicted else ():
@@ -193,6 +204,20 @@ class Blueprint:
         rate = jax.ShapeDtypeStruct((), np.float32, sharding=self.layout.replicated)
         draw = jax.ShapeDtypeStruct((2,), np.uint32, sharding=self.layout.replicated) if self.streams.kinds else None
         return self.step.lower(state, batch, rate, draw)
+
+    def lower_loss(self, shapes: Shapes) -> jax.stages.Lowered:
+        """Return the evaluation of batches of these shapes, ready to be compiled."""
+        lies = self.state_shardings.other
+        other = jax.tree.map(describe, self.state_shapes.other, lies)
+        batch = {name: describe(shape, self._eval_sharding(shape.shape)) for name, shape in shapes.items()}
+        return self.loss.lower(self.tensors, other, batch)
+
+    def _eval_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        """Return the layout of an array of a batch of any size: split as far as the mesh divides it."""
+        return self.layout.sharding(shape, ("batch", *(None,) * (len(shape) - 1)))
+
+    def _put_whole(self, batch: Sample) -> Batch:
+        return {name: put_array(value, self._eval_sharding(value.shape)) for name, value in batch.items()}
 
     def exchange(self, wire: Format, rebase: bool) -> Exchange:
         """Return the programs with which fragments leave and enter; see `Exchange`."""

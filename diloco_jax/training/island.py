@@ -57,7 +57,7 @@ class Island(ExchangedState):
         """
         chosen = list(jax.devices() if devices is None else devices)
         self.num_devices = len(chosen)
-        self._blueprint = blueprint = Blueprint(model, optimizer, mesh, chosen, seed=seed)
+        self.blueprint = blueprint = Blueprint(model, optimizer, mesh, chosen, seed=seed)
         self.mesh = blueprint.mesh
         super().__init__(
             blueprint.create(),
@@ -71,7 +71,7 @@ class Island(ExchangedState):
 
     def own_rows(self, size: int) -> Sequence[int]:
         """Return which rows of a batch of so many samples this process's devices hold, in their order."""
-        return self._blueprint.own_rows(size)
+        return self.blueprint.own_rows(size)
 
     def put_batch(self, batch: Sample, size: int | None = None) -> Batch:
         """Copy a batch to the devices, split over `data` and `fsdp`; returns at once.
@@ -80,11 +80,12 @@ class Island(ExchangedState):
           batch: arrays [samples, ...] by name.
           size: samples of the whole batch, where `batch` has only those rows that `own_rows` names.
         """
-        return self._blueprint.put_batch(batch, size)
+        return self.blueprint.put_batch(batch, size)
 
     def warm_up(self, shapes: Shapes) -> None:
         """Compile the inner step for batches of these shapes, without running it. May be called from any thread."""
-        self._compiled_steps[_key(shapes)] = self._blueprint.lower_step(shapes).compile()
+        if _key(shapes) not in self._compiled_steps:
+            self._compiled_steps[_key(shapes)] = self.blueprint.lower_step(shapes).compile()
 
     def step(self, batch: Batch, learning_rate: float, position: int = 0) -> StepHandle:
         """Dispatch one inner step, which consumes the state in place; returns at once.
@@ -99,9 +100,9 @@ class Island(ExchangedState):
         """
         if self._unfinished is not None:
             jax.block_until_ready(self._unfinished)
-        rate = put_array(np.asarray(learning_rate, np.float32), self._blueprint.layout.replicated)
-        draw = self._blueprint.put_draw(position)
-        program = self._compiled_steps.get(_key(batch), self._blueprint.step)
+        rate = put_array(np.asarray(learning_rate, np.float32), self.blueprint.layout.replicated)
+        draw = self.blueprint.put_draw(position)
+        program = self._compiled_steps.get(_key(batch), self.blueprint.step)
         with jax.transfer_guard("disallow"):
             self.state, metrics = program(self.state, batch, rate, draw)
         self._unfinished = StepHandle(metrics)
@@ -123,7 +124,7 @@ class Island(ExchangedState):
         Raises:
           ValueError: there is no batch, or nothing to predict in any.
         """
-        return self._blueprint.mean_loss(self.state.params, self.state.other, batches)
+        return self.blueprint.mean_loss(self.state.params, self.state.other, batches)
 
 
 def _key(batch: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -90,11 +90,7 @@ def offer_model(config: TransportConfig, learner_id: str, layout: str, values: I
 
 
 class DescriptionDesk:
-    """Serves the method DESCRIBE of one listener.
-
-    Args:
-        coming: tells whether a learner is bringing the run's model.
-    """
+    """Serves the method DESCRIBE of one listener; `coming` tells whether a learner is bringing the run's model."""
 
     def __init__(self, gate: Gate, coming: Callable[[], bool] = lambda: False) -> None:
         self.description = Description("", "")  # the answer; whoever drives the listener sets it
@@ -144,8 +140,10 @@ class ModelDesk:
         self._server, self.address = open_server(config, SERVICE, handlers, own.server)
 
     def take(self, timeout_s: float) -> ModelOffer | None:
-        """Return the model once one was brought whole; None after so many seconds."""
-        return self._offer if self._taken.wait(timeout_s) else None
+        """Give away the model once one was brought whole; None after so many seconds."""
+        self._taken.wait(timeout_s)
+        offer, self._offer = self._offer, None
+        return offer
 
     def close(self) -> None:
         """Let the last answer out, and leave the port."""
@@ -165,7 +163,7 @@ class ModelDesk:
         heard_s = [time.monotonic()]
         context.add_callback(watch_silence(context.cancel, heard_s))
         try:
-            if self._offer is not None:
+            if self._taken.is_set():
                 return pb.OfferReply(message=TOO_LATE)
             size = self._measure(first.layout)
             values, filled = bytearray(size), 0
@@ -188,12 +186,7 @@ class ModelDesk:
 
 
 def watch_silence(cancel: Callable[[], object], heard_s: list[float]) -> Callable[[], None]:
-    """Cut a caller off that says nothing for STALL_S; returns what ends the watch.
-
-    Args:
-        cancel: ends the call.
-        heard_s: one item, the monotonic time of its last message.
-    """
+    """Cut a caller off whose last message (monotonic time in `heard_s`) is STALL_S old; return what ends the watch."""
     over = threading.Event()
 
     def look() -> None:

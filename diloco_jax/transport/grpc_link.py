@@ -108,7 +108,6 @@ def connect(
         peer: What deliveries call the other side.
         number: Of the session; 0 for a new one, which is larger than all before it.
         host: Which of the learner's hosts this is; others than 0 need the number of its session.
-        hosts: How many the learner has.
 
     Raises:
         TransportError: Nobody answered in time, or the syncer refused, or one side does not trust the other; why.
@@ -139,8 +138,10 @@ def connect(
     session.cancel()
     link.close(grace_s=1.0)
     if answered:
-        kind = Rejected if session.refused else TransportError
-        raise kind(f"the syncer at {config.address} refused {learner_id!r}: {reason}")
+        refusal = f"the syncer at {config.address} refused {learner_id!r}: {reason}"
+        if session.refused == "denied":
+            raise Denied(grpc.StatusCode.PERMISSION_DENIED, refusal)
+        raise (Rejected if session.refused else TransportError)(refusal)
     raise unanswered(config, trouble)
 
 

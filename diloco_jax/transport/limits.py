@@ -12,7 +12,7 @@ from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from diloco_jax.protocol.messages import METRIC_LENGTH_MAX, METRICS_MAX
+from diloco_jax.protocol.messages import METRIC_LENGTH_MAX, METRICS_MAX, SCORE_LENGTH_MAX, SCORES_MAX
 from diloco_jax.transport.link import NAME_LENGTH_MAX
 from diloco_jax.transport.proto import diloco_pb2 as pb
 
@@ -29,6 +29,7 @@ TEXT_LENGTHS_MAX = {
     "fingerprint_key": NAME_LENGTH_MAX,
     "fingerprint_value": PAIR_LENGTH_MAX,
     "values_name": METRIC_LENGTH_MAX,
+    "scores_name": SCORE_LENGTH_MAX,
 }
 
 Check = Callable[[Any], str]  # of a value: "" or what is wrong with it
@@ -66,10 +67,15 @@ def _check_of(field: FieldDescriptor) -> Check:
         longest = TEXT_LENGTHS_MAX.get(field.name, NAME_LENGTH_MAX)
         return lambda text: "" if len(text) <= longest else f"has {len(text)} characters, the limit is {longest}"
     if field.type == FieldDescriptor.TYPE_DOUBLE:
-        if field.name in ("loss", "values_value"):  # for people: a run that diverges should show it
+        if field.name in (
+            "loss",
+            "bits_per_byte",
+            "values_value",
+            "scores_value",
+        ):  # for people: a run that diverges should show it
             return lambda _: ""
         return lambda x: "" if math.isfinite(x) and x >= 0 else f"is {x!r}, no duration"
-    if field.type == FieldDescriptor.TYPE_FIXED64:
+    if field.type in (FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_BOOL):
         return lambda _: ""
     least = {FieldDescriptor.TYPE_SINT64: -1, FieldDescriptor.TYPE_INT64: 0}[field.type]
     if field.name == "schedule_lead":  # it may be behind
@@ -80,7 +86,7 @@ def _check_of(field: FieldDescriptor) -> Check:
 def _rules(cls: str) -> list[tuple[str, bool, int, Check]]:
     """Return (field, whether it is repeated, most elements, check of an element) for all fields of a message."""
     fields = getattr(pb, cls).DESCRIPTOR.fields
-    most = {"fingerprint": PAIRS_MAX, "values": METRICS_MAX}  # by what column names begin with
+    most = {"fingerprint": PAIRS_MAX, "values": METRICS_MAX, "scores": SCORES_MAX}  # by what column names begin with
     return [
         (field.name, field.is_repeated, most.get(field.name.partition("_")[0], FRAGMENTS_MAX), _check_of(field))
         for field in fields

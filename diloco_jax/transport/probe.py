@@ -62,11 +62,7 @@ class _Measurement:
 
 
 class ProbeDesk:
-    """Serves the method PROBE of one listener.
-
-    Args:
-        shards: addresses of further listeners, as `calls.pack_shards` writes them.
-    """
+    """Serves the method PROBE of one listener."""
 
     def __init__(self, run_id: str, gate: Gate, sessions: Callable[[], int], shards: str) -> None:
         self.settings: Mapping[str, str] = {}  # what learners must agree on; whoever drives the listener may set it

@@ -178,7 +178,6 @@ def pieces(
     """Yield what the frames of one message of the bulk lane carry.
 
     Args:
-        number: Of the message, from 1.
         key: The payload's xxh3, so that it can be continued; 0: it cannot.
         held: What the peer has of it; left out.
     """

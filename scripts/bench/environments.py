@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import sysconfig
 import venv
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +12,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def python_with(name: str, pins: Sequence[str]) -> Path:
+def python_with(name: str, pins: Sequence[str], *, ours: bool = False) -> Path:
     """The interpreter of the environment `.bench/name`, made when missing or made for other versions.
 
     Args:
         name: of the folder.
         pins: what it holds, as pip takes it.
+        ours: beside all that the environment of this process has.
     """
     folder = ROOT / ".bench" / name
     stamp, python = folder / ".stamp", folder / "bin" / "python"
@@ -26,6 +28,13 @@ def python_with(name: str, pins: Sequence[str]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder.parent / ".gitignore").write_text("*\n", encoding="utf-8")
     venv.create(folder, clear=True, with_pip=True)
+    if ours:
+        path = Path(sysconfig.get_path("purelib", vars={"base": str(folder)})) / "ours.pth"
+        path.write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n", encoding="utf-8")
     subprocess.run([python, "-m", "pip", "install", "--quiet", *pins], check=True, stdout=sys.stderr)
     stamp.write_text(" ".join(pins), encoding="utf-8")
     return python
+
+
+if __name__ == "__main__":
+    print(python_with(sys.argv[1], sys.argv[2:], ours=True))

@@ -35,7 +35,7 @@ from environments import python_with
 from diloco_jax.core.layout import Layout, Piece, make_layout
 from diloco_jax.core.merge import Rule
 from diloco_jax.core.outer import Nesterov
-from diloco_jax.core.passes import Merger, State, Values
+from diloco_jax.core.passes import Merger, Values
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PINS = ("torch==2.13.0", "tsugi-mend==0.1.5")
@@ -106,13 +106,10 @@ class Job:
         began_s = time.perf_counter()
         products = self._merger.inspect(self._values)
         inspected_s = time.perf_counter()
-        before = self._state
-        update = self._merger.update(self._values, products, np.full(LEARNERS, 1 / LEARNERS), before)
+        update = self._merger.update(self._values, products, np.full(LEARNERS, 1 / LEARNERS), self._state)
         done_s = time.perf_counter()
         assert update.finite
         self._state = update.state
-        for array in _arrays(before):
-            self._merger.buffers.give(array)
         return inspected_s - began_s, done_s - inspected_s
 
 
@@ -122,10 +119,6 @@ def random_payload(layout: Layout, seed: int) -> np.ndarray:
     for place in layout.places("int4"):
         payload[place.scales : place.codes].view(np.float32)[:] = 1e-3
     return payload
-
-
-def _arrays(state: State) -> list[np.ndarray]:
-    return [state.value, state.residual, *state.outer.values()]
 
 
 def seconds(work: Callable[[], Any]) -> float:

@@ -38,9 +38,11 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--steps", type=int, default=24, help="in each block")
     parser.add_argument("--nice", type=int, default=19, help="of the syncer: 19 is the lowest priority")
+    parser.add_argument("--accelerator", action="store_true", help="of this machine, instead of emulated devices")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
-    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(arguments.devices), "NPROC": "16"}
+    if not arguments.accelerator:
+        os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(arguments.devices), "NPROC": "16"}
     os.environ["PYTHONPATH"] = str(ROOT)
     if "GLIBC_TUNABLES" not in os.environ:  # as an island of a local run has it; read when a process starts
         os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
@@ -63,6 +65,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
     dim = arguments.dim
     args = {"dim": dim, "num_layers": arguments.layers, "num_heads": 4, "num_kv_heads": 4, "head_dim": dim // 4}
     args |= {"mlp_dim": 4 * dim, "seq_len_max": arguments.seq_len, "activation": "relu2"}
+    args |= {"dtype": "bfloat16"} if arguments.accelerator else {}
     return {
         "name": "overhead",
         "islands": {"count": 1, "devices": arguments.devices},
@@ -78,7 +81,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     """Start a syncer, train against it in this process, and stop both."""
     import yaml
 
-    from diloco_jax.runtime.learner.joined import Joining
+    from diloco_jax.runtime.learner.joined import Joining, island_pulse
     from diloco_jax.runtime.learner.run import LearnerRun
     from diloco_jax.runtime.local.run import child_environment
     from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE
@@ -101,7 +104,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
             time.sleep(0.2)
         address = (folder / ADDRESS_FILE).read_text(encoding="utf-8")
         stop = threading.Event()
-        learner = LearnerRun(Joining(config, ISLAND, 1, address, folder), stop)
+        learner = LearnerRun(Joining(config, ISLAND, 1, address, folder, island_pulse(config, folder, ISLAND)), stop)
         blocks = Blocks(learner, config, arguments, stop)
         learner.run()
         return blocks.result()

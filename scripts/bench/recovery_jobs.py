@@ -50,6 +50,8 @@ class Setting:
     """Seconds from the victim's death to the start of its new process."""
     fragments: int = 1
     """P of our side. torchft always has one."""
+    standby: bool = False
+    """Our side keeps a spare process for each island, which becomes it at once."""
 
 
 class Round(NamedTuple):
@@ -259,7 +261,12 @@ class DilocoJob(Job):
         setting = self.setting
         return {
             "name": "vs-torchft",
-            "islands": {"count": WORKERS, "devices": 1, "restart_delay_s": setting.restart_s},
+            "islands": {
+                "count": WORKERS,
+                "devices": 1,
+                "restart_delay_s": setting.restart_s,
+                "standby": setting.standby,
+            },
             "train": {"steps": 1_000_000, "batch_size": WORKERS * BATCH_SIZE, "seq_len": SEQ_LEN}
             | {"eval_batch_size": BATCH_SIZE, "final_eval_batches": 1},
             "model": {"module": "_paced_model:PacedModel", "args": MODEL | {"step_s": setting.step_s}},
@@ -268,6 +275,10 @@ class DilocoJob(Job):
             "protocol": {"sync_every": setting.sync_every, "num_fragments": setting.fragments, "overlap_steps": 5},
             "trackers": [],
         }
+
+    def is_warm(self) -> bool:
+        spares = list((self._run_dir / "health").glob("*.standby"))
+        return super().is_warm() and len(spares) == (WORKERS if self.setting.standby else 0)
 
     def _records(self) -> list[dict[str, Any]]:
         """All metrics."""
@@ -296,7 +307,8 @@ class DilocoJob(Job):
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 command = (entry / "cmdline").read_bytes().decode().split("\0")
-                if str(self._run_dir) in command and "learner" in command and f"island-{VICTIM}" in command:
+                ours = str(self._run_dir) in command and "learner" in command and "--standby" not in command
+                if ours and f"island-{VICTIM}" in command:
                     return int(entry.name)
         raise JobFailed(f"there is no process of island-{VICTIM}; see the logs in {self.folder}")
 
@@ -310,11 +322,18 @@ class DilocoJob(Job):
         found: dict[str, float] = {}
         for path in self._events.glob("*.jsonl"):
             events = Tail(path).look()
-            if events and f"island-{VICTIM}" in events[0]["command"] and events[0]["started"] > self.killed_s:
+            if not events or f"island-{VICTIM}" not in events[0]["command"]:
+                continue
+            spare, before = "--standby" in events[0]["command"], events[0]["started"] < self.killed_s
+            if spare and before:  # what it did before is not waited for
+                found = {name: max(t, self.killed_s) for name, t in self._milestones(events).items()}
+            elif not spare and not before:
                 found = self._milestones(events)
         for record in self._records():
             if record.get("members") == [f"island-{VICTIM}"] and record["t"] + self._offset_s > self.killed_s:
                 found.setdefault(record["kind"], record["t"] + self._offset_s)
+        if self.setting.standby:  # a round from before the kill may be heard of after it
+            found["started"] = found.get("joined", math.inf)
         return found
 
     @staticmethod

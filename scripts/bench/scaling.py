@@ -172,7 +172,8 @@ def serve(case: Case, folder: Path, elements: int, pipe: Connection) -> None:
     if setup.shares.count > 1:
         shards = MergeShards(setup, plan, path, 1, events.put, lambda error: os._exit(1))
     arithmetic = Arithmetic(setup, shards.shares) if shards else local_arithmetic(setup)
-    model = make_model(config, plan, {name: np.zeros(s, np.float32) for name, s in plan.shapes.items()}, arithmetic)
+    zeros = ((path, np.zeros(shape, np.float32)) for path, shape in plan.shapes.items())
+    model = make_model(config, plan, zeros, arithmetic)
     life = Life("fresh", 1, threading.Event())
     listener = open_listener(config, path.parent, life, Told(FINGERPRINT, Description("", "")), shards, events)
     pids = [os.getpid()]

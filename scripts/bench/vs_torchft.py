@@ -7,6 +7,9 @@ Both jobs alternate, one kill per job, so that a busy machine hurts both alike. 
     victim_ready      from the victim's new process being ready to step to its first contribution
     victim_total      from the kill to the victim's first contribution; the restart waits 1 s on both sides
 
+With --standby, a third side is ours with a spare process for each island (islands.standby), which does not wait to
+restart; with --ours, torchft is left out and our side without spares stands in its place.
+
 torchft's own environment is made in .bench/torchft on the first start. One JSON line per figure goes to standard output
 (or --out), for both sides and as the ratio torchft / diloco_jax: above 1, diloco_jax is faster. Runs on Linux.
 """
@@ -18,7 +21,8 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +33,11 @@ from rich.table import Table
 
 PINS = ("torch==2.13.0", "torchft==0.2.0")
 FIGURES = ("survivor_gap", "survivor_delay", "victim_ready", "victim_total")
-SIDES = ("torchft", "diloco_jax")
+TORCHFT, OURS, STANDBY = "torchft", "diloco_jax", "diloco_jax_standby"
 CONTEXT = ("round_interval", "contributors")
 REST_ROUNDS = 3
 Sample = dict[str, float]
+Samples = dict[str, list[Sample]]
 
 
 def measure(job: Job, phase: float) -> Sample:
@@ -74,17 +79,19 @@ def figure(name: str, values: Sequence[float], unit: str) -> dict[str, Any]:
     }
 
 
-def results(samples: dict[str, list[Sample]]) -> list[dict[str, Any]]:
+def results(samples: Samples) -> list[dict[str, Any]]:
     """Medians with their spread: figures and ratios first, then what explains them."""
     lines = []
     for name in FIGURES:
-        sides = {side: [sample[name] for sample in samples[side]] for side in SIDES}
+        sides = {side: [sample[name] for sample in rows] for side, rows in samples.items()}
         lines += [figure(f"{side}_{name}", values, "s") for side, values in sides.items()]
-        theirs, ours = (sides[side] for side in SIDES)
-        if min(ours) > 0:
-            ratio = figure(f"{name}_ratio", [a / b for a, b in zip(theirs, ours, strict=True)], "torchft / diloco_jax")
-            lines.append(ratio | {"value": round(statistics.median(theirs) / statistics.median(ours), 4)})
-    for side in SIDES:
+        (first, theirs), *others = sides.items()
+        for side, ours in others:
+            if min(ours) > 0:
+                both = [a / b for a, b in zip(theirs, ours, strict=True)]
+                ratio = figure(f"{name}_ratio" + "_standby" * (side == STANDBY), both, f"{first} / {side}")
+                lines.append(ratio | {"value": round(statistics.median(theirs) / statistics.median(ours), 4)})
+    for side in samples:
         rows = samples[side]
         for name in [*CONTEXT, *(key for key in rows[0] if key.startswith("at "))]:
             values = [row[name] for row in rows if name in row]
@@ -100,15 +107,12 @@ def show(lines: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def run_all(setting: Setting, repeats: int, base: Path, console: Console) -> dict[str, list[Sample]]:
-    """Both sides in turn, `repeats` times; the kills spread evenly over the time between two rounds."""
-    python = python_with("torchft", PINS)
-    samples: dict[str, list[Sample]] = {side: [] for side in SIDES}
+def run_all(sides: dict[str, Callable[[Path], Job]], repeats: int, base: Path, console: Console) -> Samples:
+    """Take all sides in turn, `repeats` times; the kills spread evenly over the time between two rounds."""
+    samples: Samples = {side: [] for side in sides}
     for repeat in range(repeats):
-        folder = base / f"repeat-{repeat}"
-        jobs = (TorchftJob(folder / "torchft", setting, python), DilocoJob(folder / "diloco_jax", setting))
-        for side, job in zip(SIDES, jobs, strict=True):
-            with job:
+        for side, make in sides.items():
+            with make(base / f"repeat-{repeat}" / side) as job:
                 sample = measure(job, (repeat + 0.5) / repeats)
             samples[side].append(sample)
             console.print(f"{repeat} {side}: " + ", ".join(f"{key} {value:.3f}" for key, value in sample.items()))
@@ -119,6 +123,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="kills on each side")
     parser.add_argument("--fragments", type=int, default=1, help="P on our side; torchft always has 1")
+    parser.add_argument("--standby", action="store_true", help="ours with spare processes too")
+    parser.add_argument("--ours", action="store_true", help="ours with and without spare processes, no torchft")
     parser.add_argument("--out", type=Path, help="file for the JSON lines; default: standard output")
     parser.add_argument("--keep", type=Path, help="folder that keeps the jobs' logs; default: a temporary one")
     arguments = parser.parse_args()
@@ -126,10 +132,17 @@ def main() -> None:
     if arguments.repeats < 1 or not 1 <= setting.fragments <= setting.sync_every:
         parser.error(f"use --repeats of at least 1 and --fragments from 1 to {setting.sync_every}")
     console = Console(stderr=True)
+    sides: dict[str, Callable[[Path], Job]] = {}
+    if not arguments.ours:
+        python = python_with("torchft", PINS)
+        sides[TORCHFT] = lambda folder: TorchftJob(folder, setting, python)
+    sides[OURS] = lambda folder: DilocoJob(folder, setting)
+    if arguments.standby or arguments.ours:
+        sides[STANDBY] = lambda folder: DilocoJob(folder, replace(setting, standby=True))
     try:
         with tempfile.TemporaryDirectory(prefix="diloco-bench-") as temporary:
             base = arguments.keep.resolve() if arguments.keep else Path(temporary)
-            samples = run_all(setting, arguments.repeats, base, console)
+            samples = run_all(sides, arguments.repeats, base, console)
     except JobFailed as error:
         raise SystemExit(f"{error} (--keep FOLDER keeps them)") from None
     lines = results(samples)

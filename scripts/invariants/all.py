@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from invariants.budget import BudgetHolds
 from invariants.checker import Checker
+from invariants.evaluations import ScoresAreOfTheModel
 from invariants.failover import AnchorsAgree, StateRoundTrip, TapeReplays
 from invariants.learners import CopiesBounded, FreshLearnersKeepQuiet, NeverWaits, StepsUndisturbed
 from invariants.leases import LeasesAccount
@@ -31,6 +32,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     StateRoundTrip,
     TapeReplays,
     BudgetHolds,
+    ScoresAreOfTheModel,
     RoundsAdvance,
     EverybodyTrains,
     VersionsConverge,

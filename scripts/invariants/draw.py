@@ -11,6 +11,7 @@ from faulty.network import TroubledOptions
 from faulty.scenario import FaultyScenario
 
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer.evaluations import NEVER, EvaluationPlan
 from diloco_jax.sim.engine import NEVER_S
 
 LEARNERS_MAX = 8
@@ -64,6 +65,9 @@ def random_scenario(seed: int) -> FaultyScenario:
     )
     step_bytes = random.choice((None, drawn.payload_bytes // 8, drawn.payload_bytes // 8))
     drawn = replace(drawn, step_bytes=step_bytes, wake_s=random.choice((0.0, 0.0, 0.1, 0.5)))
+    plan = EvaluationPlan(random.choice((0.0, 5.0, 20.0, 60.0)), random.choice((0, 1, 7, 20)))
+    eval_s, bad_scores = random.choice((0.0, 0.5, 3.0, 30.0)), random.choice((0.0, 0.0, 0.3))
+    drawn = replace(drawn, plan=plan if plan.wait_s else NEVER, eval_s=eval_s, bad_scores=bad_scores)
     share = random.choice(
         (0.0, random.uniform(0.1, 0.9))
     )  # of the tokens of all steps; half of the runs have no budget

@@ -6,7 +6,17 @@ from collections import defaultdict
 
 from faulty.cluster import FaultyCluster
 
-from diloco_jax.protocol.effects import Adopt, AdoptState, Drop, Finish, Send, Stage, Unstage, UnstageState
+from diloco_jax.protocol.effects import (
+    Adopt,
+    AdoptState,
+    Drop,
+    EvaluateModel,
+    Finish,
+    Send,
+    Stage,
+    Unstage,
+    UnstageState,
+)
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import AnchorRequest, FragmentValue, PullRequest, StatePull, StepReport, SyncerMessage
 from diloco_jax.sim.node import Effects, LearnerProcess
@@ -18,7 +28,8 @@ STAGED_COPIES_MAX = 3  # of one fragment, see protocol/learner/stager.py
 class NeverWaits(Checker):
     """Outside lockstep a learner that has begun to train is always in a step, and steps have no gap between them.
 
-    Whatever happens meanwhile: the syncer is dead, leases are used up, another learner takes its state over.
+    Whatever happens meanwhile: the syncer is dead, leases are used up, another learner takes its state over. It stops
+    for an evaluation of the global model alone.
     """
 
     def __init__(self, cluster: FaultyCluster) -> None:
@@ -32,6 +43,10 @@ class NeverWaits(Checker):
         elif not self.config.lockstep:
             waited_s = now_s - self._ended.get(key, now_s)
             self.check(waited_s == 0, f"{process.name} waited {waited_s} s between two steps")
+
+    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+        if any(isinstance(effect, EvaluateModel) for effect in effects):
+            self._ended.pop(process.key, None)
 
     def on_state(self, process: LearnerProcess, effect: AdoptState, ok: bool, now_s: float) -> None:
         self.check(process.key not in self._ended, f"{process.name} has trained, but does {effect}")

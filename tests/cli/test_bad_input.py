@@ -12,23 +12,11 @@ from typing import Any
 import pytest
 
 import diloco_jax
-from diloco_jax.cli import main as cli
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.settings import text as config_file
-from tests.runtime.helpers import SMALL, environment, run, start, wait_for, write_config
+from tests.runtime.helpers import SMALL, call, environment, run, start, wait_for, write_config
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(200)]
-
-
-def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> subprocess.CompletedProcess[str]:
-    """The command in this process: what a config is refused with is the same, and nothing has to start."""
-    try:
-        status = cli.main([str(argument) for argument in arguments])
-    except SystemExit as ended:  # of the parsers of arguments
-        assert isinstance(ended.code, int)
-        status = ended.code
-    said = capsys.readouterr()
-    return subprocess.CompletedProcess(arguments, status, said.out, said.err)
 
 
 def check_refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -70,14 +58,15 @@ WRONG_AXIS = {"data": -1, "rules": {"embd": ["fsdp"]}}
         ({"wire": {"up": "int3"}}, ["wire.up", "int3"]),
         ({"islands": {"devices": 65}}, ["devices is 65; use 1 to 64, or auto"]),
         ({"islands": {"restart_delay_s": float("nan")}}, ["restart_delay_s nan must be at least 0"]),
+        ({"watchdog": {"least_s": 60.0, "start_s": 5.0}}, ["least_s is 60.0 and start_s 5.0"]),
+        ({"watchdog": {"median_factor": 0.5}}, ["median_factor is 0.5; it must be at least 1"]),
+        ({"islands": {"standby": True, "hosts": 2, "devices": 2}}, ["islands.standby needs islands of one process"]),
         ({"syncer": {"restart_delay_s": float("inf")}}, ["restart_delay_s inf must be at least 0"]),
     ],
 )
-def test_wrong_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], words: list[str]
-) -> None:
+def test_wrong_settings(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
     config = write_config(tmp_path, **changes)
-    check_refused(call(capsys, "train", config, "--run-dir", tmp_path / "run", "--quiet"), *words)
+    check_refused(call("train", config, "--run-dir", tmp_path / "run", "--quiet"), *words)
 
 
 WRONG_MODELS = """
@@ -125,7 +114,6 @@ class BadValue(Decoder):
 )
 def test_what_a_run_would_stumble_over_is_found_before_anything_starts(
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     changes: dict[str, Any],
     words: list[str],
@@ -143,7 +131,7 @@ def test_what_a_run_would_stumble_over_is_found_before_anything_starts(
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         config = write_config(tmp_path, **changes)
         config.write_text(config.read_text().replace("TAKEN", address))
-        result = call(capsys, "train", config, "--run-dir", tmp_path / "run")
+        result = call("train", config, "--run-dir", tmp_path / "run")
     check_refused(result, *words)
     assert result.returncode == 2 and not (tmp_path / "run").exists()
     assert len((result.stdout + result.stderr).splitlines()) == 1, "one line"
@@ -156,22 +144,22 @@ def test_a_syncer_by_itself_finds_too_little_text_before_it_listens(tmp_path: Pa
         Evaluator(config)
 
 
-def test_chaos_checks_before_anything_starts_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chaos_checks_before_anything_starts_too(tmp_path: Path) -> None:
     changes = {"islands": {"count": 3}, "train": {"batch_size": 12}, "data": {"path": "/does/not/exist"}}
-    result = call(capsys, "chaos", write_config(tmp_path, **changes), "--run-dir", tmp_path / "run")
+    result = call("chaos", write_config(tmp_path, **changes), "--run-dir", tmp_path / "run")
     check_refused(result, "data.path '/does/not/exist' does not exist")
     assert result.returncode == 2 and not (tmp_path / "run").exists()
 
 
-def test_wrong_override_and_missing_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_override_and_missing_config(tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    check_refused(call(capsys, "train", config, "--outer.learning_rate", "-1"), "learning_rate is -1", "above 0")
-    check_refused(call(capsys, "train", tmp_path / "none.yaml"), "none.yaml cannot be read", "quickstart")
+    check_refused(call("train", config, "--outer.learning_rate", "-1"), "learning_rate is -1", "above 0")
+    check_refused(call("train", tmp_path / "none.yaml"), "none.yaml cannot be read", "quickstart")
     (tmp_path / "broken.yaml").write_text("train: [1,")
-    check_refused(call(capsys, "train", tmp_path / "broken.yaml"), "broken.yaml is not valid YAML")
-    check_refused(call(capsys, "eval", tmp_path), "holds no checkpoint", "folder of a run")
-    check_refused(call(capsys, "report", tmp_path), "metrics.jsonl")
-    check_refused(call(capsys, "status", tmp_path), "has said nothing yet", "logs")
+    check_refused(call("train", tmp_path / "broken.yaml"), "broken.yaml is not valid YAML")
+    check_refused(call("eval", tmp_path), "holds no checkpoint", "folder of a run")
+    check_refused(call("report", tmp_path), "metrics.jsonl")
+    check_refused(call("status", tmp_path), "has said nothing yet", "logs")
 
 
 @pytest.mark.parametrize(
@@ -207,18 +195,16 @@ def test_wrong_override_and_missing_config(tmp_path: Path, capsys: pytest.Captur
         (["learner", "CONFIG"], "required: --island"),
     ],
 )
-def test_a_wrong_command_line_gets_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
-) -> None:
+def test_a_wrong_command_line_gets_one_line(tmp_path: Path, words: list[str], told: str) -> None:
     config = write_config(tmp_path, model=BUILT_IN_MODEL)
-    result = call(capsys, *(config if word == "CONFIG" else word for word in words))
+    result = call(*(config if word == "CONFIG" else word for word in words))
     check_refused(result, told)
     assert result.returncode == 2 and result.stdout == "" and len(result.stderr.splitlines()) == 1, result.stderr
     assert "chaos-learner" not in result.stderr and "merge-shard" not in result.stderr
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    result = call(capsys, "--version")
+def test_version() -> None:
+    result = call("--version")
     assert result.returncode == 0 and result.stdout.startswith(f"diloco-jax {diloco_jax.__version__}, jax ")
 
 
@@ -245,10 +231,10 @@ def test_settings_of_a_command_line_are_those_of_a_file(tmp_path: Path) -> None:
     assert made == config_file.load(write_config(tmp_path, **changes))
 
 
-def test_existing_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_run_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
-    result = call(capsys, "train", write_config(tmp_path), "--run-dir", tmp_path / "run")
+    result = call("train", write_config(tmp_path), "--run-dir", tmp_path / "run")
     check_refused(result, "holds a run already", "--run-dir")
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == "{}\n"
 
@@ -262,9 +248,7 @@ def test_port_in_use(tmp_path: Path) -> None:
         check_refused(run("syncer", config, "--run-dir", tmp_path / "run"), address, "choose another")
 
 
-def test_unreachable_syncer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreachable_syncer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_config(tmp_path, transport={"connect_timeout_s": 1.0})
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound and not listening: nobody answers there
@@ -272,7 +256,7 @@ def test_unreachable_syncer(
         result = run("learner", config, "--island", "island-0", "--syncer", address)
         check_refused(result, f"no syncer answered at {address} within 1 s", "start it")
         monkeypatch.setattr("diloco_jax.runtime.records.status.ANSWER_TIMEOUT_S", 1.0)
-        check_refused(call(capsys, "status", address), f"no syncer answered at {address}")
+        check_refused(call("status", address), f"no syncer answered at {address}")
 
 
 def test_learner_with_another_model_is_told_what_differs(tmp_path: Path) -> None:
@@ -286,7 +270,7 @@ def test_learner_with_another_model_is_told_what_differs(tmp_path: Path) -> None
         address = wait_for(lambda: told.exists() and told.read_text(), "the syncer's address")
         result = run("learner", other_config, "--island", "island-0", "--syncer", address)
         check_refused(result, "refused this learner", "model differs", '"dim": 32', '"dim": 48', "same config")
-        status = run("status", address, "--json")
+        status = call("status", address, "--json")
         assert status.returncode == 0 and '"waiting_for"' in status.stdout, status.stderr
     finally:
         syncer.terminate()

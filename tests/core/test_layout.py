@@ -234,8 +234,6 @@ def test_empty_part_makes_the_whole_empty_and_a_host_without_bytes_does_not() ->
 
 
 BIG = 1 << 62
-
-
 WRONG = {
     "no head": (b"1234567", "begin with no head"),
     "head cut off": (entries((0, 1, 1, 1))[:-1], "begin with no head"),

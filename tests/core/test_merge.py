@@ -226,11 +226,7 @@ def test_each_piece_is_merged_by_its_own_method() -> None:
 
 
 PLAIN = Nesterov(1.0, 0.0)
-
-
 WEIGHTS = np.array([0.5, 0.3, 0.2])
-
-
 STACKS = {  # several units in a block, units across blocks, as long as blocks, across leaves, and each longer than one
     "blocks": (20, 7, 9),
     "odd": (5, 30, 70),

@@ -178,11 +178,7 @@ def test_an_unknown_optimizer_is_refused() -> None:
 
 
 MODEL_SHAPES = {"embed": (6, 2), "kernel": (3, 4), "scale": (4,)}
-
-
 H, ROUNDS, INNER_RATE = 5, 8, 0.1
-
-
 Params = dict[str, np.ndarray]
 
 

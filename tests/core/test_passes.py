@@ -15,7 +15,7 @@ from diloco_jax.core.codec import Format, decode
 from diloco_jax.core.layout import LEAF, Piece, combined, make_layout, value_digest
 from diloco_jax.core.merge import Method
 from diloco_jax.core.outer import Nesterov, Optax
-from diloco_jax.core.passes import Buffers, Merger, Values, norms, squares_of, subset, values_of
+from diloco_jax.core.passes import FREE_MAX, Buffers, Merger, Values, norms, squares_of, subset, values_of
 from tests.core.merging import (
     FORMATS,
     NESTEROV,
@@ -229,9 +229,13 @@ def test_results_are_written_where_they_belong() -> None:
     layout, guard = layout_of(), np.float32(12345)
     merger = make_merger(layout, "int4", "int4")
     state = merger.first(layout.flat(random_values(0)))
-    arounds = [np.full(layout.size + 600, guard, np.float32) for _ in range(3)]
-    for around in arounds:
-        merger.buffers.give(around[301 : 301 + layout.size])
+    arounds: list[np.ndarray] = []
+
+    def take(size: int) -> np.ndarray:
+        arounds.append(np.full(size + 600, guard, np.float32))
+        return arounds[-1][301 : 301 + size]
+
+    merger._buffers.take = take  # type: ignore[method-assign]
     made = round_of(merger, [payload_of(random_values(1), "int4")], np.ones(1), state).state
     assert all(any(np.shares_memory(array, a) for a in arounds) for array in (made.value, made.residual))
     for around in arounds:
@@ -261,15 +265,23 @@ def test_an_optax_transformation_sees_the_mean(down: Format) -> None:
 
 
 def test_buffers_are_written_again_and_bounded() -> None:
-    buffers, array = Buffers(), np.zeros(5, np.float32)
-    buffers.give(array)
-    assert buffers.take(4).size == 4
-    assert buffers.take(5) is array and buffers.take(5) is not array
-    frozen = np.zeros(5, np.float32)
-    frozen.flags.writeable = False
-    for unusable in (frozen, np.zeros(5), np.zeros((5, 1), np.float32)):
-        buffers.give(unusable)
-        assert buffers.take(5) is not unusable
+    buffers = Buffers(3000)
+    arrays = [buffers.take(2000) for _ in range(FREE_MAX + 1)]
+    for number, array in enumerate(arrays):
+        array[:] = number
+    kept = [array[7:9].reshape(2, 1) for array in arrays[:2]]  # a view of a view
+    del arrays, array
+    found = [buffers.take(3000)[:2000] for _ in range(FREE_MAX + 1)]
+    assert {int(array[1]) for array in found} == {0, 2, 3, 4}, (
+        "what a view shows is not written again, fresh memory is 0"
+    )
+    assert all((view == number).all() for number, view in enumerate(kept))
+    del kept, found
+    assert len(buffers._free) == FREE_MAX, "and no more of it waits"
+    one = buffers.take(3000)
+    one[:] = 8
+    del one
+    assert buffers.take(1000)[0] == 8 and (buffers.take(3000)[1024:] == 0).sum() > 900, "a shorter one frees the rest"
 
 
 @pytest.mark.parametrize("down", FORMATS)

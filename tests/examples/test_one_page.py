@@ -129,7 +129,7 @@ def test_equals_the_system(tmp_path: Path, corpus: Path, settings: Settings, out
     system.run()
     assert system.merged_rounds == TICKS * settings.num_fragments // settings.sync_every
 
-    theta = {path: jnp.asarray(value) for path, value in system.evaluator.initial_parameters().items()}
+    theta = {path: jnp.asarray(value) for path, value in system.evaluator.initial_parameters()}
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE, b1=0.9, b2=0.95, weight_decay=0.0))
     present = np.ones((TICKS, len(NAMES)), bool)
     final = one_page.train(next_token_loss, theta, inner, batches_of(pair, config), present, settings)

@@ -12,13 +12,13 @@ from invariants import __main__ as cli
 from invariants import all as checkers
 from invariants.checker import Checker
 from invariants.draw import LEARNERS_MAX, WEIGHTS, random_scenario
+from invariants.test_checkers import RECOVERY, SCENARIO
 from invariants.verdict import command, judge
 
 from diloco_jax.protocol.learner.mailbox import Given, Mailbox
 from diloco_jax.protocol.messages import SyncerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim import learner_driver
-from tests.invariants.test_checkers import RECOVERY, SCENARIO
 
 SEEDS = range(200)
 

@@ -117,6 +117,12 @@ class Pair:
             self._run_learner(name, effects)
         self.deliver()
 
+    def rounds(self, count: int, *names: str, step_s: float = 1.0) -> None:
+        """So many times: a second, then a step of each."""
+        for _ in range(count):
+            self.wait(1.0)
+            self.step(*names, step_s=step_s)
+
     def wait(self, seconds: float) -> None:
         """Let time pass: every deadline on the way gets its tick."""
         end_s = self.now_s + seconds

@@ -17,8 +17,7 @@ def pair(*names: str, late: set[str], quorum: int = 2, **settings: Any) -> Pair:
     while it.syncer.global_step < 9:
         if it.syncer.global_step == 8:
             it.held = {f"{name}:FragmentValue" for name in late}
-        it.wait(1.0)
-        it.step(*names)
+        it.rounds(1, *names)
     assert it.contributors()[-1] == names and len(it.merges()) == 8
     return it
 
@@ -52,8 +51,7 @@ def test_a_late_value_delays_nobodys_steps() -> None:
     it = pair("a", "b", "c", late={"c"}, pull_timeout_s=1000.0)
     before = it.learners["a"].local_step
     for _ in range(20):
-        it.wait(1.0)
-        it.step("a", "b", "c")
+        it.rounds(1, "a", "b", "c")
         assert all(learner.may_step() for learner in it.learners.values())
     assert it.learners["a"].local_step == before + 20
 
@@ -70,8 +68,7 @@ def test_a_round_is_merged_without_the_late_value_when_its_time_is_over() -> Non
 
 def test_whoever_owes_a_value_counts_when_the_quorum_needs_it() -> None:
     it = pair("a", "b", "c", late={"c"}, quorum=3)
-    it.wait(1.0)
-    it.step("a", "b", "c")
+    it.rounds(1, "a", "b", "c")
     assert it.syncer.global_step == 10 and not merged(it), "round 10 is pulled too, and waits"
     it.held = set()
     it.deliver()

@@ -35,8 +35,7 @@ def execute(pair: Pair, command: str, argument: Any) -> None:
         case "step":
             pair.step(argument)
         case "round":
-            pair.wait(1.0)
-            pair.step(*NAMES)
+            pair.rounds(1, *NAMES)
         case "wait":
             pair.wait(argument)
         case "cut":
@@ -110,8 +109,7 @@ def test_after_any_troubles_rounds_go_on(seed: int) -> None:
         pair.step(*NAMES)
     before, merges = pair.syncer.merged_rounds, len(pair.merges())
     for _ in range(8):
-        pair.wait(1.0)
-        pair.step(*NAMES)
+        pair.rounds(1, *NAMES)
         assert tau == 0 or all(learner.may_step() for learner in pair.learners.values())
     assert pair.syncer.merged_rounds > before, pair.syncer.waiting_for(pair.now_s)
     if tau > 0 or quorum == len(NAMES):  # lockstep has no grace window: with K = 1 the first to report is alone

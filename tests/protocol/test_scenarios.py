@@ -30,8 +30,7 @@ def pair(*names: str, **settings: Any) -> Pair:
     pairs.append(made)
     made.join(*names)
     if names:
-        made.wait(1.0)
-        made.step(*names)
+        made.rounds(1, *names)
     return made
 
 
@@ -47,9 +46,7 @@ def replays() -> Iterator[None]:
 
 def test_steady_state_merges_everybody_in_every_round() -> None:
     it = pair("a", "b", "c", quorum=3)
-    for _ in range(9):
-        it.wait(1.0)
-        it.step("a", "b", "c")
+    it.rounds(9, "a", "b", "c")
     assert it.contributors() == [("a", "b", "c")] * 10
     assert it.syncer.global_step == 10 and it.syncer.versions == [10, 9]
     assert [merge.parts[0].steps for merge in it.merges()] == [1, 2, 2, 2, 2, 2, 2, 2, 2, 2], "H = 2 steps per turn"
@@ -61,9 +58,7 @@ def test_steady_state_merges_everybody_in_every_round() -> None:
 @pytest.mark.parametrize("tau", [1, 2, 4])
 def test_each_broadcast_is_sent_once_when_nothing_is_lost(sync_every: int, num_fragments: int, tau: int) -> None:
     it = pair("a", "b", quorum=2, sync_every=sync_every, num_fragments=num_fragments, overlap_steps=tau)
-    for _ in range(12):
-        it.wait(1.0)
-        it.step("a", "b")
+    it.rounds(12, "a", "b")
     versions = [(m.fragment_id, m.version) for m in it.messages(GlobalFragment, "a")]
     assert len(versions) == len(set(versions)) == num_fragments + len(it.merges())
 
@@ -106,16 +101,12 @@ def test_a_long_first_step_does_not_close_the_grace_window_for_long() -> None:
 
 def test_a_late_joiner_takes_the_global_model_and_never_offers_its_own() -> None:
     it = pair("a")
-    for _ in range(3):
-        it.wait(1.0)
-        it.step("a")
+    it.rounds(3, "a")
     it.join("b")
     assert it.syncer.membership.members["b"].state == JOINING and it.learners["b"].state == TRAINING
     assert [a.version for a in it.learners["b"].adopted] == it.syncer.versions
     assert it.messages(StepReport, "b") == [] and it.messages(FragmentValue, "b") == []
-    for _ in range(2):
-        it.wait(1.0)
-        it.step("b", "a")
+    it.rounds(2, "b", "a")
     assert it.syncer.membership.members["b"].state == ACTIVE
     assert "b" in it.contributors()[-1]
     assert all(value.base_version > 0 for value in it.messages(FragmentValue, "b"))
@@ -125,8 +116,7 @@ def test_leaving_and_coming_back_as_the_same_incarnation() -> None:
     it = pair("a", "b")
     it.leave("b")
     assert it.messages(Leave) and it.syncer.membership.members["b"].state == GONE
-    it.wait(1.0)
-    it.step("a")
+    it.rounds(1, "a")
     assert it.contributors()[-1] == ("a",), "nobody waits for who left"
 
 
@@ -134,8 +124,7 @@ def test_leaving_and_coming_back_as_the_same_incarnation() -> None:
 def test_death_during_pulling_costs_the_others_nothing(how: str) -> None:
     it = pair("a", "b", quorum=2)
     it.held.add("b:FragmentValue")
-    it.wait(1.0)
-    it.step("a", "b")
+    it.rounds(1, "a", "b")
     merged = len(it.merges())
     getattr(it, how)("b")
     assert it.contributors()[merged:] == [("a",)]
@@ -144,8 +133,7 @@ def test_death_during_pulling_costs_the_others_nothing(how: str) -> None:
 def test_death_of_everybody_during_pulling_gives_the_round_up() -> None:
     it = pair("a", "b", quorum=2)
     it.held |= {"a:FragmentValue", "b:FragmentValue"}
-    it.wait(1.0)
-    it.step("a", "b")
+    it.rounds(1, "a", "b")
     versions = list(it.syncer.versions)
     it.crash("a", "b")
     assert [note.global_step for note in it.notes("abandoned")] == [2] and it.syncer.versions == versions
@@ -155,8 +143,7 @@ def test_death_of_everybody_during_pulling_gives_the_round_up() -> None:
 def test_death_during_merging_changes_nothing_of_the_merge(how: str) -> None:
     it = pair("a", "b", quorum=2)
     it.holds_merges = True
-    it.wait(1.0)
-    it.step("a", "b")
+    it.rounds(1, "a", "b")
     merged = len(it.merges())
     getattr(it, how)("b")
     assert len(it.merges()) == merged, "merged once, not twice"
@@ -167,9 +154,7 @@ def test_death_during_merging_changes_nothing_of_the_merge(how: str) -> None:
 
 def test_a_slow_learner_is_left_out_and_counts_with_all_its_steps_later() -> None:
     it = pair("a", "slow", sync_every=4, num_fragments=4)
-    for _ in range(3):
-        it.wait(1.0)
-        it.step("a", "slow")
+    it.rounds(3, "a", "slow")
     for _ in range(3):
         it.wait(1.0)
         it.step("a")  # the window of slow's step has passed each time
@@ -185,9 +170,7 @@ def test_below_the_quorum_merging_rests_and_training_does_not() -> None:
     it = pair("a", "b", quorum=2)
     merged = len(it.merges())
     it.crash("b")
-    for _ in range(5):
-        it.wait(1.0)
-        it.step("a")
+    it.rounds(5, "a")
     assert it.learners["a"].local_step == 6 and len(it.merges()) == merged
     assert "fewer than the quorum of 2: training goes on, merging is paused" in it.syncer.waiting_for(it.now_s)
     it.join("b", incarnation=2)
@@ -199,16 +182,14 @@ def test_below_the_quorum_merging_rests_and_training_does_not() -> None:
 def test_reconnection_moves_only_what_is_missing() -> None:
     it = pair("a", "b")
     it.cut("b")
-    it.wait(1.0)
-    it.step("a", "b")
+    it.rounds(1, "a", "b")
     assert it.learners["b"].local_step == 2, "no link, but it trains"
     assert it.syncer.versions == [2, 3]
     before = len(it.messages(GlobalFragment, "b"))
     it.connect("b")
     assert [(m.fragment_id, m.version) for m in it.messages(GlobalFragment, "b")[before:]] == [(1, 3)]
     assert it.syncer.membership.members["b"].restarts == 0
-    it.wait(1.0)
-    it.step("b", "a")
+    it.rounds(1, "b", "a")
     assert it.contributors()[-1] == ("a", "b")
 
 
@@ -219,9 +200,8 @@ def test_a_restart_is_a_new_incarnation_even_before_the_old_link_is_known_to_be_
     member = it.syncer.membership.members["b"]
     assert (member.incarnation, member.restarts, member.total_steps) == (2, 1, 1)
     it.arrive("b", "syncer", StepReport("b", old, 50, 500, 0, (), 1.0, 2.5, 100, 128))
-    assert "report before hello, or of an old incarnation" in it.drops() and member.local_step == 0
-    it.wait(1.0)
-    it.step("a", "b")
+    assert "StepReport before hello, or of an old incarnation" in it.drops() and member.local_step == 0
+    it.rounds(1, "a", "b")
     assert it.contributors()[-1] == ("a", "b") and member.total_steps == 2
 
 
@@ -236,9 +216,7 @@ def test_a_learner_of_another_model_is_refused_and_stops() -> None:
 def test_the_end_reaches_everybody_and_whoever_missed_it() -> None:
     it = pair("a", "b", "c", quorum=3, total_steps=3)
     it.held.add("c:Stop")
-    for _ in range(2):
-        it.wait(1.0)
-        it.step("a", "b", "c")
+    it.rounds(2, "a", "b", "c")
     assert it.syncer.finished and it.learners["a"].state == it.learners["b"].state == STOPPED
     it.lose_wire("c")
     it.held.clear()
@@ -252,8 +230,7 @@ def test_the_end_reaches_everybody_and_whoever_missed_it() -> None:
 def test_a_lost_pull_is_repeated() -> None:
     it = pair("a", quorum=1, sync_every=4, num_fragments=4)
     it.held.add("a:PullRequest")
-    it.wait(1.0)
-    it.step("a")
+    it.rounds(1, "a")
     merged = len(it.merges())
     it.lose_wire("a")
     it.held.clear()
@@ -264,13 +241,10 @@ def test_a_lost_pull_is_repeated() -> None:
 def test_a_lost_broadcast_is_made_good() -> None:
     it = pair("a", "b", quorum=2, sync_every=4, num_fragments=4)
     it.held.add("b:GlobalFragment")
-    it.wait(1.0)
-    it.step("a", "b")
+    it.rounds(1, "a", "b")
     it.lose_wire("b")
     it.held.clear()
-    for _ in range(8):
-        it.wait(1.0)
-        it.step("a", "b")
+    it.rounds(8, "a", "b")
     assert [a.version for a in it.learners["b"].adopted] == it.syncer.versions
 
 

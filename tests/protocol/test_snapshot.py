@@ -83,9 +83,7 @@ def test_a_restored_machine_has_the_same_future(before: list[Any], after: list[A
 def test_a_snapshot_is_taken_when_a_round_closes_that_crosses_its_marker() -> None:
     pair = Pair(snapshot_every=3, quorum=2)
     pair.join("a", "b")
-    for _ in range(7):
-        pair.wait(1.0)
-        pair.step("a", "b")
+    pair.rounds(7, "a", "b")
     assert [effect.global_step for effect in pair.effects if isinstance(effect, SaveSnapshot)] == [3, 6]
     for effects in pair.history:
         kinds = [effect.kind if isinstance(effect, Note) else type(effect).__name__ for effect in effects]
@@ -98,9 +96,7 @@ def test_a_snapshot_is_taken_when_a_round_closes_that_crosses_its_marker() -> No
 def test_in_lockstep_the_marker_is_crossed_at_the_next_due_step(num_fragments: int, taken: list[int]) -> None:
     pair = Pair(snapshot_every=2, quorum=1, sync_every=4, num_fragments=num_fragments, overlap_steps=0)
     pair.join("a")
-    for _ in range(9):
-        pair.wait(1.0)
-        pair.step("a")
+    pair.rounds(9, "a")
     assert [effect.global_step for effect in pair.effects if isinstance(effect, SaveSnapshot)] == taken
 
 

@@ -104,13 +104,10 @@ def test_a_lost_step_is_repeated_once_and_then_followed_by_the_whole_value() -> 
     it = Pair(quorum=2, steps=True, sync_every=4, num_fragments=4)
     it.join("a", "b")
     it.held = {"b:GlobalFragment"}
-    it.wait(1.0)
-    it.step("a", "b")
+    it.rounds(1, "a", "b")
     it.lose_wire("b")
     it.held = set()
-    for _ in range(3):
-        it.wait(1.0)
-        it.step("a", "b")
+    it.rounds(3, "a", "b")
     it.held = {"b:GlobalFragment"}
     it.step("b")
     it.lose_wire("b")
@@ -227,9 +224,7 @@ def test_heads_outlive_the_link() -> None:
 def test_without_faults_nothing_is_whole_after_the_beginning() -> None:
     it = Pair(quorum=3, steps=True)
     it.join("a", "b", "c")
-    for _ in range(20):
-        it.wait(1.0)
-        it.step("a", "b", "c")
+    it.rounds(20, "a", "b", "c")
     assert it.syncer.merged_rounds == 20
     for name in "abc":
         got = it.messages(GlobalFragment, name)
@@ -242,9 +237,7 @@ def test_a_learner_whose_arithmetic_differs_goes_on_with_whole_values_and_few_gr
     it = Pair(quorum=1, steps=True, resend_s=2.0)
     it.join("a", "b")
     it.drivers["b"].misreads = True
-    for _ in range(60):
-        it.wait(1.0)
-        it.step("a", "b")
+    it.rounds(60, "a", "b")
     assert len(it.messages(Hello, "b")) <= 1 + 60 / 2
     assert min(held.version for held in it.learners["b"].adopted) > 40
     it.check_bits()
@@ -253,12 +246,9 @@ def test_a_learner_whose_arithmetic_differs_goes_on_with_whole_values_and_few_gr
 def test_a_pair_of_answers_that_cross_a_broadcast_leaves_nothing_behind() -> None:
     it = Pair(quorum=2, steps=True, resend_s=1.0, overlap_steps=2)
     it.join("a", "b")
-    it.wait(1.0)
-    it.step("a", "b")
+    it.rounds(1, "a", "b")
     it.held = {"b:GlobalFragment"}
-    for _ in range(3):
-        it.wait(1.0)
-        it.step("a", "b")
+    it.rounds(3, "a", "b")
     it.lose_wire("b")
     it.held = {"b:Hello"}  # its question is under way while the next versions are made
     for _ in range(4):
@@ -266,9 +256,7 @@ def test_a_pair_of_answers_that_cross_a_broadcast_leaves_nothing_behind() -> Non
         it.step("a", "b")
     it.held = set()
     it.deliver()
-    for _ in range(4):
-        it.wait(1.0)
-        it.step("a", "b")
+    it.rounds(4, "a", "b")
     assert [a.version for a in it.learners["b"].adopted] == it.syncer.versions
     assert not it.messages(Advance) and it.messages(PullRequest)
     it.check_bits()
@@ -372,9 +360,7 @@ def test_when_the_end_of_the_tape_is_lost_nobody_is_promised_a_share_that_it_may
 def test_a_whole_value_and_a_step_both_tell() -> None:
     pair = Pair(quorum=2, steps=True)
     pair.join("a", "b")
-    for _ in range(3):
-        pair.wait(1.0)
-        pair.step("a", "b")
+    pair.rounds(3, "a", "b")
     steps = [m for _, _, m in pair.sent if isinstance(m, GlobalFragment) and m.base >= 0]
     assert steps and all(m.merged_round == m.version for m in steps)
     assert fragment(1, 0, 1).merged_round == NO_VERSION, "the initial model holds nobody's"

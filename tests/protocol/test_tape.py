@@ -128,8 +128,7 @@ def test_a_run_replays_to_the_same_effects() -> None:
     pair = Pair(quorum=2)
     pair.join("a", "b")
     for number in range(6):
-        pair.wait(1.0)
-        pair.step("a", "b")
+        pair.rounds(1, "a", "b")
         if number == 2:
             pair.cut("b")
             pair.wait(25.0)
@@ -166,9 +165,7 @@ def lived(rounds: int, **settings: Any) -> Pair:
     """A run of two learners with snapshots."""
     pair = Pair(quorum=2, snapshot_every=2, **settings)
     pair.join("a", "b")
-    for _ in range(rounds):
-        pair.wait(1.0)
-        pair.step("a", "b")
+    pair.rounds(rounds, "a", "b")
     return pair
 
 
@@ -176,12 +173,10 @@ def test_restarts_and_rewinds_are_inputs_like_others() -> None:
     pair = lived(5)
     pair.restart_syncer()
     pair.connect("a", "b")
-    pair.wait(1.0)
-    pair.step("a", "b")
+    pair.rounds(1, "a", "b")
     pair.rewind()
     pair.join("a", "b", incarnation=2)
-    pair.wait(1.0)
-    pair.step("a", "b")
+    pair.rounds(1, "a", "b")
     kinds = [json.loads(line)[0] for line in pair.tape]
     assert kinds.count("restart") == kinds.count("rewind") == 1 and lives(pair.tape) == 3
     pair.check_replay()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from diloco_jax.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 STEP_S = 0.02
@@ -90,6 +93,18 @@ def run(*arguments: object, timeout_s: float = 100, step_s: float = STEP_S) -> s
         env=environment(step_s),
         timeout=timeout_s,
     )
+
+
+def call(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command in this process, for what only reads or is refused: without a start that costs seconds."""
+    words, out, err = list(map(str, arguments)), io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(words)
+        except SystemExit as ended:  # of the parsers of arguments
+            assert isinstance(ended.code, int)
+            code = ended.code
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
 def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 100) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from diloco_jax.core import codec
-from diloco_jax.core.fragments import FragmentPlan, plan_fragments
+from diloco_jax.core.fragments import FragmentPlan, Slice, plan_fragments
 from diloco_jax.core.merge import MergeConfig
 from diloco_jax.core.outer import OuterConfig
 from diloco_jax.core.shards import share
@@ -54,7 +56,23 @@ def model_of(
     merge, how = merge or MergeConfig(), outer_of(outer, plan)
     setup = Setup(share(plan, merge, shards, cut=how.elementwise), how, up, down, anchor_history)
     factor = merge.outlier_factor
-    return GlobalModel(plan, parameters, local_arithmetic(setup), weights="tokens2_per_step", outlier_factor=factor)
+    arithmetic = local_arithmetic(setup)
+    return GlobalModel(plan, parameters.items(), arithmetic, weights="tokens2_per_step", outlier_factor=factor)
+
+
+Saved = tuple[dict[tuple[str, Slice], np.ndarray], dict[str, Any]]
+
+
+def saved(model: GlobalModel) -> Saved:
+    """What a snapshot holds of a model: arrays by group and slice, and plain values."""
+    capture = model.capture()
+    pieces = {(piece.group, piece.where): piece.value.copy() for piece in model.pieces(capture)}
+    return pieces, json.loads(json.dumps(model.plain(capture)))
+
+
+def go_on(model: GlobalModel, saved: Saved) -> None:
+    """Let a model become what was saved."""
+    model.load_saved(lambda group, where: saved[0][group, where], saved[1])
 
 
 def leafy_payload(fragment_id: int, seed: int, format: codec.Format, size: float = 1e-3) -> bytes:

@@ -6,9 +6,13 @@ in `Island.wait`, outside of the compiled program, so that compiling and its cac
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
+from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -17,6 +21,7 @@ from diloco_jax.training.models.decoder import Decoder
 from diloco_jax.training.models.protocol import Batch, Metrics
 
 STEP_S_ENV = "DILOCO_TEST_STEP_S"
+HANG_ENV = "DILOCO_TEST_HANG"
 
 
 class Pacer:
@@ -40,6 +45,21 @@ class PacedDecoder(Decoder):
     def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
         loss, metrics = super().loss(batch)
         return loss, {**metrics, "perplexity": jnp.exp(loss)}
+
+
+class HangingDecoder(PacedDecoder):
+    """Blocks for ever in a callback of its step, in the one process that finds and takes the file with its number."""
+
+    def loss(self, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
+        jax.debug.callback(_hang_if_told)
+        return super().loss(batch)
+
+
+def _hang_if_told() -> None:
+    order = Path(os.environ[HANG_ENV]).with_suffix(f".{jax.process_index()}")
+    with contextlib.suppress(FileNotFoundError):
+        order.unlink()
+        threading.Event().wait()
 
 
 if STEP_S_ENV in os.environ:

@@ -13,7 +13,7 @@ from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.settings.text import load
 from tests.natural_models import HERE
-from tests.runtime.helpers import kill_processes, processes_of, run, start, status, wait_for, write_config
+from tests.runtime.helpers import call, kill_processes, processes_of, run, start, status, wait_for, write_config
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(600)]
 
@@ -56,7 +56,7 @@ def test_it_trains_recovers_and_is_replayed_bit_for_bit(tmp_path: Path) -> None:
     found = json.loads(result.stdout)
     assert result.returncode == 0 and found["identical"] and not found["step_difference"], found
 
-    evaluated = run("eval", run_dir, "--json")
+    evaluated = call("eval", run_dir, "--json")
     loss = json.loads(evaluated.stdout)["loss"]
     summary = json.loads((run_dir / "summary.json").read_text())
     assert loss == pytest.approx(summary["eval_loss"], rel=1e-4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -178,20 +179,9 @@ def wait_for_donor(job: Job, names: tuple[str, ...]) -> str:
     raise AssertionError("nobody was asked for a state")
 
 
-def test_an_island_without_peers_goes_on_from_the_syncer_alone(tmp_path: Path, jobs: list[Job]) -> None:
-    job = Job(tmp_path, islands={"count": 1, "devices": 1})
-    jobs.append(job)
-    job.await_everybody(["island-0"])
-    os.kill(job.pid("island-0"), signal.SIGKILL)
-    tape = job.await_life("island-0", 2)
-    assert lines(tape, "state", "staged_state") == []
-    left = max(line[2] for line in lines(read(job.tapes("island-0")[0]), "adopt"))
-    assert max(line[2] for line in lines(tape, "adopt")) >= left > 0, "it began again from the initial model"
-    wait_for(lambda: status(job.run_dir)["global_step"] > left + 10, "rounds after the return", PATIENCE_S)
-    job.end()
-
-
-def test_an_island_without_peers_finds_what_it_saved(tmp_path: Path, jobs: list[Job]) -> None:
+def test_an_island_without_peers_finds_what_it_saved_or_goes_on_from_the_syncer_alone(
+    tmp_path: Path, jobs: list[Job]
+) -> None:
     job = Job(tmp_path, islands={"count": 1, "devices": 1}, protocol={**PROTOCOL, "snapshot_every": 20})
     jobs.append(job)
     folder = job.run_dir / "checkpoints" / "learners" / "island-0"
@@ -202,6 +192,15 @@ def test_an_island_without_peers_finds_what_it_saved(tmp_path: Path, jobs: list[
     first = read(job.tapes("island-0")[0])
     assert (donor, incarnation) == ("", first[0][2])
     assert local_step in [line[1] for line in lines(first, "saved")]
+
+    wait_for(lambda: lines(read(job.tapes("island-0")[1]), "adopt"), "a value from the syncer", PATIENCE_S)
+    os.kill(job.pid("island-0"), signal.SIGKILL)
+    shutil.rmtree(folder)  # before its next life can look
+    tape = job.await_life("island-0", 3)
+    assert lines(tape, "state", "staged_state") == []
+    left = max(line[2] for line in lines(read(job.tapes("island-0")[1]), "adopt"))
+    assert max(line[2] for line in lines(tape, "adopt")) >= left > 0, "it began again from the initial model"
+    wait_for(lambda: status(job.run_dir)["global_step"] > left + 10, "rounds after the return", PATIENCE_S)
 
     job.process.kill()
     job.process.communicate()

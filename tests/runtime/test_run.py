@@ -11,7 +11,7 @@ import pytest
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.runtime.records.telemetry import read_metrics
-from tests.runtime.helpers import processes_of, run, write_config
+from tests.runtime.helpers import call, processes_of, run, write_config
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(500)]
 
@@ -99,7 +99,7 @@ def test_tape_replays_to_the_same_rounds(finished: Path) -> None:
 
 def test_eval_report_and_status_read_a_run(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
-    result = run("eval", finished, "--json")
+    result = call("eval", finished, "--json")
     assert result.returncode == 0, result.stderr
     evaluation = json.loads(result.stdout)
     assert evaluation["loss"] == pytest.approx(summary["eval_loss"], abs=1e-5)
@@ -107,11 +107,11 @@ def test_eval_report_and_status_read_a_run(finished: Path) -> None:
     assert evaluation["tokens"] == 2 * 16 * 32
     assert (finished / "report.html").stat().st_size > 1000  # train wrote it
     (finished / "report.html").unlink()
-    assert run("report", finished).returncode == 0
+    assert call("report", finished).returncode == 0
     assert (finished / "report.html").exists()
-    told = json.loads(run("status", finished, "--json").stdout)
+    told = json.loads(call("status", finished, "--json").stdout)
     assert told["global_step"] == 80 and told["state"] == "complete" and len(told["learners"]) == 2
-    assert "island-1" in run("status", finished).stdout
+    assert "island-1" in call("status", finished).stdout
 
 
 def test_every_metric_of_both_islands_gets_out(finished: Path) -> None:
@@ -159,7 +159,7 @@ def test_islands_that_are_alike_compile_once(finished: Path, tmp_path: Path, mon
 
 
 def test_a_run_can_be_asked_to_write(finished: Path) -> None:
-    told = [run("sample", finished, "--tokens", "20", "--prompt", "def ", "--json", *more) for more in ((), ())]
+    told = [call("sample", finished, "--tokens", "20", "--prompt", "def ", "--json", *more) for more in ((), ())]
     assert told[0].returncode == 0, told[0].stderr
     text = json.loads(told[0].stdout)
     assert text["global_step"] == 80 and text["prompt"] == "def " and len(text["text"]) == 20

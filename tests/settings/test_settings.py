@@ -12,9 +12,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_jax.settings.compiler import compiler_variable, options_of
 from diloco_jax.settings.packed import packed
+from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.schema import config_schema, setting_names
-from diloco_jax.settings.slices import Topology
+from diloco_jax.settings.slices import GENERATIONS, Topology
 from diloco_jax.settings.text import dump, load, parse
 from diloco_jax.training.sharding import MeshConfig
 
@@ -80,6 +82,12 @@ def test_what_cannot_be_is_refused_by_name(islands: dict[str, Any], words: str) 
         ("v6e:2x4", 8, 1, "v6e-8", "ct6e-standard-8t"),
         ("v6e:4x4", 16, 4, "v6e-16", "ct6e-standard-4t"),
         ("v6e:16x16", 256, 64, "v6e-256", "ct6e-standard-4t"),
+        ("v4:2x2x4", 16, 4, "v4-32", "ct4p-hightpu-4t"),
+        ("v5e:2x4", 8, 1, "v5litepod-8", "ct5lp-hightpu-8t"),
+        ("v5e:8x16", 128, 32, "v5litepod-128", "ct5lp-hightpu-4t"),
+        ("v5p:4x12x20", 960, 240, "v5p-1920", "ct5p-hightpu-4t"),
+        ("tpu7x:1x1x1", 1, 1, "tpu7x-2", "tpu7x-standard-1t"),
+        ("tpu7x:4x4x8", 128, 32, "tpu7x-256", "tpu7x-standard-4t"),
     ],
 )
 def test_a_slice_is_what_the_cloud_says(
@@ -94,7 +102,7 @@ def test_a_slice_is_what_the_cloud_says(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("v7:4x4", "v5p or v6e"),
+        ("v7:4x4", "v6e, tpu7x, then :AxB.., or describe it"),
         ("v5p:4x4", "3 sizes"),
         ("v6e:4x4x4", "2 sizes"),
         ("v6e", "2 sizes"),
@@ -104,6 +112,7 @@ def test_a_slice_is_what_the_cloud_says(
         ("v5p:1x1x1", "whole hosts; use a multiple of 4"),
         ("v6e:3x4", "no v6e slice; choose v6e: 1x1, 2x2, 2x4"),
         ("v6e:4x2", "no v6e slice"),
+        ("v5p:2x4x8", "choose v5p: 2x2x1, 2x2x2, 2x2x4, 2x4x4, or sizes that are multiples of 4"),
     ],
 )
 def test_a_slice_that_cannot_be_is_refused(name: str, words: str) -> None:
@@ -111,16 +120,53 @@ def test_a_slice_that_cannot_be_is_refused(name: str, words: str) -> None:
         Topology.parse(name)
 
 
-def test_peak_is_that_of_all_chips() -> None:
+def test_peak_is_that_of_all_chips_whose_devices_share_it() -> None:
     assert Topology.parse("v5p:4x4x4").peak_flops == 64 * 459e12
+    two = Topology.parse("TPU7x:2x2x1")  # as Google writes it
+    assert (two.devices, two.peak_flops, two.generation.hbm_bytes) == (8, 4 * 2307e12, 96e9)
+
+
+OWN = {"v9": {"dims": 2, "chips_max": 64, "peak_tflops": 100, "hbm_gb": 10, "host_gb": 80, "alone": [2]}}
+FUSED = "xla_tpu_enable_async_collective_fusion"
+
+
+def _on(topology: str, **sections: Any) -> RunConfig:
+    islands = {"generations": OWN, "topology": topology, "mesh": {"fsdp": -1}, "count": 2}
+    return parse({"islands": islands, "train": {"batch_size": 32}, **sections}, "test")
+
+
+def test_a_generation_of_a_config_is_used_like_those_of_the_table() -> None:
+    island = _on("v9:1x2").island("island-0")
+    assert island.slice is not None
+    assert (island.hosts, island.slice.host_bytes, island.slice.peak_flops) == (1, 40e9, 200e12)
+    with pytest.raises(ValueError, match="6 chips, which is no number of whole hosts"):
+        _on("v9:2x3")
+
+
+@pytest.mark.parametrize(
+    ("topology", "flags", "environment", "expected"),
+    [
+        ("v9:2x2", {}, {}, ("LIBTPU_INIT_ARGS", "")),
+        ("v9:2x2", {"xla_a": "1"}, {"LIBTPU_INIT_ARGS": "--xla_b=2"}, ("LIBTPU_INIT_ARGS", "--xla_b=2 --xla_a=1")),
+        ("v9:2x2", {"xla_a": "1"}, {"LIBTPU_INIT_ARGS": "--xla_a=3"}, ("LIBTPU_INIT_ARGS", "--xla_a=3")),
+        ("", {"xla_a": "1"}, {"XLA_FLAGS": "--xla_b"}, ("XLA_FLAGS", "--xla_b --xla_a=1")),
+    ],
+)
+def test_islands_get_the_compilers_options(
+    topology: str, flags: dict[str, str], environment: dict[str, str], expected: tuple[str, str]
+) -> None:
+    config = _on(topology, cloud={"xla_flags": flags})
+    assert compiler_variable(config, config.island("island-0"), environment) == expected
+
+
+def test_the_config_goes_before_the_table() -> None:
+    config = _on("v6e:4x4", cloud={"xla_flags": {FUSED: "", "xla_a": "1"}})
+    options = options_of(config, config.island("island-0"))
+    assert FUSED in GENERATIONS["v6e"].compiler_options and FUSED not in options and options["xla_a"] == "1"
 
 
 CHECK = jsonschema.Draft202012Validator(config_schema())
-
-
 WHOLE = yaml.safe_load(dump(load(packed()["mixed"])))  # with an island that has differences
-
-
 FREE = (
     "model.args",
     "data.args",
@@ -131,10 +177,10 @@ FREE = (
     "evaluation.args",
     "islands.mesh.rules",
     "islands.each",
+    "cloud.env",
+    "cloud.xla_flags",
     "islands.each.island-1.mesh.rules",
 )  # keys are people's own
-
-
 NAMES = [key for section in WHOLE.values() if isinstance(section, dict) for key in section]
 
 
@@ -165,7 +211,7 @@ def test_a_key_that_load_does_not_know_is_refused_by_both_and_no_other(where: li
     if known:
         parse(values, "test")
     else:
-        with pytest.raises(ValueError, match="unknown setting"):
+        with pytest.raises(ValueError, match=r"unknown setting|it is a section"):
             parse(values, "test")
 
 

@@ -181,8 +181,6 @@ def test_a_narrow_link_delays_payloads_until_it_is_wide_again(thin: tuple[tuple[
 
 
 FRAGMENTS = 8
-
-
 CALM = FaultyScenario(
     config=ProtocolConfig(sync_every=FRAGMENTS, num_fragments=FRAGMENTS, overlap_steps=2, quorum=2),
     learners=4,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from diloco_jax.cli.main import main
 from diloco_jax.settings.run import RunConfig
@@ -21,6 +24,7 @@ from diloco_jax.tools.doctor.link import _throughput
 from diloco_jax.tools.doctor.part import ProcessPart
 from diloco_jax.tools.doctor.probing import Greeting, Rate
 from diloco_jax.tools.launch.needs import describe_needs, needs_of
+from diloco_jax.tools.launch.write import WAYS
 from diloco_jax.tools.plan.case import case_of
 from diloco_jax.tools.plan.forecast import forecast
 from diloco_jax.tools.preflight import judge
@@ -93,6 +97,33 @@ def test_all_tools_say_the_same(path: Path, tmp_path: Path, monkeypatch: pytest.
             assert found["wire"] == launch["link"]
             assert rates == pytest.approx([8e-9 * max(link.values()) / seconds for seconds in found["step_s"]])
             assert f"{size(found['host_bytes'])} of {size(found['host_limit_bytes'])} on each host" in text
+        _launched(config, launch)
+
+
+def _launched(config: RunConfig, needs: dict[str, Any]) -> None:
+    """Compare what the manifests ask for with what all tools say."""
+    files = WAYS["gke"].plan(_placed(config), needs).files
+    manifests = [yaml.safe_load(files[name]) for name in files if re.search(r"island-\d+\.yaml$", name)]
+    for manifest in manifests:
+        name = manifest["metadata"]["labels"]["app.kubernetes.io/component"]
+        kind = next(each for each in needs["islands"] if name in each["islands"])
+        job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+        assert job["parallelism"] == config.island(name).hosts
+        asked = job["template"]["spec"]["containers"][0]["resources"]["requests"]["memory"]
+        assert asked == f"{math.ceil(sum(kind['host'].values()) / 2**30)}Gi"
+    assert len(manifests) == config.islands.count
+    text = next(text for name, text in files.items() if name.endswith("syncer.yaml"))
+    resources = next(yaml.safe_load_all(text))["spec"]["template"]["spec"]["containers"][0]["resources"]
+    asked, most = (int(resources[each]["memory"].removesuffix("Gi")) for each in ("requests", "limits"))
+    assert asked == math.ceil(1.1 * sum(needs["syncer"]["memory"].values()) / 2**30) <= most
+
+
+def _placed(config: RunConfig) -> RunConfig:
+    """Add what people say on the command line: project, image, bucket, account and zone."""
+    words = {"project": "p", "image": "i", "bucket": "b", "service_account": "a"}
+    zone = config.islands.zone or "us-east5-b"
+    cloud = replace(config.cloud, **words, syncer_machine_type="auto")
+    return replace(config, cloud=cloud, islands=replace(config.islands, zone=zone))
 
 
 def test_launch_tells_what_machines_need(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ def test_the_mesh_does_not_change_the_trajectory(
     island = make_island(**mesh)
     np.testing.assert_allclose(train(island, batches), one_device_losses, rtol=2e-4)
     # Everything lies where it was put, so nothing was compiled for a second layout; and parameters are really split.
-    assert island._blueprint.step._cache_size() == 1
+    assert island.blueprint.step._cache_size() == 1
     kernel = island.state.params["blocks/0/up/kernel"]
     share = math.prod(island.mesh.shape[axis] for axis in ("fsdp", "expert", "tensor"))
     assert kernel.addressable_shards[0].data.size * share == kernel.size
@@ -60,9 +60,10 @@ def test_the_mesh_does_not_change_the_trajectory(
 def test_neither_remat_nor_chunks_nor_micro_batches_change_the_trajectory(
     make_island: MakeIsland, batches: list[Sample], one_device_losses: list[float]
 ) -> None:
-    for remat, count in (("full", 2), ("dots_with_no_batch_dims_saveable", 1)):
+    for remat, count, lookup in (("full", 2, "gather"), ("minimal", 1, "exchange")):
         optimizer = OptimizerConfig(warmup_steps=0, accumulate_steps=count)
-        island = make_island(fsdp=4, optimizer=optimizer, args={"remat": remat, "loss_chunk": 8})
+        args = {"remat": remat, "loss_chunk": 8, "lookup": lookup}
+        island = make_island(fsdp=4, optimizer=optimizer, args=args)
         np.testing.assert_allclose(train(island, batches), one_device_losses, rtol=2e-4)
 
 
@@ -77,7 +78,7 @@ def test_muon_trains_on_a_mesh_too(make_island: MakeIsland, batches: list[Sample
     args = {"scan_layers": scan_layers, "num_layers": 1 + scan_layers}
     island = make_island(data=2, fsdp=2, optimizer=muon, args=args)
     losses = train(island, batches, 2e-2)
-    assert losses[-1] < 0.95 * losses[0] and island._blueprint.step._cache_size() == 1
+    assert losses[-1] < 0.95 * losses[0] and island.blueprint.step._cache_size() == 1
 
 
 def test_the_step_works_in_place(make_island: MakeIsland, batches: list[Sample]) -> None:
@@ -101,7 +102,7 @@ def test_the_learning_rate_is_that_of_the_call(make_island: MakeIsland, batches:
         train(island, batches[:1], rate)
         moved.append(island.parameters()[path] - before[path])
     np.testing.assert_allclose(moved[1], 3 * moved[0], rtol=1e-3, atol=1e-6)
-    assert island._blueprint.step._cache_size() == 1
+    assert island.blueprint.step._cache_size() == 1
 
 
 def test_nothing_crosses_the_border_unasked(make_island: MakeIsland, batches: list[Sample]) -> None:

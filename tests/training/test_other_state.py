@@ -37,7 +37,7 @@ learn = partial(train, learning_rate=3e-2)
 
 
 def settle(island: Island, batches: list[Sample]) -> None:
-    settled = island._blueprint.settled(island.state.params, island.state.other, batches)
+    settled = island.blueprint.settled(island.state.params, island.state.other, batches)
     island.state = island.state._replace(other=settled)
 
 
@@ -56,7 +56,7 @@ def test_it_trains_and_a_copy_trains_on_alike(make_island: MakeIsland, batches: 
     before = other(island)
     want = learn(island, batches[:4], start=100), island.parameters(), other(island)
     assert all((want[2][path] != value).any() for path, value in before.items()), "the forward pass changes it"
-    assert island._blueprint.step._cache_size() == 1
+    assert island.blueprint.step._cache_size() == 1
     learn(island, batches[4:], start=7)
     island.load_state(state)
     assert learn(island, batches[:4], start=100) == want[0]
@@ -155,7 +155,7 @@ def test_a_model_compiled_ahead_compiles_nothing(
 
 def test_a_module_without_such_variables_has_the_state_that_it_always_had(make_island: MakeIsland) -> None:
     island = make_island()
-    assert island.state.other == {} and not island._blueprint.streams.kinds
+    assert island.state.other == {} and not island.blueprint.streams.kinds
     assert {leaf.name.partition("/")[0] for leaf in island.state_layout.leaves} == {"params", "optimizer"}
 
 

@@ -31,8 +31,6 @@ HEADER = pb.Header(run_id="run", epoch=3, sender="a", incarnation=2, session=7, 
 VALUE = m.FragmentValue("a", 2, 5, 1, 40, 24, 9000, -1, 80, 10)
 MESSAGES: tuple[type, ...] = tuple(dict.fromkeys((*typing.get_args(m.Message), *COMMANDS, *REPLIES)))
 METRICS = m.MetricsReport("a", 2, 7, ())
-
-
 ARRIVED = st.builds(m.Arrived, st.integers(0, 99), st.integers(0, 1 << 40), st.floats(0, 1e300))
 
 
@@ -321,8 +319,6 @@ def test_strategies_cover_what_messages_hold() -> None:
 
 
 ROOT = Path(__file__).parents[2]
-
-
 FOLDER = Path("diloco_jax/transport/proto")
 
 

@@ -14,11 +14,18 @@ class Contact:
 
     Args:
         fingerprint: what both sides must agree on.
+        evaluates: whether it can tell what the global model is worth.
         config: lease, heartbeat and patience.
     """
 
     def __init__(
-        self, learner_id: str, incarnation: int, fingerprint: tuple[tuple[str, str], ...], config: ProtocolConfig
+        self,
+        learner_id: str,
+        incarnation: int,
+        fingerprint: tuple[tuple[str, str], ...],
+        config: ProtocolConfig,
+        *,
+        evaluates: bool,
     ) -> None:
         self.connected = False  # whether the link stands
         self.heard_s = 0.0  # when a message of the syncer was last taken, or the link came to stand
@@ -30,6 +37,7 @@ class Contact:
         self._who = (learner_id, incarnation)
         self._heartbeat = Send(SYNCER, Heartbeat(learner_id, incarnation))  # always the same
         self._fingerprint = fingerprint
+        self._evaluates = evaluates
         self._config = config
         self._resend_wait_s = config.resend_s
 
@@ -59,7 +67,8 @@ class Contact:
         self._resend_wait_s = min(2 * self._resend_wait_s, self._config.lease_s)  # it may be slow, and not lost
         versions, digests = anchors.versions, tuple(anchors.digests)
         data = (allotment.step_samples, allotment.granted)
-        return Send(SYNCER, Hello(*self._who, self._fingerprint, versions, digests, anchors.epoch, *data))
+        hello = Hello(*self._who, self._fingerprint, versions, digests, anchors.epoch, *data)
+        return Send(SYNCER, hello._replace(evaluates=self._evaluates))
 
     def lost_track(self, now_s: float) -> bool:
         """Say if the syncer has been silent for so long that it may have forgotten this learner."""

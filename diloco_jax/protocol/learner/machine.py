@@ -13,8 +13,8 @@ States:  joining -> recovering (only when it joins a run that is under way) -> t
          any -> stopped
 
 Its parts own what there is to know: the global values held (anchors.py) and read (heads.py), the copies (stager.py),
-the link (contact.py), how it begins (start.py), its data (leases.py), states for others (recovery.py), and the
-learning-rate schedule (schedule_clock.py).
+the link (contact.py), how it begins (start.py), its data (leases.py), states for others (recovery.py), evaluations
+(examination.py), and the learning-rate schedule (schedule_clock.py).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import assert_never
 from diloco_jax.protocol.effects import Adopt, Drop, Effect, Finish, SaveState, Send
 from diloco_jax.protocol.learner.anchors import Anchors
 from diloco_jax.protocol.learner.contact import Contact
+from diloco_jax.protocol.learner.examination import Examination
 from diloco_jax.protocol.learner.heads import GAP, USEFUL, Heads
 from diloco_jax.protocol.learner.schedule_clock import ScheduleClock
 from diloco_jax.protocol.learner.stager import Stager
@@ -37,12 +38,14 @@ from diloco_jax.protocol.messages import (
     Adopted,
     Advance,
     AnchorRequest,
+    Evaluate,
     Expel,
     GlobalFragment,
     Lease,
     Leave,
     PullRequest,
     Refuse,
+    Score,
     StateEnd,
     StatePart,
     StatePull,
@@ -66,6 +69,7 @@ class Learner:
         saved: its own state on disk, if there is one.
         adopt_mode: what adopting a global value leaves of the work done since: see `Stager`.
         payload_bytes: fragment -> size of its encoded value; 0 where nothing is said.
+        evaluates: whether its driver can evaluate the global model.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Learner:
         saved: Saved | None = None,
         adopt_mode: str = "overwrite",
         payload_bytes: Mapping[int, int] = MappingProxyType({}),
+        evaluates: bool = True,
     ) -> None:
         self.learner_id = learner_id
         self.incarnation = incarnation
@@ -90,7 +95,8 @@ class Learner:
         self.schedule_clock = ScheduleClock()
         self.anchors = Anchors(config.num_fragments)
         self.heads = Heads()
-        self.contact = Contact(learner_id, incarnation, fingerprint, config)
+        self.contact = Contact(learner_id, incarnation, fingerprint, config, evaluates=evaluates)
+        self.examination = Examination(learner_id, incarnation, self.anchors)
         self.start = Start(learner_id, incarnation, config, saved)
         self.allotment = Allotment(step_samples, config.lease_ahead_steps)
         self.donor = Donor(learner_id, incarnation)
@@ -144,7 +150,7 @@ class Learner:
 
     def may_step(self) -> bool:
         """Say if the next inner step may start. Outside lockstep: always, once every fragment is held."""
-        return self.state == TRAINING
+        return self.state == TRAINING and not self.examination.holds
 
     def take_batch(self) -> Batch:
         """Take the data of the next step. Once per step; a driver may read one step ahead."""
@@ -208,6 +214,8 @@ class Learner:
                 effects = self.on_anchor_request(message, now_s)
             case StatePull():
                 effects = self.on_state_pull(message, now_s)
+            case Evaluate():
+                effects = self.on_evaluate(message, now_s)
             case StateEnd(receiver):
                 effects = self.donor.on_end(receiver)
             case StatePart():
@@ -226,11 +234,30 @@ class Learner:
                 assert_never(message)
         if self.donor.waiting:
             self._serve(effects)
+        if self.state != STOPPED:
+            self.examination.begin(self.global_step, effects)
+        return effects
+
+    def on_evaluate(self, message: Evaluate, now_s: float) -> list[Effect]:
+        """The syncer asks what the global model is worth: evaluate it in this gap, or when the final one is here."""
+        again = self.examination.lacks
+        effects = self.examination.on_request(message)
+        if again and self.examination.lacks and self.contact.connected:
+            effects.append(self._hello(now_s))  # what is missing was lost on its way here
+        return effects
+
+    def on_evaluated(self, found: Score, now_s: float) -> list[Effect]:
+        """The driver has evaluated the global values: `found` is all of the answer but what the machine knows."""
+        answer = self.examination.on_evaluated(found, self.global_step)
+        effects: list[Effect] = [answer] if self.contact.connected else []
+        if self.donor.waiting and self.state == WAITING:
+            self._serve(effects)
         return effects
 
     def on_welcome(self, message: Welcome, now_s: float) -> list[Effect]:
         """Accepted; what is still missing follows as GlobalFragment."""
         self._see(message.global_step, message.schedule_lead)
+        self.examination.over = False  # a syncer that lost the end of the run goes on
         self.anchors.epoch = max(self.anchors.epoch, message.epoch)
         if self.state in (RECOVERING, TRAINING):  # the hello of a reconnection is answered
             self.contact.answered()
@@ -246,7 +273,7 @@ class Learner:
         effects = self.donor.on_pull(message)
         if again and message.clock > self.global_step and self.contact.connected:
             effects.append(self._hello(now_s))  # the broadcast that it waits for was lost on its way here
-        if self.state == WAITING:
+        if self.state == WAITING and not self.examination.running:
             self._serve(effects)
         return effects
 

@@ -7,9 +7,9 @@ Every driver hears its link while a step runs, and asks a mailbox what to do wit
     GlobalFragment                          read at once, adopted in the gap, and of each fragment the newest only
     any other                               in the gap
 
-Nothing is given to the machine in the gap while a whole state is being taken over either: of which fragments its
-parameters count was decided before. What waits keeps its order; a newer value of a fragment waits in its own place, not
-in that of the value that it replaces.
+Nothing is given to the machine in the gap while a whole state is being taken over either, or the global model
+evaluated: of which fragments and versions was decided before. What waits keeps its order; a newer value of a fragment
+waits in its own place, not in that of the value that it replaces.
 
 Time and the link itself (`on_tick`, `on_connected`, `on_disconnected`) do not come by mail: they are given at once.
 """
@@ -74,7 +74,7 @@ class Mailbox(Generic[Item]):
 
     def take(self, now_s: float) -> Given[Item] | None:
         """Give the machine what has waited longest; None if nothing does. In the gap between two steps only."""
-        if self._waiting and not self._machine.start.adopting:
+        if self._waiting and not (self._machine.start.adopting or self._machine.examination.running):
             for first in self._waiting:
                 message, item = self._waiting.pop(first)
                 return Given(message, item, self._machine.on_message(message, now_s))

@@ -16,13 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Part, SaveSnapshot, Send
+from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Part, SaveSnapshot, Send
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import ACTIVE, JOINING, Member
 from diloco_jax.protocol.membership import Membership
-from diloco_jax.protocol.messages import Advance, FragmentValue, PullRequest, Stop
+from diloco_jax.protocol.messages import Advance, FragmentValue, PullRequest
 from diloco_jax.protocol.pacing import Closing, ProtocolConfig, Schedule, closing, grace_window_s
 from diloco_jax.protocol.syncer.downstream import Downstream
+from diloco_jax.protocol.syncer.evaluations import Evaluations
 from diloco_jax.protocol.syncer.progress import Progress
 from diloco_jax.protocol.syncer.rounds import MERGING, PULLING, Pace, Round
 
@@ -36,6 +37,7 @@ class RoundBook:
     membership: Membership
     downstream: Downstream  # the versions that rounds make
     leases: LeaseBook  # of what went into them
+    evaluations: Evaluations  # the last of which follows the last round
     schedule: Schedule
     flying: dict[int, Round] = field(default_factory=dict)  # global step -> round
     collecting: Round | None = None  # the one of them that is not closed
@@ -88,7 +90,7 @@ class RoundBook:
         if not self.progress.allows(step, self._promised_tokens()):
             if not self.flying:
                 self.progress.finished = True
-                self.end(effects)
+                self.evaluations.conclude(effects, now_s)
             return None
         fragment_id = self.schedule.due(step)
         if len(self.flying) >= max(1, self.config.overlap_steps):
@@ -277,12 +279,6 @@ class RoundBook:
     def _advance(self, effects: list[Effect]) -> None:
         message = Advance(self.progress.global_step, self.progress.schedule_lead)
         effects += [Send(member.learner_id, message) for member in self.membership.connected()]
-
-    def end(self, effects: list[Effect]) -> None:
-        """Tell everybody that the run is complete."""
-        stop = Stop(self.progress.global_step, "run complete")
-        effects += [Send(member.learner_id, stop) for member in self.membership.connected()]
-        effects += [self.progress.note("finished", -1, (), "run complete"), Finish("run complete")]
 
     def on_tick(self, now_s: float) -> list[Effect]:
         """Repeat unanswered pulls, and give them up in the end."""

@@ -150,7 +150,7 @@ class Comeback:
                 if not member.down.offered or member.down.offered[p] != downstream.versions[p]:
                     effects.append(downstream.send(member, p))
         if self.progress.finished:  # it died before its last snapshot
-            self.rounds.end(effects)
+            self.rounds.evaluations.conclude(effects, now_s)
 
     def _decide(self, restoring: Restoring, p: int, effects: list[Effect]) -> None:
         """Settle from which version of this fragment the run goes on, and what that means for its rounds."""

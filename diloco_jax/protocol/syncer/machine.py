@@ -10,19 +10,19 @@ Rules of this file
 
 Its parts own what there is to know: how far the run is (progress.py), who takes part (membership.py, roster.py), the
 newest versions (downstream.py), the rounds in flight (book.py), leases of data (leases.py), who gives a state to whom
-(recovery.py), and what a restarted syncer lacks (comeback.py).
+(recovery.py), who evaluates the global model (evaluations.py), and what a restarted syncer lacks (comeback.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from types import MappingProxyType
-from typing import Any, assert_never
+from typing import Any, get_args
 
 from diloco_jax.protocol.effects import Drop, Effect, Send
 from diloco_jax.protocol.leases import LeaseBook
-from diloco_jax.protocol.member import GONE, SILENT
+from diloco_jax.protocol.member import GONE, SILENT, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import (
     Advance,
@@ -33,7 +33,7 @@ from diloco_jax.protocol.messages import (
     LearnerMessage,
     Leave,
     Refuse,
-    StateDone,
+    Score,
     StateMessage,
     StatePart,
     StateRefused,
@@ -47,6 +47,7 @@ from diloco_jax.protocol.recovery import Matchmaker
 from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.comeback import Comeback
 from diloco_jax.protocol.syncer.downstream import Downstream
+from diloco_jax.protocol.syncer.evaluations import NEVER, EvaluationPlan, Evaluations
 from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget, Progress
 from diloco_jax.protocol.syncer.roster import Roster
 from diloco_jax.protocol.syncer.rounds import COLLECTING, PULLING
@@ -61,6 +62,7 @@ class Syncer:
         payload_bytes: fragment -> size of its encoded global value.
         step_bytes: likewise of a step to its newest version; absent: steps are not used.
         budget: merged tokens after which the run is complete (progress.py).
+        plan: when the global model is evaluated (evaluations.py).
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Syncer:
         payload_bytes: Mapping[int, int] = MappingProxyType({}),
         step_bytes: Mapping[int, int] = MappingProxyType({}),
         budget: Budget = NO_BUDGET,
+        plan: EvaluationPlan = NEVER,
     ) -> None:
         self.config = config
         self.progress = progress = Progress(total_steps, budget, config.sync_every + config.overlap_steps)
@@ -78,10 +81,20 @@ class Syncer:
         self.leases = leases = LeaseBook(config.num_fragments)
         self.downstream = down = Downstream(config, progress, payload_bytes, step_bytes)
         schedule = Schedule(config.sync_every, config.num_fragments)
-        self.rounds = RoundBook(config, progress, members, down, leases, schedule)
+        self.evaluations = Evaluations(plan, config, progress, members, down)
+        self.rounds = RoundBook(config, progress, members, down, leases, self.evaluations, schedule)
         self.comeback = Comeback(config, progress, members, down, self.rounds, leases)
         self.matches = matches = Matchmaker(members)
         self.roster = Roster(config, progress, members, leases, matches, self.rounds, self.comeback)
+        self._inputs: dict[type, Callable[..., list[Effect]]] = {
+            StepReport: self.on_report,
+            FragmentValue: self.on_value,
+            Heartbeat: self.on_heartbeat,
+            Leave: self.on_leave,
+            AnchorValue: self.on_anchor,
+            Score: self.on_score,
+            **dict.fromkeys(get_args(StateMessage), self.on_state_message),
+        }
 
     def on_begin(self, digests: Sequence[int], now_s: float) -> list[Effect]:
         """The first input of a run: the digests of the initial fragments."""
@@ -91,21 +104,12 @@ class Syncer:
 
     def on_message(self, message: LearnerMessage, now_s: float) -> list[Effect]:
         """Any message of a learner. The driver vouches that the sender is who the message says."""
-        if isinstance(message, StepReport):  # not by match, which makes a set and a list for the case that fits
-            return self.on_report(message, now_s)
-        if isinstance(message, FragmentValue):
-            return self.on_value(message, now_s)
-        if isinstance(message, Heartbeat):
-            return self.on_heartbeat(message, now_s)
         if isinstance(message, Hello):
             return self.on_hello(message, now_s)
-        if isinstance(message, Leave):
-            return self.on_leave(message, now_s)
-        if isinstance(message, AnchorValue):
-            return self.on_anchor(message, now_s)
-        if isinstance(message, StateRequest | StatePart | StateRefused | StateDone):
-            return self.on_state_message(message, now_s)
-        assert_never(message)
+        member = self.membership.get(message.learner_id, message.incarnation)
+        if member is None:
+            return [Drop(message.learner_id, f"{type(message).__name__} before hello, or of an old incarnation")]
+        return self._inputs[type(message)](member, message, now_s)
 
     def on_hello(self, message: Hello, now_s: float) -> list[Effect]:
         """A learner joins, comes back, or repeats its greeting because something was lost."""
@@ -135,18 +139,15 @@ class Syncer:
             self.comeback.on_back(member.learner_id, effects, now_s)
             self.comeback.finish(effects, now_s)
         elif progress.finished:
-            effects.append(Send(member.learner_id, Stop(progress.global_step, "run complete")))
+            effects += self.evaluations.on_hello(member, now_s)
         elif self.config.lockstep and not missing and not self.rounds.any_closed:
             # its round may have been abandoned; an Advance must not overtake a fragment, hence `missing`
             effects.append(Send(member.learner_id, Advance(progress.global_step, progress.schedule_lead)))
         return effects + self.rounds.proceed(now_s)
 
-    def on_report(self, message: StepReport, now_s: float) -> list[Effect]:
+    def on_report(self, member: Member, message: StepReport, now_s: float) -> list[Effect]:
         """A learner finished an inner step."""
         name, local_step = message.learner_id, message.local_step
-        member = self.membership.get(name, message.incarnation)
-        if member is None:
-            return [Drop(name, "report before hello, or of an old incarnation")]
         if len(message.adopted) != len(self.downstream.versions):
             return [Drop(name, f"{len(message.adopted)} fragments reported, {len(self.versions)} exist")]
         if not (0 <= message.step_s < inf and local_step >= 1 and message.tokens >= 0):
@@ -159,7 +160,7 @@ class Syncer:
             member.record(message, self.config, now_s)
         if self.progress.finished and self.comeback.restoring is None:
             member.heard_s = now_s
-            return [Send(name, Stop(self.progress.global_step, "run complete"))]
+            return self.evaluations.stop(name)
         effects: list[Effect] = []
         self.roster.heard(member, effects, now_s)
         if local_step == member.local_step:  # an overtaken one tells of fewer leases than have arrived
@@ -171,38 +172,33 @@ class Syncer:
             self.downstream.repair(member, collecting.fragment_id, effects)
         return effects
 
-    def on_value(self, message: FragmentValue, now_s: float) -> list[Effect]:
+    def on_value(self, member: Member, message: FragmentValue, now_s: float) -> list[Effect]:
         """The answer to a pull. Without a Drop for the sender the driver keeps the payload until Merge or Discard."""
-        member = self.membership.get(message.learner_id, message.incarnation)
-        if member is None:
-            return [Drop(message.learner_id, "value before hello, or of an old incarnation")]
         member.heard_s = now_s
         return self.rounds.on_value(member, message, now_s)
 
-    def on_heartbeat(self, message: Heartbeat, now_s: float) -> list[Effect]:
+    def on_heartbeat(self, member: Member, message: Heartbeat, now_s: float) -> list[Effect]:
         """A sign of life between steps."""
-        member = self.membership.get(message.learner_id, message.incarnation)
-        if member is None:
-            return [Drop(message.learner_id, "heartbeat before hello, or of an old incarnation")]
         effects: list[Effect] = []
         self.roster.heard(member, effects, now_s)
+        if self.progress.finished and self.comeback.restoring is None:
+            return effects + self.evaluations.stop(member.learner_id)
         if effects and self.rounds.count(member):
             effects += self.rounds.proceed(now_s)
         return effects
 
-    def on_anchor(self, message: AnchorValue, now_s: float) -> list[Effect]:
+    def on_score(self, member: Member, message: Score, now_s: float) -> list[Effect]:
+        """A learner has evaluated the global model, or could not."""
+        member.heard_s = now_s
+        return self.evaluations.on_score(message, now_s)
+
+    def on_anchor(self, member: Member, message: AnchorValue, now_s: float) -> list[Effect]:
         """A learner sends a global value that a restarted syncer lacks."""
-        member = self.membership.get(message.learner_id, message.incarnation)
-        if member is None:
-            return [Drop(message.learner_id, "anchor before hello, or of an old incarnation")]
         member.heard_s = now_s
         return self.comeback.on_anchor(member, message, now_s)
 
-    def on_state_message(self, message: StateMessage, now_s: float) -> list[Effect]:
+    def on_state_message(self, member: Member, message: StateMessage, now_s: float) -> list[Effect]:
         """One learner's state on its way to another (recovery.py)."""
-        member = self.membership.get(message.learner_id, message.incarnation)
-        if member is None:
-            return [Drop(message.learner_id, "a state's message before hello, or of an old incarnation")]
         effects: list[Effect] = []
         self.roster.heard(member, effects, now_s)
         if isinstance(message, StateRequest):
@@ -217,11 +213,8 @@ class Syncer:
             effects.append(self.progress.note("recovered", -1, (message.learner_id, message.donor), "has its state"))
         return effects + self.matches.on_done(message.learner_id)
 
-    def on_leave(self, message: Leave, now_s: float) -> list[Effect]:
+    def on_leave(self, member: Member, message: Leave, now_s: float) -> list[Effect]:
         """A learner says goodbye: its unfinished data is free at once."""
-        member = self.membership.get(message.learner_id, message.incarnation)
-        if member is None:
-            return []
         effects = self.roster.lose(member, GONE, message.reason, now_s)
         if not self.progress.finished:
             self.roster.release(member, effects)
@@ -257,7 +250,9 @@ class Syncer:
             self.roster.watch_shares(effects)
         else:
             self.rounds.abandon(this, effects)
-        return effects + self.rounds.proceed(now_s)
+        effects += self.rounds.proceed(now_s)
+        self.evaluations.on_merged(effects, now_s)
+        return effects
 
     def on_drain(self, learner_id: str, now_s: float) -> list[Effect]:
         """Somebody wants this learner to leave, politely.
@@ -279,6 +274,7 @@ class Syncer:
         """
         self.matches.clear()
         self.roster.check_s = now_s
+        self.evaluations.restart(now_s)
         return self.comeback.restart(held, digests, now_s)
 
     def on_rewind(self, epoch: int, now_s: float) -> list[Effect]:
@@ -289,6 +285,7 @@ class Syncer:
         """
         self.matches.clear()
         self.roster.check_s = now_s
+        self.evaluations.restart(now_s)
         return self.comeback.rewind(epoch, now_s)
 
     def next_deadline_s(self) -> float | None:
@@ -296,6 +293,8 @@ class Syncer:
         deadline_s = self.roster.check_s if self.membership.members else inf
         if self.comeback.restoring is not None:
             deadline_s = min(deadline_s, self.comeback.restoring.next_deadline_s())
+        elif self.evaluations.open:
+            deadline_s = min(deadline_s, self.evaluations.next_deadline_s())
         for this in self.rounds.flying.values():
             if this.phase == PULLING:
                 if this.resend_s < deadline_s:
@@ -314,13 +313,17 @@ class Syncer:
             self.roster.check_silence(effects, now_s)
         effects += self.rounds.on_tick(now_s)
         self.comeback.on_tick(effects, now_s)
+        if self.evaluations.open and self.comeback.restoring is None:
+            self.evaluations.on_tick(effects, now_s)
         return effects + self.rounds.proceed(now_s)
 
     def waiting_for(self, now_s: float) -> str:
         """In words, what the next round waits for."""
         restoring = self.comeback.restoring
         if self.progress.finished:
-            return "nothing: the run is complete"
+            who = self.evaluations.asked or "a learner to come back"
+            final = f"the evaluation of the final model, by {who}"
+            return final if self.evaluations.open else "nothing: the run is complete"
         if restoring is not None:
             names = ", ".join(sorted(restoring.awaited)) or "versions on their way"
             return f"learners to bring what the syncer lost: {names}"
@@ -340,6 +343,11 @@ class Syncer:
     def finished(self) -> bool:
         """True once the run is complete."""
         return self.progress.finished
+
+    @property
+    def over(self) -> bool:
+        """True once the run is complete, and nobody is expected to say anything more."""
+        return self.finished and not (self.restoring or self.evaluations.open)
 
     @property
     def merged_rounds(self) -> int:
@@ -370,6 +378,7 @@ class Syncer:
             "leases": self.leases.state(),
             "matches": self.matches.state(),
             **self.rounds.state(),
+            "evaluations": self.evaluations.state(),
             "lease_check_s": self.roster.check_s,
             "restoring": self.comeback.state(),
         }
@@ -382,5 +391,6 @@ class Syncer:
         self.leases.restore(state["leases"])
         self.matches.restore(state["matches"])
         self.rounds.restore(state)
+        self.evaluations.restore(state["evaluations"])
         self.roster.check_s = state["lease_check_s"]
         self.comeback.restore(state["restoring"])

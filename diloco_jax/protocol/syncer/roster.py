@@ -98,6 +98,8 @@ class Roster:
         if state == GONE:
             effects += self.matches.on_lost(name, f"it is gone: {reason}")
         self.comeback.on_lost(name)
+        if state == GONE or not self.progress.finished:  # at the end there is nobody else to ask
+            self.rounds.evaluations.lose(name, reason, effects, now_s)
         return effects + self.rounds.lose(name, now_s)
 
     def release(self, member: Member, effects: list[Effect]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from diloco_jax.protocol.effects import Effect, SaveSnapshot
-from diloco_jax.protocol.messages import Adopted, Arrived, LearnerMessage
+from diloco_jax.protocol.messages import Adopted, Arrived, LearnerMessage, Metric
 from diloco_jax.protocol.syncer.machine import Syncer
 
 _MESSAGES: dict[str, Callable[..., LearnerMessage]] = {kind.__name__: kind for kind in get_args(LearnerMessage)}
@@ -166,6 +166,9 @@ def _message(kind: str, arguments: list[Any]) -> LearnerMessage:
     elif kind == "Hello":
         arguments[2] = tuple((what, value) for what, value in arguments[2])
         arguments[3:5] = [tuple(arguments[3]), tuple(arguments[4])]
+    elif kind == "Score":
+        arguments[4] = tuple(arguments[4])
+        arguments[8] = tuple(Metric(*told) for told in arguments[8])
     elif kind == "StatePart":
         arguments[4] = tuple(arguments[4])
     return _MESSAGES[kind](*arguments)

@@ -14,7 +14,8 @@ class Condition(NamedTuple):
     """A learner's condition: one word, how long it has lasted, and what it means."""
 
     learner_id: str
-    # "joining", "recovering", "training", "slow", "unmerged", "striking", "silent", "gone", "expelled", "left"
+    # "joining", "recovering", "training", "evaluating", "slow", "unmerged", "striking", "silent", "gone", "expelled",
+    # "left"
     condition: str
     since_s: float  # on the driver's clock
     reason: str
@@ -37,7 +38,10 @@ def _condition(syncer: Syncer, member: Member, now_s: float) -> Condition:
             return Condition(name, "gone", since_s, "no connection; its data goes to others after release_s")
         return Condition(name, "gone", since_s, "no connection; what it left undone goes to others")
     if member.state == SILENT:
-        return Condition(name, "silent", since_s, f"connected, but not heard for {quiet_s:.1f} s: stopped, or cut off")
+        why = (
+            "stopped, or cut off" if member.local_step else "compiles on an overloaded machine, was stopped, or cut off"
+        )
+        return Condition(name, "silent", since_s, f"connected, but not heard for {quiet_s:.1f} s: {why}")
     if member.state == JOINING:
         donor = syncer.matches.donor_of(name)
         if donor:
@@ -46,6 +50,10 @@ def _condition(syncer: Syncer, member: Member, now_s: float) -> Condition:
             name, "joining", since_s, f"alive, last heard {quiet_s:.1f} s ago; loads, compiles or downloads"
         )
     assert member.state == ACTIVE, f"{name} is {member.state}"
+    if name == syncer.evaluations.asked:
+        return Condition(
+            name, "evaluating", syncer.evaluations.asked_s, "between two steps: what the global model is worth"
+        )
     if member.credit.strikes:
         return Condition(name, "striking", since_s, f"{member.credit.strikes} of {syncer.config.strikes_max} strikes")
     if member.credit.alarmed:

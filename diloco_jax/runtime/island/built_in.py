@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from diloco_jax.runtime.island.evaluation import ModelEvaluation
 from diloco_jax.runtime.island.feed import DATA_WAIT, Feed
 from diloco_jax.runtime.island.host import Ranges
 from diloco_jax.settings.run import RunConfig
@@ -41,6 +42,7 @@ class BuiltInLoop:
             wire=config.wire.up,
             rebase=config.adopt.mode == "rebase",
         )
+        self.evaluate = ModelEvaluation(config, self.island.blueprint, source)  # of the run's model
         order = SampleOrder(source, config.data.shuffle_seed + config.seed)
         self._feed = Feed(self.island, order, self._sample, self.prefetch, self.batch_size)
 

@@ -15,9 +15,11 @@ import json
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from math import isfinite
 from typing import cast
 
 import numpy as np
@@ -29,6 +31,7 @@ from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import die
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import StateName
+from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.group import commands
@@ -38,6 +41,7 @@ from diloco_jax.transport.link import Link, Payload, TransportError
 from diloco_jax.transport.sharded import Dialler
 
 POLL_S = 0.2
+LONG = (commands.HostLoadState, commands.HostRestore, commands.HostEvaluate)  # what may take longer than a step
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +54,7 @@ class Follower:
         stop: set from outside to leave politely; the leader decides when.
         on_batch: takes the samples of the next step, while the one before may be running, and what is known of those
             after it.
+        pulse: its signs of life.
     """
 
     def __init__(
@@ -60,9 +65,12 @@ class Follower:
         group: GroupMember,
         stop: threading.Event,
         on_batch: Callable[[Ranges, Ranges], None],
+        pulse: Pulse,
     ) -> None:
         self.status: int | None = None  # exit status that the leader said in the end; None before
         self._on_batch = on_batch
+        self._pulse = pulse
+        self._stepped_s = 0.0
         self._group = group
         self._stop = stop
         self._told_stop = False
@@ -88,10 +96,22 @@ class Follower:
         """
         try:
             while self.status is None:
-                command = self._steps_do.get()
+                try:
+                    command = self._steps_do.get(timeout=POLL_S)
+                except queue.Empty:  # the leader has nothing to do, or watches itself
+                    self._pulse.beat()
+                    continue
                 if isinstance(command, commands.HostStep):
                     self._host.forget_saved()
+                    now_s, before_s = time.monotonic(), self._stepped_s
+                    self._stepped_s = now_s
+                    self._pulse.beat(now_s - before_s if before_s else None)
+                    self._pulse.ready(self._link is not None)
                     return command.clock
+                if isinstance(command, LONG):
+                    self._pulse.patient()
+                else:
+                    self._pulse.beat()
                 self._do(command)
         except Exception as error:  # such as a collective that lost one of its hosts
             die(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
@@ -100,6 +120,7 @@ class Follower:
     def leave(self) -> int:
         """End, and return the exit status that the leader said; FAILED if it did not."""
         self._host.close()
+        self._pulse.close()
         self._payloads.close()
         if self._link is not None:
             self._link.close(0.0)
@@ -130,6 +151,10 @@ class Follower:
                 host.unstage_state(name)
             case commands.HostLeaf(number, name, leaf):
                 self._send_leaf(number, name, leaf)
+            case commands.HostEvaluate(number, global_step, final):
+                self._pulse.patient()
+                score = host.evaluate(global_step, final=final)
+                self._group.send(commands.HostAnswer(number, "" if isfinite(score.loss) else score.reason))
             case commands.HostLoadState(number):
                 host.island.load_moments(self._ask_leaf)
                 self._answer(number)
@@ -147,6 +172,7 @@ class Follower:
     def _warm_up(self, number: int) -> None:
         self._host.warm_up()
         self._answer(number)
+        self._host.warm_up_evaluation()
 
     def _send(self, number: int, value: FragmentValue) -> None:
         staged = self._host.send(value)

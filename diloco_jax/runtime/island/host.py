@@ -7,14 +7,16 @@ programs of their devices meet: the leader's is a `LeadingHost`, which tells the
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
 from diloco_jax.core.codec import Bytes
 from diloco_jax.core.fragments import Fragment, FragmentPlan
-from diloco_jax.protocol.messages import FragmentValue, GlobalFragment
+from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
 from diloco_jax.runtime.island.adoptions import Adoptions, Values
+from diloco_jax.runtime.island.evaluation import Evaluation, failed_score
 from diloco_jax.runtime.island.saved_states import Leaves, SavedStates, StateName
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.exchange.outgoing import StagedFragment
@@ -29,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Outcome(Protocol):
-    """The outcome of a state that is being written."""
+    """The fate of a state that is being written."""
 
     def done(self) -> bool:
         """Tell whether it is over."""
@@ -45,6 +47,7 @@ class Host:
         config: the run.
         island: that is exchanged, or this process's part of it.
         compile_step: compiles what its owner runs.
+        evaluate: evaluates the global model; None if nobody here can.
         saves: this process's states on disk; without them it saves nothing.
     """
 
@@ -53,13 +56,16 @@ class Host:
         config: RunConfig,
         island: ExchangedState,
         compile_step: Callable[[], None] = lambda: None,
+        evaluate: Evaluation | None = None,
         saves: SavedStates | None = None,
     ) -> None:
         self.island = island  # whose fragments and states leave and come in; its owner steps it
         # how its model is cut
         self.plan: FragmentPlan = config.fragments.plan(island.shapes, island.kinds, config.protocol.num_fragments)
         self.anchors: dict[int, Values] = {}  # the global values adopted last, by fragment
+        self.evaluates = evaluate is not None
         self._compile_step = compile_step
+        self._evaluate = evaluate
         self._adoptions = Adoptions(island, self.plan.fragments, config.adopt)
         self.moving = MovingLayout(island.state_layout, config.wire.states)  # how moments travel to another island
         self._states: dict[int, StagedState] = {}
@@ -81,6 +87,14 @@ class Host:
         """Compile what the island runs. Any thread."""
         self._compile_step()
         self.island.exchange.warm_up(self.fragments)
+
+    def warm_up_evaluation(self) -> None:
+        """Compile the evaluation of the global model; one that cannot be compiled tells so when it is asked for."""
+        try:
+            if self._evaluate is not None:
+                self._evaluate.warm_up()
+        except Exception as error:
+            log.warning(f"the evaluation could not be compiled: {error!r}")
 
     def connect(self, epoch: int, number: int) -> None:
         """Give every other host a link to the syncer of its own, now that the learner has a new one.
@@ -130,6 +144,20 @@ class Host:
         """Replace a fragment by the global value that a message brought, between two steps."""
         self.anchors[message.fragment_id] = values
         self._adoptions.adopt(message.fragment_id, message.version, message.merged_round, values)
+
+    def evaluate(self, global_step: int, *, final: bool) -> Score:
+        """Evaluate the global values that were adopted last, between two steps; blocks.
+
+        Returns:
+            The answer as far as the devices know it. What went wrong is in it: training goes on.
+        """
+        began_s = time.monotonic()
+        assert self._evaluate is not None, "nobody here can evaluate"
+        try:
+            score = self._evaluate(self.island.exchange.anchors(self.fragments), global_step, final)
+        except Exception as error:
+            score = failed_score(error)
+        return score._replace(took_s=time.monotonic() - began_s)
 
     def stage_state(self, name: int) -> StagedState:
         """Queue a copy of everything but the parameters; it is kept under its name until `unstage_state`."""

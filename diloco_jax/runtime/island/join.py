@@ -24,6 +24,7 @@ from jax.experimental import multihost_utils
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.runtime.model.global_model import make_shares
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
+from diloco_jax.settings.compiler import compiler_variable
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig, fingerprint
 from diloco_jax.training.data.corpus import load_source
@@ -71,6 +72,9 @@ def join(config: RunConfig, learner_id: str, incarnation: int, host: int | None,
     """
     island = config.island(learner_id)
     _forget_multislice()
+    variable, options = compiler_variable(config, island, os.environ)
+    if options:
+        os.environ[variable] = options  # read when JAX looks for its devices
     if island.hosts == 1:
         if host is not None or coordinator:
             raise ValueError(f"--host and --coordinator are of an island of several hosts; {learner_id} has 1")

@@ -9,12 +9,14 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
+from math import inf
 
 import numpy as np
 
 from diloco_jax.core.codec import Bytes
-from diloco_jax.protocol.messages import FragmentValue, GlobalFragment
+from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
 from diloco_jax.runtime.island.adoptions import Values
+from diloco_jax.runtime.island.evaluation import Evaluation
 from diloco_jax.runtime.island.host import Host, Outcome
 from diloco_jax.runtime.island.join import Hosts, die
 from diloco_jax.runtime.island.saved_states import SavedStates, StateName
@@ -86,7 +88,7 @@ class LeadingHost(Host):
     """Host 0 of several. It tells the others what `Host` allows one thread at a time, in that order.
 
     Args:
-        config, island, compile_step, saves: as `Host`.
+        config, island, compile_step, evaluate, saves: as `Host`.
         stop: set when another host shall end.
     """
 
@@ -95,11 +97,12 @@ class LeadingHost(Host):
         config: RunConfig,
         island: ExchangedState,
         compile_step: Callable[[], None],
+        evaluate: Evaluation | None,
         hosts: Hosts,
         stop: threading.Event,
         saves: SavedStates | None = None,
     ) -> None:
-        super().__init__(config, island, compile_step, saves)
+        super().__init__(config, island, compile_step, evaluate, saves)
         assert isinstance(hosts.group, GroupLeader), "another host than 0 leads"
         self._group = hosts.group
         self._count = hosts.count
@@ -160,6 +163,13 @@ class LeadingHost(Host):
         """See Host.adopt; every other host has the value already."""
         self.tell(commands.HostAdopt(self._arrivals[message], message))
         super().adopt(message, values)
+
+    def evaluate(self, global_step: int, *, final: bool) -> Score:
+        """See Host.evaluate; all hosts run the same program."""
+        others = self._ask(lambda n: commands.HostEvaluate(n, global_step, final))
+        score = super().evaluate(global_step, final=final)
+        problem = others.problem()
+        return score._replace(loss=inf, reason=f"{problem}; {score.reason}") if problem else score
 
     def stage_state(self, name: int) -> StagedState:
         """See Host.stage_state; its leaves are asked for when they are needed, one at a time."""

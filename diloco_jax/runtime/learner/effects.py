@@ -15,6 +15,7 @@ from diloco_jax.protocol.effects import (
     Drop,
     DropParts,
     Effect,
+    EvaluateModel,
     Finish,
     KeepPart,
     SaveState,
@@ -83,6 +84,7 @@ class Effects:
 
     def __init__(self, host: Host, tape: LearnerTape, outbox: LearnerOutbox, states: States) -> None:
         self.finished = ""  # the reason that the machine gave when it ended; "" before
+        self.examination: EvaluateModel | None = None  # that is wanted; the step thread does it, outside of the lock
         self._host = host
         self._tape = tape
         self._outbox = outbox
@@ -116,6 +118,8 @@ class Effects:
                     self._states.received.drop()
                 case AdoptState():
                     self._states.wanted = effect
+                case EvaluateModel():
+                    self.examination = effect
                 case SaveState(global_step):
                     self._states.save(global_step)
                 case Finish(reason):

@@ -27,11 +27,12 @@ from typing import NamedTuple
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.protocol.effects import AdoptState, Effect
+from diloco_jax.protocol.effects import AdoptState, Effect, EvaluateModel
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.leases import Batch
-from diloco_jax.protocol.messages import Metric, MetricsReport
+from diloco_jax.protocol.messages import Leave, Metric, MetricsReport
 from diloco_jax.runtime.island.adoptions import GlobalValues
+from diloco_jax.runtime.island.evaluation import Evaluation
 from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import Hosts, make_dialler
 from diloco_jax.runtime.island.leader import LeadingHost
@@ -45,11 +46,13 @@ from diloco_jax.runtime.learner.profiling import Profiling
 from diloco_jax.runtime.learner.states import States
 from diloco_jax.runtime.learner.tape import LearnerTape
 from diloco_jax.runtime.records.files import STATES
+from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
 from diloco_jax.settings.run import RunConfig, fingerprint
 from diloco_jax.training.exchanged import ExchangedState
-from diloco_jax.transport.link import check_name
+from diloco_jax.transport.link import Rejected, check_name
 from diloco_jax.transport.sharded import Dialler
+from diloco_jax.transport.trust.security import Denied
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +65,7 @@ class Joining(NamedTuple):
     incarnation: int
     address: str  # where the syncer listens
     run_dir: Path  # folder for the tape and for the learner's own saved states
+    pulse: Pulse  # signs of life of this process, or of this island's thread
     hosts: Hosts | None = None  # the island's processes, if there are several
 
     def dialler(self, plan: FragmentPlan) -> Dialler:
@@ -81,12 +85,22 @@ class Joining(NamedTuple):
         return SavedStates(folders, *((0, 1) if self.hosts is None else (self.hosts.host, self.hosts.count)))
 
     def host(
-        self, island: ExchangedState, compile_step: Callable[[], None], stop: threading.Event
+        self,
+        island: ExchangedState,
+        compile_step: Callable[[], None],
+        evaluate: Evaluation | None,
+        stop: threading.Event,
     ) -> Host | LeadingHost:
         """Return the host of an island's first process."""
         if self.hosts is None:
-            return Host(self.config, island, compile_step, self.saved_states())
-        return LeadingHost(self.config, island, compile_step, self.hosts, stop, self.saved_states())
+            return Host(self.config, island, compile_step, evaluate, self.saved_states())
+        return LeadingHost(self.config, island, compile_step, evaluate, self.hosts, stop, self.saved_states())
+
+
+def island_pulse(config: RunConfig, run_dir: Path, learner_id: str, host: int = 0) -> Pulse:
+    """Return the signs of life of an island, or of one of its processes."""
+    name = f"{check_name(learner_id)}-h{host}" if host else check_name(learner_id)
+    return Pulse(config.watchdog, f"the loop of {name}", (run_dir, name))
 
 
 class StepSize(NamedTuple):
@@ -126,6 +140,7 @@ class Joined:
             saved=None if saved is None else saved.described,
             adopt_mode=config.adopt.mode,
             payload_bytes={p.fragment_id: codec.encoded_size(p.shapes, config.wire.up) for p in host.fragments},
+            evaluates=host.evaluates,
         )
         self._host = host
         self._address = joining.address
@@ -136,11 +151,14 @@ class Joined:
         self._profiling = Profiling(joining.run_dir, joining.learner_id)
         self._metrics = metrics
         self._outbox = LearnerOutbox(host, tape, payloads)
-        self._decisions = decisions = Decisions(machine, Effects(host, tape, self._outbox, states), signals)
+        self._effects = Effects(host, tape, self._outbox, states)
+        self._decisions = decisions = Decisions(machine, self._effects, signals)
         self.inbox = LearnerInbox(host, decisions, GlobalValues(host.fragments, config.wire.down), signals)
         dialler = joining.dialler(host.plan)
         self._link = LinkKeeper(host, decisions, self.inbox, self._outbox, dialler, signals)
         self._step_tokens = size.tokens
+        self._pulse = joining.pulse
+        self._pulse.last_word = self._say_last
 
     @property
     def finished(self) -> str:
@@ -152,10 +170,14 @@ class Joined:
 
         Raises:
             TransportError: the syncer, or a host of the island, cannot be reached.
+            ValueError: the syncer refuses what this process is: its run, token or certificate.
         """
         # No daemon: an interpreter that ends while XLA compiles aborts, and the reason why it ends is lost.
         threading.Thread(target=self._compile, name="compile").start()
-        self._link.connect()
+        try:
+            self._link.connect()
+        except (Rejected, Denied) as error:  # another attempt would end like this one
+            raise ValueError(str(error)) from None
         threading.Thread(target=self._link.run, name="link", daemon=True).start()
         return self.ready()
 
@@ -170,6 +192,7 @@ class Joined:
         finally:
             self._signals.compiled.set()
             self._signals.woken.set()
+        self._host.warm_up_evaluation()  # while steps run: the first evaluation need not wait for it
 
     def ready(self) -> bool:
         """Wait for what a step needs: at first model, data, a state and the compiler; in lockstep the due fragment.
@@ -182,13 +205,18 @@ class Joined:
         """
         machine, signals = self.machine, self._signals
         while not self._over() and not (machine.may_step() and signals.compiled.is_set()):
+            if signals.compiled.is_set():  # the compiler may hang, and nobody else waits for it
+                self._pulse.beat()
             signals.woken.clear()
             self.inbox.drain()
             if self._states.wanted is not None:
                 self._adopt_state(self._states.wanted)
+            elif self._effects.examination is not None and signals.compiled.is_set():
+                self._evaluate(self._effects.examination)
             elif not machine.may_step() or not signals.compiled.is_set():
                 signals.woken.wait(IDLE_S)
         self._states.forget_saved()
+        self._pulse.beat()
         return not self._over()
 
     def take_batch(self) -> Batch:
@@ -214,6 +242,8 @@ class Joined:
             self._metrics.step(machine.local_step, metrics, took_s, self._step_tokens)
             return effects
 
+        self._pulse.beat(took_s)
+        self._pulse.ready(self._outbox.link is not None)
         self._decisions.apply(report)
         self._decisions.ask(self._tell_metrics)
         self.inbox.drain()
@@ -228,6 +258,7 @@ class Joined:
 
     def leave(self) -> None:
         """Say goodbye, and end everything."""
+        self._pulse.patient()
         self._profiling.close()
         stopped = self._signals.stop.is_set()
         if stopped and not self._decisions.finished:
@@ -241,6 +272,14 @@ class Joined:
         self._decisions.ask(lambda machine: self._tape.end(finished or "failed", machine.digests))
         failed = finished.partition(":")[0] in ("", "refused", "expelled")
         self._host.end(INTERRUPTED if stopped else FAILED if failed else 0)
+        self._pulse.close()
+
+    def _say_last(self, reason: str) -> None:
+        """Tell the syncer why this process ends, past the machine, whose lock the thread that hangs may have."""
+        link = self._outbox.link
+        if link is not None:
+            link.send(Leave(self.machine.learner_id, self.machine.incarnation, reason))
+            link.close(2.0)
 
     def check_end(self) -> None:
         """Raise an error if the syncer refused or expelled this learner.
@@ -259,9 +298,18 @@ class Joined:
         self._signals.check()
         return self._decisions.over
 
+    def _evaluate(self, effect: EvaluateModel) -> None:
+        """Evaluate the global model outside of the lock: pulls are answered meanwhile."""
+        self._effects.examination = None
+        self._pulse.patient()
+        score = self._host.evaluate(effect.global_step, final=effect.final)
+        log.info(f"evaluated the {'final' if effect.final else 'global'} model in {score.took_s:.1f} s")
+        self._decisions.apply(lambda machine, now_s: machine.on_evaluated(score, now_s))
+
     def _adopt_state(self, effect: AdoptState) -> None:
         """Take a state over outside of the lock: heartbeats go on while a large one is copied to the devices."""
         whose = effect.donor or "an earlier life"
+        self._pulse.patient()
         try:
             incarnation, local_step = self._states.load(effect)
         except ValueError as error:

@@ -49,7 +49,7 @@ class LearnerRun:
     ) -> None:
         signals = Signals(stop)
         self.loop = loop = make_loop(joining.config, joining.learner_id, devices)
-        self.host = host = joining.host(loop.island, loop.warm_up, stop)
+        self.host = host = joining.host(loop.island, loop.warm_up, loop.evaluate, stop)
         size = StepSize(loop.batch_size, loop.batch_size * joining.config.train.seq_len, loop.corpus)
         payloads = make_sender(host, signals.fail)
         metrics = metrics_of(joining.config, joining.learner_id, loop.island)
@@ -98,9 +98,9 @@ def follow(joining: Joining, stop: threading.Event) -> int:
     """Make the steps of a host that does not lead, until its leader ends; returns the exit status."""
     assert joining.hosts is not None and isinstance(joining.hosts.group, GroupMember), "host 0 leads"
     loop = BuiltInLoop(joining.config, joining.learner_id)
-    host = Host(joining.config, loop.island, loop.warm_up, joining.saved_states())
+    host = Host(joining.config, loop.island, loop.warm_up, loop.evaluate, joining.saved_states())
     dialler = joining.dialler(host.plan)
-    follower = Follower(joining.config, host, dialler, joining.hosts.group, stop, loop.put_batch)
+    follower = Follower(joining.config, host, dialler, joining.hosts.group, stop, loop.put_batch, joining.pulse)
     while (clock := follower.next_step()) is not None:
         loop.step(clock)
     loop.close()

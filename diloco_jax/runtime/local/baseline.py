@@ -19,6 +19,7 @@ from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.records.checkpoint import save_parameters
 from diloco_jax.runtime.records.files import CHECKPOINTS, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.liveness import signature
+from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import starved
 from diloco_jax.runtime.records.telemetry import Telemetry, write_json
 from diloco_jax.runtime.trackers.outlets import Outlets
@@ -40,13 +41,14 @@ class DataParallelRun:
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, stop: threading.Event) -> None:
+        self._pulse = Pulse(config.watchdog, "the trainer's loop", (run_dir, "trainer"))
         self._config = config
         self._run_dir = run_dir
         self._stop = stop
         self._evaluator = Evaluator(config)
         self._island = Island(config.model, config.optimizer, config.islands.mesh, seed=config.seed)
         if config.model.weights:
-            self._island.load(self._evaluator.initial_parameters())
+            self._island.load(dict(self._evaluator.initial_parameters()))
         self._step_tokens = config.train.batch_size * config.train.seq_len
         self._metrics = metrics_of(config, NAME, self._island)
         self._telemetry = Telemetry(run_dir, Outlets(config, run_dir))
@@ -90,6 +92,8 @@ class DataParallelRun:
         return time.monotonic() - self._began_s
 
     def _count(self, step: int, metrics: Mapping[str, float], step_s: float) -> None:
+        self._pulse.beat(step_s)
+        self._pulse.ready(True)
         self._busy_s += step_s
         self._waited_s += metrics[DATA_WAIT]
         self._tokens += self._step_tokens
@@ -103,7 +107,9 @@ class DataParallelRun:
             self._telemetry.write({"kind": "metrics", **record, "values": values})
 
     def _evaluate(self, step: int, batches: int) -> dict[str, Any]:
+        self._pulse.rest()
         result = self._evaluator.evaluate(self._island.parameters(), batches, step)
+        self._pulse.beat()
         self._eval_loss = result["loss"]
         record = {"kind": "eval", "t": self._now_s(), "global_step": step, "tokens": self._tokens}
         self._telemetry.write(record | {key: result[key] for key in ("loss", "bits_per_byte", "scores")})
@@ -158,4 +164,5 @@ class DataParallelRun:
         self._tell(step, "complete" if summary["complete"] else "stopped")
         self._metrics.close()
         self._telemetry.close()
+        self._pulse.close()
         return summary

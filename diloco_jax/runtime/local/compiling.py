@@ -25,7 +25,10 @@ def shared_by_several(config: RunConfig, machine: Machine) -> list[str]:
     return [names[0] for names in kinds.values() if len(names) > 1]
 
 
-def compile_programs(config: RunConfig, island: str) -> None:
-    """Compile what this island runs, and keep it where `keep_programs` said."""
+def compiled_loop(config: RunConfig, island: str) -> BuiltInLoop:
+    """Return the loop of an island with all that it runs compiled, and kept where `keep_programs` said."""
     loop = BuiltInLoop(config, island)
-    Host(config, loop.island, loop.warm_up).warm_up()
+    host = Host(config, loop.island, loop.warm_up, loop.evaluate)
+    host.warm_up()
+    host.warm_up_evaluation()
+    return loop

@@ -15,18 +15,19 @@ import gc
 import importlib
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import jax
 
-from diloco_jax.runtime.learner.joined import Joining
+from diloco_jax.runtime.learner.joined import Joining, island_pulse
 from diloco_jax.runtime.learner.run import LearnerRun
+from diloco_jax.runtime.local.processes import BRIEF_S, pause_s
 from diloco_jax.runtime.local.run import next_incarnation
-from diloco_jax.runtime.records.status import complete
+from diloco_jax.runtime.records.status import complete, last_state
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.settings.slices import Topology
 
 POLL_S = 0.1
 PATHWAYS = "pathwaysutils"
@@ -72,10 +73,10 @@ def split_devices(config: RunConfig, devices: Sequence[jax.Device]) -> dict[str,
     else:
         groups = _consecutive(config, devices)
     for name, group in zip(names, groups, strict=True):
-        topology = config.island(name).topology
-        if topology and Topology.parse(topology).chips != len(group):
+        topology = config.island(name).slice
+        if topology and topology.devices != len(group):
             raise ValueError(
-                f"{name} is to have {topology}, {Topology.parse(topology).chips} chips, but gets {len(group)} devices; "
+                f"{name} is to have {topology}, {topology.devices} devices, but gets {len(group)}; "
                 "correct islands.topology or islands.each"
             )
     return dict(zip(names, groups, strict=True))
@@ -171,11 +172,15 @@ class IslandsRun:
 
     def _live(self, name: str) -> None:
         """Live one life after the other; the body of an island's thread."""
-        for start in range(self._config.islands.restarts_max + 1):
-            if self._stop.wait(self._config.islands.restart_delay_s if start else 0.0):
+        wait_s, brief = 0.0, 0
+        for _ in range(self._config.islands.restarts_max + 1):
+            if self._stop.wait(wait_s):
                 return
+            began_s = time.monotonic()
             failure = self._live_once(name)
-            if failure is None or complete(self._run_dir):
+            brief = brief + 1 if time.monotonic() - began_s < BRIEF_S else 1
+            wait_s = pause_s(self._config.islands.restart_delay_s, brief)
+            if failure is None or last_state(self._run_dir) == "complete":
                 self._outcomes[name] = "left"
                 return
             self._reasons[name] = failure.why
@@ -192,8 +197,9 @@ class IslandsRun:
                 life.set()
         try:
             incarnation, devices = next_incarnation(self._run_dir, name), self._devices[name]
-            joining = Joining(self._config, name, incarnation, self._address, self._run_dir)
-            log.info(f"{name}: {self._kind(joining, life, devices=devices).run()}")
+            with island_pulse(self._config, self._run_dir, name) as pulse:
+                joining = Joining(self._config, name, incarnation, self._address, self._run_dir, pulse)
+                log.info(f"{name}: {self._kind(joining, life, devices=devices).run()}")
             return None
         except ValueError as error:  # a wrong setting stays wrong
             log.error(f"{name} is not started again: {error}")

@@ -29,7 +29,7 @@ MEMORY_SETTINGS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", 
 SHARED_MEMORY = 0.9  # of a GPU that several islands share; JAX by itself would take 0.75 for each
 CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 GOOGLE_PCI = "0x1ae0"
-TPU_PCI = {"0x0027": "v2 or v3", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "v7x"}
+TPU_PCI = {"0x0027": "v2 or v3", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "tpu7x"}
 TPU_SETTINGS = ("TPU_NAME", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE")
 
 

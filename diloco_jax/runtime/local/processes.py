@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import subprocess
@@ -10,8 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diloco_jax.runtime.records.signals import USER_ERROR
+from diloco_jax.runtime.records.signals import FAILED, HUNG, INTERRUPTED, WRONG_INPUT
 
+BRIEF_S = 20.0  # of lives in a row that are shorter, each is followed by twice the wait of the one before
+DELAY_MAX_S = 60.0  # for which a process waits at most, if the config does not say more
+STEADY_S = 600.0  # after a life that was longer, failures are counted anew
+# last words of a program that Python could not load
+UNLOADABLE = re.compile(r"(ModuleNotFoundError|ImportError|SyntaxError|IndentationError)\b")
 GRACE_S = 5.0  # for the rest of an island to end by itself, once one of its processes has
 
 
@@ -45,10 +51,13 @@ class Child:
     name: str  # of the learner, or "syncer"
     hosts: Sequence[Process]  # its processes; the first one leads
     starts: int = 1  # how often it was started
+    failures: int = 0  # since it lived for a while
+    brief: int = 0  # lives in a row that were brief
     again_at_s: float | None = None  # when to start it again
     left: bool = False  # it ended politely, and is not started again
     failed: bool = False  # given up
     first: Process | None = None  # the process that ended first, which is why the others did
+    _began_s: float = field(default_factory=time.monotonic)
     _ended_s: float = field(default=0.0)
 
     @property
@@ -60,6 +69,25 @@ class Child:
         """Put other processes in the place of those that ended."""
         self.hosts, self.first, self.again_at_s = hosts, None, None
         self.starts += 1
+        self._began_s = time.monotonic()
+
+    def mourn(self, delay_s: float) -> None:
+        """Note that it ended too early, and when it starts again: later each time while its lives are brief.
+
+        Args:
+            delay_s: from the end of the first of them to the next start.
+        """
+        lived_s = self._ended_s - self._began_s
+        self.brief = self.brief + 1 if lived_s < BRIEF_S else 1
+        # else it was asked to end, as by a preemption notice, perhaps before it could hear
+        failed = self.poll() not in (INTERRUPTED, -signal.SIGTERM)
+        self.failures = failed + (0 if lived_s > STEADY_S else self.failures)
+        self.again_at_s = time.monotonic() + pause_s(delay_s, self.brief)
+
+    @property
+    def unloadable(self) -> bool:
+        """Tell whether it ended because Python could not load its program, which another start does not change."""
+        return self.poll() == FAILED and bool(UNLOADABLE.match((self.first or self.hosts[0]).last_line()))
 
     def poll(self) -> int | None:
         """Return the exit status once all processes have ended; after the first, kill the others in a moment."""
@@ -76,9 +104,10 @@ class Child:
         return None
 
     def _status(self, codes: Sequence[int]) -> int:
-        if USER_ERROR in codes:  # whoever found it, the others only lost a host
-            self.first = self.hosts[codes.index(USER_ERROR)]
-            return USER_ERROR
+        for cause in (WRONG_INPUT, HUNG):  # whoever found it, the others only lost a host
+            if cause in codes:
+                self.first = self.hosts[codes.index(cause)]
+                return cause
         assert self.first is not None
         return int(self.first.process.returncode) or next((code for code in codes if code), 0)
 
@@ -106,6 +135,11 @@ class Child:
     def obituary(self) -> str:
         """Say how it ended, and repeat its last line."""
         return (self.first or self.hosts[0]).obituary()
+
+
+def pause_s(delay_s: float, brief: int) -> float:
+    """Return the seconds until the next start, after so many brief lives in a row; `delay_s` after the first."""
+    return min(delay_s * 2.0 ** min(brief - 1, 30), max(delay_s, DELAY_MAX_S))
 
 
 def free_address() -> str:

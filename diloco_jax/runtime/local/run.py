@@ -21,6 +21,7 @@ from types import MappingProxyType
 from diloco_jax.runtime.local.compiling import shared_by_several
 from diloco_jax.runtime.local.machine import CONTROLLER, Machine, check, look, settings_of
 from diloco_jax.runtime.local.processes import GRACE_S, Child, Process, free_address
+from diloco_jax.runtime.local.standby import Spares
 from diloco_jax.runtime.own_loop.surroundings import (
     CONFIG_ENV,
     COORDINATOR_ENV,
@@ -31,8 +32,8 @@ from diloco_jax.runtime.own_loop.surroundings import (
     RUN_DIR_ENV,
     SYNCER_ENV,
 )
-from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, TAPES
-from diloco_jax.runtime.records.signals import INTERRUPTED, PARENT_ENV, USER_ERROR
+from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, HEALTH, LOGS, TAPES
+from diloco_jax.runtime.records.signals import INTERRUPTED, PARENT_ENV, WRONG_INPUT
 from diloco_jax.runtime.records.status import complete, last_state, start_again
 from diloco_jax.settings.islands import IslandsConfig
 from diloco_jax.settings.run import RunConfig
@@ -87,6 +88,7 @@ class LocalRun:
         self._compilers: list[Process] = []
         self._config_path = str(run_dir / CONFIG_FILE)
         (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
+        self._spares = Spares(run_dir, self._start_spare)
         self._machine = look(os.environ)
         say(check(config, self._machine))
 
@@ -140,18 +142,24 @@ class LocalRun:
             told = {SYNCER_ENV: address, ISLAND_ENV: name, INCARNATION_ENV: incarnation, COORDINATOR_ENV: coordinator}
             told |= {RUN_DIR_ENV: str(self._run_dir), CONFIG_ENV: self._config_path, HOSTS_ENV: str(hosts)}
             return Child(name, [self._start(name, [], host, told | {HOST_ENV: str(host)}) for host in range(hosts)])
+        if (spare := self._spares.take(name, address, incarnation)) is not None:
+            return Child(name, [spare])
         words = ["learner", self._config_path, "--island", name, "--syncer", address, "--incarnation", incarnation]
         if hosts == 1:
             return Child(name, [self._start(name, words)])
         words += ["--coordinator", coordinator]
         return Child(name, [self._start(name, [*words, "--host", str(host)], host) for host in range(hosts)])
 
+    def _start_spare(self, name: str) -> Process:
+        return self._start(name, ["learner", self._config_path, "--island", name, "--standby"])
+
     def _start(
         self, name: str, arguments: list[str], host: int = 0, told: Mapping[str, str] = MappingProxyType({})
     ) -> Process:
         """Start a process of this program; without arguments, that of the islands' own, which is told so much."""
         environment = {**child_environment(self._config, name, self._machine, host), **told}
-        process = self._start_process(f"{name}.host-{host}" if host else name, arguments, environment)
+        title = f"{name}.standby" if "--standby" in arguments else f"{name}.host-{host}" if host else name
+        process = self._start_process(title, arguments, environment)
         shares_cores = self._machine.emulates and hasattr(os, "sched_setaffinity")
         cores = core_share(self._config.islands, name, sorted(os.sched_getaffinity(0))) if shares_cores else set()
         if cores:
@@ -169,7 +177,7 @@ class LocalRun:
         with log.open("ab") as stream:
             process = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if "--standby" in arguments else subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -186,7 +194,7 @@ class LocalRun:
             if path.exists() and (text := path.read_text(encoding="utf-8")):
                 return text
             if ended:
-                raise RunFailed(self._syncer.obituary(), wrong_input=self._syncer.poll() == USER_ERROR)
+                raise RunFailed(self._syncer.obituary(), wrong_input=self._syncer.poll() == WRONG_INPUT)
             if time.monotonic() > ends_s:
                 raise RunFailed(f"the syncer did not listen within {START_TIMEOUT_S:.0f} s; see {self._syncer.log}")
             time.sleep(POLL_S)
@@ -227,11 +235,11 @@ class LocalRun:
             return True
         limit = self._config.syncer.restarts_max
         alone = not self._islands  # the data-parallel trainer, or a syncer that never listened
-        if asked_to_stop or alone or code == USER_ERROR:
-            raise RunFailed(syncer.obituary(), wrong_input=code == USER_ERROR)
-        if syncer.starts > limit:
+        if asked_to_stop or alone or code == WRONG_INPUT:
+            raise RunFailed(syncer.obituary(), wrong_input=code == WRONG_INPUT)
+        syncer.mourn(self._config.syncer.restart_delay_s)
+        if syncer.failures > limit:
             raise RunFailed(f"{syncer.obituary()}; given up after {syncer.starts} starts (syncer.restarts_max)")
-        syncer.again_at_s = time.monotonic() + self._config.syncer.restart_delay_s
         goes_on = ", islands train on" if last_state(self._run_dir) == "running" else ""
         self._say(f"{syncer.obituary()}; starting it again{goes_on}")
         return False
@@ -247,7 +255,11 @@ class LocalRun:
             return
         code = child.poll()
         if code is None:
+            if self._config.islands.standby:
+                self._spares.tend(child.name)
             return
+        with contextlib.suppress(OSError):  # what it said before it was killed
+            (self._run_dir / HEALTH / f"{child.name}.ready").unlink(missing_ok=True)
         if code == 0 and self._config.islands.command and not (self._joined(child.name) or complete(self._run_dir)):
             child.failed = True
             self._say(f"{child.name} ended without joining the run; call diloco_jax.join in islands.command")
@@ -255,17 +267,22 @@ class LocalRun:
             child.left = True
             if not complete(self._run_dir):
                 self._say(f"{child.name} left: {child.hosts[0].last_line()}")
-        elif complete(self._run_dir):  # nothing is left to do for it
+        elif last_state(self._run_dir) == "complete":  # nothing is left to do for it
             child.left = True
-        elif code == USER_ERROR:  # a wrong setting stays wrong
+        elif code == WRONG_INPUT or (child.unloadable and not self._joined(child.name)):  # wrong stays wrong
             child.failed = True
             self._say(f"{child.obituary()}; not started again")
-        elif child.starts > self._config.islands.restarts_max:
-            child.failed = True
-            self._say(f"{child.obituary()}; given up after {child.starts} starts")
         else:
-            child.again_at_s = time.monotonic() + self._config.islands.restart_delay_s
-            self._say(f"{child.obituary()}; starting it again")
+            child.mourn(self._config.islands.restart_delay_s)
+            if child.failures > self._config.islands.restarts_max:
+                child.failed, child.again_at_s = True, None
+                self._say(f"{child.obituary()}; given up after {child.starts} starts")
+                return
+            at_once = child.brief == 1 and self._spares.ready(child.name)
+            self._say(f"{child.obituary()}; {'its spare takes over' if at_once else 'starting it again'}")
+            if at_once:
+                child.again_at_s = 0.0
+                self._tend_island(child)
 
     def _joined(self, name: str) -> bool:
         return any((self._run_dir / TAPES).glob(f"{name}.*.jsonl"))
@@ -277,12 +294,13 @@ class LocalRun:
         quorum = self._config.protocol.quorum
         if failed and left < quorum and not complete(self._run_dir):
             words = "; ".join(child.obituary() for child in failed)
-            refused = any(child.poll() == USER_ERROR for child in failed)
+            refused = any(child.poll() == WRONG_INPUT for child in failed)
             message = f"{left} islands are left, fewer than protocol.quorum = {quorum}: {words}"
             raise RunFailed(message, wrong_input=refused)
 
     def _end_all(self) -> None:
         """End all processes: ask those that are left, wait a little, then kill."""
+        self._spares.end()
         for each in self._compilers:
             each.process.kill()
             each.process.wait()

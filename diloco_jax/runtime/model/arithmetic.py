@@ -11,14 +11,15 @@ import numpy as np
 from diloco_jax.core.passes import Flat, Run, Squares, State
 from diloco_jax.core.shards import fill, split
 from diloco_jax.protocol.messages import NO_VERSION
-from diloco_jax.runtime.model.merge_shards import RemoteShare
-from diloco_jax.runtime.model.model_share import Bytes, ModelShare, ReadState, Setup
+from diloco_jax.runtime.model.held import HeldStates
+from diloco_jax.runtime.model.merge_shards import HeldCapture, RemoteShare
+from diloco_jax.runtime.model.model_share import Bytes, ModelShare, Setup
 
 
 class Moment:
     """A model at one moment, which stays as it was; any thread may read it."""
 
-    def __init__(self, setup: Setup, run: Run, parts: Sequence[ReadState]) -> None:
+    def __init__(self, setup: Setup, run: Run, parts: Sequence[HeldStates | HeldCapture]) -> None:
         self._setup = setup
         self._run = run
         self._parts = parts
@@ -26,16 +27,22 @@ class Moment:
     def state(self, fragment_id: int, *, value_only: bool = False) -> State:
         """Return a fragment's state, or a state of nothing but its value; for nobody to write to."""
         holders = self._setup.shares.holders(fragment_id)
-        found = self._run(lambda shard: self._parts[shard](fragment_id, value_only), holders)
+        found = self._run(lambda shard: self._parts[shard].read(fragment_id, value_only), holders)
         return self._setup.join(fragment_id, dict(zip(holders, found, strict=True)))
-
-    def states(self) -> list[State]:
-        """Return the state of every fragment, for nobody to write to."""
-        return [self.state(number) for number in range(len(self._setup.shares.wholes))]
 
     def value(self, fragment_id: int) -> Flat:
         """Return a fragment's newest value, for nobody to write to."""
         return self.state(fragment_id, value_only=True).value
+
+    def release(self, fragment_id: int) -> None:
+        """Let go of a fragment, of which nothing is read any more."""
+        for shard in self._setup.shares.holders(fragment_id):
+            self._parts[shard].release(fragment_id)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for part in self._parts:
+            part.close()
 
 
 class Arithmetic:
@@ -97,12 +104,12 @@ class Arithmetic:
         for shard in self.setup.shares.holders(fragment_id):
             self._shares[shard].publish(fragment_id)
 
-    def capture(self) -> Moment:
-        """Return the model as it is now."""
-        return Moment(self.setup, self._run, [share.capture() for share in self._shares])
+    def capture(self, bounded: bool = False) -> Moment:
+        """Return the model as it is now; see ModelShare.capture."""
+        return Moment(self.setup, self._run, [share.capture(bounded) for share in self._shares])
 
     def load(self, fragment_id: int, version: int, state: State) -> None:
-        """Make this the fragment's newest and only version; the arrays stay the caller's."""
+        """Make this the fragment's newest and only version; nobody may write to the arrays any more."""
         for shard in self.setup.shares.holders(fragment_id):
             self._shares[shard].load(fragment_id, version, self.setup.cut(fragment_id, shard, state))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from typing import Any
 
 import jax
@@ -15,14 +14,12 @@ from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.convert.weights import Weights
-from diloco_jax.training.data.corpus import load_source
-from diloco_jax.training.data.order import SampleOrder, check_source, eval_batches
-from diloco_jax.training.data.sample import Sample
+from diloco_jax.training.data.corpus import Source, load_source
+from diloco_jax.training.data.order import check_source
+from diloco_jax.training.examiner import Examiner
 from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.models.variables import Variables
 from diloco_jax.training.sharding import MeshConfig, put_array
-
-MEASURED = ("loss", "bits_per_byte", "tokens")
 
 
 class Evaluator:
@@ -43,10 +40,11 @@ class Evaluator:
         check_source(config.data, config.train.seq_len, config.train.eval_batch_size)  # not at the first evaluation
         self._config = config
         self.scorer = Scorer(config.evaluation)
-        self._source = load_source(config.data, config.train.seq_len)
-        self.corpus, self.tokenizer = self._source.corpus, self._source.tokenizer
+        source = load_source(config.data, config.train.seq_len)
+        self.corpus, self.tokenizer = source.corpus, source.tokenizer
         device = jax.local_devices(backend="cpu")[0]
         self._blueprint = Blueprint(config.model, config.optimizer, MeshConfig(), [device], seed=config.seed)
+        self._examiner = examiner_of(config, self._blueprint, source)
         self.shapes, self.kinds = self._blueprint.shapes, self._blueprint.kinds
 
     @property
@@ -58,16 +56,20 @@ class Evaluator:
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
-    def initial_parameters(self) -> dict[str, np.ndarray]:
-        """Draw the initial parameters, or read those of model.weights: new float32 arrays by path.
+    def initial_parameters(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Draw the initial parameters, or read those of model.weights: (path, new float32 array) by ascending path.
+
+        Who lets go of each before it takes the next one never has more than the model once.
 
         Raises:
             ValueError: the weights are not those of the model, or damaged.
         """
         if self._config.model.weights:
-            return dict(Weights(self._config.model.weights).read(self._config.model))
+            yield from Weights(self._config.model.weights).read(self._config.model)
+            return
         drawn = self._blueprint.draw()
-        return {path: np.array(drawn.pop(path), np.float32) for path in sorted(drawn)}
+        for path in sorted(drawn):
+            yield path, np.array(drawn.pop(path), np.float32)
 
     def evaluate(self, parameters: Mapping[str, np.ndarray], max_batches: int, global_step: int = 0) -> dict[str, Any]:
         """Compute the mean held-out loss of these parameters.
@@ -85,28 +87,9 @@ class Evaluator:
             ValueError: paths or shapes are not those of the model.
         """
         placed, other = self.place(parameters)
-        result = self._measured(placed, other, max_batches)
-        sets = {name: self._measured(placed, other, max_batches, name) for name in self._source.evaluation}
-        scores = {name: value for name, value in result.items() if name not in MEASURED}
-        scores |= {
-            f"{name} {key}": row[key] for name, row in sets.items() for key in MEASURED[:2] if row[key] is not None
-        }
-        scores |= self.scorer.scores(lambda: self.model(placed, other), global_step)
-        return {**{key: result[key] for key in MEASURED}, "sets": sets, "scores": scores}
-
-    def _measured(self, placed: Params, other: Variables, max_batches: int, name: str = "") -> dict[str, Any]:
-        """Return the mean of everything that the model reports, on the held-out data or a set."""
-        size, bytes_ = self._config.train.eval_batch_size, 0
-
-        def counted() -> Iterator[Sample]:
-            nonlocal bytes_
-            for batch in eval_batches(self._source, size, max_batches, name):
-                bytes_ += self.tokenizer.bytes_of(batch) if self.tokenizer is not None else 0
-                yield batch
-
-        found = self._blueprint.mean_loss(placed, other, counted())
-        bits = found["loss"] * found["tokens"] / bytes_ / math.log(2) if bytes_ else None
-        return {**found, "bits_per_byte": bits, "tokens": int(found["tokens"])}
+        result = self._examiner.examine(placed, other, max_batches)
+        result["scores"] |= self.scorer.scores(lambda: self.model(placed, other), global_step)
+        return result
 
     def place(self, parameters: Mapping[str, np.ndarray]) -> tuple[Params, Variables]:
         """Put parameters on the device, with the state beside them that belongs to them.
@@ -115,20 +98,11 @@ class Evaluator:
             ValueError: paths or shapes are not those of the model.
         """
         placed = self._placed(parameters)
-        return placed, self._settled(placed)
+        return placed, self._examiner.settled(placed)
 
     def model(self, params: Params, other: Variables) -> nnx.Module:
         """Join the model in the mode of an evaluation; to be called inside of a program."""
         return self._blueprint.model(params, other)
-
-    def _settled(self, placed: dict[str, jax.Array]) -> Variables:
-        """Make batch statistics and the like those of the parameters: nobody sent any."""
-        if not self._blueprint.state_shapes.other:
-            return {}
-        train, data = self._config.train, self._config.data
-        batches = SampleOrder(self._source, data.shuffle_seed + self._config.seed).batches(train.eval_batch_size)
-        first = self._blueprint.draw_other()  # equal parameters, equal result
-        return self._blueprint.settled(placed, first, islice(batches, train.settle_batches))
 
     def _placed(self, parameters: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """Put the parameters on the device, in the dtypes of the model."""
@@ -147,3 +121,9 @@ class Evaluator:
                 )
             placed[path] = put_array(value.astype(tensor.dtype, copy=False), tensor.sharding)
         return placed
+
+
+def examiner_of(config: RunConfig, blueprint: Blueprint, source: Source) -> Examiner:
+    """Return what measures the run's model."""
+    train, seed = config.train, config.data.shuffle_seed + config.seed
+    return Examiner(blueprint, source, train.eval_batch_size, train.settle_batches, seed)

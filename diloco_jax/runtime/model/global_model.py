@@ -13,13 +13,13 @@ the other has the same bits as this model.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from diloco_jax.core.fragments import FragmentPlan, put, take
+from diloco_jax.core.fragments import FragmentPlan, Slice, whole
 from diloco_jax.core.layout import Layout, combined
 from diloco_jax.core.merge import WeightScheme, token_weights
 from diloco_jax.core.outer import Optax, Outer, OuterConfig, make_outer
@@ -30,10 +30,13 @@ from diloco_jax.protocol.messages import NO_VERSION
 from diloco_jax.runtime.model.arithmetic import Arithmetic, Moment
 from diloco_jax.runtime.model.model_share import Bytes, Setup
 from diloco_jax.runtime.model.usable import ODD_BEFORE, RATES_KEPT, RATES_MIN, Candidate, Mark, Odd, choose, median
+from diloco_jax.runtime.records.checkpoint import PARAMETERS, Piece
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.named import make_transformation
 
 Arrays = dict[str, np.ndarray]
+Parameters = Iterable[tuple[str, np.ndarray]]  # by path
+OUTER = "outer"  # group of a snapshot
 
 
 class Capture(NamedTuple):
@@ -41,13 +44,6 @@ class Capture(NamedTuple):
 
     marks: tuple[Mark, ...]
     moment: Moment
-
-
-class SavedModel(NamedTuple):
-    """The model as it was on a disk."""
-
-    marks: tuple[Mark, ...]
-    states: list[State]
 
 
 class Merged(NamedTuple):
@@ -63,7 +59,7 @@ class GlobalModel:
     """Newest version of every fragment, with the versions that learners may still refer to.
 
     Args:
-        parameters: initial values by path, float32, unsharded.
+        parameters: paths and initial values, float32, unsharded; each is let go of before the next one is asked for.
         arithmetic: holds the values; its own are replaced by the initial ones.
         outlier_factor: how many times what is usual a value may be; 0 for no limit.
     """
@@ -71,7 +67,7 @@ class GlobalModel:
     def __init__(
         self,
         plan: FragmentPlan,
-        parameters: Mapping[str, np.ndarray],
+        parameters: Parameters,
         arithmetic: Arithmetic,
         *,
         weights: WeightScheme,
@@ -82,21 +78,42 @@ class GlobalModel:
         self._arithmetic = arithmetic
         self._weights: WeightScheme = weights
         self._outlier_factor = outlier_factor
-        self._parameters = {path: np.array(value, np.float32) for path, value in parameters.items()}
-        self._marks = []
-        squares = []  # of the initial values, so that every process and every replay has the same
-        for number in range(len(plan.fragments)):
-            flat = self.layout(number).flat(self._cut(self._parameters, number))
-            arithmetic.load(number, 0, self.setup.first(number, flat))
+        self._marks: list[Mark] = []
+        self._lengths: list[float] = []
+        self.begin(parameters)
+
+    def begin(self, parameters: Parameters) -> None:
+        """Take initial values, of which nothing is kept beside the fragments that they become."""
+        flats = self._flats(parameters)
+        sizes, squares, self._marks = [flat.size for flat in flats], [], []
+        flats.reverse()
+        for number in range(len(sizes)):
+            flat, layout = flats.pop(), self.layout(number)
+            self._arithmetic.load(number, 0, self.setup.first(number, flat))
             self._marks.append(Mark(0, self._digest(number, flat), ()))
-            leaves = [flat[self.layout(number).where(leaf)] for leaf in self.layout(number).leaves]
-            squares.append(math.fsum(float(np.add.reduce(leaf.astype(float) ** 2)) for leaf in leaves))
-        sizes = [self.layout(number).size for number in range(len(squares))]
+            # of the initial values, so that every process and every replay has the same
+            leaves = (flat[layout.where(leaf)].astype(float) for leaf in layout.leaves)
+            squares.append(math.fsum(float(np.add.reduce(leaf**2)) for leaf in leaves))
         mean = math.fsum(squares) / max(1, sum(sizes))
         self._lengths = [math.sqrt(max(own, size * mean)) for own, size in zip(squares, sizes, strict=True)]
 
-    def _cut(self, parameters: Mapping[str, np.ndarray], fragment_id: int) -> Arrays:
-        return take(parameters, self.plan.fragments[fragment_id])
+    def _flats(self, parameters: Parameters) -> list[np.ndarray]:
+        """Return the value of each fragment."""
+        flats, targets = [], dict[str, list[tuple[Slice, np.ndarray]]]()
+        for number, fragment in enumerate(self.plan.fragments):
+            flats.append(np.empty(self.layout(number).size, np.float32))
+            views = self.layout(number).views(flats[-1])
+            for piece in fragment.slices:
+                targets.setdefault(piece.path, []).append((piece, views[piece.key]))
+        for path, value in parameters:
+            if value.shape != self.plan.shapes[path]:
+                raise ValueError(f"parameter '{path}' has shape {value.shape}, the plan needs {self.plan.shapes[path]}")
+            for piece, view in targets.pop(path, ()):
+                view[...] = value[piece.at]
+            del value  # before the next one is made
+        if targets:
+            raise ValueError(f"there are no initial values of parameter '{next(iter(targets))}'")
+        return flats
 
     def _digest(self, fragment_id: int, flat: np.ndarray) -> int:
         return combined(self.layout(fragment_id).leaf_digests(flat))
@@ -127,16 +144,22 @@ class GlobalModel:
         """Return the digest of every fragment's newest version."""
         return [mark.digest for mark in self._marks]
 
-    def capture(self) -> Capture:
-        """Return the model as it is now, which stays as it is."""
-        return Capture(tuple(self._marks), self._arithmetic.capture())
+    def capture(self, bounded: bool = False) -> Capture:
+        """Return the model as it is now, which stays as it is.
 
-    def load(self, saved: Capture | SavedModel) -> None:
-        """Become what `capture` returned, or `unpacked`; older versions are gone, and so are steps."""
-        for number, mark in enumerate(saved.marks):
-            state = saved.states[number] if isinstance(saved, SavedModel) else saved.moment.state(number)
-            self._arithmetic.load(number, mark.version, state)
-            self._marks[number] = mark._replace(base=NO_VERSION)
+        Args:
+            bounded: a merge waits while what it replaces is held; see held.py.
+        """
+        return Capture(tuple(self._marks), self._arithmetic.capture(bounded))
+
+    def load(self, capture: Capture) -> None:
+        """Become what `capture` returned; older versions are gone, and so are steps."""
+        for number, mark in enumerate(capture.marks):
+            self._load(number, mark, capture.moment.state(number))
+
+    def _load(self, number: int, mark: Mark, state: State) -> None:
+        self._arithmetic.load(number, mark.version, state)
+        self._marks[number] = mark._replace(base=NO_VERSION)
 
     def publish(self, merged: Merged) -> None:
         """Put a merge's result in place; of a round without a usable part, what it says of later values."""
@@ -197,13 +220,12 @@ class GlobalModel:
             capture: which any thread may have assembled; None takes the model as it is.
         """
         moment = (capture or self.capture()).moment
-        return self._assembled([moment.value(number).copy() for number in range(len(self._marks))])
-
-    def _assembled(self, flats: Sequence[np.ndarray]) -> Arrays:
-        parameters: Mapping[str, np.ndarray] = self._parameters
-        for number, (fragment, flat) in enumerate(zip(self.plan.fragments, flats, strict=True)):
-            parameters = put(parameters, fragment, self.layout(number).views(flat))
-        return dict(parameters)
+        parameters = {path: np.zeros(shape, np.float32) for path, shape in self.plan.shapes.items()}
+        for number, fragment in enumerate(self.plan.fragments):
+            views = self.layout(number).views(moment.value(number))
+            for piece in fragment.slices:
+                parameters[piece.path][piece.at] = views[piece.key]
+        return parameters
 
     def merge(self, order: Merge, payloads: Mapping[str, Any], decided: Collection[str] | None = None) -> Merged:
         """Compute one round: outer gradients, merge, outer update, step (paper, Alg. 2 and App. D.2). Changes nothing.
@@ -249,15 +271,30 @@ class GlobalModel:
         peaks = tuple(sorted((*mark.peaks, *(rate for rate in rates if rate > 0)), reverse=True)[:ODD_BEFORE])
         return Mark(order.global_step, digest, known, base, peaks)
 
-    def packed(self, capture: Capture) -> tuple[dict[str, Arrays], dict[str, Any]]:
-        """Return a capture as named arrays (`parameters`, `outer`) and plain values; any thread may call it."""
-        outer: Arrays = {}
-        states = capture.moment.states()
-        for fragment_id, state in enumerate(states):
-            outer |= {f"{fragment_id}/{name}": np.asarray(leaf) for name, leaf in state.outer.items()}
+    def pieces(self, capture: Capture, *, value_only: bool = False) -> Iterator[Piece]:
+        """Yield what a snapshot of a capture holds, fragment by fragment, and let go of each; any thread.
+
+        The oldest version comes first: rounds replace fragments in this order.
+        """
+        for number in sorted(range(len(capture.marks)), key=lambda each: capture.marks[each].version):
+            state = capture.moment.state(number, value_only=value_only)
+            views = self.layout(number).views(state.value)
+            for where in self.plan.fragments[number].slices:
+                yield Piece(PARAMETERS, where, self.plan.shapes[where.path], views[where.key])
+            kept = {f"{number}/{name}": np.asarray(leaf) for name, leaf in state.outer.items()}
             if state.residual.size:
-                outer[f"{fragment_id}/residual"] = state.residual
-        plain = {
+                kept[f"{number}/residual"] = state.residual
+            for name in list(kept):
+                yield Piece(OUTER, whole(name), kept[name].shape, kept.pop(name))
+            del state, views
+            capture.moment.release(number)
+        for path, shape in self.plan.shapes.items():
+            if not math.prod(shape):
+                yield Piece(PARAMETERS, whole(path), shape, np.zeros(shape, np.float32))
+
+    def plain(self, capture: Capture) -> dict[str, Any]:
+        """Return what a snapshot of a capture says beside its arrays, as plain values."""
+        return {
             "versions": [mark.version for mark in capture.marks],
             "digests": [mark.digest for mark in capture.marks],
             "rates": [list(mark.rates) for mark in capture.marks],
@@ -265,32 +302,31 @@ class GlobalModel:
             "odd": [[list(one) for one in mark.odd] for mark in capture.marks],
             "elsewhere": [mark.elsewhere for mark in capture.marks],
         }
-        return {"parameters": self._assembled([state.value.copy() for state in states]), "outer": outer}, plain
 
-    def unpacked(self, groups: Mapping[str, Arrays], plain: Mapping[str, Any]) -> SavedModel:
-        """Return the capture that `packed` described; older versions are gone, and so are steps.
+    def load_saved(self, read: Callable[[str, Slice], np.ndarray], plain: Mapping[str, Any]) -> None:
+        """Become what a snapshot holds, fragment by fragment; older versions are gone, and so are steps.
+
+        Args:
+            read: reads a piece of a group.
 
         Raises:
-            ValueError: these are not values of this model, or not the ones that were saved.
+            ValueError: these are not values of this model, or not the ones that were saved; some may be here by then.
         """
-        try:
-            found = [self._unpacked(number, groups, plain) for number in range(len(self._marks))]
-        except (KeyError, IndexError) as error:
-            raise ValueError(f"it is of another model or another config: {error} is missing") from error
-        return SavedModel(tuple(mark for mark, _ in found), [state for _, state in found])
-
-    def _unpacked(self, number: int, groups: Mapping[str, Arrays], plain: Mapping[str, Any]) -> tuple[Mark, State]:
-        flat = self.layout(number).flat(self._cut(groups["parameters"], number))
-        digest = self._digest(number, flat)
-        if digest != plain["digests"][number]:
-            raise ValueError(f"its fragment {number} has another digest than it had when it was saved")
-        template = self.setup.first(number, flat)
-        outer = {name: groups["outer"][f"{number}/{name}"] for name in template.outer}
-        residual = groups["outer"][f"{number}/residual"] if template.residual.size else template.residual
-        rates, peaks = tuple(plain["rates"][number]), tuple(plain["peaks"][number])
-        odd, elsewhere = tuple(Odd(*one) for one in plain["odd"][number]), plain["elsewhere"][number]
-        mark = Mark(plain["versions"][number], digest, rates, NO_VERSION, peaks, odd, elsewhere)
-        return mark, State(flat, outer, residual)
+        for number, fragment in enumerate(self.plan.fragments):
+            flat = np.empty(self.layout(number).size, np.float32)
+            views = self.layout(number).views(flat)
+            for where in fragment.slices:
+                views[where.key][...] = read(PARAMETERS, where)
+            digest = self._digest(number, flat)
+            if digest != plain["digests"][number]:
+                raise ValueError(f"its fragment {number} has another digest than it had when it was saved")
+            template = self.setup.first(number, flat)
+            outer = {name: read(OUTER, whole(f"{number}/{name}")) for name in template.outer}
+            residual = read(OUTER, whole(f"{number}/residual")) if template.residual.size else template.residual
+            rates, peaks = tuple(plain["rates"][number]), tuple(plain["peaks"][number])
+            odd, elsewhere = tuple(Odd(*one) for one in plain["odd"][number]), plain["elsewhere"][number]
+            mark = Mark(plain["versions"][number], digest, rates, NO_VERSION, peaks, odd, elsewhere)
+            self._load(number, mark, State(flat, outer, residual))
 
 
 def make_shares(config: RunConfig, plan: FragmentPlan) -> Shares:
@@ -317,9 +353,7 @@ def make_setup(config: RunConfig, plan: FragmentPlan) -> Setup:
     return Setup(shares, outer, config.wire.up, config.wire.down, config.protocol.anchor_history)
 
 
-def make_model(
-    config: RunConfig, plan: FragmentPlan, parameters: Mapping[str, np.ndarray], arithmetic: Arithmetic
-) -> GlobalModel:
+def make_model(config: RunConfig, plan: FragmentPlan, parameters: Parameters, arithmetic: Arithmetic) -> GlobalModel:
     """Return the global model of a run at its beginning."""
     factor = config.merge.outlier_factor
     return GlobalModel(plan, parameters, arithmetic, weights=config.weights, outlier_factor=factor)

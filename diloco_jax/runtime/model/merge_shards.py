@@ -23,7 +23,7 @@ import numpy as np
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.passes import Flat, Squares, State
 from diloco_jax.runtime.model import shard_commands as commands
-from diloco_jax.runtime.model.model_share import Bytes, ReadState, Setup
+from diloco_jax.runtime.model.model_share import Bytes, Setup
 from diloco_jax.runtime.model.shard_pipe import Pipe
 
 MERGE_SHARD = "merge-shard"  # the command that runs one
@@ -143,9 +143,9 @@ class RemoteShare:
         """See ModelShare.publish."""
         self.tell(commands.ShardPublish(fragment_id))
 
-    def capture(self) -> ReadState:
+    def capture(self, bounded: bool = False) -> HeldCapture:
         """See ModelShare.capture."""
-        return HeldCapture(self, next(self._captures)).read
+        return HeldCapture(self, next(self._captures), bounded)
 
     def load(self, fragment_id: int, version: int, state: State) -> None:
         """See ModelShare.load."""
@@ -176,18 +176,26 @@ class HeldPart:
 
 
 class HeldCapture:
-    """A moment that a shard captures now, and keeps until nobody here refers to it."""
+    """A moment that a shard captures now, and keeps until nobody here refers to it, with the methods of HeldStates."""
 
-    def __init__(self, share: RemoteShare, number: int) -> None:
+    def __init__(self, share: RemoteShare, number: int, bounded: bool) -> None:
         self._share = share
         self._number = number
-        share.tell(commands.ShardCapture(number))
+        share.tell(commands.ShardCapture(number, bounded))
         weakref.finalize(self, share.tell, commands.ShardFree(capture=number)).atexit = False
 
     def read(self, fragment_id: int, value_only: bool) -> State:
         """Copy a fragment of what was captured."""
         names, arrays = self._share.ask(commands.ShardRead(self._number, fragment_id, value_only))
         return commands.unpack_state(names, arrays)
+
+    def release(self, fragment_id: int) -> None:
+        """Let the shard let go of a fragment."""
+        self._share.tell(commands.ShardRelease(self._number, fragment_id))
+
+    def close(self) -> None:
+        """Let the shard let go of everything."""
+        self._share.tell(commands.ShardFree(capture=self._number))
 
 
 class MergeShards:

@@ -2,7 +2,10 @@
 
 All that is known of a fragment is one value that never changes, a FragmentState. `update` makes the next one, on any
 thread; `publish` puts it in place. So who publishes, loads and captures on one thread sees the model change there only,
-and what was captured stays as it was while the run goes on. Arrays that no state can show any more are written again.
+and what was captured stays as it was while the run goes on. Memory that no state shows any more is written again
+(passes.Buffers).
+
+Of older versions the encoded steps between them are kept, not the values (docs/decisions/0040-syncer-memory.md).
 """
 
 from __future__ import annotations
@@ -15,13 +18,25 @@ from typing import NamedTuple
 import numpy as np
 
 from diloco_jax.core.codec import Format
-from diloco_jax.core.outer import NOTHING, Outer
-from diloco_jax.core.passes import Flat, Merger, Products, Squares, State, Update, Values, squares_of, subset, values_of
+from diloco_jax.core.outer import Outer
+from diloco_jax.core.passes import (
+    Buffers,
+    Flat,
+    Merger,
+    Products,
+    Squares,
+    State,
+    Update,
+    Values,
+    squares_of,
+    subset,
+    values_of,
+)
 from diloco_jax.core.shards import Shares
 from diloco_jax.protocol.messages import NO_VERSION
+from diloco_jax.runtime.model.held import HeldStates
 
 Bytes = bytes | memoryview
-ReadState = Callable[[int, bool], State]  # of a fragment, or its value only; nobody writes to it
 
 
 class Setup(NamedTuple):
@@ -31,7 +46,7 @@ class Setup(NamedTuple):
     outer: Outer
     up: Format
     down: Format
-    anchor_history: int  # versions of a fragment that are kept
+    anchor_history: int  # versions of a fragment against which a value can be read
 
     def first(self, fragment_id: int, flat: Flat) -> State:
         """Return the state of a whole fragment before its first round."""
@@ -39,8 +54,10 @@ class Setup(NamedTuple):
         return State(flat, self.outer.init(self.shares.wholes[fragment_id].views(flat)), residual)
 
     def cut(self, fragment_id: int, shard: int, state: State) -> State:
-        """Return the shard's part of a whole state, as new arrays."""
+        """Return the shard's part of a whole state: new arrays, but of one shard the same ones."""
         shares = self.shares
+        if shares.count == 1:
+            return state
         residual = shares.cut(fragment_id, shard, state.residual) if state.residual.size else state.residual
         if self.outer.elementwise:
             outer = {name: shares.cut(fragment_id, shard, flat) for name, flat in state.outer.items()}
@@ -66,25 +83,10 @@ class Setup(NamedTuple):
 class FragmentState(NamedTuple):
     """A shard's part of a fragment at one moment. Nothing in it is ever changed while somebody may see it."""
 
-    values: dict[int, Flat]  # by version, oldest first: the newest, and those that learners may refer to
-    outer: Mapping[str, np.ndarray]  # state of the outer optimizer
-    residual: Flat  # what rounding has left out of the steps so far
-    base: int = NO_VERSION  # the version from which `step` leads to the newest; none: only the whole value can be sent
-    step: Bytes = b""
-
-    @property
-    def version(self) -> int:
-        """Return the newest version."""
-        return next(reversed(self.values))
-
-    @property
-    def state(self) -> State:
-        """Return the newest value, with what the next step needs."""
-        return State(self.values[self.version], self.outer, self.residual)
-
-    def read(self, value_only: bool) -> State:
-        """Return the newest value with what the next step needs, or without."""
-        return State(self.values[self.version], {}, NOTHING) if value_only else self.state
+    version: int  # the newest
+    state: State  # its value, with what the next step needs
+    # by older version, oldest first: the encoded step from it to the next one; without steps its value
+    older: Mapping[int, np.ndarray]
 
 
 class ModelShare:
@@ -95,10 +97,11 @@ class ModelShare:
         self._pool = ThreadPoolExecutor(threads, "merge") if threads > 1 else None
         run = self._pool.map if self._pool is not None else map
         self._mergers = []
+        buffers = Buffers(max(layout.size for layout in setup.shares.parts[shard]))
         for layout, rules in zip(setup.shares.parts[shard], setup.shares.rules, strict=True):
             how = [rules[piece.key] for piece in layout.pieces]
-            self._mergers.append(Merger(layout, how, setup.outer, setup.up, setup.down, run))
-        self._captured: dict[int, weakref.ref[np.ndarray]] = {}  # arrays that are not to be written again, by id
+            self._mergers.append(Merger(layout, how, setup.outer, setup.up, setup.down, run, buffers))
+        self._bounded: Callable[[], HeldStates | None] = lambda: None  # the newest bounded capture, if anybody has it
         self._states: dict[int, FragmentState] = {}
         self._inspected: dict[int, tuple[Values, list[Products]]] = {}
         self._made: dict[int, FragmentState] = {}
@@ -112,8 +115,7 @@ class ModelShare:
             bases: the version against which each is.
         """
         merger, state = self._mergers[fragment_id], self._states[fragment_id]
-        newest = state.state.value
-        moved = {version: newest - state.values[version] for version in set(bases) - {state.version}}
+        moved = {version: self._moved(merger, state, version) for version in set(bases) - {state.version}}
         arrays = [np.frombuffer(payload, np.uint8) for payload in parts]
         values = Values(arrays, [moved.get(base) for base in bases])
         products = merger.inspect(values)
@@ -124,16 +126,27 @@ class ModelShare:
             found[late] = np.where(np.isfinite(found[late]), of_late, found[late])
         return found
 
+    def _moved(self, merger: Merger, state: FragmentState, base: int) -> Flat:
+        """Return what the newest version has moved since an older one."""
+        first = state.older[base]
+        if self._setup.down == "float32":
+            return state.state.value - first
+        return merger.total([step for version, step in state.older.items() if version >= base])
+
     def update(
         self, fragment_id: int, version: int, chosen: Sequence[int], weights: np.ndarray
     ) -> tuple[bool, list[int]]:
         """Make the fragment's next version; return whether it is finite, and the digests of its leaves.
+
+        Waits while a snapshot that is being written holds what it replaces (held.py).
 
         Args:
             chosen: indices of the inspected values.
             weights: float64, one for each of the chosen, with the sum 1.
         """
         merger, before = self._mergers[fragment_id], self._states[fragment_id]
+        if (held := self._bounded()) is not None:
+            held.admit(fragment_id)
         values, products = self._inspected[fragment_id]
         found = Values([values.payloads[i] for i in chosen], [values.moved[i] for i in chosen])
         update = merger.update(found, subset(products, chosen), weights, before.state)
@@ -141,11 +154,11 @@ class ModelShare:
         return update.finite, update.digests
 
     def _next(self, version: int, before: FragmentState, update: Update) -> FragmentState:
-        history = self._setup.anchor_history
-        kept = list(before.values.items())[1 - history :] if history > 1 else []
-        values, made = dict([*kept, (version, update.state.value)]), update.state
-        step = update.step.data.toreadonly()
-        return FragmentState(values, made.outer, made.residual, before.version if step.nbytes else NO_VERSION, step)
+        steps = self._setup.down != "float32"
+        left = update.step if steps else before.state.value
+        count = max(self._setup.anchor_history - 1, int(steps))  # the newest step is sent, whatever is read
+        older = [*before.older.items(), (before.version, left)]
+        return FragmentState(version, update.state, dict(older[max(0, len(older) - count) :]))
 
     def forget(self, fragment_id: int) -> None:
         """Let go of what was inspected."""
@@ -153,43 +166,37 @@ class ModelShare:
 
     def publish(self, fragment_id: int) -> None:
         """Put in place what the last update of the fragment made."""
-        before, after = self._states[fragment_id], self._made.pop(fragment_id)
-        self._states[fragment_id] = after
+        self._states[fragment_id] = self._made.pop(fragment_id)
         self.forget(fragment_id)
-        self._captured = {number: held for number, held in self._captured.items() if held() is not None}
-        used = {id(array) for array in _arrays(after)}
-        for array in _arrays(before):
-            if id(array) not in used and id(array) not in self._captured:
-                self._mergers[fragment_id].buffers.give(array)
 
-    def capture(self) -> ReadState:
-        """Capture the share as it is now; what is returned reads it later, on any thread."""
-        for state in self._states.values():
-            for array in _arrays(state):
-                self._captured[id(array)] = weakref.ref(array)
-        states = dict(self._states)
-        return lambda fragment_id, value_only: states[fragment_id].read(value_only)
+    def capture(self, bounded: bool = False) -> HeldStates:
+        """Capture the share as it is now; any thread may read it.
+
+        Args:
+            bounded: whoever replaces what was captured waits until that is let go of.
+        """
+        held = HeldStates({number: state.state for number, state in self._states.items()})
+        if bounded:
+            self._bounded = weakref.ref(held)
+        return held
 
     def load(self, fragment_id: int, version: int, state: State) -> None:
-        """Make these arrays, which are given away, the newest and only version."""
-        self._states[fragment_id] = FragmentState({version: state.value}, state.outer, state.residual)
+        """Make these arrays, which nobody may write to any more, the newest and only version."""
+        self._states[fragment_id] = FragmentState(version, state, {})
 
     def restore(self, fragment_id: int, version: int, flat: Flat) -> None:
-        """Make this array, which is given away, the newest and only value.
+        """Make this array, which nobody may write to any more, the newest and only value.
 
         Outer state stays, and what steps left out so far is lost.
         """
-        before = self._states[fragment_id]
-        self._states[fragment_id] = FragmentState({version: flat}, before.outer, np.zeros_like(before.residual))
+        before = self._states[fragment_id].state
+        self.load(fragment_id, version, State(flat, before.outer, np.zeros_like(before.residual)))
 
     def payload(self, fragment_id: int, base: int) -> Bytes:
         """Return the newest version as it travels to learners: whole in float32, or the step from version `base`."""
-        state = self._states[fragment_id]
+        version, state, older = self._states[fragment_id]
         if base == NO_VERSION:
-            return state.state.value.tobytes()  # a copy: the array may be written again before this is sent
-        assert base == state.base, f"no step from version {base} of fragment {fragment_id}, but from {state.base}"
-        return state.step
-
-
-def _arrays(state: FragmentState) -> list[np.ndarray]:
-    return [*state.values.values(), *state.outer.values(), state.residual]
+            return state.value.view(np.uint8).data.toreadonly()
+        newest = next(reversed(older), NO_VERSION)
+        assert base == newest, f"no step from version {base} of fragment {fragment_id} to {version}, but from {newest}"
+        return older[base].data.toreadonly()

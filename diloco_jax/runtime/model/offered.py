@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -42,23 +42,29 @@ class OfferedModel:
         corpus: "": the first learner says what islands read.
 
     Args:
-        layout: as `layout_of` writes it.
-        values: initial values by path, float32.
+        kept: the checkpoint that holds it.
+
+    Raises:
+        ValueError: it is damaged.
     """
 
     corpus = ""
 
-    def __init__(self, layout: str, values: Mapping[str, np.ndarray]) -> None:
-        self.shapes, self.kinds = read_layout(layout)
-        self._values = values
+    def __init__(self, kept: Path) -> None:
+        self._kept = checkpoint.Reader(kept)
+        self.shapes, self.kinds = read_layout(str(self._kept.meta["layout"]))
 
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
-    def initial_parameters(self) -> Mapping[str, np.ndarray]:
-        """Return the initial values by path, for nobody to write to."""
-        return self._values
+    def initial_parameters(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Read the initial values: (path, new float32 array) by ascending path.
+
+        Raises:
+            ValueError: they are damaged.
+        """
+        return ((path, self._kept.array(checkpoint.PARAMETERS, path)) for path in self.shapes)
 
 
 def layout_of(shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, Kind]) -> str:
@@ -111,8 +117,7 @@ def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> Of
     """
     folder = run_dir / OFFERED
     for found in checkpoint.complete(folder):
-        groups, meta = checkpoint.load(found, checkpoint.PARAMETERS)
-        return OfferedModel(str(meta["layout"]), groups[checkpoint.PARAMETERS])
+        return OfferedModel(found)
     desk = ModelDesk(config.transport, describe_run(config, ""), lambda layout: _bytes_of(layout, config))
     try:
         (run_dir / ADDRESS_FILE).write_text(desk.address, encoding="utf-8")
@@ -125,10 +130,11 @@ def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> Of
         for path, shape in shapes.items():
             values[path] = flat[start : start + math.prod(shape)].reshape(shape)
             start += math.prod(shape)
-        checkpoint.save(folder, {checkpoint.PARAMETERS: values}, {"global_step": 0, "layout": offer.layout})
+        about = {"global_step": 0, "layout": offer.layout}
+        kept = checkpoint.save(folder, {checkpoint.PARAMETERS: values}, about)
     finally:  # until the model is kept, islands are told that it comes
         desk.close()
-    return OfferedModel(offer.layout, values)
+    return OfferedModel(kept)
 
 
 def _bytes_of(layout: str, config: RunConfig) -> int:

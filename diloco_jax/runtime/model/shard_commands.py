@@ -89,9 +89,10 @@ class ShardRestore(NamedTuple):
 
 
 class ShardCapture(NamedTuple):
-    """Capture the share as it is now, under this number."""
+    """Capture the share as it is now, under this number; see ModelShare.capture."""
 
     capture: int
+    bounded: bool
 
 
 class ShardRead(NamedTuple):
@@ -100,6 +101,13 @@ class ShardRead(NamedTuple):
     capture: int
     fragment_id: int
     value_only: bool
+
+
+class ShardRelease(NamedTuple):
+    """Let go of a fragment of a capture."""
+
+    capture: int
+    fragment_id: int
 
 
 class ShardFree(NamedTuple):

@@ -26,7 +26,8 @@ import numpy as np
 from diloco_jax.protocol.messages import FragmentValue, Hello
 from diloco_jax.runtime.model import shard_commands as commands
 from diloco_jax.runtime.model.global_model import make_setup
-from diloco_jax.runtime.model.model_share import ModelShare, ReadState
+from diloco_jax.runtime.model.held import HeldStates
+from diloco_jax.runtime.model.model_share import ModelShare
 from diloco_jax.runtime.model.shard_pipe import Pipe
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.grpc_link import GrpcListener, listen
@@ -53,7 +54,7 @@ class ShardRun:
         self._reads = ThreadPoolExecutor(1, "read")
         self._held: dict[int, bytes | memoryview] = {}  # parts of learners' values, by the number that control knows
         self._numbers = itertools.count()
-        self._captures: dict[int, ReadState] = {}
+        self._captures: dict[int, HeldStates] = {}
         self._traffic = Traffic(0, 0)
         self._over = False
 
@@ -106,7 +107,8 @@ class ShardRun:
                 self._listener.send(peer, message, share.payload(message.fragment_id, message.base))
             case commands.ShardFree(part, capture):
                 self._held.pop(part, None)
-                self._captures.pop(capture, None)
+                if (freed := self._captures.pop(capture, None)) is not None:
+                    freed.close()  # a merge may wait for it
             case commands.ShardInspect(fragment_id, numbers, bases):
                 parts = [self._held[each] for each in numbers]
                 self._submit(self._merges, number, lambda: (None, [share.inspect(fragment_id, parts, bases)]))
@@ -121,11 +123,13 @@ class ShardRun:
                 share.load(fragment_id, version, commands.unpack_state(names, arrays))
             case commands.ShardRestore(fragment_id, version):
                 share.restore(fragment_id, version, arrays[0])
-            case commands.ShardCapture(capture):
-                self._captures[capture] = share.capture()
+            case commands.ShardCapture(capture, bounded):
+                self._captures[capture] = share.capture(bounded)
+            case commands.ShardRelease(capture, fragment_id):
+                self._captures[capture].release(fragment_id)
             case commands.ShardRead(capture, fragment_id, value_only):
-                read = self._captures[capture]
-                self._submit(self._reads, number, lambda: commands.pack_state(read(fragment_id, value_only)))
+                held = self._captures[capture]
+                self._submit(self._reads, number, lambda: commands.pack_state(held.read(fragment_id, value_only)))
             case commands.ShardListen():
                 self._listen(number, command)
             case commands.ShardHangUp(grace_s):

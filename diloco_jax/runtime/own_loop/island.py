@@ -15,11 +15,11 @@ processes each calls the same methods in the same order: the first one leads, th
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -36,13 +36,15 @@ from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import die, meet
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.learner.decisions import Signals
-from diloco_jax.runtime.learner.joined import Joined, Joining, StepSize
+from diloco_jax.runtime.learner.joined import Joined, Joining, StepSize, island_pulse
 from diloco_jax.runtime.learner.metrics import own_metrics
 from diloco_jax.runtime.learner.preemption import check_source, watch
+from diloco_jax.runtime.own_loop.evaluation import OwnEvaluation, scalars
 from diloco_jax.runtime.own_loop.introduce import introduce
-from diloco_jax.runtime.own_loop.surroundings import look
+from diloco_jax.runtime.own_loop.surroundings import look, unless_typed
 from diloco_jax.runtime.own_loop.trees import LoopState
-from diloco_jax.runtime.records.signals import die_with_parent
+from diloco_jax.runtime.records.pulse import Pulse
+from diloco_jax.runtime.records.signals import die_with_parent, stop_on_sigterm
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.sharding import LogicalAxes
 from diloco_jax.training.train_step import TrainState
@@ -72,8 +74,11 @@ class OwnIsland:
             they stand for. Schedules go by it.
     """
 
-    def __init__(self, config: RunConfig, name: str, state: LoopState, stop: threading.Event, data: str) -> None:
+    def __init__(
+        self, config: RunConfig, name: str, state: LoopState, stop: threading.Event, data: str, pulse: Pulse
+    ) -> None:
         self.name = name
+        self._pulse = pulse
         self.config = config
         self.global_step = 0
         self._state = state
@@ -93,7 +98,9 @@ class OwnIsland:
         self._side: Leading | Follower | None = None
         self._host: Host | None = None
         self._several = False  # processes of this island
-        self._undo: Callable[[], object] = lambda: None
+        self._undo = ExitStack()
+        self._undo.callback(pulse.close)
+        pulse.rest()
 
     def state(self) -> dict[str, Any]:
         """Return {"params", "opt_state"} with which the first step begins; waits for them.
@@ -108,7 +115,8 @@ class OwnIsland:
         if self._handed:
             raise ValueError("state() is for once, before the first step; after_step() returns what comes later")
         if self._going is None:
-            self._begin()
+            with self._pulse.step():
+                self._begin()
         self._handed, found = True, self._held.state
         given: dict[str, Any] = {"params": self._state.given_back(found.params)}
         if found.opt_state is not None:
@@ -151,8 +159,7 @@ class OwnIsland:
 
         Args:
             params: as the step left them: the tree, layout and dtypes that `join` was given.
-            metrics: a scalar loss, or scalars by name with one called `loss`. One called `eval_loss` is taken for an
-                evaluation of the global model (`global_params`), which in a run without a model only islands can make.
+            metrics: a scalar loss, or scalars by name with one called `loss`.
             opt_state: as the step left it, if `join` was given one.
 
         Raises:
@@ -162,16 +169,17 @@ class OwnIsland:
             raise ValueError("after_step() without a step: call it only while island.training")
         if self._leased and not self._asked:
             raise ValueError('next_samples() was not called for this step; call it, or join with data="own"')
-        self._held.state = self._state.taken(params, opt_state, "after_step()")
-        values = _scalars(metrics)
-        side = self._side
-        if isinstance(side, Leading):
-            took_s = time.monotonic() - self._ready_s
-            self._going = side.joined.stepped(self._batch, self.global_step, values, took_s)
-            self._next(self._going)
-        else:
-            self._follow()
-        return self._state.given_back(self._held.state.params)
+        with self._pulse.step():
+            self._held.state = self._state.taken(params, opt_state, "after_step()")
+            values = scalars(metrics)
+            side = self._side
+            if isinstance(side, Leading):
+                took_s = time.monotonic() - self._ready_s
+                self._going = side.joined.stepped(self._batch, self.global_step, values, took_s)
+                self._next(self._going)
+            else:
+                self._follow()
+            return self._state.given_back(self._held.state.params)
 
     def global_params(self) -> Any:
         """Return the newest global model that this island holds, as the loop's tree: what an evaluation is of.
@@ -194,17 +202,19 @@ class OwnIsland:
             ConnectionError: it had expelled this incarnation; a new one may join.
         """
         side, self._side = self._side, None
-        self._undo()
-        if isinstance(side, Follower):
-            self._stop.set()
-            while side.next_step() is not None:  # the leader decides when
-                pass
-            side.leave()
-        elif side is not None:
-            if self._going:
+        try:
+            if isinstance(side, Follower):
                 self._stop.set()
-            side.joined.leave()
-            side.joined.check_end()
+                while side.next_step() is not None:  # the leader decides when
+                    pass
+                side.leave()
+            elif side is not None:
+                if self._going:
+                    self._stop.set()
+                side.joined.leave()
+                side.joined.check_end()
+        finally:
+            self._undo.close()
         self._going = False
 
     def __enter__(self) -> Self:
@@ -224,25 +234,28 @@ class OwnIsland:
         except Exception as other:  # the loop's own error is what people need to see
             log.warning(f"{self.name}: {other!r}")
 
-    def take_part(self, joining: Joining, size: StepSize, flops_per_step: float) -> None:
+    def take_part(
+        self, joining: Joining, size: StepSize, flops_per_step: float, evaluate: Callable[[Any], Any] | None
+    ) -> None:
         """Take the place in the run that `joining` says; steps are so large, and take so many operations."""
         hosts, signals = joining.hosts, Signals(self._stop)
+        evaluation = OwnEvaluation(evaluate, self._state.given_back) if evaluate is not None else None
         self._several = hosts is not None
         if hosts is not None and hosts.host:
             assert isinstance(hosts.group, GroupMember), "host 0 leads"
-            self._host = host = Host(self.config, self._held, saves=joining.saved_states())
+            self._host = host = Host(self.config, self._held, evaluate=evaluation, saves=joining.saved_states())
             dialler = joining.dialler(host.plan)
-            self._side = Follower(self.config, host, dialler, hosts.group, self._stop, self._take_ranges)
+            self._side = Follower(self.config, host, dialler, hosts.group, self._stop, self._take_ranges, joining.pulse)
             return
-        self._host = host = joining.host(self._held, lambda: None, self._stop)
+        self._host = host = joining.host(self._held, lambda: None, evaluation, self._stop)
         metrics = own_metrics(self.config, self.name, self._state.devices, flops_per_step / size.tokens)
         payloads = PayloadSender(signals.fail)
         joined = Joined(joining, host, size, signals, payloads, metrics)
         self._side = Leading(joined, host)
 
     def on_leaving(self, undo: Callable[[], object]) -> None:
-        """Call this once the island leaves."""
-        self._undo = undo
+        """Call this once the island has left."""
+        self._undo.callback(undo)
 
     def _begin(self) -> None:
         side = self._side
@@ -283,26 +296,6 @@ def _positions(ranges: Ranges) -> Int64[np.ndarray, " samples"]:
     return np.concatenate([np.arange(0), *(np.arange(start, stop) for start, stop in ranges)])
 
 
-def _scalars(metrics: Any) -> dict[str, float]:
-    """Return what a loop reports as floats by name; waits for them.
-
-    Raises:
-        ValueError: no loss is among them, or one is no scalar.
-    """
-    named = metrics if isinstance(metrics, Mapping) else {"loss": metrics}
-    if "loss" not in named:
-        raise ValueError(
-            f"metrics has no 'loss' ({', '.join(map(str, named)) or 'nothing'}); give a scalar of that name"
-        )
-    found: dict[str, float] = {}
-    for name, value in named.items():
-        try:
-            found[str(name)] = float(np.asarray(jax.device_get(value)).reshape(()))
-        except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: it was donated
-            raise ValueError(f"metric {str(name)[:80]!r} is no scalar ({error}); give one, such as its mean") from error
-    return found
-
-
 def join(
     syncer: str | None = None,
     *,
@@ -315,6 +308,7 @@ def join(
     data: Literal["leased", "own"] = "leased",
     corpus: str = "",
     axes: Mapping[str, LogicalAxes] | None = None,
+    evaluate: Callable[[Any], Any] | None = None,
     transport: TransportConfig | None = None,
     run_dir: str | Path | None = None,
     preemption: str = "",
@@ -339,6 +333,8 @@ def join(
         corpus: what the samples are read from, in a word or a digest that all islands must agree on.
         axes: logical axis names of parameters by path, such as ("vocab", "embed") for an embedding, which is averaged,
             or ("layers", None, None) for a stack; unnamed ones go by their shape. The same on all islands.
+        evaluate: called between two steps with the global model, as the tree of `params`, when it is this island's
+            turn: every train.eval_every global steps and at the end. Returns what `after_step` takes as metrics.
         transport: certificates, token and time-outs of this machine; its address is not used.
         run_dir: folder of this island's tapes and saved states, the same at every start. None: DILOCO_RUN_DIR, else
             runs/ and the run's name.
@@ -356,7 +352,7 @@ def join(
     state = LoopState(params, opt_state, axes)
     del params, opt_state
     own = replace(transport or here.transport, address=here.syncer)
-    config = introduce(own, here.name, state.params, state.kinds)
+    config = unless_typed(introduce(own, here.name, state.params, state.kinds))
     die_with_parent()
     incarnation, hosts = here.incarnation, None
     if jax.process_count() > 1:
@@ -366,11 +362,12 @@ def join(
     stop = threading.Event()
     if preemption:
         watch(check_source(preemption), stop)
-    island = OwnIsland(config, here.name, state, stop, data)
-    island.on_leaving(_stop_on_sigterm(stop))
     folder = here.run_dir or Path(config.runs_dir) / config.name
-    joining = Joining(config, here.name, incarnation, own.address, folder, hosts)
-    island.take_part(joining, StepSize(samples_per_step, tokens_per_step, corpus), flops_per_step)
+    pulse = island_pulse(config, folder, here.name, 0 if hosts is None else hosts.host)
+    island = OwnIsland(config, here.name, state, stop, data, pulse)
+    island.on_leaving(stop_on_sigterm(stop))
+    joining = Joining(config, here.name, incarnation, own.address, folder, pulse, hosts)
+    island.take_part(joining, StepSize(samples_per_step, tokens_per_step, corpus), flops_per_step, evaluate)
     return island
 
 
@@ -380,11 +377,3 @@ def _check(sizes: Mapping[str, int], data: str) -> None:
             raise ValueError(f"{what} is {count!r}; give a whole number from 1")
     if data not in ("leased", "own"):
         raise ValueError(f'data is {data!r}; use "leased" or "own"')
-
-
-def _stop_on_sigterm(stop: threading.Event) -> Callable[[], object]:
-    """Let SIGTERM end the island politely, where this may be asked for; returns what puts things back."""
-    if threading.current_thread() is not threading.main_thread():
-        return lambda: None
-    before = signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
-    return lambda: signal.signal(signal.SIGTERM, before)

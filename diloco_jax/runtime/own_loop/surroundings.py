@@ -7,11 +7,15 @@ DILOCO_HOST (its own) before it touches a device.
 from __future__ import annotations
 
 import os
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
+from diloco_jax.settings.watchdog import WatchdogConfig
 from diloco_jax.transport.link import TransportConfig, check_name
 
 SYNCER_ENV = "DILOCO_SYNCER"  # host:port
@@ -47,6 +51,12 @@ def look(syncer: str | None, name: str | None, run_dir: str | Path | None, coord
         int(os.environ.get(INCARNATION_ENV) or time.time() * 1000),
         load(config).transport if config else TransportConfig(),
     )
+
+
+def unless_typed(config: RunConfig) -> RunConfig:
+    """Return the config without its watchdog in a notebook or at a prompt, where a person may take any time."""
+    typed = not hasattr(sys.modules["__main__"], "__file__")
+    return replace(config, watchdog=WatchdogConfig(least_s=0.0)) if typed else config
 
 
 def _given(value: str | None, variable: str, argument: str) -> str:

@@ -1,36 +1,57 @@
-"""Checkpoints on disk: named groups of arrays and a description, written by Orbax whole or not at all.
+"""Checkpoints on disk: named groups of arrays and a description, readable by Orbax, there whole or not at all.
 
-A folder of checkpoints holds `step_00000123`, named by global step. Orbax writes into a temporary folder, puts a commit
-file into it and renames it, so a writer that dies leaves nothing that is taken for a checkpoint. Every group carries a
-checksum of its own: a disk that lost bytes is noticed, not trained on.
+A folder of checkpoints holds `step_00000123`, named by global step. A writer fills another folder and renames it at the
+end, so one that dies leaves nothing that is taken for a checkpoint. Every piece carries a checksum of its own: a disk
+that lost bytes is noticed, not trained on.
+
+Orbax writes what describes the arrays, and TensorStore the arrays where Orbax looks for them, piece by piece: Orbax
+itself copies all of them before it writes one. So whoever writes or reads a checkpoint holds a piece at a time.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
+import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import xxhash
+import tensorstore as ts
 from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.core import codec
+from diloco_jax.core.fragments import WHOLE, Slice, whole
 
 PARAMETERS, META = "parameters", "meta"
-CHUNK_BYTES = 1 << 26
-_CHECKSUMS = "checksums"  # key of the description: group -> checksum
+CHUNK_BYTES = 1 << 26  # of a file
+_PIECES = "pieces"  # key of the description: group -> path, axis, start, stop and checksum of each piece
+_ITSELF = "checksum"  # likewise: of the rest of the description
 _BARE = "without_elements"  # likewise: group -> name -> dtype and shape of arrays without elements
 _UNREADABLE = "unreadable_"  # prefix of a checkpoint that was set aside
+ROW_BYTES = 1 << 20  # of a slice of length 1, from which it is a chunk of its own
+_AT_ONCE = 2  # chunks that are copied, or written, at a time
 
 Arrays = dict[str, np.ndarray]
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+# Orbax warns at every save that arrays with files of their own need not be merged.
+logging.getLogger("absl").addFilter(lambda record: "Skipping merge of OCDBT" not in record.getMessage())
+
+
+class Piece(NamedTuple):
+    """An array, or a slice of one, of a checkpoint."""
+
+    group: str
+    where: Slice
+    shape: tuple[int, ...]  # of the whole array
+    value: np.ndarray
 
 
 def save(folder: Path, groups: Mapping[str, Mapping[str, np.ndarray]], meta: Mapping[str, Any]) -> Path:
@@ -44,22 +65,156 @@ def save(folder: Path, groups: Mapping[str, Mapping[str, np.ndarray]], meta: Map
     Returns:
         The checkpoint's folder.
     """
+    named = ((group, name, value) for group, arrays in groups.items() for name, value in arrays.items())
+    pieces = (Piece(group, whole(name), value.shape, value) for group, name, value in named)
+    return save_pieces(folder, groups, pieces, meta)
+
+
+def save_pieces(folder: Path, groups: Iterable[str], pieces: Iterable[Piece], meta: Mapping[str, Any]) -> Path:
+    """Write one checkpoint; another one of the same global step is replaced. See `save`.
+
+    Args:
+        pieces: of all arrays of these groups; those of one array may come at any time.
+    """
     target = folder.absolute() / f"step_{int(meta['global_step']):08d}"
-    folder.mkdir(parents=True, exist_ok=True)
-    if target.exists():
-        shutil.rmtree(target)
-    checksums = {name: _checksum(arrays) for name, arrays in groups.items()} | {META: _checksum_of_meta(meta)}
-    # Orbax refuses arrays without elements, and groups without arrays.
-    bare = {
-        group: {name: [value.dtype.name, list(value.shape)] for name, value in arrays.items() if not value.size}
-        for group, arrays in groups.items()
-    }
-    filled = {group: {k: v for k, v in arrays.items() if v.size} for group, arrays in groups.items()}
-    full = {group: arrays for group, arrays in filled.items() if arrays}
-    described = {**json.loads(json.dumps(dict(meta))), _CHECKSUMS: checksums, _BARE: bare}
+    part, arrays = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.arrays")
+    for old in (part, arrays):
+        shutil.rmtree(old, ignore_errors=True)
+    arrays.mkdir(parents=True)
+    written: dict[str, list[list[Any]]] = {group: [] for group in groups}
+    bare: dict[str, dict[str, Any]] = {group: {} for group in written}  # Orbax refuses these
+    for piece in pieces:
+        if piece.value.size:
+            _write(arrays / piece.group / piece.where.path, piece)
+        else:
+            bare[piece.group][piece.where.path] = [piece.value.dtype.name, list(piece.shape)]
+        written[piece.group].append([*piece.where, _checksum(piece.where, piece.value)])
+        del piece  # before the next one is made
+    plain = json.loads(json.dumps(dict(meta)))
+    described = {**plain, _ITSELF: _checksum_of(plain, written, bare), _PIECES: written, _BARE: bare}
+    names = {group: {row[0] for row in rows} - bare[group].keys() for group, rows in written.items()}
+    outline = {group: {name: np.zeros(1, np.float32) for name in found} for group, found in names.items() if found}
     with _context():
-        ocp.save_checkpointables(target, {**full, META: described})
+        ocp.save_checkpointables(part, {**outline, META: described})
+    for group in outline:  # the arrays in place of those of one element
+        os.replace(part / group / "_METADATA", arrays / group / "_METADATA")
+        shutil.rmtree(part / group)
+        os.replace(arrays / group, part / group)
+    shutil.rmtree(arrays)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(part, target)
     return target
+
+
+def _write(path: Path, piece: Piece) -> None:
+    """Write a piece in blocks of some chunks, so that nobody holds copies of more than these."""
+    value, where = np.atleast_1d(piece.value), piece.where
+    shape = piece.shape or (1,)
+    chunks = _chunks(shape, where, value.itemsize)
+    if where.axis == WHOLE or not (path / "zarr.json").exists():
+        grid = {"name": "regular", "configuration": {"chunk_shape": chunks[: len(piece.shape)]}}
+        codecs = [{"name": "bytes", "configuration": {"endian": "little"}}]
+        about = {"shape": piece.shape, "data_type": value.dtype.name, "chunk_grid": grid, "codecs": codecs}
+        store = _open(path, create=True, metadata=about)
+    else:
+        store = _open(path)
+    if not piece.shape:
+        store.write(piece.value).result()
+        return
+    target = store[where.at].translate_to[(0,) * value.ndim]
+    step = chunks[0] * max(1, _AT_ONCE * CHUNK_BYTES * len(value) // value.nbytes // chunks[0])
+    first, start = where.start if where.axis == 0 else 0, 0
+    while start < len(value):
+        stop = min(len(value), ((first + start) // step + 1) * step - first)
+        target[start:stop].write(value[start:stop]).result()
+        start = stop
+
+
+def _chunks(shape: tuple[int, ...], where: Slice, itemsize: int) -> list[int]:
+    """Return the shape of a file's chunk: of slices of an array, if they can be chunks, and of at most CHUNK_BYTES."""
+    chunks = list(shape)
+    if where.axis != WHOLE:
+        length, rest = where.stop - where.start, itemsize * math.prod(shape[1:])
+        even = shape[where.axis] % length == 0 and where.start % length == 0
+        chunks[where.axis] = length if even or where.axis or rest < ROW_BYTES else 1
+    for axis in range(len(chunks)):
+        chunks[axis] = max(1, min(chunks[axis], chunks[axis] * CHUNK_BYTES // (itemsize * math.prod(chunks))))
+    return chunks
+
+
+def _open(path: Path, **options: Any) -> ts.TensorStore:
+    spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
+    if "metadata" in options:
+        spec["metadata"] = options.pop("metadata")
+    return ts.open(spec, context=_few_at_once(), **options).result()
+
+
+@cache
+def _few_at_once() -> ts.Context:
+    """Return the one context of this process: its threads must outlive all arrays that they wrote."""
+    return ts.Context({name: {"limit": _AT_ONCE} for name in ("data_copy_concurrency", "file_io_concurrency")})
+
+
+class Reader:
+    """A checkpoint that is read piece by piece; `meta` is its description.
+
+    Raises:
+        ValueError: this is no checkpoint, or its description is damaged; names it.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._folder = checkpoint.absolute()
+        with _reading(checkpoint):
+            meta = dict(ocp.load_checkpointables(self._folder, {META: None})[META])
+            known, self._bare, pieces = meta.pop(_ITSELF), meta.pop(_BARE), meta.pop(_PIECES)
+            self._pieces = {group: {Slice(*row[:4]): int(row[4]) for row in rows} for group, rows in pieces.items()}
+        self.meta: dict[str, Any] = meta
+        if known != _checksum_of(meta, pieces, self._bare):
+            raise self._damaged(META)
+
+    def names(self, group: str) -> list[str]:
+        """Return the names of a group's arrays, ascending.
+
+        Raises:
+            ValueError: there is no such group.
+        """
+        if group not in self._pieces:
+            raise ValueError(f"checkpoint {self._folder} has no {group}; use another")
+        return sorted({where.path for where in self._pieces[group]})
+
+    def piece(self, group: str, where: Slice) -> np.ndarray:
+        """Read a piece as it was written.
+
+        Raises:
+            ValueError: there is no such piece, or it is damaged.
+        """
+        if where not in self._pieces.get(group, {}):
+            raise ValueError(f"checkpoint {self._folder} is of another model or another config: no {where.key} in it")
+        value = self._read(group, where)
+        self._compare(group, where, value)
+        return value
+
+    def array(self, group: str, name: str) -> np.ndarray:
+        """Read an array of all its pieces. Raises as `piece`."""
+        value = self._read(group, whole(name))
+        for where in self._pieces[group]:
+            if where.path == name:
+                self._compare(group, where, value[where.at])
+        return value
+
+    def _read(self, group: str, where: Slice) -> np.ndarray:
+        if where.path in self._bare[group]:
+            dtype, shape = self._bare[group][where.path]
+            return np.zeros(shape, dtype)
+        with _reading(self._folder):
+            return np.asarray(_open(self._folder / group / where.path)[where.at].read().result())
+
+    def _compare(self, group: str, where: Slice, value: np.ndarray) -> None:
+        if _checksum(where, value) != self._pieces[group][where]:
+            raise self._damaged(group)
+
+    def _damaged(self, what: str) -> ValueError:
+        return ValueError(f"checkpoint {self._folder} is damaged: the checksum of its {what} differs; use another")
 
 
 def load(checkpoint: Path, *names: str) -> tuple[dict[str, Arrays], dict[str, Any]]:
@@ -71,35 +226,8 @@ def load(checkpoint: Path, *names: str) -> tuple[dict[str, Arrays], dict[str, An
     Raises:
         ValueError: this is no checkpoint with these groups, or it is damaged; names it.
     """
-    meta, checksums, bare = _described(checkpoint)
-    with _reading(checkpoint):
-        filled = {name: None for name in names if checksums[name] != _checksum(_without_elements(bare[name]))}
-        loaded = ocp.load_checkpointables(checkpoint.absolute(), filled) if filled else {}
-    groups = {
-        name: {path: np.asarray(v) for path, v in loaded.get(name, {}).items()} | _without_elements(bare[name])
-        for name in names
-    }
-    for name, arrays in groups.items():
-        _compare(checkpoint, name, _checksum(arrays), checksums)
-    return groups, meta
-
-
-def _described(checkpoint: Path) -> tuple[dict[str, Any], dict[str, int], dict[str, dict[str, Any]]]:
-    """Return the description, checksums by group, and the arrays without elements by group and name."""
-    with _reading(checkpoint):
-        meta = dict(ocp.load_checkpointables(checkpoint.absolute(), {META: None})[META])
-        checksums, bare = meta.pop(_CHECKSUMS), meta.pop(_BARE)
-    _compare(checkpoint, META, _checksum_of_meta(meta), checksums)
-    return meta, checksums, bare
-
-
-def _without_elements(described: Mapping[str, Any]) -> Arrays:
-    return {name: np.zeros(shape, dtype) for name, (dtype, shape) in described.items()}
-
-
-def _compare(checkpoint: Path, name: str, found: int, checksums: Mapping[str, int]) -> None:
-    if found != checksums.get(name):
-        raise ValueError(f"checkpoint {checkpoint} is damaged: the checksum of its {name} differs; use another")
+    reader = Reader(checkpoint)
+    return {group: {name: reader.array(group, name) for name in reader.names(group)} for group in names}, reader.meta
 
 
 @contextmanager
@@ -113,28 +241,21 @@ def _reading(checkpoint: Path) -> Iterator[None]:
 
 
 def _context() -> Any:
-    """Keep the description in one JSON file: as a tree of arrays every number in it would be a file of its own.
-
-    Large arrays are cut into chunks, so that whoever reads one need not hold all of it compressed too.
-    """
+    """Keep the description in one JSON file: as a tree of arrays every number in it would be a file of its own."""
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=META)
     context = ocp.Context()
     context.checkpointables.registry = registry
-    context.array_options.saving.storage_options.chunk_byte_size = CHUNK_BYTES
+    context.array_options.saving.use_ocdbt = False  # else arrays have no files of their own
     return context
 
 
-def _checksum(arrays: Mapping[str, np.ndarray]) -> int:
-    return codec.digest(piece for name in sorted(arrays) for piece in _pieces(name, arrays[name]))
+def _checksum(where: Slice, value: np.ndarray) -> int:
+    return codec.digest([f"{where.key} {value.dtype.str} {value.shape}\0".encode(), codec.as_bytes(value)])
 
 
-def _pieces(name: str, value: np.ndarray) -> tuple[codec.Bytes, codec.Bytes]:
-    return f"{name} {value.dtype.str} {value.shape}\0".encode(), codec.as_bytes(value)
-
-
-def _checksum_of_meta(meta: Mapping[str, Any]) -> int:
-    return codec.digest(json.dumps(dict(meta), sort_keys=True).encode())
+def _checksum_of(*described: Any) -> int:
+    return codec.digest(json.dumps(described, sort_keys=True).encode())
 
 
 def complete(folder: Path) -> list[Path]:
@@ -188,29 +309,11 @@ def each_parameter(checkpoint: Path) -> tuple[int, Iterator[tuple[str, np.ndarra
     """Count the parameters of a checkpoint, and return them one at a time: (path, array) by ascending path.
 
     Raises:
-        ValueError: as `load`; for another checksum when all have been read.
+        ValueError: as `load`; for another checksum when the parameter is read.
     """
-    _, checksums, bare = _described(checkpoint)
-    folder, empty = checkpoint.absolute(), _without_elements(bare[PARAMETERS])
-    with _reading(checkpoint):
-        stored = ocp.checkpointables_metadata(folder).metadata.get(PARAMETERS, {})
-
-    def read(path: str) -> np.ndarray:
-        alone = {other: kept if other == path else ocp.PLACEHOLDER for other, kept in stored.items()}
-        with _reading(checkpoint):
-            return np.asarray(ocp.load_checkpointables(folder, {PARAMETERS: alone})[PARAMETERS][path])
-
-    def all_of_them() -> Iterator[tuple[str, np.ndarray]]:
-        hasher = xxhash.xxh3_64()
-        for path in sorted(stored.keys() | empty):
-            value = empty[path] if path in empty else read(path)
-            for piece in _pieces(path, value):
-                hasher.update(piece)
-            yield path, value
-            del value, piece  # before the next one is read: there may be no room for two
-        _compare(checkpoint, PARAMETERS, hasher.intdigest(), checksums)
-
-    return len(stored) + len(empty), all_of_them()
+    reader = Reader(checkpoint)
+    names = reader.names(PARAMETERS)
+    return len(names), ((name, reader.array(PARAMETERS, name)) for name in names)
 
 
 def load_parameters(checkpoint: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

@@ -20,6 +20,7 @@ STATES = "states"  # what each host of an island saved of itself
 TAPES = "tapes"  # what each learner did
 OFFERED = "offered"  # the initial model, if an island brought it
 LOGS = "logs"
+HEALTH = "health"  # signs of life of each process, for probes (pulse.py)
 PROFILES = "profiles"  # what jax.profiler wrote of some steps of an island
 PROGRAMS = "programs"  # compiled ones, so that a process that starts again need not compile
 

@@ -1,4 +1,16 @@
-"""First acts of every process of a run: obey signals, and do not outlive the parent."""
+"""First acts and last words of every process of a run: obey signals, do not outlive the parent, end with a status.
+
+Who starts a process again goes by its exit status; `diloco_jax.cli`, `diloco train` and what `diloco launch` writes use
+these numbers, and no others:
+
+    DONE          the work is done
+    FAILED        another attempt may succeed
+    WRONG_INPUT   another attempt would fail as well: somebody has to change something
+    HUNG          its watchdog ended it (pulse.py): start it again
+    INTERRUPTED   asked to end before its work was done, by SIGTERM, Ctrl-C or a preemption notice: no failure
+
+A second SIGTERM or SIGINT ends a process at once, with 128 + its number.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +19,10 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 
 PARENT_ENV = "DILOCO_PARENT_PID"
-# Exit statuses: failed; one clear message about wrong input, nothing to retry; asked to end before its work was done.
-FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
+DONE, FAILED, WRONG_INPUT, HUNG, INTERRUPTED = 0, 1, 2, 124, 130
 _PR_SET_PDEATHSIG = 1
 
 
@@ -26,6 +38,14 @@ def stop_on_signals() -> threading.Event:
     signal.signal(signal.SIGINT, handle)
     signal.signal(signal.SIGTERM, handle)
     return stop
+
+
+def stop_on_sigterm(stop: threading.Event) -> Callable[[], object]:
+    """Let SIGTERM set an event, where this may be asked for; returns what puts things back."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    before = signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    return lambda: signal.signal(signal.SIGTERM, before)
 
 
 def die_with_parent() -> None:

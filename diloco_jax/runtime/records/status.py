@@ -22,6 +22,7 @@ from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.questions import ask_status
 
 ANSWER_TIMEOUT_S = 5.0
+EVALUATING = "evaluating"  # state of a run: every round is done, an island evaluates the final model
 STARVED, STARVED_MAX = 0.05, 4  # share of its time from which an island's waiting for data is told; names that are told
 
 
@@ -41,17 +42,21 @@ def compose_status(
     """Return what the run does now, for `diloco status` and the live view.
 
     Args:
-        stopped: whether it was ended early.
+        stopped: whether somebody has ended it.
         alarms: what is wrong with the syncer itself, such as a full disk; the first is what everybody waits for.
         eval_loss, eval_scores: newest evaluation.
         wire: bytes moved.
         metrics: newest of each island.
     """
     learners = [row | {"metrics": metrics.get(row["learner"], {})} for row in stats.status(now_s)]
-    state = "complete" if syncer.finished else "running" if stats.tokens else "starting"
+    state = "running" if stats.tokens else "starting"
+    if syncer.finished:
+        state = "complete" if stopped or syncer.over else EVALUATING
+    elif stopped:
+        state = "stopped"
     return {
         "run": run,
-        "state": "stopped" if stopped else state,
+        "state": state,
         "global_step": syncer.global_step,
         "total_steps": syncer.progress.expected_steps,
         "epoch": syncer.epoch,
@@ -113,13 +118,13 @@ def start_again(run_dir: Path) -> None:
 
 
 def last_state(run_dir: Path) -> str:
-    """Return what the syncer said last: "starting", "running", "complete", "stopped"; "" if it said nothing."""
+    """Return the last state that the syncer told: one of those in `compose_status`; "" if it told nothing."""
     return str(_last_words(run_dir).get("state", ""))
 
 
 def complete(run_dir: Path) -> bool:
-    """Tell if the syncer has said that every round is done; its last evaluation may still be going on."""
-    return last_state(run_dir) == "complete"
+    """Tell if the syncer has said that every round is done; an island may still evaluate the final model."""
+    return last_state(run_dir) in (EVALUATING, "complete")
 
 
 def known_address(run_dir: Path, config: RunConfig) -> str:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from diloco_jax.protocol.effects import Effect, Note, SaveSnapshot
 from diloco_jax.protocol.messages import StepReport
 from diloco_jax.protocol.syncer.tape import lives, replay
+from diloco_jax.runtime.model.global_model import Parameters
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS, TAPE_FILE
 from diloco_jax.runtime.records.tape_file import last_time_s, read_lines
@@ -37,8 +37,11 @@ def mode_of(run_dir: Path, *, rewind: bool) -> str:
     return REWIND if rewind else FAILOVER
 
 
-def begin(parts: Parts, mode: str, now_s: float) -> list[Effect]:
+def begin(parts: Parts, initial: Callable[[], Parameters], mode: str, now_s: float) -> list[Effect]:
     """Bring machine, model and statistics to where they go on; returns the effects of the first input.
+
+    Args:
+        initial: makes the initial values again, which the model has by now.
 
     Raises:
         ValueError: the tape or the snapshots do not allow it; says what to do.
@@ -47,7 +50,10 @@ def begin(parts: Parts, mode: str, now_s: float) -> list[Effect]:
         return parts.taped.on_begin(parts.model.digests, now_s)
     if parts.config.model.weights:
         _check_weights(parts)
-    loaded = checkpoint.newest_readable(parts.run_dir / CHECKPOINTS, partial(_read, parts))
+    folder, tape_bytes = parts.run_dir / CHECKPOINTS, (parts.run_dir / TAPE_FILE).stat().st_size
+    loaded = checkpoint.newest_readable(folder, lambda path: read_snapshot(path, parts.model, tape_bytes))
+    if loaded is None and checkpoint.complete(folder):
+        parts.model.begin(initial())  # one that is damaged may have been read in part
     if mode == REWIND:
         return _rewind(parts, loaded, now_s)
     return _fail_over(parts, loaded[1] if loaded is not None else None, now_s)
@@ -61,14 +67,6 @@ def _check_weights(parts: Parts) -> None:
             f"model.weights {parts.config.model.weights} holds other values than this run began with; name the folder "
             "with the old ones, or start a new run"
         )
-
-
-def _read(parts: Parts, path: Path) -> Snapshot:
-    """Read a snapshot, and raise ValueError if it cannot be of this run's tape."""
-    snapshot, size = read_snapshot(path, parts.model), (parts.run_dir / TAPE_FILE).stat().st_size
-    if snapshot.tape_bytes > size:
-        raise ValueError(f"{path} was taken at byte {snapshot.tape_bytes} of a tape that has {size}")
-    return snapshot
 
 
 def _fail_over(parts: Parts, snapshot: Snapshot | None, now_s: float) -> list[Effect]:
@@ -128,7 +126,7 @@ def _rewind(parts: Parts, loaded: tuple[Path, Snapshot] | None, now_s: float) ->
 
 
 def _restored(parts: Parts, snapshot: Snapshot) -> dict[str, Any]:
-    """Restore machine, statistics and model; return the machine's state."""
+    """Restore machine and statistics; return the machine's state."""
     state: dict[str, Any] = json.loads(snapshot.machine)
     try:
         parts.machine.restore(state)
@@ -138,5 +136,4 @@ def _restored(parts: Parts, snapshot: Snapshot) -> dict[str, Any]:
             f"the snapshot of global step {snapshot.global_step} was written by another version of this program "
             f"({type(error).__name__}: {error}); go on with that version, or start a new run"
         ) from error
-    parts.model.load(snapshot.model)
     return state

@@ -4,7 +4,6 @@ Threads
   * the caller's: owns machine, tape, model, statistics and listener; takes one input after the other. Never computes.
   * "merge": one worker that computes what the model becomes; the caller's thread puts it in place.
   * "snapshot": one worker that writes captures of the whole run to disk.
-  * "eval": one worker that evaluates captures of the global model.
 The workers put their results into a queue and wake the listener, which is where the caller's thread waits.
 
 Every input is on the tape before it is executed, so a process that takes this one's place does the same and goes on
@@ -14,15 +13,24 @@ Every input is on the tape before it is executed, so a process that takes this o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
-from diloco_jax.protocol.effects import Discard, Drop, Effect, Finish, Merge, Note, Restore, SaveSnapshot, Send
+from diloco_jax.protocol.effects import (
+    Discard,
+    Drop,
+    Effect,
+    Evaluated,
+    Finish,
+    Merge,
+    Note,
+    Restore,
+    SaveSnapshot,
+    Send,
+)
 from diloco_jax.protocol.member import GONE
 from diloco_jax.protocol.messages import (
     AnchorValue,
+    Evaluate,
     FragmentValue,
     GlobalFragment,
     LearnerMessage,
@@ -31,7 +39,6 @@ from diloco_jax.protocol.messages import (
     StepReport,
     Stop,
 )
-from diloco_jax.runtime.model.evaluations import Evaluations
 from diloco_jax.runtime.model.global_model import Merged
 from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.sharded_listener import ShardedListener
@@ -52,7 +59,7 @@ class SyncerDriver:
     """The loop around a machine that has begun and a listener that is open.
 
     Args:
-        results: what other threads have done: merges and evaluations.
+        results: what other threads have done: merges.
     """
 
     def __init__(
@@ -62,7 +69,6 @@ class SyncerDriver:
         *,
         results: Results,
         merges: Merges,
-        evaluations: Evaluations,
         keeper: Keeper,
         watch: Watch,
     ) -> None:
@@ -74,12 +80,11 @@ class SyncerDriver:
         self._listener = listener
         self._results = results
         self._merges = merges
-        self._evaluations = evaluations
         self._keeper = keeper
         self._watch = watch
         self._adrift: dict[str, float] = {}  # when a learner's link broke without a goodbye
         # a process before this one may have died at the very end
-        self._finished = self._machine.finished and not self._machine.restoring
+        self._finished = self._machine.over
         listener.on_drain = self._drain
         results.wake_with(listener.wake)
 
@@ -127,10 +132,7 @@ class SyncerDriver:
         if delivery is not None:
             self._on_delivery(delivery, self._now_s())
         for result in self._results.take():
-            if isinstance(result, tuple):
-                self._on_merged(*result)
-            else:
-                self._watch.on_eval(result, self._now_s())
+            self._on_merged(*result)
 
     def _on_delivery(self, delivery: Delivery, now_s: float) -> None:
         if delivery.kind == "disconnected":
@@ -168,11 +170,6 @@ class SyncerDriver:
         effects = self._taped.on_merged(order.global_step, digest, tuple(sorted(merged.left_out)), self._now_s())
         self._model.publish(merged)  # when the decision is on the tape, and before it is told to anybody
         self._execute(effects)
-        self._evaluations.maybe(self._machine.global_step, self._parts.stats.tokens, self._captured)
-
-    def _captured(self) -> Callable[[], Mapping[str, np.ndarray]]:
-        capture, model = self._model.capture(), self._model
-        return lambda: model.parameters(capture)
 
     def _drain(self, learner_id: str) -> str:
         """Ask a learner to leave, for `diloco drain`; on the caller's thread."""
@@ -193,6 +190,8 @@ class SyncerDriver:
                 self._model.restore(effect.fragment_id, effect.version, payload)
             elif isinstance(effect, SaveSnapshot):
                 self._keeper.save()
+            elif isinstance(effect, Evaluated):
+                self._watch.on_score(effect.score, self._now_s())
             elif isinstance(effect, Note):
                 self._watch.on_note(effect)
             elif isinstance(effect, Drop):
@@ -204,10 +203,15 @@ class SyncerDriver:
 
     def _send(self, effect: Send, payload: bytes | memoryview) -> None:
         message: Any = effect.message
-        if isinstance(message, Stop) and self._machine.finished and not self._keeper.saved:
-            # before anybody hears of the end: until then learners hold what this process may lose
+        if isinstance(message, Evaluate):
+            self._watch.asked_tokens = self._parts.stats.tokens
+            self._listener.send(effect.peer, message)  # it evaluates the final model while that is saved
+        if isinstance(message, Evaluate | Stop) and self._machine.finished and not self._keeper.saved:
+            # before anybody leaves: until then learners hold what this process may lose
             self._keeper.save_last(self._watch.tell)
             self._watch.tell()
+        if isinstance(message, Evaluate):
+            return
         if isinstance(message, GlobalFragment):
             payload = self._model.payload(message.fragment_id, message.base)
         elif not isinstance(message, StatePart):  # which is passed on as it came

@@ -13,11 +13,11 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.protocol.watch.stats import RunStats, never_merged
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
-from diloco_jax.runtime.model.evaluations import Evaluations
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_setup
 from diloco_jax.runtime.model.merge_shards import MergeShards
 from diloco_jax.runtime.model.offered import OfferedModel, describe_run, layout_of
 from diloco_jax.runtime.records.files import CHECKPOINTS, CONFIG_FILE, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import NOTHING_EARLIER, read_earlier
 from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s
 from diloco_jax.runtime.records.telemetry import write_json
@@ -43,7 +43,6 @@ class SyncerRun:
 
     Args:
         model: of the run: `Evaluator(config)`, or the one that an island brought.
-        evaluator: evaluates it; None if the islands do.
         rewind: nobody is alive; go on from the newest snapshot and let what came after it be void.
     """
 
@@ -53,16 +52,15 @@ class SyncerRun:
         run_dir: Path,
         stop: threading.Event,
         model: Evaluator | OfferedModel,
-        evaluator: Evaluator | None,
         *,
         rewind: bool = False,
     ) -> None:
+        self._pulse = Pulse(config.watchdog, "the syncer's loop", (run_dir, "syncer"))
         self._config = config
         self._run_dir = run_dir
         self._stop = stop
         self._rewind = rewind
         self._results, self._events = Results(), Results()
-        self._evaluator = evaluator
         plan = config.fragments.plan(model.shapes, model.kinds, config.protocol.num_fragments)
         threads = config.syncer.merge_threads or os.cpu_count() or 1
         setup = make_setup(config, plan)
@@ -71,7 +69,8 @@ class SyncerRun:
             path, death = run_dir / CONFIG_FILE, self._results.put
             self._shards = MergeShards(setup, plan, path, threads, self._events.put, death)
         arithmetic = Arithmetic(setup, self._shards.shares) if self._shards else local_arithmetic(setup, threads)
-        self._model = make_model(config, plan, model.initial_parameters(), arithmetic)
+        self._initial = model.initial_parameters
+        self._model = make_model(config, plan, self._initial(), arithmetic)
         self._fingerprint = fingerprint(config, plan.fingerprint, model.corpus)
         self._machine = _make_machine(config, plan, self._model, self._fingerprint)
         self._num_parameters = model.num_parameters
@@ -95,22 +94,18 @@ class SyncerRun:
         def alarms() -> list[str]:
             return [text for text in (tape.condition, writer.condition) if text]
 
-        watch = Watch(parts, NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir), alarms)
-        keeper, merges = Keeper(parts, writer), Merges(self._model, self._results.put)
-        evaluations = Evaluations(config, self._evaluator, self._results.put)
+        watch = Watch(parts, NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir), alarms, self._pulse)
+        keeper = Keeper(parts, writer)
+        merges = Merges(self._model, self._results.put, Pulse(config.watchdog, "a merge", None))
         listener, ended_s = None, 0.0
         try:
-            effects = begin(parts, mode, clock.now_s())
-            evaluations.skip_to(machine.global_step)
-            lingers = mode == FAILOVER and machine.finished and not machine.restoring
+            effects = begin(parts, self._initial, mode, clock.now_s())
+            lingers = mode == FAILOVER and machine.over
             life = Life(mode, machine.epoch, stop)
             told = Told(self._fingerprint, self._description)
             listener = open_listener(config, run_dir, life, told, self._shards, self._events)
             watch.listens(listener)
-            driver = SyncerDriver(
-                parts, listener, results=self._results, merges=merges, evaluations=evaluations, keeper=keeper,
-                watch=watch,
-            )  # fmt: skip
+            driver = SyncerDriver(parts, listener, results=self._results, merges=merges, keeper=keeper, watch=watch)
             driver.serve(effects)
             ended_s = clock.now_s()
             driver.bid_farewell(lingers=lingers)
@@ -127,27 +122,26 @@ class SyncerRun:
                 listener.close(FAREWELL_S)
             merges.close()
             writer.close()
-        summary = self._conclude(watch, keeper, evaluations, ended_s)
+        summary = self._conclude(watch, keeper, ended_s)
         tape.close()
         if self._shards is not None:
             self._shards.end()
+        self._pulse.close()
         return summary
 
-    def _conclude(self, watch: Watch, keeper: Keeper, evaluations: Evaluations, ended_s: float) -> dict[str, Any]:
-        """Write snapshot, last evaluation, summary."""
+    def _conclude(self, watch: Watch, keeper: Keeper, ended_s: float) -> dict[str, Any]:
+        """Write snapshot and summary."""
         watch.tell()
+        self._pulse.patient()
         summary = self._stats.summary(watch.wire(), ended_s)
         if not keeper.saved:
             keeper.save_last(watch.tell)
-        evaluations.close()
-        step, batches = self._machine.global_step, self._config.train.final_eval_batches
-        result: dict[str, Any] = {"loss": watch.eval_loss, "bits_per_byte": None, "scores": {}}
-        alarms: list[str] = []
-        if self._evaluator is not None:
-            result = self._evaluator.evaluate(self._model.parameters(), batches, step)
-            watch.on_eval(result | {"global_step": step, "tokens": summary["tokens"]}, ended_s)
-            alarms = self._evaluator.alarms
-        found = {f"eval_{key}": result[key] for key in ("loss", "bits_per_byte", "scores")}
+        found = {"eval_loss": watch.eval_loss, "eval_bits_per_byte": watch.eval_bits, "eval_scores": watch.eval_scores}
+        alarms = [*watch.eval_alarms]
+        final = self._machine.evaluations
+        if self._machine.finished and (reason := "stopped before it was" if final.open else final.reason):
+            found = dict.fromkeys(found, None) | {"eval_scores": {}}
+            alarms.append(f"the final model is not evaluated ({reason}); `diloco eval {self._run_dir}` does it")
         summary = {**found, **summary, "alarms": summary["alarms"] + alarms}
         summary |= {"complete": self._machine.finished, "num_parameters": self._num_parameters}
         write_json(self._run_dir / SUMMARY_FILE, summary)
@@ -170,4 +164,5 @@ def _make_machine(
         payload_bytes={number: model.value_bytes(number) for number in numbers},
         step_bytes={number: size for number in numbers if (size := model.step_bytes(number))},
         budget=config.budget,
+        plan=config.evaluations,
     )

@@ -1,7 +1,8 @@
 """Snapshots of the whole run: the global model and the machine at one moment, written while the run goes on.
 
 A snapshot is captured on the thread that owns model and machine, which costs nothing, and written on a thread of its
-own. It holds everything that a syncer needs to go on as if nothing had happened:
+own, fragment by fragment: there is no second copy of the model (runtime/model/held.py). It holds everything that a
+syncer needs to go on as if nothing had happened:
 
     parameters, outer   arrays; what versions they are, their digests and medians are in `meta`
     machine             the state of the machine after the input that asked for the snapshot
@@ -18,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco_jax.runtime.model.global_model import Capture, GlobalModel, SavedModel
+from diloco_jax.runtime.model.global_model import OUTER, Capture, GlobalModel
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.tape_file import RETRY_S, TapeStopped
 from diloco_jax.runtime.syncer.parts import Parts
@@ -27,10 +28,9 @@ log = logging.getLogger(__name__)
 
 
 class Snapshot(NamedTuple):
-    """The run at one moment."""
+    """The run at one moment, without the values of its model."""
 
     global_step: int
-    model: Capture | SavedModel
     machine: str  # JSON of the machine's state
     tape_bytes: int
     tokens: int
@@ -38,14 +38,12 @@ class Snapshot(NamedTuple):
     kept_s: float  # on the run's clock
 
 
-def write_snapshot(folder: Path, run: str, model: GlobalModel, snapshot: Snapshot, keep: int) -> Path:
+def write_snapshot(folder: Path, run: str, model: GlobalModel, capture: Capture, snapshot: Snapshot, keep: int) -> Path:
     """Write a snapshot, then delete all but the newest `keep`; returns its folder.
 
     Args:
-        model: whose capture the snapshot holds.
+        capture: of the model, which lets go of it.
     """
-    assert isinstance(snapshot.model, Capture), "what is on the disk already was to be written"
-    groups, plain = model.packed(snapshot.model)
     state = json.loads(snapshot.machine)
     meta = {
         "run": run,
@@ -54,39 +52,46 @@ def write_snapshot(folder: Path, run: str, model: GlobalModel, snapshot: Snapsho
         "epoch": state["epoch"][0],
         "tape_bytes": snapshot.tape_bytes,
         "kept_s": snapshot.kept_s,
-        **plain,
+        **model.plain(capture),
         "machine": state,
         "stats": dict(snapshot.stats),
     }
-    path = checkpoint.save(folder, groups, meta)
+    try:
+        path = checkpoint.save_pieces(folder, (checkpoint.PARAMETERS, OUTER), model.pieces(capture), meta)
+    finally:
+        capture.moment.close()
     checkpoint.prune(folder, keep)
     return path
 
 
-def read_snapshot(path: Path, model: GlobalModel) -> Snapshot:
-    """Read a snapshot back.
+def read_snapshot(path: Path, model: GlobalModel, tape_bytes_max: int) -> Snapshot:
+    """Read a snapshot back into a model of the same config.
 
     Args:
-        model: of the same config; it is not changed.
+        tape_bytes_max: size of the run's tape, which must hold what came before the snapshot.
 
     Raises:
-        ValueError: it cannot be read, is damaged, or is of another model.
+        ValueError: it cannot be read, is damaged, or is of another model or tape; the model may be half of it then.
     """
-    groups, meta = checkpoint.load(path, "parameters", "outer")
+    reader = checkpoint.Reader(path)
+    meta = reader.meta
     try:
-        return Snapshot(
+        snapshot = Snapshot(
             int(meta["global_step"]),
-            model.unpacked(groups, meta),
             json.dumps(meta["machine"]),
             int(meta["tape_bytes"]),
             int(meta["tokens"]),
             meta["stats"],
             float(meta["kept_s"]),
         )
-    except KeyError as error:
+        if snapshot.tape_bytes > tape_bytes_max:
+            raise ValueError(f"it was taken at byte {snapshot.tape_bytes} of a tape that has {tape_bytes_max}")
+        model.load_saved(reader.piece, meta)
+    except (KeyError, IndexError) as error:
         raise ValueError(f"checkpoint {path} holds a model, but no {error}: a run cannot go on from it") from error
     except ValueError as error:
         raise ValueError(f"snapshot {path} cannot be used: {error}") from error
+    return snapshot
 
 
 class SnapshotWriter:
@@ -101,18 +106,20 @@ class SnapshotWriter:
         self._writing: Future[None] | None = None
         self.condition = ""  # why the newest attempt failed; "" when it did not
 
-    def submit(self, snapshot: Snapshot) -> bool:
-        """Begin to write in the background; False, and nothing happens, while the one before is still being written."""
-        if self._writing is not None and not self._writing.done():
-            log.info(f"no snapshot at global step {snapshot.global_step}: the one before is still being written")
-            return False
-        self._writing = self._thread.submit(self.write, snapshot)
-        return True
+    @property
+    def busy(self) -> bool:
+        """Tell if a snapshot is being written."""
+        return self._writing is not None and not self._writing.done()
 
-    def write(self, snapshot: Snapshot) -> None:
+    def submit(self, capture: Capture, snapshot: Snapshot) -> None:
+        """Begin to write in the background."""
+        assert not self.busy, "one snapshot at a time"
+        self._writing = self._thread.submit(self.write, capture, snapshot)
+
+    def write(self, capture: Capture, snapshot: Snapshot) -> None:
         """Write now, on this thread; what goes wrong is in `condition` and in the log."""
         try:
-            path = write_snapshot(self._folder, self._run, self._model, snapshot, self._keep)
+            path = write_snapshot(self._folder, self._run, self._model, capture, snapshot, self._keep)
         except Exception as error:  # Orbax and TensorStore raise what they like for a disk that takes nothing
             reason = " ".join(str(error).split())[:300]
             self.condition = (
@@ -130,8 +137,9 @@ class SnapshotWriter:
         if global_step in map(checkpoint.global_step_of, checkpoint.complete(self._folder)):
             return
         meta = {"global_step": global_step, "tokens": tokens, "run": self._run}
+        pieces = self._model.pieces(self._model.capture(), value_only=True)
         try:
-            checkpoint.save_parameters(self._folder, self._model.parameters(), meta)
+            checkpoint.save_pieces(self._folder, (checkpoint.PARAMETERS,), pieces, meta)
         except Exception as error:  # as above; the reason why the run ends is the one to tell
             log.warning(f"the model of global step {global_step} cannot be saved: {error}")
 
@@ -153,11 +161,10 @@ class Keeper:
         self._writer = writer
         self.saved = False  # the last snapshot of the run
 
-    def _capture(self) -> Snapshot:
+    def _capture(self) -> tuple[Capture, Snapshot]:
         parts = self._parts
-        return Snapshot(
+        return parts.model.capture(bounded=True), Snapshot(
             parts.machine.global_step,
-            parts.model.capture(),
             json.dumps(parts.machine.state()),
             parts.tape.position,
             parts.stats.tokens,
@@ -166,8 +173,12 @@ class Keeper:
         )
 
     def save(self) -> None:
-        """Capture this moment, and begin to write it in the background."""
-        self._writer.submit(self._capture())
+        """Capture this moment, and begin to write it in the background, unless the one before is still written."""
+        if self._writer.busy:
+            step = self._parts.machine.global_step
+            log.info(f"no snapshot at global step {step}: the one before is still being written")
+        else:
+            self._writer.submit(*self._capture())
 
     def save_last(self, tell: Callable[[], None]) -> None:
         """Save the end of the run, or where it was stopped; written before this returns, if that can be.
@@ -185,11 +196,10 @@ class Keeper:
         except TapeStopped as error:
             log.warning(f"no snapshot of this moment: {error}")
             return
-        snapshot = self._capture()
-        self._writer.write(snapshot)
+        self._writer.write(*self._capture())
         while self._writer.condition and not self._parts.stop.wait(RETRY_S):
             tell()
-            self._writer.write(snapshot)
+            self._writer.write(*self._capture())
         self.saved = not self._writer.condition
 
     def rescue(self) -> None:

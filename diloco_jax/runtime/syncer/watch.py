@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from diloco_jax.protocol.effects import Note
-from diloco_jax.protocol.messages import MetricsReport, StepReport
+from diloco_jax.protocol.messages import MetricsReport, Score, StepReport
 from diloco_jax.protocol.watch.stats import WAITING
 from diloco_jax.runtime.records.files import STATUS_FILE
+from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import Earlier, compose_status
 from diloco_jax.runtime.records.telemetry import Telemetry, finite, write_json
 from diloco_jax.runtime.syncer.parts import Parts
@@ -20,7 +22,7 @@ from diloco_jax.transport.grpc_link import GrpcListener
 
 SUMMED = ("tokens_per_s", "model_flops_per_s")  # in what is told of all islands together
 
-EVAL_LOSS = "eval_loss"  # name under which an island reports an evaluation of the global model
+ALARMS_MAX = 8
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +41,23 @@ class Watch:
 
     Attributes:
         eval_loss: newest evaluation; None before the first one.
+        eval_alarms: what was wrong with evaluations, each once; at most ALARMS_MAX.
+        asked_tokens: trained on when an evaluation was last asked for; None if that was another process.
 
     Args:
         alarms: returns what is wrong with the syncer itself, such as a full disk.
+        pulse: of the thread that tells; it does so at every turn, however long it waits for a disk.
     """
 
-    def __init__(self, parts: Parts, earlier: Earlier, alarms: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, parts: Parts, earlier: Earlier, alarms: Callable[[], Sequence[str]], pulse: Pulse) -> None:
         self._parts = parts
+        self._pulse = pulse
+        self._told_s: float | None = None
         self._wire_before = earlier.wire
-        self.eval_loss, self._eval_scores = earlier.eval_loss, dict[str, float | None]()
+        self.eval_loss, self.eval_scores = earlier.eval_loss, dict[str, float | None]()
+        self.eval_bits: float | None = None
+        self.eval_alarms: list[str] = []
+        self.asked_tokens: int | None = None
         self._alarms = alarms
         self._listener: GrpcListener | ShardedListener | None = None
         self._metrics: dict[str, Mapping[str, float]] = {}  # newest of each island
@@ -57,6 +67,7 @@ class Watch:
     def listens(self, listener: GrpcListener | ShardedListener) -> None:
         """Tell whoever asks this listener too from now on, and count its traffic."""
         self._listener = listener
+        self._pulse.ready(True)
 
     def on_report(self, report: StepReport, now_s: float) -> None:
         """Count a learner's report."""
@@ -83,9 +94,6 @@ class Watch:
         record = {"kind": "metrics", "t": now_s, "learner": report.learner_id, "incarnation": report.incarnation}
         record |= {"local_step": report.local_step, "global_step": machine.global_step, "values": values}
         self._telemetry.write(record)
-        if EVAL_LOSS in values:  # of a loop of the user's own
-            told = {"global_step": machine.global_step, "tokens": self._parts.stats.tokens, "scores": {}}
-            self.on_eval({"loss": values[EVAL_LOSS], "bits_per_byte": None, **told}, now_s)
 
     def on_note(self, note: Note) -> None:
         """Count and tell what the machine says of a round or a learner."""
@@ -94,14 +102,30 @@ class Watch:
         self._telemetry.write(record)
         if note.kind == "merged":
             self._parts.stats.on_merged(note.members, note.global_step)
+        elif note.kind == "unevaluated":
+            self._alarm(f"no evaluation at global step {note.global_step}: {note.reason}")
         elif note.kind != "closed":
             log.info(f"{', '.join(note.members) or 'round ' + str(note.global_step)} {note.kind}: {note.reason}")
 
+    def on_score(self, score: Score, now_s: float) -> None:
+        """Tell what an island's evaluation came to."""
+        finite_or_none = {name: value if isfinite(value) else None for name, value in score.scores}
+        bits = score.bits_per_byte if isfinite(score.bits_per_byte) else None
+        tokens = self._parts.stats.tokens if self.asked_tokens is None else self.asked_tokens
+        if score.reason:
+            self._alarm(f"{score.learner_id}: {score.reason}")
+        told = {"loss": score.loss, "bits_per_byte": bits, "scores": finite_or_none, "global_step": score.global_step}
+        self.on_eval(told | {"tokens": tokens, "learner": score.learner_id, "took_s": score.took_s}, now_s)
+
+    def _alarm(self, words: str) -> None:
+        log.warning(words)
+        if words not in self.eval_alarms and len(self.eval_alarms) < ALARMS_MAX:
+            self.eval_alarms.append(words)
+
     def on_eval(self, result: dict[str, Any], now_s: float) -> None:
         """Tell what an evaluation came to."""
-        self.eval_loss, self._eval_scores = result["loss"], result["scores"]
-        record = {"kind": "eval", "t": now_s, "global_step": result["global_step"], "tokens": result["tokens"]}
-        self._telemetry.write(record | {key: result[key] for key in ("loss", "bits_per_byte", "scores")})
+        self.eval_loss, self.eval_bits, self.eval_scores = result["loss"], result["bits_per_byte"], result["scores"]
+        self._telemetry.write({"kind": "eval", "t": now_s, **result})
         log.info(f"global step {result['global_step']}: evaluation loss {result['loss']:.4f}")
 
     def wire(self) -> dict[str, int]:
@@ -114,15 +138,17 @@ class Watch:
         """Say how the run is doing, to whoever looks. What cannot be written is written the next time."""
         parts = self._parts
         now_s = parts.clock.now_s()
+        self._pulse.beat(None if self._told_s is None else now_s - self._told_s)
+        self._told_s = now_s
         status = compose_status(
             parts.config.name,
             parts.machine,
             parts.stats,
             now_s,
-            stopped=parts.stop.is_set() and not parts.machine.finished,
-            alarms=self._alarms(),
+            stopped=parts.stop.is_set(),
+            alarms=[*self._alarms(), *self.eval_alarms],
             eval_loss=self.eval_loss,
-            eval_scores=self._eval_scores,
+            eval_scores=self.eval_scores,
             wire=self.wire(),
             metrics=self._metrics,
         )

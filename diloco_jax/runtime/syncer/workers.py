@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from diloco_jax.protocol.effects import Merge
 from diloco_jax.protocol.messages import FragmentValue
 from diloco_jax.runtime.model.global_model import GlobalModel, Merged
+from diloco_jax.runtime.records.pulse import Pulse
 
 
 class Results:
@@ -46,9 +48,14 @@ class Merges:
 
     Args:
         report: gets each result, as order and what it came to, or an exception, on that thread.
+        pulse: of that thread.
     """
 
-    def __init__(self, model: GlobalModel, report: Callable[[tuple[Merge, Merged] | Exception], None]) -> None:
+    def __init__(
+        self, model: GlobalModel, report: Callable[[tuple[Merge, Merged] | Exception], None], pulse: Pulse
+    ) -> None:
+        self._pulse = pulse
+        self._pulse.rest()
         self._model = model
         self._report = report
         self._values: dict[int, dict[str, Any]] = {}  # round -> learner -> outer gradient, or shards' names of it
@@ -67,11 +74,16 @@ class Merges:
         self._thread.submit(self._merge, order, self._values.pop(order.global_step))
 
     def _merge(self, order: Merge, values: Mapping[str, Any]) -> None:
+        began_s = time.monotonic()
+        self._pulse.beat()
         try:
             self._report((order, self._model.merge(order, values)))
         except Exception as error:
             self._report(error)
+        self._pulse.beat(time.monotonic() - began_s)
+        self._pulse.rest()
 
     def close(self) -> None:
         """Wait for the merge that is running, and end the thread."""
         self._thread.shutdown(wait=True)
+        self._pulse.close()

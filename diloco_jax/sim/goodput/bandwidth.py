@@ -4,7 +4,8 @@
     decoupled       nobody waits; a round that takes longer than its overlap takes the place of others
     lockstep        tau = 0: learners wait for every round
 
-Rates are in Gbit/s (1e9 bit) of one direction, times in seconds, sizes in bytes.
+Rates are in Gbit/s (1e9 bit) of one direction of a site's link, times in seconds, sizes in bytes of the whole model as
+it travels; a utilisation is compute time over wall time.
 """
 
 from __future__ import annotations
@@ -30,10 +31,7 @@ def data_parallel_gbit_per_s(gradient_bytes: float, step_s: float, sites: int, u
     A step takes 1/3 of the compute time (forward) plus the longer of 2/3 (backward) and the all-reduce.
 
     Args:
-      gradient_bytes: of the whole model, as it travels.
-      step_s: compute time of a step.
       sites: members of the ring over the wide-area links.
-      utilisation: compute time over wall time, in (0, 1].
     """
     _check_share(utilisation)
     travel_s = step_s * (1 / utilisation - (1 - BACKWARD))
@@ -41,12 +39,7 @@ def data_parallel_gbit_per_s(gradient_bytes: float, step_s: float, sites: int, u
 
 
 def data_parallel_utilisation(gradient_bytes: float, step_s: float, sites: int, gbit_per_s: float) -> float:
-    """Share of the time in which data parallel computes over links of this rate.
-
-    Args:
-      gradient_bytes, step_s, sites: as `data_parallel_gbit_per_s`.
-      gbit_per_s: of each site's link, each way.
-    """
+    """Share of the time in which data parallel computes over links of this rate."""
     travel_s = gradient_bytes * ring_factor(sites) / (gbit_per_s * GBIT)
     return step_s / (step_s * (1 - BACKWARD) + max(step_s * BACKWARD, travel_s))
 
@@ -82,9 +75,6 @@ class Rounds:
         never two of a fragment, each for `round_s`, and the link carries no more than its rate. Inner steps go on at
         full speed whatever comes out.
         In lockstep: share of the time in inner steps.
-
-        Args:
-          gbit_per_s: of the learner's link, each way.
         """
         if not self.overlap_steps:
             between_s = self.step_s * self.sync_every / self.num_fragments

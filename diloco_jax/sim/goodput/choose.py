@@ -45,10 +45,6 @@ class LearnerChoice(NamedTuple):
 def choose(rows: Sequence[Row], penalty: str, *, parameters: float, slope: float | None = None) -> list[LearnerChoice]:
     """Choose among the rows for each number of chips.
 
-    Args:
-        penalty: a name of PENALTIES, the source of what more learners cost.
-        slope: see `cost_of`.
-
     Raises:
         ValueError: no rows, or see `cost_of`.
     """

@@ -107,7 +107,6 @@ class Slices:
     """One learner's slices. Ask `begins_s`, then `takes_s`, tell `ended`; again and again.
 
     Args:
-        chips: of this learner, with all its slices.
         random: its own source of randomness: what others do changes nothing for it.
         slowdown: how much longer its steps take than the fastest learner's.
         elastic: whether it goes on with the slices that are left. Else it waits for all of them.

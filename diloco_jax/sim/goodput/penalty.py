@@ -179,7 +179,6 @@ def cost_of(penalty: str, learners: int, *, parameters: float, slope: float | No
     """Return the cost of a number of learners.
 
     Args:
-        penalty: a name of PENALTIES.
         learners: M; 1 is data parallel and costs nothing.
         parameters: of the model; only `scaling-laws` looks at it.
         slope: relative fall of the loss per relative growth of the compute; None: that of the source.

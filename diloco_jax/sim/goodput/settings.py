@@ -37,9 +37,6 @@ def compact(value: float) -> str:
 def read(words: Sequence[str], sections: Mapping[str, type]) -> dict[str, Any]:
     """Settings of each section, from words such as `--hardware.step-s 2.5` or `--hardware.step_s=2.5`.
 
-    Args:
-        sections: name -> settings class.
-
     Raises:
         ValueError: an unknown setting, a value of the wrong kind, or one that the class refuses.
     """

@@ -11,6 +11,7 @@ import jax
 from diloco_jax.core import codec
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import Fragment, FragmentPlan
+from diloco_jax.core.outer import OuterConfig
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
@@ -18,6 +19,8 @@ from diloco_jax.training.exchange.outgoing_bytes import share_of
 from diloco_jax.training.exchange.windows import Window, windows_of
 
 PROCESS_BYTES = 1 << 30  # Python, JAX and its compiler
+SYNCER_PROCESS_BYTES = 600e6  # likewise, without a program of a model
+DISK_COPIES = 1  # of a fragment: chunks of it, or the slices from which it is put together
 HOST_COPIES = 2  # of a fragment that arrives: its payload decoded, and the sum with the value before
 SHARD_PROCESS_BYTES = 350e6  # of each merge shard beside its share; docs/log.md, 2026-11-21
 
@@ -54,12 +57,13 @@ class SyncerMemory(NamedTuple):
 
     process: float  # Python, JAX and its compiler
     values: float  # newest version of every fragment, float32
-    outer: float  # state of the outer optimizer
-    residuals: float  # what rounding the steps has left out so far
-    anchors: float  # older versions that learners may still refer to
-    initial: float  # parameters that the run began with
-    capture: float  # values, outer state and residuals of a snapshot that is being written
-    payloads: float  # of learners, waiting to be merged
+    outer_momentum: float  # or whatever else the outer optimizer keeps
+    left_out_by_rounding: float  # of the steps so far, for the error feedback of wire.down; float32
+    steps: float  # the newest encoded ones: sent to learners, and what late values are set right by
+    older_values: float  # that late values are set right by where no steps travel
+    fragment_in_merge: float  # the next state of one, and what late values of it have missed
+    fragment_on_disk: float  # being written to a snapshot, or read from one
+    payloads: float  # of learners, on their way or waiting to be merged
     shard_processes: float  # merge shards, beside their shares of all this
 
 
@@ -126,19 +130,29 @@ def syncer_memory(config: RunConfig, plan: FragmentPlan) -> SyncerMemory:
     """Add up the memory of the syncer's host, its merge shards included."""
     protocol, shards = config.protocol, config.syncer.shards
     model = 4.0 * sum(fragment.num_elements for fragment in plan.fragments)
-    residuals = model if config.wire.down != "float32" else 0.0
+    largest = 4.0 * max(fragment.num_elements for fragment in plan.fragments)
+    rounds, older = config.wire.down != "float32", protocol.anchor_history - 1
+    arrays = 1 + int(rounds) + outer_arrays(config.outer)
     payloads = max(1, protocol.overlap_steps) * max(payload_bytes(plan, config.wire.up)) * config.islands.count
     return SyncerMemory(
-        process=PROCESS_BYTES,
+        process=SYNCER_PROCESS_BYTES,
         values=model,
-        outer=model,
-        residuals=residuals,
-        anchors=protocol.anchor_history * model,
-        initial=model,
-        capture=2 * model + residuals,
+        outer_momentum=model * outer_arrays(config.outer),
+        left_out_by_rounding=model if rounds else 0.0,
+        steps=max(1, older) * sum(payload_bytes(plan, config.wire.down)) if rounds else 0.0,
+        older_values=0.0 if rounds else older * model,
+        fragment_in_merge=(arrays + min(older, 1)) * largest,
+        fragment_on_disk=DISK_COPIES * largest,
         payloads=payloads,
         shard_processes=shards * SHARD_PROCESS_BYTES if shards > 1 else 0.0,
     )
+
+
+def outer_arrays(config: OuterConfig) -> int:
+    """Count the numbers that an outer optimizer keeps per parameter; of the user's own as many as of Adam."""
+    if config.module or config.optimizer == "adam":
+        return 2
+    return int(config.optimizer == "nesterov" and config.momentum > 0)
 
 
 def _staged_at_once(config: RunConfig, sizes: Sequence[float]) -> float:

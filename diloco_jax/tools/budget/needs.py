@@ -27,13 +27,13 @@ class IslandKind(NamedTuple):
     @property
     def topology(self) -> Topology | None:
         """Return the TPU slice of each, if one is named."""
-        return Topology.parse(self.island.topology) if self.island.topology else None
+        return self.island.slice
 
     @property
     def chips(self) -> int:
         """Count the devices of each; as few as the mesh takes where the config has no number."""
         if self.topology or self.island.devices:
-            return self.topology.chips if self.topology else self.island.devices
+            return self.topology.devices if self.topology else self.island.devices
         sizes = [getattr(self.island.mesh, axis) for axis in MESH_AXES]
         least = math.prod(size for size in sizes if size != -1)
         return least * math.ceil(max(EMULATED_DEVICES, self.island.hosts) / least) if -1 in sizes else least
@@ -113,7 +113,7 @@ def island_needs(config: RunConfig, kind: IslandKind, blueprint: Blueprint, plan
         chip_memory(config, blueprint, plan),
         topology.generation.hbm_bytes if topology else None,
         host_memory(config, kind.island, blueprint, plan, emulated),
-        host_limit(topology) if topology else None,
+        topology.host_bytes if topology else None,
         SAVED_MAX * blueprint.state_layout.num_bytes if config.protocol.snapshot_every else 0,
     )
 
@@ -122,9 +122,4 @@ def syncer_needs(config: RunConfig, plan: FragmentPlan) -> tuple[SyncerMemory, i
     """Add up the memory of the syncer's host, and the bytes of the snapshots that are kept; 0 without snapshots."""
     memory = syncer_memory(config, plan)
     kept = config.checkpoints.keep + 1 if config.protocol.snapshot_every else 0
-    return memory, round(kept * memory.capture)
-
-
-def host_limit(topology: Topology) -> float:
-    """Return the memory of each host of a slice; those with fewer or more than four chips have it in proportion."""
-    return topology.generation.host_bytes * topology.chips_per_host / 4
+    return memory, round(kept * (memory.values + memory.outer_momentum + memory.left_out_by_rounding))

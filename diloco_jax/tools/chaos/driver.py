@@ -14,10 +14,9 @@ from diloco_jax.runtime.records.files import METRICS_FILE
 from diloco_jax.runtime.records.line_file import LineFile
 from diloco_jax.tools.chaos.actions import CHAOS, DonorHunt, Processes, Saboteur, Tail, began_unix_s
 from diloco_jax.tools.chaos.ledger import Ledger
-from diloco_jax.tools.chaos.schedule import SYNCER_KINDS, ChaosFault
+from diloco_jax.tools.chaos.schedule import ChaosFault
 
 POLL_S = 0.02
-RESTARTS = {"kill", "kill-donor", "kill-syncer", "nan"}  # what may cost a process its life
 HEAL_LEASES = 3.0  # other faults begin while so many leases are left of the run
 HUNT_S = 600.0  # how long a killed learner has to begin its recovery
 FAULTS_FILE = "faults.jsonl"  # in the chaos folder
@@ -28,7 +27,6 @@ class Driver:
     """A worker through a schedule: begins each fault when it is due, its target is well and enough others are.
 
     Args:
-        schedule: faults, in the order in which they are due.
         islands: names of all islands; one of them is always left alone.
         lease_s: silence after which an island counts as dead.
     """
@@ -124,7 +122,7 @@ class Driver:
 
     def _fits(self, fault: ChaosFault) -> bool:
         """Tell if enough is left of the run to recover from the fault; skip it if not."""
-        heal_s = max(self._heal_s, 2 * self._slowest_s if fault.kind in RESTARTS else 0.0)
+        heal_s = max(self._heal_s, 2 * self._slowest_s if fault.kills or fault.kind == "nan" else 0.0)
         left_s = (self._steps - self.ledger.global_step) / self.ledger.steps_per_s()
         if left_s > heal_s + fault.duration_s:
             return True
@@ -138,7 +136,7 @@ class Driver:
             return  # its process is just being started again; later
         self._waiting.remove(fault)
         self.inflicted += 1
-        now_s = self._enter(fault, fault.target, killed=fault.kind.startswith("kill"))
+        now_s = self._enter(fault, fault.target, killed=fault.kills)
         self._say(f"{now_s:7.1f} s  {fault}")
         if hunt is not None:
             self._hunts.append((now_s + HUNT_S, fault, hunt))
@@ -174,7 +172,7 @@ class Driver:
                 fault, merged_s, seconds = recovery.fault, recovery.merged_s or 0.0, recovery.seconds or 0.0
                 self._slowest_s = max(self._slowest_s, seconds)
                 self._write("recovered", merged_s, fault, recovery.target)
-                what = "rounds go on" if fault.kind in SYNCER_KINDS else f"{recovery.target} is merged again"
+                what = "rounds go on" if recovery.target == SYNCER else f"{recovery.target} is merged again"
                 self._say(f"{merged_s:7.1f} s  #{fault.number} {what} after {seconds:.2f} s")
 
     def _read(self) -> None:

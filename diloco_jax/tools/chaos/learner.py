@@ -86,12 +86,7 @@ class _BadUpdate(NamedTuple):
 
 
 class TimedLoop(BuiltInLoop):
-    """The built-in loop, which writes down when, and how long, it waited between two inner steps.
-
-    Args:
-        began_unix_s: when the run began.
-        arguments: of a `BuiltInLoop`.
-    """
+    """The built-in loop, which writes down when, and how long, it waited between two inner steps."""
 
     def __init__(self, waits: LineFile, began_unix_s: float, *arguments: Any) -> None:
         super().__init__(*arguments)

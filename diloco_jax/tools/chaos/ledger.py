@@ -57,11 +57,7 @@ class Recovery:
 
 
 class Ledger:
-    """The books of a run: `feed` them every record in order, and tell them of every fault.
-
-    Args:
-        lease_s: silence after which the syncer takes an island for dead, in seconds.
-    """
+    """The books of a run: `feed` them every record in order, and tell them of every fault."""
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s

@@ -93,7 +93,6 @@ class Relay:
         """Set what lasts, on connections that are open and those that will come.
 
         Args:
-            direction: which weather changes.
             hold: forward nothing and lose nothing: a black hole. Once it ends, everything arrives.
             delay_s: seconds that every byte is late.
             bytes_per_s: most bytes that pass in a second on one connection; 0 is no limit.
@@ -114,7 +113,6 @@ class Relay:
         """Damage what open connections carry next, once on each; what was ordered before is called off.
 
         Args:
-            direction: of the bytes.
             flip_after: invert the last of the next so many bytes; 0 for none.
             repeat: forward the next so many bytes twice.
         """

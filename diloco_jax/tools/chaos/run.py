@@ -93,13 +93,20 @@ def run_chaos(
     Returns:
         The verdict of `judge`; `problems` in it is empty when everything came back and nothing was lost.
     """
-    stop, over = stop_on_signals(), threading.Event()
+    stop = stop_on_signals()
     run = ChaosRun(config, run_dir, say, stop)
     saboteur = Saboteur(run_dir, run, run.relays)
     islands, steps, lease_s = config.islands.names, config.planned_steps, config.protocol.lease_s
     driver = Driver(schedule, islands, steps, lease_s, run_dir, run, saboteur, say)
     say(f"run folder {run_dir}, logs in {run_dir / LOGS}, {len(schedule)} faults")
-    problems = []
+    return run_under(driver, run, config, run_dir, say, stop)
+
+
+def run_under(
+    driver: Driver, run: ChaosRun, config: RunConfig, run_dir: Path, say: Callable[[str], None], stop: threading.Event
+) -> dict[str, Any]:
+    """Run a job to its end while a driver works; returns as `run_chaos` does."""
+    problems, over = [], threading.Event()
 
     def drive() -> None:
         try:

@@ -53,6 +53,11 @@ class ChaosFault:
     amount: int = 0
     """corrupt: one byte in so many. duplicate: bytes. nan: values. slow-link: bytes per second."""
 
+    @property
+    def kills(self) -> bool:
+        """Tell if its target comes back as another process."""
+        return self.kind.startswith("kill")
+
     def __str__(self) -> str:
         details = {
             "nan": f", next {self.amount} values {self.how}",
@@ -72,7 +77,6 @@ def draw_schedule(
     """Draw faults, as evenly spread over kinds, islands and the run as their number allows.
 
     Args:
-        seed: of the draw; equal arguments give an equal schedule.
         lease_s: silence after which an island counts as dead; some faults are shorter, some longer.
 
     Raises:
@@ -86,26 +90,26 @@ def draw_schedule(
     if len(islands) < 2 or ("kill-donor" in kinds and len(islands) < 3):
         raise ValueError(f"{len(islands)} islands; use at least 2, and 3 for kill-donor: one must live through it all")
     random = Random(seed)
-    kind_deck, island_deck = _deck(random, kinds), _deck(random, islands)
+    kind_deck, island_deck = deck(random, kinds), deck(random, islands)
     width = (LAST - FIRST) * steps / faults
     schedule = []
     for index in range(faults):
         kind = next(kind_deck)
         target = SYNCER if kind in SYNCER_KINDS else next(island_deck)
         at_step = int(FIRST * steps + (index + random.random()) * width)
-        details = _details(random, kind, lease_s)
+        details = draw_details(random, kind, lease_s)
         schedule.append(ChaosFault(number=index + 1, kind=kind, target=target, at_step=at_step, **details))
     return tuple(schedule)
 
 
-def _deck(random: Random, cards: Sequence[str]) -> Iterator[str]:
+def deck(random: Random, cards: Sequence[str]) -> Iterator[str]:
     """Yield cards in random order, again and again; each comes as often as any other."""
     while True:
         yield from random.sample(cards, len(cards))
 
 
-def _details(random: Random, kind: str, lease_s: float) -> dict[str, Any]:
-    """Draw the fields of a fault that depend on its kind."""
+def draw_details(random: Random, kind: str, lease_s: float) -> dict[str, Any]:
+    """Draw the fields of a fault that depend on its kind; empty for a kind that has none."""
 
     def around_the_lease() -> float:  # half of them outlast it
         return round(random.choice((random.uniform(0.2, 0.9), random.uniform(1.1, 2.0))) * lease_s, 3)

@@ -31,7 +31,6 @@ def judge(
     """Make everything that `diloco chaos --json` prints.
 
     Args:
-        skipped: faults for which the run was too short.
         summary: the run's summary; empty when it did not come to its end.
         samples: what the audit found; empty when it could not be made.
     """
@@ -69,7 +68,7 @@ def judge(
 def by_kind(recoveries: Sequence[Recovery]) -> dict[str, Any]:
     """Count faults, recoveries and their times of each kind that happened."""
     table = {}
-    for kind in KINDS:
+    for kind in dict.fromkeys([*KINDS, *(r.fault.kind for r in recoveries)]):
         rows = [r for r in recoveries if r.fault.kind == kind]
         if rows:
             table[kind] = {

@@ -44,7 +44,6 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
     Args:
         run_dir: its folder on this machine, which need not exist.
         island: the learner that will run here; "" on the syncer's machine.
-        seconds: how long throughput is measured in each direction.
 
     Raises:
         ValueError: the island's name or the address is not allowed, `seconds` is out of range, or the model cannot be
@@ -62,7 +61,7 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
     # what the machine has, not what this process was told: looking at it must not take it from a run
     emulated = not own.topology and look({}).emulates
     if island and not emulated and not config.islands.pathways:
-        checks.append(check_chips(own.topology))
+        checks.append(check_chips(own.slice))
     checks.append(check_environment(os.environ, emulated=emulated or not island))
     learners = 1 if island else config.islands.count
     checks.append(check_files(2 * learners * (config.transport.stripes + 1)))

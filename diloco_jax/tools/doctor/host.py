@@ -56,7 +56,6 @@ def check_disk(need_bytes: int, run_dir: Path) -> Check:
 
     Args:
         need_bytes: of all snapshots that are kept, and of one being written; 0 if there are none.
-        run_dir: the run's folder, or where it will be.
     """
     there = next(folder for folder in [run_dir.absolute(), *run_dir.absolute().parents] if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
@@ -82,21 +81,19 @@ def check_environment(environment: Mapping[str, str], *, emulated: bool) -> Chec
     return Check("environment", "warn" if emulated else "fail", f"{', '.join(found)} set", fix)
 
 
-def check_chips(topology: str, pci: Path = PCI) -> Check:
+def check_chips(expected: Topology | None, pci: Path = PCI) -> Check:
     """Compare the TPU chips of this host with islands.topology, without taking them: they are counted on the PCI bus.
 
     Args:
-        topology: that of the island; empty: not said.
-        pci: devices as the kernel lists them.
+        expected: slice of the island; None: not said.
     """
     found = [name for device in pci.glob("*") if (name := chip_of(device))]
     kinds = ", ".join(sorted(set(found)))
     seen = f"{len(found)} TPU chips on this host ({kinds})" if found else "no TPU chip on this host"
-    if not topology:
+    if expected is None:
         return Check("devices", "ok", f"{seen}; islands.topology is not set, so nothing to compare with")
-    expected = Topology.parse(topology)
-    want = f"{topology} has {expected.chips_per_host} {expected.generation.name} per host"
-    if len(found) == expected.chips_per_host and set(found) == {expected.generation.name}:
+    want = f"{expected} has {expected.chips_per_host} {expected.name} per host"
+    if len(found) == expected.chips_per_host and set(found) == {expected.name}:
         return Check("devices", "ok", f"{seen}; {want}")
     fix = "correct islands.topology, or run on a host of that slice"
     if not found:
@@ -119,9 +116,6 @@ def check_windows(bytes_per_s: float, rtt_s: float, stripes: int, folder: Path =
 
     Args:
         bytes_per_s: measured, over all connections.
-        rtt_s: measured.
-        stripes: connections that share the payloads.
-        folder: the kernel's settings.
     """
     name = "TCP buffers"
     try:

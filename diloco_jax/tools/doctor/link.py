@@ -69,12 +69,7 @@ def check_link(config: RunConfig, side: Side, part: ProcessPart, seconds: float)
 
 
 def check_credentials(side: Side, now: datetime.datetime | None = None) -> Check:
-    """Check our own certificate, key and token before they are shown to the syncer.
-
-    Args:
-        side: whose.
-        now: the time at which they are to be valid; this machine's clock if not given.
-    """
+    """Check our own certificate, key and token before they are shown to the syncer."""
     transport, name = side.transport, "credentials"
     try:
         credentials(transport, side.name)

@@ -87,10 +87,6 @@ def greet(config: TransportConfig, name: str) -> Greeting:
 def measure(config: TransportConfig, name: str, direction: Literal["up", "down"], seconds: float) -> Rate:
     """Let noise flow to or from the syncer over `config.stripes` connections, and count it where it arrives.
 
-    Args:
-        direction: "up" to the syncer, or "down".
-        seconds: how long, at most probe.SECONDS_MAX.
-
     Raises:
         TransportError: As for `greet`, or somebody else measures at this moment.
         ValueError: As for `greet`.

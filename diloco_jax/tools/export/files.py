@@ -78,8 +78,6 @@ def export(config: RunConfig, run_dir: Path, form: str, out: Path, dtype: str, w
     """Write the model of the newest readable snapshot of a run, which may be under way, whole or not at all.
 
     Args:
-        form: hf, orbax or npz.
-        out: the new folder.
         dtype: of the tensors: float32, for hf also bfloat16.
 
     Raises:

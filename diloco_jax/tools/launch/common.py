@@ -13,7 +13,10 @@ from diloco_jax.settings.slices import Topology
 
 CONFIG_PATH = "/etc/diloco/config/config.yaml"  # in containers
 CERTIFICATES_PATH = "/etc/diloco/certs"
-RUN_DIR = "/var/diloco/run"
+VOLUME = "/var/diloco"  # outlives the container
+RUN_DIR = f"{VOLUME}/run"
+NEEDED = ("project", "image", "network", "service_account", "bucket")  # settings of `cloud` that every way needs
+BUCKET = "{bucket}"  # in data.path: the name of the bucket
 ABOUT_SYNCER = "The syncer. `delete` leaves its disk, from which the same run goes on when it is made again."
 NAME_LENGTH_MAX = 40  # of a node pool of GKE; pods and instances, whose names begin with it, may have 63
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -47,14 +50,14 @@ def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[Island
     """Make the checks of every way, and return the islands' machines.
 
     Args:
-        needed: settings of `cloud` that must not be empty.
+        needed: settings of `cloud` that must not be empty, beside those that every way needs.
 
     Raises:
         ValueError: something that this way needs is missing, or a name cannot be one on Google Cloud.
     """
     if config.algorithm != "decoupled":
         raise ValueError(f"algorithm is {config.algorithm}, which has one process; launch starts islands and a syncer")
-    if missing := [f"cloud.{name}" for name in needed if not getattr(config.cloud, name)]:
+    if missing := [f"cloud.{name}" for name in (*NEEDED, *needed) if not getattr(config.cloud, name)]:
         raise ValueError(
             f"launch {way} needs {', '.join(missing)}: write {'it' if len(missing) == 1 else 'them'} into the config, "
             f"or add --{missing[0]} VALUE"
@@ -72,10 +75,13 @@ def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[Island
         island = config.island(name)
         for what in ("topology", "zone"):
             if not getattr(island, what):
-                raise ValueError(f"{name} has no {what}; set islands.{what}, or islands.each.{name}.{what}")
+                raise ValueError(
+                    f"{name} has no {what}; set islands.{what}, or islands.each.{name}.{what}: --islands.{what} VALUE"
+                )
         check_zone(f"{name}'s zone", island.zone)
         resource = check_label(f"the name of {name}'s machines (name, island)", f"{config.name}-{name}")
-        slices.append(IslandMachines(name, resource, Topology.parse(island.topology), island.zone))
+        assert island.slice is not None, "checked above"
+        slices.append(IslandMachines(name, resource, island.slice, island.zone))
     check_zone("cloud.syncer_zone", syncer_zone(config))
     return slices
 
@@ -127,8 +133,21 @@ def port_range(config: RunConfig) -> str:
     return f"{first}" if first == last else f"{first}-{last}"
 
 
+def environment(config: RunConfig, name: str) -> dict[str, str]:
+    """Return the environment of an island's processes; options of the compiler they take from the config."""
+    return {
+        "DILOCO_CACHE": f"{VOLUME}/cache",  # the copy of a token store
+        "DILOCO_LOG": "json",
+        "JAX_COMPILATION_CACHE_DIR": f"gs://{config.cloud.bucket}/{config.name}/programs/{name}",
+        **config.cloud.env,
+    }
+
+
 def remote(config: RunConfig) -> RunConfig:
-    """Make the settings that all containers read: the syncer listens everywhere, every process has a certificate."""
+    """Make the settings that all containers read.
+
+    The syncer listens everywhere, every process has a certificate, and paths name the bucket.
+    """
     transport = replace(
         config.transport,
         address=f"0.0.0.0:{config.cloud.port}",
@@ -138,7 +157,15 @@ def remote(config: RunConfig) -> RunConfig:
         tls_key=f"{CERTIFICATES_PATH}/{{name}}.key",
         token_file=f"{CERTIFICATES_PATH}/token",
     )
-    return replace(config, transport=transport)
+    bucket, data = config.cloud.bucket, config.data
+    mixture, evaluation = (
+        {name: replace(part, path=part.path.replace(BUCKET, bucket)) for name, part in parts.items()}
+        for parts in (data.mixture, data.evaluation)
+    )
+    data = replace(data, path=data.path.replace(BUCKET, bucket), mixture=mixture, evaluation=evaluation)
+    states = config.checkpoints.states or (f"gs://{bucket}/{config.name}/states" if bucket else "")
+    checkpoints = replace(config.checkpoints, states=states.replace(BUCKET, bucket))
+    return replace(config, transport=transport, data=data, checkpoints=checkpoints)
 
 
 def certificate_files(name: str) -> list[str]:

@@ -10,6 +10,7 @@ from functools import partial
 
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import boot, common, syncer_vm
+from diloco_jax.tools.launch.capacity import asked_of
 from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.files import Resource, script, verbs
 from diloco_jax.tools.launch.launcher import Guide, Launcher
@@ -19,7 +20,8 @@ IMAGE_PROJECT = "ubuntu-os-accelerator-images"
 _BEFORE = """\
 You need quota for the slices above, and `gcloud`. Hosts need a way to the image and to Google's APIs: their external
 address, or Cloud NAT and Private Google Access. The account that they run as must be allowed to read the image
-(`roles/artifactregistry.reader`); the scripts let it read the certificates."""
+(`roles/artifactregistry.reader`) and to list the hosts of its group (`roles/compute.viewer`); the scripts let it read
+the certificates and use the bucket."""
 _LOSSES = """\
 A host whose container fails starts it again, and with it the island as a whole. A slice of spot capacity that was taken
 away has to be made anew: `islands/{first}.sh delete && islands/{first}.sh create`. The syncer's machine starts again by
@@ -34,7 +36,7 @@ def island_script(config: RunConfig, each: IslandMachines) -> str:
     template = Resource(("gcloud", "compute", "instance-templates"), name)
     group = Resource(("gcloud", "compute", "instance-groups", "managed"), name, zone)
     several = topology.hosts > 1
-    kind = ("--provisioning-model=SPOT", "--instance-termination-action=STOP") if config.cloud.spot else ()
+    kind = asked_of(config.cloud, "gce").flags
     words = [*common.learner_words(each.name, "$syncer:$PORT"), "--preemption", "gce"]
     make_template = template.make(
         *("--machine-type", topology.machine_type, *kind),
@@ -42,8 +44,10 @@ def island_script(config: RunConfig, each: IslandMachines) -> str:
         *(f"--image-project={IMAGE_PROJECT}", f"--boot-disk-size={config.cloud.host_disk_gb}GB"),
         *(*region, "--network", "$NETWORK", "--subnet", "$SUBNETWORK"),
         *("--service-account", "$SERVICE_ACCOUNT", f"--scopes={SCOPES}"),
-        syncer_vm.metadata(words, each.name),
-        "--metadata-from-file=startup-script=learner-boot.sh,diloco-config=config.yaml",
+        *("--tags", "$RUN-hosts", *(("--no-address",) if config.cloud.private else ())),
+        syncer_vm.metadata(words, each.name) + f",diloco-hosts={topology.hosts}",
+        "--metadata-from-file=startup-script=learner-boot.sh,diloco-config=config.yaml,"
+        f"diloco-environment=islands/{each.name}.env",
     )
     make_policy = policy.make(
         *("--type=HIGH_THROUGHPUT", f"--accelerator-topology={topology.dims}"), kind=("workload-policy",)
@@ -84,7 +88,7 @@ def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
 
 LAUNCHER = Launcher(
     "gce",
-    ("project", "image", "network", "service_account", "tpu_image_family"),
+    ("tpu_image_family",),
     partial(syncer_vm.parts, {"learner-boot.sh": boot.LEARNER_AT_BOOT}, island_script, ("create",)),
     guide,
 )

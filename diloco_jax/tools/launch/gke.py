@@ -6,17 +6,24 @@ the JobSet starts all hosts of the island again; the other islands are JobSets o
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeAlias
 
 import yaml
 
+from diloco_jax.runtime.records.files import HEALTH
+from diloco_jax.runtime.records.signals import INTERRUPTED, WRONG_INPUT
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
+from diloco_jax.tools.budget.hosts import GIB
 from diloco_jax.tools.launch import common
+from diloco_jax.tools.launch.capacity import asked_of
 from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.files import Plan
 from diloco_jax.tools.launch.gke_scripts import cluster_script, regions_of, syncer_script
 from diloco_jax.tools.launch.launcher import Guide, Launcher
+from diloco_jax.tools.launch.needs import Needs, island_bytes, syncer_host
+from diloco_jax.tools.launch.project import POD_ACCOUNT
 
 Manifest: TypeAlias = dict[str, Any]
 
@@ -26,10 +33,25 @@ LEARNER_GRACE_S = 60  # to leave politely; nodes of spot capacity give less
 SYNCER_GRACE_S = 300  # to save the model
 USER = 10001  # of the image
 READABLE = 0o440
-JOB, MOUNT_CONFIG, MOUNT_CERTIFICATES, MOUNT_RUN = "host", "config", "certificates", "run"
+GIVE_UP = f"failed with exit code {WRONG_INPUT} "  # in the words of Kubernetes' Job controller
+POLITE = (INTERRUPTED, 143)  # asked to end by SIGTERM, also when that came before the process could listen
+START_MINUTES = 180  # until a process begins to touch its file: a token store may be copied first
+# Before each start: no file of an earlier one tells that this one lives, a start after a failure waits for 2, 4, ... 64
+# seconds, and the TPU runtime gets the large pages that it asks for.
+BEFORE = f"""\
+rm -rf {common.RUN_DIR}/{HEALTH}
+echo always >/sys/kernel/mm/transparent_hugepage/enabled || true
+n="$ATTEMPT"
+[ "$n" -le 6 ] || n=6
+[ "$n" -eq 0 ] || sleep "$((1 << n))"
+"""
+ALIVE = f"find {common.RUN_DIR}/{HEALTH} -name '*.alive' -mmin -{{minutes}} | grep -q ."
+LATER_MINUTES = 5  # than its own watchdog, which says where a process hangs
+READY = {"exec": {"command": ["sh", "-c", f"ls {common.RUN_DIR}/{HEALTH}/*.ready"]}}
+LEARNER, JOB, MOUNT_CONFIG, MOUNT_CERTIFICATES, MOUNT_RUN = "learner", "host", "config", "certificates", "run"
 
 
-def parts(config: RunConfig, slices: list[IslandMachines]) -> Plan:
+def parts(config: RunConfig, slices: list[IslandMachines], needs: Needs) -> Plan:
     """Write manifests and scripts."""
     regions = regions_of(config, slices)
     files, settings = {"syncer.sh": syncer_script(config)}, dump(common.remote(config))
@@ -38,8 +60,8 @@ def parts(config: RunConfig, slices: list[IslandMachines]) -> Plan:
         folder = f"clusters/{region}"
         files[f"{folder}/cluster.sh"] = cluster_script(config, region, here)
         files[f"{folder}/common.yaml"] = manifests(*common_manifests(config, settings))
-        files |= {f"{folder}/{each.name}.yaml": manifests(island(config, each)) for each in here}
-    files[f"clusters/{common.syncer_region(config)}/syncer.yaml"] = manifests(*syncer(config))
+        files |= {f"{folder}/{each.name}.yaml": manifests(island(config, each, needs)) for each in here}
+    files[f"clusters/{common.syncer_region(config)}/syncer.yaml"] = manifests(*syncer(config, needs))
     scripts = [f"clusters/{region}/cluster.sh" for region in regions]
     return Plan(
         files=files,
@@ -71,44 +93,56 @@ def manifests(*all_of: Manifest) -> str:
     return yaml.dump_all(all_of, Dumper=_Dumper, sort_keys=False, width=common.NAME_LENGTH_MAX * 10)
 
 
-def common_manifests(config: RunConfig, text: str) -> tuple[Manifest, Manifest]:
-    """Describe the namespace of the run, and its settings as all containers read them."""
+def common_manifests(config: RunConfig, text: str) -> tuple[Manifest, ...]:
+    """Describe the namespace of the run, its account, and its settings as all containers read them."""
     namespace = _manifest("v1", "Namespace", {"name": config.cloud.namespace})
+    account = _metadata(config, POD_ACCOUNT)
+    account["annotations"] = {"iam.gke.io/gcp-service-account": config.cloud.service_account}
     metadata = _metadata(config, f"{config.name}-config")
-    return namespace, _manifest("v1", "ConfigMap", metadata, data={"config.yaml": text})
+    settings = _manifest("v1", "ConfigMap", metadata, data={"config.yaml": text})
+    return namespace, _manifest("v1", "ServiceAccount", account), settings
 
 
-def island(config: RunConfig, each: IslandMachines) -> Manifest:
-    """Describe the JobSet of an island."""
+def island(config: RunConfig, each: IslandMachines, needs: Needs) -> Manifest:
+    """Describe the JobSet of an island.
+
+    Three ends are told apart: the machine was taken away, or the island left politely: start again, uncounted; wrong
+    input: never again; anything else: start again, `restarts_max` times.
+    """
     taken_away = {"type": "DisruptionTarget", "status": "True"}
+    ended = {"containerName": LEARNER, "operator": "In", "values": [WRONG_INPUT, *POLITE]}
     job = {
         "parallelism": each.topology.hosts,
         "completions": each.topology.hosts,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [{"action": "FailJob", "onPodConditions": [taken_away]}]},
-        "template": {"metadata": {"labels": _labels(config, each.name)}, "spec": _learner_pod(config, each)},
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onExitCodes": ended},
+                {"action": "FailJob", "onPodConditions": [taken_away]},
+            ]
+        },
+        "template": {"metadata": {"labels": _labels(config, each.name)}, "spec": _learner_pod(config, each, needs)},
     }
-    # preempted, or taken for maintenance: that is no fault of the island
-    disrupted = {
-        "name": "disrupted",
-        "action": "RestartJobSetAndIgnoreMaxRestarts",
-        "onJobFailureReasons": ["PodFailurePolicy"],
-    }
+    reasons = {"onJobFailureReasons": ["PodFailurePolicy"]}
+    wrong = {"name": "wrong_input", "action": "FailJobSet", **reasons, "onJobFailureMessagePatterns": [GIVE_UP]}
+    disrupted = {"name": "disrupted", "action": "RestartJobSetAndIgnoreMaxRestarts", **reasons}
     spec = {
         "failurePolicy": {
             "maxRestarts": config.cloud.restarts_max,
             "restartStrategy": "BlockingRecreate",
-            "rules": [disrupted],
+            "rules": [wrong, disrupted],  # the first that applies
         },
         "replicatedJobs": [{"name": JOB, "replicas": 1, "template": {"spec": job}}],
     }
     metadata = _metadata(config, each.resource, each.name)
     metadata["annotations"] = {EXCLUSIVE: "cloud.google.com/gke-nodepool"}
+    if config.cloud.queue:
+        metadata["labels"]["kueue.x-k8s.io/queue-name"] = config.cloud.queue
     return _manifest("jobset.x-k8s.io/v1alpha2", "JobSet", metadata, spec=spec)
 
 
-def _learner_pod(config: RunConfig, each: IslandMachines) -> Manifest:
+def _learner_pod(config: RunConfig, each: IslandMachines, needs: Needs) -> Manifest:
     topology = each.topology
     chips = {"google.com/tpu": topology.chips_per_host}
     selector = {
@@ -116,38 +150,74 @@ def _learner_pod(config: RunConfig, each: IslandMachines) -> Manifest:
         "cloud.google.com/gke-tpu-topology": topology.dims,
         "topology.kubernetes.io/zone": each.zone,
     }
-    if config.cloud.spot:
-        selector["cloud.google.com/gke-spot"] = "true"
+    if label := asked_of(config.cloud, "gke").selector:
+        selector[label[0]] = label[1]
     address = {"configMapKeyRef": {"name": f"{config.name}-syncer", "key": "address"}}
+    given = [{"name": name, "value": value} for name, value in common.environment(config, each.name).items()]
     learner = _container(
         config,
-        "learner",
-        common.learner_words(each.name, "$(DILOCO_SYNCER)"),
-        env=[{"name": "DILOCO_SYNCER", "valueFrom": address}],
+        LEARNER,
+        args=common.learner_words(each.name, "$(DILOCO_SYNCER)"),
+        env=[{"name": "DILOCO_SYNCER", "valueFrom": address}, *given],
         ports=[{"name": "tpu", "containerPort": TPU_PORT}],
-        resources={"requests": chips, "limits": chips},
+        resources={"requests": chips | _memory(island_bytes(needs, each.name)), "limits": chips},
         securityContext={"runAsUser": 0},  # TPU devices belong to root
+        **_probes(config, READY),
     )
+    attempt = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}}
+    before = _container(
+        config,
+        "before",
+        command=["sh", "-c", BEFORE],
+        env=[{"name": "ATTEMPT", "valueFrom": attempt}],
+        securityContext={"runAsUser": 0, "privileged": True},
+    )
+    # on the node's own disk, which outlives the pod; a new node finds states and programs in the bucket
+    run = {"path": f"/var/lib/diloco/{each.resource}", "type": "DirectoryOrCreate"}
     return {
         "restartPolicy": "Never",
+        "serviceAccountName": POD_ACCOUNT,
         "terminationGracePeriodSeconds": LEARNER_GRACE_S,
         "nodeSelector": selector,
+        **({"priorityClassName": config.cloud.priority_class} if config.cloud.priority_class else {}),
+        "initContainers": [before],
         "containers": [learner],
-        "volumes": [*_volumes(config, each.name), {"name": MOUNT_RUN, "emptyDir": {}}],
+        "volumes": [*_volumes(config, each.name), {"name": MOUNT_RUN, "hostPath": run}],
     }
 
 
-def syncer(config: RunConfig) -> tuple[Manifest, Manifest]:
+def _probes(config: RunConfig, ready: Manifest) -> Manifest:
+    """Describe how Kubernetes asks a process if it lives: by the files that it touches as it goes on."""
+    probes = {"readinessProbe": {**ready, "periodSeconds": 5, "timeoutSeconds": 5}}
+    if not config.watchdog.least_s:  # nothing is to be ended
+        return probes
+    command = ALIVE.format(minutes=math.ceil(config.watchdog.start_s / 60) + LATER_MINUTES)
+    alive = {"exec": {"command": ["sh", "-c", command]}, "periodSeconds": 60, "timeoutSeconds": 10}
+    start = {**alive, "failureThreshold": START_MINUTES}
+    return {"startupProbe": start, "livenessProbe": {**alive, "failureThreshold": 3}, **probes}
+
+
+def _memory(num_bytes: float) -> dict[str, str]:
+    return {"memory": f"{math.ceil(num_bytes / GIB)}Gi"} if num_bytes else {}
+
+
+def syncer(config: RunConfig, needs: Needs) -> tuple[Manifest, Manifest]:
     """Describe the syncer's StatefulSet and Service."""
+    machine = syncer_host(config, needs)
     labels, ports = _labels(config, "syncer"), common.ports(config)
     container = _container(
         config,
         "syncer",
-        common.syncer_words(),
+        args=common.syncer_words(),
+        env=[{"name": "DILOCO_CACHE", "value": f"{common.VOLUME}/cache"}, {"name": "DILOCO_LOG", "value": "json"}],
         ports=[{"name": f"port-{port}", "containerPort": port} for port in ports],
-        readinessProbe={"tcpSocket": {"port": ports[0]}, "periodSeconds": 5},
+        resources={"requests": _memory(machine.request_bytes), "limits": _memory(machine.limit_bytes)},
+        **_probes(config, {"tcpSocket": {"port": ports[0]}}),
     )
+    before = _container(config, "before", command=["rm", "-rf", f"{common.RUN_DIR}/{HEALTH}"])  # of an earlier start
     pod = {
+        "serviceAccountName": POD_ACCOUNT,
+        "initContainers": [before],
         "terminationGracePeriodSeconds": SYNCER_GRACE_S,
         "nodeSelector": {"cloud.google.com/gke-nodepool": common.syncer_name(config)},
         "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER},
@@ -207,13 +277,13 @@ def _metadata(config: RunConfig, name: str, part: str = "run") -> Manifest:
     return {"name": name, "namespace": config.cloud.namespace, "labels": _labels(config, part)}
 
 
-def _container(config: RunConfig, name: str, words: list[str], **more: Any) -> Manifest:
+def _container(config: RunConfig, name: str, **more: Any) -> Manifest:
     mounts = [
         {"name": MOUNT_CONFIG, "mountPath": "/etc/diloco/config", "readOnly": True},
         {"name": MOUNT_CERTIFICATES, "mountPath": common.CERTIFICATES_PATH, "readOnly": True},
-        {"name": MOUNT_RUN, "mountPath": "/var/diloco"},
+        {"name": MOUNT_RUN, "mountPath": common.VOLUME},
     ]
-    return {"name": name, "image": config.cloud.image, "args": words, **more, "volumeMounts": mounts}
+    return {"name": name, "image": config.cloud.image, **more, "volumeMounts": mounts}
 
 
 def _volumes(config: RunConfig, name: str) -> list[Manifest]:
@@ -256,4 +326,4 @@ def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
     )
 
 
-LAUNCHER = Launcher("gke", ("project", "image", "network"), parts, guide)
+LAUNCHER = Launcher("gke", (), parts, guide)

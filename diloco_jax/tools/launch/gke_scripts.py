@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import common
+from diloco_jax.tools.launch.capacity import asked_of
 from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.files import IN_PROJECT, Resource, command, script, verbs
 
-JOBSET = "https://github.com/kubernetes-sigs/jobset/releases/download/v0.10.1/manifests.yaml"
+JOBSET = "https://github.com/kubernetes-sigs/jobset/releases/download/v0.12.0/manifests.yaml"
+CONTROLLER = "deployment/jobset-controller-manager"
+CONTROLLER_MACHINE = "e2-standard-4"  # JobSet's controller asks for half a processor, which small nodes have not left
 
 
 def regions_of(config: RunConfig, slices: list[IslandMachines]) -> list[str]:
@@ -30,9 +33,14 @@ def cluster_script(config: RunConfig, region: str, slices: list[IslandMachines])
         cluster.make(
             *("--network", "$NETWORK", "--subnetwork", "$SUBNETWORK"),
             *("--enable-ip-alias", "--num-nodes", "1", "--release-channel", "regular"),
+            *("--machine-type", CONTROLLER_MACHINE, "--service-account", "$SERVICE_ACCOUNT"),
+            "--workload-pool=$PROJECT.svc.id.goog",
+            *(("--enable-private-nodes",) if config.cloud.private else ()),
         ),
         command(*cluster.group, "get-credentials", "$CLUSTER", *where, *IN_PROJECT),
         _kubectl(region, "apply", "--server-side", "-f", JOBSET),
+        # it is ready when its webhook answers, without which no JobSet is taken
+        _kubectl(region, *("--namespace", "jobset-system", "rollout", "status", "--timeout=10m"), CONTROLLER),
         *(pool.make(*flags) for pool, flags in pools),
     ]
     address = 'address="$(./syncer.sh address)"'
@@ -56,15 +64,18 @@ def cluster_script(config: RunConfig, region: str, slices: list[IslandMachines])
 def _island_pool(config: RunConfig, each: IslandMachines) -> tuple[Resource, tuple[str, ...]]:
     topology = each.topology
     shape = ("--tpu-topology", topology.dims) if topology.hosts > 1 else ()  # one host: its machine type says it
-    spot = ("--spot",) if config.cloud.spot else ()
-    more = (*shape, *spot, "--disk-size", str(config.cloud.host_disk_gb))
-    return _node_pool(each.resource, each.zone, topology.machine_type, topology.hosts, *more)
+    asked, count = asked_of(config.cloud, "gke").flags, topology.hosts
+    if "--flex-start" in asked:  # machines come when a pod waits for them
+        asked, count = (*asked, "--max-nodes", str(count)), 0
+    more = (*shape, *asked, "--disk-size", str(config.cloud.host_disk_gb))
+    return _node_pool(each.resource, each.zone, topology.machine_type, count, *more)
 
 
 def _node_pool(name: str, zone: str, machine: str, count: int, *more: str) -> tuple[Resource, tuple[str, ...]]:
     """Return a pool, and the flags that make it."""
     where = ("--cluster", "$CLUSTER", "--location", common.region_of(zone))
     flags = ("--node-locations", zone, "--machine-type", machine, "--num-nodes", str(count), *more)
+    flags += ("--service-account", "$SERVICE_ACCOUNT", "--workload-metadata=GKE_METADATA")
     return Resource(("gcloud", "container", "node-pools"), name, where), flags
 
 

@@ -11,8 +11,11 @@ from typing import NamedTuple
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
+from diloco_jax.tools.launch.capacity import asked_of
 from diloco_jax.tools.launch.common import CERTIFICATES_PATH, IslandMachines
 from diloco_jax.tools.launch.files import Plan, command, sequence_files
+from diloco_jax.tools.launch.needs import Needs, with_host
+from diloco_jax.tools.launch.project import project_script
 
 README = Path(__file__).with_name("readme.md")
 _VARIABLES = """\
@@ -53,30 +56,41 @@ class Launcher(NamedTuple):
     """A way of launching on Google Cloud."""
 
     name: str  # as `diloco launch` calls it
-    needed: tuple[str, ...]  # settings of `cloud` that must not be empty
-    parts: Callable[[RunConfig, list[IslandMachines]], Plan]  # writes the files and commands of this way alone
+    needed: tuple[str, ...]  # settings of `cloud` that must not be empty, beside those of all ways
+    parts: Callable[[RunConfig, list[IslandMachines], Needs], Plan]  # writes the files and commands of this way alone
     guide: Callable[[RunConfig, list[IslandMachines]], Guide]  # writes its words of README.md
 
-    def plan(self, config: RunConfig) -> Plan:
+    def slices(self, config: RunConfig) -> list[IslandMachines]:
+        """Check the config as far as that takes no time, and return the islands' machines. Raises as `plan` does."""
+        asked_of(config.cloud, self.name)
+        return common.slices_of(config, self.name, self.needed)
+
+    def plan(self, config: RunConfig, needs: Needs = None) -> Plan:
         """Write all files and commands.
+
+        Args:
+          needs: what machines need (needs.needs_of), if that is known.
 
         Raises:
           ValueError: a setting is missing, or a name cannot be used.
         """
-        slices = common.slices_of(config, self.name, self.needed)
-        own = self.parts(config, slices)
+        slices, config = self.slices(config), with_host(config, needs)
+        own = self.parts(config, slices, needs)
         # certificates that are there stay
         certificates = command("diloco", "certs", "certs", "--learners", ",".join(config.islands.names))
-        create = (certificates, *own.create)
+        create = (certificates, "./project.sh create", *own.create)
+        delete = (*own.delete, "./project.sh delete")
+        regions = sorted({each.region for each in slices} | {common.syncer_region(config)})
         files = {
             "config.yaml": dump(common.remote(config)),
             "local.yaml": dump(local(config)),
             "variables.sh": variables(config),
+            "project.sh": project_script(config, self.name, regions),
             **own.files,
-            **sequence_files(create, own.delete),
+            **sequence_files(create, delete),
             "README.md": self.readme(config, slices, create),
         }
-        return Plan(files=files, create=create, delete=own.delete)
+        return Plan(files=files, create=create, delete=delete)
 
     def readme(self, config: RunConfig, slices: list[IslandMachines], create: tuple[str, ...]) -> str:
         """Write README.md: what to do in which order, and how to look at the run."""
@@ -86,6 +100,7 @@ class Launcher(NamedTuple):
             name=config.name,
             project=cloud.project,
             image=cloud.image,
+            bucket=cloud.bucket,
             islands="\n".join(f"* {each}" for each in slices) + f"\n* syncer in {common.syncer_zone(config)}",
             create="\n".join(create),
             port=cloud.port,
@@ -114,6 +129,8 @@ def variables(config: RunConfig) -> str:
         "NETWORK": cloud.network,
         "SUBNETWORK": cloud.subnetwork or cloud.network,
         "SERVICE_ACCOUNT": cloud.service_account,
+        "BUCKET": cloud.bucket,
+        "NAT": cloud.nat,
         "CLUSTER": cloud.cluster,
         "NAMESPACE": cloud.namespace,
         "PORT": str(cloud.port),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeAlias
 
+from diloco_jax.settings.cloud import AUTO
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.budget.hosts import SyncerMachine, host_for
 from diloco_jax.tools.budget.memory import size
 from diloco_jax.tools.budget.needs import outlines, syncer_needs
 
 GB = 1e9
+Needs: TypeAlias = Mapping[str, Any] | None  # as needs_of returns them; None if the model cannot be loaded here
 
 
 def needs_of(config: RunConfig) -> dict[str, Any]:
@@ -27,21 +31,63 @@ def needs_of(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def describe_needs(config: RunConfig, needs: Mapping[str, Any]) -> Iterator[str]:
+def syncer_host(config: RunConfig, needs: Needs) -> SyncerMachine:
+    """Return the host of the syncer: the one that the config names, or the smallest that does.
+
+    Raises:
+        ValueError: none is named, and what it must have is not known here, or no machine has it.
+    """
+    machine = config.cloud.syncer_machine_type
+    if machine == AUTO and needs is None:
+        raise ValueError(
+            "cloud.syncer_machine_type is auto, but the model cannot be loaded here, so nobody knows its size; name a "
+            "machine type"
+        )
+    return host_for("" if machine == AUTO else machine, syncer_bytes(needs))
+
+
+def syncer_bytes(needs: Needs) -> float:
+    """Return the memory that the syncer takes, 0 if that is not known."""
+    return float(sum(needs["syncer"]["memory"].values())) if needs else 0.0
+
+
+def island_bytes(needs: Needs, name: str) -> float:
+    """Return the memory that each host of an island takes, 0 if that is not known."""
+    kinds = needs["islands"] if needs else ()
+    return next((float(sum(kind["host"].values())) for kind in kinds if name in kind["islands"]), 0.0)
+
+
+def with_host(config: RunConfig, needs: Needs) -> RunConfig:
+    """Write the machine type of the syncer's host into the settings."""
+    machine = syncer_host(config, needs).machine_type
+    return replace(config, cloud=replace(config.cloud, syncer_machine_type=machine))
+
+
+def describe_needs(config: RunConfig, needs: Needs) -> Iterator[str]:
     """Say for people what machines need, beside what the config gives them."""
-    cloud, syncer = config.cloud, needs["syncer"]
+    if needs is None:
+        return
+    cloud, syncer, host = config.cloud, needs["syncer"], syncer_host(config, needs)
     for each in needs["islands"]:
         names = each["islands"]
         whose = names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
+        on_host, on_chip = (
+            f" of {size(limit)}" if (limit := each[f"{of}_limit_bytes"]) else "" for of in ("host", "hbm")
+        )
         yield (
-            f"{whose}: {size(sum(each['host'].values()))} of {size(each['host_limit_bytes'])} on each host, "
-            f"{size(each['hbm_held_bytes'])} and activations of {size(each['hbm_limit_bytes'])} on each chip"
+            f"{whose}: {size(sum(each['host'].values()))}{on_host} on each host, "
+            f"{size(each['hbm_held_bytes'])} and activations{on_chip} on each chip"
         )
         yield from _too_small("host_disk_gb", cloud.host_disk_gb, each["disk_bytes"])
     yield (
-        f"syncer ({cloud.syncer_machine_type}): {size(sum(syncer['memory'].values()))} of memory, "
+        f"syncer ({host.machine_type}): {size(sum(syncer['memory'].values()))} of memory, "
         f"{size(syncer['disk_bytes'])} on a disk of {cloud.syncer_disk_gb} GB"
     )
+    if 0 < host.limit_bytes < host.request_bytes:
+        yield (
+            f"warning: the syncer's process may take {size(host.request_bytes)}, but {host.machine_type} leaves it "
+            f"{size(host.limit_bytes)}; leave cloud.syncer_machine_type out"
+        )
     yield from _too_small("syncer_disk_gb", cloud.syncer_disk_gb, syncer["disk_bytes"])
     up, down = (size(needs["link"][f"{way}_bytes_per_step"]) for way in ("up", "down"))
     yield f"links: each learner moves {up} up and {down} down per global step"

@@ -8,6 +8,7 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import boot, common
 from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.files import IN_PROJECT, Plan, Resource, command, script, verbs
+from diloco_jax.tools.launch.needs import Needs
 
 SCOPES = "cloud-platform"  # what the machine may do is decided by its account
 SECRET_READER = "roles/secretmanager.secretAccessor"
@@ -19,6 +20,7 @@ def parts(
     steps: Sequence[str],
     config: RunConfig,
     slices: Sequence[IslandMachines],
+    needs: Needs,
 ) -> Plan:
     """Write the scripts of a way whose syncer is a virtual machine.
 
@@ -28,11 +30,17 @@ def parts(
     """
     scripts = {f"islands/{each.name}.sh": island_script(config, each) for each in slices}
     syncer = {"syncer.sh": syncer_script(config), "syncer-boot.sh": boot.SYNCER_AT_BOOT}
+    environments = {f"islands/{each.name}.env": _lines(common.environment(config, each.name)) for each in slices}
     return Plan(
-        files={**learner, **syncer, **scripts},
+        files={**learner, **syncer, **scripts, **environments},
         create=("./syncer.sh create", *(f"{each} {verb}" for verb in steps for each in scripts)),
         delete=(*(f"{each} delete" for each in scripts), "./syncer.sh delete"),
     )
+
+
+def _lines(environment: Mapping[str, str]) -> str:
+    """Write variables as docker reads them from a file."""
+    return "".join(f"{name}={value}\n" for name, value in environment.items())
 
 
 def doctor(config: RunConfig, island: IslandMachines) -> str:
@@ -78,6 +86,7 @@ def syncer_script(config: RunConfig) -> str:
     name, zone, region = "$RUN-syncer", ("--zone", "$SYNCER_ZONE"), ("--region", "$SYNCER_REGION")
     external = config.cloud.external
     subnet = () if external else ("--subnet", "$SUBNETWORK")
+    alone = ("--no-address",) if config.cloud.private else ()
     address = Resource(("gcloud", "compute", "addresses"), name, region)
     disk = Resource(("gcloud", "compute", "disks"), name, zone)
     machine = Resource(("gcloud", "compute", "instances"), name, zone)
@@ -95,7 +104,7 @@ def syncer_script(config: RunConfig) -> str:
         machine.make(
             *("--machine-type", config.cloud.syncer_machine_type, "--maintenance-policy=MIGRATE"),
             *("--image-family=cos-stable", "--image-project=cos-cloud", "--subnet", "$SUBNETWORK"),
-            *("--address" if external else "--private-network-ip", "$(address)", "--tags", name),
+            *("--address" if external else "--private-network-ip", "$(address)", *alone, "--tags", name),
             *("--service-account", "$SERVICE_ACCOUNT", f"--scopes={SCOPES}"),
             *("--disk", f"name={name},device-name={boot.DISK},auto-delete=no"),
             told,

@@ -10,6 +10,7 @@ from functools import partial
 
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import boot, common, syncer_vm
+from diloco_jax.tools.launch.capacity import asked_of
 from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.files import IN_PROJECT, Resource, command, script, verbs
 from diloco_jax.tools.launch.launcher import Guide, Launcher
@@ -30,15 +31,18 @@ def island_script(config: RunConfig, each: IslandMachines) -> str:
     """Write what is done for one island."""
     name, zone = each.resource, ("--zone", each.zone)
     generation = each.topology.generation
-    resource = Resource(("gcloud", "compute", "tpus", "queued-resources"), name, zone)
+    asked = asked_of(config.cloud, "tpu-vm")
+    group = ("compute", "tpus", "queued-resources")
+    resource = Resource(("gcloud", *(("alpha",) if asked.alpha else ()), *group), name, zone)
     make = resource.make(
         *("--node-id", name, "--accelerator-type", each.topology.accelerator_type),
         *("--runtime-version", generation.runtime_version),
-        *("--network", "$NETWORK", "--subnetwork", "$SUBNETWORK"),
-        *("--service-account", "$SERVICE_ACCOUNT", f"--scopes={SCOPES}", *(("--spot",) if config.cloud.spot else ())),
+        *("--network", "$NETWORK", "--subnetwork", "$SUBNETWORK", "--tags", "$RUN-hosts"),
+        *(("--internal-ips",) if config.cloud.private else ()),
+        *("--service-account", "$SERVICE_ACCOUNT", f"--scopes={SCOPES}", *asked.flags),
     )
     state = resource.look("--format=value(state.state)")
-    everywhere = (*zone, *IN_PROJECT, "--worker=all")
+    everywhere = (*zone, *IN_PROJECT, "--worker=all", *(("--internal-ip",) if config.cloud.private else ()))
     files = [f"certs/{file}" for file in common.certificate_files(each.name)]
     words = ["sudo", "bash", f"{HOME}/learner.sh", "$IMAGE", *common.learner_words(each.name, "$syncer:$PORT")]
     start = [
@@ -47,6 +51,7 @@ def island_script(config: RunConfig, each: IslandMachines) -> str:
         command(*VM, "ssh", name, *everywhere, "--command", f"mkdir -p {HOME}/config && mkdir -p -m 700 {HOME}/certs"),
         command(*VM, "scp", *files, f"{name}:{HOME}/certs/", *everywhere),
         command(*VM, "scp", "config.yaml", f"{name}:{HOME}/config/", *everywhere),
+        command(*VM, "scp", f"islands/{each.name}.env", f"{name}:{HOME}/config/environment", *everywhere),
         command(*VM, "scp", "learner.sh", f"{name}:{HOME}/", *everywhere),
         command(*VM, "ssh", name, *everywhere, "--command", " ".join([*words, "--preemption", "gce"])),
     ]
@@ -94,7 +99,7 @@ def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
 
 LAUNCHER = Launcher(
     "tpu-vm",
-    ("project", "image", "network", "service_account"),
+    (),
     partial(syncer_vm.parts, {"learner.sh": boot.LEARNER_BY_HAND}, island_script, ("create", "start")),
     guide,
 )

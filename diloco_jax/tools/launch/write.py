@@ -9,14 +9,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco_jax.tools.launch import gce, gke, tpu_vm
+from diloco_jax.tools.launch import gce, gke, gpu, tpu_vm
 from diloco_jax.tools.launch.files import HEADER, Plan
+from diloco_jax.tools.launch.launcher import Launcher
 
-WAYS = {way.name: way for way in (gke.LAUNCHER, gce.LAUNCHER, tpu_vm.LAUNCHER)}
+GOOGLE = (gke.LAUNCHER, gce.LAUNCHER, tpu_vm.LAUNCHER)
+WAYS: dict[str, Launcher | gpu.GpuLauncher] = {way.name: way for way in (*GOOGLE, gpu.SLURM, gpu.SKY)}
 MARK = "variables.sh"  # a folder with this file was written by us
 TOOLS = {  # what scripts call, and where it comes from
     "gcloud": "install the Google Cloud CLI",
     "kubectl": "gcloud components install kubectl gke-gcloud-auth-plugin",
+    "sbatch": "call it on a login node of the cluster",
+    "sky": "pip install skypilot",
 }
 OUTPUT_MAX = 4000  # characters of a failed command's output in the message
 

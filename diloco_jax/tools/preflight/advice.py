@@ -72,11 +72,11 @@ def _larger(case: Misfit, limit: float, needed: float) -> str:
         chips *= 2
     if chips > generation.chips_max:
         return (
-            f"{needed / GB:.1f} GB per chip are needed, and no {generation.name} slice is large enough: use a smaller "
-            "model, or a generation with more memory"
+            f"{needed / GB:.1f} GB per chip are needed, and no {case.topology.name} slice is large enough: use a "
+            "smaller model, or a generation with more memory"
         )
     return (
-        f"{needed / GB:.1f} GB per chip are needed: use fewer, larger islands, islands.topology {generation.name}:"
+        f"{needed / GB:.1f} GB per chip are needed: use fewer, larger islands, islands.topology {case.topology.name}:"
         f"{'x'.join(map(str, sorted(shape)))} with islands.mesh.fsdp -1"
     )
 

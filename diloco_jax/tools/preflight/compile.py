@@ -17,6 +17,7 @@ import jax
 from jax.experimental import topologies
 
 from diloco_jax.core.fragments import Fragment, FragmentPlan
+from diloco_jax.settings.compiler import options_of
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
@@ -93,7 +94,7 @@ def slice_devices(topology: Topology) -> Sequence[jax.Device]:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")  # never wait for, or take, a TPU that this machine may have
-    options = {}
+    options: dict[str, Any] = dict(topology.generation.libtpu_options)
     if topology.hosts == 1 and topology.chips != 4:
         options["chips_per_host_bounds"] = (*topology.shape, 1, 1)[:3]
     try:
@@ -107,23 +108,27 @@ def slice_devices(topology: Topology) -> Sequence[jax.Device]:
     return devices
 
 
-def compile_island(config: RunConfig, island: IslandConfig, say: Say) -> Compiled:
-    """Compile what an island will run; `say` is told of each program, which may take minutes.
+def compile_island(config: RunConfig, island: IslandConfig, say: Say, *, step_only: bool = False) -> Compiled:
+    """Compile what an island will run, or only its inner step; `say` is told of each program, which may take minutes.
 
     Raises:
       ValueError: the model cannot be loaded, mesh or batch do not fit, or the compiler refuses a program.
     """
-    topology = Topology.parse(island.topology)
+    topology = island.slice
+    assert topology is not None, "asked of islands with a slice"
+    options: dict[str, str | bool] = {**options_of(config, island)}
     blueprint = Blueprint(config.model, config.optimizer, island.mesh, slice_devices(topology), seed=config.seed)
     plan = plan_of(config, blueprint)
     held = chip_memory(config, blueprint, plan)
-    say(f"{topology}: creating the state")
-    create = build("create", lambda: blueprint.create.lower().compile(), 0)
+    programs = []
+    if not step_only:
+        say(f"{topology}: creating the state")
+        programs.append(build("create", lambda: blueprint.create.lower().compile(options), 0))
     say(f"{topology}: the inner step of {island.batch_size} sequences, which takes longest")
     shapes = batch_shapes(example(config.data, config.train.seq_len), island.batch_size)
-    step = build("step", lambda: blueprint.lower_step(shapes).compile(), held.parameters + held.optimizer)
-    programs = [create, step]
-    if config.algorithm == "decoupled":
+    arguments = held.parameters + held.optimizer
+    programs.append(build("step", lambda: blueprint.lower_step(shapes).compile(options), arguments))
+    if config.algorithm == "decoupled" and not step_only:
         say(f"{topology}: staging and adoption of {len(plan.fragments)} fragments")
         programs += exchange_programs(config, blueprint, plan.fragments)
     return Compiled(blueprint, plan, held, tuple(programs))

@@ -34,6 +34,7 @@ _CALLED = re.compile(r"\b(?:calls|body|true_computation|false_computation|async_
 _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
+_BEGIN, _WAIT = "async-collective-start", "async-collective-done"
 _LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
 
 
@@ -82,6 +83,7 @@ class Collective(NamedTuple):
     kind: str  # one of COLLECTIVES
     results: tuple[Tensor, ...]  # what each device has of it
     times: int  # how often it runs in one run of the program
+    overlapped: bool = False  # begun and awaited apart, so that a device computes meanwhile
 
     @property
     def num_bytes(self) -> float:
@@ -123,6 +125,7 @@ def read_program(text: str) -> Program:
     """Read the HLO text of a compiled program."""
     computations, entry = parse(text)
     runs, unread = _runs(computations, entry)
+    overlapped, repeated = _asynchronous(computations)
     flops, kernels, collectives, transfers = 0.0, 0, [], []
     for name, times in runs.items():
         computation = computations[name]
@@ -131,7 +134,9 @@ def read_program(text: str) -> Program:
             if kind in ("dot", "convolution"):
                 flops += times * matrix_flops(instruction, computation)
             elif kind in COLLECTIVES:
-                collectives.append(_collective(instruction, kind, name, times))
+                if name not in repeated:
+                    apart = name in overlapped or instruction.opcode != kind
+                    collectives.append(_collective(instruction, kind, name, times)._replace(overlapped=apart))
             elif kind in HOST_TRANSFERS or (
                 kind == "custom-call" and any(word in instruction.attributes for word in HOST_CALLS)
             ):
@@ -151,7 +156,8 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
     computations: dict[str, Computation] = {}
     entry, current = "", None
     for line in text.splitlines():
-        if line == "}":  # alone: notes on kernels go over several lines, which may begin with braces
+        # Not any brace: notes on kernels go over several lines, which may begin with one.
+        if line == "}" or line.startswith("}, execution_thread"):
             current = None
         elif current is None:
             if header := _HEADER.match(line):
@@ -227,12 +233,28 @@ def _runs(computations: Mapping[str, Computation], entry: str) -> tuple[Counter[
     return runs, unread
 
 
+def _asynchronous(computations: Mapping[str, Computation]) -> tuple[set[str], set[str]]:
+    """Find the computations that begin a collective, and those that have it again while it is under way.
+
+    The compiler either gives it to another core, a sparse core for example, or cuts it into pieces: one to begin, some
+    fused with other work, one to wait.
+    """
+    overlapped, repeated = set[str](), {name for name in computations if name.startswith("async_collective_fusion")}
+    for computation in computations.values():
+        for instruction in computation.values():
+            if instruction.opcode in ("async-start", "call-start") or instruction.name.startswith(_BEGIN):
+                overlapped.update(_called(instruction))
+            elif instruction.name.startswith(_WAIT):
+                repeated.update(_called(instruction))
+    return overlapped, repeated
+
+
 def _called(instruction: Instruction) -> Iterator[str]:
     """List the computations that an instruction runs; the elementwise ones of reductions hold no matrix product."""
     yield from _CALLED.findall(instruction.attributes)
     for names in _BRANCHES.findall(instruction.attributes):
         yield from re.findall(r"[\w.\-]+", names)
-    if instruction.opcode == "call":
+    if instruction.opcode in ("call", "call-start"):
         yield from re.findall(r"\bto_apply=%?([\w.\-]+)", instruction.attributes)
 
 

@@ -65,20 +65,27 @@ def cases_of(config: RunConfig, slices: Sequence[str]) -> list[tuple[RunConfig, 
 def _moved(config: RunConfig, slice_name: str) -> RunConfig:
     """Move all islands of a run to this slice."""
     each = {name: replace(own, topology=None, devices=None, hosts=None) for name, own in config.islands.each.items()}
-    islands = replace(config.islands, topology=str(Topology.parse(slice_name)), devices=AUTO, hosts=1, each=each)
+    islands = replace(
+        config.islands,
+        topology=str(Topology.parse(slice_name, config.islands.generations)),
+        devices=AUTO,
+        hosts=1,
+        each=each,
+    )
     return replace(config, islands=islands)
 
 
 def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict[str, Any]) -> None:
     """Add what came out for one kind of island to the result."""
-    topology, island = Topology.parse(kind.island.topology), kind.island
+    topology, island = kind.topology, kind.island
+    assert topology is not None, "cases_of checks it"
     step = next(built for built in compiled.programs if built.kind == "step")
     needs = island_needs(config, kind, compiled.blueprint, compiled.plan)
     hbm, limit = step_hbm(compiled), topology.generation.hbm_bytes
     sizes = dict(compiled.blueprint.mesh.shape)
     parameters = num_parameters(compiled.blueprint)
     flops = model_flops(config.model, compiled.blueprint.shapes, island.batch_size, config.train.seq_len)
-    compiled_flops = step.program.matrix_flops * topology.chips if step.program else None
+    compiled_flops = step.program.matrix_flops * topology.devices if step.program else None
     step_s = tuple(flops.flops / (topology.peak_flops * mfu) for mfu in MFU)
     gathers = weight_gathers(step, compiled.blueprint)
     links = link_needs(config, compiled.plan)
@@ -89,7 +96,7 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
         {
             "topology": str(topology),
             "islands": list(kind.names),
-            "chips": topology.chips,
+            "chips": topology.devices,
             "hosts": topology.hosts,
             "mesh": sizes,
             "batch_size": island.batch_size,
@@ -107,6 +114,8 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
             "step_s": list(step_s),
             "largest_all_gather": largest and _gather(largest, parameters),
             "weight_all_reduces": gathers.all_reduces,
+            "synchronous_gathers": gathers.waited_for,
+            "loop_collectives": _in_loops(step),
             "collective_bytes": step.program.collective_bytes if step.program else None,
             "host_bytes": sum(needs.host),
             "host_limit_bytes": needs.host_limit_bytes,
@@ -122,6 +131,11 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
         case = Misfit(topology, sizes, island.batch_size / at_once, config.model, hbm)
         result["advice"] += [f"{topology}: {line}" for line in advise_hbm(case)]
     result["advice"] += [f"{topology}: {line}" for line in advise_anchors(hbm, sizes)]
+    if gathers.waited_for:
+        result["advice"].append(
+            f"{topology}: devices wait for {gathers.waited_for} gathers of weights in the loop over layers, which "
+            "options of the compiler can overlap with computation: see settings/generations.yaml and cloud.xla_flags"
+        )
     if largest is not None and largest.elements >= WHOLE_MODEL * parameters and len(compiled.blueprint.shapes) > 1:
         problems.append("the inner step gathers the whole model at once, which undoes its sharding")
     if gathers.stacked_elements >= ALL_LAYERS * parameters:
@@ -133,6 +147,14 @@ def _gather(largest: Collective, parameters: int) -> dict[str, Any]:
     share = largest.elements / parameters
     sizes = {"elements": largest.elements, "bytes": largest.num_bytes}
     return {**sizes, "kind": largest.kind, "share_of_parameters": share}
+
+
+def _in_loops(step: Built) -> dict[str, int]:
+    """Count the runs of collectives in loops: those that devices wait for, and those beside which they compute."""
+    counts = {"synchronous": 0, "overlapped": 0}
+    for each in step.program.collectives if step.program else ():
+        counts["overlapped" if each.overlapped else "synchronous"] += each.times if each.times > 1 else 0
+    return counts
 
 
 def _needed(flops: ModelFlops, step: Built) -> float:
@@ -151,7 +173,7 @@ def _row(topology: Topology, built: Built, hbm_bytes: float, limit: float) -> di
         "hbm_bytes": hbm_bytes,
         "hbm_limit_bytes": limit,
         "memory": built.memory._asdict(),
-        "flops": program.matrix_flops * topology.chips if program else None,
+        "flops": program.matrix_flops * topology.devices if program else None,
         "compiler_flops": built.compiler_flops if program else None,
         "collectives": program.collective_counts if program else None,
         "host_transfers": list(program.host_transfers) if program else None,
@@ -189,11 +211,11 @@ def program_problems(topology: Topology, programs: Sequence[Built]) -> list[str]
         if built.program.host_transfers:
             problems.append(
                 f"'{built.name}' exchanges data with the host while it runs ({built.program.host_transfers[0]}); "
-                "remove callbacks and offloading from the model"
+                "remove callbacks from the model"
             )
-        if built.program.devices != topology.chips:
+        if built.program.devices != topology.devices:
             problems.append(
-                f"'{built.name}' runs on {built.program.devices} devices, but an island has {topology.chips}; "
+                f"'{built.name}' runs on {built.program.devices} devices, but an island has {topology.devices}; "
                 "islands may not share programs"
             )
     return problems

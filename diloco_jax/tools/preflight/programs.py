@@ -42,6 +42,7 @@ class Gathers(NamedTuple):
     largest: Collective | None  # the largest one, None if there is none
     stacked_elements: int  # elements of gathers that join a weight of all layers at once, summed
     all_reduces: int  # how many of them are all-reduces, by which the compiler replaces gathers on some slices
+    waited_for: int  # how many of them run in a loop, and devices compute nothing meanwhile
 
 
 def weight_gathers(built: Built, blueprint: Blueprint) -> Gathers:
@@ -50,14 +51,14 @@ def weight_gathers(built: Built, blueprint: Blueprint) -> Gathers:
     Others join activations. Where weights are not sharded, all-reduces of whole gradients are as they should be.
     """
     if built.program is None:
-        return Gathers(None, 0, 0)
+        return Gathers(None, 0, 0, 0)
     mesh = blueprint.mesh.shape
     kinds = ("all-gather", "all-reduce") if mesh["fsdp"] * mesh["expert"] > 1 else ("all-gather",)
     stacked = {_sorted(blueprint.shapes[path]) for path in blueprint.stacked if blueprint.shapes[path][0] > 1}
     layers = {_sorted(blueprint.shapes[path][1:]) for path in blueprint.stacked}
     known = _split({_sorted(shape) for shape in blueprint.shapes.values()} | layers, mesh["tensor"])
     all_layers = _split(stacked, mesh["tensor"]) - _split(layers, mesh["tensor"])
-    largest, at_once, all_reduces = None, 0, 0
+    largest, at_once, all_reduces, waited_for = None, 0, 0, 0
     for each in built.program.collectives:
         weights = tuple(t for t in each.results if _sorted(t.dims) in known and len(_sorted(t.dims)) > 1)
         if each.kind not in kinds or not weights:
@@ -67,7 +68,8 @@ def weight_gathers(built: Built, blueprint: Blueprint) -> Gathers:
             largest = gather
         at_once += sum(t.elements for t in weights if _sorted(t.dims) in all_layers)
         all_reduces += each.times if each.kind == "all-reduce" else 0
-    return Gathers(largest, at_once, all_reduces)
+        waited_for += each.times if each.times > 1 and not each.overlapped else 0
+    return Gathers(largest, at_once, all_reduces, waited_for)
 
 
 def _sorted(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -85,6 +85,11 @@ def _island(island: Row) -> list[str]:
     if island["collective_bytes"]:
         moved = ", ".join(f"{kind} {size(one)}" for kind, one in island["collective_bytes"].items())
         lines.append(f"  collectives   results per chip and step: {moved}")
+        waits, beside = island["loop_collectives"].values()
+        lines.append(
+            f"{_INDENT}in loops {waits} that chips wait for, {island['synchronous_gathers']} of them gathers of"
+        )
+        lines.append(f"{_INDENT}weights, and {beside} beside which they compute")
     lines.append(
         f"  host memory   {size(island['host_bytes'])} of {size(island['host_limit_bytes'])} on each host for "
         "the process, the global model in float32, what arrives and what leaves"

@@ -173,9 +173,6 @@ class Replay:
 def replay_run(config: RunConfig, run_dir: Path, until: int | None = None) -> dict[str, Any]:
     """Repeat a run and compare its parameters with those of its newest checkpoint.
 
-    Args:
-        until: stop after the first merged round of this global step or a later one.
-
     Returns:
         identical, sha256, expected_sha256 (None when no checkpoint is of that moment), merged_rounds, inner_steps,
         wall_s, difference and step_difference (the first ones, "" without).
@@ -246,7 +243,6 @@ def replay_synthetic(config: RunConfig, folder: Path, out: Path, until: int | No
         config: model, data, optimizer, and the protocol of the simulation (scenario.py). One sample of the
             simulation stands for as many sequences as an island has in a step.
         out: folder for the checkpoint and summary.json, which `diloco eval` reads.
-        until: stop after the first merged round of this global step or a later one.
 
     Returns:
         The content of summary.json.

@@ -29,11 +29,7 @@ Value = TypeVar("Value")
 
 
 class RangeMap(Generic[Value]):
-    """A value for every number from 0 on; neighbours that are equal are one range.
-
-    Args:
-        value: of every number, to begin with.
-    """
+    """A value for every number from 0 on; neighbours that are equal are one range."""
 
     def __init__(self, value: Value) -> None:
         self._starts = [0]

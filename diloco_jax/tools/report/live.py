@@ -41,13 +41,21 @@ CONDITION_STYLES = {
     "training": "green",
     "slow": "yellow",
     "unmerged": "yellow",
+    "evaluating": "green",
     "striking": "yellow",
     "silent": "yellow",
     "left": "dim",
     "gone": "red",
     "expelled": "red",
 }
-RUN_STYLES = {"starting": "cyan", "running": "green", "complete": "green", "stopped": "yellow", SILENT: "yellow"}
+RUN_STYLES = {
+    "starting": "cyan",
+    "running": "green",
+    "evaluating": "green",
+    "complete": "green",
+    "stopped": "yellow",
+    SILENT: "yellow",
+}
 NO_VALUE = "–"
 SPEEDS = {"mfu": ("MFU", "{:.0%}".format), "model_flops_per_s": ("FLOP/s", format_count)}  # the first that is known
 

@@ -106,8 +106,6 @@ def timeline(
 
     Args:
         learners: the rows, from the top.
-        rounds: in order of time.
-        marks: what happened to learners.
         times: when the first inner step was reported, before which no round can have begun, and when the run ended.
     """
     row = 26 if len(learners) <= 16 else 18

@@ -58,7 +58,6 @@ def build_store(source: TextSource, tokenizer: str, out: Path, workers: int = 0,
     Args:
         tokenizer: a folder with tokenizer.json, train:SIZE, or bytes.
         workers: processes; 0 for one per core.
-        tell: is called after each part.
 
     Raises:
         ValueError: nothing can be read, or `out` holds something else.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -93,6 +94,26 @@ class Exchange:
             residual = held.residual if held is not None else self._outgoing_program(fragment).no_residual()
         self.held[fragment.fragment_id] = HeldFragment(new, residual)
         return touched
+
+    def anchors(self, fragments: Iterable[Fragment]) -> Params:
+        """Return the parameters as they would be if these fragments, all of the model's, had been adopted just now.
+
+        On the devices, in the parameters' own types: the global model as it would be trained on.
+        """
+        params = self._zeros()
+        for fragment in fragments:
+            params |= self._blend(params, fragment, self.held[fragment.fragment_id].anchor, (), 0.0)
+        return params
+
+    def _zeros(self) -> Params:
+        tensors = self._tensors
+        lies = {path: tensor.sharding for path, tensor in tensors.items()}
+
+        def zeros() -> Params:
+            return {path: jnp.zeros(tensor.shape, tensor.dtype) for path, tensor in tensors.items()}
+
+        made: Params = self._once("zeros", lambda: jax.jit(zeros, out_shardings=lies).lower().compile())()
+        return made
 
     def overwrite(self, params: Params, fragment: Fragment, values: HostValues) -> Params:
         """Replace a fragment by values that are no anchor; returns the new tensors, in place of the old ones.

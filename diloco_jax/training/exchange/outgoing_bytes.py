@@ -111,13 +111,7 @@ class OutgoingBytes:
         self.local = [(stream, number, mine.index(number)) for stream, number in self._items if number in mine]
 
     def whole(self, copies: Copies, before: HostArrays) -> tuple[bytes, dict[str, Float32[np.ndarray, "..."]]]:
-        """Wait for what the devices sent, join it, and encode what they left to the host.
-
-        Args:
-          before: residuals of the tensors that the host encodes.
-
-        Returns:
-          (payload, residuals of these tensors afterwards)
+        """Return what the devices sent with what the host encoded of the rest, and the residuals of that afterwards.
 
         Raises:
           NotFinite: the update is not, and the format cannot say so.

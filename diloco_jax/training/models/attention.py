@@ -5,6 +5,8 @@ Shapes: B batch, T length, N query heads, K key and value heads (N / K query hea
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import Literal, NamedTuple
 
 import jax
@@ -13,12 +15,15 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
-from diloco_jax.training.models.layers import soft_limit
+from diloco_jax.training.models.layers import keep, soft_limit
 from diloco_jax.training.sharding import current_layout
 
+log = logging.getLogger(__name__)
 Attention = Literal["einsum", "dot_product", "splash"]
-SPLASH_BLOCK_MAX = 512  # tokens of one tile of the kernel, a power of two
-SPLASH_BLOCK_MIN = 128
+# Tokens of one tile of the kernel. Published recipes for v6e and v5p (AI-Hypercomputer/tpu-recipes) take 1024 or 2048.
+SPLASH_BLOCKS = (2048, 1024, 512, 256, 128)
+SPLASH_TUNED = 1024
+CUDNN_WIDTH_MAX = 128  # of a head, for which cuDNN's flash attention has a backward pass on every GPU since Ampere
 
 
 class Seeing(NamedTuple):
@@ -27,6 +32,7 @@ class Seeing(NamedTuple):
     width: int  # scores are divided by its square root
     cap: float = 0.0  # soft limit of the scores, 0 for none
     window: int = 0  # tokens that are seen, the query's own counted; 0 for all
+    block: int = 0  # tokens of a tile of the splash kernel; 0: tuned
 
 
 def attend(
@@ -40,23 +46,38 @@ def attend(
     """Compute causal grouped-query attention, softmax(q k^T / sqrt(width)) v; query head i reads key i // (N / K).
 
     The method is one of `Attention`; where tokens have segments, none sees another's. Where the devices are no TPUs,
-    splash is computed as einsum: a syncer evaluates on CPU what islands train on TPU. So is dot_product with a cap.
+    splash is computed as einsum, with a warning. So is dot_product with a cap.
     """
-    if method == "splash" and _platform() == "tpu":
-        return splash(q, k, v, rules, segments)
+    if method == "splash":
+        if _platform() == "tpu":
+            return splash(q, k, v, rules, segments)
+        _warn_of_einsum(_platform())
     if method == "dot_product" and not rules.cap:
         # the whole width is left to JAX, whose number for it may be another in the last place
         scale = None if rules.width == q.shape[3] else rules.width**-0.5
         same = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
         local = (rules.window - 1, 0) if rules.window else None
-        return jax.nn.dot_product_attention(q, k, v, mask=same, scale=scale, is_causal=True, local_window_size=local)
+        fits = q.shape[3] <= CUDNN_WIDTH_MAX and q.shape[3] % 8 == q.shape[1] % 2 == 0 and q.dtype == jnp.bfloat16
+        way: Literal["cudnn"] | None = "cudnn" if fits and _platform() in ("gpu", "cuda") else None
+        mixed = jax.nn.dot_product_attention(
+            q, k, v, mask=same, scale=scale, is_causal=True, local_window_size=local, implementation=way
+        )
+        return keep(mixed, "attention")
     distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])[None, :]
     seen = (distance >= 0)[None]
     if rules.window:
         seen &= (distance < rules.window)[None]
     if segments is not None:
         seen = seen & (segments[:, :, None] == segments[:, None, :])
-    return attend_to(q, k, v, seen, rules)
+    return keep(attend_to(q, k, v, seen, rules), "attention")
+
+
+@cache
+def _warn_of_einsum(platform: str) -> None:
+    log.warning(
+        f"attention is splash, a kernel for TPUs, and the devices are {platform}: it is computed as einsum, which "
+        "holds all scores of a layer, length x length; dot_product is faster on GPUs"
+    )
 
 
 def _platform() -> str:
@@ -104,12 +125,12 @@ def splash(
       ValueError: a length that the kernel's tiles do not divide, or heads that the mesh cannot share.
     """
     t = q.shape[1]
-    if t % SPLASH_BLOCK_MIN:
+    if t % SPLASH_BLOCKS[-1]:
         raise ValueError(
-            f"attention splash: {t} tokens are no multiple of {SPLASH_BLOCK_MIN}; change train.seq_len, or use "
+            f"attention splash: {t} tokens are no multiple of {SPLASH_BLOCKS[-1]}; change train.seq_len, or use "
             "dot_product"
         )
-    block = next(size for size in (SPLASH_BLOCK_MAX, 256, SPLASH_BLOCK_MIN) if t % size == 0)
+    block = next(size for size in SPLASH_BLOCKS if size <= (rules.block or SPLASH_TUNED) and t % size == 0)
 
     def local(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
         mask: splash_attention_mask.Mask = splash_attention_mask.CausalMask((t, t))
@@ -121,6 +142,7 @@ def splash(
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=rules.cap or None,
+            residual_checkpoint_name="attention",
             interpret=interpret,
         )
         heads_first = [x.swapaxes(1, 2) for x in (q * rules.width**-0.5, k, v)]
@@ -145,6 +167,7 @@ def splash(
 
 
 def _blocks(size: int) -> splash_attention_kernel.BlockSizes:
+    """Return tiles for both passes; one kernel computes all gradients of the backward pass."""
     return splash_attention_kernel.BlockSizes(
-        block_q=size, block_kv=size, block_q_dkv=size, block_kv_dkv=size, block_q_dq=size, block_kv_dq=size
+        block_q=size, block_kv=size, block_q_dkv=size, block_kv_dkv=size, use_fused_bwd_kernel=True
     )

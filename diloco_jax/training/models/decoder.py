@@ -17,7 +17,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32, Key
 
 from diloco_jax.training.models.attention import Seeing, attend, attend_to
-from diloco_jax.training.models.layers import Linear, checkpoint, make_norm, soft_limit
+from diloco_jax.training.models.layers import Linear, checkpoint, keep, make_norm, soft_limit
+from diloco_jax.training.models.lookup import look_up
 from diloco_jax.training.models.losses import TABLE_AXES, chunked_cross_entropy, cross_entropy, logits_of
 from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.models.protocol import Batch, Metrics, config_from_args
@@ -95,7 +96,8 @@ class Block(nnx.Module):
 
     def mlp(self, x: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Metrics]:
         """Apply the MLP to the normalised stream, and scalars of this layer."""
-        return self.down(ACTIVATIONS[self.config.activation](self.gate(x)) * self.up(x)), {}
+        gate, up = keep(self.gate(x), "gated"), keep(self.up(x), "gated")
+        return keep(self.down(ACTIVATIONS[self.config.activation](gate) * up), "out"), {}
 
     def __call__(
         self, x: Float[Array, "b t d"], places: Places, local: Local = False, cache: Cache | None = None
@@ -106,7 +108,7 @@ class Block(nnx.Module):
         """
         y = x if self.norm_attention is None else self.norm_attention(x)
         mixed, cache = self._attention(y, places, local, cache)
-        y = self.out(mixed.reshape(*x.shape[:2], -1))
+        y = keep(self.out(mixed.reshape(*x.shape[:2], -1)), "out")
         y = y if self.norm_attention_out is None else self.norm_attention_out(y)
         x = constrain(x + y, "batch", None, None)
         y, metrics = self.mlp(x if self.norm_mlp is None else self.norm_mlp(x))
@@ -118,7 +120,7 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "b t n h"], Cache | None]:
         c = self.config
         q, k, v = self._heads(y, places, local)
-        rules = Seeing(c.attention_width or c.head_dim, c.attention_cap, c.window)
+        rules = Seeing(c.attention_width or c.head_dim, c.attention_cap, c.window, c.splash_block)
         if cache is not None:
             length, at = cache[0].shape[1], places.positions
             assert at is not None, "tokens for a cache have positions"
@@ -140,7 +142,7 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "b t n h"], Float[Array, "b t k h"], Float[Array, "b t k h"]]:
         """Return queries, keys and values, the first two turned by their positions."""
         c = self.config
-        q, k, v = self.q(y), self.k(y), self.v(y)
+        q, k, v = (keep(linear(y), "qkv") for linear in (self.q, self.k, self.v))
         if c.qk_norm == "full":
             q, k = self.norm_q(q), self.norm_k(k)
         q, k, v = (x.reshape(*y.shape[:2], -1, c.head_dim) for x in (q, k, v))
@@ -204,7 +206,7 @@ class Decoder(nnx.Module):
         at all; nor are tokens of segment 0. `weight` is the number of those that are predicted.
         """
         tokens, segments = batch["tokens"], batch.get("segments")
-        table = self._table()
+        table = self._table() if self.config.lookup == "gather" else None
         x = self.embedded(tokens[:, :-1], table)
         if segments is None:
             x, metrics = self.hidden(x)
@@ -216,7 +218,10 @@ class Decoder(nnx.Module):
     def embedded(self, tokens: Int32[Array, "b t"], table: Float[Array, "v d"] | None = None) -> Float[Array, "b t d"]:
         """Return what the first layer gets; `table` if the embedding was gathered before."""
         c = self.config
-        x = jnp.take(self._table() if table is None else table, tokens, axis=0)
+        if c.lookup == "exchange" and table is None:
+            x = look_up(self.embed.embedding[...], tokens, c.dtype)
+        else:
+            x = jnp.take(self._table() if table is None else table, tokens, axis=0)
         return constrain(x * c.dim**0.5 if c.embed_scale else x, "batch", None, None)
 
     def hidden(

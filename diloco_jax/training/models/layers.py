@@ -8,12 +8,21 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from diloco_jax.training.sharding import current_layout, gather
 
-Remat = Literal["none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable"]
+Remat = Literal[
+    "none", "full", "attention", "mlp", "minimal", "offload", "dots_saveable", "dots_with_no_batch_dims_saveable"
+]
 LayerFunction = Callable[..., Any]
+# Results of a layer by the names that `keep` gives them: those that the policies keep, beside what goes into the layer.
+KEPT = {
+    "attention": ("attention",),
+    "mlp": ("attention", "qkv", "out"),
+    "minimal": ("attention", "qkv", "out", "gated"),
+}
 
 
 class Linear(nnx.Module):
@@ -71,20 +80,34 @@ def soft_limit(x: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
     return cap * jnp.tanh(x / cap) if cap else x
 
 
+def keep(x: Float[Array, "..."], name: str) -> Float[Array, "..."]:
+    """Name a result of a layer, so that policies of `checkpoint` can keep it."""
+    named: Float[Array, ...] = checkpoint_name(x, name)
+    return named
+
+
 def checkpoint(function: LayerFunction, remat: str, *, scanned: bool) -> LayerFunction:
     """Let the backward pass of a layer compute again what it does not keep.
 
-    `none` keeps every activation; `full` only what goes into the layer; the others are `jax.checkpoint_policies`.
+    `none` keeps every activation; `full` only what goes into the layer; those of KEPT also what they name; `offload`
+    keeps what `minimal` does, with the MLP's part in the memory of the host; others are `jax.checkpoint_policies`.
     """
     layout = current_layout()
     if remat == "none" and not (layout and layout.gathers):
         return function
-    policy = {
-        "none": _all_but_weights,
-        "full": jax.checkpoint_policies.nothing_saveable,
-        "dots_saveable": jax.checkpoint_policies.dots_saveable,
-        "dots_with_no_batch_dims_saveable": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    }[remat]
+    known = jax.checkpoint_policies
+    policy: Callable[..., Any]
+    if remat == "offload" and not (layout and layout.platform == "cpu"):  # whose memory is the host's
+        policy = known.save_and_offload_only_these_names(
+            names_which_can_be_saved=KEPT["mlp"],
+            names_which_can_be_offloaded=["gated"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    elif remat in (*KEPT, "offload"):
+        policy = known.save_only_these_names(*KEPT.get(remat, KEPT["minimal"]))
+    else:
+        policy = {"none": _all_but_weights, "full": known.nothing_saveable}.get(remat) or getattr(known, remat)
     # In a scan nothing can be merged with the forward pass, and the barriers against that would cost speed.
     return jax.checkpoint(function, policy=policy, prevent_cse=not scanned)
 

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int32
 
 from diloco_jax.training.models.config import DECODER, MOE, ModelConfig
 from diloco_jax.training.models.decoder import ACTIVATIONS, Block, Decoder
+from diloco_jax.training.models.layers import keep
 from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.models.protocol import Batch, Metrics, config_from_args
 from diloco_jax.training.sharding import constrain, current_layout, gather
@@ -173,8 +174,8 @@ class MoeBlock(Block):
 
     def _experts(self, slots: Float[Array, "b e c d"]) -> Float[Array, "b e c d"]:
         gate, up, down = self._weights(slots.dtype)
-        hidden = ACTIVATIONS[self.config.activation](jnp.einsum("becd,edf->becf", slots, gate))
-        return jnp.einsum("becf,efd->becd", hidden * jnp.einsum("becd,edf->becf", slots, up), down)
+        gated, raised = (keep(jnp.einsum("becd,edf->becf", slots, w), "gated") for w in (gate, up))
+        return jnp.einsum("becf,efd->becd", ACTIVATIONS[self.config.activation](gated) * raised, down)
 
 
 class MoeDecoder(Decoder):

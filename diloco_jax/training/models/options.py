@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from diloco_jax.training.models.attention import Attention
+from diloco_jax.training.models.attention import SPLASH_BLOCKS, Attention
 from diloco_jax.training.models.layers import Remat
 from diloco_jax.training.named import check_choices
 
@@ -78,8 +78,15 @@ class DecoderConfig:
     scan_layers: bool = False
     """Stack the blocks' parameters and scan over them: compiles in constant time, one tensor per kind of weight."""
     remat: Remat = "none"
-    """What the backward pass computes again: none, full (whole blocks), or all but what the policies dots_saveable or
-    dots_with_no_batch_dims_saveable of jax.checkpoint_policies keep."""
+    """What the backward pass computes again, from much to little: full (whole blocks), attention (all but attention
+    itself), mlp (the MLP alone), minimal (no matrix product), offload (as minimal, but the MLP's part waits in the
+    host's memory), none (nothing). Or a policy of jax.checkpoint_policies."""
+    splash_block: int = 0
+    """Tokens of a tile of the splash kernel, a power of two from 128 to 2048; 0 = tuned. Smaller ones that divide the
+    sequence take its place."""
+    lookup: Literal["gather", "exchange"] = "gather"
+    """How embeddings are looked up where devices share the table: gather (each gathers it, and sums up its gradient),
+    or exchange (each looks up the rows that it holds for all; for large vocabularies)."""
     loss_chunk: int = 0
     """Token ids whose logits exist at a time, a divisor of vocab_size; 0 = all. Saves memory if there are many."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -114,6 +121,10 @@ class DecoderConfig:
             )
         if self.rope_scaling == "yarn" and self.rope_theta_local:
             raise ValueError("model.args.rope_scaling yarn goes with one base for all layers; set rope_theta_local 0")
+        if self.splash_block and self.splash_block not in SPLASH_BLOCKS:
+            raise ValueError(
+                f"model.args.splash_block is {self.splash_block}; use one of {', '.join(map(str, SPLASH_BLOCKS))}, or 0"
+            )
         if self.loss_chunk < 0 or (self.loss_chunk and self.vocab_size % self.loss_chunk):
             raise ValueError(
                 f"model.args.loss_chunk is {self.loss_chunk}; it must divide vocab_size ({self.vocab_size}), or be 0"

@@ -121,6 +121,14 @@ class HostLeaf(NamedTuple):
     leaf: str
 
 
+class HostEvaluate(NamedTuple):
+    """Evaluate the global values that were adopted last, and answer."""
+
+    number: int
+    global_step: int
+    final: bool
+
+
 class HostLoadState(NamedTuple):
     """Load the moments that the leader holds, asking for their leaves one by one, and answer at the end."""
 
@@ -200,6 +208,7 @@ Command: TypeAlias = (
     | HostStageState
     | HostUnstageState
     | HostLeaf
+    | HostEvaluate
     | HostLoadState
     | HostHave
     | HostSave

@@ -69,7 +69,6 @@ class GroupLeader:
 
     Args:
         config: as `group_config` returns it; its address is where to listen, port 0 lets the system choose one.
-        hosts: number of hosts of the island with the leader, at least 1.
 
     Attributes:
         address: where members dial, with the real port.
@@ -173,7 +172,6 @@ class GroupMember:
     Args:
         config: as `group_config` returns it; its address is the leader's.
         host: which one we are, 1 or more.
-        hosts: number of hosts of the island with the leader.
 
     Raises:
         GroupError: nobody answered in time, or the leader refused.

@@ -24,12 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class HostParts:
-    """Values of one learner of which some parts are here.
-
-    Args:
-        hosts: number of parts of a value.
-        bytes_max: of all parts together.
-    """
+    """Values of one learner of which some parts are here."""
 
     def __init__(self, hosts: int, bytes_max: int) -> None:
         self._hosts = hosts

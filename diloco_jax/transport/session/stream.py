@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
 
 import grpc
 
@@ -98,7 +99,8 @@ class StreamSession(Session):
             )
             for lane, stripe in ([(pb.LANE_CONTROL, 0)] if control else []) + streams
         }
-        self.refused = False  # the other side answered that it does not take us
+        # the other side answered that it does not take us, or that our token or certificate does not allow it
+        self.refused: Literal["", "refused", "denied"] = ""
         self._lock = threading.Lock()
         self._settled = threading.Event()  # all streams are ready, or the session is over
 
@@ -222,10 +224,11 @@ class StreamSession(Session):
     def fail_lost(self, lane: Lane, error: object = None) -> None:
         """Fail because a stream broke, in gRPC's words if there are any, or in those of the syncer that refused."""
         if isinstance(error, grpc.Call) and error.code() is REFUSAL:
-            self.refused = True
+            self.refused = "refused"
             self.fail(error.details())
             return
         if isinstance(error, grpc.Call) and error.code() in DENIALS:
+            self.refused = "denied"
             self.fail(error.details())
             return
         lost = f"the {lane.name} connection to {self.peer!r} was lost"

@@ -28,16 +28,21 @@ from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.transport.link import ISLAND_HOSTS, SYNCER_HOST, check_name
 
 LEARNER_URI = "diloco://learner/"
-CA_FILE, CA_KEY_FILE, TOKEN_FILE = "ca.pem", "ca.key", "token"
+CA_FILE, TOKEN_FILE = "ca.pem", "token"
 CA_DAYS = 3650
 LEARNERS_MAX = 4096
 CLOCK_SKEW = datetime.timedelta(hours=1)  # a machine whose clock is late accepts a new certificate all the same
 
-Pair: TypeAlias = tuple[ec.EllipticCurvePrivateKey, x509.Certificate]
+Key: TypeAlias = ec.EllipticCurvePrivateKey
+Pair: TypeAlias = tuple[Key, x509.Certificate]
 
 
 class Defect(ValueError):
     """Fault of a certificate or key; the caller knows which setting named the file."""
+
+
+class OutOfDate(Defect, ConnectionError):
+    """Certificate that has expired, or is not valid yet: once it is renewed another attempt succeeds."""
 
 
 def parse_certificates(pem: bytes) -> list[x509.Certificate]:
@@ -72,12 +77,12 @@ def check_dates(certificate: x509.Certificate, now: datetime.datetime) -> None:
     """Check that the certificate is valid now.
 
     Raises:
-        Defect: It has expired, or is not valid yet.
+        OutOfDate: It has expired, or is not valid yet.
     """
     if now > certificate.not_valid_after_utc:
-        raise Defect(f"expired on {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: make a new one")
+        raise OutOfDate(f"expired on {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: make a new one")
     if now < certificate.not_valid_before_utc:
-        raise Defect(f"is valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on: is this clock right?")
+        raise OutOfDate(f"is valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on: is this clock right?")
 
 
 def check_issued(chain: Sequence[x509.Certificate], authorities: Iterable[x509.Certificate]) -> None:
@@ -162,18 +167,18 @@ def _first_line(error: Exception) -> str:
 
 
 class Made(NamedTuple):
-    """Files that `make` wrote, and those that were there already and stayed as they are."""
+    """Files that `make` wrote or renewed, and those that were there already and stayed as they are."""
 
     written: list[Path]
     kept: list[Path]
 
 
-def make(folder: Path, learners: Sequence[str], *, days: int = 365) -> Made:
+def make(folder: Path, learners: Sequence[str], *, days: int = 365, renew_days: int = 0) -> Made:
     """Make an authority, a token and certificates, each only where there is none yet.
 
     Args:
-        folder: Where the files go; made, for its owner only, if missing.
         days: How long the certificates are valid; the authority is valid for ten years.
+        renew_days: A certificate that is valid for less than so many days is signed anew, for the key that it has.
 
     Raises:
         ValueError: A name or `days` is not allowed, or half of a certificate's two files is missing.
@@ -181,6 +186,8 @@ def make(folder: Path, learners: Sequence[str], *, days: int = 365) -> Made:
     """
     if not 1 <= days <= CA_DAYS:
         raise ValueError(f"--days is {days}: use 1 to {CA_DAYS}")
+    if not 0 <= renew_days < days:
+        raise ValueError(f"--renew is {renew_days}: use 0 to {days - 1}, less than --days")
     if len(learners) > LEARNERS_MAX:
         raise ValueError(f"{len(learners)} learners were named, the limit is {LEARNERS_MAX}: call it several times")
     for name in learners:
@@ -190,17 +197,29 @@ def make(folder: Path, learners: Sequence[str], *, days: int = 365) -> Made:
     now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
     if not _kept(folder, "ca", made):
         _write_pair(folder, "ca", _new_authority(now), made)
-    authority = _read_authority(folder)
+    authority = _read_pair(folder)
     until = min(now + datetime.timedelta(days=days), authority[1].not_valid_after_utc)
     for name in dict.fromkeys((SYNCER, *learners)):
         if not _kept(folder, name, made):
             _write_pair(folder, name, _new_certificate(name, authority, now, until), made)
+        elif renew_days and _read_pair(folder, name)[1].not_valid_after_utc < now + datetime.timedelta(days=renew_days):
+            made.written.append(renew(folder, name, now, until))
+            made.kept.remove(made.written[-1])
     token = folder / TOKEN_FILE
     if token.exists():
         made.kept.append(token)
     else:
         _write(token, secrets.token_urlsafe(32).encode() + b"\n", 0o600, made)
     return made
+
+
+def renew(folder: Path, name: str, now: datetime.datetime, until: datetime.datetime) -> Path:
+    """Sign a certificate anew for its key, in one stroke: who reads it meanwhile finds the old or the new one."""
+    key, _ = _read_pair(folder, name)
+    _, certificate = _new_certificate(name, _read_pair(folder), now, until, key)
+    beside = folder / f"{name}.new"
+    beside.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    return beside.replace(folder / f"{name}.pem")
 
 
 def settings(folder: Path) -> dict[str, str]:
@@ -238,7 +257,9 @@ def _new_authority(now: datetime.datetime) -> Pair:
     return _new_pair(name, None, now, now + datetime.timedelta(days=CA_DAYS))
 
 
-def _new_certificate(name: str, authority: Pair, now: datetime.datetime, until: datetime.datetime) -> Pair:
+def _new_certificate(
+    name: str, authority: Pair, now: datetime.datetime, until: datetime.datetime, key: Key | None = None
+) -> Pair:
     names: list[x509.GeneralName] = [x509.DNSName(SYNCER_HOST if name == SYNCER else name + ISLAND_HOSTS)]
     if name != SYNCER:
         names.append(x509.UniformResourceIdentifier(LEARNER_URI + name))
@@ -247,7 +268,7 @@ def _new_certificate(name: str, authority: Pair, now: datetime.datetime, until: 
         x509.SubjectAlternativeName(names),
         x509.AuthorityKeyIdentifier.from_issuer_public_key(authority[0].public_key()),
     )
-    return _new_pair(name, authority, now, until, extensions)
+    return _new_pair(name, authority, now, until, extensions, key)
 
 
 def _new_pair(
@@ -256,9 +277,10 @@ def _new_pair(
     now: datetime.datetime,
     until: datetime.datetime,
     extensions: Sequence[x509.ExtensionType] = (),
+    key: Key | None = None,
 ) -> Pair:
-    """Make a key, and a certificate that the authority signs; without one it is an authority itself."""
-    key, is_authority = ec.generate_private_key(ec.SECP256R1()), authority is None
+    """Make a key, if none is given, and a certificate that the authority signs; without one it is an authority."""
+    key, is_authority = key or ec.generate_private_key(ec.SECP256R1()), authority is None
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
     ca_key, issuer = (key, subject) if authority is None else (authority[0], authority[1].subject)
     usage = x509.KeyUsage(
@@ -281,20 +303,19 @@ def _new_pair(
     return key, builder.sign(ca_key, hashes.SHA256())
 
 
-def _read_authority(folder: Path) -> Pair:
-    certificate_path, key_path = folder / CA_FILE, folder / CA_KEY_FILE
-    pem = key_path.read_bytes()
-    path = certificate_path
+def _read_pair(folder: Path, name: str = "ca") -> Pair:
+    path = folder / f"{name}.pem"
     try:
-        certificate = parse_certificates(certificate_path.read_bytes())[0]
-        check_dates(certificate, datetime.datetime.now(datetime.UTC))
-        path = key_path
-        check_key(pem, certificate)
+        certificate = parse_certificates(path.read_bytes())[0]
+        if name == "ca":
+            check_dates(certificate, datetime.datetime.now(datetime.UTC))
+        path = folder / f"{name}.key"
+        check_key(path.read_bytes(), certificate)
     except Defect as error:
-        raise ValueError(f"the authority's file {path} {error}") from None
-    key = serialization.load_pem_private_key(pem, None)
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError(f"{key_path} was not made by `diloco certs`: use another folder, or your own tools")
+        raise ValueError(f"{path} {error}") from None
+    key = serialization.load_pem_private_key(path.read_bytes(), None)
+    if not isinstance(key, Key):
+        raise ValueError(f"{path} was not made by `diloco certs`: use another folder, or your own tools")
     return key, certificate
 
 

@@ -15,20 +15,22 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
 
 import grpc
 import grpc.experimental
 
 from diloco_jax.transport.link import ISLAND_HOSTS, SYNCER_HOST, TransportConfig, TransportError, split_address
 from diloco_jax.transport.trust import certificates
-from diloco_jax.transport.trust.certificates import Defect
+from diloco_jax.transport.trust.certificates import Defect, OutOfDate
 
 PEM_BYTES_MAX = 1 << 20
 TOKEN_BYTES_MAX = 4096
 TOKEN_KEY = "diloco-token-bin"
 PROBE_TIMEOUT_S = 2.0
+
+Files: TypeAlias = tuple[bytes, bytes, bytes]  # authority, certificate, key
 
 log = logging.getLogger(__name__)
 
@@ -85,15 +87,39 @@ def credentials(config: TransportConfig, name: str, *, owner: bool = True, serve
         _check_plaintext(config)
         channel, server = grpc.experimental.insecure_channel_credentials(), grpc.insecure_server_credentials()
         return Credentials(channel, server, (), metadata, token)
-    ca, certificate, key = (_read(setting, path) for setting, path in _files(config, name).items())
-    _check_files(config, name, owner, server, ca, certificate, key)
+
+    def read() -> Files:
+        ca, certificate, key = (_read(setting, path) for setting, path in _files(config, name).items())
+        _check_files(config, name, owner, server, ca, certificate, key)
+        return ca, certificate, key
+
+    ca, certificate, key = files = read()
     return Credentials(
         grpc.ssl_channel_credentials(ca, key, certificate),
-        grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True),
+        _renewable(read, files),
         (("grpc.ssl_target_name_override", server),),
         metadata,
         token,
     )
+
+
+def _renewable(read: Callable[[], Files], shown: Files) -> grpc.ServerCredentials:
+    """Return the credentials of a listener, which reads authority, certificate and key anew for every connection."""
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        ca, certificate, key = shown
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], ca)
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal shown
+        before = shown
+        try:
+            shown = read()
+        except ValueError as error:
+            log.warning(f"connections go on with the files from before: {error}")
+        return None if shown == before else configuration()
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), renewed, require_client_authentication=True)
 
 
 def _check_plaintext(config: TransportConfig) -> None:
@@ -175,7 +201,8 @@ def _check_files(
         certificates.check_issued(chain, authorities)
     except Defect as error:
         beside = f" (transport.tls_ca is {config.tls_ca})" if "authority" in str(error) else ""
-        raise ValueError(f"transport.{setting} {files[setting]} {error}{beside}") from None
+        kind = OutOfDate if isinstance(error, OutOfDate) else ValueError
+        raise kind(f"transport.{setting} {files[setting]} {error}{beside}") from None
     if os.name == "posix" and os.stat(files["tls_key"]).st_mode & 0o077:
         log.warning(f"transport.tls_key {files['tls_key']} can be read by others on this machine: chmod 600 it")
 
@@ -195,11 +222,10 @@ def valid_until(config: TransportConfig, name: str) -> dict[str, datetime.dateti
 
 
 class Gate:
-    """The decision who may do what, before anything else about a call is believed.
+    """The decision who may do what, before anything else about a call is believed. An empty token asks for none.
 
     Args:
         encrypted: Whether callers have certificates, which gRPC has verified against the authority.
-        token: What callers must send; empty asks for none.
     """
 
     def __init__(self, *, encrypted: bool, token: bytes) -> None:
@@ -228,7 +254,6 @@ class Gate:
         """Let the owner of the learner's certificate pass, and with `or_syncer` that of the syncer's.
 
         Args:
-            learner_id: In whose name the caller acts.
             context: What gRPC knows of the caller (`ServicerContext.auth_context`).
 
         Raises:

@@ -16,6 +16,7 @@ from diloco_jax.protocol import messages as m
 from diloco_jax.protocol.effects import AdoptState, Merge, Send
 from diloco_jax.protocol.learner.machine import STOPPED, Learner
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.transport import wire
@@ -73,6 +74,8 @@ class Source:
 
 FIELDS: dict[str, Callable[[Source], Any]] = {
     "learner_id": Source.name,
+    "evaluates": lambda source: source.byte() < 200,
+    "scores": lambda source: source.rows(lambda: m.Metric("accuracy", source.number() / 4)),
     "receiver": Source.name,
     "donor": Source.name,
     "incarnation": lambda source: 1 + (source.byte() >= 220),
@@ -112,7 +115,7 @@ def through_the_wire(message: m.Message) -> m.Message | None:
 
 
 def new_syncer() -> Syncer:
-    syncer = Syncer(CONFIG, 50, FINGERPRINT)
+    syncer = Syncer(CONFIG, 50, FINGERPRINT, plan=EvaluationPlan(8.0, 3))
     syncer.on_begin((1, 2, 3), 0.0)
     return syncer
 
@@ -136,7 +139,7 @@ class Honest:
             self.report = report._replace(adopted=adopted, global_step=message.global_step)
         elif isinstance(message, m.Lease):
             self.report = report._replace(granted=message.first_sample + message.stop - message.start)
-        elif isinstance(message, m.PullRequest | m.AnchorRequest | m.StatePull):
+        elif isinstance(message, m.PullRequest | m.AnchorRequest | m.StatePull | m.Evaluate):
             self.asked = [*self.asked[-5:], message]
 
     def step(self) -> m.StepReport:
@@ -157,6 +160,9 @@ class Honest:
             )
         if isinstance(asked, m.AnchorRequest):
             return m.AnchorValue(name, incarnation, asked.fragment_id, asked.version, 5, 8)
+        if isinstance(asked, m.Evaluate):
+            versions = tuple(held.version for held in report.adopted)
+            return m.Score(name, incarnation, asked.number, 0, versions, 2.0, 3.0, 64, (), 0.5, "")
         if isinstance(asked, m.StatePull):
             versions = tuple(held.version for held in report.adopted)
             return m.StatePart(name, incarnation, asked.receiver, step, versions, asked.part, 6, 9, 8)
@@ -278,6 +284,9 @@ def learner_event(
     if said is not None:
         heard = through_the_wire(said)
         return machine.on_message(typing.cast(m.SyncerMessage, heard), now_s) if heard is not None else []
+    if event < 225 and machine.examination.running:
+        found = m.Score("", 0, 0, 0, (), source.number() / 4, math.nan, 64, (), 0.5, "")
+        return machine.on_evaluated(found, now_s)
     if event < 225 and machine.may_step():
         batch = machine.take_batch()
         return machine.on_step(64, 0.5, 1.0, now_s, samples_end=batch.end)

@@ -2,7 +2,7 @@
 
 A target takes any bytes. What it says of them (a WireError, a refusal, ...) does not matter; it fails with an
 AssertionError when something was accepted that should not have been, or memory was taken that should not have been, and
-with whatever else the code under test raises. tests/transport/test_fuzz.py runs them shortly, scripts/bench/fuzz at
+with whatever else the code under test raises. scripts/bench/test_fuzz.py runs them shortly, scripts/bench/fuzz at
 length.
 """
 

@@ -35,8 +35,10 @@ from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.saved_states import SavedStates, StateName
 from diloco_jax.runtime.local import processes as island_processes
 from diloco_jax.runtime.local.processes import Child, Process
-from diloco_jax.runtime.records.signals import USER_ERROR
+from diloco_jax.runtime.records.pulse import Pulse
+from diloco_jax.runtime.records.signals import WRONG_INPUT
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.watchdog import WatchdogConfig
 from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.training.whole_state.staging import CopyGone
 from diloco_jax.transport.group.commands import HostWarmUp
@@ -58,6 +60,9 @@ def group_of(count: int) -> tuple[GroupLeader, list[GroupMember]]:
     return leader, [GroupMember(there, "run", "island-0", host, count, leader.number) for host in range(1, count)]
 
 
+PULSE = Pulse(WatchdogConfig(least_s=0.0), "a loop", None)
+
+
 class Pair:
     """Both hosts of an island, each with all of the model: what they are told is all that they share."""
 
@@ -70,11 +75,11 @@ class Pair:
         self.folder = folder
         saves = [SavedStates([str(folder)], host, 2) for host in range(2)]
         self.leader = LeadingHost(
-            config, self.loop.island, self.loop.warm_up, Hosts(0, 2, group, 1), self.stop, saves[0]
+            config, self.loop.island, self.loop.warm_up, None, Hosts(0, 2, group, 1), self.stop, saves[0]
         )
-        self.follows = host = Host(config, loop.island, loop.warm_up, saves[1])
+        self.follows = host = Host(config, loop.island, loop.warm_up, None, saves[1])
         dialler = make_dialler(config, host.plan, "island-0", 1, nobody, Hosts(1, 2, member, 1))
-        self.follower = Follower(config, host, dialler, member, self.asked, loop.put_batch)
+        self.follower = Follower(config, host, dialler, member, self.asked, loop.put_batch, PULSE)
         self._steps = loop.step
         self.statuses: list[int] = []
         self.deaths = deaths
@@ -348,6 +353,6 @@ def test_what_is_left_of_an_island_is_killed(tmp_path: Path, monkeypatch: pytest
 
 def test_the_status_of_an_island_is_that_of_who_knows_why(tmp_path: Path) -> None:
     assert ended(child_of(tmp_path, "", "")) == 0
-    wrong = child_of(tmp_path, f"import time; time.sleep(1); print('bad'); raise SystemExit({USER_ERROR})", "exit(1)")
-    assert ended(wrong) == USER_ERROR and "host-0 ended with status 2: bad" in wrong.obituary()
+    wrong = child_of(tmp_path, f"import time; time.sleep(1); print('bad'); raise SystemExit({WRONG_INPUT})", "exit(1)")
+    assert ended(wrong) == WRONG_INPUT and "host-0 ended with status 2: bad" in wrong.obituary()
     assert ended(child_of(tmp_path, "", "exit(1)")) == 1

@@ -106,8 +106,6 @@ def test_a_checkpoint_keeps_them(tmp_path: Path) -> None:
 
 
 SHAPE = (64, 64)
-
-
 SETTLE, AFTER = 10, 6
 
 
@@ -137,8 +135,6 @@ def rounds_after_a_bad_value(rounds: Rounds, size: float) -> tuple[list[float], 
 
 
 SIZES = (300.0, 8_000.0, 30_000.0, 1e12, math.inf, math.nan)
-
-
 CASES = [(up, size, "overwrite") for up in get_args(Format) for size in SIZES]
 
 
@@ -173,8 +169,6 @@ def test_what_was_kept_back_of_the_values_before_it_is_not_lost() -> None:
 
 
 FORMATS, MODES, NARROW = get_args(Format), get_args(AdoptMode), ("bfloat16", "float16")
-
-
 NARROW_SHAPES = {"kernel": (40, 33), "bias": (7,), "scale": ()}
 
 

@@ -44,7 +44,7 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.runtime.island.whole_state import STATE_PART_BYTES
 from diloco_jax.runtime.learner.decisions import Signals
 from diloco_jax.runtime.learner.inbox import LinkKeeper
-from diloco_jax.runtime.learner.joined import Joining
+from diloco_jax.runtime.learner.joined import Joining, island_pulse
 from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.learner.tape import learner_tape_path
 from diloco_jax.settings.run import IslandsConfig, RunConfig, TrainConfig
@@ -95,7 +95,9 @@ class Script:
     def __init__(self, run_dir: Path, config: RunConfig = CONFIG, incarnation: int = INCARNATION) -> None:
         self.listener = listen(TransportConfig(), run_id=config.name)
         self.stop = threading.Event()
-        joining = Joining(config, NAME, incarnation, self.listener.address, run_dir)
+        joining = Joining(
+            config, NAME, incarnation, self.listener.address, run_dir, island_pulse(config, run_dir, NAME)
+        )
         self.learner = LearnerRun(joining, self.stop)
         self.reason = ""
         self.error: Exception | None = None

@@ -11,13 +11,16 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.runtime.local import processes
 from diloco_jax.runtime.local.compiling import shared_by_several
 from diloco_jax.runtime.local.machine import Machine
-from diloco_jax.runtime.local.processes import Process
+from diloco_jax.runtime.local.processes import BRIEF_S, STEADY_S, Child, Process
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
 from diloco_jax.settings.islands import IslandOverride
 from diloco_jax.settings.run import IslandsConfig, RunConfig, SyncerConfig, TrainConfig
@@ -40,7 +43,9 @@ class Scripted(LocalRun):
         script = scripts[min(number, len(scripts) - 1)]
         log = self._run_dir / "logs" / f"{name}.log"
         with log.open("ab") as stream:
-            process = subprocess.Popen(["sh", "-c", script], stdout=stream, stderr=stream, cwd=self._run_dir)
+            pipe = subprocess.PIPE if "standby" in name else None
+            shell = ["sh", "-c", script]
+            process = subprocess.Popen(shell, stdin=pipe, stdout=stream, stderr=stream, cwd=self._run_dir)
         return Process(name, process, log)
 
 
@@ -57,6 +62,7 @@ class Told:
         syncer_restarts: int = 3,
         island_restarts: int = 3,
         hosts: int = 1,
+        standby: bool = False,
     ) -> None:
         config = replace(
             RunConfig(),
@@ -67,6 +73,7 @@ class Told:
                 batch_size=32,
                 restart_delay_s=0.0,
                 restarts_max=island_restarts,
+                standby=standby,
             ),
             syncer=SyncerConfig(restart_delay_s=0.0, restarts_max=syncer_restarts),
             protocol=ProtocolConfig(quorum=quorum),
@@ -161,6 +168,65 @@ def test_islands_and_syncer_are_counted_apart(tmp_path: Path) -> None:
     )
     told.run.run()
     assert told.starts("island-0") == 4 and told.starts("syncer") == 2
+
+
+@pytest.mark.parametrize(
+    ("lives", "starts"),
+    [
+        (["echo 'ModuleNotFoundError: No module named flux'; exit 1"], 1),  # stays so
+        (["touch tapes/island-0.7.jsonl; echo 'ImportError: for once'; exit 1"], 4),  # it was loaded before
+        (["exit 1"], 4),
+        (["exit 130"] * 5 + ["exit 1"], 9),  # SIGTERM, or a preemption notice, is no failure
+        (["kill $$"] * 5 + ["exit 2"], 6),
+        (["exit 124"], 4),
+    ],
+)
+def test_how_often_an_island_that_ends_is_started_again(tmp_path: Path, lives: list[str], starts: int) -> None:
+    (tmp_path / "tapes").mkdir()
+    told = Told(tmp_path, [FOREVER], [lives], island_restarts=3)
+    with pytest.raises(RunFailed, match="0 islands are left") as failed:
+        told.run.run()
+    assert told.starts("island-0") == starts
+    assert failed.value.wrong_input == ("exit 2" in lives)
+
+
+def test_brief_lives_are_followed_by_longer_and_longer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(processes.time, "monotonic", lambda: now_s[0])
+    ended: Any = SimpleNamespace(poll=lambda: 1, returncode=1)
+    child, waits = Child("a", [Process("a", ended, Path())]), []
+    for lived_s in (1.0, 2.0, BRIEF_S - 1, *[1.0] * 6, BRIEF_S, 1.0, STEADY_S + 1):
+        now_s[0] += lived_s
+        child.poll()
+        child.mourn(0.5)
+        waits.append(child.again_at_s - now_s[0])
+        child.start_again(child.hosts)
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 0.5, 1.0, 0.5]
+    assert child.failures == 1, "counted anew after a long life"
+
+
+def test_a_spare_takes_the_place_of_an_island_that_dies(tmp_path: Path) -> None:
+    trains = "mkdir -p health; touch health/island-0.ready; "
+    dies = trains + until("[ -e health/island-0.standby ]") + "kill -9 $$"
+    spare = "touch health/island-0.standby; read syncer incarnation; rm health/island-0.standby; "
+    spare += "echo $syncer $incarnation > went; touch health/island-0.ready; " + FOREVER
+    next_one = "touch health/island-0.standby; touch again; read word || touch ended"
+    told = Told(tmp_path, [until("[ -e again ]") + "exit 0"], [[dies]], standby=True)
+    told.run.scripts["island-0.standby"] = [spare, next_one]
+    told.run.run()
+    assert told.starts("island-0") == 1 and told.starts("island-0.standby") == 2
+    assert "killed by SIGKILL" in told.said and "its spare takes over" in told.said
+    syncer, incarnation = (tmp_path / "went").read_text().split()
+    assert syncer == "127.0.0.1:1" and incarnation.isdecimal()
+    assert "--incarnation" not in told.run.words["island-0.standby"][0], "before its word it is nobody"
+
+
+def test_spares_that_cannot_load_are_given_up_and_the_island_starts_as_ever(tmp_path: Path) -> None:
+    dies = "mkdir -p health; touch health/island-0.ready; " + until(lines_in("tried", 1)) + "kill -9 $$"
+    told = Told(tmp_path, [until("[ -e back ]") + "exit 0"], [[dies, "touch back; " + FOREVER]], standby=True)
+    told.run.scripts["island-0.standby"] = ["echo x >> tried; exit 1"]
+    told.run.run()
+    assert told.starts("island-0") == 2 and told.starts("island-0.standby") == 1
 
 
 def test_the_hosts_of_an_island_are_started_again_together_and_alone(tmp_path: Path) -> None:

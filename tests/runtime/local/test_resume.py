@@ -22,7 +22,7 @@ from diloco_jax.runtime.syncer.parts import RunClock
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.settings.text import load
 from diloco_jax.tools.replay.script import fingerprint_of, inputs
-from tests.runtime.helpers import run, wait_for, write_config
+from tests.runtime.helpers import call, run, wait_for, write_config
 from tests.runtime.syncer.test_failover import STEPS, Job, check_end, folder, tape_of
 from tests.runtime.syncer.test_snapshots import damage
 
@@ -38,9 +38,9 @@ def test_everybody_killed_and_the_newest_snapshot_broken(folder: Path) -> None:
     snapshots = [path.name for path in complete(job.run_dir / "checkpoints")]
     damage(job.run_dir / "checkpoints" / snapshots[0])
     before = tape_of_killed(job.run_dir)
-    other = run("train", job.config, "--run-dir", job.run_dir, "--resume", "--outer.learning_rate", "0.5")
+    other = call("train", job.config, "--run-dir", job.run_dir, "--resume", "--outer.learning_rate", "0.5")
     assert other.returncode == 2 and "outer.learning_rate is 0.5, but the run" in other.stderr
-    again = run("train", job.config, "--run-dir", job.run_dir)
+    again = call("train", job.config, "--run-dir", job.run_dir)
     assert again.returncode == 2 and "go on with it (--resume)" in again.stderr
 
     job.process = job.begin("--resume")
@@ -59,7 +59,7 @@ def test_everybody_killed_and_the_newest_snapshot_broken(folder: Path) -> None:
     for path in (job.run_dir / "tapes").iterdir():
         lives.setdefault(path.name.split(".")[0], []).append(int(path.name.split(".")[1]))
     assert all(len(set(numbers)) == 2 for numbers in lives.values()), lives
-    done = run("train", job.config, "--run-dir", job.run_dir, "--resume")
+    done = call("train", job.config, "--run-dir", job.run_dir, "--resume")
     assert done.returncode == 2 and "complete" in done.stderr
 
 
@@ -83,8 +83,7 @@ def test_a_run_that_was_stopped_goes_on_and_its_tape_tells_it(folder: Path) -> N
     _, summary = job.finish()
     assert summary["complete"] and summary["merged_tokens"] >= tokens
     check_budget(job.run_dir)
-    for command in ("audit", "replay"):
-        told = run(command, job.run_dir, timeout_s=200)
+    for told in (call("audit", job.run_dir), run("replay", job.run_dir, timeout_s=200)):
         assert told.returncode == 0, told.stdout + told.stderr
 
 
@@ -151,7 +150,7 @@ def test_the_run_that_was_active_last_goes_on(tmp_path: Path) -> None:
 
 
 def test_without_a_run_to_resume_the_command_says_so(tmp_path: Path) -> None:
-    result = run("train", write_config(tmp_path, runs_dir=str(tmp_path / "runs")), "--resume")
+    result = call("train", write_config(tmp_path, runs_dir=str(tmp_path / "runs")), "--resume")
     assert result.returncode == 2
     assert "holds no run named small that could go on" in result.stderr
 

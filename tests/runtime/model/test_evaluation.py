@@ -34,7 +34,7 @@ def test_one_model_at_most_and_no_moments(tmp_path: Path, monkeypatch: pytest.Mo
     evaluator = Evaluator(config)
     model_bytes = 4 * evaluator.num_parameters
     assert live_bytes() == before, "what is only described takes no memory"
-    parameters = evaluator.initial_parameters()
+    parameters = dict(evaluator.initial_parameters())
     assert live_bytes() == before
 
     def watched(*arguments: Any) -> Iterator[np.ndarray]:
@@ -62,7 +62,7 @@ def evaluator(config: RunConfig) -> Evaluator:
 
 @pytest.fixture(scope="module")
 def drawn(evaluator: Evaluator) -> dict[str, np.ndarray]:
-    return evaluator.initial_parameters()
+    return dict(evaluator.initial_parameters())
 
 
 def test_the_initial_parameters_are_those_of_an_island(config: RunConfig, drawn: dict[str, np.ndarray]) -> None:
@@ -96,7 +96,7 @@ def test_each_set_is_measured_by_its_own_bytes(tmp_path: Path, monkeypatch: pyte
     train = {"seq_len": 16, "eval_batch_size": 2}
     config = load(write_config(tmp_path, data=data, model=built_in, train=train))
     evaluator = Evaluator(config)
-    parameters = evaluator.initial_parameters()
+    parameters = dict(evaluator.initial_parameters())
     result = evaluator.evaluate(parameters, 1000)
     model: Any = load_model(config.model.module, config.model.args, config.seed)
     assert evaluator.tokenizer is not None

@@ -30,7 +30,7 @@ from diloco_jax.transport.greeting import Description
 from diloco_jax.transport.link import Delivery, Link
 from diloco_jax.transport.sharded import Dialler, ShardedLink
 from tests.runtime.helpers import kill_processes, processes_of, run, start, status, wait_for, write_config
-from tests.runtime.models import LEAFY, LEAFY_PLAN, drawn, leafy_payload
+from tests.runtime.models import LEAFY, LEAFY_PLAN, drawn, go_on, leafy_payload, saved
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(500)]
 
@@ -95,7 +95,7 @@ class Bench:
 
 
 def model(config: RunConfig, arithmetic: Arithmetic) -> GlobalModel:
-    return make_model(config, LEAFY_PLAN, drawn(LEAFY), arithmetic)
+    return make_model(config, LEAFY_PLAN, drawn(LEAFY).items(), arithmetic)
 
 
 def hello(name: str, fingerprint: tuple[tuple[str, str], ...] = FINGERPRINT) -> Hello:
@@ -139,10 +139,10 @@ def test_shards_give_the_bits_of_one_process(bench: Bench) -> None:
             )
         came = {delivery.peer: delivery.payload for delivery in bench.hear(FragmentValue, len(NAMES))}
         order = Merge(step, fragment_id, tuple(Part(name, step, 1, 64 + n, newest, 1) for n, name in enumerate(NAMES)))
-        merged, expected = bench.model.merge(order, came), alone.merge(order, values)
-        assert merged == expected and merged.state is not None
+        merged, wanted = bench.model.merge(order, came), alone.merge(order, values)
+        assert merged == wanted and merged.state is not None
         bench.model.publish(merged)
-        alone.publish(expected)
+        alone.publish(wanted)
         for base in (newest, NO_VERSION):
             message = GlobalFragment(step, fragment_id, step, 1, merged.state.digest, 0, base)
             for name in NAMES:
@@ -152,16 +152,15 @@ def test_shards_give_the_bits_of_one_process(bench: Bench) -> None:
                 assert delivery.message == message and delivery.payload == alone.payload(fragment_id, base)
     parameters = alone.parameters()
     assert all(np.array_equal(parameters[path], value) for path, value in bench.model.parameters().items())
-    newer = bench.model.capture()
     captured = bench.model.parameters(capture)
     assert all(np.array_equal(initial[path], value) for path, value in captured.items()), "it stays as it was"
-    groups, plain = bench.model.packed(newer)
-    expected_groups, expected_plain = alone.packed(alone.capture())
-    assert plain == expected_plain and groups["outer"].keys() == expected_groups["outer"].keys()
-    assert all(np.array_equal(array, expected_groups["outer"][name]) for name, array in groups["outer"].items())
+    pieces, plain = saved(bench.model)
+    expected, expected_plain = saved(alone)
+    assert plain == expected_plain and pieces.keys() == expected.keys()
+    assert all(np.array_equal(array, expected[key]) for key, array in pieces.items())
     sent = 2 * sum(len(leafy_payload(step % 2, step, "int4")) for step in range(1, 6))
     wait_for(lambda: bench.listener.receive(0.1) or bench.listener.traffic.received_bytes > sent, "the count of bytes")
-    bench.model.load(bench.model.unpacked(groups, plain))
+    go_on(bench.model, (pieces, plain))
     restored = bench.model.parameters()
     assert all(np.array_equal(parameters[path], value) for path, value in restored.items())
 

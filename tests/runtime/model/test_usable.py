@@ -12,6 +12,7 @@ from diloco_jax.core.fragments import put, take
 from diloco_jax.runtime.model.global_model import GlobalModel
 from diloco_jax.runtime.model.usable import RATES_MIN
 from tests.runtime.model.honest import AdamW, Sent, bursts, make_model, merge
+from tests.runtime.models import go_on, saved
 
 SIZE = 64
 EMBED, KERNEL = "embed", "kernel"
@@ -200,8 +201,7 @@ def test_what_is_known_survives_a_snapshot_bit_for_bit() -> None:
     number = settle(model, 0.24, fragment_id=1)
     number = settle(model, 0.0024, number=number)
     assert lasting(model, number, [0.7 * 100, 0.7 * 100]) == [True, True]
-    groups, plain = model.packed(model.capture())
-    other.load(other.unpacked(groups, plain))
+    go_on(other, saved(model))
     assert other.capture().marks == tuple(mark._replace(base=-1) for mark in model.capture().marks)
     for one in (model, other):
         merged = merge(one, number + 2, 0, {"a": sent(one, 3 * 70.0, 72)})

@@ -31,7 +31,7 @@ from diloco_jax.settings.text import dump
 from diloco_jax.transport.greeting import Description
 from diloco_jax.transport.grpc_link import listen
 from diloco_jax.transport.link import TransportConfig, TransportError
-from tests.runtime.helpers import ROOT, kill_processes, merged, run, start, status, wait_for
+from tests.runtime.helpers import ROOT, call, kill_processes, merged, run, start, status, wait_for
 
 LOOP = Path(__file__).with_name("loop.py")
 OWN: dict[str, Any] = {
@@ -89,13 +89,13 @@ def test_islands_die_and_return_the_syncer_dies_and_one_is_drained(tmp_path: Pat
     os.kill(syncer, signal.SIGKILL)
     before = status(run_dir)["global_step"]
     wait_for(lambda: status(run_dir).get("epoch") == 2 and status(run_dir)["global_step"] > before + 5, "failover")
-    assert run("drain", "island-0", run_dir).returncode == 0
+    assert call("drain", "island-0", run_dir).returncode == 0
     wait_for(lambda: notes(run_dir, "left", "island-0"), "the farewell of island-0")
     output, _ = process.communicate(timeout=60)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert process.returncode == 0 and summary["complete"], output
     assert "1 compiled step" in (run_dir / "logs/island-1.log").read_text()
-    audit = json.loads(run("audit", run_dir, "--json").stdout)
+    audit = json.loads(call("audit", run_dir, "--json").stdout)
     assert audit["violations"] == 0 and audit["merged"] > 0
 
 
@@ -250,8 +250,6 @@ def test_metrics_that_are_no_scalars_are_named(metrics: Any) -> None:
 
 
 KINDS = {"w": kind_of((3,))}
-
-
 GONE = TransportError("the syncer did not answer but with UNIMPLEMENTED")
 
 

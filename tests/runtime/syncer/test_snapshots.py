@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
+from diloco_jax.core.fragments import Slice
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.runtime.model.global_model import GlobalModel
+from diloco_jax.runtime.model.global_model import Capture, GlobalModel
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.syncer import snapshots
 from diloco_jax.runtime.syncer.snapshots import Snapshot, SnapshotWriter, read_snapshot, write_snapshot
@@ -27,11 +30,11 @@ pytestmark = [
 ]
 
 
-def taken(model: GlobalModel, step: int) -> Snapshot:
+def taken(model: GlobalModel, step: int) -> tuple[Capture, Snapshot]:
     machine = Syncer(ProtocolConfig(sync_every=2, num_fragments=2), 100)
     machine.on_begin(model.digests, 0.0)
     stats = {"learners": {}, "began_s": None, "covered_s": [0.0, 0.1 + 0.2], "outrun": {}}
-    return Snapshot(step, model.capture(), json.dumps(machine.state()), 1234, 77, stats, 12.5)
+    return model.capture(bounded=True), Snapshot(step, json.dumps(machine.state()), 1234, 77, stats, 12.5)
 
 
 def damage(path: Path) -> None:
@@ -45,18 +48,46 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
     model = make_model()
     for step in range(1, 5):
         merge(model, step, {"a": gradient(model, step % 2, step)}, step % 2)
-    snapshot = taken(model, 4)
-    path = write_snapshot(tmp_path, "run", model, snapshot, keep=3)
+    capture, snapshot = taken(model, 4)
+    path = write_snapshot(tmp_path, "run", model, capture, snapshot, keep=3)
     assert path == tmp_path / "step_00000004"
-    back = read_snapshot(path, make_model())
-    assert back._replace(model=snapshot.model) == snapshot._replace(machine=back.machine)
+    other = make_model()
+    back = read_snapshot(path, other, 1234)
+    assert back == snapshot._replace(machine=back.machine)
     assert json.loads(back.machine) == json.loads(snapshot.machine)
-    assert [mark.digest for mark in back.model.marks] == model.digests
-    assert [mark.rates for mark in back.model.marks] == [mark.rates for mark in snapshot.model.marks]
+    assert other.digests == model.digests
+    assert other.capture().marks == tuple(mark._replace(base=-1) for mark in capture.marks)
+    with pytest.raises(ValueError, match="byte 1234 of a tape that has 1233"):
+        read_snapshot(path, make_model(), 1233)
+    theirs = ocp.load_checkpointables(path, {"parameters": None, "outer": None})  # Orbax reads all of it
     parameters, meta = checkpoint.load_parameters(path)
+    assert theirs["parameters"].keys() == parameters.keys() and len(theirs["outer"]) == 2
+    assert all(np.array_equal(value, theirs["parameters"][name]) for name, value in parameters.items())
     assert all(np.array_equal(value, parameters[name]) for name, value in model.parameters().items())
     assert (meta["global_step"], meta["tokens"], meta["run"], meta["epoch"]) == (4, 77, "run", 1)
     assert meta["versions"] == model.versions and meta["digests"] == model.digests
+
+
+@pytest.mark.parametrize("chunk_bytes", [16, 100, 4096])
+@pytest.mark.parametrize(("axis", "bounds"), [(0, (0, 2, 4, 7)), (1, (0, 3, 5)), (2, (0, 2, 4))])
+def test_slices_may_be_written_in_any_order_and_read_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axis: int, bounds: tuple[int, ...], chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(checkpoint, "ROW_BYTES", 32)
+    value = np.arange(7 * 5 * 4, dtype=np.float32).reshape(7, 5, 4)
+    slices = [Slice("a/b", axis, start, stop) for start, stop in pairwise(bounds)]
+    pieces = (checkpoint.Piece("parameters", each, value.shape, value[each.at]) for each in slices[::-1])
+    reader = checkpoint.Reader(checkpoint.save_pieces(tmp_path, ["parameters"], pieces, {"global_step": 1}))
+    assert all(np.array_equal(reader.piece("parameters", each), value[each.at]) for each in slices)
+    assert np.array_equal(reader.array("parameters", "a/b"), value)
+    files = [
+        file for file in (tmp_path / "step_00000001" / "parameters" / "a" / "b" / "c").rglob("*") if file.is_file()
+    ]
+    assert max(file.stat().st_size for file in files) <= max(chunk_bytes, 4), "of one chunk each"
+    files[0].write_bytes(bytes(files[0].stat().st_size))
+    with pytest.raises(ValueError, match="checksum of its parameters differs"):
+        reader.array("parameters", "a/b")
 
 
 def test_only_the_newest_stay(tmp_path: Path) -> None:
@@ -64,7 +95,7 @@ def test_only_the_newest_stay(tmp_path: Path) -> None:
     (tmp_path / "step_00000009.orbax-checkpoint-tmp-3").mkdir()  # a writer died here
     (tmp_path / "learners").mkdir()
     for step in (8, 9, 10, 100):
-        write_snapshot(tmp_path, "run", model, taken(model, step), keep=2)
+        write_snapshot(tmp_path, "run", model, *taken(model, step), keep=2)
     assert [path.name for path in checkpoint.complete(tmp_path)] == ["step_00000100", "step_00000010"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["learners", "step_00000010", "step_00000100"]
 
@@ -79,8 +110,8 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     model = make_model()
-    write_snapshot(tmp_path, "run", model, taken(model, 3), keep=3)
-    newest = write_snapshot(tmp_path, "run", model, taken(model, 6), keep=3)
+    write_snapshot(tmp_path, "run", model, *taken(model, 3), keep=3)
+    newest = write_snapshot(tmp_path, "run", model, *taken(model, 6), keep=3)
     if how == "truncated":
         damage(newest)
     elif how == "empty":
@@ -93,24 +124,24 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(
     elif how == "without machine":
         checkpoint.save_parameters(tmp_path, model.parameters(), {"global_step": 6})
     else:
-        groups, plain = model.packed(model.capture())
-        checkpoint.save(tmp_path, {**groups, "parameters": {"x": np.zeros(3, np.float32)}}, {**plain, "global_step": 6})
+        about = checkpoint.Reader(newest).meta
+        checkpoint.save(tmp_path, {"parameters": {"x": np.zeros(3, np.float32)}, "outer": {}}, about)
     with caplog.at_level(logging.WARNING):
-        found = checkpoint.newest_readable(tmp_path, lambda path: read_snapshot(path, model))
+        found = checkpoint.newest_readable(tmp_path, lambda path: read_snapshot(path, model, 1234))
     assert found is not None and found[0].name == "step_00000003" and found[1].global_step == 3
     assert "skipped step_00000006, trying the one before" in caplog.text
 
 
 def test_nothing_readable_is_nothing(tmp_path: Path) -> None:
     model = make_model()
-    damage(write_snapshot(tmp_path, "run", model, taken(model, 3), keep=3))
-    assert checkpoint.newest_readable(tmp_path, lambda path: read_snapshot(path, model)) is None
+    damage(write_snapshot(tmp_path, "run", model, *taken(model, 3), keep=3))
+    assert checkpoint.newest_readable(tmp_path, lambda path: read_snapshot(path, model, 1234)) is None
 
 
 def test_what_is_set_aside_is_no_checkpoint_any_more(tmp_path: Path) -> None:
     model = make_model()
     for _ in range(2):
-        checkpoint.set_aside(write_snapshot(tmp_path, "run", model, taken(model, 3), keep=3))
+        checkpoint.set_aside(write_snapshot(tmp_path, "run", model, *taken(model, 3), keep=3))
     assert [path.name for path in tmp_path.iterdir()] == ["unreadable_step_00000003"]
     assert checkpoint.complete(tmp_path) == []
 
@@ -119,7 +150,7 @@ def test_one_at_a_time_in_the_background(tmp_path: Path, monkeypatch: pytest.Mon
     model, begun, go_on = make_model(), threading.Event(), threading.Event()
     steps = []
 
-    def slow(folder: Path, run: str, model: GlobalModel, snapshot: Snapshot, keep: int) -> Path:
+    def slow(folder: Path, run: str, model: GlobalModel, capture: Capture, snapshot: Snapshot, keep: int) -> Path:
         begun.set()
         assert go_on.wait(30)
         steps.append(snapshot.global_step)
@@ -127,12 +158,12 @@ def test_one_at_a_time_in_the_background(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(snapshots, "write_snapshot", slow)
     writer = SnapshotWriter(tmp_path, "run", model, 3)
-    assert writer.submit(taken(model, 1))
-    assert begun.wait(30)
-    assert not writer.submit(taken(model, 2)), "the one before is still being written"
+    writer.submit(*taken(model, 1))
+    assert begun.wait(30) and writer.busy, "so nobody captures another one"
     go_on.set()
     writer.wait()
-    assert writer.submit(taken(model, 3))
+    assert not writer.busy
+    writer.submit(*taken(model, 3))
     writer.close()
     assert steps == [1, 3]
 
@@ -145,11 +176,11 @@ def test_a_failure_is_told_and_the_next_one_is_tried(tmp_path: Path, monkeypatch
 
     writer = SnapshotWriter(tmp_path, "run", model, 3)
     monkeypatch.setattr(snapshots, "write_snapshot", full)
-    writer.submit(taken(model, 1))
+    writer.submit(*taken(model, 1))
     writer.wait()
     assert "global step 1 cannot be written" in writer.condition and "No space left" in writer.condition
     monkeypatch.setattr(snapshots, "write_snapshot", write)
-    writer.submit(taken(model, 2))
+    writer.submit(*taken(model, 2))
     writer.wait()
     assert writer.condition == ""
     writer.close()
@@ -159,9 +190,9 @@ def test_a_failure_is_told_and_the_next_one_is_tried(tmp_path: Path, monkeypatch
 def test_a_rescued_model_never_replaces_a_snapshot(tmp_path: Path) -> None:
     model = make_model()
     writer = SnapshotWriter(tmp_path, "run", model, 3)
-    writer.write(taken(model, 5))
+    writer.write(*taken(model, 5))
     writer.rescue(5, 100)
-    read_snapshot(tmp_path / "step_00000005", model)
+    read_snapshot(tmp_path / "step_00000005", model, 1234)
     writer.rescue(6, 100)
     assert checkpoint.load_parameters(tmp_path / "step_00000006")[1]["tokens"] == 100
     writer.close()

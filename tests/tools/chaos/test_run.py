@@ -12,7 +12,7 @@ import pytest
 
 from diloco_jax.cli import main as cli
 from diloco_jax.tools.chaos.schedule import FIRST, KINDS, LAST, SYNCER_KINDS, ChaosFault, draw_schedule
-from tests.runtime.helpers import merged, processes_of, run, write_config
+from tests.runtime.helpers import call, merged, processes_of, run, write_config
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(1200)]
 
@@ -42,7 +42,7 @@ def test_everything_comes_back(tmp_path: Path, kinds: str, islands: int, steps: 
     assert samples["leased"] == fates and not samples["violations"]
     assert told["participation"].keys() == {f"island-{index}" for index in range(islands)}
     assert processes_of(tmp_path / "run") == {}
-    again = run("chaos", config, *words)
+    again = call("chaos", config, *words)
     assert again.returncode == 2 and "holds a run already" in again.stderr
 
 

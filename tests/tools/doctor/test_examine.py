@@ -42,7 +42,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files of one run; island-9's certificate has expired."""
     folder = tmp_path_factory.mktemp("ours")
     made = certificates.make(folder, ["island-0"])
-    authority = certificates._read_authority(folder)
+    authority = certificates._read_pair(folder)
     pair = certificates._new_certificate("island-9", authority, PAST, PAST + datetime.timedelta(days=1))
     certificates._write_pair(folder, "island-9", pair, made)
     (folder / "wrong-token").write_text("not the run's")

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from diloco_jax.settings.slices import Topology
 from diloco_jax.settings.text import load
 from diloco_jax.tools.budget.links import LinkNeeds
-from diloco_jax.tools.budget.memory import PROCESS_BYTES
+from diloco_jax.tools.budget.memory import PROCESS_BYTES, SYNCER_PROCESS_BYTES
 from diloco_jax.tools.doctor import host as doctor_host
 from diloco_jax.tools.doctor.check import of_error
 from diloco_jax.tools.doctor.part import part_of
@@ -92,12 +93,12 @@ def test_chips_of_this_host(tmp_path: Path) -> None:
     four = bus(tmp_path / "four", *[(google, "0x0062")] * 4, (other, "0x0062"), (google, "0x001f"))
     two = bus(tmp_path / "two", *[(google, "0x0062")] * 2)
     none = bus(tmp_path / "none", (other, "0x1237"))
-    assert doctor_host.check_chips("v5p:4x4x8", four).status == "ok"
-    assert doctor_host.check_chips("", four).status == "ok"
-    fewer = doctor_host.check_chips("v5p:4x4x8", two)
+    assert doctor_host.check_chips(Topology.parse("v5p:4x4x8"), four).status == "ok"
+    assert doctor_host.check_chips(None, four).status == "ok"
+    fewer = doctor_host.check_chips(Topology.parse("v5p:4x4x8"), two)
     assert fewer.status == "fail" and "2 TPU chips on this host (v5p), but v5p:4x4x8 has 4 v5p" in fewer.found
-    assert doctor_host.check_chips("v6e:4x4", four).status == "fail"
-    assert "passed through" in doctor_host.check_chips("v6e:4x4", none).fix
+    assert doctor_host.check_chips(Topology.parse("v6e:4x4"), four).status == "fail"
+    assert "passed through" in doctor_host.check_chips(Topology.parse("v6e:4x4"), none).fix
 
 
 def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +139,7 @@ def test_needs_follow_the_config(tmp_path: Path) -> None:
     assert island.links.joining_bytes == size and len(island.links.up_bytes) == 6
     assert island.parameters / 2 < sum(island.links.up_bytes) < island.parameters  # four bits and scales
     assert island.disk_bytes == syncer.disk_bytes == 0
-    assert island.memory_bytes > PROCESS_BYTES + 3 * size and syncer.memory_bytes > PROCESS_BYTES + 3 * size
+    assert island.memory_bytes > PROCESS_BYTES + 3 * size and syncer.memory_bytes > SYNCER_PROCESS_BYTES + 2 * size
     saving = load(write_config(tmp_path, protocol={"snapshot_every": 5}))
     assert part_of(saving, "island-0").disk_bytes >= 3 * 3 * size  # Adam's moments, three states
     assert part_of(saving).disk_bytes >= 4 * 2 * size

@@ -50,7 +50,7 @@ class Known:
         (folder / "text").write_text("some text of no importance\n" * 2000)
         changes = {"train": {"seq_len": CONTEXT}, "data": {"path": str(folder / "text")}, "model": BUILT_IN}
         config, rng = parse(merged(SMALL, changes), "the test"), np.random.default_rng(3)
-        drawn = Evaluator(config).initial_parameters()
+        drawn = dict(Evaluator(config).initial_parameters())
         parameters = {path: np.float32(value + 0.2 * rng.normal(size=value.shape)) for path, value in drawn.items()}
         self.language = Language(config, parameters)
         graphdef, _ = split_model(load_model(config.model.module, SIZES, 0))

@@ -16,6 +16,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 # Every call is words ended by NUL, and RECORD. What is "there" is what $THERE says: all, or nothing.
 RECORD = "\x1e"
+GPU = ("--islands.each", "{}", "--islands.devices", "4", "--islands.hosts", "2", "--gpu.accelerator", "H100")
 STAND_IN = """\
 #!/usr/bin/env bash
 own="$CALLS.$$"

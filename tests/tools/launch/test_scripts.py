@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.launch.gcloud_flags import EVERYWHERE, FLAGS, command_of, flags_of
-from tests.tools.launch.helpers import Stage, plan
+from tests.tools.launch.helpers import GPU, Stage, plan
 
 WAYS = ("gke", "gce", "tpu-vm")
 
@@ -50,7 +50,7 @@ def test_delete_takes_away_what_create_made_but_the_disk(stage: Stage) -> None:
             where = words.index(verb)
             name = next(w for w in words[where + 1 :] if not w.startswith("-") and w != "workload-policy")
             found.add((*words[1:where], name))
-        return {each for each in found if not {"clusters", "disks"} & set(each)}
+        return {each for each in found if not {"clusters", "disks", "routers"} & set(each)}
 
     stage.run("./create.sh")
     made = things("create")
@@ -123,29 +123,43 @@ def test_wrong_verb_says_which_there_are(stage: Stage) -> None:
 def test_merge_shards_get_their_ports(tmp_path: Path) -> None:
     stage = Stage(tmp_path, plan("gce", "--syncer.shards", "4"))
     stage.run("./create.sh")
-    rule = next(words for words in stage.calls if words[2:4] == ["firewall-rules", "create"])
+    rule = next(words for words in stage.calls if words[2:5] == ["firewall-rules", "create", "small-syncer"])
     assert "tcp:50051-50055" in rule
     machine = next(words for words in stage.calls if words[2:4] == ["instances", "create"])
     assert any(word.endswith("diloco-ports=50051:50055") for word in machine)
 
 
-VARIANTS = ((), ("--cloud.spot", "True", "--cloud.external", "True", "--cloud.source_ranges", "34.1.2.0/24"))
+VARIANTS = (
+    (),
+    ("--cloud.capacity", "spot", "--cloud.external", "True", "--cloud.source_ranges", "34.1.2.0/24"),
+    ("--cloud.capacity", "reservation", "--cloud.reservation", "mine", "--cloud.private", "True", "--cloud.nat", "out"),
+    ("--cloud.capacity", "flex-start"),
+)
 
 
 def calls_of_gcloud(folder: Path) -> list[list[str]]:
     """One call for each command and set of flags."""
     found: dict[tuple[str, ...], list[str]] = {}
     for way in ("gke", "gce", "tpu-vm"):
-        for number, overrides in enumerate(VARIANTS):
+        for number, overrides in enumerate(VARIANTS[: 3 if way == "gce" else None]):
             place = folder / f"{way}-{number}"
             place.mkdir()
             stage = Stage(place, plan(way, *overrides))
-            for name, there in (("./create.sh", "nothing"), ("./delete.sh", "all")):
+            for name, there in (("./create.sh", "nothing"), ("./delete.sh", "all"))[: 1 if number else 2]:
                 assert stage.run(name, there=there).returncode == 0
                 for words in stage.calls:
                     if words[0] == "gcloud":
                         found[command_of(words), *sorted(flags_of(words))] = words
     return list(found.values())
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+@pytest.mark.parametrize("way", [*WAYS, "slurm", "sky"])
+def test_shellcheck_finds_nothing(way: str, tmp_path: Path) -> None:
+    stage = Stage(tmp_path, plan(way, *(GPU if way in ("slurm", "sky") else ())))
+    shells = [str(path) for path in sorted(stage.out.rglob("*")) if path.suffix in (".sh", ".sbatch")]
+    checked = subprocess.run(["shellcheck", "-x", "-P", str(stage.out), *shells], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
 
 
 def test_flags_are_known(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from diloco_jax.core.fragments import take
 from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX
 from diloco_jax.settings.text import load, parse
 from diloco_jax.sim.goodput.assumptions import Assumptions
-from diloco_jax.tools.budget.memory import anchor_bytes, chip_memory, syncer_memory
+from diloco_jax.tools.budget.memory import anchor_bytes, chip_memory, payload_bytes, syncer_memory
 from diloco_jax.tools.plan.advice import advise
 from diloco_jax.tools.plan.case import Case, case_of
 from diloco_jax.tools.plan.forecast import (
@@ -111,10 +111,12 @@ def shard_bytes(shapes: Any, shardings: Any) -> float:
 
 
 def test_memory_of_the_syncer_by_hand() -> None:
-    case = small(syncer={"shards": 2})
+    case = small(syncer={"shards": 2}, outer={"momentum": 0.9}, protocol={"anchor_history": 3})
     found = syncer_memory(case.config, case.plan)
-    assert found.capture == found.values + found.outer + found.residuals == 3 * 4 * case.parameters
-    assert found.anchors == 2 * 4 * case.parameters, "protocol.anchor_history versions"
+    assert found.values == found.outer_momentum == found.left_out_by_rounding == 4 * case.parameters
+    down, largest = payload_bytes(case.plan, "int4"), max(each.num_elements for each in case.plan.fragments)
+    assert (found.steps, found.older_values) == (2 * sum(down), 0), "between protocol.anchor_history versions"
+    assert found.fragment_in_merge == 4 * 4 * largest, "three arrays, and what a late value has missed"
     assert found.payloads == 2 * 4 * wire_bytes(case)["int4"]["round_max"], "tau rounds of all learners"
     assert found.shard_processes == 700e6
 

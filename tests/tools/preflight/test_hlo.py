@@ -153,3 +153,39 @@ def test_notes_on_kernels_go_over_several_lines() -> None:
 def test_text_without_a_program() -> None:
     with pytest.raises(ValueError, match="no HLO text"):
         read_program("HloModule m\n")
+
+
+def test_collectives_beside_which_devices_compute_are_told_from_others() -> None:
+    before = """%other_core (p: f32[8]) -> f32[16] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %g = f32[16]{0} all-gather(%p), dimensions={0}
+}, execution_thread="sparsecore"
+
+%BEGIN (p: f32[8]) -> f32[32] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %g = f32[32]{0} all-gather(%p), dimensions={0}
+}
+
+%async_collective_fusion.1 (p: f32[8]) -> f32[32] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %g = f32[32]{0} all-gather(%p), dimensions={0}
+}
+
+%WAIT (p: f32[8]) -> f32[32] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %g = f32[32]{0} all-gather(%p), dimensions={0}
+}"""
+    program = read_program(
+        entry(
+            "%a = f32[8]{0} parameter(0)",
+            '%s = ((f32[8]{0}), f32[16]{0}) call-start(%a), async_execution_thread="sparsecore", to_apply=%other_core',
+            "%d = f32[16]{0} call-done(%s)",
+            "%async-collective-start.1 = f32[32]{0} fusion(%a), kind=kCustom, calls=%BEGIN",
+            "%f = f32[32]{0} fusion(%a), kind=kCustom, calls=%async_collective_fusion.1",
+            "%async-collective-done.1 = f32[32]{0} fusion(%f), kind=kCustom, calls=%WAIT",
+            "ROOT %g = f32[64]{0} all-gather(%a), dimensions={0}",
+            before=before,
+        )
+    )
+    found = sorted((each.num_bytes, each.overlapped) for each in program.collectives)
+    assert found == [(64, True), (128, True), (256, False)], "each once"

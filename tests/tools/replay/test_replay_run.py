@@ -24,6 +24,7 @@ from diloco_jax.tools.replay.scenario import as_simulated, read_scenario
 from tests.runtime.helpers import (
     SLOW_STEP_S,
     SMALL,
+    call,
     environment,
     kill_processes,
     merged,
@@ -121,7 +122,7 @@ def test_parameters_are_the_same_bit_for_bit(eventful: Path) -> None:
 
 
 def test_every_sample_has_one_fate(eventful: Path) -> None:
-    result = run("audit", eventful, "--json")
+    result = call("audit", eventful, "--json")
     found = json.loads(result.stdout)
     assert result.returncode == 0 and found["violations"] == 0, found
     assert found["leased"] == sum(found[fate] for fate in ("merged", "overwritten", "released", "out"))

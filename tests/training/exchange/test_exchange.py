@@ -194,7 +194,7 @@ def test_adoption_works_in_place_and_heals_what_is_not_finite(make_island: MakeI
         island.adopt(fragment, random_values(fragment, seed=i))
         assert before.is_deleted() and island.state.params[path].sharding == before.sharding
         assert pointers(island, path) == where
-    assert island._blueprint.step._cache_size() == 1
+    assert island.blueprint.step._cache_size() == 1
     island.overwrite(fragment, {k: np.full(v, np.nan, np.float32) for k, v in fragment.keys_shapes})
     island.adopt(fragment, random_values(fragment))
     assert_same(take(island.parameters(), fragment), random_values(fragment))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diloco_jax.training.models import attention as attending
 from diloco_jax.training.models.attention import Seeing, attend, splash
 from diloco_jax.training.sharding import MeshConfig, MeshLayout, make_mesh, use_layout
 
@@ -69,9 +70,12 @@ def test_each_query_sees_what_it_may(method: str, cap: float, window: int, segme
     np.testing.assert_allclose(attend(*arrays, method, Seeing(25, cap, window), given), want, atol=1e-5)
 
 
-def test_splash_is_einsum_where_there_is_no_tpu() -> None:
+def test_splash_is_einsum_where_there_is_no_tpu_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     arrays = inputs(5)
+    attending._warn_of_einsum.cache_clear()
+    attend(*arrays, "splash", Seeing(16))
     np.testing.assert_array_equal(attend(*arrays, "splash", Seeing(16)), attend(*arrays, "einsum", Seeing(16)))
+    assert len(caplog.messages) == 1 and "length x length" in caplog.messages[0]
 
 
 def test_what_the_kernel_cannot_do_is_refused() -> None:

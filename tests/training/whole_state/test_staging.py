@@ -52,7 +52,7 @@ def test_a_state_moves_bit_for_bit_between_meshes(
             parts = list(thread.map(lambda i, moving=moving: b"".join(moving.part(i, PART_BYTES)), range(count)))
         assert {len(part) for part in parts[:-1]} == {PART_BYTES} and 0 < len(parts[-1]) <= PART_BYTES
         assert b"".join(parts) == b"".join(moving.part(0, layout.bytes.num_bytes))
-        programs = target._blueprint.step._cache_size()
+        programs = target.blueprint.step._cache_size()
         parameters = target.parameters()
         target.load_moments(layout.read(bytearray(b"".join(parts))))
         assert_same(target.parameters(), parameters)
@@ -61,7 +61,7 @@ def test_a_state_moves_bit_for_bit_between_meshes(
         source.load_state(staged.value())
         assert_same(leaves(source), want)
         np.testing.assert_allclose(train(target, batches[4:]), train(source, batches[4:]), rtol=2e-4)
-        assert target._blueprint.step._cache_size() == max(1, programs), "a loaded state was compiled for anew"
+        assert target.blueprint.step._cache_size() == max(1, programs), "a loaded state was compiled for anew"
 
 
 def test_a_loaded_state_trains_on_as_the_donor_does(make_island: MakeIsland, batches: list[Sample]) -> None:

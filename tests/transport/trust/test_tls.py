@@ -32,7 +32,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files of one run; island-9's certificate has expired, old-syncer's too, and one learner poses as the syncer."""
     folder = tmp_path_factory.mktemp("ours")
     made = certificates.make(folder, ["island-0", "island-1"])
-    authority, day = certificates._read_authority(folder), datetime.timedelta(days=1)
+    authority, day = certificates._read_pair(folder), datetime.timedelta(days=1)
     now = datetime.datetime.now(datetime.UTC)
     for file, name, begin in (
         ("island-9", "island-9", PAST),
@@ -152,7 +152,8 @@ def test_syncer_of_another_authority_is_not_believed(run: Run, theirs: Path) -> 
 
 def test_expired_certificates_are_refused_by_both_sides(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     syncer = run.as_("old-syncer", address="127.0.0.1:0", token_file="")
-    with pytest.raises(ValueError, match=r"tls_certificate .*island-9\.pem expired on 2020-01-02 .* make a new one"):
+    # no wrong input: whoever starts us again meanwhile may find it renewed
+    with pytest.raises(ConnectionError, match=r"tls_certificate .*island-9\.pem expired on 2020-01-02 .* a new one"):
         run.connect("island-9")
     with pytest.raises(ValueError, match=r"tls_certificate .*old-syncer\.pem expired on 2020-01-02"):
         run.listen(**syncer)
@@ -161,6 +162,22 @@ def test_expired_certificates_are_refused_by_both_sides(run: Run, monkeypatch: p
         run.connect("island-9")
     with pytest.raises(TransportError, match=r"the syncer's certificate is out of date \(certificate has expired\)"):
         run.connect(address=run.listen(**syncer).address)
+
+
+def test_the_syncers_renewed_certificate_counts_for_the_next_connection(
+    ends: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificates.make(tmp_path, ["island-0"])
+    now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
+    believe(monkeypatch, "check_dates")
+    certificates.renew(tmp_path, "syncer", PAST, PAST + day)
+    run = Run(ends, tmp_path)
+    with pytest.raises(TransportError, match=r"the syncer's certificate is out of date"):
+        run.connect()
+    certificates.renew(tmp_path, "syncer", now, now + day)
+    run.connect()
+    (tmp_path / "syncer.pem").write_text("damaged while somebody copies it")
+    run.connect()
 
 
 @pytest.mark.parametrize("poser", ["island-1", "named-like-the-syncer"])

@@ -7,12 +7,12 @@ import math
 from pathlib import Path
 
 import pytest
-from paper import table13
-from paper.__main__ import main, simulate
-from paper.goodput import CHIPS, GOODPUT_1A, TABLES, UPTIME_1B, rmse
 
 from diloco_jax.sim.goodput.bandwidth import UTILISATIONS
 from diloco_jax.sim.goodput.simulate import Settings, read_settings
+from paper import table13
+from paper.__main__ import main, simulate
+from paper.goodput import CHIPS, GOODPUT_1A, TABLES, UPTIME_1B, rmse
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -10,10 +10,6 @@ from itertools import pairwise
 import pytest
 from faulty.cluster import FaultyCluster
 from faulty.faults import Fault
-from twin.cluster import LocalRun, Meter
-from twin.driver import ScheduleDriver
-from twin.faults import check_kinds, simulated
-from twin.real_run import RealFault
 
 from diloco_jax.protocol.effects import Note
 from diloco_jax.protocol.messages import LearnerMessage, StepReport
@@ -22,7 +18,11 @@ from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.sim.node import Effects, LearnerProcess, Observer
 from diloco_jax.sim.world import FINGERPRINT
-from tests.twin.local_runs import CALIBRATION, NAMES, SETTINGS, fault
+from twin.cluster import LocalRun, Meter
+from twin.driver import ScheduleDriver
+from twin.faults import check_kinds, simulated
+from twin.local_runs import CALIBRATION, NAMES, SETTINGS, fault
+from twin.real_run import RealFault
 
 DELAY_S = CALIBRATION.delay_s
 

@@ -19,7 +19,7 @@ from lab.network import NAMESPACE_FILES, NAMESPACES, SYNCER, Lab, LabError, RunF
 
 from diloco_jax.core.codec import Format, encoded_size
 
-BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+BENCH = Path(__file__).parent
 ISLANDS = ["island-0", "island-1"]
 PAYLOAD_BYTES = 3_000_000
 RECEIVE = """

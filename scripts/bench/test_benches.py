@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from test_wan_lab import NEEDS_ROOT
 
-from tests.bench.test_wan_lab import NEEDS_ROOT
 from tests.runtime.helpers import environment, write_config
 
 ROOT = Path(__file__).parents[2]
-BENCHES = ROOT / "scripts" / "bench"
+BENCHES = Path(__file__).parent
 SMALL_MODEL = {"dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "mlp_dim": 64}
 SMALL_JOB = tuple(word for name, value in SMALL_MODEL.items() for word in (f"--model.args.{name}", str(value)))
 SMALL_JOB += ("--train.seq_len", "32", "--train.final_eval_batches", "1", "--optimizer.warmup_steps", "2")
@@ -40,6 +40,7 @@ QUICK = [
     Bench("donor", f"{ISLAND} --json"),
     Bench("fuzz", "--inputs 100"),
     Bench("join", f"{ISLAND} --devices 1 --nice 0 --json"),
+    Bench("memory", "--parameters 1e6 --fragments 4 --learners 2 --step-s 0.05 --json"),
     Bench("merge", "--mbytes 16 --threads 2 --runs 1 --no-mend --json"),
     Bench("overhead", f"{ISLAND} --devices 1 --nice 0 --json"),
     Bench("scaling", "--learners 4 --shards 2 --elements 65536 --rounds 1 --runs 1 --json", results=7),

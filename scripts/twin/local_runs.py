@@ -7,16 +7,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from twin.calibration import Calibration
-from twin.cluster import LocalRun, Meter
-from twin.faults import simulated
-from twin.real_run import RealFault, RunSettings
-
 from diloco_jax.protocol.effects import Note
 from diloco_jax.protocol.messages import LearnerMessage, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.node import Effects, Observer
+from twin.calibration import Calibration
+from twin.cluster import LocalRun, Meter
+from twin.faults import simulated
+from twin.real_run import RealFault, RunSettings
 
 BEGAN_UNIX_S = 1_700_000_000.0
 NAMES = ("island-0", "island-1", "island-2")

@@ -11,14 +11,11 @@ import pytest
 from faulty.faults import Fault
 from faulty.network import TroubledOptions
 from faulty.scenario import FaultyScenario
-from invariants import all as checkers
-from invariants.all import CHECKERS
-from invariants.checker import Checker
-from invariants.verdict import Verdict, judge
 
 from diloco_jax.protocol.effects import Drop, Effect, Merge, Send, Unstage
 from diloco_jax.protocol.learner.machine import STOPPED, TRAINING, Learner
 from diloco_jax.protocol.learner.stager import Stager
+from diloco_jax.protocol.member import Member
 from diloco_jax.protocol.messages import (
     NO_VERSION,
     Adopted,
@@ -34,7 +31,11 @@ from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.downstream import Downstream
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.rounds import Round
-from tests.invariants import broken_machines as broken
+from invariants import all as checkers
+from invariants import broken_machines as broken
+from invariants.all import CHECKERS
+from invariants.checker import Checker
+from invariants.verdict import Verdict, judge
 
 CONFIG = ProtocolConfig(
     sync_every=4, num_fragments=4, overlap_steps=2, lease_s=4.0, heartbeat_s=1.0, resend_s=0.5, pull_timeout_s=5.0
@@ -146,8 +147,10 @@ class Idle(Stager):
 class Credulous(Syncer):
     """Believes in values without steps, and hides it from the merge's own count."""
 
-    def on_value(self, message: FragmentValue, now_s: float) -> list[Effect]:
-        effects = super().on_value(message._replace(steps=message.steps or 1, tokens=message.tokens or 1), now_s)
+    def on_value(self, member: Member, message: FragmentValue, now_s: float) -> list[Effect]:
+        effects = super().on_value(
+            member, message._replace(steps=message.steps or 1, tokens=message.tokens or 1), now_s
+        )
         return [_with_steps(e, message.steps) if isinstance(e, Merge) else e for e in effects]
 
 
@@ -158,8 +161,8 @@ def _with_steps(merge: Merge, steps: int) -> Merge:
 class Hoarder(Syncer):
     """Never says that a value was not used, so its payload stays."""
 
-    def on_value(self, message: FragmentValue, now_s: float) -> list[Effect]:
-        return [e for e in super().on_value(message, now_s) if not isinstance(e, Drop)]
+    def on_value(self, member: Member, message: FragmentValue, now_s: float) -> list[Effect]:
+        return [e for e in super().on_value(member, message, now_s) if not isinstance(e, Drop)]
 
 
 class Hasty(Syncer):

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from twin.__main__ import main
-from twin.calibration import calibrate
-from twin.like import compare, describe
-from twin.real_run import RealRun, deaths, read_run, syncer_deaths
 
 from diloco_jax.settings.islands import IslandsConfig
 from diloco_jax.settings.run import RunConfig, SyncerConfig, TrainConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.transport.link import TransportConfig
-from tests.twin.local_runs import BEGAN_UNIX_S, CALIBRATION, PROTOCOL, SETTINGS, fault, simulate_run, write_run
+from twin.__main__ import main
+from twin.calibration import calibrate
+from twin.like import compare, describe
+from twin.local_runs import BEGAN_UNIX_S, CALIBRATION, PROTOCOL, SETTINGS, fault, simulate_run, write_run
+from twin.real_run import RealRun, deaths, read_run, syncer_deaths
 
 FAULTS = (
     fault("kill", "island-1", 20.0, number=1, at_step=20),

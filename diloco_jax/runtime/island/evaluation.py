@@ -1,0 +1,92 @@
+"""Evaluation of the global model by an island: on its own mesh, between two steps, of the anchors that it holds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from math import inf, nan
+from typing import Any, Protocol
+
+import jax
+
+from diloco_jax.protocol.messages import SCORE_LENGTH_MAX, SCORES_MAX, Metric, Score
+from diloco_jax.runtime.model.evaluation import examiner_of
+from diloco_jax.runtime.model.scores import Scorer
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.data.corpus import Source
+from diloco_jax.training.models.protocol import Params
+
+log = logging.getLogger(__name__)
+
+
+class Evaluation(Protocol):
+    """A way to evaluate the global model."""
+
+    def warm_up(self) -> None:
+        """Compile what it runs. Any thread."""
+
+    def __call__(self, params: Params, global_step: int, final: bool) -> Score:
+        """Return everything of the answer that the devices know; final: it is the model with which the run ends."""
+
+
+def make_score(
+    loss: float, bits_per_byte: float | None, tokens: int, scores: Mapping[str, float | None], reasons: Sequence[str]
+) -> Score:
+    """Return an answer as far as an evaluation goes; None stands for what is no number.
+
+    Args:
+        scores: by name; those that are too many are left out.
+        reasons: why some are missing.
+    """
+    told = [(name, value) for name, value in scores.items() if 0 < len(name) <= SCORE_LENGTH_MAX][:SCORES_MAX]
+    if missing := len(scores) - len(told):
+        reasons = [
+            *reasons,
+            f"{missing} scores are left out: use at most {SCORES_MAX}, of {SCORE_LENGTH_MAX} characters",
+        ]
+    values = tuple(Metric(name, nan if value is None else value) for name, value in told)
+    bits = nan if bits_per_byte is None else bits_per_byte
+    return Score("", 0, 0, 0, (), loss, bits, tokens, values, 0.0, "; ".join(reasons))
+
+
+def failed_score(error: Exception) -> Score:
+    """Return the answer of an island that could not evaluate."""
+    words = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    log.warning(f"the global model could not be evaluated: {words}", exc_info=error)
+    return make_score(inf, None, 0, {}, [words])
+
+
+class ModelEvaluation:
+    """The evaluation of the run's model, on the mesh of a blueprint that has all of this island's devices.
+
+    Args:
+        source: has the held-out data.
+    """
+
+    def __init__(self, config: RunConfig, blueprint: Blueprint, source: Source) -> None:
+        self._config = config
+        self._blueprint = blueprint
+        self._examiner = examiner_of(config, blueprint, source)
+        self._scorer: Scorer | None = None  # of the user's own; made when it is first needed
+
+    def warm_up(self) -> None:
+        """Compile the evaluation of a batch. Any thread."""
+        self._examiner.warm_up()
+
+    def __call__(self, params: Params, global_step: int, final: bool) -> Score:
+        """Measure parameters that lie as those that are trained; on every process of the island."""
+        train, other = self._config.train, self._examiner.settled(params)
+        batches = train.final_eval_batches if final else train.eval_batches
+        found: dict[str, Any] = self._examiner.examine(params, other, batches)
+        scores, reasons = dict(found["scores"]), list[str]()
+        if self._config.evaluation.module and jax.process_count() > 1:
+            reasons = [
+                f"evaluation.module needs the model in one process, and this island has {jax.process_count()} hosts: "
+                "the run goes on without its numbers; `diloco eval` has them"
+            ]
+        elif self._config.evaluation.module:
+            self._scorer = self._scorer or Scorer(self._config.evaluation)
+            scores |= self._scorer.scores(lambda: self._blueprint.model(params, other), global_step)
+            reasons = self._scorer.alarms
+        return make_score(found["loss"], found["bits_per_byte"], found["tokens"], scores, reasons)

@@ -1,0 +1,158 @@
+"""Spare processes of islands: imports done and programs loaded, so that an island which dies is back in a moment.
+
+A spare waits for one line on its standard input, the word to go. Before it, it is nobody: it has no incarnation, no
+session, no certificate and no tape, and only the supervisor knows of it. Emulated devices are the process's own, and a
+spare loads the model and its programs on them; an accelerator is its island's alone, and a spare of one has done its
+imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from diloco_jax.runtime.island.built_in import BuiltInLoop
+from diloco_jax.runtime.local.compiling import compiled_loop
+from diloco_jax.runtime.local.processes import Child, Process
+from diloco_jax.runtime.records.files import HEALTH, LOGS
+from diloco_jax.settings.run import RunConfig
+
+FAILURES_MAX = 3  # of one island's spares, after which it has none
+LOW_PRIORITY = 19  # nice value of a spare that loads
+
+
+class Spares:
+    """The spare processes of a run, as its supervisor sees them: one for each island, loaded one at a time.
+
+    Args:
+        start: starts the spare of an island.
+    """
+
+    def __init__(self, run_dir: Path, start: Callable[[str], Process]) -> None:
+        self._run_dir = run_dir
+        self._start = start
+        self._spares: dict[str, Child] = {}
+
+    def tend(self, name: str) -> None:
+        """Start a spare for an island that trains, if it has none and no other one is loading."""
+        spare = self._spares.get(name)
+        if spare is not None:
+            if spare.poll() is not None and spare.again_at_s is None:
+                _close(spare)
+                spare.mourn(1.0)
+            if spare.again_at_s is None or spare.failures > FAILURES_MAX or time.monotonic() < spare.again_at_s:
+                return
+        loading = any(each.again_at_s is None and not self.ready(other) for other, each in self._spares.items())
+        if loading or not (self._run_dir / HEALTH / f"{name}.ready").exists():
+            return
+        self._mark(name).unlink(missing_ok=True)
+        if spare is None:
+            self._spares[name] = Child(name, [self._start(name)])
+        else:
+            spare.start_again([self._start(name)])
+
+    def ready(self, name: str) -> bool:
+        """Tell whether an island has a spare that waits for its word."""
+        return name in self._spares and self._spares[name].poll() is None and self._mark(name).exists()
+
+    def take(self, name: str, address: str, incarnation: str) -> Process | None:
+        """Let the spare of an island become it, if there is one; a spare that still loads has a head start.
+
+        Args:
+            address: where the syncer listens.
+        """
+        spare = self._spares.pop(name, None)
+        if spare is None or not _close(spare, f"{address.strip()} {incarnation}\n") or spare.poll() is not None:
+            return None
+        return Process(name, spare.process, self._run_dir / LOGS / f"{name}.log")
+
+    def end(self) -> None:
+        """End all of them."""
+        for spare in self._spares.values():
+            spare.process.kill()
+            spare.process.wait()
+            _close(spare)
+
+    def _mark(self, name: str) -> Path:
+        return _mark(self._run_dir, name)
+
+
+def _close(spare: Child, words: str = "") -> bool:
+    """Say the last words to a spare; False if it has ended."""
+    pipe = spare.process.stdin
+    assert pipe is not None, "a spare has a pipe"
+    try:
+        with pipe:
+            pipe.write(words.encode())
+    except OSError:
+        return False
+    return True
+
+
+class Go(NamedTuple):
+    """The word to go, and what the spare brings with it."""
+
+    address: str  # where the syncer listens
+    incarnation: int
+    loop: BuiltInLoop | None  # loaded, if the devices are the process's own
+
+
+def stand_by(config: RunConfig, run_dir: Path, name: str, *, loads: bool) -> Go | None:
+    """Load what an island needs, wait for the word to become it; None if it never comes.
+
+    Args:
+        loads: the model and its programs too, where devices are emulated.
+    """
+    undo = _lower_priority()
+    importlib.import_module("diloco_jax.runtime.learner.run")
+    loop = compiled_loop(config, name) if loads and os.environ.get("JAX_PLATFORMS") == "cpu" else None
+    mark = _mark(run_dir, name)
+    mark.touch()
+    words = sys.stdin.readline().split()
+    with contextlib.suppress(OSError):
+        mark.unlink(missing_ok=True)
+    if len(words) != 2:
+        return None
+    undo()
+    log = os.open(run_dir / LOGS / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    return Go(words[0], int(words[1]), loop)
+
+
+def _mark(run_dir: Path, name: str) -> Path:
+    """Return the file that a spare has made when it waits for its word."""
+    return run_dir / HEALTH / f"{name}.standby"
+
+
+def _lower_priority() -> Callable[[], None]:
+    """Let whoever trains go first, if this system lets us take it back; returns what does so."""
+    before, may = os.nice(0), []
+
+    def try_it() -> None:  # priorities are of threads on Linux
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), before + 1)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), before)
+            may.append(True)
+
+    thread = threading.Thread(target=try_it)
+    thread.start()
+    thread.join()
+    if not may or not sys.platform.startswith("linux"):
+        return lambda: None
+    os.setpriority(os.PRIO_PROCESS, 0, LOW_PRIORITY)
+
+    def undo() -> None:
+        for thread_id in os.listdir("/proc/self/task"):  # those that were started since have it too
+            with contextlib.suppress(OSError):  # it has ended
+                os.setpriority(os.PRIO_PROCESS, int(thread_id), before)
+
+    return undo

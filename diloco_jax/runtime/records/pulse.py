@@ -1,0 +1,184 @@
+"""Signs of life of a loop: files for those who look from outside, and the end of a process whose loop hangs.
+
+A collective that lost its partner, a callback that never returns or a disk that does not answer block a thread for
+ever, and nobody can interrupt it. So the process ends, with the stacks of all threads in its log, and is started again.
+The files, which the probes of `diloco launch` read, are below `health` in the run's folder:
+
+    NAME.alive    its age is the time since the loop made progress, up to a second; while that may take long, such as
+                  before the first step, the time since its watchdog looked
+    NAME.ready    exists while the loop is connected and trains, or listens
+
+NAME is `syncer`, an island, or NAME-h1 for its host 1. An island that is a thread of a process takes the process along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Self
+
+from diloco_jax.runtime.records.files import HEALTH
+from diloco_jax.runtime.records.signals import HUNG
+from diloco_jax.settings.watchdog import WatchdogConfig
+
+MEDIAN_OF = 32  # last steps
+TICK_S = 1.0  # between two looks at a loop, and two touches of its file
+FAREWELL_S = 3.0  # for the last word of a process that hangs
+
+log = logging.getLogger(__name__)
+
+
+class Patience:
+    """The time that a loop takes from one sign of life to the next, and the most that it may.
+
+    One thread beats, another counts. Only time that is counted passes, so that a process which was stopped, on a laptop
+    that was closed or under a debugger, has as much left as before.
+    """
+
+    def __init__(self, config: WatchdogConfig) -> None:
+        self._config = config
+        self._last_s: deque[float] = deque(maxlen=MEDIAN_OF)
+        self._usual_s: float | None = None
+        self._now = (0, config.bound_s(None))  # number of the beat, seconds until the next one
+        self.long = True  # the next beat may take long
+        self._counted = (0, 0.0)  # the beat that the counting thread has seen, seconds since then
+
+    def beat(self, took_s: float | None = None) -> None:
+        """Note progress, and the seconds of a step that is done."""
+        if took_s is not None:
+            self._last_s.append(took_s)
+            self._usual_s = median(self._last_s)
+        self.long = self._usual_s is None
+        self._now = (self._now[0] + 1, self._config.bound_s(self._usual_s))
+
+    def wait(self, bound_s: float) -> None:
+        """Note progress, and let the next one take so long."""
+        self.long = True
+        self._now = (self._now[0] + 1, bound_s)
+
+    def count(self, elapsed_s: float) -> str:
+        """Count time since the last call; returns in words that the loop hangs, "" if it does not."""
+        (number, bound_s), (seen, waited_s) = self._now, self._counted
+        waited_s = 0.0 if number != seen else waited_s + min(elapsed_s, 2 * TICK_S)
+        self._counted = (number, waited_s)
+        if waited_s <= bound_s:
+            return ""
+        usual = "" if self._usual_s is None else f" (the median of its last steps is {self._usual_s:.2f} s)"
+        return f"no progress for {waited_s:.0f} s, more than the {bound_s:.0f} s of watchdog.*{usual}"
+
+
+class Pulse:
+    """Signs of life of one loop. Its own thread calls `beat`, `patient` and `rest`; it is a context manager.
+
+    Args:
+        what: loop, in words of the log.
+        files: folder and name of the loop's files; None for a loop without.
+
+    Attributes:
+        last_word: called with the reason before the process ends, for a few seconds at most.
+    """
+
+    def __init__(self, config: WatchdogConfig, what: str, files: tuple[Path, str] | None) -> None:
+        self.last_word: Callable[[str], object] = lambda reason: None
+        self._config = config
+        self._what = what
+        self._patience = Patience(config)
+        self._alive = self._ready = None
+        self._is_ready: bool | None = None
+        self._touched_s = 0.0
+        self._over = threading.Event()
+        if files is not None:
+            folder = files[0] / HEALTH
+            self._alive, self._ready = (folder / f"{files[1]}.{kind}" for kind in ("alive", "ready"))
+            with contextlib.suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._touch()
+            self.ready(False)
+        threading.Thread(target=self._look, name="watchdog", daemon=True).start()
+
+    def beat(self, took_s: float | None = None) -> None:
+        """Note progress, and the seconds of a step that is done."""
+        self._patience.beat(took_s)
+        self._touch()
+
+    def patient(self) -> None:
+        """Note progress; what comes until the next beat may take long."""
+        self._patience.wait(self._config.bound_s(None))
+        self._touch()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Watch a part of a loop that is somebody else's, and be patient with what comes after it."""
+        self.beat()
+        try:
+            yield
+        except BaseException:
+            self.rest()  # what becomes of the process is the loop's business now
+            raise
+        self.patient()
+
+    def rest(self) -> None:
+        """Let the next beat take any time: there is nothing to do."""
+        self._patience.wait(float("inf"))
+
+    def ready(self, is_ready: bool) -> None:
+        """Say whether the loop is connected and trains, or listens."""
+        if self._ready is None or is_ready == self._is_ready:
+            return
+        with contextlib.suppress(OSError):
+            if is_ready:
+                self._ready.touch()
+            else:
+                self._ready.unlink(missing_ok=True)
+            self._is_ready = is_ready
+
+    def close(self) -> None:
+        """End: the loop is over."""
+        self._over.set()
+        self.ready(False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _touch(self) -> None:
+        now_s = time.monotonic()
+        if self._alive is None or now_s < self._touched_s + TICK_S:
+            return
+        self._touched_s = now_s
+        with contextlib.suppress(OSError):  # a full disk must not stop the loop
+            self._alive.touch()
+
+    def _look(self) -> None:
+        """Count time; the body of the thread "watchdog"."""
+        last_s = time.monotonic()
+        while not self._over.wait(TICK_S):
+            now_s = time.monotonic()
+            if reason := self._patience.count(now_s - last_s):
+                self._end(reason)
+            last_s = now_s
+            if self._patience.long:
+                self._touch()
+
+    def _end(self, reason: str) -> None:
+        if sys.__stderr__ is not None:
+            faulthandler.dump_traceback(sys.__stderr__)
+        farewell = threading.Thread(target=self.last_word, args=(f"{self._what} hung: {reason}",), daemon=True)
+        farewell.start()
+        farewell.join(FAREWELL_S)
+        log.error(f"{self._what} hangs: {reason}; the stacks of its threads are above, the process ends to start again")
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(HUNG)

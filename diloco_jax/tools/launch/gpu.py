@@ -1,0 +1,186 @@
+"""GPU hosts: jobs of a Slurm cluster with a shared folder, or tasks of SkyPilot.
+
+An island of N processes is a job with N tasks; Slurm places them and deals out the GPUs of its nodes. SkyPilot starts
+one process on each node, which has all of its GPUs. Fields of tasks: sky/utils/schemas.py of SkyPilot 0.14.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import yaml
+
+from diloco_jax.runtime.records.signals import INTERRUPTED, WRONG_INPUT
+from diloco_jax.settings.islands import IslandConfig
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.text import dump
+from diloco_jax.tools.budget.hosts import GIB, MARGIN
+from diloco_jax.tools.launch import common
+from diloco_jax.tools.launch.files import HEADER, Plan, command
+from diloco_jax.tools.launch.launcher import local
+from diloco_jax.tools.launch.needs import Needs, syncer_bytes
+
+COORDINATOR_PORT = 8482
+CPUS = 8  # of the syncer
+_VARIABLES = """\
+# What the scripts here have in common, from the run's config.
+# shellcheck shell=bash
+{exports}
+{setup}
+
+# Ends a job that is done or was given wrong input; starts it again after all else, later each time.
+again() {{
+  local restarts="${{SLURM_RESTART_COUNT:-0}}"
+  case "$1" in 0 | {wrong}) exit "$1" ;; esac
+  [ "$restarts" -lt {restarts} ] || exit "$1"
+  sleep "$((restarts < 6 ? 2 << restarts : 64))"
+  scontrol requeue "$SLURM_JOB_ID"
+}}
+"""
+_SYNCER = """\
+echo "$(hostname -f):{port}" >address.new
+mv address.new address
+srun diloco syncer config.yaml --run-dir run || again "$?"
+"""
+_ISLAND = """\
+until [ -s address ]; do sleep 5; done
+SYNCER="$(cat address)"
+COORDINATOR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 20000))"
+export SYNCER COORDINATOR
+diloco doctor config.yaml --island {name} --syncer "$SYNCER" || true # for the log
+# shellcheck disable=SC2016 # of each task, not of this shell
+srun --kill-on-bad-exit=1 bash -c '{words}' || again "$?"
+"""
+README = """\
+# {name}: islands on GPU hosts, started by {way}
+
+Written by `diloco launch {way}`, and tried on emulated hosts only. `./create.sh` starts everything:
+
+```bash
+{create}
+```
+
+Every process needs the package and its data; `gpu.setup` is run before it. Islands dial the syncer's port {port}, the
+hosts of one island reach each other on any port, and NCCL chooses its own (`cloud.env: {{NCCL_SOCKET_IFNAME: eth0}}`).
+`certs/` is secret. A syncer that comes back on another machine has another address: start the islands again.
+"""
+
+
+class GpuLauncher(NamedTuple):
+    """A way of launching on GPU hosts."""
+
+    name: str  # as `diloco launch` calls it
+    parts: Callable[[RunConfig, Needs], Plan]  # writes the files and commands of this way alone
+
+    def slices(self, config: RunConfig) -> list[IslandConfig]:
+        """Check the config, and return the islands.
+
+        Raises:
+            ValueError: an island does not say how many GPUs it has, or a setting is missing.
+        """
+        common.check_label("name", config.name)
+        islands = [config.island(name) for name in config.islands.names]
+        if alike := next((each.name for each in islands if not each.devices), ""):
+            raise ValueError(f"{alike} does not say how many GPUs it has; set islands.devices, over all its hosts")
+        if self.name == "sky" and not config.gpu.accelerator:
+            raise ValueError("launch sky needs gpu.accelerator, such as H100; write it into the config")
+        return islands
+
+    def plan(self, config: RunConfig, needs: Needs = None) -> Plan:
+        """Write all files and commands. Raises as `slices` does."""
+        self.slices(config)
+        own = self.parts(config, needs)
+        certificates = command("diloco", "certs", "certs", "--learners", ",".join(config.islands.names))
+        create = (certificates, *own.create)
+        told = {"way": self.name, "name": config.name, "port": config.cloud.port, "create": "\n".join(create)}
+        exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in config.cloud.env.items())
+        restarts = {"restarts": config.cloud.restarts_max, "wrong": WRONG_INPUT}
+        here = 'cd "$(dirname "${BASH_SOURCE[0]}")"'
+        return replace(
+            own,
+            create=create,
+            files={
+                "config.yaml": dump(local(config)),
+                "variables.sh": _VARIABLES.format(exports=exports, setup=config.gpu.setup, **restarts),
+                **own.files,
+                "create.sh": "\n".join((HEADER + "set -euo pipefail", here, *create, "")),
+                "delete.sh": "\n".join((HEADER + "set -euo pipefail", here, *own.delete, "")),
+                "README.md": README.format(**told),
+            },
+        )
+
+
+def _learner(island: IslandConfig, host: str, coordinator: str) -> str:
+    """Write the command of one process of an island."""
+    place = f' --host "{host}" --coordinator "{coordinator}"' if island.hosts > 1 else ""
+    return f'diloco learner config.yaml --island {island.name} --syncer "$SYNCER" --run-dir run{place}'
+
+
+def _gib(config: RunConfig, needs: Needs) -> int:
+    """Return the memory of the syncer's job in GiB, 0 if it is not known."""
+    return math.ceil(MARGIN * syncer_bytes(needs) / GIB)
+
+
+def slurm(config: RunConfig, needs: Needs) -> Plan:
+    """Write a batch script for the syncer and for each island."""
+
+    def script(name: str, asks: tuple[str, ...], body: str) -> str:
+        asked = (f"--job-name={config.name}-{name}", f"--output=logs/{name}.log", "--open-mode=append", "--requeue")
+        lines = "".join(f"#SBATCH {each}\n" for each in (*asked, "--signal=TERM@90", *asks, *config.gpu.options))
+        return f"{HEADER}{lines}set -euo pipefail\nsource variables.sh\n{body}"
+
+    memory = (f"--mem={gib}G",) if (gib := _gib(config, needs)) else ()
+    asks = ("--ntasks=1", f"--cpus-per-task={CPUS}", *memory)
+    files = {"syncer.sbatch": script("syncer", asks, _SYNCER.format(port=config.cloud.port))}
+    for name in config.islands.names:
+        island = config.island(name)
+        words = "exec " + _learner(island, "$SLURM_PROCID", "$COORDINATOR")
+        gpus = (f"--ntasks={island.hosts}", f"--gpus-per-task={island.devices // island.hosts}")
+        files[f"{name}.sbatch"] = script(name, gpus, _ISLAND.format(name=name, words=words))
+    jobs = ",".join(f"{config.name}-{name.removesuffix('.sbatch')}" for name in files)
+    start = tuple(f"sbatch {name}" for name in files)
+    return Plan(files=files, create=("mkdir -p logs", "rm -f address", *start), delete=(f"scancel --me --name={jobs}",))
+
+
+def sky(config: RunConfig, needs: Needs) -> Plan:
+    """Write a task for the syncer and for each island."""
+    image = {"image_id": f"docker:{config.cloud.image}"} if config.cloud.image else {}
+
+    def task(name: str, run: str, resources: dict[str, Any], **more: Any) -> str:
+        files = ["config.yaml", "variables.sh", *(f"certs/{each}" for each in common.certificate_files(name))]
+        own = {
+            "name": f"{config.name}-{name}",
+            "resources": image | resources,
+            "file_mounts": {f"~/diloco/{each}": each for each in files},
+            "run": f"cd ~/diloco\nsource variables.sh\n{run}\n",
+        }
+        return yaml.safe_dump(own | more, sort_keys=False, width=1000)
+
+    memory = {"memory": f"{gib}+"} if (gib := _gib(config, needs)) else {}
+    ports = [int(port) for port in common.ports(config)]
+    run = "exec diloco syncer config.yaml --run-dir run"
+    files = {"syncer.sky.yaml": task("syncer", run, {"cpus": f"{CPUS}+", **memory, "ports": ports})}
+    again = {"max_restarts_on_errors": 10, "recover_on_exit_codes": [INTERRUPTED, 143]}
+    for name in config.islands.names:
+        island = config.island(name)
+        coordinator = f'$(head -n 1 <<<"$SKYPILOT_NODE_IPS"):{COORDINATOR_PORT}'
+        run = "exec " + _learner(island, "$SKYPILOT_NODE_RANK", coordinator)
+        gpus = {"accelerators": f"{config.gpu.accelerator}:{island.devices // island.hosts}"}
+        asks = gpus | {"use_spot": config.cloud.capacity == "spot", "job_recovery": again}
+        files[f"{name}.sky.yaml"] = task(name, run, asks, num_nodes=island.hosts, envs={"SYNCER": ""})
+    syncer, address = f"{config.name}-syncer", f'"$(sky status --ip {config.name}-syncer):{config.cloud.port}"'
+    launch = f"sky jobs launch --yes --detach-run --env SYNCER={address}"
+    start = (f"{launch} {name}.sky.yaml" for name in config.islands.names)
+    jobs = (f"sky jobs cancel --yes --name {config.name}-{name}" for name in config.islands.names)
+    return Plan(
+        files=files,
+        create=(f"sky launch --yes --detach-run --cluster {syncer} syncer.sky.yaml", *start),
+        delete=(*jobs, f"sky down --yes {syncer}"),
+    )
+
+
+SLURM, SKY = GpuLauncher("slurm", slurm), GpuLauncher("sky", sky)

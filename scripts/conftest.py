@@ -1,0 +1,3 @@
+"""The settings of the suite, for the tests that lie beside the programs which they test."""
+
+import tests.conftest  # noqa: F401

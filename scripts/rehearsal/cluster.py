@@ -1,0 +1,167 @@
+"""The machines of a rehearsal: folders for disks, addresses of loopback for hosts, relays between regions.
+
+As JobSets and a StatefulSet do on a cluster, the supervisor of local runs starts again what ended. Commands are those
+of `diloco launch`, with folders of this machine for those of containers. Each island dials an address of its own,
+behind which there is a relay for the syncer's port and one for that of each merge shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.runtime.local.processes import Child, Process, free_address
+from diloco_jax.runtime.local.run import LocalRun, child_environment
+from diloco_jax.runtime.records.files import TAPES
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.text import dump
+from diloco_jax.tools.chaos.actions import CHAOS
+from diloco_jax.tools.chaos.relay import Relay
+from diloco_jax.tools.launch import common
+
+VOLUME_BYTES = 256 << 20
+
+
+class Ways:
+    """All relays of an island, used as one: what is asked of it is asked of each (see `Relay`)."""
+
+    def __init__(self, island: str, ports: range, syncer: Callable[[], str]) -> None:
+        self.address = f"{island}:{ports[0]}"
+        self._relays = [Relay(lambda port=port: f"{syncer()}:{port}", f"{island}:{port}") for port in ports]
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *how, **more: sum(getattr(relay, name)(*how, **more) or 0 for relay in self._relays)
+
+
+class Cluster(LocalRun):
+    """A run whose processes share nothing but the network.
+
+    Args:
+        root: folder of the rehearsal; `root/run` is the syncer's volume, wherever it is mounted.
+        environment: of all processes, beside what local runs set.
+
+    Attributes:
+        relays: the ways from each island to the syncer.
+        moves: how often the syncer was to be given another host.
+    """
+
+    def __init__(
+        self, config: RunConfig, root: Path, say: Callable[[str], None], stop: threading.Event,
+        environment: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        self._root = root
+        self._environment = environment
+        self.volumes = root / "volumes"
+        self.mounted = _mount(self.volumes)
+        self._volume = self.volumes / "new"
+        for folder in (self._volume, root / "logs", root / CHAOS, root / "hosts"):
+            folder.mkdir(parents=True, exist_ok=True)
+        (root / "config.yaml").write_text(dump(config), encoding="utf-8")
+        (self._volume / CHAOS).symlink_to(root / CHAOS)
+        self.moves = 0
+        self._mount_at(0)
+        super().__init__(config, root / "run", say, stop)
+        first = int(free_address().rpartition(":")[2])
+        self._ports = range(first, first + config.syncer.shards + 1)
+        names = enumerate(config.islands.names)
+        self.relays = {name: Ways(f"127.0.1.{i + 1}", self._ports, self._syncer_host) for i, name in names}
+
+    def _syncer_host(self) -> str:
+        return f"127.0.0.{self._moved + 2}"
+
+    def _mount_at(self, number: int) -> None:
+        """Let the volume be that of another host, and root/run lead there."""
+        self._volume = self._volume.rename(self.volumes / f"host-{number}")
+        link = self._root / "run.new"
+        link.symlink_to(self._volume)
+        link.rename(self._root / "run")
+        self._moved = number
+
+    def _start_syncer(self, options: Any = ()) -> Child:
+        if self.moves > self._moved:
+            self._mount_at(self.moves)
+        address = f"{self._syncer_host()}:{self._ports[0]}"
+        words = [*common.syncer_words(), "--transport.address", address, *options]
+        return Child(SYNCER, [self._start(SYNCER, words)])
+
+    def _start_island(self, name: str, address: str) -> Child:
+        del address  # that of its own end of the way
+        hosts = self._config.island(name).hosts
+        words = common.learner_words(name, self.relays[name].address)
+        meet = ["--coordinator", free_address()] if hosts > 1 else []
+        numbered = [[*words, *meet, *(["--host", str(host)] if meet else [])] for host in range(hosts)]
+        return Child(name, [self._start(name, each, host) for host, each in enumerate(numbered)])
+
+    def _start(
+        self, name: str, arguments: list[str], host: int = 0, told: Mapping[str, str] = MappingProxyType({})
+    ) -> Process:
+        disk = self._volume if name == SYNCER else self._root / "hosts" / f"{name}-{host}"
+        disk.mkdir(exist_ok=True)
+        here = {common.CONFIG_PATH: str(self._root / "config.yaml"), common.RUN_DIR: str(disk)}
+        module = "diloco_jax" if name == SYNCER else "rehearsal.process"
+        command = [sys.executable, "-m", module, *(here.get(word, word) for word in arguments)]
+        environment = {**child_environment(self._config, name, self._machine, host), **self._environment, **told}
+        log = self._root / "logs" / f"{name}-{host}.log"
+        with log.open("ab") as stream:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=disk,
+                start_new_session=True,
+            )  # fmt: skip
+        return Process(f"{name}.host-{host}" if host else name, process, log)
+
+    def _start_compilers(self) -> None:
+        """Do nothing: what one host has compiled the others find (JAX_COMPILATION_CACHE_DIR)."""
+
+    def pid(self, name: str) -> int | None:
+        """Return the process that leads an island, or the syncer's; None while it has none."""
+        return next(iter(self.pids(name)), None)
+
+    def pids(self, name: str) -> list[int]:
+        """Return the processes that an island has now, its leader first."""
+        child = self._syncer if name == SYNCER else self._islands.get(name)
+        hosts = [] if child is None else child.hosts
+        return [each.process.pid for each in hosts if each.process.poll() is None]
+
+    def send(self, name: str, number: signal.Signals) -> bool:
+        """Send a signal to the process that leads; False if there is none."""
+        for pid in (pids := self.pids(name)[:1]):
+            os.kill(pid, number)
+        return bool(pids)
+
+    @property
+    def given_up(self) -> list[str]:
+        """Return the last words of islands that nobody starts again."""
+        return [child.obituary() for child in self._islands.values() if child.failed]
+
+    def close(self) -> None:
+        """Take the relays down, bring all tapes to where the audit looks, and the volume's files to the folder."""
+        for relay in self.relays.values():
+            relay.close()
+        (self._root / "run" / TAPES).mkdir(exist_ok=True)
+        for tape in sorted((self._root / "hosts").glob(f"*-0/{TAPES}/*.jsonl")):
+            with contextlib.suppress(FileExistsError):
+                (self._root / "run" / TAPES / tape.name).symlink_to(tape)
+
+        if self.mounted:
+            kept = shutil.copytree(self.volumes, self._root / "kept", symlinks=True)
+            subprocess.run(["umount", "-l", str(self.volumes)], check=True)
+            self.volumes.rmdir()
+            kept.rename(self.volumes)
+            self.mounted = False
+
+
+def _mount(folder: Path) -> bool:
+    """Make the volume a file system of its own, so that it can be full; False if this user may not mount one."""
+    folder.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={VOLUME_BYTES}", "rehearsal", str(folder)]
+    return os.geteuid() == 0 and subprocess.run(mount, capture_output=True, check=False).returncode == 0

@@ -1,0 +1,126 @@
+"""The faults of a rehearsal, beside those of `diloco chaos`: of regions, hosts, volumes and certificates."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.chaos.actions import Saboteur
+from diloco_jax.tools.chaos.schedule import FIRST, LAST, ChaosFault, deck, draw_details
+from diloco_jax.tools.launch.common import region_of
+from rehearsal.cluster import Cluster
+from rehearsal.services import VALID_S, Renewer
+
+# A deck of 20; those of `diloco chaos` keep their names. What begins with kill comes back as another process.
+CARDS = {
+    "lost-region": 1,  # nothing gets through to or from the islands of a region
+    "kill-to-move-syncer": 1,  # SIGKILL, then it starts on another host, with its volume
+    "expired-certificate": 1,  # of an island, and then its connections end
+    "expired-syncer": 1,  # the syncer's certificate, and then all connections end
+    "full-volume": 1,  # of the syncer
+    "kill-syncer": 1,
+    "kill-shard": 1,  # SIGKILL to a merge shard
+    "stop-syncer": 1,
+    "kill": 2,
+    "kill-host": 2,  # SIGKILL to an island's last host
+    "kill-politely": 3,  # SIGTERM to all hosts of an island: a preemption
+    "stop": 1,
+    "cut": 1,
+    "black-hole": 1,
+    "slow-link": 1,
+    "corrupt": 1,
+}
+AT_SYNCER = {"kill-to-move-syncer", "expired-syncer", "full-volume", "kill-syncer", "kill-shard", "stop-syncer"}
+REGION_S, FULL_S = 120.0, 20.0
+
+
+def draw(seed: int, config: RunConfig, faults: int, minutes: float, kinds: str) -> list[ChaosFault]:
+    """Draw a schedule as `draw_schedule` does; a region is lost for 2 minutes, or a tenth of a shorter run.
+
+    Args:
+        kinds: those that are wanted, separated by commas.
+    """
+    cards = [kind for kind in kinds.split(",") for _ in range(CARDS[kind])]
+    random, steps = Random(seed), config.planned_steps
+    deal, islands = deck(random, cards), deck(random, config.islands.names)
+    width = (LAST - FIRST) * steps / faults
+    lasts = {"lost-region": min(REGION_S, minutes * 6.0), "full-volume": min(FULL_S, minutes * 3.0)}
+    lasts |= dict.fromkeys(("expired-certificate", "expired-syncer"), VALID_S + 1.0)
+    schedule = []
+    for index in range(faults):
+        kind = next(deal)
+        target = SYNCER if kind in AT_SYNCER else next(islands)
+        details = draw_details(random, kind, config.protocol.lease_s)
+        details |= {"duration_s": lasts[kind]} if kind in lasts else {}
+        at_step = int(FIRST * steps + (index + random.random()) * width)
+        schedule.append(ChaosFault(number=index + 1, kind=kind, target=target, at_step=at_step, **details))
+    return schedule
+
+
+def region(config: RunConfig, name: str) -> set[str]:
+    """Return the islands of an island's region; one without a zone has a region of its own."""
+    where = region_of(config.island(name).zone)
+    return {name, *(each for each in config.islands.names if where and region_of(config.island(each).zone) == where)}
+
+
+class Calamity(Saboteur):
+    """The one who inflicts them."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, cluster: Cluster, renewer: Renewer) -> None:
+        ways: Mapping[str, Any] = cluster.relays
+        super().__init__(run_dir, cluster, ways)
+        self._config, self.cluster, self._renewer, self._ways = config, cluster, renewer, ways
+
+    def inflict(self, fault: ChaosFault) -> bool:
+        """Do it; False, and nothing is done, if its target has no process now."""
+        pids = self.cluster.pids(fault.target)
+        if not pids:
+            return False
+        match fault.kind:
+            case "lost-region":
+                lost = [self._ways[name] for name in region(self._config, fault.target)]
+                self._undo[fault.number] = lambda: [way.heal() for way in lost]
+                for way in lost:
+                    way.change("both", hold=True)
+            case "kill-to-move-syncer":
+                self.cluster.moves += 1
+                os.kill(pids[0], signal.SIGKILL)
+            case "kill-shard":
+                children = Path(f"/proc/{pids[0]}/task/{pids[0]}/children").read_text(encoding="ascii").split()
+                for child in children[-1:]:
+                    os.kill(int(child), signal.SIGKILL)
+                return bool(children)
+            case "kill-host":
+                os.kill(pids[-1], signal.SIGKILL)
+            case "kill-politely":
+                for pid in pids:
+                    os.kill(pid, signal.SIGTERM)
+            case "expired-certificate" | "expired-syncer":
+                self._renewer.expire(fault.target)
+                hit = [self._ways[name] for name in self._ways if fault.target in (SYNCER, name)]
+                self._undo[fault.number] = lambda: [way.cut() for way in hit]
+                for way in hit:  # so that the syncer reads what will expire
+                    way.cut()
+            case "full-volume":
+                return self._fill(fault)
+            case _:
+                return super().inflict(fault)
+        return True
+
+    def _fill(self, fault: ChaosFault) -> bool:
+        """Take all that is free of the volume; without one of its own, no file of the syncer may grow."""
+        if not self.cluster.mounted:
+            return self._fill_disk(fault)
+        path = self.cluster.volumes / "of-somebody-else"
+        disk = os.statvfs(path.parent)
+        with path.open("wb") as file, contextlib.suppress(OSError):
+            os.posix_fallocate(file.fileno(), 0, max(1, disk.f_bavail * disk.f_frsize))
+        self._undo[fault.number] = lambda: path.unlink(missing_ok=True)
+        return True

@@ -1,0 +1,99 @@
+"""The rules by which a config for slices becomes one that two cores bear. What no rule names stays as it is."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.settings.islands import IslandConfig, IslandOverride
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.slices import Topology
+from diloco_jax.settings.text import flat
+from diloco_jax.tools.launch import common
+from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.data.config import DataConfig
+from diloco_jax.training.sharding import MeshConfig
+from diloco_jax.transport.trust.certificates import settings
+
+AXES = ("data", "fsdp", "expert", "tensor")
+ISLANDS_MAX, HOSTS_MAX, SHARDS, STRIPES_MAX = 4, 2, 2, 2
+DEVICES = 4  # of an island whose config names none
+PARAMETERS_MAX = 2_000_000
+SIZES_MAX = {
+    "dim": 64, "num_layers": 12, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mlp_dim": 256, "num_experts": 2,
+    "experts_per_token": 2, "vocab_size": 256, "loss_chunk": 128, "seq_len_max": 64,
+}  # fmt: skip
+SEQ_LEN, BATCH_PER_DEVICE = 64, 2
+SNAPSHOTS = 12  # at least so many
+BUCKET = "gs://rehearsal"
+
+
+def shrink(config: RunConfig, steps: int, root: Path) -> RunConfig:
+    """Make the config of a rehearsal.
+
+    Args:
+        steps: global steps that take the time that the rehearsal shall last.
+        root: the rehearsal's folder; its certificates are below `certs`.
+
+    Raises:
+        ValueError: the config is of no run that islands and a syncer train, or its model cannot be made so small.
+    """
+    if config.algorithm != "decoupled" or config.model.own:
+        raise ValueError("only a run of islands and a syncer with a model of the config can be rehearsed")
+    names = config.islands.names[:ISLANDS_MAX]
+    each = {name: _island(config, config.island(name)) for name in names}
+    args = {key: min(value, SIZES_MAX.get(key, value)) for key, value in config.model.args.items()}
+    every = config.protocol.snapshot_every or steps
+    made = replace(
+        config,
+        islands=replace(
+            config.islands, count=len(names), topology="", mesh=MeshConfig(data=-1), each=each, batch_size=0, zone="",
+            restarts_max=config.cloud.restarts_max,
+        ),
+        syncer=replace(config.syncer, shards=SHARDS, restarts_max=config.cloud.restarts_max),
+        train=replace(
+            config.train, steps=steps, tokens=0, batch_size=sum(island.batch_size or 0 for island in each.values()),
+            seq_len=SEQ_LEN, eval_every=0, final_eval_batches=8,
+        ),
+        model=replace(config.model, args=args),
+        optimizer=replace(config.optimizer, warmup_steps=min(config.optimizer.warmup_steps, steps // 20)),
+        data=DataConfig(format="store", path=f"{BUCKET}/corpus"),
+        protocol=replace(config.protocol, snapshot_every=max(1, min(every, steps // SNAPSHOTS))),
+        transport=replace(
+            common.remote(config).transport, stripes=min(config.transport.stripes, STRIPES_MAX),
+            **settings(root / "certs"),
+        ),
+        trackers=(),
+    )  # fmt: skip
+    blueprint = Blueprint(made.model, made.optimizer, MeshConfig(), 1, seed=made.seed)
+    if (count := sum(map(prod, blueprint.shapes.values()))) > PARAMETERS_MAX:
+        raise ValueError(f"the shrunk model has {count:,} parameters, the limit is {PARAMETERS_MAX:,}")
+    return made
+
+
+def changes(config: RunConfig, made: RunConfig) -> list[str]:
+    """List every setting that is another one."""
+    before, after = dict(flat(asdict(config))), dict(flat(asdict(made)))
+    keys = (key for key in {**before, **after} if before.get(key) != after.get(key))
+    return [
+        f"{key} {before.get(key, '-')} -> {after.get(key, '-')}" for key in keys if after.get(key) not in (None, {}, 1)
+    ]
+
+
+def _island(config: RunConfig, island: IslandConfig) -> IslandOverride:
+    """Return an island with as many hosts and devices as this machine bears: the two longest axes of its mesh keep 2.
+
+    Islands keep the proportions of their batches.
+    """
+    chips = Topology.parse(island.topology).chips if island.topology else island.devices or DEVICES
+    sizes = dict(zip(AXES, island.mesh.sizes(chips), strict=True))
+    longest = sorted((axis for axis in AXES if sizes[axis] > 1), key=lambda axis: -sizes[axis])[:2]
+    mesh: dict[str, Any] = {axis: 2 if axis in longest else 1 for axis in AXES}
+    devices = 2 ** len(longest)
+    share = island.batch_size * config.islands.count / config.train.batch_size
+    return IslandOverride(
+        devices=devices, hosts=min(island.hosts, HOSTS_MAX, devices), topology="", zone=island.zone,
+        mesh=MeshConfig(**mesh, rules=island.mesh.rules), batch_size=max(1, round(BATCH_PER_DEVICE * share)) * devices,
+    )  # fmt: skip

@@ -1,0 +1,167 @@
+"""Evaluations of the global model: who is asked, what counts as an answer, and how a run ends."""
+
+from __future__ import annotations
+
+import json
+from math import inf, nan
+from typing import Any
+
+import pytest
+
+from diloco_jax.protocol.effects import Drop, Effect, Evaluated, EvaluateModel, Finish, Note, Send
+from diloco_jax.protocol.learner.mailbox import Mailbox
+from diloco_jax.protocol.messages import (
+    SYNCER,
+    Evaluate,
+    Leave,
+    Metric,
+    PullRequest,
+    Score,
+    Stop,
+    Welcome,
+)
+from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
+from diloco_jax.protocol.syncer.machine import Syncer
+from tests.protocol.syncer_inputs import hello, merged, new, only, report, sent, value
+from tests.protocol.test_learner import fragment, step, trained
+
+WAIT_S = 50.0
+STOP = Stop(1, "run complete")
+
+
+def score(name: str, number: int, versions: tuple[int, ...] = (0, 1, 0, 0), **changed: Any) -> Score:
+    return Score(name, 1, number, 1, versions, 2.0, 3.0, 64, (), 0.5, "")._replace(**changed)
+
+
+def asked(*names: str, total_steps: int = 1, every: int = 0) -> tuple[Syncer, list[Effect]]:
+    """Return the machine, and the effects of the merge of round 1, behind which an evaluation is due."""
+    syncer = new(total_steps, quorum=len(names))
+    syncer.evaluations.plan, syncer.evaluations.next_step = EvaluationPlan(WAIT_S, every), every
+    for name in names:
+        syncer.on_message(hello(name), 0.0)
+    for name in names:
+        syncer.on_message(report(name, 1), 1.0)
+    for name in names:
+        syncer.on_message(value(name, 1, 1, 1), 2.0)
+    return syncer, merged(syncer, 1, 3.0)
+
+
+def test_one_stays_to_evaluate_the_final_model_and_all_others_stop() -> None:
+    syncer, effects = asked("a", "b", "c")
+    whom = {e.peer: e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Evaluate | Stop)}
+    assert whom == {"a": Evaluate(1, (0, 1, 0, 0)), "b": STOP, "c": STOP}
+    assert syncer.finished and not syncer.over and not only(effects, Finish)
+    assert syncer.on_message(report("a", 2), 4.0) == [] and sent(syncer.on_message(report("b", 2), 4.0), "b") == [STOP]
+    assert syncer.waiting_for(4.0) == "the evaluation of the final model, by a"
+    again = new(1, quorum=3)
+    again.restore(json.loads(json.dumps(syncer.state())))
+    answer = score("a", 1, scores=(Metric("books loss", 1.5),))
+    effects = syncer.on_message(answer, 5.0)
+    assert (
+        only(effects, Evaluated) == [Evaluated(answer)]
+        and sent(effects, "a") == [STOP]
+        and effects[-1:] == [Finish("run complete")]
+    )
+    assert syncer.over and again.on_message(answer, 5.0) == effects
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"loss": nan}, "a: its loss is not finite"),
+        ({"loss": inf, "reason": "no held-out data"}, "a: no held-out data"),
+        ({"versions": (0, 0, 0, 0)}, "a: it holds other versions than the final ones"),
+        ({"versions": (0, 1)}, "a: it holds other versions than the final ones"),
+        ({"tokens": 0}, "a: a loss of 2.0 over 0 tokens is impossible"),
+        ({"scores": (Metric("x" * 129, 1.0),)}, "a: 1 scores, or the length of a name, is more than is allowed"),
+        ({"scores": (Metric("x", 1.0),) * 257}, "a: 257 scores, or the length of a name, is more than is allowed"),
+    ],
+)
+def test_a_score_of_no_use_is_told_and_not_believed(changed: dict[str, Any], problem: str) -> None:
+    syncer, _ = asked("a")
+    effects = syncer.on_message(score("a", 1, **changed), 5.0)
+    assert not only(effects, Evaluated) and [n.reason for n in only(effects, Note)] == [problem]
+    assert syncer.over and syncer.evaluations.reason == problem and only(effects, Finish)
+
+
+def test_scores_that_nobody_waits_for_are_dropped() -> None:
+    syncer, _ = asked("a", "b", total_steps=9, every=1)
+    for stale in (score("a", 0), score("b", 1), score("a", 1, incarnation=2)):
+        assert [type(effect) for effect in syncer.on_message(stale, 4.0)] == [Drop]
+    assert only(syncer.on_message(score("a", 1), 5.0), Evaluated)
+    assert [type(effect) for effect in syncer.on_message(score("a", 1), 6.0)] == [Drop], "told twice"
+
+
+def test_another_is_asked_when_one_is_gone_silent_too_slow_or_wrong() -> None:
+    syncer, effects = asked("a", "b", "c", "d", total_steps=9, every=1)
+    assert sent(effects, "a")[-1] == Evaluate(1, ())
+    assert sent(syncer.on_message(score("a", 1, loss=nan), 4.0), "b") == [Evaluate(2, ())]
+    assert sent(syncer.on_message(Leave("b", 1, "preempted"), 5.0), "c") == [Evaluate(3, ())]
+    assert sent(syncer.on_tick(8.0), "c") == [Evaluate(3, ())], "asked again, in case that it was lost"
+    effects = [e for now_s in (20.0, 5.0 + WAIT_S) for e in syncer.on_tick(now_s)]
+    assert "unevaluated" in [note.kind for note in only(effects, Note)], "three attempts, and d is spared"
+    assert not syncer.evaluations.open and not syncer.finished
+
+
+def test_turns_are_fair_and_those_that_lag_behind_come_last() -> None:
+    syncer, _ = asked("a", "b", "c", total_steps=99, every=1)
+    ranks: list[str] = []
+    for number in range(1, 7):
+        ranks.append(syncer.evaluations.asked)
+        syncer.on_message(score(ranks[-1], number), 4.0)
+        syncer.progress.global_step += 5
+        for name in "ab":
+            syncer.membership.members[name].global_step = syncer.global_step
+        syncer.evaluations.on_merged([], 5.0)
+    assert ranks == ["a", "b", "a", "b", "a", "b"]
+
+
+def test_the_last_learner_may_come_back_and_in_the_end_nobody_is_waited_for() -> None:
+    syncer, _ = asked("a", "b")
+    syncer.on_message(Leave("b", 1, "run complete"), 4.0)
+    assert not only(syncer.on_disconnect("a", 1, "killed", 5.0), Finish) and not syncer.over
+    effects = syncer.on_message(hello("a", 2, (-1, -1, -1, -1)), 6.0)
+    assert sent(effects, "a")[-1] == Evaluate(2, (0, 1, 0, 0)), "behind the fragments that it lacks"
+    syncer.on_disconnect("a", 2, "killed", 7.0)
+    assert syncer.next_deadline_s() is not None and syncer.on_restart((0, 1, 0, 0), syncer.digests, 8.0)
+    syncer.on_tick(8.0 + WAIT_S - 1)
+    assert not syncer.over
+    effects = syncer.on_tick(8.0 + WAIT_S)
+    assert only(effects, Finish) and syncer.over and "nobody came back" in syncer.evaluations.reason
+
+
+def test_a_run_that_nobody_can_evaluate_ends_at_once() -> None:
+    syncer, _ = asked("a", total_steps=2)
+    syncer.membership.members["a"].evaluates = False
+    effects: list[Effect] = []
+    syncer.progress.finished = True
+    syncer.evaluations.conclude(effects, 4.0)
+    assert only(effects, Finish) and syncer.over and not syncer.evaluations.reason
+
+
+def test_a_learner_evaluates_between_two_steps_and_does_nothing_else() -> None:
+    learner = trained(steps=1)
+    mailbox: Mailbox[None] = Mailbox(learner)
+    assert mailbox.arrive(Evaluate(4, ()), None, 2.0) is None, "not while a step runs"
+    given = mailbox.take(2.0)
+    assert given is not None and given.effects == [EvaluateModel(learner.global_step, final=False)]
+    mailbox.read(fragment(1, 1, 1), None, 2.0)
+    assert not learner.may_step() and mailbox.take(2.0) is None and learner.on_pull(PullRequest(1, 1, 1), 2.0)
+    found = Score("", 0, 0, 0, (), 2.0, nan, 64, (), 0.5, "")
+    told = found._replace(learner_id="a", incarnation=1, number=4, versions=(0,) * 4)
+    (answer,) = learner.on_evaluated(found, 3.0)
+    assert repr(answer) == repr(Send(SYNCER, told._replace(global_step=learner.global_step)))
+    assert learner.may_step() and learner.on_message(Evaluate(4, ()), 4.0) == [answer], "the same answer again"
+    step(learner, 5.0)
+
+
+def test_a_learner_waits_for_the_final_model_and_makes_no_step_after_it() -> None:
+    learner = trained(steps=1)
+    wanted = Evaluate(7, (0, 1, 0, 0))
+    assert learner.on_message(wanted, 2.0) == [] and learner.may_step()
+    assert [type(effect) for effect in learner.on_message(wanted, 3.0)] == [Send], "it asks for what is missing"
+    assert learner.on_message(fragment(1, 1, 1), 4.0)[-1] == EvaluateModel(1, final=True)
+    learner.on_evaluated(score("", 0), 5.0)
+    assert not learner.may_step()
+    learner.on_message(Welcome(1, (0, 1, 0, 0), 2), 6.0)
+    assert learner.may_step(), "the syncer died, and may have lost the end of the run"

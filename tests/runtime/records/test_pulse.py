@@ -1,0 +1,129 @@
+"""Loops that hang end their process, with a reason, and the run goes on; loops that are stopped or slow do not."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from diloco_jax.runtime.records.pulse import MEDIAN_OF, TICK_S, Patience, Pulse
+from diloco_jax.runtime.records.signals import HUNG
+from diloco_jax.settings.watchdog import WatchdogConfig
+from tests.runtime.helpers import SLOW_STEP_S, kill_processes, run, start, status, wait_for, write_config
+
+CONFIG = WatchdogConfig(least_s=30.0, median_factor=4.0, start_s=100.0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "bound_s"),
+    [
+        ([], 100.0),  # the first one compiles
+        ([5.0], 30.0),  # the least
+        ([80.0, 9.0, 9.0], 36.0),  # the median of the last ones
+        ([60.0], 100.0),  # never above that of the start
+        ([20.0] * MEDIAN_OF + [8.0] * MEDIAN_OF, 32.0),
+    ],
+)
+def test_a_bound_follows_the_last_steps(steps: list[float], bound_s: float) -> None:
+    patience = Patience(CONFIG)
+    for took_s in steps:
+        patience.beat(took_s)
+    assert bound_s == CONFIG.bound_s(median(steps[-MEDIAN_OF:]) if steps else None)
+    patience.count(0.0)  # sees the last beat
+    for _ in range(int(bound_s)):
+        assert not patience.count(1.0)
+    assert f"more than the {bound_s:.0f} s" in patience.count(1.0)
+    assert patience.long == (not steps)
+    patience.beat()
+    assert not patience.count(1.0), "it goes on"
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
+    patience = Patience(CONFIG)
+    patience.beat(1.0)
+    patience.count(0.0)
+    for _ in range(15):  # of hours, of which each counts as two ticks
+        assert not patience.count(3600.0)
+    assert patience.count(2 * TICK_S)
+
+
+def test_a_loop_that_rests_or_is_not_watched_never_hangs() -> None:
+    resting, unwatched = Patience(CONFIG), Patience(WatchdogConfig(least_s=0.0))
+    resting.wait(math.inf)
+    for patience in (resting, unwatched):
+        patience.beat(1.0) if patience is unwatched else None
+        assert not any(patience.count(1.0) for _ in range(5000))
+
+
+def test_files_say_that_a_loop_lives_and_is_ready(tmp_path: Path) -> None:
+    alive, ready = (tmp_path / "health" / f"a-h1.{kind}" for kind in ("alive", "ready"))
+    ready.parent.mkdir()
+    ready.touch()  # of an earlier life
+    with Pulse(WatchdogConfig(least_s=0.0), "a loop", (tmp_path, "a-h1")) as pulse:
+        assert alive.exists() and not ready.exists()
+        pulse.ready(True)
+        assert ready.exists()
+    assert alive.exists() and not ready.exists()
+
+
+HANGS = """
+import sys, threading
+from pathlib import Path
+from diloco_jax.runtime.records.pulse import Pulse
+from diloco_jax.settings.watchdog import WatchdogConfig
+pulse = Pulse(WatchdogConfig(least_s=0.5, start_s=0.5), "the loop of a", (Path(sys.argv[1]), "a"))
+pulse.last_word = lambda reason: (print("last word:", reason, flush=True), threading.Event().wait())
+def waits_for_ever(): threading.Event().wait()
+waits_for_ever()
+"""
+
+
+def test_a_process_that_hangs_ends_with_its_stacks_and_a_reason(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS, tmp_path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == HUNG
+    assert "in waits_for_ever" in done.stderr
+    assert "last word: the loop of a hung: no progress" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.net
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("islands", "host", "words"),
+    [
+        ({}, 0, r"island-\d ended with status 124: .*the loop of island-\d hangs: no progress"),
+        ({"controller": "single"}, 0, r"islands ended with status 124: .*the loop of island-\d hangs: no progress"),
+        (
+            {"count": 2, "devices": 4, "hosts": 2},
+            1,
+            r"island-\d(.host-1)? ended with status 124: .* hangs: no progress",
+        ),
+    ],
+    ids=["alone", "one controller", "a follower"],
+)
+def test_an_island_whose_step_blocks_for_ever_comes_back_and_the_run_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, islands: dict[str, object], host: int, words: str
+) -> None:
+    monkeypatch.setenv("DILOCO_TEST_HANG", str(tmp_path / "hang.file"))
+    model = {"module": "tests.runtime.paced:HangingDecoder"}
+    watchdog = {"least_s": 5.0, "start_s": 200.0}
+    path, run_dir = write_config(tmp_path, islands=islands, model=model, watchdog=watchdog), tmp_path / "run"
+    process = start("train", path, "--quiet", "--run-dir", run_dir, step_s=SLOW_STEP_S)
+    try:
+        wait_for(lambda: status(run_dir).get("global_step", 0) > 10, "training", 200)
+        assert {p.name for p in (run_dir / "health").glob("*.ready")} >= {"syncer.ready", "island-0.ready"}
+        (tmp_path / f"hang.{host}").touch()
+        output, _ = process.communicate(timeout=200)
+    finally:
+        kill_processes(tmp_path)
+    assert process.returncode == 0 and re.search(words, output), output
+    assert not list((run_dir / "health").glob("*.ready"))
+    logs = "".join(path.read_text() for path in (run_dir / "logs").glob("island*.log"))
+    assert "_hang_if_told" in logs or "wait" in logs
+    left = run("status", run_dir, "--json").stdout
+    assert '"complete": true' in (run_dir / "summary.json").read_text(), left

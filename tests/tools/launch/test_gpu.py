@@ -1,0 +1,73 @@
+"""GPU hosts: what is written for Slurm runs, on emulated devices, with stand-ins for its commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco_jax.cli.main import main
+from tests.sockets import free_port
+from tests.tools.launch.helpers import GPU, TESTDATA, plan
+
+# A job runs at once, its tasks side by side; the node is this machine.
+STAND_INS = {
+    "sbatch": 'n="$(sed -n "s/^#SBATCH --ntasks=//p" "$1")"\n'
+    'SLURM_JOB_ID=$$ SLURM_JOB_NODELIST=here STAND_IN_TASKS="$n" bash "$1" &\n',
+    "srun": 'while [[ "$1" == --* ]]; do shift; done\npids=()\nstatus=0\n'
+    'for ((i = 0; i < STAND_IN_TASKS; i++)); do SLURM_PROCID=$i "$@" & pids+=($!); done\n'
+    'for pid in "${pids[@]}"; do wait "$pid" || status=$?; done\nexit "$status"\n',
+    "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >>requeued; fi\n',
+    "hostname": "echo 127.0.0.1\n",
+    "diloco": f'exec {sys.executable} -m diloco_jax "$@"\n',
+}
+TINY = {
+    "--train.steps": "4",
+    "--train.batch_size": "8",
+    "--train.seq_len": "32",
+    "--train.final_eval_batches": "1",
+    "--islands.devices": "2",
+    "--protocol.quorum": "2",
+    "--protocol.sync_every": "2",
+    "--protocol.num_fragments": "2",
+    "--model.args": json.dumps({"dim": 32, "num_layers": 1, "num_heads": 2, "mlp_dim": 32}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.net
+@pytest.mark.timeout(600)
+def test_slurm_trains_to_the_end_on_emulated_hosts(tmp_path: Path) -> None:
+    out, stand_ins = tmp_path / "out", tmp_path / "bin"
+    stand_ins.mkdir()
+    for name, text in STAND_INS.items():
+        (stand_ins / name).write_text("#!/usr/bin/env bash\n" + text, encoding="utf-8")
+        (stand_ins / name).chmod(0o755)
+    words = [word for pair in TINY.items() for word in pair]
+    asked = [*GPU, *words, "--cloud.port", str(free_port()), "--out", str(out)]
+    assert main(["launch", "slurm", str(TESTDATA / "small.yaml"), *asked]) == 0
+    path = f"{stand_ins}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "JAX_PLATFORMS": "cpu"}
+    # until all jobs have closed its output
+    told = subprocess.run(["./create.sh"], cwd=out, env=environment, capture_output=True, text=True)
+    assert not told.returncode and not (out / "requeued").exists(), told
+    assert json.loads((out / "run" / "summary.json").read_text(encoding="utf-8"))["complete"], told
+
+
+WRONG = {
+    "--islands.devices=auto": "island-0 does not say how many GPUs it has",
+    "--gpu.accelerator=": "launch sky needs gpu.accelerator",
+    "--gpu.options=-p": "gpu.options has '-p'",
+    "--gpu.options=--x=$(reboot)": "gpu.options has '--x=$(reboot)'",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_a_cluster_must_know_is_asked_for(wrong: str) -> None:
+    with pytest.raises(ValueError, match="") as caught:
+        plan("sky", *GPU, *wrong.split("=", 1))
+    assert WRONG[wrong] in str(caught.value)
