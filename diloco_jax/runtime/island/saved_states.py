@@ -67,7 +67,7 @@ class StateName(NamedTuple):
             raise ValueError(f"{str(fields)[:80]} is no name of a state") from error
 
 
-class Place:
+class StateFolder:
     """One folder of one process's states.
 
     Args:
@@ -176,7 +176,7 @@ class SavedStates:
     """
 
     def __init__(self, urls: Sequence[str], host: int = 0, hosts: int = 1) -> None:
-        self._places = [Place(url, host, hosts) for url in urls]
+        self._places = [StateFolder(url, host, hosts) for url in urls]
         self._worker = ThreadPoolExecutor(1, "save")
         self._closing = threading.Event()  # nobody is slowed down any more
 
