@@ -13,8 +13,6 @@ Leaves may be worked on in any order, by any number of threads and processes: su
 from __future__ import annotations
 
 import math
-import mmap
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +29,7 @@ from diloco_jax.core.prepare import prepare
 Products = Float64[np.ndarray, "_ _ _"]  # of each unit of which a leaf has something: one matrix of learners
 Squares = Float64[np.ndarray, "learners leaves"]  # squared norms; not finite, or negative, where a value is unusable
 Coefficients = Float32[np.ndarray, "_ _"]  # of each unit of a piece, one for every learner
+NewArray = Callable[[int], Flat]
 Run = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]  # the built-in map, or that of a thread pool
 
 _KINDS: dict[Format, int] = {
@@ -40,7 +39,11 @@ _KINDS: dict[Format, int] = {
     "int4": kernels.INT4,
 }
 _ONE = np.ones((1, 1), np.float32)  # coefficients of one value as it is
-FREE_MAX = 4  # arrays that wait to be written again: those of a fragment, and one for a sum of steps
+
+
+def fresh(size: int) -> Flat:
+    """Return a new array of so many elements, with any content."""
+    return np.empty(size, np.float32)
 
 
 class Values(NamedTuple):
@@ -81,7 +84,7 @@ class Merger:
     Args:
       rules: how each piece is merged, in their order.
       run: works on leaves; e.g. ThreadPoolExecutor.map.
-      buffers: for new arrays of at least the layout's size; None for some of its own.
+      new: makes an array of so many elements, with any content.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class Merger:
         up: Format,
         down: Format,
         run: Run = map,
-        buffers: Buffers | None = None,
+        new: NewArray = fresh,
     ) -> None:
         self.layout = layout
         self._rules = tuple(rules)
@@ -104,7 +107,7 @@ class Merger:
         self.up_bytes = layout.payload_bytes(up)
         self.down_bytes = layout.payload_bytes(down) if self._rounds else 0
         self._run = run
-        self._buffers = buffers or Buffers(layout.size)
+        self._new = new
         prepare()  # not in the first round, while learners train on
         if layout.pieces:  # whatever the optimizer compiles, for these shapes
             zeros = np.zeros(layout.size, np.float32)
@@ -119,7 +122,7 @@ class Merger:
     def total(self, steps: Sequence[UInt8[np.ndarray, "bytes"]]) -> Flat:
         """Return what encoded steps add up to; what they were rounded by is added in their order, block by block."""
         ones = [np.ones((1, len(steps)), np.float32)] * len(self.layout.pieces)
-        return WeightedSum(self.layout, values_of(steps), ones, None, self._down, self._run, self._buffers).flat()
+        return WeightedSum(self.layout, values_of(steps), ones, None, self._down, self._run, self._new).flat()
 
     def inspect(self, values: Values) -> list[Products]:
         """Return the products of all pairs of learners, per leaf and unit; those of an unusable one are not finite."""
@@ -158,9 +161,9 @@ class Merger:
     def apply(self, values: Values, shares: Sequence[Coefficients], state: State) -> Update:
         """Make the next version from known coefficients. Changes nothing that it is given."""
         layout, size = self.layout, self.layout.size
-        value, step = self._buffers.take(size), np.empty(self.down_bytes, np.uint8)
-        residual = self._buffers.take(size) if self._rounds else NOTHING
-        gradient = WeightedSum(layout, values, shares, self._units, self._up, self._run, self._buffers)
+        value, step = self._new(size), np.empty(self.down_bytes, np.uint8)
+        residual = self._new(size) if self._rounds else NOTHING
+        gradient = WeightedSum(layout, values, shares, self._units, self._up, self._run, self._new)
         moves, outer = self._outer.update(gradient, state.outer, layout.views(state.value))
         rates = np.float32(moves.rate), np.float32(moves.momentum)
 
@@ -195,7 +198,7 @@ class WeightedSum:
         units: Sequence[int] | None = None,
         format: Format = "float32",
         run: Run = map,
-        buffers: Buffers | None = None,
+        new: NewArray = fresh,
     ) -> None:
         self._layout = layout
         self._values = values  # whose memory the kernels read
@@ -205,7 +208,7 @@ class WeightedSum:
         self._places = layout.places(format)
         self._sources = _sources(values)
         self._run = run
-        self._buffers = buffers or Buffers(layout.size)
+        self._new = new
 
     def leaf(self, number: int) -> tuple[Any, ...]:
         """See Gradient.leaf."""
@@ -216,7 +219,7 @@ class WeightedSum:
 
     def empty(self) -> Flat:
         """See Gradient.empty."""
-        return self._buffers.take(self._layout.size)
+        return self._new(self._layout.size)
 
     def exactly(self, flat: Flat) -> Gradient:
         """See Gradient.exactly."""
@@ -240,40 +243,6 @@ class WeightedSum:
 
         list(self._run(make_leaf, range(len(self._layout.leaves))))
         return mean
-
-
-class Buffers:
-    """Arrays that nobody uses any more, to be written again: fresh memory costs as much as the merge itself.
-
-    An array comes back by itself as soon as nobody refers to it or to a view of it. So whatever is captured, on its way
-    to a learner or to a disk stays as it was, and nobody must say when it is not needed any more.
-
-    Args:
-      size: elements of the largest array.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._bytes = _whole_pages(4 * max(1, size))
-        self._free: list[mmap.mmap] = []
-
-    def take(self, size: int) -> Flat:
-        """Return an array of this size with any content."""
-        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        memory = self._free.pop() if self._free else mmap.mmap(-1, self._bytes, kind)
-        used = _whole_pages(4 * size)
-        if used < self._bytes and hasattr(mmap, "MADV_DONTNEED"):  # what a larger array left behind
-            memory.madvise(mmap.MADV_DONTNEED, used, self._bytes - used)
-        array = np.frombuffer(memory, np.float32, size)
-        weakref.finalize(array, self._give, memory).atexit = False
-        return array
-
-    def _give(self, memory: mmap.mmap) -> None:
-        if len(self._free) < FREE_MAX:
-            self._free.append(memory)
-
-
-def _whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def norms(squares: Squares) -> list[float]:

@@ -30,7 +30,7 @@ from diloco_jax.protocol.messages import NO_VERSION
 from diloco_jax.runtime.model.arithmetic import Arithmetic, Moment
 from diloco_jax.runtime.model.model_share import Bytes, Setup
 from diloco_jax.runtime.model.usable import ODD_BEFORE, RATES_KEPT, RATES_MIN, Candidate, Mark, Odd, choose, median
-from diloco_jax.runtime.records.checkpoint import PARAMETERS, Piece
+from diloco_jax.runtime.records.checkpoint import PARAMETERS, SavedPart
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.named import make_transformation
 
@@ -271,7 +271,7 @@ class GlobalModel:
         peaks = tuple(sorted((*mark.peaks, *(rate for rate in rates if rate > 0)), reverse=True)[:ODD_BEFORE])
         return Mark(order.global_step, digest, known, base, peaks)
 
-    def pieces(self, capture: Capture, *, value_only: bool = False) -> Iterator[Piece]:
+    def pieces(self, capture: Capture, *, value_only: bool = False) -> Iterator[SavedPart]:
         """Yield what a snapshot of a capture holds, fragment by fragment, and let go of each; any thread.
 
         The oldest version comes first: rounds replace fragments in this order.
@@ -280,17 +280,17 @@ class GlobalModel:
             state = capture.moment.state(number, value_only=value_only)
             views = self.layout(number).views(state.value)
             for where in self.plan.fragments[number].slices:
-                yield Piece(PARAMETERS, where, self.plan.shapes[where.path], views[where.key])
+                yield SavedPart(PARAMETERS, where, self.plan.shapes[where.path], views[where.key])
             kept = {f"{number}/{name}": np.asarray(leaf) for name, leaf in state.outer.items()}
             if state.residual.size:
                 kept[f"{number}/residual"] = state.residual
             for name in list(kept):
-                yield Piece(OUTER, whole(name), kept[name].shape, kept.pop(name))
+                yield SavedPart(OUTER, whole(name), kept[name].shape, kept.pop(name))
             del state, views
             capture.moment.release(number)
         for path, shape in self.plan.shapes.items():
             if not math.prod(shape):
-                yield Piece(PARAMETERS, whole(path), shape, np.zeros(shape, np.float32))
+                yield SavedPart(PARAMETERS, whole(path), shape, np.zeros(shape, np.float32))
 
     def plain(self, capture: Capture) -> dict[str, Any]:
         """Return what a snapshot of a capture says beside its arrays, as plain values."""

@@ -3,7 +3,7 @@
 All that is known of a fragment is one value that never changes, a FragmentState. `update` makes the next one, on any
 thread; `publish` puts it in place. So who publishes, loads and captures on one thread sees the model change there only,
 and what was captured stays as it was while the run goes on. Memory that no state shows any more is written again
-(passes.Buffers).
+(buffers.py).
 
 Of older versions the encoded steps between them are kept, not the values (docs/decisions/0040-syncer-memory.md).
 """
@@ -20,7 +20,6 @@ import numpy as np
 from diloco_jax.core.codec import Format
 from diloco_jax.core.outer import Outer
 from diloco_jax.core.passes import (
-    Buffers,
     Flat,
     Merger,
     Products,
@@ -34,6 +33,7 @@ from diloco_jax.core.passes import (
 )
 from diloco_jax.core.shards import Shares
 from diloco_jax.protocol.messages import NO_VERSION
+from diloco_jax.runtime.model.buffers import Buffers
 from diloco_jax.runtime.model.held import HeldStates
 
 Bytes = bytes | memoryview
@@ -100,7 +100,7 @@ class ModelShare:
         buffers = Buffers(max(layout.size for layout in setup.shares.parts[shard]))
         for layout, rules in zip(setup.shares.parts[shard], setup.shares.rules, strict=True):
             how = [rules[piece.key] for piece in layout.pieces]
-            self._mergers.append(Merger(layout, how, setup.outer, setup.up, setup.down, run, buffers))
+            self._mergers.append(Merger(layout, how, setup.outer, setup.up, setup.down, run, buffers.take))
         self._bounded: Callable[[], HeldStates | None] = lambda: None  # the newest bounded capture, if anybody has it
         self._states: dict[int, FragmentState] = {}
         self._inspected: dict[int, tuple[Values, list[Products]]] = {}

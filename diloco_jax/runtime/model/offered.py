@@ -51,7 +51,7 @@ class OfferedModel:
     corpus = ""
 
     def __init__(self, kept: Path) -> None:
-        self._kept = checkpoint.Reader(kept)
+        self._kept = checkpoint.CheckpointReader(kept)
         self.shapes, self.kinds = read_layout(str(self._kept.meta["layout"]))
 
     @property

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 logging.getLogger("absl").addFilter(lambda record: "Skipping merge of OCDBT" not in record.getMessage())
 
 
-class Piece(NamedTuple):
+class SavedPart(NamedTuple):
     """An array, or a slice of one, of a checkpoint."""
 
     group: str
@@ -64,11 +64,11 @@ def save(folder: Path, groups: Mapping[str, Mapping[str, np.ndarray]], meta: Map
         The checkpoint's folder.
     """
     named = ((group, name, value) for group, arrays in groups.items() for name, value in arrays.items())
-    pieces = (Piece(group, whole(name), value.shape, value) for group, name, value in named)
+    pieces = (SavedPart(group, whole(name), value.shape, value) for group, name, value in named)
     return save_pieces(folder, groups, pieces, meta)
 
 
-def save_pieces(folder: Path, groups: Iterable[str], pieces: Iterable[Piece], meta: Mapping[str, Any]) -> Path:
+def save_pieces(folder: Path, groups: Iterable[str], pieces: Iterable[SavedPart], meta: Mapping[str, Any]) -> Path:
     """Write one checkpoint; another one of the same global step is replaced. See `save`.
 
     Args:
@@ -100,7 +100,7 @@ def save_pieces(folder: Path, groups: Iterable[str], pieces: Iterable[Piece], me
     return target
 
 
-def _write(path: Path, piece: Piece) -> None:
+def _write(path: Path, piece: SavedPart) -> None:
     """Write a piece in blocks of some chunks, so that nobody holds copies of more than these."""
     value, where = np.atleast_1d(piece.value), piece.where
     shape = piece.shape or (1,)
@@ -147,7 +147,7 @@ def _few_at_once() -> ts.Context:
     return ts.Context({name: {"limit": _AT_ONCE} for name in ("data_copy_concurrency", "file_io_concurrency")})
 
 
-class Reader:
+class CheckpointReader:
     """A checkpoint that is read piece by piece; `meta` is its description.
 
     Raises:
@@ -211,7 +211,7 @@ def load(checkpoint: Path, *names: str) -> tuple[dict[str, Arrays], dict[str, An
     Raises:
         ValueError: this is no checkpoint with these groups, or it is damaged; names it.
     """
-    reader = Reader(checkpoint)
+    reader = CheckpointReader(checkpoint)
     return {group: {name: reader.array(group, name) for name in reader.names(group)} for group in names}, reader.meta
 
 
@@ -296,7 +296,7 @@ def each_parameter(checkpoint: Path) -> tuple[int, Iterator[tuple[str, np.ndarra
     Raises:
         ValueError: as `load`; for another checksum when the parameter is read.
     """
-    reader = Reader(checkpoint)
+    reader = CheckpointReader(checkpoint)
     names = reader.names(PARAMETERS)
     return len(names), ((name, reader.array(PARAMETERS, name)) for name in names)
 

@@ -73,7 +73,7 @@ def read_snapshot(path: Path, model: GlobalModel, tape_bytes_max: int) -> Snapsh
     Raises:
         ValueError: it cannot be read, is damaged, or is of another model or tape; the model may be half of it then.
     """
-    reader = checkpoint.Reader(path)
+    reader = checkpoint.CheckpointReader(path)
     meta = reader.meta
     try:
         snapshot = Snapshot(

@@ -76,8 +76,8 @@ def test_slices_may_be_written_in_any_order_and_read_alone(
     monkeypatch.setattr(checkpoint, "CHUNK_BYTES", chunk_bytes)
     value = np.arange(7 * 5 * 4, dtype=np.float32).reshape(7, 5, 4)
     slices = [Slice("a/b", axis, start, stop) for start, stop in pairwise(bounds)]
-    pieces = (checkpoint.Piece("parameters", each, value.shape, value[each.at]) for each in slices[::-1])
-    reader = checkpoint.Reader(checkpoint.save_pieces(tmp_path, ["parameters"], pieces, {"global_step": 1}))
+    pieces = (checkpoint.SavedPart("parameters", each, value.shape, value[each.at]) for each in slices[::-1])
+    reader = checkpoint.CheckpointReader(checkpoint.save_pieces(tmp_path, ["parameters"], pieces, {"global_step": 1}))
     assert all(np.array_equal(reader.piece("parameters", each), value[each.at]) for each in slices)
     assert np.array_equal(reader.array("parameters", "a/b"), value)
     files = [
@@ -123,7 +123,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(
     elif how == "without machine":
         checkpoint.save_parameters(tmp_path, model.parameters(), {"global_step": 6})
     else:
-        about = checkpoint.Reader(newest).meta
+        about = checkpoint.CheckpointReader(newest).meta
         checkpoint.save(tmp_path, {"parameters": {"x": np.zeros(3, np.float32)}, "outer": {}}, about)
     with caplog.at_level(logging.WARNING):
         found = checkpoint.newest_readable(tmp_path, lambda path: read_snapshot(path, model, 1234))
