@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from diloco_jax.runtime.records.files import SUMMARY_FILE, new_run_dir
 from diloco_jax.runtime.records.signals import stop_on_signals
@@ -66,20 +65,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result |= {"minutes": round((time.monotonic() - began_s) / 60, 1), "seed": options.seed, "folder": str(root)}
     summary = root / "run" / SUMMARY_FILE
     result["alarms"] = read_object(summary).get("alarms", []) if summary.exists() else []
-    result["needed"] = needed(root, result, [*renewer.failures, *cluster.given_up()])
+    result["needed"] = [*result["problems"], *renewer.failures, *cluster.given_up()]
+    # no work for anybody by themselves: a process that another one took along says why, and is started again
+    result["stack_traces"] = sum(path.read_text(errors="replace").count(TRACE) for path in (root / "logs").iterdir())
     say(table(result))
-    say(f"{result['minutes']} minutes, alarms: {'; '.join(result['alarms']) or 'none'}")
+    warned = "; ".join(result["alarms"]) or "none"
+    say(f"{result['minutes']} minutes, {result['stack_traces']} stack traces, alarms: {warned}")
     say("\n".join(f"AN OPERATOR WOULD HAVE HAD TO  {each}" for each in result["needed"]) or "nothing was left to do")
     if options.json:
         print(json.dumps(result))
     return 1 if result["needed"] or result["skipped"] else 0
-
-
-def needed(root: Path, result: dict[str, Any], failures: Sequence[str]) -> list[str]:
-    """List what somebody would have had to do, each with its evidence."""
-    traces = {path.name: path.read_text(errors="replace").count(TRACE) for path in sorted((root / "logs").iterdir())}
-    found = [f"read {count} stack traces in {root}/logs/{name}" for name, count in traces.items() if count]
-    return [f"look after the run: {each}" for each in (*result["problems"], *failures)] + found
 
 
 if __name__ == "__main__":
