@@ -76,7 +76,7 @@ WRONG = {
     "--islands.devices=auto": "island-0 does not say how many GPUs it has",
     "--gpu.accelerator=": "launch sky needs gpu.accelerator",
     "--gpu.options=-p": "gpu.options has '-p'",
-    "--gpu.options=--x=$(reboot)": "gpu.options has '--x=$(reboot)'",
+    "--gpu.accelerator=H 100": "gpu.accelerator is 'H 100'",
 }
 
 
