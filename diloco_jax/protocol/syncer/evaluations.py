@@ -145,6 +145,8 @@ class Evaluations:
 
     def restart(self, now_s: float) -> None:
         """The syncer's process died: every link is gone. The final model's evaluation waits for somebody to come."""
+        if self.open and not self.final:  # its answer has nobody to come to: ask again after the next merge
+            self.next_step = self.progress.global_step
         self.asked, self.resend_s, self.open = "", inf, self.final
         self.until_s = now_s + self.plan.wait_s if self.open else inf
 
