@@ -161,7 +161,6 @@ class StatePart(NamedTuple):
     incarnation: int
     receiver: str
     local_step: int  # of the donor, when the state was staged
-    versions: tuple[int, ...]  # version that the donor held of each fragment then
     part: int
     parts: int  # in all
     digest: int  # of this part's bytes
