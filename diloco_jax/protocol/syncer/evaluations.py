@@ -132,7 +132,7 @@ class Evaluations:
             return score.reason[:NAMED_MAX] or "its loss is not finite"
         if len(score.versions) != len(versions) or (self.progress.finished and score.versions != versions):
             return "it holds other versions than the final ones"
-        if score.tokens < 1 or score.loss < 0:
+        if score.tokens < 1:  # a loss of a model of the user's own may be negative
             return f"a loss of {score.loss} over {score.tokens} tokens is impossible"
         if len(names) > SCORES_MAX or any(not 0 < len(name) <= SCORE_LENGTH_MAX for name in names):
             return f"{len(names)} scores, or the length of a name, is more than is allowed"

@@ -154,7 +154,7 @@ class Follower:
                 self._send_leaf(number, name, leaf)
             case commands.HostEvaluate(number, global_step, final):
                 score = host.evaluate(global_step, final=final)
-                self._group.send(commands.HostAnswer(number, "" if isfinite(score.loss) else score.reason))
+                self._answer(number, reason="" if isfinite(score.loss) else score.reason)
             case commands.HostLoadState(number):
                 host.island.load_moments(self._ask_leaf)
                 self._answer(number)
