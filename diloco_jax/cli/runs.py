@@ -90,7 +90,6 @@ def syncer(arguments: argparse.Namespace) -> int:
 
 
 def learner(arguments: argparse.Namespace) -> int:
-    import time
     from functools import partial
 
     config = load_config(arguments)
@@ -100,6 +99,7 @@ def learner(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.learner.joined import Joining, island_pulse
     from diloco_jax.runtime.learner.preemption import check_source, watch
     from diloco_jax.runtime.learner.run import LearnerRun, follow
+    from diloco_jax.runtime.local.run import next_incarnation
     from diloco_jax.runtime.records.status import known_address
 
     make: Callable[[Joining, Event], LearnerRun] = LearnerRun
@@ -116,7 +116,9 @@ def learner(arguments: argparse.Namespace) -> int:
         from diloco_jax.tools.chaos.learner import chaos_learner
 
         make = chaos_learner
-    incarnation = arguments.incarnation if arguments.incarnation is not None else int(time.time() * 1000)
+    incarnation = arguments.incarnation
+    if incarnation is None:
+        incarnation = next_incarnation(run_dir, arguments.island)
     address = arguments.syncer or known_address(run_dir, config)
     if arguments.preemption:
         watch(check_source(arguments.preemption), stop)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT, Member
-from diloco_jax.protocol.messages import SYNCER, Hello
+from diloco_jax.protocol.messages import STALE, SYNCER, Hello
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 OPEN = ""  # a value of a fingerprint that is not compared; the syncer takes it from the first learner that has one
@@ -81,8 +81,8 @@ class Membership:
         known = self.members.get(hello.learner_id)
         if known is not None and hello.incarnation < known.incarnation:
             return (
-                f"incarnation {hello.incarnation} of {hello.learner_id} is older than {known.incarnation}, which is "
-                "known already; stop one of the two processes or rename it"
+                f"incarnation {hello.incarnation} of {hello.learner_id} {STALE}: {known.incarnation} is known already; "
+                "stop one of the two processes or rename it"
             )
         if known is not None and known.credit.expelled and hello.incarnation == known.incarnation:
             return f"incarnation {hello.incarnation} of {hello.learner_id} was expelled; start the learner again"

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 SYNCER = "syncer"  # the peer name of the syncer; no learner may take it
 NO_VERSION = -1
+STALE = "is stale"  # in words to a process of which a newer incarnation is known, and to nobody else
 METRICS_MAX = 64  # values in one report of metrics
 METRIC_LENGTH_MAX = 64  # characters of a name
 SCORES_MAX = 256  # values in one Score
@@ -160,7 +161,6 @@ class StatePart(NamedTuple):
     incarnation: int
     receiver: str
     local_step: int  # of the donor, when the state was staged
-    versions: tuple[int, ...]  # version that the donor held of each fragment then
     part: int
     parts: int  # in all
     digest: int  # of this part's bytes

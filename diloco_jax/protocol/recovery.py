@@ -21,7 +21,7 @@ Receiver and Donor are parts of a learner's machine, Matchmaker is one of the sy
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any, NamedTuple
+from typing import Any
 
 from diloco_jax.protocol.effects import (
     AdoptState,
@@ -67,7 +67,6 @@ class Receiver:
         self.complete = False  # every part is kept
         self.donor = ""
         self.donor_step = 0
-        self.versions: tuple[int, ...] = ()
         self.resend_s: float | None = None
         self._clock = 0
         self._count = 0
@@ -90,7 +89,7 @@ class Receiver:
 
     def _forget(self) -> list[Effect]:
         effects: list[Effect] = [DropParts()] if self._kept else []
-        self.donor, self.donor_step, self.versions = "", 0, ()
+        self.donor, self.donor_step = "", 0
         self._count, self._asked, self._kept, self.complete = 0, 0, set(), False
         return effects
 
@@ -106,18 +105,14 @@ class Receiver:
             return []
         if not 1 <= message.parts <= PARTS_MAX or not 0 <= message.part < message.parts:
             return [Drop(SYNCER, f"part {message.part} of {message.parts} of a state is impossible")]
-        if len(message.versions) != self._config.num_fragments:
-            return [Drop(SYNCER, f"a state of {len(message.versions)} fragments, not {self._config.num_fragments}")]
         if message.clock < self._clock:
             return []  # of an attempt that was given up
         if not self.donor and message.part == 0:
-            self.donor, self.donor_step, self.versions = message.learner_id, message.local_step, message.versions
+            self.donor, self.donor_step = message.learner_id, message.local_step
             self._incarnation, self._count = message.incarnation, message.parts
         wanted = (self.donor, self._incarnation, self.donor_step, self._count)
         if (message.learner_id, message.incarnation, message.local_step, message.parts) != wanted:
             return []  # of a state that was given up
-        if message.versions != self.versions:  # copied anew at the same step, with what was adopted since: nothing fits
-            return self._abandon(clock, now_s)
         if message.part in self._kept or message.part >= self._asked:
             return []
         if clock - self._clock > self._config.transfer_steps_max:
@@ -205,19 +200,12 @@ class Receiver:
         return [AdoptState(self.donor, self.donor_step, ())]
 
 
-class Copy(NamedTuple):
-    """A state that a donor keeps in host memory."""
-
-    clock: int
-    versions: tuple[int, ...]
-
-
 class Donor:
     """A healthy learner's side."""
 
     def __init__(self, learner_id: str, incarnation: int) -> None:
         self._who = (learner_id, incarnation)
-        self._copies: dict[int, Copy] = {}  # local step -> copy
+        self._copies: dict[int, int] = {}  # local step of a state in host memory -> clock
         self._given: dict[str, int] = {}  # receiver -> local step of its copy
         self.waiting: dict[str, int] = {}  # receiver -> clock that must be seen first
 
@@ -229,16 +217,15 @@ class Donor:
             if step != message.donor_step:
                 return [Send(SYNCER, StateRefused(*self._who, receiver, f"no state of step {message.donor_step}"))]
             return [self._part(receiver, step, message.part)]
-        if step is not None and self._copies[step].clock >= message.clock:
+        if step is not None and self._copies[step] >= message.clock:
             return [self._part(receiver, step, 0)]  # its first part was lost
         self.waiting[receiver] = message.clock
         return []
 
-    def serve(self, clock: int, local_step: int, versions: tuple[int, ...]) -> list[Effect]:
+    def serve(self, clock: int, local_step: int) -> list[Effect]:
         """Between two steps: copy the state for those who wait, if their clock has been seen."""
         effects: list[Effect] = []
-        copied = self._copies.get(local_step)  # earlier between the same two steps: broadcasts may have come since
-        seen = clock if copied is None else copied.clock
+        seen = self._copies.get(local_step, clock)  # a copy was made earlier between the same two steps
         for receiver in sorted(r for r, wanted in self.waiting.items() if wanted <= seen):
             del self.waiting[receiver]
             effects += self._forget(receiver)
@@ -247,16 +234,15 @@ class Donor:
                     reason = f"{STATES_MAX} states are being given already"
                     effects.append(Send(SYNCER, StateRefused(*self._who, receiver, reason)))
                     continue
-                self._copies[local_step] = Copy(clock, versions)
+                self._copies[local_step] = clock
                 effects.append(StageState(local_step))
             self._given[receiver] = local_step
             effects.append(self._part(receiver, local_step, 0))
         return effects
 
     def _part(self, receiver: str, local_step: int, index: int) -> Send:
-        copy = self._copies[local_step]
         # count, digest and size are the driver's: it alone knows the bytes
-        return Send(SYNCER, StatePart(*self._who, receiver, local_step, copy.versions, index, 0, 0, 0, copy.clock))
+        return Send(SYNCER, StatePart(*self._who, receiver, local_step, index, 0, 0, 0, self._copies[local_step]))
 
     def on_end(self, receiver: str) -> list[Effect]:
         """The receiver needs no more."""

@@ -11,14 +11,15 @@ class WatchdogConfig:
     """The end of a process that hangs, so that whoever supervises it starts it again."""
 
     least_s: float = 300.0
-    """Seconds that a step of an island, or a merge or a turn of the syncer, may take in any case; one that takes longer
+    """Seconds that a step of an island, or a turn of the syncer, may take in any case; one that takes longer
     than this and than median_factor times the median of the last ones ends its process with the stacks of all threads
     in its log. Time in which the whole process is stopped does not count. 0: nothing is ever ended."""
     median_factor: float = 10.0
     """See least_s."""
     start_s: float = 1800.0
-    """Seconds for what may take long: everything before the first step, which compiles, taking over a whole state, the
-    goodbye, and what a loop of the user's own does between two steps. No bound is above it."""
+    """Seconds for what may take long: everything before the first step, which compiles, taking over a whole state,
+    an evaluation, a merge (which may wait for a snapshot), the goodbye, and what a loop of the user's own does between
+    two steps. No bound is above it."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.least_s <= self.start_s and isfinite(self.start_s)):

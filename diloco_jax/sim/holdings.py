@@ -40,7 +40,7 @@ class Holdings:
     def __init__(self, name: str, incarnation: int, scenario: Scenario, steps: Steps) -> None:
         self.anchors: dict[int, Value] = {}  # fragment -> global value that was adopted last
         self.heads: dict[int, Value] = {}  # fragment -> value that was read last, adopted or not
-        self.copies: dict[int, dict[int, Value]] = {}  # local step of a whole copied state -> anchors at that time
+        self.copies: set[int] = set()  # local steps of copied states
         self.kept: dict[int, StatePart] = {}  # part of another learner's state -> as it came
         self._name = name
         self._incarnation = incarnation
@@ -71,7 +71,7 @@ class Holdings:
             held = self.anchors[message.fragment_id]
             assert held == (message.version, message.digest), f"{self._name} holds {held}, but sends {message}"
             return message._replace(payload_bytes=scenario.payload_bytes)
-        assert message.local_step in self.copies, f"{self._name} sends {message}, but has copies {list(self.copies)}"
+        assert message.local_step in self.copies, f"{self._name} sends {message}, but has copies {self.copies}"
         if message.part >= scenario.state_parts:
             return None
         digest = digest_of(self._name, self._incarnation, message.local_step, message.part)
@@ -84,9 +84,9 @@ class Holdings:
             self.anchors[effect.fragment_id] = (effect.version, message.digest)
         elif isinstance(effect, StageState):
             assert effect.local_step not in self.copies, f"{self._name} copies its state twice: {effect}"
-            self.copies[effect.local_step] = dict(self.anchors)
+            self.copies.add(effect.local_step)
         elif isinstance(effect, UnstageState):
-            del self.copies[effect.local_step]
+            self.copies.remove(effect.local_step)
         elif isinstance(effect, KeepPart):
             assert isinstance(message, StatePart), f"{effect} without a part that came"
             self.kept[effect.part] = message

@@ -25,7 +25,7 @@ PARTS_MAX = 1 << 22  # of a state
 TEXT_LENGTHS_MAX = {
     "reason": REASON_LENGTH_MAX,
     "leaf": REASON_LENGTH_MAX,
-    "state": PAIR_LENGTH_MAX,
+    "state": 32 * FRAGMENTS_MAX,
     "fingerprint_key": NAME_LENGTH_MAX,
     "fingerprint_value": PAIR_LENGTH_MAX,
     "values_name": METRIC_LENGTH_MAX,

@@ -9,7 +9,6 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.recovery import Receiver
 
 H = 6
-VERSIONS = (4, 1, 2, 3)
 
 
 def config(**settings: Any) -> ProtocolConfig:
@@ -31,4 +30,4 @@ def receiver(**settings: Any) -> Receiver:
 
 
 def part(number: int, parts: int = 9, donor: str = "d", step: int = 50, **changed: Any) -> StatePart:
-    return StatePart(donor, 1, "r", step, VERSIONS, number, parts, 99, 1000, clock=1 << 20)._replace(**changed)
+    return StatePart(donor, 1, "r", step, number, parts, 99, 1000, clock=1 << 20)._replace(**changed)

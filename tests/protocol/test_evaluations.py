@@ -10,6 +10,7 @@ import pytest
 
 from diloco_jax.protocol.effects import Drop, Effect, Evaluated, EvaluateModel, Finish, Note, Send
 from diloco_jax.protocol.learner.mailbox import Mailbox
+from diloco_jax.protocol.member import ACTIVE
 from diloco_jax.protocol.messages import (
     SYNCER,
     Evaluate,
@@ -128,6 +129,16 @@ def test_the_last_learner_may_come_back_and_in_the_end_nobody_is_waited_for() ->
     assert not syncer.over
     effects = syncer.on_tick(8.0 + WAIT_S)
     assert only(effects, Finish) and syncer.over and "nobody came back" in syncer.evaluations.reason
+
+
+def test_what_a_dead_syncer_had_asked_for_is_asked_for_again_after_the_next_merge() -> None:
+    syncer, _ = asked("a", "b", total_steps=99, every=1)
+    syncer.on_restart(syncer.versions, syncer.digests, 5.0)
+    assert not syncer.evaluations.open
+    for name in "ab":
+        syncer.membership.members[name].state = ACTIVE
+    syncer.evaluations.on_merged([], 6.0)
+    assert syncer.evaluations.open and syncer.evaluations.next_step > syncer.global_step
 
 
 def test_a_run_that_nobody_can_evaluate_ends_at_once() -> None:

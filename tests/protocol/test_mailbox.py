@@ -38,7 +38,7 @@ def fragment(fragment_id: int, version: int) -> GlobalFragment:
 
 
 def part(number: int, clock: int) -> StatePart:
-    return StatePart("donor", 1, "a", 9, (4, 3), number, 2, 7, 100, clock)
+    return StatePart("donor", 1, "a", 9, number, 2, 7, 100, clock)
 
 
 class Mail:

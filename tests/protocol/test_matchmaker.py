@@ -22,7 +22,7 @@ from diloco_jax.protocol.messages import (
     StateUnavailable,
 )
 from diloco_jax.protocol.recovery import STATES_MAX, Donor, Matchmaker
-from tests.protocol.recovery_inputs import VERSIONS, part, receiver
+from tests.protocol.recovery_inputs import part, receiver
 from tests.protocol.syncer_inputs import FINGERPRINT, hello
 
 
@@ -214,7 +214,7 @@ class Transfer:
         for item in [self.wire.pop() for _ in range(min(len(self.wire), self.rng.randint(0, 3)))]:
             self.arrive(*item)
         for name, donor in self.donors.items():
-            self.run(name, donor.serve(self.clock, local_step, VERSIONS))
+            self.run(name, donor.serve(self.clock, local_step))
         if self.rng.random() < 0.01 and len(self.donors) > 1:
             dead = self.rng.choice(sorted(self.donors))
             del self.donors[dead]

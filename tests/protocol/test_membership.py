@@ -94,7 +94,7 @@ def test_an_older_incarnation_is_refused() -> None:
     members = membership()
     members.join(hello(incarnation=3), 0.0)
     refusal = members.refusal(hello(incarnation=2), EPOCH, 0)
-    assert "incarnation 2 of a is older than 3" in refusal and "stop one of the two" in refusal
+    assert "incarnation 2 of a is stale: 3" in refusal and "stop one of the two" in refusal
     members.set_state(members.members["a"], GONE, 1.0)
     assert members.refusal(hello(incarnation=2), EPOCH, 0), "the newer one has left, the older one is no better for it"
 

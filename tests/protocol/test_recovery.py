@@ -18,7 +18,7 @@ from diloco_jax.protocol.messages import (
     StateUnavailable,
 )
 from diloco_jax.protocol.recovery import PARTS_IN_FLIGHT, PARTS_MAX, STATES_MAX, Donor
-from tests.protocol.recovery_inputs import VERSIONS, H, part, receiver
+from tests.protocol.recovery_inputs import H, part, receiver
 
 
 def request(number: int = 0, donor: str = "", step: int = 0, clock: int = 10) -> StateRequest:
@@ -98,7 +98,6 @@ def test_a_part_that_is_not_wanted_is_ignored(message: StatePart) -> None:
         ({"part": 9}, "part 9 of 9"),
         ({"parts": 0, "part": 0}, "part 0 of 0"),
         ({"parts": PARTS_MAX + 1}, f"of {PARTS_MAX + 1}"),
-        ({"versions": (1,)}, "a state of 1 fragments, not 4"),
     ],
 )
 def test_an_impossible_part_is_dropped(changed: dict[str, Any], words: str) -> None:
@@ -179,16 +178,6 @@ def test_a_state_that_was_given_up_may_be_given_again() -> None:
     assert it.on_part(part(0, parts=2), 10, 2.0)[0] == KeepPart(0, 2)
     it.on_part(part(1, parts=2), 10, 2.0)
     assert it.complete
-
-
-def test_parts_of_two_copies_are_never_mixed() -> None:
-    """The donor copied its state anew at the same step, after it had adopted a fragment."""
-    it = receiver()
-    it.begin(10, 0.0)
-    it.on_part(part(0), 10, 0.0)
-    effects = it.on_part(part(1)._replace(versions=(4, 5, 2, 3)), 10, 1.0)
-    assert effects == [Send(SYNCER, StateDone("r", 3, "")), DropParts()]
-    assert it.on_part(part(0), 10, 1.5) == [], "it waits before it asks again"
 
 
 def test_time_alone_ends_a_transfer_that_hangs() -> None:
@@ -285,22 +274,22 @@ def pull(receiver_name: str = "r", clock: int = 10, step: int = 0, number: int =
     return StatePull(receiver_name, clock, step, number)
 
 
-def given(receiver_name: str, step: int, number: int, versions: tuple[int, ...] = VERSIONS, clock: int = 10) -> Send:
-    return Send(SYNCER, StatePart("d", 1, receiver_name, step, versions, number, 0, 0, 0, clock))
+def given(receiver_name: str, step: int, number: int, clock: int = 10) -> Send:
+    return Send(SYNCER, StatePart("d", 1, receiver_name, step, number, 0, 0, 0, clock))
 
 
 def test_waits_until_it_has_seen_the_clock() -> None:
     donor = Donor("d", 1)
     assert donor.on_pull(pull(clock=10)) == []
-    assert donor.serve(9, 50, VERSIONS) == []
-    assert donor.serve(10, 51, VERSIONS) == [StageState(51), given("r", 51, 0)]
-    assert donor.serve(11, 52, VERSIONS) == []
+    assert donor.serve(9, 50) == []
+    assert donor.serve(10, 51) == [StageState(51), given("r", 51, 0)]
+    assert donor.serve(11, 52) == []
 
 
 def test_gives_parts_of_the_state_that_was_asked_for() -> None:
     donor = Donor("d", 1)
     donor.on_pull(pull())
-    donor.serve(10, 50, VERSIONS)
+    donor.serve(10, 50)
     assert donor.on_pull(pull(step=50, number=3)) == [given("r", 50, 3)]
     (refusal,) = donor.on_pull(pull(step=49, number=3))
     assert refusal == Send(SYNCER, StateRefused("d", 1, "r", "no state of step 49"))
@@ -311,24 +300,24 @@ def test_gives_parts_of_the_state_that_was_asked_for() -> None:
 def test_a_lost_first_part_is_given_again_without_another_copy() -> None:
     donor = Donor("d", 1)
     donor.on_pull(pull())
-    donor.serve(10, 50, VERSIONS)
+    donor.serve(10, 50)
     assert donor.on_pull(pull(clock=10)) == [given("r", 50, 0)]
-    assert donor.serve(12, 52, VERSIONS) == []
+    assert donor.serve(12, 52) == []
 
 
 def test_a_newer_clock_needs_a_newer_copy() -> None:
     donor = Donor("d", 1)
     donor.on_pull(pull())
-    donor.serve(10, 50, VERSIONS)
+    donor.serve(10, 50)
     assert donor.on_pull(pull(clock=12)) == []
-    assert donor.serve(12, 52, VERSIONS) == [UnstageState(50), StageState(52), given("r", 52, 0, clock=12)]
+    assert donor.serve(12, 52) == [UnstageState(50), StageState(52), given("r", 52, 0, clock=12)]
 
 
 def test_two_receivers_share_a_copy() -> None:
     donor = Donor("d", 1)
     donor.on_pull(pull("r"))
     donor.on_pull(pull("q"))
-    assert donor.serve(10, 50, VERSIONS) == [StageState(50), given("q", 50, 0), given("r", 50, 0)]
+    assert donor.serve(10, 50) == [StageState(50), given("q", 50, 0), given("r", 50, 0)]
     assert donor.on_end("q") == [], "r still needs it"
     assert donor.on_end("r") == [UnstageState(50)]
     assert donor.on_end("r") == [], "twice"
@@ -338,26 +327,26 @@ def test_copies_are_bounded() -> None:
     donor = Donor("d", 1)
     for number in range(STATES_MAX):
         donor.on_pull(pull(f"r{number}"))
-        assert StageState(50 + number) in donor.serve(10, 50 + number, VERSIONS)
+        assert StageState(50 + number) in donor.serve(10, 50 + number)
     donor.on_pull(pull("late"))
-    (refusal,) = donor.serve(10, 99, VERSIONS)
+    (refusal,) = donor.serve(10, 99)
     assert refusal == Send(SYNCER, StateRefused("d", 1, "late", f"{STATES_MAX} states are being given already"))
     donor.on_end("r0")
     donor.on_pull(pull("late"))
-    assert StageState(100) in donor.serve(10, 100, VERSIONS)
+    assert StageState(100) in donor.serve(10, 100)
 
 
 def test_an_end_also_ends_the_wait() -> None:
     donor = Donor("d", 1)
     donor.on_pull(pull())
-    assert donor.on_end("r") == [] and donor.serve(10, 50, VERSIONS) == []
+    assert donor.on_end("r") == [] and donor.serve(10, 50) == []
 
 
 def test_a_lost_link_frees_every_copy() -> None:
     donor = Donor("d", 1)
     for number in range(STATES_MAX):
         donor.on_pull(pull(f"r{number}"))
-        donor.serve(10, 50 + number, VERSIONS)
+        donor.serve(10, 50 + number)
     donor.on_pull(pull("waits", clock=99))
     assert donor.forget_all() == [UnstageState(50 + number) for number in range(STATES_MAX)]
-    assert donor.forget_all() == [] and donor.serve(99, 60, VERSIONS) == []
+    assert donor.forget_all() == [] and donor.serve(99, 60) == []

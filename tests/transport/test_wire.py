@@ -194,7 +194,7 @@ def test_long_reason_is_shortened_rather_than_refused() -> None:
 
 HELLO = m.Hello("a", 2, (("run", "r"),), (1, 2), (3, 4), 1, 8, 16)
 REPORT = m.StepReport("a", 2, 1, 1, 1, (), 0.5, 1.0, 1, 1)
-PART = m.StatePart("a", 2, "b", 1, (1,), 0, 1, 5, 0)
+PART = m.StatePart("a", 2, "b", 1, 0, 1, 5, 0)
 
 
 @pytest.mark.parametrize(

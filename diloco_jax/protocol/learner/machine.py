@@ -190,7 +190,7 @@ class Learner:
     def _serve(self, effects: list[Effect]) -> None:
         """Copy the state for those who wait for it; between two steps only."""
         if self.local_step > 0 and self.state in (TRAINING, WAITING):
-            effects += self.donor.serve(self.global_step, self.local_step, self.anchors.versions)
+            effects += self.donor.serve(self.global_step, self.local_step)
 
     def on_message(self, message: SyncerMessage, now_s: float) -> list[Effect]:
         """Any message of the syncer."""

@@ -132,7 +132,7 @@ class Evaluations:
             return score.reason[:NAMED_MAX] or "its loss is not finite"
         if len(score.versions) != len(versions) or (self.progress.finished and score.versions != versions):
             return "it holds other versions than the final ones"
-        if score.tokens < 1 or score.loss < 0:
+        if score.tokens < 1:  # a loss of a model of the user's own may be negative
             return f"a loss of {score.loss} over {score.tokens} tokens is impossible"
         if len(names) > SCORES_MAX or any(not 0 < len(name) <= SCORE_LENGTH_MAX for name in names):
             return f"{len(names)} scores, or the length of a name, is more than is allowed"
@@ -145,6 +145,8 @@ class Evaluations:
 
     def restart(self, now_s: float) -> None:
         """The syncer's process died: every link is gone. The final model's evaluation waits for somebody to come."""
+        if self.open and not self.final:  # its answer has nobody to come to: ask again after the next merge
+            self.next_step = self.progress.global_step
         self.asked, self.resend_s, self.open = "", inf, self.final
         self.until_s = now_s + self.plan.wait_s if self.open else inf
 

@@ -169,6 +169,4 @@ def _message(kind: str, arguments: list[Any]) -> LearnerMessage:
     elif kind == "Score":
         arguments[4] = tuple(arguments[4])
         arguments[8] = tuple(Metric(*told) for told in arguments[8])
-    elif kind == "StatePart":
-        arguments[4] = tuple(arguments[4])
     return _MESSAGES[kind](*arguments)

@@ -16,6 +16,7 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.corpus import Source
 from diloco_jax.training.models.protocol import Params
+from diloco_jax.transport.limits import REASON_LENGTH_MAX
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def make_score(
         ]
     values = tuple(Metric(name, nan if value is None else value) for name, value in told)
     bits = nan if bits_per_byte is None else bits_per_byte
-    return Score("", 0, 0, 0, (), loss, bits, tokens, values, 0.0, "; ".join(reasons))
+    return Score("", 0, 0, 0, (), loss, bits, max(0, tokens), values, 0.0, "; ".join(reasons)[:REASON_LENGTH_MAX])
 
 
 def failed_score(error: Exception) -> Score:

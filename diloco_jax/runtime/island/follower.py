@@ -119,6 +119,7 @@ class Follower:
 
     def leave(self) -> int:
         """End, and return the exit status that the leader said; FAILED if it did not."""
+        self._pulse.patient()  # with what is being written to a disk
         self._host.close()
         self._pulse.close()
         self._payloads.close()
@@ -152,11 +153,9 @@ class Follower:
             case commands.HostLeaf(number, name, leaf):
                 self._send_leaf(number, name, leaf)
             case commands.HostEvaluate(number, global_step, final):
-                self._pulse.patient()
                 score = host.evaluate(global_step, final=final)
-                self._group.send(commands.HostAnswer(number, "" if isfinite(score.loss) else score.reason))
+                self._answer(number, reason="" if isfinite(score.loss) else score.reason)
             case commands.HostLoadState(number):
-                self._pulse.patient()
                 host.island.load_moments(self._ask_leaf)
                 self._answer(number)
             case commands.HostSave(number, state, kept):

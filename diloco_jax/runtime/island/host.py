@@ -68,7 +68,7 @@ class Host:
         self._adoptions = Adoptions(island, self.plan.fragments, config.adopt)
         self.moving = MovingLayout(island.state_layout, config.wire.states)  # how moments travel to another island
         self._states: dict[int, StagedState] = {}
-        self._moving: dict[int, MovingState] = {}  # of those that parts were asked of
+        self._moving: dict[tuple[int, str], MovingState] = {}  # by receiver: each is at a leaf of its own
         self._saves = saves
         self._saving: tuple[int, Outcome] | None = None  # global step of what is being written, and its outcome
         self._complete = -1  # global step of the newest state that all hosts have on disk
@@ -173,17 +173,17 @@ class Host:
         """Return a copy that was queued."""
         return self._states[name]
 
-    def moving_state(self, name: int) -> MovingState:
-        """Return a copy that was queued as it travels."""
-        if name not in self._moving:
-            self._moving[name] = MovingState(self.moving, self._states[name].leaf)
-        return self._moving[name]
+    def moving_state(self, name: int, receiver: str) -> MovingState:
+        """Return a copy that was queued as it travels to one receiver."""
+        if (name, receiver) not in self._moving:
+            self._moving[name, receiver] = MovingState(self.moving, self._states[name].leaf)
+        return self._moving[name, receiver]
 
     def unstage_state(self, name: int) -> None:
         """Forget a copy that nobody needs any more. Any thread."""
         self.tell(commands.HostUnstageState(name))
         del self._states[name]
-        self._moving.pop(name, None)
+        self._moving = {key: moving for key, moving in self._moving.items() if key[0] != name}
 
     def load_state(self, state: Bytes) -> None:
         """Take over what another island sent of its state; the parameters stay.

@@ -26,6 +26,7 @@ from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.training.whole_state.staging import CopyGone, StagedState
 from diloco_jax.transport.group import commands
 from diloco_jax.transport.group.group import GroupItem, GroupLeader
+from diloco_jax.transport.limits import REASON_LENGTH_MAX
 from diloco_jax.transport.link import Payload, TransportError
 
 POLL_S = 1.0
@@ -192,7 +193,7 @@ class LeadingHost(Host):
         others = self._questions.ask(lambda n: commands.HostEvaluate(n, global_step, final))
         score = super().evaluate(global_step, final=final)
         problem = others.problem()
-        return score._replace(loss=inf, reason=f"{problem}; {score.reason}") if problem else score
+        return score._replace(loss=inf, reason=f"{problem}; {score.reason}"[:REASON_LENGTH_MAX]) if problem else score
 
     def stage_state(self, name: int) -> StagedState:
         """See Host.stage_state; its leaves are asked for when they are needed, one at a time."""

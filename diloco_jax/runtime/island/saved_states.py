@@ -182,8 +182,15 @@ class SavedStates:
 
     def names(self) -> list[StateName]:
         """Return the names of what is there, newest first."""
-        names = {name for place in self._places for name in place.names()}
+        names = {name for place in self._places for name in self._records(place)}
         return sorted(names, key=lambda name: name.global_step, reverse=True)
+
+    def _records(self, place: StateFolder) -> dict[StateName, dict[str, Any]]:
+        try:
+            return place.names()
+        except Exception as error:  # whatever file systems raise that are away, or let nobody in
+            log.warning(f"saved states in {place.url} cannot be listed ({error!r}); going on without them")
+            return {}
 
     def read(self, name: StateName) -> Leaves:
         """Return the shards of a state.
@@ -193,11 +200,11 @@ class SavedStates:
         """
         problems = []
         for place in self._places:
-            record = place.names().get(name)
+            record = self._records(place).get(name)
             try:
                 if record is not None:
                     return place.read(record)
-            except ValueError as error:
+            except Exception as error:  # whatever file systems raise
                 problems.append(f"in {place.url}: {error}")
         raise ValueError("; ".join(problems) or "it is not there any more")
 

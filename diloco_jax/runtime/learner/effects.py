@@ -71,7 +71,7 @@ class LearnerOutbox:
         elif isinstance(message, AnchorValue):
             self._payloads.anchor(link, message, self._host.anchors[message.fragment_id])
         elif isinstance(message, StatePart):
-            self._payloads.part(link, message, self._host.moving_state(message.local_step))
+            self._payloads.part(link, message, self._host.moving_state(message.local_step, message.receiver))
         else:
             try:
                 link.send(message)  # type: ignore[arg-type]

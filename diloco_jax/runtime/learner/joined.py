@@ -30,7 +30,7 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol.effects import AdoptState, Effect, EvaluateModel
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.leases import Batch
-from diloco_jax.protocol.messages import Leave, Metric, MetricsReport
+from diloco_jax.protocol.messages import STALE, Leave, Metric, MetricsReport
 from diloco_jax.runtime.island.adoptions import GlobalValues
 from diloco_jax.runtime.island.evaluation import Evaluation
 from diloco_jax.runtime.island.host import Host, Ranges
@@ -170,6 +170,7 @@ class Joined:
 
         Raises:
             TransportError: the syncer, or a host of the island, cannot be reached.
+            ConnectionError: a newer incarnation is known, as when a clock was set back; a later start may be newer.
             ValueError: the syncer refuses what this process is: its run, token or certificate.
         """
         # No daemon: an interpreter that ends while XLA compiles aborts, and the reason why it ends is lost.
@@ -177,7 +178,7 @@ class Joined:
         try:
             self._link.connect()
         except (Rejected, Denied) as error:  # another attempt would end like this one
-            raise ValueError(str(error)) from None
+            raise (ConnectionAbortedError if STALE in str(error) else ValueError)(str(error)) from None
         threading.Thread(target=self._link.run, name="link", daemon=True).start()
         return self.ready()
 
@@ -289,7 +290,7 @@ class Joined:
             ConnectionError: it refused or expelled this incarnation; a new one may join.
         """
         kind, _, reason = self.finished.partition(": ")
-        if kind == "refused" and not self.machine.epoch:
+        if kind == "refused" and not self.machine.epoch and STALE not in reason:
             raise ValueError(f"the syncer at {self._address} refused this learner: {reason}")
         if kind in ("refused", "expelled"):
             raise ConnectionAbortedError(f"the syncer at {self._address} {kind} this incarnation: {reason}")

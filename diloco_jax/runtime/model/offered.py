@@ -21,6 +21,7 @@ import numpy as np
 from diloco_jax.core.kinds import Form, Kind
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import ADDRESS_FILE, OFFERED
+from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.transport.greeting import LAYOUT_BYTES_MAX, Description, ModelDesk
@@ -119,6 +120,8 @@ def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> Of
     for found in checkpoint.complete(folder):
         return OfferedModel(found)
     desk = ModelDesk(config.transport, describe_run(config, ""), lambda layout: _bytes_of(layout, config))
+    pulse = Pulse(config.watchdog, "the wait for a model", (run_dir, "syncer"))
+    pulse.rest()  # islands come when there is room for them; probes see that somebody waits
     try:
         (run_dir / ADDRESS_FILE).write_text(desk.address, encoding="utf-8")
         log.info(f"waiting at {desk.address} for the first island, which brings the model")
@@ -134,6 +137,7 @@ def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> Of
         kept = checkpoint.save(folder, {checkpoint.PARAMETERS: values}, about)
     finally:  # until the model is kept, islands are told that it comes
         desk.close()
+        pulse.close()
     return OfferedModel(kept)
 
 

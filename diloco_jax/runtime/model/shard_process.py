@@ -128,8 +128,11 @@ class ShardRun:
             case commands.ShardCapture(capture, bounded):
                 self._captures[capture] = share.capture(bounded)
             case commands.ShardRead(capture, fragment_id, value_only):
-                held = self._captures[capture]
-                self._submit(self._reads, number, lambda: commands.pack_state(held.read(fragment_id, value_only)))
+                held = self._captures.get(capture)
+                if held is None:  # it was given up meanwhile
+                    self._pipe.send(commands.ShardAnswer(number, error="the capture was let go of"))
+                else:
+                    self._submit(self._reads, number, lambda: commands.pack_state(held.read(fragment_id, value_only)))
             case commands.ShardListen():
                 self._listen(number, command)
             case commands.ShardHangUp(grace_s):

@@ -129,6 +129,8 @@ class OwnIsland:
         if not self._handed:
             raise ValueError("begin with what state() returns: what join() was given need not be the run's model")
         self._held.state = NOTHING
+        if not self._going:  # what the loop does after its last step is its own business
+            self._pulse.rest()
         return bool(self._going)
 
     def next_samples(self) -> Int64[np.ndarray, " samples"]:

@@ -115,14 +115,16 @@ class SyncerRun:
         except Exception:
             if listener is not None:  # before it listens, nothing has begun that could end early
                 log.exception("the run ends early")
+                self._pulse.patient()
                 keeper.rescue()
             raise
         finally:
+            self._pulse.patient()
             if listener is not None:
                 listener.close(FAREWELL_S)
             merges.close()
-            writer.close()
         summary = self._conclude(watch, keeper, ended_s)
+        writer.close()
         tape.close()
         if self._shards is not None:
             self._shards.end()

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ from diloco_jax.runtime.model.global_model import OUTER, Capture, GlobalModel
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.tape_file import RETRY_S, TapeStopped
 from diloco_jax.runtime.syncer.parts import Parts
+
+POLL_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +40,20 @@ class Snapshot(NamedTuple):
     kept_s: float  # on the run's clock
 
 
-def write_snapshot(folder: Path, run: str, model: GlobalModel, capture: Capture, snapshot: Snapshot, keep: int) -> Path:
+def write_snapshot(
+    folder: Path,
+    run: str,
+    model: GlobalModel,
+    capture: Capture,
+    snapshot: Snapshot,
+    keep: int,
+    on_piece: Callable[[], None] = lambda: None,
+) -> Path:
     """Write a snapshot, then delete all but the newest `keep`; returns its folder.
 
     Args:
         capture: of the model, which lets go of it.
+        on_piece: called when a piece is to be written.
     """
     state = json.loads(snapshot.machine)
     meta = {
@@ -56,12 +67,18 @@ def write_snapshot(folder: Path, run: str, model: GlobalModel, capture: Capture,
         "machine": state,
         "stats": dict(snapshot.stats),
     }
+
+    def pieces() -> Iterator[checkpoint.SavedPart]:
+        for piece in model.pieces(capture):
+            on_piece()
+            yield piece
+            del piece
+
     try:
-        path = checkpoint.save_pieces(folder, (checkpoint.PARAMETERS, OUTER), model.pieces(capture), meta)
+        return checkpoint.save_pieces(folder, (checkpoint.PARAMETERS, OUTER), pieces(), meta)
     finally:
         capture.moment.release()
-    checkpoint.prune(folder, keep)
-    return path
+        checkpoint.prune(folder, keep)  # what a failed one left too, which may be most of a disk
 
 
 def read_snapshot(path: Path, model: GlobalModel, tape_bytes_max: int) -> Snapshot:
@@ -104,6 +121,7 @@ class SnapshotWriter:
         self._keep = keep
         self._thread = ThreadPoolExecutor(1, "snapshot")
         self._writing: Future[None] | None = None
+        self._pieces = 0  # written so far
         self.condition = ""  # why the newest attempt failed; "" when it did not
 
     @property
@@ -119,7 +137,9 @@ class SnapshotWriter:
     def write(self, capture: Capture, snapshot: Snapshot) -> None:
         """Write now, on this thread; what goes wrong is in `condition` and in the log."""
         try:
-            path = write_snapshot(self._folder, self._run, self._model, capture, snapshot, self._keep)
+            path = write_snapshot(
+                self._folder, self._run, self._model, capture, snapshot, self._keep, self._count_piece
+            )
         except Exception as error:  # Orbax and TensorStore raise what they like for a disk that takes nothing
             reason = " ".join(str(error).split())[:300]
             self.condition = (
@@ -130,6 +150,9 @@ class SnapshotWriter:
             return
         self.condition = ""
         log.info(f"global step {snapshot.global_step}: snapshot {path.name}")
+
+    def _count_piece(self) -> None:
+        self._pieces += 1
 
     def rescue(self, global_step: int, tokens: int) -> None:
         """Keep the model after an error that nobody thought of, but not the machine, which may be in between."""
@@ -143,10 +166,14 @@ class SnapshotWriter:
         except Exception as error:  # as above; the reason why the run ends is the one to tell
             log.warning(f"the model of global step {global_step} cannot be saved: {error}")
 
-    def wait(self) -> None:
-        """Wait until the snapshot that is being written is written."""
-        if self._writing is not None:
-            self._writing.result()
+    def wait(self, tell: Callable[[], None] = lambda: None) -> None:
+        """Wait until the snapshot that is being written is written; `tell` is called while it makes progress."""
+        seen = -1
+        while self._writing is not None and self.busy:
+            if self._pieces != seen:
+                seen = self._pieces
+                tell()
+            wait([self._writing], POLL_S)
 
     def close(self) -> None:
         """Wait, and end the thread."""
@@ -184,23 +211,28 @@ class Keeper:
         """Save the end of the run, or where it was stopped; written before this returns, if that can be.
 
         Args:
-            tell: says what further attempts wait for, on a disk that takes nothing; stopping the run ends them.
+            tell: says that the run is alive while something is written, and what further attempts wait for, on a disk
+                that takes nothing; stopping the run ends them.
         """
         if self._parts.machine.restoring:
             log.warning("no snapshot of this moment: newer values were still on their way from learners")
             return
-        self._writer.wait()
+        self._writer.wait(tell)
         parts = self._parts
         try:  # the machine has not asked for it, so only this line tells a replay of it
             parts.taped.on_snapshot(parts.machine.global_step, parts.clock.now_s())
         except TapeStopped as error:
             log.warning(f"no snapshot of this moment: {error}")
             return
-        self._writer.write(*self._capture())
+        self._write(tell)
         while self._writer.condition and not self._parts.stop.wait(RETRY_S):
             tell()
-            self._writer.write(*self._capture())
+            self._write(tell)
         self.saved = not self._writer.condition
+
+    def _write(self, tell: Callable[[], None]) -> None:
+        self._writer.submit(*self._capture())
+        self._writer.wait(tell)
 
     def rescue(self) -> None:
         """Keep the model of a run that ends by an error. See SnapshotWriter.rescue."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -74,13 +73,11 @@ class Merges:
         self._thread.submit(self._merge, order, self._values.pop(order.global_step))
 
     def _merge(self, order: Merge, values: Mapping[str, Any]) -> None:
-        began_s = time.monotonic()
-        self._pulse.beat()
+        self._pulse.patient()  # it may wait for fragments of a snapshot, each for as long as held.py says
         try:
             self._report((order, self._model.merge(order, values)))
         except Exception as error:
             self._report(error)
-        self._pulse.beat(time.monotonic() - began_s)
         self._pulse.rest()
 
     def close(self) -> None:

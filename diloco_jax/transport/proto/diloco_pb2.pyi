@@ -472,12 +472,11 @@ class StateRequest(_message.Message):
     def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., donor: _Optional[str] = ..., donor_step: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
 
 class StatePart(_message.Message):
-    __slots__ = ("learner_id", "incarnation", "receiver", "local_step", "versions", "part", "parts", "digest", "payload_bytes", "clock")
+    __slots__ = ("learner_id", "incarnation", "receiver", "local_step", "part", "parts", "digest", "payload_bytes", "clock")
     LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
     LOCAL_STEP_FIELD_NUMBER: _ClassVar[int]
-    VERSIONS_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -487,13 +486,12 @@ class StatePart(_message.Message):
     incarnation: int
     receiver: str
     local_step: int
-    versions: _containers.RepeatedScalarFieldContainer[int]
     part: int
     parts: int
     digest: int
     payload_bytes: int
     clock: int
-    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., receiver: _Optional[str] = ..., local_step: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ..., digest: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., receiver: _Optional[str] = ..., local_step: _Optional[int] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ..., digest: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
 
 class StateRefused(_message.Message):
     __slots__ = ("learner_id", "incarnation", "receiver", "reason")

@@ -110,7 +110,7 @@ class Pair:
 
     def settle(self) -> None:
         """Wait until the follower has done what it was told."""
-        self.leader._ask(HostWarmUp).payloads()
+        self.leader._questions.ask(HostWarmUp).payloads()
 
     def same(self) -> bool:
         theirs = self.follows.island.parameters()
@@ -165,7 +165,7 @@ def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
     copy = pair.leader.stage_state(7)
     name = next(leaf.name for leaf in copy.layout.leaves if not leaf.name.startswith("params/"))
     assert copy.of_others(name).keys() == {1}
-    moving = pair.leader.moving_state(7)
+    moving = pair.leader.moving_state(7, "b")
     parts = b"".join(moving.part(0, pair.leader.moving.bytes.num_bytes))
     want = pair.moments()
     pair.step([(0, 8)], 0)

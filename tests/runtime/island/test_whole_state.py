@@ -91,7 +91,7 @@ class Update:
 
 
 def part(index: int) -> StatePart:
-    return StatePart("x", 1, "y", 9, (0,), index, 0, 0, 0)
+    return StatePart("x", 1, "y", 9, index, 0, 0, 0)
 
 
 VALUE = FragmentValue("x", 1, 3, 0, 9, 2, 10, 1, 4, 16)

@@ -333,7 +333,7 @@ def test_a_foreign_state_is_refused_and_training_begins_without(script: Script) 
     script.admit(4)
     script.await_message(StateRequest)
     payload = b"no state of this model"
-    part = StatePart("donor", 3, NAME, 30, (4, 4), 0, 1, codec.digest(payload), len(payload), clock=4)
+    part = StatePart("donor", 3, NAME, 30, 0, 1, codec.digest(payload), len(payload), clock=4)
     script.say(part, payload)
     script.await_message(StateDone)
     script.await_message(StateRequest)  # somebody else may have a better one

@@ -149,7 +149,7 @@ def test_one_at_a_time_in_the_background(tmp_path: Path, monkeypatch: pytest.Mon
     model, begun, go_on = make_model(), threading.Event(), threading.Event()
     steps = []
 
-    def slow(folder: Path, run: str, model: GlobalModel, capture: Capture, snapshot: Snapshot, keep: int) -> Path:
+    def slow(folder: Path, run: str, model: GlobalModel, capture: Capture, snapshot: Snapshot, *_: Any) -> Path:
         begun.set()
         assert go_on.wait(30)
         steps.append(snapshot.global_step)
