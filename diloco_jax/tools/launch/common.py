@@ -165,8 +165,8 @@ def remote(config: RunConfig) -> RunConfig:
         token_file=f"{CERTIFICATES_PATH}/token",
     )
     bucket, data = config.cloud.bucket, config.data
-    parts = (data, *data.mixture.values(), *data.evaluation.values())
-    if not bucket and (named := next((part.path for part in parts if BUCKET in part.path), "")):
+    paths = [data.path, *(part.path for part in (*data.mixture.values(), *data.evaluation.values()))]
+    if not bucket and (named := next((path for path in paths if BUCKET in path), "")):
         raise ValueError(f"data is at {named}, but cloud.bucket is empty; set it")
     mixture, evaluation = (
         {name: replace(part, path=part.path.replace(BUCKET, bucket)) for name, part in parts.items()}
