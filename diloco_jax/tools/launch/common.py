@@ -153,7 +153,7 @@ def environment(config: RunConfig, name: str) -> dict[str, str]:
 def remote(config: RunConfig) -> RunConfig:
     """Make the settings that all containers read.
 
-    The syncer listens everywhere, every process has a certificate, and paths name the bucket; ValueError without one.
+    The syncer listens everywhere, every process has a certificate, and paths name the bucket.
     """
     transport = replace(
         config.transport,
@@ -165,9 +165,6 @@ def remote(config: RunConfig) -> RunConfig:
         token_file=f"{CERTIFICATES_PATH}/token",
     )
     bucket, data = config.cloud.bucket, config.data
-    paths = [data.path, *(part.path for part in (*data.mixture.values(), *data.evaluation.values()))]
-    if not bucket and (named := next((path for path in paths if BUCKET in path), "")):
-        raise ValueError(f"data is at {named}, but cloud.bucket is empty; set it")
     mixture, evaluation = (
         {name: replace(part, path=part.path.replace(BUCKET, bucket)) for name, part in parts.items()}
         for parts in (data.mixture, data.evaluation)

@@ -45,6 +45,8 @@ class GpuLauncher(NamedTuple):
         islands = [config.island(name) for name in config.islands.names]
         if alike := next((each.name for each in islands if not each.devices), ""):
             raise ValueError(f"{alike} does not say how many GPUs it has; set islands.devices, over all its hosts")
+        if not config.cloud.bucket and common.BUCKET in dump(config):
+            raise ValueError(f"a path names {common.BUCKET}, but cloud.bucket is empty; set it")
         if self.name == "sky" and not config.gpu.accelerator:
             raise ValueError("launch sky needs gpu.accelerator, such as H100; write it into the config")
         return islands

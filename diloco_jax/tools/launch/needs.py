@@ -94,6 +94,8 @@ def describe_needs(config: RunConfig, needs: Needs) -> Iterator[str]:
             f"{size(host.limit_bytes)}; leave cloud.syncer_machine_type out"
         )
     yield from _too_small("syncer_disk_gb", cloud.syncer_disk_gb, syncer["disk_bytes"])
+    if not config.protocol.snapshot_every:
+        yield "warning: protocol.snapshot_every is 0, so nothing is saved before the end; set it, such as to 250"
     up, down = (size(needs["link"][f"{way}_bytes_per_step"]) for way in ("up", "down"))
     yield f"links: each learner moves {up} up and {down} down per global step"
 
