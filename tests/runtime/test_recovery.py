@@ -184,8 +184,8 @@ def test_an_island_without_peers_finds_what_it_saved_or_goes_on_from_the_syncer_
 ) -> None:
     job = Job(tmp_path, islands={"count": 1, "devices": 1}, protocol={**PROTOCOL, "snapshot_every": 20})
     jobs.append(job)
-    folder = job.run_dir / "checkpoints" / "learners" / "island-0"
-    wait_for(lambda: len(list(folder.glob("step_????????"))) == 2, "two saved states", PATIENCE_S)
+    folder = job.run_dir / "states" / "island-0"
+    wait_for(lambda: any(lines(read(tape), "saved")[1:] for tape in job.tapes("island-0")), "saves", PATIENCE_S)
     os.kill(job.pid("island-0"), signal.SIGKILL)
     tape = job.await_life("island-0", 2)
     ((_, donor, incarnation, local_step, _),) = lines(tape, "state")

@@ -236,7 +236,7 @@ def _context() -> Any:
 
 
 def _checksum(where: Slice, value: np.ndarray) -> int:
-    return codec.digest([f"{where.key} {value.dtype.str} {value.shape}\0".encode(), codec.as_bytes(value)])
+    return codec.digest([f"{where.key} {value.dtype.str} {value.shape}\0".encode(), codec.as_bytes(np.asarray(value))])
 
 
 def _checksum_of(*described: Any) -> int:

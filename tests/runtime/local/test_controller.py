@@ -47,7 +47,7 @@ def test_a_slice_is_the_one_that_was_named(tmp_path: Path) -> None:
     islands = {**ONE, "devices": "auto", "topology": "v6e:2x2"}
     config = load(write_config(tmp_path, islands=islands, train={"batch_size": 8}))
     assert ids(split_devices(config, chips(0, 0, 0, 0, 1, 1, 1, 1)))[1] == [4, 5, 6, 7]
-    with pytest.raises(ValueError, match="island-0 is to have v6e:2x2, 4 chips, but gets 2 devices"):
+    with pytest.raises(ValueError, match="island-0 is to have v6e:2x2, 4 devices, but gets 2"):
         split_devices(config, chips(0, 0, 1, 1))
 
 

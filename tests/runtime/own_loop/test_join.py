@@ -23,7 +23,7 @@ from diloco_jax.core.fragments import FragmentConfig, take
 from diloco_jax.core.kinds import kind_of
 from diloco_jax.runtime.model.offered import describe_run, layout_of, read_layout
 from diloco_jax.runtime.own_loop import introduce as subject
-from diloco_jax.runtime.own_loop.island import _scalars
+from diloco_jax.runtime.own_loop.evaluation import scalars
 from diloco_jax.runtime.own_loop.trees import LoopState
 from diloco_jax.runtime.records.telemetry import read_metrics
 from diloco_jax.settings.run import RunConfig, SyncerConfig
@@ -245,8 +245,8 @@ def test_a_syncer_without_a_model_needs_no_module_library() -> None:
 @pytest.mark.parametrize("metrics", [{"loss": 1.0, "note": "abc"}, {"loss": None}, {"loss": jnp.ones(2), 1: 2.0}])
 def test_metrics_that_are_no_scalars_are_named(metrics: Any) -> None:
     with pytest.raises(ValueError, match=r"metric '(loss|note)' is no scalar"):
-        _scalars(metrics)
-    assert _scalars({1: 2, "loss": jnp.float32(3)}) == {"1": 2.0, "loss": 3.0}
+        scalars(metrics)
+    assert scalars({1: 2, "loss": jnp.float32(3)}) == {"1": 2.0, "loss": 3.0}
 
 
 KINDS = {"w": kind_of((3,))}

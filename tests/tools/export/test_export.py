@@ -66,7 +66,7 @@ def test_any_model_goes_to_orbax_and_npz(tmp_path: Path, capsys: pytest.CaptureF
     assert export(run, tmp_path / "npz", "--format", "npz") == export(run, tmp_path / "orbax", "--format", "orbax") == 0
     with np.load(tmp_path / "npz" / "parameters.npz") as found:
         same(dict(found), values)
-    same(ocp.load(tmp_path / "orbax"), {path: value for path, value in values.items() if value.size})
+    same(ocp.load(tmp_path / "orbax"), values)
     assert export(run, tmp_path / "hf") == 2
     assert "orbax and npz take any model" in capsys.readouterr().err
     assert export(run, tmp_path / "x", "--format", "npz", "--dtype", "bfloat16") == 2
