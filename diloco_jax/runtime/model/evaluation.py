@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.convert.weights import Weights
 from diloco_jax.training.data.corpus import Source, load_source
 from diloco_jax.training.data.order import check_source
+from diloco_jax.training.data.tokenizer import Tokenizer
 from diloco_jax.training.examiner import Examiner
 from diloco_jax.training.models.protocol import Params
 from diloco_jax.training.models.variables import Variables
@@ -25,7 +27,8 @@ from diloco_jax.training.sharding import MeshConfig, put_array
 class Evaluator:
     """The model on one device of this host: for its initial values, for evaluation, and to read what it writes.
 
-    Between two calls it holds no array; during one the parameters, once, and no state of an optimizer.
+    Between two calls it holds no array; during one the parameters, once, and no state of an optimizer. Data of another
+    machine is fetched at the first evaluation: a syncer, which makes none, needs no copy of it.
 
     Raises:
         ValueError: the model or the data cannot be loaded.
@@ -37,15 +40,33 @@ class Evaluator:
                 "the run's model is the islands' own (model.module: own), so only their loops can evaluate or repeat "
                 "it; name a model with the same parameters in model.module if there is one"
             )
-        check_source(config.data, config.train.seq_len, config.train.eval_batch_size)  # not at the first evaluation
+        if not config.data.remote:  # say it now, not at the first evaluation
+            check_source(config.data, config.train.seq_len, config.train.eval_batch_size)
         self._config = config
         self.scorer = Scorer(config.evaluation)
-        source = load_source(config.data, config.train.seq_len)
-        self.corpus, self.tokenizer = source.corpus, source.tokenizer
         device = jax.local_devices(backend="cpu")[0]
         self._blueprint = Blueprint(config.model, config.optimizer, MeshConfig(), [device], seed=config.seed)
-        self._examiner = examiner_of(config, self._blueprint, source)
         self.shapes, self.kinds = self._blueprint.shapes, self._blueprint.kinds
+        if not config.data.remote:
+            _ = self._examiner
+
+    @cached_property
+    def _source(self) -> Source:
+        return load_source(self._config.data, self._config.train.seq_len)
+
+    @cached_property
+    def _examiner(self) -> Examiner:
+        return examiner_of(self._config, self._blueprint, self._source)
+
+    @property
+    def corpus(self) -> str:
+        """Return what is evaluated on, in words that others can compare."""
+        return self._source.corpus
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Return what made the ids, if it is known."""
+        return self._source.tokenizer
 
     @property
     def alarms(self) -> list[str]:

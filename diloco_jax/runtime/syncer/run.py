@@ -71,7 +71,8 @@ class SyncerRun:
         arithmetic = Arithmetic(setup, self._shards.shares) if self._shards else local_arithmetic(setup, threads)
         self._initial = model.initial_parameters
         self._model = make_model(config, plan, self._initial(), arithmetic)
-        self._fingerprint = fingerprint(config, plan.fingerprint, model.corpus)
+        corpus = "" if config.data.remote else model.corpus  # what has to be fetched only islands need
+        self._fingerprint = fingerprint(config, plan.fingerprint, corpus)
         self._machine = _make_machine(config, plan, self._model, self._fingerprint)
         self._num_parameters = model.num_parameters
         self._description = describe_run(config, layout_of(model.shapes, model.kinds))

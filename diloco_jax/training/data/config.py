@@ -145,6 +145,11 @@ class DataConfig:
         return {} if self.module else {"": one}
 
     @property
+    def remote(self) -> bool:
+        """Tell if a source has to be fetched over the network, whole, before it can be read."""
+        return any("://" in part.path for part in (*self.parts.values(), *self.evaluation.values()))
+
+    @property
     def plain(self) -> bool:
         """Tell whether all is known of the data from the sizes of files: one source of bytes or raw tokens."""
         return not (self.module or self.mixture or self.evaluation) and self.format in PLAIN

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.runtime.model.evaluation import Evaluator
+from diloco_jax.runtime.syncer.run import SyncerRun
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
 from diloco_jax.training import examiner
@@ -48,6 +50,14 @@ def test_one_model_at_most_and_no_moments(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(during) == 3 and model_bytes <= max(during) < model_bytes + 20_000, "the parameters, and a batch"
     assert live_bytes() == before
     assert 5 < result["loss"] < 6 and result["bits_per_byte"] == pytest.approx(result["loss"] / np.log(2))
+
+
+def test_what_a_syncer_takes_of_it_needs_no_data_of_another_machine(tmp_path: Path) -> None:
+    config = load(write_config(tmp_path), ["--data.format", "store", "--data.path", "memory://nobody/has/it"])
+    syncer = SyncerRun(config, tmp_path / "run", Event(), Evaluator(config))
+    assert dict(syncer._fingerprint)["corpus"] == "", "the first learner says it"
+    with pytest.raises(ValueError, match="is no token store"):
+        assert Evaluator(config).corpus
 
 
 @pytest.fixture(scope="module")

@@ -169,6 +169,11 @@ def test_recovery_by_hand(gbit_per_s: float, half: bool) -> None:
     assert not single, "one learner has no neighbour"
 
 
+def test_chips_are_what_is_paid_for_not_devices() -> None:
+    case = small(islands={"devices": "auto", "topology": "tpu7x:2x2x1", "mesh": {"fsdp": -1}})
+    assert case.chips == 4 * 4 and case.kinds[0].outline.kind.chips == 8
+
+
 def test_goodput_by_hand() -> None:
     """Rare failures cost the return of the slice (64 s in the mean) and the recovery of its learner."""
     case = small(given=replace(QUIET, chips=1000, mtbi_years=0.1))
