@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 LEARNERS_MAX_LIMIT = 4096
 OVERLAP_STEPS_MAX = 10_000  # learners look so far ahead in every step
+RECOVERY_TURNS_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ class ProtocolConfig:
             ("snapshot_every", self.snapshot_every >= 0, "at least 0"),
             ("restore_s", self.restore_s > 0, "above 0"),
             ("recovery_attempts", 1 <= self.recovery_attempts <= 100, "1 to 100"),
-            ("recovery_turns", 1 <= self.recovery_turns <= 1000, "1 to 1000"),
+            ("recovery_turns", 1 <= self.recovery_turns <= RECOVERY_TURNS_MAX, f"1 to {RECOVERY_TURNS_MAX}"),
             ("strikes_max", self.strikes_max >= 1, "at least 1"),
             ("unmerged_rounds_max", self.unmerged_rounds_max >= 1, "at least 1"),
         )

@@ -36,8 +36,6 @@ class Generation:
     """Bandwidth of a chip's memory, GB/s; 0: not known."""
     ici_gb_per_s: float = 0.0
     """Bandwidth of a chip's links to others, all of them and both ways together, GB/s; 0: not known."""
-    host_cores: int = 0
-    """Virtual processors of a host with 4 chips; 0: not known."""
     cores_per_chip: int = 1
     """Cores that the number in an accelerator type counts per chip."""
     devices_per_chip: int = 1
@@ -52,6 +50,8 @@ class Generation:
     """Beginning of accelerator types in the Cloud TPU API; empty: the generation's name."""
     gke_accelerator: str = ""
     """Value of the node label cloud.google.com/gke-tpu-accelerator."""
+    gke_policy: bool = False
+    """GKE places hosts of a slice by a workload policy, in place of a pool's topology."""
     machine_family: str = ""
     """Beginning of machine types, which are FAMILY-Nt with N chips."""
     runtime_version: str = ""

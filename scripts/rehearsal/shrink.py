@@ -32,7 +32,7 @@ def shrink(config: RunConfig, steps: int, root: Path) -> RunConfig:
     names = config.islands.names[:ISLANDS_MAX]
     each = {name: _island(config, config.island(name)) for name in names}
     args = {key: min(value, SIZES_MAX.get(key, value)) for key, value in config.model.args.items()}
-    every = config.protocol.snapshot_every or steps
+    every = config.protocol.snapshot_every
     return replace(
         config,
         islands=replace(
@@ -47,7 +47,8 @@ def shrink(config: RunConfig, steps: int, root: Path) -> RunConfig:
         model=replace(config.model, args=args),
         optimizer=replace(config.optimizer, warmup_steps=min(config.optimizer.warmup_steps, steps // 20)),
         data=DataConfig(format="store", path=f"{BUCKET}/corpus"),
-        protocol=replace(config.protocol, snapshot_every=max(1, min(every, steps // SNAPSHOTS))),
+        protocol=replace(config.protocol, snapshot_every=every and max(1, min(every, steps // SNAPSHOTS))),
+        checkpoints=replace(config.checkpoints, states=f"{BUCKET}/states"),
         transport=replace(
             common.remote(config).transport, stripes=min(config.transport.stripes, STRIPES_MAX),
             **settings(root / "certs"),

@@ -85,6 +85,7 @@ def test_all_tools_say_the_same(path: Path, tmp_path: Path, monkeypatch: pytest.
     assert plan["link"]["planned_gbit_per_s_per_learner"] == pytest.approx(8e-9 * max(link.values()))
     if config.island(name).topology:
         text = "\n".join(describe_needs(config, launch))
+        assert "warning" not in text
         judged = preflight(config, monkeypatch)["islands"]
         for each, found in zip(launch["islands"], judged, strict=True):
             assert {**found["hbm"], "temporaries": each["hbm"]["temporaries"]} == each["hbm"]

@@ -60,8 +60,9 @@ class IslandOutline(NamedTuple):
 
     @property
     def chips(self) -> int:
-        """Count the devices of all islands of this kind."""
-        return self.kind.chips * len(self.kind.names)
+        """Count the chips of all islands of this kind: what is paid for and fails, not what JAX calls a device."""
+        topology = self.kind.topology
+        return (topology.chips if topology else self.kind.chips) * len(self.kind.names)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the needs as `--json` prints them."""
@@ -109,12 +110,15 @@ def outlines(config: RunConfig) -> Iterator[IslandOutline]:
 def island_needs(config: RunConfig, kind: IslandKind, blueprint: Blueprint, plan: FragmentPlan) -> IslandNeeds:
     """Add up the needs of each island of a kind, on slices of TPUs or on this machine."""
     topology, emulated = kind.topology, 0 if kind.topology or not look({}).emulates else kind.chips
+    hbm = chip_memory(config, blueprint, plan)
+    # a host saves what its own chips hold, once where several hold the same
+    saved = min((hbm.parameters + hbm.optimizer) * kind.chips / kind.island.hosts, blueprint.state_layout.num_bytes)
     return IslandNeeds(
-        chip_memory(config, blueprint, plan),
+        hbm,
         topology.generation.hbm_bytes if topology else None,
         host_memory(config, kind.island, blueprint, plan, emulated),
         topology.host_bytes if topology else None,
-        SAVED_MAX * blueprint.state_layout.num_bytes if config.protocol.snapshot_every else 0,
+        SAVED_MAX * round(saved) if config.protocol.snapshot_every else 0,
     )
 
 

@@ -16,6 +16,8 @@ CERTIFICATES_PATH = "/etc/diloco/certs"
 VOLUME = "/var/diloco"  # outlives the container
 RUN_DIR = f"{VOLUME}/run"
 NEEDED = ("project", "image", "network", "service_account", "bucket")  # settings of `cloud` that every way needs
+# of a TPU generation, which may not have them
+OF_CHIPS = {"gke": ("gke_accelerator", "machine_family"), "gce": ("machine_family",), "tpu-vm": ("runtime_version",)}
 BUCKET = "{bucket}"  # in data.path: the name of the bucket
 ABOUT_SYNCER = "The syncer. `delete` leaves its disk, from which the same run goes on when it is made again."
 NAME_LENGTH_MAX = 40  # of a node pool of GKE; pods and instances, whose names begin with it, may have 63
@@ -81,6 +83,11 @@ def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[Island
         check_zone(f"{name}'s zone", island.zone)
         resource = check_label(f"the name of {name}'s machines (name, island)", f"{config.name}-{name}")
         assert island.slice is not None, "checked above"
+        if lacks := [each for each in OF_CHIPS[way] if not getattr(island.slice.generation, each)]:
+            raise ValueError(
+                f"{name} is a {island.slice}, which launch {way} cannot make: its generation has no {lacks[0]}; use "
+                "another way, or write it into islands.generations"
+            )
         slices.append(IslandMachines(name, resource, island.slice, island.zone))
     check_zone("cloud.syncer_zone", syncer_zone(config))
     return slices

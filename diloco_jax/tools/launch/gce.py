@@ -14,6 +14,7 @@ from diloco_jax.tools.launch.capacity import asked_of
 from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.files import Resource, piece, script, verbs
 from diloco_jax.tools.launch.launcher import Guide, Launcher
+from diloco_jax.tools.launch.project import slice_policy
 from diloco_jax.tools.launch.syncer_vm import SCOPES
 
 IMAGE_PROJECT = "ubuntu-os-accelerator-images"
@@ -23,7 +24,7 @@ def island_script(config: RunConfig, each: IslandMachines) -> str:
     """Write what is done for one island."""
     topology, name = each.topology, each.resource
     region, zone = ("--region", each.region), ("--zone", each.zone)
-    policy = Resource(("gcloud", "compute", "resource-policies"), name, region)
+    policy, make_policy = slice_policy(each)
     template = Resource(("gcloud", "compute", "instance-templates"), name)
     group = Resource(("gcloud", "compute", "instance-groups", "managed"), name, zone)
     several = topology.hosts > 1
@@ -39,9 +40,6 @@ def island_script(config: RunConfig, each: IslandMachines) -> str:
         syncer_vm.metadata(words, each.name) + f",diloco-hosts={topology.hosts}",
         "--metadata-from-file=startup-script=learner-boot.sh,diloco-config=config.yaml,"
         f"diloco-environment=islands/{each.name}.env",
-    )
-    make_policy = policy.make(
-        *("--type=HIGH_THROUGHPUT", f"--accelerator-topology={topology.dims}"), kind=("workload-policy",)
     )
     as_slice = (f"--workload-policy=projects/$PROJECT/regions/{each.region}/resourcePolicies/{name}",)
     make_group = group.make(

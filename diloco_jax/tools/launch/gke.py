@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from diloco_jax.runtime.records.files import HEALTH
+from diloco_jax.runtime.records.files import HEALTH, STATES
 from diloco_jax.runtime.records.signals import INTERRUPTED, WRONG_INPUT
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
@@ -124,7 +124,7 @@ def island(config: RunConfig, each: IslandMachines, needs: Needs) -> list[Manife
         priority=cloud.priority_class or None,
         # No file of an earlier start tells that this one lives, a start after a failure waits for 2, 4, ... 64 seconds,
         # and the TPU runtime gets the large pages that it asks for.
-        before=piece("before", health=HEALTH_PATH),
+        before=piece("before", health=HEALTH_PATH, states=f"{common.RUN_DIR}/{STATES}/{each.name}"),
         words=common.learner_words(each.name, "$(DILOCO_SYNCER)"),
         env=[{"name": "DILOCO_SYNCER", "valueFrom": address}, *_values(common.environment(config, each.name))],
         resources={"requests": chips | _memory(island_bytes(needs, each.name)), "limits": chips},

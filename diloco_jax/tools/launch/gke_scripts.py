@@ -7,6 +7,7 @@ from diloco_jax.tools.launch import common
 from diloco_jax.tools.launch.capacity import asked_of
 from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.files import IN_PROJECT, Resource, command, script, verbs
+from diloco_jax.tools.launch.project import slice_policy
 
 JOBSET = "https://github.com/kubernetes-sigs/jobset/releases/download/v0.12.0/manifests.yaml"
 CONTROLLER = "deployment/jobset-controller-manager"
@@ -23,6 +24,7 @@ def cluster_script(config: RunConfig, region: str, slices: list[IslandMachines])
     files = [f"clusters/{region}/{each.name}.yaml" for each in slices]
     names = [each.name for each in slices]
     pools = [_island_pool(config, each) for each in slices]
+    policies = [slice_policy(each) for each in slices if _by_policy(each)]
     if region == common.syncer_region(config):
         names.append("syncer")
         where = common.syncer_name(config), common.syncer_zone(config)
@@ -41,6 +43,7 @@ def cluster_script(config: RunConfig, region: str, slices: list[IslandMachines])
         _kubectl(region, "apply", "--server-side", "-f", JOBSET),
         # it is ready when its webhook answers, without which no JobSet is taken
         _kubectl(region, *("--namespace", "jobset-system", "rollout", "status", "--timeout=10m"), CONTROLLER),
+        *(make for _, make in policies),
         *(pool.make(*flags) for pool, flags in pools),
     ]
     address = 'address="$(./syncer.sh address)"'
@@ -55,15 +58,20 @@ def cluster_script(config: RunConfig, region: str, slices: list[IslandMachines])
         ],
         "start": [address, _applied(region, *mapping), *apply] if slices else [":"],
         "stop": stop or [":"],
-        "delete": [pool.delete() for pool, _ in pools],
+        "delete": [each.delete() for each, _ in (*pools, *policies)],
     }
     about = "\n".join(map(str, slices)) or "the syncer alone"
     return script(f"The cluster in {region}. In it:\n{about}", verbs(functions), depth=2)
 
 
+def _by_policy(each: IslandMachines) -> bool:
+    return each.topology.generation.gke_policy and each.topology.hosts > 1
+
+
 def _island_pool(config: RunConfig, each: IslandMachines) -> tuple[Resource, tuple[str, ...]]:
     topology = each.topology
     shape = ("--tpu-topology", topology.dims) if topology.hosts > 1 else ()  # one host: its machine type says it
+    shape = ("--placement-policy", each.resource) if _by_policy(each) else shape
     asked, count = asked_of(config.cloud, "gke").flags, topology.hosts
     if "--flex-start" in asked:  # machines come when a pod waits for them
         asked, count = (*asked, "--max-nodes", str(count)), 0

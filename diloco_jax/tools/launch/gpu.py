@@ -22,10 +22,11 @@ from diloco_jax.tools.budget.hosts import GIB, MARGIN
 from diloco_jax.tools.launch import common
 from diloco_jax.tools.launch.files import HEADER, Plan, command, piece
 from diloco_jax.tools.launch.launcher import local
-from diloco_jax.tools.launch.needs import Needs, syncer_bytes
+from diloco_jax.tools.launch.needs import Needs, island_bytes, syncer_bytes
 
 COORDINATOR_PORT = 8482
-CPUS = 8  # of the syncer
+GPU_GIB = 16  # of a host's memory for each GPU, at least: what CUDA takes is in no forecast
+CPUS = 8  # of the syncer, and of each process of an island
 
 
 class GpuLauncher(NamedTuple):
@@ -44,6 +45,8 @@ class GpuLauncher(NamedTuple):
         islands = [config.island(name) for name in config.islands.names]
         if alike := next((each.name for each in islands if not each.devices), ""):
             raise ValueError(f"{alike} does not say how many GPUs it has; set islands.devices, over all its hosts")
+        if not config.cloud.bucket and common.BUCKET in dump(config):
+            raise ValueError(f"a path names {common.BUCKET}, but cloud.bucket is empty; set it")
         if self.name == "sky" and not config.gpu.accelerator:
             raise ValueError("launch sky needs gpu.accelerator, such as H100; write it into the config")
         return islands
@@ -77,8 +80,8 @@ def _learner(island: IslandConfig, host: str, coordinator: str) -> str:
     return f'diloco learner config.yaml --island {island.name} --syncer "$SYNCER" --run-dir run{place}'
 
 
-def _gib(config: RunConfig, needs: Needs) -> int:
-    return math.ceil(MARGIN * syncer_bytes(needs) / GIB)
+def _gib(num_bytes: float) -> int:
+    return math.ceil(MARGIN * num_bytes / GIB)
 
 
 def slurm(config: RunConfig, needs: Needs) -> Plan:
@@ -89,14 +92,17 @@ def slurm(config: RunConfig, needs: Needs) -> Plan:
         lines = "".join(f"#SBATCH {each}\n" for each in (*asked, "--signal=TERM@90", *asks, *config.gpu.options))
         return f"{HEADER}{lines}set -euo pipefail\nsource variables.sh\n{body}"
 
-    memory = (f"--mem={gib}G",) if (gib := _gib(config, needs)) else ()
+    memory = (f"--mem={gib}G",) if (gib := _gib(syncer_bytes(needs))) else ()
     asks = ("--ntasks=1", f"--cpus-per-task={CPUS}", *memory)
     files = {"syncer.sbatch": script("syncer", asks, piece("gpu_syncer", port=config.cloud.port))}
     for name in config.islands.names:
         island = config.island(name)
         words = "exec " + _learner(island, "$SLURM_PROCID", "$COORDINATOR")
-        gpus = (f"--ntasks={island.hosts}", f"--gpus-per-task={island.devices // island.hosts}")
-        files[f"{name}.sbatch"] = script(name, gpus, piece("gpu_island", name=name, words=words))
+        gpus = island.devices // island.hosts
+        asks = (f"--ntasks={island.hosts}", f"--gpus-per-task={gpus}", f"--cpus-per-task={CPUS}")
+        each = max(GPU_GIB, _gib(island_bytes(needs, name) / gpus))
+        asks += (f"--mem-per-gpu={each}G",)  # tasks of several islands may share a node
+        files[f"{name}.sbatch"] = script(name, asks, piece("gpu_island", name=name, words=words))
     jobs = ",".join(f"{config.name}-{name.removesuffix('.sbatch')}" for name in files)
     start = tuple(f"sbatch {name}" for name in files)
     return Plan(files=files, create=("mkdir -p logs", "rm -f address", *start), delete=(f"scancel --me --name={jobs}",))
@@ -116,7 +122,7 @@ def sky(config: RunConfig, needs: Needs) -> Plan:
         }
         return yaml.safe_dump(own | more, sort_keys=False, width=1000)
 
-    memory = {"memory": f"{gib}+"} if (gib := _gib(config, needs)) else {}
+    memory = {"memory": f"{gib}+"} if (gib := _gib(syncer_bytes(needs))) else {}
     ports = [int(port) for port in common.ports(config)]
     run = "exec diloco syncer config.yaml --run-dir run"
     files = {"syncer.sky.yaml": task("syncer", run, {"cpus": f"{CPUS}+", **memory, "ports": ports})}

@@ -54,7 +54,12 @@ def syncer_bytes(needs: Needs) -> float:
 def island_bytes(needs: Needs, name: str) -> float:
     """Return the memory that each host of an island takes, 0 if that is not known."""
     kinds = needs["islands"] if needs else ()
-    return next((float(sum(kind["host"].values())) for kind in kinds if name in kind["islands"]), 0.0)
+    return next((_on_host(kind) for kind in kinds if name in kind["islands"]), 0.0)
+
+
+def _on_host(kind: Mapping[str, Any]) -> float:
+    """Return the memory of a host; those that are launched have accelerators, even if this machine emulates them."""
+    return float(sum(kind["host"].values()) - kind["host"]["emulated_devices"])
 
 
 def with_host(config: RunConfig, needs: Needs) -> RunConfig:
@@ -75,7 +80,7 @@ def describe_needs(config: RunConfig, needs: Needs) -> Iterator[str]:
             f" of {size(limit)}" if (limit := each[f"{of}_limit_bytes"]) else "" for of in ("host", "hbm")
         )
         yield (
-            f"{whose}: {size(sum(each['host'].values()))}{on_host} on each host, "
+            f"{whose}: {size(_on_host(each))}{on_host} on each host, "
             f"{size(each['hbm_held_bytes'])} and activations{on_chip} on each chip"
         )
         yield from _too_small("host_disk_gb", cloud.host_disk_gb, each["disk_bytes"])
@@ -89,6 +94,8 @@ def describe_needs(config: RunConfig, needs: Needs) -> Iterator[str]:
             f"{size(host.limit_bytes)}; leave cloud.syncer_machine_type out"
         )
     yield from _too_small("syncer_disk_gb", cloud.syncer_disk_gb, syncer["disk_bytes"])
+    if not config.protocol.snapshot_every:
+        yield "warning: protocol.snapshot_every is 0, so nothing is saved before the end; set it, such as to 250"
     up, down = (size(needs["link"][f"{way}_bytes_per_step"]) for way in ("up", "down"))
     yield f"links: each learner moves {up} up and {down} down per global step"
 

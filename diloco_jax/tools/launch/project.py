@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.files import IN_PROJECT, Resource, command, script, verbs
 
 BUCKET_USER = "roles/storage.objectUser"
@@ -33,6 +34,13 @@ def project_script(config: RunConfig, way: str, regions: list[str]) -> str:
             nat.make("--auto-allocate-nat-external-ips", "--nat-all-subnet-ip-ranges"),
         ]
     return script("What all machines of the run share.", verbs({"create": create, "delete": delete}))
+
+
+def slice_policy(each: IslandMachines) -> tuple[Resource, str]:
+    """Return the workload policy by which hosts become one slice, and the command that makes it."""
+    policy = Resource(("gcloud", "compute", "resource-policies"), each.resource, ("--region", each.region))
+    shape = f"--accelerator-topology={each.topology.dims}"
+    return policy, policy.make("--type=HIGH_THROUGHPUT", shape, kind=("workload-policy",))
 
 
 def _allow(group: tuple[str, ...], name: str, member: str, role: str) -> str:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX
+from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX, RECOVERY_TURNS_MAX
 from diloco_jax.sim.goodput.bandwidth import GBIT, Rounds
 from diloco_jax.tools.budget.memory import size
 from diloco_jax.tools.plan.case import Case, changed
@@ -19,6 +19,7 @@ from diloco_jax.transport.link import STRIPES_MAX
 
 BUSY_MAX = 0.7  # share of a link that rounds may fill on average: joins, repairs and states need the rest
 OVERLAP_MIN, OVERLAP_MAX = 2, 5  # the paper's tau; more than 5 costs quality (arXiv 2501.18512)
+RECOVERY_ROOM = 1.5  # a transfer may take this many times the time that it should
 SYNC_EVERY_MAX = 500  # DiLoCo's H
 Advice = dict[str, Any]
 
@@ -198,8 +199,10 @@ def _others(choice: ScheduleChoice, stripes: int) -> list[Advice]:
         why = (
             f"a neighbour's state of {back['state_bytes'] / 1e9:.3g} GB takes {back['state_s']:.3g} s beside rounds, "
             f"but a transfer may take protocol.recovery_turns x H steps, {back['state_limit_s']:.3g} s: it would be "
-            "tried in vain. Without it a returning island begins with the global model and new moments of the inner "
-            "optimizer; wire.states int8 or a larger protocol.recovery_turns would carry it"
+            "tried in vain, and a returning island whose own state is lost begin with new moments of the inner "
+            "optimizer; wire.states int8 makes it smaller"
         )
-        found.append(_entry("protocol.recover_from_peers", False, True, why))
+        now = config.protocol.recovery_turns
+        turns = math.ceil(RECOVERY_ROOM * now * back["state_s"] / back["state_limit_s"])
+        found.append(_entry("protocol.recovery_turns", min(turns, RECOVERY_TURNS_MAX), now, why))
     return found

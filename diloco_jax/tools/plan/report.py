@@ -136,7 +136,7 @@ def _recovery(result: Row) -> list[str]:
     ]
     if back["state_bytes"]:
         state = f"{_INDENT}a neighbour's state of {size(back['state_bytes'])} in {_duration(back['state_s'])}"
-        limit = f"a transfer may take H steps, {_duration(back['state_limit_s'])}"
+        limit = f"a transfer may take recovery_turns x H steps, {_duration(back['state_limit_s'])}"
         if back["state_arrives"]:
             lines.append(f"{state}; {limit}")
         else:

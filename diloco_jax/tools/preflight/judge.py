@@ -96,7 +96,7 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
         {
             "topology": str(topology),
             "islands": list(kind.names),
-            "chips": topology.devices,
+            "chips": topology.chips,
             "hosts": topology.hosts,
             "mesh": sizes,
             "batch_size": island.batch_size,

@@ -72,6 +72,7 @@ FLAGS: dict[str, set[str]] = {
         *("cluster", "location", "node-locations", "machine-type", "num-nodes", "tpu-topology", "spot", "disk-size"),
         *("service-account", "workload-metadata", "reservation", "reservation-affinity", "flex-start", "min-nodes"),
         *("max-nodes", "enable-autoscaling", "location-policy", "no-enable-autorepair"),
+        "placement-policy",  # .../kubernetes-engine/docs/concepts/tpu-ironwood
     },
     "container node-pools delete": {"cluster", "location"},
     "container node-pools describe": {"cluster", "location"},

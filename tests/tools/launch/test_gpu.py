@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ STAND_INS = {
 }
 TINY = {
     "--train.steps": "4",
+    "--cloud.bucket": "",  # the shared folder does
     "--optimizer.warmup_steps": "1",
     "--train.batch_size": "8",
     "--train.seq_len": "32",
@@ -54,7 +56,9 @@ def test_slurm_trains_to_the_end_on_emulated_hosts(tmp_path: Path) -> None:
     asked = [*GPU, *words, "--cloud.port", str(free_port()), "--out", str(out)]
     assert main(["launch", "slurm", str(TESTDATA / "small.yaml"), *asked]) == 0
     path = f"{stand_ins}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "JAX_PLATFORMS": "cpu"}
+    # without what conftest.py sets for tests in this process
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    environment = {**own, "PATH": path, "JAX_PLATFORMS": "cpu"}
     # its output ends when all jobs have closed theirs
     with subprocess.Popen(
         ["./create.sh"], cwd=out, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -72,12 +76,11 @@ WRONG = {
     "--islands.devices=auto": "island-0 does not say how many GPUs it has",
     "--gpu.accelerator=": "launch sky needs gpu.accelerator",
     "--gpu.options=-p": "gpu.options has '-p'",
-    "--gpu.options=--x=$(reboot)": "gpu.options has '--x=$(reboot)'",
+    "--gpu.accelerator=H 100": "gpu.accelerator is 'H 100'",
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_a_cluster_must_know_is_asked_for(wrong: str) -> None:
-    with pytest.raises(ValueError, match="") as caught:
+    with pytest.raises(ValueError, match=re.escape(WRONG[wrong])):
         plan("sky", *GPU, *wrong.split("=", 1))
-    assert WRONG[wrong] in str(caught.value)

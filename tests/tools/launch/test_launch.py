@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco_jax.cli.main import main
-from tests.tools.launch.helpers import TESTDATA, plan, stand_ins
+from tests.tools.launch.helpers import GPU, TESTDATA, plan, stand_ins
 
 SMALL = str(TESTDATA / "small.yaml")
 
@@ -131,6 +131,22 @@ WRONG = {
     "--cloud.service_account=--x": "cloud.service_account is '--x'",
     "--cloud.syncer_machine_type=n$(reboot)": "cloud.syncer_machine_type is 'n$(reboot)'",
 }
+
+
+@pytest.mark.parametrize(
+    ("way", "overrides", "said"),
+    [
+        (
+            "tpu-vm",
+            ("--islands.each", "{}", "--islands.topology", "tpu7x:2x2x2", "--islands.zone", "us-east5-a"),
+            "runtime",
+        ),
+        ("slurm", (*GPU, "--cloud.bucket", "", "--data.path", "gs://{bucket}/web"), "cloud.bucket is empty"),
+    ],
+)
+def test_ways_say_what_they_cannot_do(way: str, overrides: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan(way, *overrides)
 
 
 @pytest.mark.parametrize("overrides", WRONG)

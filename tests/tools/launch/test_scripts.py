@@ -134,14 +134,16 @@ VARIANTS = (
     ("--cloud.capacity", "spot", "--cloud.external", "True", "--cloud.source_ranges", "34.1.2.0/24"),
     ("--cloud.capacity", "reservation", "--cloud.reservation", "mine", "--cloud.private", "True", "--cloud.nat", "out"),
     ("--cloud.capacity", "flex-start"),
+    ("--islands.each", "{}", "--islands.topology", "tpu7x:2x2x2", "--islands.zone", "us-central1-c"),
 )
+TRIED = {"gke": 5, "gce": 3, "tpu-vm": 4}  # of them, the first
 
 
 def calls_of_gcloud(folder: Path) -> list[list[str]]:
     """One call for each command and set of flags."""
     found: dict[tuple[str, ...], list[str]] = {}
-    for way in ("gke", "gce", "tpu-vm"):
-        for number, overrides in enumerate(VARIANTS[: 3 if way == "gce" else None]):
+    for way, count in TRIED.items():
+        for number, overrides in enumerate(VARIANTS[:count]):
             place = folder / f"{way}-{number}"
             place.mkdir()
             stage = Stage(place, plan(way, *overrides))
