@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 SYNCER = "syncer"  # the peer name of the syncer; no learner may take it
 NO_VERSION = -1
-STALE = "is stale"  # in words to a process of which a newer incarnation is known, and to nobody else
+STALE = "is stale"  # in words to a process of which a newer incarnation is known (also in sessions.py), to nobody else
 METRICS_MAX = 64  # values in one report of metrics
 METRIC_LENGTH_MAX = 64  # characters of a name
 SCORES_MAX = 256  # values in one Score

@@ -140,14 +140,10 @@ class ExchangedState:
         Raises:
           ValueError: names, dtypes, shapes or sizes are not those of this island, which is unchanged then.
         """
-        chosen = [self._whole()] if fragments is None else fragments
-        self.load_leaves(self.state_layout.read(state).__getitem__, chosen)
-
-    def load_leaves(self, leaf: Callable[[str], Shaped[np.ndarray, "..."]], fragments: Iterable[Fragment]) -> None:
-        """Take over a state that is known to be of this island's layout, as `load_state`; look up a leaf at a time."""
-        self.load_moments(leaf)
-        for fragment in fragments:
-            params = {path: leaf(PARAMS + path) for path in {part.path: None for part in fragment.slices}}
+        leaves = self.state_layout.read(state)
+        self.load_moments(leaves.__getitem__)
+        for fragment in [self._whole()] if fragments is None else fragments:
+            params = {part.path: leaves[PARAMS + part.path] for part in fragment.slices}
             self.overwrite(fragment, take(params, fragment))
 
     def load_moments(self, leaf: Callable[[str], Any]) -> None:

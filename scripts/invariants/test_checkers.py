@@ -168,8 +168,8 @@ class Hoarder(Syncer):
 class Hasty(Syncer):
     """Closes a round with whoever is there."""
 
-    def __init__(self, config: ProtocolConfig, *args: Any) -> None:
-        super().__init__(replace(config, quorum=1), *args)
+    def __init__(self, config: ProtocolConfig, *args: Any, **others: Any) -> None:
+        super().__init__(replace(config, quorum=1), *args, **others)
 
 
 class CountsTwice(RoundBook):

@@ -189,11 +189,11 @@ class Follower:
             return
         self._leaves.submit(self._guarded, lambda: self._answer(number, staged.loose(leaf)))
 
-    def _tell_saved(self, number: int) -> None:
-        self._answer(number, json.dumps(self._host.saved()).encode())
-
-    def _read_saved(self, number: int, state: str) -> None:
-        self._answer(number, reason=self._host.read(StateName.parse(json.loads(state))))
+    def _on_disk(self, command: commands.HostSaved | commands.HostRead) -> None:
+        if isinstance(command, commands.HostSaved):
+            self._answer(command.number, json.dumps(self._host.saved()).encode())
+        else:
+            self._answer(command.number, reason=self._host.read(StateName.parse(json.loads(command.state))))
 
     def _ask_leaf(self, name: str) -> np.ndarray:
         """Return a leaf of the state that the leader loads; none is kept here."""
@@ -241,10 +241,8 @@ class Follower:
                     die(f"the leader is gone ({item.reason})")
                 case commands.HostHave() as have:
                     self._received_leaves.put((have, item.payload))
-                case commands.HostSaved(number):
-                    self._leaves.submit(self._guarded, partial(self._tell_saved, number))
-                case commands.HostRead(number, state):
-                    self._leaves.submit(self._guarded, partial(self._read_saved, number, state))
+                case commands.HostSaved() | commands.HostRead() as command:
+                    self._leaves.submit(self._guarded, partial(self._on_disk, command))
                 case commands.HostConnect() | commands.HostArrival() as command:
                     self._link_does.put((command, item.payload))
                 case commands.HostEnd() as command:

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
 
 from diloco_jax.core.codec import Bytes
 from diloco_jax.core.fragments import Fragment, FragmentPlan
@@ -26,18 +25,9 @@ from diloco_jax.training.whole_state.staging import StagedState
 from diloco_jax.transport.group import commands
 
 Ranges = Sequence[tuple[int, int]]
+Outcome = Callable[[], str | None]  # of a state that is written: the reason why it was not, "" if it was, None before
 
 log = logging.getLogger(__name__)
-
-
-class Outcome(Protocol):
-    """The fate of a state that is being written."""
-
-    def done(self) -> bool:
-        """Tell whether it is over."""
-
-    def result(self) -> str:
-        """Wait for the end; the reason why it was not saved, "" if it was."""
 
 
 class Host:
@@ -241,15 +231,16 @@ class Host:
             return False
         if self._saving is not None:
             global_step, outcome = self._saving
-            if not outcome.done():
+            if (reason := outcome()) is None:
                 return False
-            if not outcome.result():
+            if not reason:
                 self._complete = global_step
         self._saving = (name.global_step, self._save_all(name, self._complete))
         return True
 
     def _save_all(self, name: StateName, kept: int) -> Outcome:
-        return self.save_own(name, kept)
+        saving = self.save_own(name, kept)
+        return lambda: saving.result() if saving.done() else None
 
     def save_own(self, name: StateName, kept: int) -> Future[str]:
         """Begin to write this process's shards; gives the reason why they could not be written."""

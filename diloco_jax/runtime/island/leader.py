@@ -7,7 +7,6 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from functools import partial
 from math import inf
 
@@ -93,22 +92,6 @@ class Questions:
         """Take a host's answer."""
         if self._open[number].add(host, reason, payload):
             del self._open[number]
-
-
-class AllSaved:
-    """The outcome of a state that this host and the others write."""
-
-    def __init__(self, own: Future[str], others: Answers) -> None:
-        self._own = own
-        self._others = others
-
-    def done(self) -> bool:
-        """See Outcome."""
-        return self._own.done() and self._others.done()
-
-    def result(self) -> str:
-        """See Outcome."""
-        return self._own.result() or self._others.problem()
 
 
 class LeadingHost(Host):
@@ -237,7 +220,13 @@ class LeadingHost(Host):
 
     def _save_all(self, name: StateName, kept: int) -> Outcome:
         others = self._questions.ask(lambda n: commands.HostSave(n, name.to_text(), kept))
-        return AllSaved(self.save_own(name, kept), others)
+        own = super()._save_all(name, kept)
+
+        def outcome() -> str | None:
+            reason = own()
+            return None if reason is None or not others.done() else reason or others.problem()
+
+        return outcome
 
     def end(self, status: int) -> None:
         """See Host.end."""

@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
-from typing import Any
 
 from diloco_jax.protocol.effects import Note
 from diloco_jax.protocol.messages import MetricsReport, Score, StepReport
@@ -114,19 +113,16 @@ class Watch:
         tokens = self._parts.stats.tokens if self.asked_tokens is None else self.asked_tokens
         if score.reason:
             self._alarm(f"{score.learner_id}: {score.reason}")
-        told = {"loss": score.loss, "bits_per_byte": bits, "scores": finite_or_none, "global_step": score.global_step}
-        self.on_eval(told | {"tokens": tokens, "learner": score.learner_id, "took_s": score.took_s}, now_s)
+        self.eval_loss, self.eval_bits, self.eval_scores = score.loss, bits, finite_or_none
+        record = {"kind": "eval", "t": now_s, "loss": score.loss, "bits_per_byte": bits, "scores": finite_or_none}
+        record |= {"global_step": score.global_step, "tokens": tokens}
+        self._telemetry.write(record | {"learner": score.learner_id, "took_s": score.took_s})
+        log.info(f"global step {score.global_step}: evaluation loss {score.loss:.4f}")
 
     def _alarm(self, words: str) -> None:
         log.warning(words)
         if words not in self.eval_alarms and len(self.eval_alarms) < ALARMS_MAX:
             self.eval_alarms.append(words)
-
-    def on_eval(self, result: dict[str, Any], now_s: float) -> None:
-        """Tell what an evaluation came to."""
-        self.eval_loss, self.eval_bits, self.eval_scores = result["loss"], result["bits_per_byte"], result["scores"]
-        self._telemetry.write({"kind": "eval", "t": now_s, **result})
-        log.info(f"global step {result['global_step']}: evaluation loss {result['loss']:.4f}")
 
     def wire(self) -> dict[str, int]:
         """Return the bytes that the run has moved."""

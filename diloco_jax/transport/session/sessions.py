@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from diloco_jax.protocol.messages import STALE
 from diloco_jax.transport.link import TransportConfig, TransportError, check_name
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.host_parts import HostSessions
@@ -180,7 +179,7 @@ class SessionBook(Generic[S]):
                 raise Refused(f"the session of the leader of {header.sender!r} is over", final=False)
         elif ours >= theirs:
             raise Refused(
-                f"{header.sender!r} incarnation {header.incarnation} {STALE}, a later connection with incarnation "
+                f"{header.sender!r} incarnation {header.incarnation} is stale, a later connection with incarnation "
                 f"{known.header.incarnation} is known: stop this process, or start it with a larger incarnation"
             )
 

@@ -204,7 +204,8 @@ def test_hosts_save_together_and_agree_on_what_all_of_them_have(pair: Pair, capl
         pair.step([(0, 8)], step)
         assert pair.leader.save(StateName(1, step, 10 * step, (step,)))
         assert not pair.leader.save(StateName(1, step, 99, (step,))), "one is being written"
-        assert pair.leader._saving is not None and pair.leader._saving[1].result() == ""
+        assert pair.leader._saving is not None
+        wait_for(lambda outcome=pair.leader._saving[1]: outcome() == "", "a save")
         kept = pair.moments()
         if step == 2:
             shutil.rmtree(pair.folder / "host-1-of-2")  # what the other host had is lost

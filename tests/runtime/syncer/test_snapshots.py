@@ -159,8 +159,7 @@ def test_one_at_a_time_in_the_background(tmp_path: Path, monkeypatch: pytest.Mon
     writer = SnapshotWriter(tmp_path, "run", model, 3)
     writer.submit(*taken(model, 1))
     assert begun.wait(30) and writer.busy, "so nobody captures another one"
-    go_on.set()
-    writer.wait()
+    writer.wait(go_on.set)  # who waits says that it is alive
     assert not writer.busy
     writer.submit(*taken(model, 3))
     writer.close()
@@ -184,6 +183,17 @@ def test_a_failure_is_told_and_the_next_one_is_tried(tmp_path: Path, monkeypatch
     assert writer.condition == ""
     writer.close()
     assert [path.name for path in checkpoint.complete(tmp_path)] == ["step_00000002"]
+
+
+def test_what_a_failed_snapshot_wrote_goes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(path: Path, piece: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    model = make_model()
+    monkeypatch.setattr(checkpoint, "_write", ends)
+    with pytest.raises(OSError, match="No space"):
+        write_snapshot(tmp_path, "run", model, *taken(model, 1), keep=3)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_rescued_model_never_replaces_a_snapshot(tmp_path: Path) -> None:
