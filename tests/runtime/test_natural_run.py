@@ -28,7 +28,7 @@ def test_it_trains_recovers_and_is_replayed_bit_for_bit(tmp_path: Path) -> None:
     config = write_config(
         tmp_path,
         islands={"count": 2, "devices": 1},
-        train={"steps": 100_000, "eval_every": 0, "settle_batches": 40},
+        train={"steps": 100_000, "eval_every": 12, "settle_batches": 40},
         model={"module": f"{HERE}:Everything", "args": {"vocab_size": 256, "dim": 32}},
         protocol={"sync_every": 6, "num_fragments": 3},
     )
@@ -59,8 +59,8 @@ def test_it_trains_recovers_and_is_replayed_bit_for_bit(tmp_path: Path) -> None:
     evaluated = call("eval", run_dir, "--json")
     loss = json.loads(evaluated.stdout)["loss"]
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert loss == pytest.approx(summary["eval_loss"], rel=1e-4)
     assert loss < 4.5, "below the uniform ln 256 = 5.5, with statistics that belong to the model"
     path = complete(run_dir / "checkpoints")[0]
     unsettled = Evaluator(load(config, ["--train.settle_batches", "0"])).evaluate(load_parameters(path)[0], 2)
     assert loss < unsettled["loss"], "the statistics that a model starts with are no use"
+    assert summary["eval_loss"] < unsettled["loss"], "an island settles them too, earlier in the run"
