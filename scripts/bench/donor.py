@@ -120,7 +120,7 @@ class Donor:
             if not delivery.message.donor_step:
                 self.wanted.set()
             elif self._staged:
-                part = StatePart(DONOR, 1, RECEIVER, 1, (0,), delivery.message.part, 0, 0, 0)
+                part = StatePart(DONOR, 1, RECEIVER, 1, delivery.message.part, 0, 0, 0)
                 self.sent_bytes += min(1 << 20, self._layout.bytes.num_bytes - (part.part << 20))
                 self._sender.part(self._link, part, self._staged[0])
 

@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="in each block")
     parser.add_argument("--nice", type=int, default=19, help="of the syncer: 19 is the lowest priority")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(accelerator=False)
     arguments = parser.parse_args()
     if len(arguments.devices) == 1:
         results = [_alone(arguments)]

@@ -15,7 +15,7 @@ from diloco_jax.protocol.learner.schedule_clock import ScheduleClock
 from diloco_jax.protocol.learner.start import Start
 from diloco_jax.protocol.leases import Batch, LeaseBook
 from diloco_jax.protocol.member import Held, Member
-from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment, Hello, PullRequest, StatePart, SyncerMessage
+from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment, Hello, PullRequest, Score, StatePart, SyncerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.comeback import Comeback
@@ -76,8 +76,8 @@ class Discreet(Downstream):
 class Patient(Syncer):
     """Never parts with a learner whose values are of no use."""
 
-    def __init__(self, config: ProtocolConfig, *args: Any) -> None:
-        super().__init__(replace(config, strikes_max=1000), *args)
+    def __init__(self, config: ProtocolConfig, *args: Any, **others: Any) -> None:
+        super().__init__(replace(config, strikes_max=1000), *args, **others)
 
 
 class Forgiving(Roster):
@@ -101,7 +101,19 @@ class Unasked(Learner):
 
     def _serve(self, effects: list[Effect]) -> None:
         if self.local_step > 0 and self.state == TRAINING:
-            effects += self.donor.serve(1_000_000, self.local_step, tuple(held.version for held in self.adopted))
+            effects += self.donor.serve(1_000_000, self.local_step)
+
+
+class Fanciful(Learner):
+    """Tells of versions that it has not evaluated."""
+
+    def on_evaluated(self, found: Score, now_s: float) -> list[Effect]:
+        return [
+            e._replace(message=e.message._replace(versions=tuple([v + 1 for v in e.message.versions])))
+            if isinstance(e, Send) and isinstance(e.message, Score)
+            else e
+            for e in super().on_evaluated(found, now_s)
+        ]
 
 
 class Uncritical(Learner):

@@ -29,6 +29,7 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.downstream import Downstream
+from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.rounds import Round
 from invariants import all as checkers
@@ -79,6 +80,7 @@ RECOVERY = FaultyScenario(
     state_parts=6,
     seed=2,
 )
+EVALUATED = replace(SCENARIO, plan=EvaluationPlan(30.0, 20))
 TOKENS = replace(ONE_FRAGMENT, tokens=400_000, config=replace(CONFIG, num_fragments=1))
 STEPS = replace(
     SCENARIO,
@@ -195,8 +197,8 @@ class Eager(Learner):
 class Crowded(Syncer):
     """Lets more rounds overlap than the configuration says."""
 
-    def __init__(self, config: ProtocolConfig, *args: Any) -> None:
-        super().__init__(replace(config, overlap_steps=config.overlap_steps + 2), *args)
+    def __init__(self, config: ProtocolConfig, *args: Any, **others: Any) -> None:
+        super().__init__(replace(config, overlap_steps=config.overlap_steps + 2), *args, **others)
 
 
 class Impatient(RoundBook):
@@ -307,6 +309,7 @@ BROKEN = [
     (checkers.RecoveryIsWhole, with_learner(broken.Uncritical, RECOVERY), "takes parameters that are based on"),
     (checkers.RecoveryIsWhole, with_learner(broken.Hoards, RECOVERY), "holds copies of steps|ends with copies"),
     (checkers.RecoveryIsWhole, with_learner(broken.Slow, MANY_PARTS), "global steps to get a state"),
+    (checkers.ScoresAreOfTheModel, with_learner(broken.Fanciful, EVALUATED), "is of"),
     (checkers.LeasesAccount, with_syncer(broken.GivesTwice), "was leased to island-. while it was out"),
     (checkers.LeasesAccount, with_syncer(broken.Optimist), "its tape says"),
     (checkers.LeasesAccount, with_syncer(broken.Overcounter, ONE_FRAGMENT), "its tape says"),

@@ -164,8 +164,7 @@ class Honest:
             versions = tuple(held.version for held in report.adopted)
             return m.Score(name, incarnation, asked.number, 0, versions, 2.0, 3.0, 64, (), 0.5, "")
         if isinstance(asked, m.StatePull):
-            versions = tuple(held.version for held in report.adopted)
-            return m.StatePart(name, incarnation, asked.receiver, step, versions, asked.part, 6, 9, 8)
+            return m.StatePart(name, incarnation, asked.receiver, step, asked.part, 6, 9, 8)
         return m.StateRequest(name, incarnation, report.global_step, "", 0, 0)
 
 
@@ -279,8 +278,7 @@ def learner_event(
         said = message_of(SYNCER_TYPES[event % len(SYNCER_TYPES)], source)
     elif event < 180 and wanted:
         ask = wanted.pop(0)
-        versions = tuple(held.version for held in machine.adopted)
-        said = changed(m.StatePart(ask.donor or "b", 1, "a", ask.donor_step or 9, versions, ask.part, 6, 9, 8), source)
+        said = changed(m.StatePart(ask.donor or "b", 1, "a", ask.donor_step or 9, ask.part, 6, 9, 8), source)
     if said is not None:
         heard = through_the_wire(said)
         return machine.on_message(typing.cast(m.SyncerMessage, heard), now_s) if heard is not None else []
@@ -303,7 +301,7 @@ EXAMPLES: tuple[m.Message, ...] = tuple(
     for message in (
         m.Heartbeat("a", 1),
         greeting("a"),
-        m.StatePart("a", 1, "b", 3, (0, 1, 2), 0, 2, 99, 10),
+        m.StatePart("a", 1, "b", 3, 0, 2, 99, 10),
         m.StepReport("a", 1, 1, 64, 0, (m.Adopted(0, 0, 0),) * FRAGMENTS, 0.5, 2.0, 4, 256),
         *(
             message_of(kind, Source(bytes([step]) * 40))
