@@ -41,6 +41,7 @@ from diloco_jax.protocol.messages import NO_VERSION, AnchorValue, FragmentValue,
 from diloco_jax.runtime.model.global_model import make_shares
 from diloco_jax.runtime.records.checkpoint import complete
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CHECKPOINTS
+from diloco_jax.runtime.records.signals import give_memory_back
 from diloco_jax.settings.run import RunConfig, fingerprint
 from diloco_jax.settings.text import load
 from diloco_jax.tools.budget.links import payload_bytes
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=0, help="merge shards; their memory is not counted")
     parser.add_argument("--step-s", type=float, default=0.2, help="of a learner")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    give_memory_back()  # four learners read whole values here at once
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="diloco-memory-") as folder:
         result = Bench(Path(folder), arguments).run()
