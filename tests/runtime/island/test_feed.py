@@ -22,12 +22,12 @@ class Source:
     def __init__(self, ready: int = 10**6) -> None:
         self.gate = threading.Semaphore(ready)
         self.read: list[Key] = []
-        self.threads: set[str] = set()
+        self.threads: set[threading.Thread] = set()
 
     def batch(self, key: Key, rows: Any = None) -> Sample:
         assert self.gate.acquire(timeout=WAIT_S)
         self.read.append(key)
-        self.threads.add(threading.current_thread().name)
+        self.threads.add(threading.current_thread())
         if key[0][0] < 0:
             raise OSError("the disk is gone")
         return {"x": np.arange(*key[0])}
@@ -57,7 +57,7 @@ def test_so_many_batches_are_read_ahead_each_once_and_on_one_thread() -> None:
     settle(reader)
     reader.close()
     assert source.read == [key(number) for number in range(6)], "two beyond the last one that was asked for"
-    assert len(source.threads) == 1 and not {thread.name for thread in threading.enumerate()} & source.threads
+    assert len(source.threads) == 1 and not {*threading.enumerate()} & source.threads
 
 
 def test_what_was_given_up_is_dropped_and_nothing_is_read_twice() -> None:

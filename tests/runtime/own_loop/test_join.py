@@ -80,7 +80,7 @@ def notes(run_dir: Path, kind: str, name: str) -> int:
 def test_islands_die_and_return_the_syncer_dies_and_one_is_drained(tmp_path: Path, run_dir: Path) -> None:
     process = start("train", write(tmp_path, train={"steps": 500}), "--quiet", "--run-dir", run_dir, step_s=0.04)
     wait_for(lambda: notes(run_dir, "merged", "island-1") > 3, "merges of island-1")
-    wait_for(lambda: any((run_dir / "checkpoints" / "learners" / "island-1").glob("step_*[0-9]")), "a saved state")
+    wait_for(lambda: any((run_dir / "states" / "island-1").rglob("step_*.json")), "a saved state")
     os.kill(island_pid(run_dir, "island-1"), signal.SIGKILL)
     wait_for(lambda: notes(run_dir, "joined", "island-1") == 2, "the return of island-1")
     tapes = lambda: [path.read_text() for path in (run_dir / "tapes").glob("island-1.*")]  # noqa: E731
