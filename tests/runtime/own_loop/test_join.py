@@ -78,7 +78,7 @@ def notes(run_dir: Path, kind: str, name: str) -> int:
 @pytest.mark.net
 @pytest.mark.timeout(240)
 def test_islands_die_and_return_the_syncer_dies_and_one_is_drained(tmp_path: Path, run_dir: Path) -> None:
-    process = start("train", write(tmp_path, train={"steps": 500}), "--quiet", "--run-dir", run_dir, step_s=0.04)
+    process = start("train", write(tmp_path, train={"steps": 700}), "--quiet", "--run-dir", run_dir, step_s=0.04)
     wait_for(lambda: notes(run_dir, "merged", "island-1") > 3, "merges of island-1")
     wait_for(lambda: any((run_dir / "states" / "island-1").rglob("step_*.json")), "a saved state")
     os.kill(island_pid(run_dir, "island-1"), signal.SIGKILL)
@@ -89,9 +89,9 @@ def test_islands_die_and_return_the_syncer_dies_and_one_is_drained(tmp_path: Pat
     os.kill(syncer, signal.SIGKILL)
     before = status(run_dir)["global_step"]
     wait_for(lambda: status(run_dir).get("epoch") == 2 and status(run_dir)["global_step"] > before + 5, "failover")
-    assert call("drain", "island-0", run_dir).returncode == 0
+    wait_for(lambda: call("drain", "island-0", run_dir).returncode == 0, "island-0 at the new syncer, and its drain")
     wait_for(lambda: notes(run_dir, "left", "island-0"), "the farewell of island-0")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert process.returncode == 0 and summary["complete"], output
     assert "1 compiled step" in (run_dir / "logs/island-1.log").read_text()
