@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.tools.launch.gcloud_flags import EVERYWHERE, FLAGS, command_of, flags
 from tests.tools.launch.helpers import GPU, Stage, plan
 
 WAYS = ("gke", "gce", "tpu-vm")
+SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 
 @pytest.fixture(params=WAYS)
@@ -155,12 +157,12 @@ def calls_of_gcloud(folder: Path) -> list[list[str]]:
     return list(found.values())
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+@pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed")
 @pytest.mark.parametrize("way", [*WAYS, "slurm", "sky"])
 def test_shellcheck_finds_nothing(way: str, tmp_path: Path) -> None:
     stage = Stage(tmp_path, plan(way, *(GPU if way in ("slurm", "sky") else ())))
     shells = [str(path) for path in sorted(stage.out.rglob("*")) if path.suffix in (".sh", ".sbatch")]
-    checked = subprocess.run(["shellcheck", "-x", "-P", str(stage.out), *shells], capture_output=True, text=True)
+    checked = subprocess.run([str(SHELLCHECK), "-x", "-P", str(stage.out), *shells], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
 
 
