@@ -49,6 +49,8 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.protocol.pacing import ProtocolConfig
 
 PARTS_IN_FLIGHT = 4
+PATIENCE = 2.0  # times the longest wait for a part so far: what a narrow link still carries is not asked for twice
+PATIENCE_LEASES = 4.0  # at most so many leases
 PARTS_MAX = 1 << 22  # of one state; with parts of 1 MiB that is 4 TiB
 STATES_MAX = 2  # copies that a donor keeps at a time
 
@@ -75,6 +77,8 @@ class Receiver:
         self._asked = 0  # parts asked for so far
         self._attempts = 0
         self._resend_wait_s = config.resend_s
+        self._heard_s = 0.0  # when a part came, or the first one was asked for
+        self._longest_s = 0.0  # between two parts
 
     def begin(self, clock: int, now_s: float) -> list[Effect]:
         """Ask for a state of a donor that has seen `clock`."""
@@ -83,7 +87,7 @@ class Receiver:
 
     def _ask_anybody(self, clock: int, now_s: float) -> list[Effect]:
         effects = self._forget()
-        self._clock, self._asked = clock, 1
+        self._clock, self._asked, self._heard_s = clock, 1, now_s
         self._wait(now_s)
         return [*effects, self._request(0)]
 
@@ -118,7 +122,9 @@ class Receiver:
         if clock - self._clock > self._config.transfer_steps_max:
             return self._abandon(clock, now_s)
         self._kept.add(message.part)
-        self._resend_wait_s = self._config.resend_s
+        self._longest_s, self._heard_s = max(self._longest_s, now_s - self._heard_s), now_s
+        patience_s = min(PATIENCE * self._longest_s, PATIENCE_LEASES * self._config.lease_s)
+        self._resend_wait_s = max(self._config.resend_s, patience_s)
         self._wait(now_s)
         effects: list[Effect] = [KeepPart(message.part, message.parts)]
         while self._asked < min(self._count, len(self._kept) + PARTS_IN_FLIGHT):
@@ -171,6 +177,7 @@ class Receiver:
 
     def on_connected(self, now_s: float) -> list[Effect]:
         """The link is back: go on where it broke."""
+        self._heard_s = now_s
         return [] if self.over or self.complete else self._repeat(now_s)
 
     def on_tick(self, clock: int, now_s: float) -> list[Effect]:
@@ -181,7 +188,7 @@ class Receiver:
             return self._ask_anybody(clock, now_s)
         if clock - self._clock > self._config.transfer_steps_max:
             return self._abandon(clock, now_s)
-        self._resend_wait_s = min(2 * self._resend_wait_s, self._config.lease_s)
+        self._resend_wait_s = max(self._resend_wait_s, min(2 * self._resend_wait_s, self._config.lease_s))
         return self._repeat(now_s)
 
     def _repeat(self, now_s: float) -> list[Effect]:

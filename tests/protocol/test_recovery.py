@@ -129,13 +129,32 @@ def test_repeats_only_what_is_missing_each_time_later() -> None:
     assert list(found) == [2.5, 6.5, 14.5, 30.5, 50.5, 70.5], "after 2, 4, 8, 16 s, then every lease"
 
 
-def test_a_part_makes_it_patient_anew() -> None:
+def test_a_part_makes_it_as_patient_as_parts_took() -> None:
     it = receiver()
     it.begin(10, 0.0)
-    it.on_tick(10, 2.0)
-    it.on_tick(10, 6.0)
-    it.on_part(part(0), 10, 7.0)
-    assert it.resend_s == 9.0
+    it.on_part(part(0), 10, 0.5)
+    assert it.resend_s == 2.5, "at least resend_s"
+    it.on_tick(10, 2.5)
+    it.on_tick(10, 6.5)
+    it.on_part(part(1), 10, 7.5)
+    assert it.resend_s == 21.5, "twice the 7 s that it took"
+    it.on_part(part(2), 10, 21.0)
+    it.on_part(part(3), 10, 71.0)
+    assert it.resend_s == 71.0 + 4 * 20.0, "at most four leases"
+
+
+def test_what_a_narrow_link_still_carries_is_not_asked_for_twice() -> None:
+    """A link that carries a part in 3 s, one after the other, with a limit of 2 s that is meant for wide ones."""
+    it, asked, carried, now_s = receiver(recovery_turns=100), [0], 0, 0.0
+    it.begin(clock=10, now_s=0.0)
+    while not it.complete:
+        arrives_s = now_s + 3.0  # of the oldest request that the link has not carried
+        while it.resend_s is not None and it.resend_s < arrives_s:
+            asked += [effect.message.part for effect in it.on_tick(10, it.resend_s)]
+        now_s, number = arrives_s, asked[carried]
+        carried += 1
+        asked += [effect.message.part for effect in it.on_part(part(number), 10, now_s) if isinstance(effect, Send)]
+    assert sorted(set(asked)) == list(range(9)) and len(asked) <= 11, asked
 
 
 def test_a_repeated_request_names_the_same_clock() -> None:
