@@ -219,7 +219,7 @@ def test_moments_that_travel_for_five_turns_arrive_and_no_round_waits_for_them(t
         islands={"count": 2, "devices": 1},
         train={"steps": 1_000_000, "eval_every": 0, "batch_size": 2, "seq_len": 16},
         model={"args": {**LARGE, "dim": 128, "num_heads": 2, "num_kv_heads": 2, "mlp_dim": 512, "seq_len_max": 16}},
-        protocol={**PROTOCOL, "sync_every": turn, "num_fragments": fragments, "recovery_turns": 30},
+        protocol={**PROTOCOL, "sync_every": turn, "num_fragments": fragments, "recovery_turns": 60},
         transport={"stripes": 1},
         wire={"states": "bfloat16"},
         step_s=0.25,
