@@ -99,7 +99,6 @@ class Layout:
         return flat
 
     def leaf_digests(self, flat: Float32[np.ndarray, "n"]) -> list[int]:
-        """Return the digest of each leaf."""
         return [leaf_digest(flat[self.where(leaf)]) for leaf in self.leaves]
 
 
@@ -116,7 +115,6 @@ def make_layout(pieces: Iterable[Piece]) -> Layout:
 
 
 def whole(fragment: Fragment) -> Layout:
-    """Return the layout of a whole fragment."""
     return make_layout(Piece(key, 0, math.prod(shape), shape) for key, shape in fragment.keys_shapes)
 
 

@@ -37,7 +37,6 @@ class Shares:
 
     @property
     def count(self) -> int:
-        """Return the number of shards."""
         return len(self.parts)
 
     def holders(self, fragment_id: int) -> tuple[int, ...]:

@@ -78,7 +78,6 @@ class Cluster:
 
     @property
     def finished_s(self) -> float:
-        """Time at which the syncer was done."""
         return self.host.process.finished_s
 
     @property

@@ -29,7 +29,6 @@ class Engine:
 
     @property
     def events(self) -> int:
-        """Events handled so far."""
         return self._number - len(self._heap)
 
     def at(self, time_s: float, action: Action, argument: Any = None) -> None:

@@ -150,7 +150,6 @@ class MeshLayout:
 
     @property
     def replicated(self) -> NamedSharding:
-        """Return the sharding of an array that every device holds as a whole."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property

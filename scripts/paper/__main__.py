@@ -12,8 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from diloco_jax.sim.goodput.cells import run_cells
-from diloco_jax.sim.goodput.simulate import Settings, read_settings
+from diloco_jax.sim.goodput.simulate import Settings, read_settings, run_cells
 from paper import table13
 from paper.goodput import TABLES
 

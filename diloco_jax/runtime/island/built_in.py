@@ -70,5 +70,4 @@ class BuiltInLoop:
         return {**metrics, DATA_WAIT: self._feed.waited_s()}
 
     def close(self) -> None:
-        """Read no more."""
         self._feed.close()

@@ -109,7 +109,6 @@ class Feed:
         return waited_s
 
     def close(self) -> None:
-        """Read no more."""
         self._reader.close()
 
     def _read(self, key: Key) -> Sample:
@@ -117,7 +116,6 @@ class Feed:
 
 
 def count(ranges: Ranges) -> int:
-    """Return the number of samples in ranges."""
     return sum(stop - start for start, stop in ranges)
 
 

@@ -32,7 +32,6 @@ class Signals:
 
     @property
     def failed(self) -> bool:
-        """Tell whether a thread has ended the learner."""
         return self._failure is not None
 
     def check(self) -> None:

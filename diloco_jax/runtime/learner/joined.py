@@ -69,7 +69,6 @@ class Joining(NamedTuple):
     hosts: Hosts | None = None  # the island's processes, if there are several
 
     def dialler(self, plan: FragmentPlan) -> Dialler:
-        """Return what connects this process to the syncer."""
         return make_dialler(self.config, plan, self.learner_id, self.incarnation, self.address, self.hosts)
 
     def saved_states(self) -> SavedStates:

@@ -17,8 +17,7 @@ import jax
 from diloco_jax.protocol.messages import METRIC_LENGTH_MAX, METRICS_MAX
 from diloco_jax.protocol.watch.stats import WAITING
 from diloco_jax.runtime.island.feed import DATA_WAIT
-from diloco_jax.runtime.trackers.aside import Aside, close_all
-from diloco_jax.runtime.trackers.outlets import find_callbacks
+from diloco_jax.runtime.trackers.outlets import Aside, close_all, find_callbacks
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import DEVICE_PEAK_FLOPS
 from diloco_jax.training.flops import model_flops

@@ -117,7 +117,6 @@ class Child:
         return self.hosts[0].log
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to all processes that live."""
         for each in self.hosts:
             if each.process.poll() is None:
                 each.process.send_signal(number)
@@ -133,7 +132,6 @@ class Child:
                 each.process.wait()
 
     def obituary(self) -> str:
-        """Say how it ended, and repeat its last line."""
         return (self.first or self.hosts[0]).obituary()
 
 

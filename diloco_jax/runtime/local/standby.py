@@ -61,7 +61,6 @@ class Spares:
         return Process(name, spare.process, self._run_dir / LOGS / f"{name}.log")
 
     def end(self) -> None:
-        """End all of them."""
         for spare in self._spares.values():
             spare.process.kill()
             spare.process.wait()

@@ -136,12 +136,10 @@ class GlobalModel:
 
     @property
     def versions(self) -> list[int]:
-        """Return the newest version of every fragment."""
         return [mark.version for mark in self._marks]
 
     @property
     def digests(self) -> list[int]:
-        """Return the digest of every fragment's newest version."""
         return [mark.digest for mark in self._marks]
 
     def capture(self, bounded: bool = False) -> Capture:

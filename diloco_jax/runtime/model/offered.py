@@ -69,7 +69,6 @@ class OfferedModel:
 
 
 def layout_of(shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, Kind]) -> str:
-    """Describe a model."""
     rows = {path: [list(shapes[path]), kinds[path].form, kinds[path].stack] for path in sorted(shapes)}
     return json.dumps(rows, separators=(",", ":"))
 

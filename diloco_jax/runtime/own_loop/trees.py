@@ -73,7 +73,6 @@ class LoopState:
 
     @property
     def has_moments(self) -> bool:
-        """Tell whether there is an optimizer's state."""
         return self._opt_tree.num_leaves > 0
 
     def exchanged(self, wire: Any, rebase: bool) -> ExchangedState:

@@ -69,7 +69,6 @@ class LineFile:
         self.position += len(data)
 
     def close(self) -> None:
-        """Close the file; safe to call again."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -80,7 +80,6 @@ class TapeFile:
             raise TapeStopped(f"stopped while {self.condition}")
 
     def close(self) -> None:
-        """Close the file; safe to call again."""
         self._file.close()
 
 

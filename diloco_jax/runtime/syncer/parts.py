@@ -44,7 +44,6 @@ class RunClock:
         self._zero_s = time.monotonic() - max(last_s, wall_s - began_s)
 
     def now_s(self) -> float:
-        """Return the seconds since the run began."""
         return time.monotonic() - self._zero_s
 
 

@@ -126,7 +126,6 @@ class SnapshotWriter:
 
     @property
     def busy(self) -> bool:
-        """Tell if a snapshot is being written."""
         return self._writing is not None and not self._writing.done()
 
     def submit(self, capture: Capture, snapshot: Snapshot) -> None:

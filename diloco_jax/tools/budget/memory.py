@@ -78,7 +78,6 @@ def size(num_bytes: float) -> str:
 
 
 def num_parameters(blueprint: Blueprint) -> int:
-    """Count the parameters of a model."""
     return sum(map(math.prod, blueprint.shapes.values()))
 
 

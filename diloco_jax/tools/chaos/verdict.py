@@ -100,7 +100,6 @@ def longest_waits(run_dir: Path, recoveries: Sequence[Recovery]) -> dict[str, fl
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return the result in words."""
     lines = [f"{'kind':<12} {'faults':>6} {'recovered':>10} {'median s':>9} {'max s':>8}"]
     for kind, row in result["by_kind"].items():
         times = row["recovery_s"]

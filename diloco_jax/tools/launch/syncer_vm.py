@@ -81,7 +81,6 @@ def metadata(words: list[str], secret: str) -> str:
 
 
 def syncer_script(config: RunConfig) -> str:
-    """Write what is done for the syncer's machine."""
     name, zone, region = "$RUN-syncer", ("--zone", "$SYNCER_ZONE"), ("--region", "$SYNCER_REGION")
     external = config.cloud.external
     subnet = () if external else ("--subnet", "$SUBNETWORK")

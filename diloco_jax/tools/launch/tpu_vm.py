@@ -21,7 +21,6 @@ HOME = "diloco"  # folder on the TPU VM
 
 
 def island_script(config: RunConfig, each: IslandMachines) -> str:
-    """Write what is done for one island."""
     name, zone = each.resource, ("--zone", each.zone)
     generation = each.topology.generation
     asked = asked_of(config.cloud, "tpu-vm")
@@ -63,7 +62,6 @@ def _wait(state: str, each: IslandMachines) -> str:
 
 
 def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
-    """Write this way's words of README.md."""
     first = slices[0]
     where = f"--zone {first.zone} --project {config.cloud.project}"
     return Guide(

@@ -15,9 +15,8 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.sim.goodput.assumptions import Assumptions
 from diloco_jax.sim.goodput.bandwidth import Rounds
-from diloco_jax.tools.budget.links import link_needs
 from diloco_jax.tools.budget.memory import num_parameters
-from diloco_jax.tools.budget.needs import IslandOutline, outlines, plan_of
+from diloco_jax.tools.budget.needs import IslandOutline, link_needs, outlines, plan_of
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.flops import model_flops
 
@@ -50,7 +49,6 @@ class Case:
 
     @property
     def sites(self) -> int:
-        """Count the data centres."""
         return self.given.sites or self.learners
 
     @property
@@ -60,7 +58,6 @@ class Case:
 
     @property
     def chips(self) -> int:
-        """Count the chips of all learners."""
         return self.given.chips or sum(each.outline.chips for each in self.kinds)
 
     @property
@@ -75,7 +72,6 @@ class Case:
 
     @property
     def parameters(self) -> int:
-        """Count the parameters of the model."""
         return num_parameters(self.blueprint)
 
     @property

@@ -14,7 +14,6 @@ _INDENT = " " * 14
 
 
 def describe(result: Row) -> str:
-    """Write the result of `forecast` as text."""
     parts = [_run, _bytes, _rates, _link, _latency, _syncer, _memory, _recovery, _goodput, _cost, _advice]
     return "\n\n".join("\n".join(part(result)) for part in parts)
 

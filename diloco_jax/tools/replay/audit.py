@@ -92,7 +92,6 @@ def _check_reads(path: Path, findings: Findings) -> None:
 
 
 def describe(result: Mapping[str, Any]) -> str:
-    """Return a result in words."""
     lines = [
         f"{result['leased']} samples were handed out in {result['rounds']} merged rounds: {result['merged']} merged, "
         f"{result['overwritten']} overwritten, {result['released']} released to be leased again, {result['out']} out",

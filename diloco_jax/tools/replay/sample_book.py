@@ -73,7 +73,6 @@ class Findings:
         self.granted: dict[Life, list[Range]] = {}
 
     def add(self, text: str) -> None:
-        """Write one breach down."""
         self.count += 1
         if len(self.texts) < VIOLATIONS_MAX:
             self.texts.append(text)

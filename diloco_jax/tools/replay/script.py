@@ -90,7 +90,6 @@ class _Reader:
         self._reported: dict[LearnerLife, int] = {}
 
     def take(self, line: list[Any], effects: list[Effect]) -> None:
-        """Take one input and what it led to."""
         kind, events = line[0], self.script.events
         if kind == "merged":
             order, lives = self._orders.pop(line[2])

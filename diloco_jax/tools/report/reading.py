@@ -70,7 +70,6 @@ def _shown(source: Source, sample: Sample) -> str:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """Write the counts for people."""
     lines = [f"{result['samples']:,} samples of {result['tokens']:,} tokens in all, ids below {result['vocab_size']:,}"]
     for name, each in result["sources"].items():
         documents = f"{each['documents']:,} documents, " if each["documents"] is not None else ""

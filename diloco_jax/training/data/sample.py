@@ -14,17 +14,14 @@ SEGMENTS = "segments"  # the number of each id's document within the sample, fro
 
 
 def stack(samples: Sequence[Sample]) -> Sample:
-    """Return a batch of these samples."""
     return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
 def batch_shapes(sample: Sample, size: int) -> Shapes:
-    """Return the shapes of a batch of so many samples like this one."""
     return {name: jax.ShapeDtypeStruct((size, *value.shape), value.dtype) for name, value in sample.items()}
 
 
 def batch_size(batch: Sample) -> int:
-    """Return the number of samples of a batch."""
     return len(next(iter(batch.values())))
 
 

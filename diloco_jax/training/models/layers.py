@@ -38,7 +38,6 @@ class Linear(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
-        """Apply the map to the last dimension."""
         y = x @ gather(self.kernel[...].astype(self.dtype), *self.names)
         if self.bias is None:
             return y
@@ -55,7 +54,6 @@ class OffsetNorm(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-        """Normalise the last dimension."""
         full = x.astype(jnp.float32)
         scale = (1 + self.scale[...]).reshape((1,) * (x.ndim - 1) + (-1,))
         full = full * jax.lax.rsqrt(jnp.mean(jnp.square(full), axis=-1, keepdims=True) + self.epsilon)

@@ -110,7 +110,6 @@ class MoeBlock(Block):
     config: MoeConfig
 
     def init_mlp(self, rngs: nnx.Rngs) -> None:
-        """Draw the parameters of the router and of the experts."""
         c = self.config
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ROUTER_AXES)
         each = nnx.initializers.lecun_normal(batch_axis=0)

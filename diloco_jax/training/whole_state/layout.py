@@ -40,7 +40,6 @@ class StateLeaf(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Return its size in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 

@@ -36,7 +36,6 @@ class Shard(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Return its size in bytes."""
         return math.prod(self.size) * np.dtype(self.dtype).itemsize
 
 

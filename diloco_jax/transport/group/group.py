@@ -204,7 +204,6 @@ class GroupMember:
             )
 
     def send(self, reply: Reply, payload: Payload = b"") -> None:
-        """Queue a reply to the leader; never blocks. See GroupLeader.send."""
         _send(self._session, reply, payload, REPLIES)
 
     def receive(self, timeout_s: float) -> GroupItem | None:

@@ -61,7 +61,6 @@ class HostParts:
         return parts
 
     def clear(self) -> None:
-        """Forget all."""
         self._values.clear()
         self.held_bytes = 0
 
@@ -79,7 +78,6 @@ class HostSessions(Generic[S]):
         self.add(leader)
 
     def get(self, host: int) -> S | None:
-        """Return the session of a host, if it is here."""
         with self._lock:
             return self._sessions.get(host)
 

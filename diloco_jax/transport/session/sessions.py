@@ -258,7 +258,6 @@ class Drains:
                 request.done.set()
 
     def close(self) -> None:
-        """Take no more requests."""
         with self._lock:
             self._closed = True
 

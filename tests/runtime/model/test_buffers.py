@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_jax.runtime.model.buffers import FREE_MAX, Buffers
+from diloco_jax.runtime.model.model_share import FREE_MAX, Buffers
 
 
 def test_buffers_are_written_again_and_bounded() -> None:
