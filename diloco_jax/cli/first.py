@@ -1,7 +1,5 @@
 """Subcommands for the first minutes: a config, its schema for editors, completion for shells, and the data."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

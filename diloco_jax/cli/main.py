@@ -3,8 +3,6 @@
 `runtime/records/signals.py` has the exit statuses; wrong input gets one message and no traceback.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

@@ -6,8 +6,6 @@ at most 2^18 elements of one piece. Pieces of a cut slice begin at multiples of 
 are the same however many shards there are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

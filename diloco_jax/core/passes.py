@@ -10,8 +10,6 @@ A piece of a stack has coefficients for each of its units, which are tensors of 
 Leaves may be worked on in any order, by any number of threads and processes: sums over leaves are exact (math.fsum).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -7,8 +7,6 @@ would be by one process: any number of shards gives the same bits.
 Both sides compute this from the plan and the settings; nothing of it travels.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Pages with charts: one file with its style sheet and its script inside, which needs no network."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path

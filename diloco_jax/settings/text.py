@@ -3,8 +3,6 @@
 config = load("configs/quickstart.yaml", ["--outer.learning_rate", "0.4"])
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

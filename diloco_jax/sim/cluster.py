@@ -1,7 +1,5 @@
 """M real learner machines and a real syncer machine on virtual time, driven as the runtime drives them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 
 from diloco_jax.protocol.learner.machine import Learner

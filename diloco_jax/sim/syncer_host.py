@@ -1,7 +1,5 @@
 """The syncer's machine, its disk, and the process that serves learners."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from diloco_jax.protocol.syncer.machine import Syncer

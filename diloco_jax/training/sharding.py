@@ -5,8 +5,6 @@ the experts of a mixture, `tensor` shards heads, the MLP's width and the vocabul
 any mesh runs any model.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

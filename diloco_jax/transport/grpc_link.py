@@ -5,8 +5,6 @@ payload, and some that share the payloads, since one connection alone does not f
 The synchronous API is used on purpose: its client is the one that stays stable when connections break often.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -12,8 +12,6 @@ are those between the first and the last version of a life; the bound is that of
 round must move at the rate of a copy in memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 Settings of the simulation may follow, as those of `diloco simulate`: --hardware.step-s 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

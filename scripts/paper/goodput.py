@@ -1,7 +1,5 @@
 """The paper's tables of goodput, with its numbers beside ours, and simulations that show what simulating costs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Settings: islands that differ, slices against Google Cloud's tables, and the schema that editors use."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

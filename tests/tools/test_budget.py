@@ -1,7 +1,5 @@
 """What doctor, preflight, plan and launch say of the same config: the same numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

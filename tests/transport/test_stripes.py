@@ -1,7 +1,5 @@
 """A session over several bulk connections: any number of them, cut in the middle, with a reader that does not read."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

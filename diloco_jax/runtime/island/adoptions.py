@@ -3,8 +3,6 @@
 An island takes a global value with its own share in it, or as if it had never sent one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

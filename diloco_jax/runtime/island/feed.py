@@ -1,7 +1,5 @@
 """The way of samples to an island: read ahead on a thread of their own, copied to the devices while a step runs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

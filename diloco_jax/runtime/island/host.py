@@ -4,8 +4,6 @@ An island of one process has one `Host`. With several each has one, and all do t
 programs of their devices meet: the leader's is a `LeadingHost`, which tells the others (leader.py, follower.py).
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """The leader's side of an island of several hosts: before it does anything, it tells the others, in the same order."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

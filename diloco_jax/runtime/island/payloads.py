@@ -4,8 +4,6 @@ A round waits for a fragment's value and a restarted syncer for an anchor; a joi
 and must not slow the donor's steps (spare_time.py).
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """The learner's machine as its threads use it: one input at a time, with its effects executed before the next one."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

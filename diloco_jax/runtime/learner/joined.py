@@ -16,8 +16,6 @@ Threads
 Nothing that the network or the disk does makes a step wait, outside lockstep (docs/protocol.md).
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

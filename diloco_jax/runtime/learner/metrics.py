@@ -3,8 +3,6 @@
 Names are bounded for the life of a learner, so that one with a number in it cannot fill trackers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

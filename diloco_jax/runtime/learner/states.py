@@ -1,7 +1,5 @@
 """Whole states in the hands of one learner: a donor's that arrives, its own on disk, and copies of the present one."""
 
-from __future__ import annotations
-
 import logging
 
 from diloco_jax.protocol.effects import AdoptState

@@ -14,8 +14,6 @@ of the step, so a value that went into a merge has its steps on a tape, whatever
     ["end", reason, [digest of each fragment held]]
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Compiling takes an emulated island several times as long as everything else befo
 share cores would all do it at the same time. Real accelerators are left to their islands.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

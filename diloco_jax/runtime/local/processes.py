@@ -1,7 +1,5 @@
 """The processes of a local run, as their supervisor sees them; those of an island live and die together."""
 
-from __future__ import annotations
-
 import re
 import signal
 import socket

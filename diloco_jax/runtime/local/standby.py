@@ -6,8 +6,6 @@ spare loads the model and its programs on them; an accelerator is its island's a
 imports.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -10,8 +10,6 @@ A version comes about as the version before it plus what the encoded step says, 
 the other has the same bits as this model.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -8,8 +8,6 @@ and what was captured stays as it was while the run goes on. Memory that no stat
 Of older versions the encoded steps between them are kept, not the values (docs/decisions/0040-syncer-memory.md).
 """
 
-from __future__ import annotations
-
 import mmap
 import weakref
 from collections.abc import Callable, Mapping, Sequence

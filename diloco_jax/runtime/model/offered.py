@@ -5,8 +5,6 @@ float32, little-endian, tensor after tensor in that order. Initial values are ke
 that starts again has them before it reads its tape.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -4,8 +4,6 @@ A line goes to the operating system with one call, so what a killed process had 
 refuses, in whole or in part, is taken back: the file ends where its last whole line does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging

@@ -4,8 +4,6 @@ A decision that is not on the tape could not be repeated after a restart, so no 
 written. While the disk refuses it the syncer waits, and says so; learners train on meanwhile.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

@@ -1,7 +1,5 @@
 """The objects of one process of a syncer that whoever begins, drives, watches and saves it shares, and its clock."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

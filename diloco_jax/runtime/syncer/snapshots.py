@@ -10,8 +10,6 @@ syncer needs to go on as if nothing had happened:
     stats               what the machine does not count (stats.py)
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping

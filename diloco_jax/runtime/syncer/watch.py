@@ -1,7 +1,5 @@
 """The syncer's words about its run: telemetry, log, and the status that people ask for."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence

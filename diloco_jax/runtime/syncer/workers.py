@@ -1,7 +1,5 @@
 """The syncer's other threads, as its driver knows them: a worker that merges, and the way of all results back."""
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The trackers and callbacks of a run, fed with its records. Neither can delay or end the run (`Aside`)."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import logging

@@ -1,7 +1,5 @@
 """The number of learners that makes the most progress on given chips: goodput against the cost in quality."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import exp
 from textwrap import fill

@@ -1,7 +1,5 @@
 """`diloco simulate`: from the words of a command line to cells, and from their results to a table or JSON."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """The memory that a run takes, from shapes alone: on chips, on the hosts of islands, and on the syncer's host."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The needs of a config, from the shapes of its model alone: one answer for doctor, preflight, plan and launch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple

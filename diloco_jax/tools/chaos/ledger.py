@@ -3,8 +3,6 @@
 All times are seconds since the run began, on the run's clock: those of the records, and of the faults.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

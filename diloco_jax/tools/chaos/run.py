@@ -1,7 +1,5 @@
 """`diloco chaos`: a real local job under a schedule of faults, and what became of it (docs/chaos.md)."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The result of a chaos run: numbers for machines, a table for people."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`diloco doctor`: can this machine take its part in the run, and what is to be done if it cannot."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Checks of `diloco doctor` that need nobody else: data, memory, disk, devices, limits of this host."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """Checks of `diloco doctor` on the way to the syncer: address, ports, credentials, clocks, versions, throughput."""
 
-from __future__ import annotations
-
 import datetime
 import errno
 import ipaddress

@@ -1,7 +1,5 @@
 """The common ground of all ways of launching: checks of the config, names, and commands of learner and syncer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

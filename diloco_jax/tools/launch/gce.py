@@ -4,8 +4,6 @@ A group with a workload policy is one slice. It is made anew after a preemption:
 of spot capacity again by itself.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from diloco_jax.settings.run import RunConfig

@@ -4,8 +4,6 @@ Fields of JobSet: jobset.sigs.k8s.io, API jobset.x-k8s.io/v1alpha2. A host that 
 the JobSet starts all hosts of the island again; the other islands are JobSets of their own and do not notice.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A way of launching, and the files that all of them write."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from dataclasses import replace

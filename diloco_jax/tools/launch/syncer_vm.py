@@ -1,7 +1,5 @@
 """The syncer on a virtual machine of its own, for islands in Compute Engine and on TPU VMs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 from diloco_jax.settings.run import RunConfig

@@ -4,8 +4,6 @@ One queued resource per island, never one with several nodes: those would be tol
 would wait for the hosts of all other islands.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from diloco_jax.settings.run import RunConfig

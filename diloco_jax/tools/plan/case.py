@@ -3,8 +3,6 @@
 Nothing is compiled and no parameter allocated.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The output of `diloco plan` for people."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from textwrap import fill
 from typing import Any

@@ -5,8 +5,6 @@ book (auditor.py), which is compared with the machine's. The learners' tapes, wh
 what was never leased to them.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping
 from pathlib import Path

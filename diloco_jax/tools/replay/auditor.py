@@ -1,7 +1,5 @@
 """The keeper of the book of samples: reads a syncer's tape, and what each input led to, and enters what concerns it."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from copy import deepcopy

@@ -9,8 +9,6 @@ Lives advance as the run did, so a replay holds the states of the lives that ran
 that somebody still adopts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections import Counter

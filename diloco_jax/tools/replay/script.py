@@ -4,8 +4,6 @@ The syncer's machine takes its decisions again (protocol/syncer/tape.py); what t
 here, in their order. Nothing is trained yet, so everything that the tapes lack is found before the first step.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """A run's data before it begins: sources, their sizes, how often they are read, some samples as text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Samples and batches: arrays by name. A batch has one more axis, the first one, along which its samples lie."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import jax

@@ -8,8 +8,6 @@ compiled once, by `warm_up` or when they are first needed, and cannot be compile
 differ only in which tensors of one shape they hold, or where they begin in them, share them.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Parts that the built-in models share: a linear map whose weight may be spread over the mesh, and remat."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal
 

@@ -8,8 +8,6 @@ devices that hold a part of the table:
     d loss / d logit_iv = (exp(logit_iv - lse_i) - [v = label(i)]) / n
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 

@@ -10,8 +10,6 @@ The experts lie on the mesh axis `expert`: tokens travel to them and back (two a
 (dropless) each device sorts its own tokens by expert, and one ragged product computes them all.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

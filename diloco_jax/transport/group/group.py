@@ -6,8 +6,6 @@ payloads keep their order. A host that is silent for SILENCE_S is lost. One that
 the island is what fails, and starts again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import time

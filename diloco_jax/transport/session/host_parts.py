@@ -5,8 +5,6 @@ leader's session delivers the whole, as if the leader had sent it. Parts of valu
 in number, and in bytes by `payload_bytes_max`; the oldest value makes room. All of them go when the sessions end.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from functools import partial

@@ -6,8 +6,6 @@ fills the inbox. A stream ends with a Goodbye frame. When the first one ends wit
 session fails.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """A learner's state off its island: parts from a donor, what is sent first, and the tape."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

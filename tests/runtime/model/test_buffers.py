@@ -1,7 +1,5 @@
 """Memory of arrays that comes back."""
 
-from __future__ import annotations
-
 from diloco_jax.runtime.model.model_share import FREE_MAX, Buffers
 
 

@@ -1,7 +1,5 @@
 """Trackers and callbacks get all, each in its own thread; what fails or hangs there costs the run nothing."""
 
-from __future__ import annotations
-
 import struct
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`diloco simulate` as a user meets it: tables, JSON, wrong input, an interrupt."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`diloco doctor` between two sides: every way in which they can miss each other is found, with what to do about it."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import json

@@ -1,7 +1,5 @@
 """`diloco doctor` on one machine: what its kernel says is faked, what it means for the run is checked."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import resource

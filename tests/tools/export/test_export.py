@@ -1,7 +1,5 @@
 """Models out and in again: equal bytes, whole folders or none, whatever happens while they are written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator
