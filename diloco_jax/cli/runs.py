@@ -228,7 +228,7 @@ def _begin_log() -> None:
 
 def _begin_process(run_dir: Path) -> Any:
     _begin_log()
-    from diloco_jax.runtime.local.compiling import keep_programs
+    from diloco_jax.runtime.records.programs import keep_programs
     from diloco_jax.runtime.records.signals import die_with_parent, stop_on_signals
 
     die_with_parent()

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from diloco_jax.runtime.local.compiling import host_kind
 from diloco_jax.runtime.records.files import PROGRAMS
+from diloco_jax.runtime.records.programs import host_kind
 from tests.runtime.helpers import environment, write_config
 
 PROCESS = """
 import sys
 from pathlib import Path
 import jax
-from diloco_jax.runtime.local.compiling import keep_programs
+from diloco_jax.runtime.records.programs import keep_programs
 
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None)
@@ -57,7 +57,7 @@ MERGES = """
 import os, sys
 from pathlib import Path
 from diloco_jax.settings.text import load
-from diloco_jax.runtime.local.compiling import keep_programs
+from diloco_jax.runtime.records.programs import keep_programs
 
 load(sys.argv[2])
 assert "numba" not in sys.modules, "its settings are read when it is imported"
@@ -89,10 +89,10 @@ def test_merges_are_kept_for_the_user_or_with_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="only Linux tells here what a processor can do")
 def test_hosts_of_another_kind_keep_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from diloco_jax.runtime.local import compiling
+    from diloco_jax.runtime.records import programs
 
     here = host_kind()
     other = tmp_path / "cpuinfo"
     other.write_text("processor : 0\nflags : fpu sse2\n", encoding="utf-8")
-    monkeypatch.setattr(compiling, "CPU_INFO", other)
+    monkeypatch.setattr(programs, "CPU_INFO", other)
     assert host_kind() != here and host_kind().startswith(os.uname().machine)
