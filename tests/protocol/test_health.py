@@ -1,5 +1,7 @@
 """Conditions of learners in words, alarms, strikes, and who is told to leave."""
 
+from __future__ import annotations
+
 import json
 import random
 

@@ -1,5 +1,7 @@
 """A whole run with real processes to its end, and what can be done with it after."""
 
+from __future__ import annotations
+
 import json
 import math
 from pathlib import Path

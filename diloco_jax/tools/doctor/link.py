@@ -12,8 +12,8 @@ from typing import NamedTuple
 from diloco_jax.protocol.membership import OPEN
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.budget.links import LinkNeeds
 from diloco_jax.tools.budget.memory import size
-from diloco_jax.tools.budget.needs import LinkNeeds
 from diloco_jax.tools.doctor.host import Check, Status, check_windows, mbit, of_error
 from diloco_jax.tools.doctor.part import ProcessPart
 from diloco_jax.tools.doctor.probing import Greeting, Rate, greet, measure
