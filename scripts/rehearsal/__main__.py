@@ -25,6 +25,9 @@ from rehearsal.shrink import changes, shrink
 
 CONFIG = "configs/tpu/gemma_12b_4x_v5p.yaml"
 TRACE = "Traceback (most recent call last)"
+SHARE = 0.8  # of the minutes in which rounds close: a start takes two of them, and a syncer half of one to come back
+# Eight small programs on few cores: threads that share one product cost more switches than they save.
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--faults", type=int, default=40, help="how many; default: 40")
     parser.add_argument("--kinds", default=",".join(CARDS), help="of faults, separated by commas; default: all")
     parser.add_argument("--seed", type=int, default=0, help="of the schedule; default: 0")
-    parser.add_argument("--step-s", type=float, default=0.5, help="least seconds of an inner step; default: 0.5")
+    parser.add_argument("--step-s", type=float, default=0.7, help="least seconds of an inner step; default: 0.7")
     parser.add_argument("--out", type=Path, help="folder; default: a new one, runs/rehearsal")
     parser.add_argument("--json", action="store_true", help="print one JSON object, and all else on stderr")
     options = parser.parse_args(arguments)
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
     try:
         whole = load(find_config(options.config))
-        config = shrink(whole, int(options.minutes * 60 / options.step_s), root)
+        config = shrink(whole, int(SHARE * options.minutes * 60 / options.step_s), root)
         schedule = draw(options.seed, config, options.faults, options.minutes, options.kinds)
         root.mkdir(parents=True)
     except (OSError, ValueError, KeyError) as error:
@@ -54,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with bucket(root) as found:
         kept = {name: str(root / "cache") for name in ("JAX_COMPILATION_CACHE_DIR", "NUMBA_CACHE_DIR", "DILOCO_CACHE")}
         kept[STEP_ENV] = str(options.step_s)
+        kept["XLA_FLAGS"] = ONE_THREAD
         began_s, run_dir = time.monotonic(), root / "run"
         with closing(Cluster(config, root, say, stop, found | kept)) as cluster:
             calamity = Calamity(config, run_dir, cluster, renewer)

@@ -12,7 +12,7 @@ from typing import Any
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.chaos.actions import Saboteur
-from diloco_jax.tools.chaos.schedule import FIRST, LAST, ChaosFault, deck, draw_details
+from diloco_jax.tools.chaos.schedule import FIRST, ChaosFault, deck, draw_details
 from diloco_jax.tools.launch.common import region_of
 from rehearsal.cluster import Cluster
 from rehearsal.services import VALID_S, Renewer
@@ -38,6 +38,7 @@ CARDS = {
 }
 AT_SYNCER = {"kill-to-move-syncer", "expired-syncer", "full-volume", "kill-syncer", "kill-shard", "stop-syncer"}
 REGION_S, FULL_S = 120.0, 20.0
+LAST = 0.8  # share of the run in which faults begin: here an island needs a minute to come back
 
 
 def draw(seed: int, config: RunConfig, faults: int, minutes: float, kinds: str) -> list[ChaosFault]:

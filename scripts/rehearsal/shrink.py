@@ -16,7 +16,7 @@ from diloco_jax.transport.trust.certificates import settings
 AXES = ("data", "fsdp", "expert", "tensor")
 ISLANDS_MAX, HOSTS_MAX, SHARDS, STRIPES_MAX, SEQ_LEN, BATCH_PER_DEVICE = 4, 2, 2, 2, 64, 2
 SIZES_MAX = {  # together below 2 million parameters
-    "dim": 64, "num_layers": 12, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mlp_dim": 256, "num_experts": 2,
+    "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mlp_dim": 256, "num_experts": 2,
     "experts_per_token": 2, "vocab_size": 256, "loss_chunk": 128, "seq_len_max": 64,
 }  # fmt: skip
 SNAPSHOTS = 12  # at least so many

@@ -254,7 +254,7 @@ def test_twofold_is_the_limit(per_round: float, expected: bool) -> None:
     assert outrun.current == expected and bool(outrun.episodes) == expected
     if expected:
         [episode] = outrun.episodes
-        assert episode.steps / (episode.to_step - episode.from_step) == pytest.approx(per_round, rel=0.05)
+        assert episode.steps / episode.rounds == pytest.approx(per_round, rel=0.05)
 
 
 def test_islands_of_very_different_speed_count_as_their_mean() -> None:
@@ -301,4 +301,6 @@ def test_many_episodes_stay_few_records() -> None:
         clock = walk(outrun, 3 * STEPS_MIN, 4.0, clock)
         clock = walk(outrun, 3 * STEPS_MIN, 1.0, clock)
     assert len(outrun.episodes) == EPISODES_MAX
-    assert "1 round closed" in str(Episode(3, 4, 16.0))
+    last = outrun.episodes[-1]
+    assert last.later == 2 * EPISODES_MAX and last.steps / last.rounds == pytest.approx(4.0, rel=0.3)
+    assert "1 round closed, from global step 3, and 2 times later" in str(Episode(3, 1, 16.0, 2))

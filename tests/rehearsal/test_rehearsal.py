@@ -34,10 +34,11 @@ def test_what_a_rehearsal_keeps_of_the_12b_run_and_what_it_draws() -> None:
 
 @pytest.mark.slow
 @pytest.mark.net
+@pytest.mark.timeout(1500)
 def test_a_short_rehearsal_leaves_nothing_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'scripts'}")
     python = python_with("rehearsal", ("gcp-storage-emulator>=2026.7", "gcsfs>=2026.1"), ours=True)
-    words = ["-m", "rehearsal", "--minutes", "2", "--faults", "4", "--json", "--out", str(tmp_path / "out")]
+    words = ["-m", "rehearsal", "--minutes", "8", "--faults", "4", "--json", "--out", str(tmp_path / "out")]
     done = subprocess.run([python, *words], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads(done.stdout)["needed"] == []

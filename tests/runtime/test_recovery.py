@@ -4,8 +4,10 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 from diloco_jax.runtime.records.files import ADDRESS_FILE
 from diloco_jax.runtime.records.telemetry import read_metrics
+from diloco_jax.tools.chaos.relay import Relay
 from tests.runtime.helpers import (
     SLOW_STEP_S,
     STEP_S,
@@ -203,6 +206,46 @@ def test_an_island_without_peers_finds_what_it_saved_or_goes_on_from_the_syncer_
     job.process.kill()
     job.process.communicate()
     wait_for(lambda: not processes_of(job.run_dir), "the end of all children of a killed supervisor", PATIENCE_S)
+
+
+@pytest.mark.slow
+def test_moments_that_travel_for_five_turns_arrive_and_no_round_waits_for_them(tmp_path: Path, jobs: list[Job]) -> None:
+    """6.4 MB of moments pass where 600 kB/s do, beside the rounds, which take half of that."""
+    turn, fragments = 12, 6
+    job = Job(
+        tmp_path,
+        islands={"count": 2, "devices": 1},
+        train={"steps": 1_000_000, "eval_every": 0, "batch_size": 2, "seq_len": 16},
+        model={"args": {**LARGE, "dim": 128, "num_heads": 2, "num_kv_heads": 2, "mlp_dim": 512, "seq_len_max": 16}},
+        protocol={**PROTOCOL, "sync_every": turn, "num_fragments": fragments, "recovery_turns": 30},
+        transport={"stripes": 1},
+        wire={"states": "bfloat16"},
+        step_s=0.25,
+    )
+    jobs.append(job)
+    job.await_everybody(["island-0", "island-1"])
+    with Relay((job.run_dir / ADDRESS_FILE).read_text().strip()) as narrow:
+        narrow.change("down", bytes_per_s=600_000.0)
+        words = ["--island", "stranger", "--syncer", narrow.address, "--islands.batch_size", 1]
+        stranger = start("learner", job.run_dir / "config.yaml", *words, step_s=0.25)
+        try:
+            ((_, donor, _, donor_step, _),) = lines(job.await_life("stranger", 1), "state")
+            took = len([line for line in lines(read(job.tapes(donor)[0]), "step") if line[1] > donor_step])
+            joined_s = next(r["t"] for r in job.records("joined") if r["members"] == ["stranger"])
+            rounds = [r["t"] for r in job.records("merged")]
+            wait_for(lambda: job.merged_with("stranger"), "a merge with the stranger", PATIENCE_S)
+        finally:
+            stranger.kill()
+            stranger.communicate()
+    copies = [line for path in job.tapes(donor) for line in lines(read(path), "staged_state")]
+    assert len(copies) == 1 and took >= 5 * turn, f"{took} steps of the donor, {len(copies)} attempts"
+    before, during = ([b - a for a, b in pairwise(rounds) if (a > joined_s) == late] for late in (False, True))
+    assert len(during) >= 5 * fragments, f"{len(during)} rounds while the moments travelled"
+    figures = (took / turn, len(during), statistics.median(before), statistics.median(during), max(during))
+    print(
+        "{:.1f} H, {} rounds meanwhile; s between rounds: {:.2f} before, {:.2f} then, at most {:.2f}".format(*figures)
+    )
+    job.end()
 
 
 def test_stopping_while_the_inner_step_compiles_is_quick_and_polite(tmp_path: Path, jobs: list[Job]) -> None:

@@ -18,13 +18,14 @@ class Episode(NamedTuple):
     """A stretch of a run in which islands outran rounds."""
 
     from_step: int  # global step at which it began
-    to_step: int  # and at which it ended, or has come to
+    rounds: int  # that closed meanwhile
     steps: float  # of a mean island meanwhile
+    later: int = 0  # stretches after it that count as part of it
 
     def __str__(self) -> str:
-        rounds = self.to_step - self.from_step
-        closed = f"{rounds} round{'s' if rounds != 1 else ''} closed"
-        return f"islands outran rounds: {self.steps:.0f} steps each while {closed}, from global step {self.from_step}"
+        closed = f"{self.rounds} round{'s' if self.rounds != 1 else ''} closed"
+        when = f"from global step {self.from_step}" + f", and {self.later} times later" * (self.later > 0)
+        return f"islands outran rounds: {self.steps:.0f} steps each while {closed}, {when}"
 
 
 class Outrun:
@@ -47,12 +48,14 @@ class Outrun:
         mean = self._steps / len(self._names)
         if mean < STEPS_MIN:
             return
-        before, self.current = self.current, mean >= FACTOR * (global_step - self._since)
+        rounds = global_step - self._since
+        before, self.current = self.current, mean >= FACTOR * rounds
         if self.current:
             if not before and len(self.episodes) < EPISODES_MAX:
-                self.episodes.append(Episode(self._since, self._since, 0.0))
-            last = self.episodes[-1]
-            self.episodes[-1] = last._replace(to_step=global_step, steps=last.steps + mean)
+                self.episodes.append(Episode(self._since, 0, 0.0))
+                before = True
+            from_step, closed, steps, later = self.episodes[-1]
+            self.episodes[-1] = Episode(from_step, closed + rounds, steps + mean, later + (not before))
         self._begin(global_step)
 
     def _begin(self, global_step: int) -> None:

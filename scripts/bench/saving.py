@@ -1,0 +1,111 @@
+"""Slowdown of an island's steps while it saves its own state. Interleaved in one process, several times.
+
+A block of steps without a save, then a block at whose beginning the island saves its state, and so on: a block stands
+for `protocol.snapshot_every`. The state is copied from the devices and written in the background as in a run. `value`
+is the median, over the pairs of blocks, of the ratio of the mean step times; `cpu_value` the same of the processor time
+that the process took; `first_value` of the step in which the copy begins, over the median step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dim", type=int, default=256, help="width of the decoder")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--devices", type=int, default=1, help="emulated devices of the island")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=100, help="in each block, of which one saves")
+    parser.add_argument("--url", help="folder of the states, wherever fsspec writes; default: a temporary one")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args()
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(arguments.devices), "NPROC": "16"}
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(arguments, arguments.url or folder)
+    if arguments.json:
+        sys.stdout.write(json.dumps(result) + "\n")
+        return
+    sys.stdout.write(
+        f"step time with a save of {result['state_bytes'] / 1e6:.0f} MB every {arguments.steps} steps: x "
+        f"{result['value']:.4f} of {1000 * result['step_s']:.1f} ms ({result['low']:.4f} to {result['high']:.4f}, "
+        f"{result['runs']} pairs); processor time x {result['cpu_value']:.4f}; the step of the copy x "
+        f"{result['first_value']:.2f}; written after {result['written_s']:.1f} s\n"
+    )
+
+
+def measure(arguments: argparse.Namespace, url: str) -> dict[str, object]:
+    """Return the medians of all pairs of blocks, in this process."""
+    import numpy as np
+
+    from diloco_jax.runtime.island.saved_states import SavedStates, StateName
+    from diloco_jax.training.island import Island
+    from diloco_jax.training.models.config import ModelConfig
+    from diloco_jax.training.optimizers import OptimizerConfig
+    from diloco_jax.training.sharding import MeshConfig
+
+    dim = arguments.dim
+    args = {"dim": dim, "num_layers": arguments.layers, "num_heads": 4, "num_kv_heads": 4, "head_dim": dim // 4}
+    args |= {"mlp_dim": 4 * dim, "seq_len_max": arguments.seq_len, "activation": "relu2"}
+    island = Island(ModelConfig(args=args), OptimizerConfig(), MeshConfig(data=-1), seed=0)
+    shape = (arguments.batch_size, arguments.seq_len + 1)
+    batch = {"tokens": np.random.default_rng(0).integers(0, 256, shape, np.int32)}
+    island.warm_up(batch)
+    saves, saving, written_s = SavedStates([url]), list[Any](), list[float]()
+
+    def save() -> None:
+        number, began_s = len(saving), time.perf_counter()
+        saving.append(saves.save(island.stage_shards(), StateName(1, number, number, (0,)), number - 1))
+        saving[-1].add_done_callback(lambda _: written_s.append(time.perf_counter() - began_s))
+
+    def block(before: Callable[[], None]) -> tuple[float, float, float]:
+        """Return seconds per step, seconds of processor time per step, and seconds of the first one."""
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        for number in range(arguments.steps):
+            if not number:
+                before()
+            island.wait(island.step(island.put_batch(batch), 1e-3))
+            if not number:
+                first_s = time.perf_counter() - start_s
+        per_step = (time.perf_counter() - start_s) / arguments.steps
+        return per_step, (time.process_time() - start_cpu_s) / arguments.steps, first_s
+
+    block(lambda: None)
+    pairs = []
+    for _ in range(arguments.pairs):
+        alone, with_save = block(lambda: None), block(save)
+        if reason := saving[-1].result():
+            raise SystemExit(f"the state was not saved: {reason}")
+        pairs.append((with_save, alone))
+    saves.close()
+    ratios = [pair[0][0] / pair[1][0] for pair in pairs]
+    step_s = statistics.median(pair[1][0] for pair in pairs)
+    return {
+        "name": "saving",
+        "value": statistics.median(ratios),
+        "unit": "step time with saves / step time without",
+        "low": min(ratios),
+        "high": max(ratios),
+        "runs": len(ratios),
+        "cpu_value": statistics.median(pair[0][1] / pair[1][1] for pair in pairs),
+        "first_value": statistics.median(pair[0][2] for pair in pairs) / step_s,
+        "step_s": step_s,
+        "written_s": statistics.median(written_s),
+        "state_bytes": island.state_layout.num_bytes,
+        "devices": arguments.devices,
+    }
+
+
+if __name__ == "__main__":
+    main()
