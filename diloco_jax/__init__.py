@@ -3,8 +3,6 @@
 The names below are loaded on first use, so that `import diloco_jax.sim` starts without JAX.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """`python -m diloco_jax` is the `diloco` command."""
 
-from __future__ import annotations
-
 import sys
 
 from diloco_jax.cli.main import main

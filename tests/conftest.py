@@ -4,8 +4,6 @@ Everything is set through the environment, before anything imports JAX, so that 
 pay for importing it, and processes that a test starts inherit the settings unless they choose their own.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

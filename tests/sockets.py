@@ -1,7 +1,5 @@
 """What a process does with the network, as the kernel tells it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """Links in README, CONTRIBUTING and docs/ lead to what is there, and quoted messages are ones that can be printed."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -6,8 +6,6 @@
 text and knows nothing of the others. Nothing but `cli` imports `tools`, so a tool can be deleted without a trace.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Ten failures that users of other systems met, as ten tests. Each is tried where the failure would live."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """House rules that a reader should not have to check: small files, small functions, nothing left behind."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

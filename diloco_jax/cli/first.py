@@ -1,12 +1,13 @@
-"""Subcommands for the first minutes: a config to begin with, its schema for editors, completion for shells."""
-
-from __future__ import annotations
+"""Subcommands for the first minutes: a config, its schema for editors, completion for shells, and the data."""
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from diloco_jax.cli.shared import load_config, show
 
 CONFIGS = {  # a function of the shell that offers the package's configs, and files
     "bash": '_diloco_configs() { compgen -W "%s" -- "$1"; compgen -f -X "!*.yaml" -- "$1"; compgen -d -- "$1"; }',
@@ -18,7 +19,7 @@ CONFIGS = {  # a function of the shell that offers the package's configs, and fi
 def init(arguments: argparse.Namespace) -> int:
     """Write a config to begin with, and the schema beside it."""
     from diloco_jax.settings.packed import SCHEMA_FILE, copy_config
-    from diloco_jax.settings.schema import config_schema
+    from diloco_jax.settings.text import config_schema
 
     folder = Path(arguments.dir)
     target = copy_config(arguments.config, folder)
@@ -28,7 +29,7 @@ def init(arguments: argparse.Namespace) -> int:
 
 
 def schema(_: argparse.Namespace) -> int:
-    from diloco_jax.settings.schema import config_schema
+    from diloco_jax.settings.text import config_schema
 
     print(json.dumps(config_schema(), indent=1))
     return 0
@@ -39,7 +40,7 @@ def completion(arguments: argparse.Namespace) -> int:
     import shtab
 
     from diloco_jax.settings.packed import packed
-    from diloco_jax.settings.schema import config_schema, setting_names
+    from diloco_jax.settings.text import config_schema, setting_names
 
     completers: dict[str, Any] = {"config": dict.fromkeys(CONFIGS, "_diloco_configs") | {"fish": "(_diloco_configs)"}}
     completers |= dict.fromkeys(("run", "run_dir", "folder", "dir", "out"), shtab.DIRECTORY)
@@ -61,3 +62,42 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPars
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             yield from action.choices.values()
+
+
+def tokenize(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from diloco_jax.training.data.documents import TextSource
+    from diloco_jax.training.data.store import read_facts
+    from diloco_jax.training.data.tokenizing import build_store
+
+    if arguments.workers is not None and arguments.workers < 1:
+        raise ValueError(f"--workers is {arguments.workers}; use 1 or more, or leave it out for one per core")
+    source = TextSource(arguments.source, "", tuple(arguments.patterns), arguments.field)
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task("listing", total=None)
+
+        def tell(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total)
+
+        out = build_store(source, arguments.tokenizer, Path(arguments.out), arguments.workers or 0, tell)
+    facts = read_facts(out)
+    told = {name: facts[name] for name in ("tokens", "documents", "bytes", "vocab_size", "tokenizer")}
+    show(arguments, {"out": str(out), **told, "files": len(facts["files"])}, _describe)
+    return 0
+
+
+def _describe(result: dict[str, Any]) -> str:
+    return (
+        f"{result['tokens']:,} tokens of {result['documents']:,} documents, {result['bytes'] / result['tokens']:.2f} "
+        f"bytes per token, {result['vocab_size']:,} ids: {result['out']}"
+    )
+
+
+def data(arguments: argparse.Namespace) -> int:
+    from diloco_jax.tools.report.reading import describe, reading
+
+    show(arguments, reading(load_config(arguments)), describe)
+    return 0

@@ -1,4 +1,4 @@
-"""Subcommands about the model of a run: evaluate it, ask it tasks, let it write."""
+"""Subcommands about the model of a run: evaluate it, ask it tasks, let it write, bring it in from elsewhere or out."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
     from diloco_jax.settings.run import RunConfig
     from diloco_jax.tools.inference.language import Language
+
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 TEMPERATURES = (1e-6, 1e6)  # others overflow float32
@@ -141,3 +148,43 @@ def _newest(run: str) -> tuple[RunConfig, Mapping[str, np.ndarray], int]:
         raise ValueError(f"{run} holds no checkpoint that can be read; give the folder of a run, such as runs/NAME")
     parameters, meta = found[1]
     return load(run_config(run)), parameters, meta["global_step"]
+
+
+def begin(arguments: argparse.Namespace) -> int:
+    """Write a config that begins with the weights of a public model."""
+    from diloco_jax.settings.packed import find_config
+    from diloco_jax.tools.export.files import begin_with
+
+    folder = Path(arguments.folder)
+    base = Path(find_config(arguments.config)) if arguments.config else None
+    out = Path(arguments.out or f"{folder.resolve().name}.yaml")
+    result = begin_with(folder, base, out, _watch)
+    told = f"{result['parameters']:,} parameters checked; {out} begins with them, next: diloco train {out}"
+    show(arguments, result, lambda _: told)
+    return 0
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Write a run's newest model for other programs."""
+    from diloco_jax.settings.text import load
+    from diloco_jax.tools.export.files import export
+
+    config, run_dir, out = load(run_config(arguments.run)), Path(arguments.run), Path(arguments.out)
+    result = export(config, run_dir, arguments.format, out, arguments.dtype, _watch)
+    told = f"{out} holds the model of global step {result['global_step']}: {', '.join(result['files'])}"
+    show(arguments, result, lambda _: told)
+    return 0
+
+
+def _watch(parameters: Iterable[tuple[str, np.ndarray]], count: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Pass parameters on; on a terminal a bar shows how many came."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("parameters", total=count)
+        for item in parameters:
+            yield item
+            del item  # before the next one is read
+            bar.advance(task)

@@ -3,8 +3,6 @@
 `runtime/records/signals.py` has the exit statuses; wrong input gets one message and no traceback.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os
@@ -13,15 +11,15 @@ import threading
 import traceback
 from collections.abc import Sequence
 
-from diloco_jax.cli import convert, corpora, first, inference, prepare, records, runs
+from diloco_jax.cli import first, inference, prepare, records, runs
 from diloco_jax.cli.words import CHAOS_LEARNER, COMPILE, MERGE_SHARD, Command, check_command, make_parser
 from diloco_jax.runtime.local.machine import limit_jax, look
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, WRONG_INPUT
 
 COMMANDS: dict[str, Command] = {
     "init": first.init,
-    "tokenize": corpora.tokenize,
-    "data": corpora.data,
+    "tokenize": first.tokenize,
+    "data": first.data,
     "train": runs.train,
     "syncer": runs.syncer,
     "learner": runs.learner,
@@ -36,8 +34,8 @@ COMMANDS: dict[str, Command] = {
     "profile": records.profile,
     "eval": inference.evaluate,
     "sample": inference.sample,
-    "import": convert.begin,
-    "export": convert.export,
+    "import": inference.begin,
+    "export": inference.export,
     "report": records.report,
     "replay": records.replay,
     "audit": records.audit,

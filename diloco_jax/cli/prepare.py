@@ -1,7 +1,5 @@
 """Subcommands for what comes before a run: certificates, machines and the way between them, slices, forecasts."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Subcommands about a run that is there: look at it, let a learner leave, do it again."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """The command `train`: a local run from its config to its report, with a live view."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from textwrap import indent

@@ -17,8 +17,6 @@ The payload of a fragment is the tensors' bytes, one after the other in ascendin
 without header: sender and receiver know the layout from the same plan.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType

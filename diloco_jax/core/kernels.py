@@ -10,8 +10,6 @@ Rules of this file
   * Everything runs without the interpreter's lock.
 """
 
-from __future__ import annotations
-
 from typing import Any, no_type_check
 
 import numpy as np

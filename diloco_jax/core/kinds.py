@@ -4,8 +4,6 @@ Weight decay, Muon, the merge and the cut into fragments all go by this, so a mo
 parameters are tensors of their own or one stack of them, each layer (and each expert) being a tensor of its own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple

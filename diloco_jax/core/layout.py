@@ -6,8 +6,6 @@ at most 2^18 elements of one piece. Pieces of a cut slice begin at multiples of 
 are the same however many shards there are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,7 +97,6 @@ class Layout:
         return flat
 
     def leaf_digests(self, flat: Float32[np.ndarray, "n"]) -> list[int]:
-        """Return the digest of each leaf."""
         return [leaf_digest(flat[self.where(leaf)]) for leaf in self.leaves]
 
 
@@ -116,7 +113,6 @@ def make_layout(pieces: Iterable[Piece]) -> Layout:
 
 
 def whole(fragment: Fragment) -> Layout:
-    """Return the layout of a whole fragment."""
     return make_layout(Piece(key, 0, math.prod(shape), shape) for key, shape in fragment.keys_shapes)
 
 

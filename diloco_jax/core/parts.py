@@ -7,8 +7,6 @@ entry says that the next `count * size` bytes of data are rows of `size` bytes, 
 A part without any byte, not even a head, says that the value cannot be sent; then the whole is empty too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

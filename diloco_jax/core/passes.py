@@ -10,8 +10,6 @@ A piece of a stack has coefficients for each of its units, which are tensors of 
 Leaves may be worked on in any order, by any number of threads and processes: sums over leaves are exact (math.fsum).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -211,22 +209,18 @@ class WeightedSum:
         self._new = new
 
     def leaf(self, number: int) -> tuple[Any, ...]:
-        """See Gradient.leaf."""
         leaf = self._layout.leaves[number]
         piece, place = leaf.piece, self._places[leaf.piece]
         source, at = self._sources.of(self._layout.where(leaf)), (place.scales, place.codes)
         return *source, self._shares[piece], self._units[piece], self._format, at, leaf.start
 
     def empty(self) -> Flat:
-        """See Gradient.empty."""
         return self._new(self._layout.size)
 
     def exactly(self, flat: Flat) -> Gradient:
-        """See Gradient.exactly."""
         return WeightedSum(self._layout, values_of([flat.view(np.uint8)]), [_ONE] * len(self._shares))
 
     def views(self) -> dict[str, Float32[np.ndarray, "..."]]:
-        """See Gradient.views."""
         return self._layout.views(self.flat())
 
     def flat(self) -> Flat:

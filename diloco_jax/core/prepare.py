@@ -4,8 +4,6 @@ Numba compiles a function when it is called with types that it has not seen. Tha
 train on and nobody merges: so each function has one program here, and any other call of it is an error.
 """
 
-from __future__ import annotations
-
 from numba import types
 
 from diloco_jax.core import kernels

@@ -7,8 +7,6 @@ would be by one process: any number of shards gives the same bits.
 Both sides compute this from the plan and the settings; nothing of it travels.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -37,7 +35,6 @@ class Shares:
 
     @property
     def count(self) -> int:
-        """Return the number of shards."""
         return len(self.parts)
 
     def holders(self, fragment_id: int) -> tuple[int, ...]:

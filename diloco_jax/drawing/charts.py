@@ -4,8 +4,6 @@ Colours come from a style sheet (classes k0 to k7 and a few roles), so that one 
 Sizes are CSS pixels of the drawing's own coordinate system.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

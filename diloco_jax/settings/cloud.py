@@ -1,7 +1,5 @@
 """Settings of a run on Google Cloud, for `diloco launch`: what the islands' own settings do not say."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Preflight compiles with them; islands are started with them, in a variable that the compiler reads when JAX starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from diloco_jax.settings.islands import IslandConfig

@@ -1,7 +1,5 @@
 """The islands of a run: alike by default, each with what it has differently."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Literal, NamedTuple

@@ -1,7 +1,5 @@
 """The configs that come with the package: where they lie, and a copy of one to begin with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]

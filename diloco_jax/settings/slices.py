@@ -77,7 +77,6 @@ class Generation:
 
     @property
     def hbm_bytes(self) -> float:
-        """Return the memory of one device."""
         return self.hbm_gb * 1e9 / self.devices_per_chip
 
     @property
@@ -164,7 +163,6 @@ class Topology:
 
     @property
     def chips(self) -> int:
-        """Count the chips of the slice."""
         return math.prod(self.shape)
 
     @property

@@ -3,8 +3,6 @@
 config = load("configs/quickstart.yaml", ["--outer.learning_rate", "0.4"])
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -17,7 +15,7 @@ from typing import Any
 
 import tyro
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from diloco_jax.settings.packed import packed
 from diloco_jax.settings.run import RunConfig
@@ -25,6 +23,7 @@ from diloco_jax.settings.run import RunConfig
 CONFIG_BYTES_MAX = 1 << 20
 
 _ADAPTER = TypeAdapter(RunConfig)
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -199,3 +198,28 @@ def section_of(hint: Any) -> type | None:
     """Return the dataclass that a setting holds, alone or by name, or may hold; None if it holds none."""
     found = next((each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)), None)
     return typing.cast(type | None, found)
+
+
+def config_schema() -> dict[str, Any]:
+    """Return the schema; it refuses every key that `load` refuses as unknown."""
+    for section in {*_sections(RunConfig)}:
+        with_config(ConfigDict(extra="forbid", use_attribute_docstrings=True))(section)
+    return {"$schema": DIALECT, **TypeAdapter(RunConfig).json_schema()}
+
+
+def setting_names(schema: Mapping[str, Any], section: str = "RunConfig", prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every setting that has a name of its own as section.name, with its help text."""
+    properties = schema["$defs"].get(section, schema)["properties"]
+    for name, facts in properties.items():
+        if "$ref" in facts:
+            yield from setting_names(schema, facts["$ref"].rpartition("/")[2], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", facts["description"]
+
+
+def _sections(section: type) -> Iterator[type]:
+    yield section
+    for hint in typing.get_type_hints(section).values():
+        inner = section_of(hint)
+        if inner is not None:
+            yield from _sections(inner)

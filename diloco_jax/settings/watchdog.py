@@ -1,7 +1,5 @@
 """The time that a process may take for what it does, before it counts as hung."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import inf, isfinite
 

@@ -1,7 +1,5 @@
 """M real learner machines and a real syncer machine on virtual time, driven as the runtime drives them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 
 from diloco_jax.protocol.learner.machine import Learner
@@ -78,7 +76,6 @@ class Cluster:
 
     @property
     def finished_s(self) -> float:
-        """Time at which the syncer was done."""
         return self.host.process.finished_s
 
     @property

@@ -1,7 +1,5 @@
 """Virtual time: a clock, a heap of events and one seeded source of randomness. Knows nothing of the protocol."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from heapq import heappop, heappush
 from random import Random
@@ -29,7 +27,6 @@ class Engine:
 
     @property
     def events(self) -> int:
-        """Events handled so far."""
         return self._number - len(self._heap)
 
     def at(self, time_s: float, action: Action, argument: Any = None) -> None:

@@ -3,8 +3,6 @@
 A whole value carries its own digest; a payload that is a step makes the right one from its base only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import NamedTuple

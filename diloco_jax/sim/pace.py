@@ -1,7 +1,5 @@
 """The pace of a learner's steps: its driver asks before a step, and tells after it."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Protocol
 

@@ -1,16 +1,13 @@
 """The syncer's machine, its disk, and the process that serves learners."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.sim.disk import Disk
 from diloco_jax.sim.holdings import Value, digest_of
 from diloco_jax.sim.learner_driver import LearnerDriver
 from diloco_jax.sim.network import Deliver, SimulatedLink
 from diloco_jax.sim.node import LearnerProcess
-from diloco_jax.sim.syncer_process import SyncerProcess
+from diloco_jax.sim.syncer_process import Disk, SyncerProcess
 from diloco_jax.sim.world import FINGERPRINT, MakeSyncer, World
 
 

@@ -7,20 +7,55 @@ input is on the tape before it is executed; snapshots are captured at once and w
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from diloco_jax.protocol.effects import Effect, Merge, Restore, SaveSnapshot, Send
 from diloco_jax.protocol.messages import AnchorValue, LearnerMessage, Stop
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
-from diloco_jax.sim.disk import Disk, SyncerSnapshot
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.holdings import Step, Value, digest_of
 from diloco_jax.sim.network import Deliver, Garbled, SimulatedLink
 from diloco_jax.sim.node import LearnerProcess
 from diloco_jax.sim.world import World
 
+SNAPSHOTS_KEPT = 3
 HANDLED = frozenset((Merge, Restore, SaveSnapshot))
+
+
+class SyncerSnapshot(NamedTuple):
+    """The run at one moment."""
+
+    global_step: int
+    machine: str  # JSON of the machine's state
+    values: tuple[Value, ...]
+    tape_lines: int  # where on the tape the inputs begin that came later
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the machine's state."""
+        plain: Mapping[str, Any] = json.loads(self.machine)
+        return plain
+
+
+class Disk:
+    """Files of the syncer."""
+
+    def __init__(self) -> None:
+        self.tape: list[str] = []
+        self.snapshots: list[SyncerSnapshot] = []  # oldest first
+        self.broken: set[int] = set()  # global steps of those that cannot be read
+        self.final: tuple[Value, ...] = ()  # the model of the end
+
+    def keep(self, snapshot: SyncerSnapshot) -> None:
+        """Write a snapshot; old ones go."""
+        self.snapshots = [s for s in self.snapshots if s.global_step != snapshot.global_step] + [snapshot]
+        self.broken.discard(snapshot.global_step)
+        del self.snapshots[:-SNAPSHOTS_KEPT]
+
+    def newest_readable(self) -> SyncerSnapshot | None:
+        """Return the snapshot from which a process goes on."""
+        return next((s for s in reversed(self.snapshots) if s.global_step not in self.broken), None)
 
 
 class SyncerProcess:

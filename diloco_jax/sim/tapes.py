@@ -7,8 +7,6 @@
 Digests stand for bytes that were never made, and losses are made up: a replay compares neither.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The parts that all processes of a simulation share: time, network, the scenario, and who watches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from diloco_jax.protocol.learner.machine import Learner

@@ -4,8 +4,6 @@ Every process of an island reads whole batches and puts its own part on its devi
 divide is split as far as it goes, and several devices then do the same: so batches, and numbers, are those of any mesh.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Iterator, Mapping

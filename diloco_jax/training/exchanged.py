@@ -11,8 +11,6 @@ everything but `warm_up` and the methods of what was staged from one thread. Par
 transfer guard: nothing crosses between host and device but by the functions below.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ As PaLM (arXiv 2204.02311, app. B) counts: 2 per multiply-add of matrix products
 for recomputation. Causal attention is counted by half, since half of its scores are masked.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -6,8 +6,6 @@
 How fragments leave it and come in: exchanged.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ Each error is one sentence: the setting, its value, what is wrong, and the remed
 found as Python finds it, in the working directory too.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sysconfig

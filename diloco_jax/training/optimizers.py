@@ -6,8 +6,6 @@ transformation for the rate one, and the train step multiplies its update by the
 transformation made with learning rate 1 can take its place.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

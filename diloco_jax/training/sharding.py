@@ -5,8 +5,6 @@ the experts of a mixture, `tensor` shards heads, the MLP's width and the vocabul
 any mesh runs any model.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -150,7 +148,6 @@ class MeshLayout:
 
     @property
     def replicated(self) -> NamedSharding:
-        """Return the sharding of an array that every device holds as a whole."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property

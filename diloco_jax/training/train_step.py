@@ -5,8 +5,6 @@ g = d loss(theta, batch) / d theta;   u, state = tx(g, state, theta);   theta = 
 What a model holds beside its parameters goes through the loss: streams in, state in and out (models/variables.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple

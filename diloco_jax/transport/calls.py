@@ -3,8 +3,6 @@
 Metadata come before anything else and are small, so they are read with their own limits, before a session exists.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures

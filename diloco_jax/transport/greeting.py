@@ -6,8 +6,6 @@ comes is bounded before memory is taken for it: the layout by LAYOUT_BYTES_MAX, 
 the syncer's owner allows.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator

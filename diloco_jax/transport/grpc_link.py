@@ -5,8 +5,6 @@ payload, and some that share the payloads, since one connection alone does not f
 The synchronous API is used on purpose: its client is the one that stays stable when connections break often.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -69,18 +67,15 @@ class GrpcLink:
         """Addresses of the syncer's further listeners, as host:port."""
 
     def send(self, message: LearnerMessage | MetricsReport, payload: Payload = b"") -> None:
-        """Queue a message; never blocks. See Link.send."""
         allowed = HOST_TYPES if self._session.host else LEARNER_TYPES
         parts = payload_parts(message, payload, allowed, self._session.config.payload_bytes_max)
         self._session.send(message, parts)
 
     def receive(self, timeout_s: float) -> Delivery | None:
-        """Return the next delivery, or None after `timeout_s` seconds; 0 only looks."""
         item = self._session.inbox.get(timeout_s)
         return None if item is None else item[1]
 
     def close(self, grace_s: float = 5.0) -> None:
-        """Send what is queued for at most `grace_s` seconds, then end the session; safe to call again."""
         self._streams.close("closed by the learner", grace_s)
 
 

@@ -4,8 +4,6 @@ The limits follow from the types in diloco.proto, so that a new field cannot esc
 make no sense; that is for the machines to judge, which know what they expect.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -8,8 +8,6 @@ Guarantees
   * Payloads are shared, not copied: a sender must not change a payload after `send`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import socket

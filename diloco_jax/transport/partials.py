@@ -4,8 +4,6 @@ A payload is known by its size and the xxh3 of its bytes, as its sender computed
 that was put together from two sessions is checked as a whole before it is handed out.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

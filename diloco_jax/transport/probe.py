@@ -5,8 +5,6 @@ IDLE_BYTES_MAX in each direction, or RUN_BYTES_MAX while learners are connected.
 seconds: their payloads share the line with it.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import threading

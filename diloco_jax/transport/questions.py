@@ -1,7 +1,5 @@
 """Questions of anybody with good credentials to a syncer: its status, and that it drain a learner."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

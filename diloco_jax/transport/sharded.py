@@ -141,7 +141,6 @@ class ShardedLink:
         return self._control.number
 
     def send(self, message: LearnerMessage | MetricsReport, payload: Payload = b"") -> None:
-        """Queue a message, or its parts; never blocks. See Link.send."""
         if isinstance(message, FragmentValue):
             for shard in self._shares.holders(message.fragment_id):
                 self._links[shard].send(message, self._cut(message.fragment_id, shard, payload))
@@ -162,7 +161,6 @@ class ShardedLink:
         return split(buffers, ranges if has_value else ())
 
     def receive(self, timeout_s: float) -> Delivery | None:
-        """Return the next delivery, or None after `timeout_s` seconds; 0 only looks."""
         until_s = time.monotonic() + timeout_s
         while True:
             item = self._inbox.get(max(0.0, until_s - time.monotonic()))
@@ -206,7 +204,6 @@ class ShardedLink:
         return memoryview(whole.payload).toreadonly()
 
     def close(self, grace_s: float = 5.0) -> None:
-        """Send what is queued for at most `grace_s` seconds, then end all sessions; safe to call again."""
         until_s = time.monotonic() + grace_s
         for link in (*self._links, self._control):
             link.close(max(0.0, until_s - time.monotonic()))

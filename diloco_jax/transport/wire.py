@@ -8,8 +8,6 @@ Rules of this file
     WireError, and a stream that raised it is not read any further.
 """
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """One round's merge with tsugi-mend: for each line on standard input, the seconds it took, and those of its merge."""
 
-from __future__ import annotations
-
 import sys
 import time
 

@@ -3,8 +3,6 @@
 A run whose folder has a summary is not made again, so a measurement that was cut short goes on.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The model of the torchft replicas: imported in an environment that has PyTorch and nothing of ours."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -4,8 +4,6 @@ Writes one JSON line per event, `t` in seconds of the system's clock: imported, 
 first inner step comes next), healed (another replica's state was loaded), commit.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -5,8 +5,6 @@ time from the close of the first round to its merge over the median of all round
 the steps of the island that has made most, over global steps, at global step `--at`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

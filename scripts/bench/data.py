@@ -5,8 +5,6 @@ time of a step at twice the need over that of the free block before it, median o
 between two samples, as one does that waits for a disk or a network.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -4,8 +4,6 @@ Codes of the wire equal bit for bit between device and host; four islands that s
 with a syncer over that of a plain loop, interleaved; tests marked `device`. --cpu tries the command at small sizes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ pairs of blocks, of the ratio of the mean step times; `cpu_value` the same of th
 per step, which other load on the machine does not touch.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

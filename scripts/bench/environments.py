@@ -1,7 +1,5 @@
 """Environments of neighbours that a bench compares with: each in a folder of its own, with versions of its own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import sysconfig

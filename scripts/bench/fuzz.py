@@ -5,8 +5,6 @@ than ten seconds, or when a target's memory grows by more than 256 MiB. Findings
 name of their target, so that each can become a test. `value` is the number of inputs; the status is 1 with findings.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

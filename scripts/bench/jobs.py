@@ -1,7 +1,5 @@
 """Run whole training jobs as a user does, and read their summaries."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -11,8 +11,6 @@ included, which other load on the machine touches less; `thread_value` what the 
 the time of a step; `by_devices` has all of it for each number of devices.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

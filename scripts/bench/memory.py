@@ -12,8 +12,6 @@ are those between the first and the last version of a life; the bound is that of
 round must move at the rate of a copy in memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -44,9 +42,8 @@ from diloco_jax.runtime.records.files import ADDRESS_FILE, CHECKPOINTS
 from diloco_jax.runtime.records.signals import give_memory_back
 from diloco_jax.settings.run import RunConfig, fingerprint
 from diloco_jax.settings.text import load
-from diloco_jax.tools.budget.links import payload_bytes
 from diloco_jax.tools.budget.memory import size
-from diloco_jax.tools.budget.needs import kinds_of, outline, syncer_needs
+from diloco_jax.tools.budget.needs import kinds_of, outline, payload_bytes, syncer_needs
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.transport.link import Delivery, Link, TransportError
 from diloco_jax.transport.sharded import Dialler

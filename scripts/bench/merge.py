@@ -15,8 +15,6 @@ environment is made in .bench/mend on the first start. `mend_ratio` is its time 
 `mend_merge_ratio` that of its `token_weighted_merge` alone, from values that are already decoded.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

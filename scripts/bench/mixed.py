@@ -6,8 +6,6 @@ devices, for as many tokens as the first run really trained on. `value` is the m
 of evaluation loss; above 0 the mixed islands are worse.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ next; `cpu_value` the ratio of the processor time that the learner's process too
 other load on the machine touches less; `thread_value` that of the step thread alone, over the time of a step.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

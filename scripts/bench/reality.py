@@ -7,8 +7,6 @@ were due, `none` has none. Differences are simulated minus real. A seed takes ab
 included.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

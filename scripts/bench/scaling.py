@@ -8,8 +8,6 @@ within a run. CPU time is that of the syncer's processes, learners excluded.
 With fewer cores than processes more shards cannot be faster: then what counts is how little CPU time they add.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Whatever arrives from the network: refused or harmless, never a crash, never believed when it was forged."""
 
-from __future__ import annotations
-
 import random
 import unittest.mock
 

@@ -1,7 +1,5 @@
 """The laboratory of namespaces: counts what passes, keeps its shape, and leaves nothing behind, however it ends."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -9,8 +9,6 @@ With `--listen` at one end of a network and `--connect` at the other: payloads g
 a time is the system's to limit: set net.ipv4.tcp_wmem and tcp_rmem.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -14,8 +14,6 @@ torchft's own environment is made in .bench/torchft on the first start. One JSON
 (or --out), for both sides and as the ratio torchft / diloco_jax: above 1, diloco_jax is faster. Runs on Linux.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

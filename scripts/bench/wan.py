@@ -3,8 +3,6 @@
 Builds network namespaces for islands and a syncer with links of a chosen rate and delay; needs Linux and root.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -1,7 +1,5 @@
 """A simulated run to which faults happen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 

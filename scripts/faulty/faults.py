@@ -1,7 +1,5 @@
 """Faults, their times and durations: a schedule that is drawn before the run, so that it can be printed."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from diloco_jax.sim.engine import NEVER_S

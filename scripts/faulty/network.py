@@ -1,7 +1,5 @@
 """Links that lose, repeat and reorder, that break, stand still, are slow or garble: the machines must survive it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from diloco_jax.protocol.messages import AnchorValue, GlobalFragment, Message, StatePart

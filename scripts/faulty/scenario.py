@@ -1,7 +1,5 @@
 """The settings of a simulation with faults."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from diloco_jax.sim.scenario import Scenario

@@ -4,12 +4,10 @@ Restart: the newest readable snapshot, then every decision after it from the tap
 Rewind: every process died; the newest readable snapshot alone, and what came after it is void.
 """
 
-from __future__ import annotations
-
 from diloco_jax.protocol.syncer.tape import lives, replay
-from diloco_jax.sim.disk import Disk
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.syncer_host import SyncerHost
+from diloco_jax.sim.syncer_process import Disk
 from faulty.faults import Fault
 
 RESTART_S = 3.0  # learners start again within this time after a rewind

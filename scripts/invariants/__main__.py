@@ -1,7 +1,5 @@
 """`./scripts/invariants/sweep`: rerun a seed and read it, sweep over seeds, measure the speed."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -1,7 +1,5 @@
 """All checkers, in the order in which they are asked."""
 
-from __future__ import annotations
-
 from invariants.budget import BudgetHolds
 from invariants.checker import Checker
 from invariants.evaluations import ScoresAreOfTheModel

@@ -1,7 +1,5 @@
 """Machines that break one rule each of recovery, failover, quarantine and leases; test_checkers.py has the others."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The checker of token budgets: which tokens count as merged, the end by them, and the schedule that follows them."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import dataclass, field
 

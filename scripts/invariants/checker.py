@@ -4,8 +4,6 @@ A checker keeps its own books from messages, effects and steps. It never asks a 
 machine and its own state agree on is still found. The numbers of the rules are those of docs/protocol.md.
 """
 
-from __future__ import annotations
-
 from faulty.cluster import FaultyCluster
 from faulty.scenario import FaultyScenario
 

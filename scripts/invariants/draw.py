@@ -1,7 +1,5 @@
 """What a seed becomes: settings, a network and faults, drawn at random."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random

@@ -1,7 +1,5 @@
 """The checker of evaluations of the global model."""
 
-from __future__ import annotations
-
 from faulty.cluster import FaultyCluster
 
 from diloco_jax.protocol.effects import Adopt, Evaluated, EvaluateModel, Finish, Note, Send

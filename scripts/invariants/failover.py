@@ -1,7 +1,5 @@
 """Checkers of a syncer that dies and comes back."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Checkers of learners that train."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 from faulty.cluster import FaultyCluster

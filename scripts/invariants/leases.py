@@ -1,7 +1,5 @@
 """The checker of who trains on which data: the book of the audit, held against the machine's all the time."""
 
-from __future__ import annotations
-
 import json
 
 from faulty.cluster import FaultyCluster

@@ -1,7 +1,5 @@
 """Checkers of what happens when nothing goes wrong any more."""
 
-from __future__ import annotations
-
 from faulty.cluster import FaultyCluster
 
 from diloco_jax.protocol.effects import Adopt, Note

@@ -1,7 +1,5 @@
 """The checker of states that travel from one learner to another."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import NamedTuple
 

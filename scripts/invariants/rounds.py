@@ -1,7 +1,5 @@
 """Checkers of rounds and merges."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 from faulty.cluster import FaultyCluster

@@ -1,7 +1,5 @@
 """Checkers of the steps that lead from one version of a fragment to the next."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 from faulty.cluster import FaultyCluster

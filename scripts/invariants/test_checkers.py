@@ -1,7 +1,5 @@
 """Every checker catches the machine that breaks its rule, and passes the machine that does not."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from itertools import count

@@ -1,7 +1,5 @@
 """One seed, simulated under all checkers: what happened, line by line, and the verdict."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Settings of the simulation may follow, as those of `diloco simulate`: --hardware.step-s 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -12,8 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from diloco_jax.sim.goodput.cells import run_cells
-from diloco_jax.sim.goodput.simulate import Settings, read_settings
+from diloco_jax.sim.goodput.simulate import Settings, read_settings, run_cells
 from paper import table13
 from paper.goodput import TABLES
 

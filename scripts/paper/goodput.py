@@ -1,17 +1,14 @@
 """The paper's tables of goodput, with its numbers beside ours, and simulations that show what simulating costs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from diloco_jax.sim.goodput.cells import Result
 from diloco_jax.sim.goodput.methods import Cell
 from diloco_jax.sim.goodput.settings import compact
-from diloco_jax.sim.goodput.simulate import Settings, cell
+from diloco_jax.sim.goodput.simulate import Result, Settings, cell
 
 CHIPS = (150e3, 300e3, 600e3, 1.2e6, 2.4e6)
 # Percent; columns are CHIPS (paper, Table 1a and 1b).

@@ -5,8 +5,6 @@ paper does not say how transfers of different fragments share a link, nor what a
 is a fit of ours with one constant. `needed_gbit_per_s` is what our system needs, from its own rules.
 """
 
-from __future__ import annotations
-
 from itertools import groupby
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The paper's tables: its numbers are all there, ours come near them, and the documentation shows what is computed."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

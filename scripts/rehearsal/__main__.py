@@ -1,7 +1,5 @@
 """A rehearsal of a config for slices on this machine: ./scripts/rehearse [CONFIG] [--minutes 20] [--faults 40]."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

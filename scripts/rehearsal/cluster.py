@@ -4,8 +4,6 @@ As JobSets do on a cluster, the supervisor of local runs starts again what ended
 Each island dials an address of its own, with a relay for the syncer's port and one for that of each merge shard.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

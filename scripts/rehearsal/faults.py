@@ -1,7 +1,5 @@
 """The faults of a rehearsal, beside those of `diloco chaos`: of regions, hosts, volumes and certificates."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

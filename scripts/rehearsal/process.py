@@ -1,7 +1,5 @@
 """A process of a rehearsal: `diloco` as it is, but for inner steps that take their time, as those on slices do."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Services around a rehearsed run: a fake of Google Cloud Storage with its corpus, and the renewal of certificates."""
 
-from __future__ import annotations
-
 import datetime
 import logging
 import os

@@ -1,7 +1,5 @@
 """The rules by which a config for slices becomes one that two cores bear. What no rule names stays as it is."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any

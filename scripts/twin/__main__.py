@@ -3,8 +3,6 @@
 Settings come from the run's config.yaml, faults and times from its records.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

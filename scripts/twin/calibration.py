@@ -1,7 +1,5 @@
 """Durations on a machine, measured in runs that are not the one to be predicted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median

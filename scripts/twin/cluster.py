@@ -1,7 +1,5 @@
 """A cluster whose processes take as long as those of a local run, and what it has done, counted as of a real run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from random import Random
 from typing import Any

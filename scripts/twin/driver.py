@@ -4,8 +4,6 @@ A fault is due at a global step. It waits until its target has recovered from th
 still be left alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

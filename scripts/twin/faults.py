@@ -11,8 +11,6 @@ slow-link           narrow
 nan                 bad_values: so many values are of no use
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from faulty.faults import Fault

@@ -6,8 +6,6 @@ as long as in the runs of the calibration. `none` has no faults: what there was 
 run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from statistics import fmean

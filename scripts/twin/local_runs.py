@@ -1,7 +1,5 @@
 """Folders as real runs leave them, made up or written from a simulation."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 All times are seconds on the run's clock. Reads JSON only: the settings of config.yaml come from whoever can read it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

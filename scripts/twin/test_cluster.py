@@ -1,7 +1,5 @@
 """Local runs on virtual time: restarts take what they take, and goodput is counted as for a real run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

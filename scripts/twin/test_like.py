@@ -1,7 +1,5 @@
 """Reading real runs, comparing them with simulated ones, and what cannot be compared."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

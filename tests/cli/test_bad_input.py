@@ -1,7 +1,5 @@
 """Wrong input: one clear error that names the value and the remedy, a status that is not 0, and no traceback."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

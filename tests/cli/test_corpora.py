@@ -1,7 +1,5 @@
 """`diloco tokenize` and `diloco data`: text in, and what a run will read of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The first minutes: a config to begin with, a bare name, a shell that completes, a wheel without the repository."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """`diloco certs`, and the commands that need its files: what they print is what the next command takes."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

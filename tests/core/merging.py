@@ -1,7 +1,5 @@
 """A merge in a few lines of NumPy, values to merge, and a round of the real one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Codec: exact sizes and layout, the promised error, and the same bytes from the device and the host."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import struct

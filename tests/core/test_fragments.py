@@ -1,7 +1,5 @@
 """Fragments: a partition of every element, the same for everyone who knows the shapes."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Layouts against what the codec writes, digests, and parts of payloads: which bytes they have, cut and joined."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Merge: weights, average and radial-directional average against a few lines of float64."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Outer optimizers against numpy and optax; all pieces together against DiLoCo in plain numpy, round by round."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import jax

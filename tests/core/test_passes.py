@@ -1,7 +1,5 @@
 """One round's arithmetic against NumPy: bit for bit where it promises bits."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor

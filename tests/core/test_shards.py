@@ -1,7 +1,5 @@
 """Every element has one shard, shards have equal work, and parts of payloads come together again."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -3,8 +3,6 @@
 Levanter is large and wants an older protobuf than the generated stubs (docs/examples/README.md), so most have it not.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Code of the user's own: the config and the examples of docs/own.md run, and what is wrong is one sentence."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The loops of docs/examples as islands of real runs, in which a syncer without a model takes theirs; losses fall."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

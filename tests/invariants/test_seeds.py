@@ -1,7 +1,5 @@
 """Two hundred random runs under every checker, and a mailbox that they catch. A failing run prints its command."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

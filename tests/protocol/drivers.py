@@ -4,8 +4,6 @@ Values, states and payloads are stood for by digests and names; whoever asks for
 or keeps too many fails the test.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import pairwise

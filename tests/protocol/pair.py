@@ -6,8 +6,6 @@ sample has one fate, a tick never leaves a deadline that has passed, and a proce
 state exactly.
 """
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Messages and effects as words, one line each: what golden transcripts are made of."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A receiver named r, and the parts of a donor's state that it may be sent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from diloco_jax.protocol.messages import StatePart

@@ -1,7 +1,5 @@
 """Settings of property tests: the same examples every time, and no clock that fails on a busy machine."""
 
-from __future__ import annotations
-
 from hypothesis import HealthCheck, settings
 
 STEADY = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -1,7 +1,5 @@
 """Short ways to write down what a syncer hears, and to read what it asks for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

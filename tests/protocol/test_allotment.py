@@ -1,7 +1,5 @@
 """The learner's side of leases: what it reads, whatever becomes of them on their way."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

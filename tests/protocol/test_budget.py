@@ -1,7 +1,5 @@
 """A run with a token budget ends with the merge that reaches it, and its learning-rate schedule follows the merges."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

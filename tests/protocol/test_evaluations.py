@@ -1,7 +1,5 @@
 """Evaluations of the global model: who is asked, what counts as an answer, and how a run ends."""
 
-from __future__ import annotations
-
 import json
 from math import inf, nan
 from typing import Any

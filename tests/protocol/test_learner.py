@@ -1,7 +1,5 @@
 """The learner alone: what each input leads to, in each state, in time and out of turn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Leases: the book against a model that tracks every single index, and how the syncer gives them."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """Learners and the syncer that die and come back, in stories that are too small for a transcript."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_jax.protocol.effects import Adopt, AdoptState, Drop, Send

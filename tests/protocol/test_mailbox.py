@@ -1,7 +1,5 @@
 """Mail that a machine is given while a step runs, and mail that waits for the gap between two steps."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

@@ -1,7 +1,5 @@
 """The syncer's side of recovery: matches of donors and receivers, and whole transfers over a bad network."""
 
-from __future__ import annotations
-
 import json
 import random
 

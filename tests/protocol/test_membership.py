@@ -1,7 +1,5 @@
 """Learners are let in or refused; what moves a member from state to state, and the median of step times."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

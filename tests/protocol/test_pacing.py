@@ -1,7 +1,5 @@
 """Predicates of pacing against numbers worked out by hand, and the errors of the configuration."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rounds overlap: while one waits for a late value, the next closes, is merged and broadcast, and nobody waits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Any interleaving of inputs, from any peer, in any state: nothing raises, what is bounded stays bounded."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Both machines through any troubles: learners and the syncer die, links break, messages are lost. Then all goes on."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

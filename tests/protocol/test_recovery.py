@@ -1,7 +1,5 @@
 """A learner's state on its way from a donor to a receiver: each side alone, in time, late, twice and forged."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -5,8 +5,6 @@ three things: which values of which fragment exist, who holds which, and whose e
 drivers.py add what drivers may expect of a machine.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

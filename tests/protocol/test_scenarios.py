@@ -1,7 +1,5 @@
 """Whole stories with real machines on both sides. The pair checks the drivers' contract on the way."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

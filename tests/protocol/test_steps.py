@@ -1,7 +1,5 @@
 """Steps from one version of a fragment to the next: who gets one, what it applies to, and how what is missing heals."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

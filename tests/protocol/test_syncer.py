@@ -1,7 +1,5 @@
 """The syncer alone: what each input leads to, in each phase, in time, late, twice, out of turn and from strangers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

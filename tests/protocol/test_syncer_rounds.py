@@ -1,7 +1,5 @@
 """The syncer alone: whoever goes, what time brings, how many rounds there are, and whom it asks after a restart."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

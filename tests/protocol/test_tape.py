@@ -1,7 +1,5 @@
 """The tape: every kind of input survives the way through a line of JSON, and leads to the same effects again."""
 
-from __future__ import annotations
-
 import json
 import typing
 from collections.abc import Sequence

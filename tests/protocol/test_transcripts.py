@@ -1,7 +1,5 @@
 """Every transcript in testdata comes out as it is written there. `scripts/bless_transcripts` writes them anew."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from pathlib import Path

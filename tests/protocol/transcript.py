@@ -33,8 +33,6 @@ Commands (names are learners, numbers are seconds):
     conditions            in what condition each learner is
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple

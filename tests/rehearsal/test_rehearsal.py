@@ -1,7 +1,5 @@
 """A rehearsal: what it keeps of a config, what it draws, and one short run that leaves nothing to do."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections import Counter

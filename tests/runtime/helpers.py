@@ -1,7 +1,5 @@
 """Start the real `diloco` command as a user does, on a small job."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Global models of a few numbers, and of some leaves, and outer gradients for them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

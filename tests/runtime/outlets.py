@@ -1,7 +1,5 @@
 """A callback that fails, for runs with real processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -4,8 +4,6 @@ Islands that compute without a break leave a loaded machine no processor to star
 in `Island.wait`, outside of the compiled program, so that compiling and its cache are those of any model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

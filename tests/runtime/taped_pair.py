@@ -1,7 +1,5 @@
 """The pair of tests/protocol/pair.py with every learner's tape on disk: a whole run's tapes without a process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

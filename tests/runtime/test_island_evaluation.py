@@ -1,7 +1,5 @@
 """Evaluations by real islands: one that is killed while it evaluates, and training with them and without."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

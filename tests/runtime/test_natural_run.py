@@ -1,7 +1,5 @@
 """A real run of a model with an RNN, dropout and batch statistics: an island dies and recovers; all is done again."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Islands that die come back with a healthy island's state, or without; real processes, killed with SIGKILL."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

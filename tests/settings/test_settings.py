@@ -1,7 +1,5 @@
 """Settings: islands that differ, slices against Google Cloud's tables, and the schema that editors use."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -15,9 +13,8 @@ from hypothesis import strategies as st
 from diloco_jax.settings.compiler import compiler_variable, options_of
 from diloco_jax.settings.packed import packed
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.settings.schema import config_schema, setting_names
 from diloco_jax.settings.slices import GENERATIONS, Topology
-from diloco_jax.settings.text import dump, load, parse
+from diloco_jax.settings.text import config_schema, dump, load, parse, setting_names
 from diloco_jax.training.sharding import MeshConfig
 
 MIXED: dict[str, Any] = {

@@ -1,7 +1,5 @@
 """The cluster as a driver: pacing as the paper describes it, and each fault does what it says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

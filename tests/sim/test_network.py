@@ -1,7 +1,5 @@
 """Simulated runs: delays, losses and faults message by message; what travels, and what a thin link costs whom."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

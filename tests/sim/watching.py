@@ -1,7 +1,5 @@
 """Simulated runs under every checker, and what was seen of them."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 
 from faulty.scenario import FaultyScenario

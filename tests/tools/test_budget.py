@@ -1,7 +1,5 @@
 """What doctor, preflight, plan and launch say of the same config: the same numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -19,7 +17,7 @@ from diloco_jax.sim.goodput.assumptions import Assumptions
 from diloco_jax.tools.budget.memory import chip_memory, size
 from diloco_jax.tools.budget.needs import IslandKind, plan_of
 from diloco_jax.tools.doctor import examine as examining
-from diloco_jax.tools.doctor.check import Check
+from diloco_jax.tools.doctor.host import Check
 from diloco_jax.tools.doctor.link import _throughput
 from diloco_jax.tools.doctor.part import ProcessPart
 from diloco_jax.tools.doctor.probing import Greeting, Rate

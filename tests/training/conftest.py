@@ -1,7 +1,5 @@
 """A tiny model and its islands, shared by the tests of this folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ways to train an island, and to look at what it holds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import numpy as np

@@ -5,8 +5,6 @@
 It writes what `exercise` gives to FOLDER/PROCESS.npz. The test runs `exercise` too, on an island of one process.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping, Sequence

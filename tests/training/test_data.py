@@ -1,7 +1,5 @@
 """The corpus, its windows, and their global order."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

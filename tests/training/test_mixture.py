@@ -1,7 +1,5 @@
 """Mixtures of sources: their shares, their epochs, and one order whoever reads it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Inner optimizers against NumPy, and schedules as functions of the global step."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

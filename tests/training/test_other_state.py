@@ -1,7 +1,5 @@
 """Models whose variables are not all parameters: they train, move to another island, and are evaluated rightly."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

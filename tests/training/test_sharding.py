@@ -1,7 +1,5 @@
 """From logical axes to a mesh; a stack of layers is trained, merged and cut as its layers would be."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import cache

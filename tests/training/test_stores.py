@@ -1,7 +1,5 @@
 """Text as token stores: what is read, what is written, and what of it a sample has."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Fixtures of all tests that open connections."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

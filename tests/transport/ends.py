@@ -1,7 +1,5 @@
 """Both ends of connections, for tests: what a test opens is closed when it is over."""
 
-from __future__ import annotations
-
 import inspect
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Tests of what only a real connection can do: break, lie, be somewhere else."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Islands of several hosts and syncers of several shards: who belongs to whom, and what becomes whole."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Promises of link.py, tried over real connections."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

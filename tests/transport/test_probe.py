@@ -1,7 +1,5 @@
 """Questions before a run: those of `diloco doctor`, and the first words of a loop of a user of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

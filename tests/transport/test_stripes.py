@@ -1,7 +1,5 @@
 """A session over several bulk connections: any number of them, cut in the middle, with a reader that does not read."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -16,8 +14,7 @@ from diloco_jax.transport.partials import Partials, payload_key
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import dialled
 from diloco_jax.transport.session.inbox import Inbox
-from diloco_jax.transport.session.outbox import Outbox, Outgoing, Pieces
-from diloco_jax.transport.session.stream import StreamSession
+from diloco_jax.transport.session.stream import Outbox, Outgoing, Pieces, StreamSession
 from tests.transport.ends import CONFIG, LIMIT, Ends, comes_true, greet, hear, hear_end, value
 
 pytestmark = pytest.mark.net
@@ -197,7 +194,7 @@ def test_a_lie_about_a_payload_ends_the_session_and_the_next_one_sends_it_whole(
     payload = os.urandom(SIZE)
     key = payload_key([memoryview(payload)])
     with monkeypatch.context() as patch:
-        patch.setattr("diloco_jax.transport.session.outbox.payload_key", lambda parts: key)
+        patch.setattr("diloco_jax.transport.session.stream.payload_key", lambda parts: key)
         leave_a_part(ends, os.urandom(SIZE))  # under the key of the other
     link = ends.connect()
     link.send(value(1, SIZE), payload)

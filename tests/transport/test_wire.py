@@ -1,7 +1,5 @@
 """Frames and messages: every message survives the trip, and nothing that is wrong is believed."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import math

@@ -3,13 +3,12 @@
 An island takes a global value with its own share in it, or as if it had never sent one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
 
 from diloco_jax.core import codec
+from diloco_jax.core.codec import Bytes
 from diloco_jax.core.fragments import Fragment
 from diloco_jax.core.layout import value_digest
 from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment
@@ -18,6 +17,7 @@ from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.exchanged import ExchangedState
 
 Values = dict[str, np.ndarray]
+STATE_PART_BYTES = 1 << 20  # small, so that a fragment's value never waits long behind a part
 
 
 class GlobalValues:
@@ -79,7 +79,6 @@ class Adoptions:
         self._staged.pop((fragment_id, local_step), None)
 
     def unstage_all(self, fragment_id: int) -> None:
-        """Forget every copy of a fragment."""
         self._staged = {key: staged for key, staged in self._staged.items() if key[0] != fragment_id}
 
     def send(self, fragment_id: int, global_step: int, local_step: int) -> StagedFragment:
@@ -105,3 +104,48 @@ class Adoptions:
             mode = "overwrite"
         fragment = self._fragments[fragment_id]
         self._island.adopt(fragment, values, mode=mode, alpha=self._how.alpha, sent=merged)
+
+
+class ReceivedState:
+    """The parts of a donor's state, in memory for exactly one state of this island's layout.
+
+    Args:
+        num_bytes: size of a whole state.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._parts = -(-num_bytes // STATE_PART_BYTES)
+        self._buffer: bytearray | None = None
+        self._problem = ""
+        self.donor_incarnation = 0
+
+    def keep(self, part: int, parts: int, payload: Bytes, donor_incarnation: int) -> None:
+        """Keep part `part` of `parts`. One that does not fit makes the whole state unusable."""
+        self.donor_incarnation = donor_incarnation
+        start = part * STATE_PART_BYTES
+        size = min(STATE_PART_BYTES, self._num_bytes - start)
+        if parts != self._parts or len(payload) != size:
+            self._problem = (
+                f"part {part} of {parts} has {len(payload)} bytes, but a state here has {self._num_bytes} bytes in "
+                f"{self._parts} parts: the donor has another model or optimizer"
+            )
+            return
+        if self._buffer is None:
+            self._buffer = bytearray(self._num_bytes)
+        self._buffer[start : start + size] = payload
+
+    def drop(self) -> None:
+        self._buffer, self._problem = None, ""
+
+    def take(self) -> bytearray:
+        """Return the whole state and forget it.
+
+        Raises:
+            ValueError: a part did not fit.
+        """
+        buffer, problem = self._buffer, self._problem
+        self.drop()
+        if problem or buffer is None:
+            raise ValueError(problem or "no part arrived")
+        return buffer

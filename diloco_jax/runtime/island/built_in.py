@@ -1,7 +1,5 @@
 """The built-in training loop of one process of an island: the model's inner step, on data of the run's global order."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -70,5 +68,4 @@ class BuiltInLoop:
         return {**metrics, DATA_WAIT: self._feed.waited_s()}
 
     def close(self) -> None:
-        """Read no more."""
         self._feed.close()

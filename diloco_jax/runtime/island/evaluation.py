@@ -1,7 +1,5 @@
 """Evaluation of the global model by an island: on its own mesh, between two steps, of the anchors that it holds."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from math import inf, nan

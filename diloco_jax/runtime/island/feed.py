@@ -1,7 +1,5 @@
 """The way of samples to an island: read ahead on a thread of their own, copied to the devices while a step runs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -109,7 +107,6 @@ class Feed:
         return waited_s
 
     def close(self) -> None:
-        """Read no more."""
         self._reader.close()
 
     def _read(self, key: Key) -> Sample:
@@ -117,7 +114,6 @@ class Feed:
 
 
 def count(ranges: Ranges) -> int:
-    """Return the number of samples in ranges."""
     return sum(stop - start for start, stop in ranges)
 
 

@@ -9,8 +9,6 @@ Threads
     states.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import queue

@@ -4,8 +4,6 @@ An island of one process has one `Host`. With several each has one, and all do t
 programs of their devices meet: the leader's is a `LeadingHost`, which tells the others (leader.py, follower.py).
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -66,12 +64,10 @@ class Host:
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
-        """Return the fragments of the plan."""
         return self.plan.fragments
 
     @property
     def evaluates(self) -> bool:
-        """Tell whether the global model can be evaluated here."""
         return self._evaluate is not None
 
     def tell(self, command: commands.Command) -> None:
@@ -160,7 +156,6 @@ class Host:
         return staged
 
     def staged_state(self, name: int) -> StagedState:
-        """Return a copy that was queued."""
         return self._states[name]
 
     def moving_state(self, name: int, receiver: str) -> MovingState:
@@ -222,7 +217,6 @@ class Host:
             self.island.overwrite(self.fragments[fragment_id], self.anchors[fragment_id])
 
     def forget_saved(self) -> None:
-        """Free the memory of a state that was read."""
         self._read = {}
 
     def save(self, name: StateName) -> bool:

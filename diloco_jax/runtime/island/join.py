@@ -4,8 +4,6 @@ Each island has a coordination service of its own, so that the death of one isla
 an island's processes dies, all of them end, at once; whoever started them starts them all again.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

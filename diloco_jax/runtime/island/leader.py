@@ -1,7 +1,5 @@
 """The leader's side of an island of several hosts: before it does anything, it tells the others, in the same order."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
@@ -54,7 +52,6 @@ class Answers:
         return self._all.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait so long for all answers; True if they came."""
         return self._all.wait(timeout_s)
 
     def payloads(self) -> Mapping[int, Bytes]:
@@ -68,7 +65,6 @@ class Answers:
         return self._problem
 
     def done(self) -> bool:
-        """Tell whether all answers are there."""
         return self._all.is_set()
 
 
@@ -89,7 +85,6 @@ class Questions:
         return answers
 
     def on_answer(self, host: int, number: int, reason: str, payload: Bytes) -> None:
-        """Take a host's answer."""
         if self._open[number].add(host, reason, payload):
             del self._open[number]
 
@@ -135,7 +130,6 @@ class LeadingHost(Host):
         others.payloads()
 
     def connect(self, epoch: int, number: int) -> None:
-        """See Host.connect."""
         if problem := self._questions.ask(lambda n: commands.HostConnect(n, epoch, number)).problem():
             raise TransportError(f"{problem}; all hosts of the island try again")
 
@@ -149,7 +143,6 @@ class LeadingHost(Host):
         return staged
 
     def arrived(self, message: GlobalFragment, payload: Bytes) -> Callable[[], None]:
-        """See Host.arrived."""
         others = self._questions.ask(lambda n: commands.HostArrival(n, message), payload)
         self._arrivals[message] = others.number
 
@@ -160,7 +153,6 @@ class LeadingHost(Host):
         return wait
 
     def supersede(self, message: GlobalFragment) -> None:
-        """See Host.supersede."""
         arrival, fragment_id = self._arrivals[message], message.fragment_id
         known = self._arrivals.items()
         self._arrivals = {other: n for other, n in known if other.fragment_id != fragment_id or n >= arrival}
@@ -212,7 +204,6 @@ class LeadingHost(Host):
         return self.read(name) or others.problem()
 
     def restore(self, fragments: Iterable[int]) -> None:
-        """See Host.restore."""
         chosen = tuple(fragments)
         others = self._questions.ask(lambda n: commands.HostRestore(n, chosen))
         super().restore(chosen)
@@ -229,7 +220,6 @@ class LeadingHost(Host):
         return outcome
 
     def end(self, status: int) -> None:
-        """See Host.end."""
         self._ending = True
         self.tell(commands.HostEnd(status))
         if not self._gone.wait(END_S):

@@ -4,8 +4,6 @@ A round waits for a fragment's value and a restarted syncer for an anchor; a joi
 and must not slow the donor's steps (spare_time.py).
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import logging
@@ -18,8 +16,8 @@ import numpy as np
 
 from diloco_jax.core import codec
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, StatePart
+from diloco_jax.runtime.island.adoptions import STATE_PART_BYTES
 from diloco_jax.runtime.island.spare_time import SpareTime
-from diloco_jax.runtime.island.whole_state import STATE_PART_BYTES
 from diloco_jax.training.whole_state.moving import MovingState
 from diloco_jax.training.whole_state.staging import CopyGone
 from diloco_jax.transport.link import Link, LinkClosed, Payload
@@ -56,7 +54,6 @@ class PayloadSender:
         threading.Thread(target=self._work, name="payload", daemon=True).start()
 
     def value(self, link: Link, message: FragmentValue, staged: StagedUpdate) -> None:
-        """Send a fragment's outer gradient."""
         self._add(URGENT, lambda: link.send(message, self._gradient(message, staged)))
 
     def anchor(self, link: Link, message: AnchorValue, anchor: Values) -> None:

@@ -4,8 +4,6 @@ An island whose steps run on the host's own cores has little time to spare, one 
 may use the cores too. So the system is asked how long our cores were idle, and only that, or a small share, is used.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

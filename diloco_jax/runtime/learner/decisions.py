@@ -1,7 +1,5 @@
 """The learner's machine as its threads use it: one input at a time, with its effects executed before the next one."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +30,6 @@ class Signals:
 
     @property
     def failed(self) -> bool:
-        """Tell whether a thread has ended the learner."""
         return self._failure is not None
 
     def check(self) -> None:

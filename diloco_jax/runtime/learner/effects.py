@@ -3,8 +3,6 @@
 It decides nothing, and knows no threads: it is called under the lock of `Decisions`.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The link thread of a learner: it keeps a link to the syncer, and hears, checks and decodes what comes."""
 
-from __future__ import annotations
-
 import logging
 import time
 

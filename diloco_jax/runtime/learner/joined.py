@@ -16,8 +16,6 @@ Threads
 Nothing that the network or the disk does makes a step wait, outside lockstep (docs/protocol.md).
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -69,7 +67,6 @@ class Joining(NamedTuple):
     hosts: Hosts | None = None  # the island's processes, if there are several
 
     def dialler(self, plan: FragmentPlan) -> Dialler:
-        """Return what connects this process to the syncer."""
         return make_dialler(self.config, plan, self.learner_id, self.incarnation, self.address, self.hosts)
 
     def saved_states(self) -> SavedStates:

@@ -3,8 +3,6 @@
 Names are bounded for the life of a learner, so that one with a number in it cannot fill trackers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -17,8 +15,7 @@ import jax
 from diloco_jax.protocol.messages import METRIC_LENGTH_MAX, METRICS_MAX
 from diloco_jax.protocol.watch.stats import WAITING
 from diloco_jax.runtime.island.feed import DATA_WAIT
-from diloco_jax.runtime.trackers.aside import Aside, close_all
-from diloco_jax.runtime.trackers.outlets import find_callbacks
+from diloco_jax.runtime.trackers.outlets import Aside, close_all, find_callbacks
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import DEVICE_PEAK_FLOPS
 from diloco_jax.training.flops import model_flops

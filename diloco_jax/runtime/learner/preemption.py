@@ -4,8 +4,6 @@ Most platforms send SIGTERM by themselves. Google Cloud tells its metadata serve
 TRUE, about 30 s before the machine goes); others have a file written by an agent.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

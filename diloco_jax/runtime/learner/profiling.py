@@ -6,8 +6,6 @@ RUN/profiles/NAME-STEP/  what jax.profiler wrote of the steps after STEP: xprof 
 The learner looks for orders between two steps, so its process needs no port. A profiler that fails never stops it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

@@ -1,7 +1,5 @@
 """A learner with the built-in loop: it steps the model of the config, and takes its part in the run by `Joined`."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

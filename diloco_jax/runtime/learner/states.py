@@ -1,14 +1,12 @@
 """Whole states in the hands of one learner: a donor's that arrives, its own on disk, and copies of the present one."""
 
-from __future__ import annotations
-
 import logging
 
 from diloco_jax.protocol.effects import AdoptState
 from diloco_jax.protocol.learner.machine import Learner
+from diloco_jax.runtime.island.adoptions import ReceivedState
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.saved_states import StateName
-from diloco_jax.runtime.island.whole_state import ReceivedState
 from diloco_jax.runtime.learner.tape import LearnerTape
 
 log = logging.getLogger(__name__)
@@ -27,7 +25,6 @@ class States:
         self._saved = saved
 
     def stage(self, local_step: int) -> None:
-        """Copy the present state for a receiver."""
         self._tape.note("staged_state", local_step)
         self._host.stage_state(local_step)
 
@@ -57,10 +54,8 @@ class States:
         return told
 
     def forget_saved(self) -> None:
-        """Free the memory of the saved state, taken over or not."""
         self._saved = None
         self._host.forget_saved()
 
     def close(self) -> None:
-        """Wait for what is being written to disk."""
         self._host.close()

@@ -14,8 +14,6 @@ of the step, so a value that went into a merge has its steps on a tape, whatever
     ["end", reason, [digest of each fragment held]]
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence
@@ -32,7 +30,6 @@ log = logging.getLogger(__name__)
 
 
 def learner_tape_path(run_dir: Path, learner_id: str, incarnation: int) -> Path:
-    """Return the path of the tape of one life of a learner."""
     return run_dir / TAPES / f"{learner_id}.{incarnation}.jsonl"
 
 
@@ -46,12 +43,10 @@ class LearnerTape:
         self.note("begin", learner_id, incarnation, step_samples)
 
     def adopt(self, message: GlobalFragment) -> None:
-        """Write down that a global fragment is taken over."""
         name = (message.fragment_id, message.version, message.epoch, message.digest)
         self.note("adopt", *name, message.merged_round)
 
     def state(self, effect: AdoptState, donor_incarnation: int, donor_step: int) -> None:
-        """Write down that a whole state is taken over."""
         self.note("state", effect.donor, donor_incarnation, donor_step, effect.fragments)
 
     def end(self, reason: str, digests: Sequence[int]) -> None:

@@ -4,8 +4,6 @@ Same island code, model, data order, batch per step and schedule as the decouple
 nothing but the algorithm. Writes the same files.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Nothing is computed, no file of the corpus is read, and no accelerator is looked
 of the user's own is made once, as the processes will make it.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

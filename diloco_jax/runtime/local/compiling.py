@@ -4,8 +4,6 @@ Compiling takes an emulated island several times as long as everything else befo
 share cores would all do it at the same time. Real accelerators are left to their islands.
 """
 
-from __future__ import annotations
-
 from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.local.machine import Machine, emulated_devices

@@ -9,8 +9,6 @@ in which their rendezvous could starve one another. A learner waits for each of 
 pool for all devices (local.child_environment).
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import logging

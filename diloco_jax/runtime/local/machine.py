@@ -44,7 +44,6 @@ class Machine(NamedTuple):
 
     @property
     def emulates(self) -> bool:
-        """Say whether islands run on emulated devices."""
         return not (self.gpus or self.tpu_chips or self.unknown)
 
 

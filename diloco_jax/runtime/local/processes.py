@@ -1,7 +1,5 @@
 """The processes of a local run, as their supervisor sees them; those of an island live and die together."""
 
-from __future__ import annotations
-
 import re
 import signal
 import socket
@@ -117,7 +115,6 @@ class Child:
         return self.hosts[0].log
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to all processes that live."""
         for each in self.hosts:
             if each.process.poll() is None:
                 each.process.send_signal(number)
@@ -133,7 +130,6 @@ class Child:
                 each.process.wait()
 
     def obituary(self) -> str:
-        """Say how it ended, and repeat its last line."""
         return (self.first or self.hosts[0]).obituary()
 
 

@@ -4,8 +4,6 @@ A run's tape and snapshots mean something under the settings that they were made
 often the model is evaluated or where the data lies, may change from one process to the next.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 

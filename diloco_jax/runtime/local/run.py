@@ -5,8 +5,6 @@ ends), turns Ctrl-C or SIGTERM into a polite stop of everybody, and leaves no pr
 is killed. It knows nothing of the algorithm, and no process waits for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -6,8 +6,6 @@ spare loads the model and its programs on them; an accelerator is its island's a
 imports.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os
@@ -61,7 +59,6 @@ class Spares:
         return Process(name, spare.process, self._run_dir / LOGS / f"{name}.log")
 
     def end(self) -> None:
-        """End all of them."""
         for spare in self._spares.values():
             spare.process.kill()
             spare.process.wait()

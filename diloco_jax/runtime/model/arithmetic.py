@@ -1,7 +1,5 @@
 """The passes over a whole model's values, in this process or in merge shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """Build the initial model and evaluate global parameters on the held-out split, in one process without a mesh."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property

@@ -10,8 +10,6 @@ A version comes about as the version before it plus what the encoded step says, 
 the other has the same bits as this model.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -136,12 +134,10 @@ class GlobalModel:
 
     @property
     def versions(self) -> list[int]:
-        """Return the newest version of every fragment."""
         return [mark.version for mark in self._marks]
 
     @property
     def digests(self) -> list[int]:
-        """Return the digest of every fragment's newest version."""
         return [mark.digest for mark in self._marks]
 
     def capture(self, bounded: bool = False) -> Capture:

@@ -6,8 +6,6 @@ slows them down while it writes, and learners train on meanwhile. To give the sn
 whose disk is always slower without any. Only if nothing was let go of for PATIENCE_S it is given up: the run goes on.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 

@@ -85,7 +85,6 @@ class RemoteShare:
         return future.result()
 
     def end(self) -> None:
-        """Ask it to end."""
         self._ending = True
         self.tell(commands.ShardEnd())
 
@@ -123,37 +122,30 @@ class RemoteShare:
             self._on_death(error)
 
     def inspect(self, fragment_id: int, parts: Sequence[HeldPart], bases: Sequence[int]) -> Squares:
-        """See ModelShare.inspect."""
         command = commands.ShardInspect(fragment_id, tuple(part.number for part in parts), tuple(bases))
         return self.ask(command)[1][0]
 
     def update(
         self, fragment_id: int, version: int, chosen: Sequence[int], weights: np.ndarray
     ) -> tuple[bool, list[int]]:
-        """See ModelShare.update."""
         command = commands.ShardUpdate(fragment_id, version, tuple(chosen), tuple(weights.tolist()))
         made: tuple[bool, list[int]] = self.ask(command)[0]
         return made
 
     def forget(self, fragment_id: int) -> None:
-        """See ModelShare.forget."""
         self.tell(commands.ShardForget(fragment_id))
 
     def publish(self, fragment_id: int) -> None:
-        """See ModelShare.publish."""
         self.tell(commands.ShardPublish(fragment_id))
 
     def capture(self, bounded: bool = False) -> HeldCapture:
-        """See ModelShare.capture."""
         return HeldCapture(self, next(self._captures), bounded)
 
     def load(self, fragment_id: int, version: int, state: State) -> None:
-        """See ModelShare.load."""
         names, arrays = commands.pack_state(state)
         self.tell(commands.ShardLoad(fragment_id, version, names), arrays)
 
     def restore(self, fragment_id: int, version: int, flat: Flat) -> None:
-        """See ModelShare.restore."""
         self.tell(commands.ShardRestore(fragment_id, version), [flat])
 
     def payload(self, fragment_id: int, base: int) -> Bytes:
@@ -220,7 +212,6 @@ class MergeShards:
             share.tell(commands.ShardBegin(plan, max(1, threads // count)))
 
     def end(self) -> None:
-        """End all processes."""
         for share in self.shares:
             share.end()
         for share in self.shares:

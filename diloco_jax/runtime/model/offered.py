@@ -5,8 +5,6 @@ float32, little-endian, tensor after tensor in that order. Initial values are ke
 that starts again has them before it reads its tape.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -69,7 +67,6 @@ class OfferedModel:
 
 
 def layout_of(shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, Kind]) -> str:
-    """Describe a model."""
     rows = {path: [list(shapes[path]), kinds[path].form, kinds[path].stack] for path in sorted(shapes)}
     return json.dumps(rows, separators=(",", ":"))
 

@@ -1,7 +1,5 @@
 """Numbers of the user's own about the global model (`evaluation.module`), without which the run goes on."""
 
-from __future__ import annotations
-
 import logging
 import math
 import threading

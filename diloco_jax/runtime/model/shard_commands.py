@@ -4,8 +4,6 @@ A shard obeys commands in the order in which they were sent. A command comes wit
 answered once, by a ShardAnswer of that number. Arrays travel beside a command, never in it (shard_pipe.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ bytes of the arrays beside it follow as they are, from memory to memory. The wri
 queue that never blocks, so anybody may send, also while the interpreter collects garbage.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import threading

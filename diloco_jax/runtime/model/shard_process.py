@@ -8,8 +8,6 @@ Threads
   * "merge": measures and merges. "read": copies what was captured. "pipe-in", "pipe-out": the pipe.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

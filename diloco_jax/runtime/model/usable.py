@@ -13,8 +13,6 @@ limit is merged all the same if its learner's earlier ones came as high, twice, 
 All that this needs is part of a fragment's state, which is kept with the model.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

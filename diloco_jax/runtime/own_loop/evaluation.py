@@ -1,7 +1,5 @@
 """Numbers that a loop of the user's own returns: of a step, and of the global model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

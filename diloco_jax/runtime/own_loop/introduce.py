@@ -1,7 +1,5 @@
 """The way of a user's loop into a run: it learns the run's config, and brings the model if the run has none."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -12,8 +12,6 @@ The loop steps; all else of a learner is what the built-in one has (runtime/lear
 processes each calls the same methods in the same order: the first one leads, the others do what it says.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -4,8 +4,6 @@ A program on several hosts calls jax.distributed.initialize with DILOCO_COORDINA
 DILOCO_HOST (its own) before it touches a device.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -5,8 +5,6 @@ devices, since its programs need a mesh even where there is one device; what it 
 that the loop's own array had, or the loop's programs would be compiled again for another name of the same layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,7 +71,6 @@ class LoopState:
 
     @property
     def has_moments(self) -> bool:
-        """Tell whether there is an optimizer's state."""
         return self._opt_tree.num_leaves > 0
 
     def exchanged(self, wire: Any, rebase: bool) -> ExchangedState:

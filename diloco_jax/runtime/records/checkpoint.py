@@ -8,8 +8,6 @@ Orbax writes what describes the arrays, and TensorStore the arrays where Orbax l
 itself copies all of them before it writes one. So whoever writes or reads a checkpoint holds a piece at a time.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

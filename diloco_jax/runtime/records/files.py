@@ -1,7 +1,5 @@
 """Names in a run's folder (README.md says what they hold)."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A line goes to the operating system with one call, so what a killed process had 
 refuses, in whole or in part, is taken back: the file ends where its last whole line does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging
@@ -69,7 +67,6 @@ class LineFile:
         self.position += len(data)
 
     def close(self) -> None:
-        """Close the file; safe to call again."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

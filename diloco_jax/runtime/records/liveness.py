@@ -3,8 +3,6 @@
 A status names its process, so a reader on the same machine need not believe a file that nobody writes any more.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

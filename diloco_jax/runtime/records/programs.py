@@ -1,7 +1,5 @@
 """Compiled programs outlive the process that compiled them: an island that died is back sooner."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

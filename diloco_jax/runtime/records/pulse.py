@@ -11,8 +11,6 @@ The files, which the probes of `diloco launch` read, are below `health` in the r
 NAME is `syncer`, an island, or NAME-h1 for its host 1. An island that is a thread of a process takes the process along.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import logging

@@ -1,7 +1,5 @@
 """First acts and last words of every process of a run: obey signals, do not outlive the parent, end with a status."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

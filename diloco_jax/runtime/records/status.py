@@ -3,8 +3,6 @@
 live.py describes the keys, liveness.py checks a file that nobody may write any more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ A decision that is not on the tape could not be repeated after a restart, so no 
 written. While the disk refuses it the syncer waits, and says so; learners train on meanwhile.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import threading
@@ -80,7 +78,6 @@ class TapeFile:
             raise TapeStopped(f"stopped while {self.condition}")
 
     def close(self) -> None:
-        """Close the file; safe to call again."""
         self._file.close()
 
 

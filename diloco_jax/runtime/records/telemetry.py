@@ -13,8 +13,6 @@ since the run began, bytes and tokens cumulative:
     eval    t global_step tokens loss bits_per_byte scores                       (of the global model)
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

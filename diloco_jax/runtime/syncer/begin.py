@@ -6,8 +6,6 @@ failover  a tape: the newest readable snapshot, then every decision after it fro
 rewind    a tape, and nobody is alive: the newest readable snapshot alone; what came after it is void
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator

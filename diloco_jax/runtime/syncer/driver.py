@@ -10,8 +10,6 @@ Every input is on the tape before it is executed, so a process that takes this o
 (begin.py). A disk that takes nothing delays inputs, snapshots and telemetry; it does not end the run.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The objects of one process of a syncer that whoever begins, drives, watches and saves it shares, and its clock."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading
@@ -44,7 +42,6 @@ class RunClock:
         self._zero_s = time.monotonic() - max(last_s, wall_s - began_s)
 
     def now_s(self) -> float:
-        """Return the seconds since the run began."""
         return time.monotonic() - self._zero_s
 
 

@@ -7,8 +7,6 @@ answer. Until then what else the learner says is not passed on; the protocol bea
 Everything that waits here is bounded, and belongs to one session of one learner.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

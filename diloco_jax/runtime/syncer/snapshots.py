@@ -10,8 +10,6 @@ syncer needs to go on as if nothing had happened:
     stats               what the machine does not count (stats.py)
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -126,7 +124,6 @@ class SnapshotWriter:
 
     @property
     def busy(self) -> bool:
-        """Tell if a snapshot is being written."""
         return self._writing is not None and not self._writing.done()
 
     def submit(self, capture: Capture, snapshot: Snapshot) -> None:

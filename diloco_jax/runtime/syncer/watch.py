@@ -1,7 +1,5 @@
 """The syncer's words about its run: telemetry, log, and the status that people ask for."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -125,7 +123,6 @@ class Watch:
             self.eval_alarms.append(words)
 
     def wire(self) -> dict[str, int]:
-        """Return the bytes that the run has moved."""
         received, sent = self._listener.traffic if self._listener is not None else (0, 0)
         before = self._wire_before
         return {"up_bytes": before["up_bytes"] + received, "down_bytes": before["down_bytes"] + sent}

@@ -1,7 +1,5 @@
 """The syncer's other threads, as its driver knows them: a worker that merges, and the way of all results back."""
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -65,11 +63,9 @@ class Merges:
         self._values.setdefault(message.global_step, {})[message.learner_id] = value
 
     def discard(self, global_step: int) -> None:
-        """Let go of a round's values."""
         self._values.pop(global_step, None)
 
     def start(self, order: Merge) -> None:
-        """Begin to merge a round."""
         self._thread.submit(self._merge, order, self._values.pop(order.global_step))
 
     def _merge(self, order: Merge, values: Mapping[str, Any]) -> None:

@@ -5,8 +5,6 @@ A syncer that starts again goes on in the same run: its id is kept in the run's 
 is said by their own environment variables; without any, trackio and MLflow write to disk.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import time

@@ -1,7 +1,5 @@
 """Assumptions of a forecast beside the config: links, machines, prices. Each is an option of `diloco plan`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ Rates are in Gbit/s (1e9 bit) of one direction of a site's link, times in second
 it travels; a utilisation is compute time over wall time.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

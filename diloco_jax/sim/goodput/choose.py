@@ -1,7 +1,5 @@
 """The number of learners that makes the most progress on given chips: goodput against the cost in quality."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import exp
 from textwrap import fill
@@ -79,7 +77,6 @@ def _why(options: Sequence[Option], best: Option) -> str:
 
 
 def as_dict(choice: LearnerChoice) -> dict[str, Any]:
-    """Return a choice as `--json` prints it."""
     rows = [
         {
             "method": option.row.method,
@@ -107,7 +104,6 @@ def as_dict(choice: LearnerChoice) -> dict[str, Any]:
 
 
 def describe(choice: LearnerChoice) -> str:
-    """Return the choice as a table for people."""
     lines = [
         f"Choice of learners for {choice.chips:,.0f} chips",
         fill(f"Penalty {choice.penalty}: {PENALTIES[choice.penalty].source}.", WIDTH),

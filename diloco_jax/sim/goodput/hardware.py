@@ -7,8 +7,6 @@ The model (paper, section 3.3 and appendix E.1: five knobs; the rest is ours, se
   * Each time slices go, and each time slices come back, the learner stands still for a fixed time. Nothing fails then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import exp, expm1, inf, log, log1p, sqrt

@@ -4,8 +4,6 @@
 decoupled learner never waits and a synchronous one waits for the slowest, and is some thirty times faster.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ No source measures this as such, so each of the four here says what it measured 
 docs/simulate.md. All of them are small-scale or noisy, and none was measured beyond 16 learners.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Goodput against chips as a drawing (.svg) or a page (.html): one curve for each method and number of learners."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from html import escape

@@ -1,7 +1,5 @@
 """Settings of a simulation as `--section.name value`: where each comes from, and reading them from a command line."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, field, fields
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """Machine types for the syncer: the smallest one whose memory does."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 GIB = 2.0**30

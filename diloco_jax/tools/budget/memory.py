@@ -1,7 +1,5 @@
 """The memory that a run takes, from shapes alone: on chips, on the hosts of islands, and on the syncer's host."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -78,7 +76,6 @@ def size(num_bytes: float) -> str:
 
 
 def num_parameters(blueprint: Blueprint) -> int:
-    """Count the parameters of a model."""
     return sum(map(math.prod, blueprint.shapes.values()))
 
 

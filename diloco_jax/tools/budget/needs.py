@@ -1,7 +1,5 @@
 """The needs of a config, from the shapes of its model alone: one answer for doctor, preflight, plan and launch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -65,7 +63,6 @@ class IslandOutline(NamedTuple):
         return (topology.chips if topology else self.kind.chips) * len(self.kind.names)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the needs as `--json` prints them."""
         hbm, host = self.needs.hbm, self.needs.host
         parts = {"hbm": hbm._asdict(), "hbm_held_bytes": hbm.fixed, "host": host._asdict()}
         return {"islands": list(self.kind.names), **self.needs._asdict(), **parts}

@@ -2,8 +2,6 @@
 (learner.py), which sends bad values when it is told to.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The thread that works through a schedule of faults while a job runs, and watches what becomes of each."""
 
-from __future__ import annotations
-
 import json
 import signal
 import threading

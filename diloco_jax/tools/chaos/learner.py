@@ -4,8 +4,6 @@
 fragment values are NaN, or huge. Nothing of this is in the learner that trains for anybody else.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import signal

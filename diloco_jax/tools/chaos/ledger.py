@@ -3,8 +3,6 @@
 All times are seconds since the run began, on the run's clock: those of the records, and of the faults.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,13 +39,11 @@ class Recovery:
         return max(0.0, self.merged_s - (self.begun_s if self.killed else self.ended_s))
 
     def on_step(self, now_s: float, incarnation: int) -> None:
-        """Take note that the island reported a step."""
         back = not self.killed or incarnation > self.incarnation
         if self.stepped_s is None and self.ended_s is not None and now_s >= self.ended_s and back:
             self.stepped_s = now_s
 
     def on_merged(self, now_s: float, members: Sequence[str]) -> None:
-        """Take note that a round was merged."""
         if self.target == SYNCER:
             since_s = self.ended_s
         else:

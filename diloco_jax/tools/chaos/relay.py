@@ -72,7 +72,6 @@ class Relay:
 
     @property
     def counts(self) -> RelayCounts:
-        """Return what was forwarded so far."""
         return RelayCounts(self._weather["up"].forwarded_bytes, self._weather["down"].forwarded_bytes)
 
     def cut(self, how: Literal["rst", "fin"] = "rst") -> int:
@@ -185,7 +184,6 @@ class Weather:
         self.forwarded_bytes = 0
 
     def change(self, hold: bool, delay_s: float, bytes_per_s: float) -> None:
-        """See `Relay.change`."""
         self.delay_s, self.bytes_per_s = delay_s, bytes_per_s
         if hold:
             self.passable.clear()

@@ -1,7 +1,5 @@
 """`diloco chaos`: a real local job under a schedule of faults, and what became of it (docs/chaos.md)."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -40,17 +38,14 @@ class ChaosRun(LocalRun):
         self.relays = {name: Relay(lambda: address.read_text(encoding="utf-8")) for name in config.islands.names}
 
     def close(self) -> None:
-        """Take the relays down."""
         for relay in self.relays.values():
             relay.close()
 
     def pid(self, name: str) -> int | None:
-        """Return the process of an island or of the syncer; None while it has none."""
         process = self._process(name)
         return None if process is None else process.pid
 
     def send(self, name: str, number: signal.Signals) -> bool:
-        """Send a signal; False if there is no process."""
         process = self._process(name)
         if process is not None:
             process.send_signal(number)

@@ -3,8 +3,6 @@
 A fault waits for a global step rather than a time: two machines of different speed get the same schedule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random

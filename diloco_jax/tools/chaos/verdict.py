@@ -1,7 +1,5 @@
 """The result of a chaos run: numbers for machines, a table for people."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -100,7 +98,6 @@ def longest_waits(run_dir: Path, recoveries: Sequence[Recovery]) -> dict[str, fl
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return the result in words."""
     lines = [f"{'kind':<12} {'faults':>6} {'recovered':>10} {'median s':>9} {'max s':>8}"]
     for kind, row in result["by_kind"].items():
         times = row["recovery_s"]

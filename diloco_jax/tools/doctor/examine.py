@@ -1,7 +1,5 @@
 """`diloco doctor`: can this machine take its part in the run, and what is to be done if it cannot."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -18,8 +16,9 @@ from rich.text import Text
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.local.machine import look
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.doctor.check import Check, Status
 from diloco_jax.tools.doctor.host import (
+    Check,
+    Status,
     check_chips,
     check_data,
     check_disk,
@@ -77,13 +76,11 @@ def _check_config(config: RunConfig, island: str, parameters: int) -> Check:
 
 
 def as_dict(checks: Sequence[Check]) -> dict[str, Any]:
-    """Return the result as `--json` prints it."""
     rows = [check._asdict() for check in checks]
     return {"checks": rows, "ok": not any(check.status == "fail" for check in checks)}
 
 
 def describe(checks: Sequence[Check]) -> str:
-    """Write the result as a table for people."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", "what", "found", "fix"):
         table.add_column(column, overflow="fold")

@@ -1,26 +1,54 @@
 """Checks of `diloco doctor` that need nobody else: data, memory, disk, devices, limits of this host."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from diloco_jax.runtime.local.machine import chip_of
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.tools.budget.memory import size
-from diloco_jax.tools.doctor.check import Check, mbit, of_error
 from diloco_jax.training.data.corpus import load_source
 
+Status = Literal["ok", "warn", "fail"]
 MEMORY = Path("/proc/meminfo")
 TCP = Path("/proc/sys/net/ipv4")
 PCI = Path("/sys/bus/pci/devices")
 FILES_OF_PROCESS = 256  # besides connections
 WINDOW_SHARE = 0.7  # of what the windows allow: a measured rate above it is limited by them
 FAR_S = 0.005  # round trips below it do not limit a connection
+
+
+class Check(NamedTuple):
+    """The finding of one check."""
+
+    name: str  # of what was looked at
+    status: Status  # fail: a run would not work, or not for long. warn: it would, but somebody should know.
+    found: str  # what is there
+    fix: str = ""  # what to do about it; empty if nothing
+
+
+def of_error(name: str, error: Exception, fix: str = "") -> Check:
+    """Make a failed check from an error of this package, whose message ends with the remedy.
+
+    Args:
+        error: "what is wrong; remedy" or "what is wrong: remedy".
+    """
+    text = str(error)
+    for separator in ("; ", ": "):
+        found, _, remedy = text.rpartition(separator)
+        if found:
+            return Check(name, "fail", found, remedy)
+    return Check(name, "fail", text, fix)
+
+
+def mbit(bytes_per_s: float) -> str:
+    """Write a rate for people, in Mbit/s."""
+    value = bytes_per_s * 8 / 1e6
+    return f"{value:,.0f} Mbit/s" if value >= 100 else f"{value:.3g} Mbit/s"
 
 
 def check_data(config: RunConfig) -> Check:

@@ -1,7 +1,5 @@
 """Checks of `diloco doctor` on the way to the syncer: address, ports, credentials, clocks, versions, throughput."""
 
-from __future__ import annotations
-
 import datetime
 import errno
 import ipaddress
@@ -16,8 +14,7 @@ from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.budget.links import LinkNeeds
 from diloco_jax.tools.budget.memory import size
-from diloco_jax.tools.doctor.check import Check, Status, mbit, of_error
-from diloco_jax.tools.doctor.host import check_windows
+from diloco_jax.tools.doctor.host import Check, Status, check_windows, mbit, of_error
 from diloco_jax.tools.doctor.part import ProcessPart
 from diloco_jax.tools.doctor.probing import Greeting, Rate, greet, measure
 from diloco_jax.transport.link import TransportConfig, TransportError, split_address
@@ -42,7 +39,6 @@ class Side(NamedTuple):
 
     @property
     def is_syncer(self) -> bool:
-        """Tell if this is the machine of the syncer."""
         return self.name == SYNCER
 
 
@@ -209,7 +205,6 @@ def _short(text: str) -> str:
 
 
 def check_clock(greeting: Greeting) -> Check:
-    """Compare the syncer's clock with ours."""
     skew_s, error_s = abs(greeting.skew_s), greeting.skew_error_s
     side = "ahead of" if greeting.skew_s > 0 else "behind"
     found = f"the syncer's clock is {skew_s:.3f} s (+- {error_s:.3f}) {side} this machine's"
@@ -222,7 +217,6 @@ def check_clock(greeting: Greeting) -> Check:
 
 
 def check_versions(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Check:
-    """Compare the versions here with those of the syncer."""
     names = sorted(set(ours) | set(theirs))
     differ = [name for name in names if ours.get(name) != theirs.get(name)]
     if not differ:

@@ -1,7 +1,5 @@
 """One process's part in a run: its needs, and the settings on which all must agree."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

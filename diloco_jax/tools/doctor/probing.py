@@ -1,7 +1,5 @@
 """The questions of `diloco doctor` to a syncer: its name, its time, and the rate of the link to it."""
 
-from __future__ import annotations
-
 import math
 import secrets
 import time

@@ -5,8 +5,6 @@ orbax    a checkpoint {path: array} that `orbax.checkpoint.v1.load` reads
 npz      parameters.npz, for numpy.load
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

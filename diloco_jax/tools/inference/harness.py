@@ -1,7 +1,5 @@
 """Public tasks for language models, asked of the model of a run; only with lm-eval, the extra `eval`."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

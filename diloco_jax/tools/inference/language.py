@@ -4,8 +4,6 @@ Programs are compiled for a few lengths only: texts are padded to the next power
 follows a text changes nothing before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ and -environment (of an island). Nothing secret is among them; certificates come
 machine's account has access.
 """
 
-from __future__ import annotations
-
 import shlex
 
 from diloco_jax.runtime.records.signals import INTERRUPTED, WRONG_INPUT

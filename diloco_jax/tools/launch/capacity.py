@@ -4,8 +4,6 @@ Flags: `gcloud help` of 528; core/capacity.py of AI-Hypercomputer/xpk; below doc
 /tpu/docs/request-using-flex-start and /kubernetes-engine/docs/concepts/dws. Compute Engine has none for slices.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from diloco_jax.settings.cloud import CloudConfig

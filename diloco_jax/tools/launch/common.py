@@ -1,7 +1,5 @@
 """The common ground of all ways of launching: checks of the config, names, and commands of learner and syncer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,7 +33,6 @@ class IslandMachines(NamedTuple):
 
     @property
     def region(self) -> str:
-        """Return the region of its zone."""
         return region_of(self.zone)
 
     def __str__(self) -> str:
@@ -114,12 +111,10 @@ def check_zone(what: str, zone: str) -> None:
 
 
 def syncer_zone(config: RunConfig) -> str:
-    """Return the zone of the syncer."""
     return config.cloud.syncer_zone or config.island(config.islands.names[0]).zone
 
 
 def syncer_region(config: RunConfig) -> str:
-    """Return the region of the syncer's address."""
     return region_of(syncer_zone(config))
 
 

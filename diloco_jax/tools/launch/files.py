@@ -1,7 +1,5 @@
 """The result of every way of launching: files, and the commands that use them in their order."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import textwrap

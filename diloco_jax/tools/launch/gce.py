@@ -4,8 +4,6 @@ A group with a workload policy is one slice. It is made anew after a preemption:
 of spot capacity again by itself.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from diloco_jax.settings.run import RunConfig
@@ -13,15 +11,13 @@ from diloco_jax.tools.launch import boot, common, syncer_vm
 from diloco_jax.tools.launch.capacity import asked_of
 from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.files import Resource, piece, script, verbs
-from diloco_jax.tools.launch.launcher import Guide, Launcher
-from diloco_jax.tools.launch.project import slice_policy
+from diloco_jax.tools.launch.launcher import Guide, Launcher, slice_policy
 from diloco_jax.tools.launch.syncer_vm import SCOPES
 
 IMAGE_PROJECT = "ubuntu-os-accelerator-images"
 
 
 def island_script(config: RunConfig, each: IslandMachines) -> str:
-    """Write what is done for one island."""
     topology, name = each.topology, each.resource
     region, zone = ("--region", each.region), ("--zone", each.zone)
     policy, make_policy = slice_policy(each)
@@ -58,7 +54,6 @@ def island_script(config: RunConfig, each: IslandMachines) -> str:
 
 
 def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
-    """Write this way's words of README.md."""
     first, project = slices[0], config.cloud.project
     group = f"gcloud compute instance-groups managed list-instances {first.resource}"
     host = f"gcloud compute ssh HOST --zone {first.zone} --project {project} --command"

@@ -4,8 +4,6 @@ An island of N processes is a job with N tasks; Slurm places them and deals out 
 one process on each node, which has all of its GPUs. Fields of tasks: sky/utils/schemas.py of SkyPilot 0.14.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A way of launching, and the files that all of them write."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,11 +11,14 @@ from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
 from diloco_jax.tools.launch.capacity import asked_of
 from diloco_jax.tools.launch.common import CERTIFICATES_PATH, IslandMachines
-from diloco_jax.tools.launch.files import Plan, command, piece, sequence_files
+from diloco_jax.tools.launch.files import IN_PROJECT, Plan, Resource, command, piece, script, sequence_files, verbs
 from diloco_jax.tools.launch.needs import Needs, with_host
-from diloco_jax.tools.launch.project import project_script
 
 README = Path(__file__).with_name("readme.md")
+BUCKET_USER = "roles/storage.objectUser"
+WORKLOAD_USER = "roles/iam.workloadIdentityUser"
+MEMBER = "--member=serviceAccount:$SERVICE_ACCOUNT"
+POD_ACCOUNT = "diloco"  # Kubernetes service account
 
 
 class Guide(NamedTuple):
@@ -119,3 +120,38 @@ def variables(config: RunConfig) -> str:
         "SYNCER_REGION": common.syncer_region(config),
     }
     return piece("variables", values="\n".join(f"{name}={shlex.quote(value)}" for name, value in values.items()))
+
+
+def project_script(config: RunConfig, way: str, regions: list[str]) -> str:
+    """Write what is done once for all machines; NAT and permissions stay when the run is deleted."""
+    create = [_allow(("gcloud", "storage", "buckets"), "gs://$BUCKET", MEMBER, BUCKET_USER)]
+    delete = [":"]
+    if way == "gke":  # pods are this account in Google Cloud
+        member = f"--member=serviceAccount:$PROJECT.svc.id.goog[$NAMESPACE/{POD_ACCOUNT}]"
+        create.append(_allow(("gcloud", "iam", "service-accounts"), "$SERVICE_ACCOUNT", member, WORKLOAD_USER))
+    else:  # GKE makes the rules for its nodes itself
+        rule = Resource(("gcloud", "compute", "firewall-rules"), "$RUN-hosts")
+        tags = ("--source-tags", "$RUN-hosts", "--target-tags", "$RUN-hosts")
+        # JAX's coordinator and TPU runtime have ports that are known, the leader's own is any that is free
+        create.append(rule.make("--network", "$NETWORK", "--direction=INGRESS", "--allow=tcp", *tags))
+        delete = [rule.delete()]
+    for region in regions if config.cloud.nat else []:
+        where = ("--region", region)
+        router = Resource(("gcloud", "compute", "routers"), "$NAT", where)
+        nat = Resource(("gcloud", "compute", "routers", "nats"), "$NAT", ("--router", "$NAT", *where))
+        create += [
+            router.make("--network", "$NETWORK"),
+            nat.make("--auto-allocate-nat-external-ips", "--nat-all-subnet-ip-ranges"),
+        ]
+    return script("What all machines of the run share.", verbs({"create": create, "delete": delete}))
+
+
+def slice_policy(each: IslandMachines) -> tuple[Resource, str]:
+    """Return the workload policy by which hosts become one slice, and the command that makes it."""
+    policy = Resource(("gcloud", "compute", "resource-policies"), each.resource, ("--region", each.region))
+    shape = f"--accelerator-topology={each.topology.dims}"
+    return policy, policy.make("--type=HIGH_THROUGHPUT", shape, kind=("workload-policy",))
+
+
+def _allow(group: tuple[str, ...], name: str, member: str, role: str) -> str:
+    return command(*group, "add-iam-policy-binding", name, *IN_PROJECT, member, f"--role={role}", "--format=none")

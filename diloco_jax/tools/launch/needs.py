@@ -1,7 +1,5 @@
 """The needs of a run's machines, told before anything is paid for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """The syncer on a virtual machine of its own, for islands in Compute Engine and on TPU VMs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 from diloco_jax.settings.run import RunConfig
@@ -81,7 +79,6 @@ def metadata(words: list[str], secret: str) -> str:
 
 
 def syncer_script(config: RunConfig) -> str:
-    """Write what is done for the syncer's machine."""
     name, zone, region = "$RUN-syncer", ("--zone", "$SYNCER_ZONE"), ("--region", "$SYNCER_REGION")
     external = config.cloud.external
     subnet = () if external else ("--subnet", "$SUBNETWORK")

@@ -4,8 +4,6 @@ One queued resource per island, never one with several nodes: those would be tol
 would wait for the hosts of all other islands.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from diloco_jax.settings.run import RunConfig
@@ -21,7 +19,6 @@ HOME = "diloco"  # folder on the TPU VM
 
 
 def island_script(config: RunConfig, each: IslandMachines) -> str:
-    """Write what is done for one island."""
     name, zone = each.resource, ("--zone", each.zone)
     generation = each.topology.generation
     asked = asked_of(config.cloud, "tpu-vm")
@@ -63,7 +60,6 @@ def _wait(state: str, each: IslandMachines) -> str:
 
 
 def guide(config: RunConfig, slices: list[IslandMachines]) -> Guide:
-    """Write this way's words of README.md."""
     first = slices[0]
     where = f"--zone {first.zone} --project {config.cloud.project}"
     return Guide(

@@ -1,7 +1,5 @@
 """Write a plan's files into a folder, and run its commands if somebody asked for that."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ The config's own settings stay where they are good enough. Where they are not, w
 changes first: the format (int4 with error feedback: 0.2 % of the loss in our runs), then P, then H.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple

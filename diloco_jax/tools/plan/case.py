@@ -3,8 +3,6 @@
 Nothing is compiled and no parameter allocated.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -50,7 +48,6 @@ class Case:
 
     @property
     def sites(self) -> int:
-        """Count the data centres."""
         return self.given.sites or self.learners
 
     @property
@@ -60,7 +57,6 @@ class Case:
 
     @property
     def chips(self) -> int:
-        """Count the chips of all learners."""
         return self.given.chips or sum(each.outline.chips for each in self.kinds)
 
     @property
@@ -75,7 +71,6 @@ class Case:
 
     @property
     def parameters(self) -> int:
-        """Count the parameters of the model."""
         return num_parameters(self.blueprint)
 
     @property

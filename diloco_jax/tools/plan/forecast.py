@@ -4,8 +4,6 @@ Sizes are those of the codec and the fragment plan, rates those of sim/goodput/b
 beside it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

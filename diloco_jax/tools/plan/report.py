@@ -1,7 +1,5 @@
 """The output of `diloco plan` for people."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from textwrap import fill
 from typing import Any
@@ -14,7 +12,6 @@ _INDENT = " " * 14
 
 
 def describe(result: Row) -> str:
-    """Write the result of `forecast` as text."""
     parts = [_run, _bytes, _rates, _link, _latency, _syncer, _memory, _recovery, _goodput, _cost, _advice]
     return "\n\n".join("\n".join(part(result)) for part in parts)
 

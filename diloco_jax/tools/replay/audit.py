@@ -5,8 +5,6 @@ book (auditor.py), which is compared with the machine's. The learners' tapes, wh
 what was never leased to them.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,7 +90,6 @@ def _check_reads(path: Path, findings: Findings) -> None:
 
 
 def describe(result: Mapping[str, Any]) -> str:
-    """Return a result in words."""
     lines = [
         f"{result['leased']} samples were handed out in {result['rounds']} merged rounds: {result['merged']} merged, "
         f"{result['overwritten']} overwritten, {result['released']} released to be leased again, {result['out']} out",

@@ -1,7 +1,5 @@
 """The keeper of the book of samples: reads a syncer's tape, and what each input led to, and enters what concerns it."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from copy import deepcopy
@@ -26,7 +24,6 @@ class Moments(Generic[T]):
         self._taken: dict[int, T] = {}
 
     def keep(self, global_step: int, taken: bool, value: T) -> None:
-        """Remember what is now."""
         moments = self._taken if taken else self._asked
         moments.pop(global_step, None)
         moments[global_step] = value
@@ -67,7 +64,6 @@ class Auditor:
         self._number = 0
 
     def take(self, line: list[Any], effects: list[Effect]) -> None:
-        """Take one input and what it led to."""
         self._number += 1
         kind = line[0]
         dropped = len(line) > 2 and any(isinstance(e, Drop) and e.peer == line[2] for e in effects)

@@ -4,8 +4,6 @@ A life is repeated up to the last value of it that was merged, or the last copy 
 itself repeated took over. What it did after that left no trace in the global model.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Generator

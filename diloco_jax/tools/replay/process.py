@@ -4,8 +4,6 @@ Both are part of the compiled program's arithmetic, and both are fixed when JAX 
 to, and how many islands ran beside it, is not (docs/replay.md).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

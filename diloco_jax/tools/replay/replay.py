@@ -9,8 +9,6 @@ Lives advance as the run did, so a replay holds the states of the lives that ran
 that somebody still adopts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections import Counter
@@ -87,12 +85,10 @@ class Replay:
             self._made(Name(fragment_id, 0, theirs), digest, f"fragment {fragment_id} of the initial model")
 
     def run(self) -> None:
-        """Repeat everything."""
         for event in self.script.events:
             self.repeat(event)
 
     def repeat(self, event: Event) -> None:
-        """Repeat the next event."""
         match event:
             case MergedRound():
                 self._round(event)
@@ -141,7 +137,6 @@ class Replay:
         return self._replicas[life]
 
     def take(self, name: Name) -> Values:
-        """Return a global value that a life adopts."""
         if name not in self._values:
             raise ValueError(
                 f"version {name.version} of fragment {name.fragment_id} with digest {name.digest} was adopted, but no "
@@ -151,7 +146,6 @@ class Replay:
         return self._values[name] if self._uses[name] > 0 else self._values.pop(name)
 
     def state_of(self, took: TookState, receiver: LearnerLife, held: dict[int, int]) -> HostState:
-        """Return the state that a life takes over, of the moment at which its donor copied it."""
         copies = self._replica(took.donor).copy(took.donor_step)
         if took.donor.learner_id != receiver.learner_id:  # moments alone, as they arrived
             return self._moving.rounded(copies[-1][1])
@@ -299,7 +293,6 @@ def digest_of(parameters: Mapping[str, np.ndarray]) -> str:
 
 
 def describe(result: Mapping[str, Any]) -> str:
-    """Return a result in words."""
     done = f"{result['merged_rounds']} merged rounds, {result['inner_steps']} inner steps, {result['wall_s']:.1f} s"
     if "identical" not in result:
         return f"trained as the tapes say: evaluation loss {result['eval_loss']:.4f}, {done}; see {result['run_dir']}"

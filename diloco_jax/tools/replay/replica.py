@@ -5,8 +5,6 @@ its own, which are on the island only while its life advances. Between two lives
 copies of whole states.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any, Protocol

@@ -9,8 +9,6 @@ and overwritten if its learner had adopted newer versions in every fragment befo
 may not happen it writes down. Its size is that of what is out: what has its fate is joined.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -73,7 +71,6 @@ class Findings:
         self.granted: dict[Life, list[Range]] = {}
 
     def add(self, text: str) -> None:
-        """Write one breach down."""
         self.count += 1
         if len(self.texts) < VIOLATIONS_MAX:
             self.texts.append(text)

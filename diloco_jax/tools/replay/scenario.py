@@ -1,7 +1,5 @@
 """A simulation as a run: what its tapes were made with (scenario.json, written by sim/tapes.py), put into a config."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

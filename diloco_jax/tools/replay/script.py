@@ -4,8 +4,6 @@ The syncer's machine takes its decisions again (protocol/syncer/tape.py); what t
 here, in their order. Nothing is trained yet, so everything that the tapes lack is found before the first step.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Iterator
@@ -90,7 +88,6 @@ class _Reader:
         self._reported: dict[LearnerLife, int] = {}
 
     def take(self, line: list[Any], effects: list[Effect]) -> None:
-        """Take one input and what it led to."""
         kind, events = line[0], self.script.events
         if kind == "merged":
             order, lives = self._orders.pop(line[2])

@@ -258,7 +258,6 @@ class LiveView:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def picture(self) -> RenderableType:
-        """Draw the newest status."""
         self.poll()
         status = self._current()
         if status is None:

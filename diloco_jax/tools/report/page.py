@@ -4,8 +4,6 @@ Read from metrics.jsonl, and where present summary.json (its numbers win over th
 that was stopped in the middle has no summary.json and gets a page with what its records say.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ Steps and arrivals are as learners reported them, late by the way of a report; a
 step that it precedes.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Sequence

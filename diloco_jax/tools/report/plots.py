@@ -1,7 +1,5 @@
 """Charts of a run: bars, and the timeline of rounds. Lines and axes are those of `drawing`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A run's data before it begins: sources, their sizes, how often they are read, some samples as text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -70,7 +68,6 @@ def _shown(source: Source, sample: Sample) -> str:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """Write the counts for people."""
     lines = [f"{result['samples']:,} samples of {result['tokens']:,} tokens in all, ids below {result['vocab_size']:,}"]
     for name, each in result["sources"].items():
         documents = f"{each['documents']:,} documents, " if each["documents"] is not None else ""

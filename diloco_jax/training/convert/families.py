@@ -3,8 +3,6 @@
 Names are those of the files on the Hub. Their matrices are [out, in], ours [in, out].
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

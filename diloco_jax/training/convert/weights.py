@@ -4,8 +4,6 @@ config.json has the family and its sizes; *.safetensors the tensors, and if ther
 model.safetensors.index.json says in which one each tensor lies.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Settings of the data, apart from what reads it: a process without data of its own needs no reader."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from dataclasses import dataclass

@@ -2,8 +2,8 @@
 
     corpus -> [train | held out] -> windows
 
-Samples of a token store (packing.py) or of the user's own (own.py) take the place of windows. The held-out part is the
-tail of the corpus; no training window touches it. A corpus may be a mixture of sources (mixture.py).
+Samples of a token store, or of the user's own (own.py), take the place of windows. The held-out part is the tail of
+the corpus; no training window touches it. A corpus may be a mixture of sources (mixture.py).
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import no_type_check
 from zlib import crc32
 
 import numpy as np
 import xxhash
 from jaxtyping import Integer
+from numba import njit
 
 from diloco_jax.training.data.config import PLAIN, STDLIB, DataConfig, PartConfig
 from diloco_jax.training.data.documents import TextSource
 from diloco_jax.training.data.mixture import Samples, mixed
 from diloco_jax.training.data.own import open_own
-from diloco_jax.training.data.packing import StoreWindows, pack
-from diloco_jax.training.data.sample import TOKENS, Sample
+from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample
 from diloco_jax.training.data.store import Store, local_store
 from diloco_jax.training.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from diloco_jax.training.data.tokenizing import cached_store
@@ -33,6 +34,98 @@ from diloco_jax.training.data.tokenizing import cached_store
 WHOLE_BYTES = 1 << 24  # a corpus up to this size is digested whole, a larger one by samples
 SAMPLES, SAMPLE_BYTES = 64, 4096
 STDLIB_SKIP = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreWindows:
+    """Windows of `seq_len` + 1 ids of tokens start..stop-1; neighbours share one id, the last target of the former.
+
+    With `separate` a sample has segments: the number of its document within the window, from 1 on.
+    """
+
+    store: Store
+    start: int
+    stop: int
+    seq_len: int
+    separate: bool
+
+    def __len__(self) -> int:
+        return max(self.stop - self.start - 1, 0) // self.seq_len
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        start = self.start + index * self.seq_len
+        sample = {TOKENS: self.store.read(start, start + self.seq_len + 1)}
+        if self.separate:
+            sample[SEGMENTS] = _segments(self.store, start, start + self.seq_len + 1, self.seq_len + 1)
+        return sample
+
+
+@dataclass(frozen=True, slots=True)
+class PackedDocuments:
+    """Samples of consecutive whole documents, as many as fit; the rest is padding, of segment 0.
+
+    Only a document longer than a sample is cut; its pieces share one id, so that each id but the first is predicted.
+    """
+
+    store: Store
+    starts: np.ndarray
+    stop: int
+    seq_len: int
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        start, size = int(self.starts[index]), self.seq_len + 1
+        stop = int(self.starts[index + 1]) if index + 1 < len(self) else self.stop
+        if index + 1 < len(self) and stop not in self.store.ends(stop - 1, stop):
+            stop += 1  # the next one goes on with this document
+        tokens = np.zeros(size, np.int32)
+        tokens[: stop - start] = self.store.read(start, stop)
+        return {TOKENS: tokens, SEGMENTS: _segments(self.store, start, stop, size)}
+
+
+def _segments(store: Store, start: int, stop: int, size: int) -> np.ndarray:
+    begins = np.zeros(size, np.int32)
+    begins[0] = 1
+    begins[store.ends(start, stop - 1) - start] = 1
+    segments = np.cumsum(begins, dtype=np.int32)
+    segments[stop - start :] = 0
+    return segments
+
+
+def pack(store: Store, start: int, stop: int, seq_len: int) -> PackedDocuments:
+    """Deal out the documents of a range of tokens in order; a sample ends before the first that does not fit."""
+    rows, row, begin = [np.array([start], np.int64)], start, start
+    for _, low, high in store.files(start, stop):  # memory for one file, and 8 bytes a sample
+        ends = store.ends(low, high)
+        if not len(ends) or ends[-1] != high:
+            ends = np.append(ends, high)
+        out = np.empty(len(ends) + (high - row) // seq_len + 2, np.int64)
+        row, begin, count = _next_fit(ends, row, begin, seq_len, out)
+        rows.append(out[:count].copy())
+    return PackedDocuments(store, np.concatenate(rows).astype(np.uint64), stop, seq_len)
+
+
+@njit(nogil=True)
+@no_type_check
+def _next_fit(ends, row, begin, seq_len, out):
+    count = 0
+    for end in ends:
+        if end - row > seq_len + 1 and begin > row:
+            row = begin
+            out[count] = row
+            count += 1
+        while end - row > seq_len + 1:
+            row += seq_len
+            out[count] = row
+            count += 1
+        begin = end
+    return row, begin, count
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,6 @@ A source is a file or a folder, on this machine or wherever fsspec reads: text (
 Arrow as `datasets` saves it, and ArrayRecord. It is listed as pieces, which different processes may read.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import lzma

@@ -1,7 +1,5 @@
 """Several sources in one order: in proportion to their weights, each shuffled on its own, without end."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate

@@ -6,8 +6,6 @@ The global order (`SampleOrder`) has positions 0, 1, 2, ... without end; a learn
 it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 

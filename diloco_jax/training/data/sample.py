@@ -1,7 +1,5 @@
 """Samples and batches: arrays by name. A batch has one more axis, the first one, along which its samples lie."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -14,17 +12,14 @@ SEGMENTS = "segments"  # the number of each id's document within the sample, fro
 
 
 def stack(samples: Sequence[Sample]) -> Sample:
-    """Return a batch of these samples."""
     return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
 def batch_shapes(sample: Sample, size: int) -> Shapes:
-    """Return the shapes of a batch of so many samples like this one."""
     return {name: jax.ShapeDtypeStruct((size, *value.shape), value.dtype) for name, value in sample.items()}
 
 
 def batch_size(batch: Sample) -> int:
-    """Return the number of samples of a batch."""
     return len(next(iter(batch.values())))
 
 

@@ -3,8 +3,6 @@
 store.json, tokens-00000.bin ..., documents-00000.bin ... (ends of documents in that file, uint64), tokenizer.json
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

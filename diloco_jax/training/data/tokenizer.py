@@ -1,7 +1,5 @@
 """Tokenizers: text to token ids and back, by Hugging Face's tokenizer.json or a byte for a token."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

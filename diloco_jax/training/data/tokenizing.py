@@ -1,7 +1,5 @@
 """Text to a token store: in parts that processes share, kept when they are interrupted, equal whoever made them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import multiprocessing as mp

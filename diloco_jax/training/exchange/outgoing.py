@@ -9,8 +9,6 @@ residual that there is once this copy was used; the island takes it over when it
 into. Where shards cut the format's blocks (small or odd tensors), float32 goes to the host, which does the same there.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence

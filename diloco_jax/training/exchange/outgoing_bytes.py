@@ -5,8 +5,6 @@ With one process an island's payload is joined here as a whole. With several eac
 format's blocks (small or odd ones): their float32 goes to the first process, which encodes it in its part.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property

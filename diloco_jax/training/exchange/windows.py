@@ -7,8 +7,6 @@ are then as long as any shard may need, and rows outside of the slice are comput
 Where a slice begins in its tensor is an input of the programs, so that slices of one size share them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Shapes: B batch, T length, N query heads, K key and value heads (N / K query heads read one), H head width.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 from typing import Literal, NamedTuple

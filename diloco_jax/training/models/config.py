@@ -1,7 +1,5 @@
 """Settings of the model, apart from what builds it: a syncer whose islands bring the model needs no module library."""
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import dataclass, field
 from functools import cache

@@ -88,7 +88,6 @@ class Block(nnx.Module):
         self.norm_mlp_out = _norm(c, c.dim, rngs) if after else None
 
     def init_mlp(self, rngs: nnx.Rngs) -> None:
-        """Draw the parameters of the MLP."""
         c = self.config
         self.gate = Linear(c.dim, c.mlp_dim, ("embed", "mlp"), c.dtype, rngs=rngs)
         self.up = Linear(c.dim, c.mlp_dim, ("embed", "mlp"), c.dtype, rngs=rngs)

@@ -1,7 +1,5 @@
 """Parts that the built-in models share: a linear map whose weight may be spread over the mesh, and remat."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -38,7 +36,6 @@ class Linear(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
-        """Apply the map to the last dimension."""
         y = x @ gather(self.kernel[...].astype(self.dtype), *self.names)
         if self.bias is None:
             return y
@@ -55,7 +52,6 @@ class OffsetNorm(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-        """Normalise the last dimension."""
         full = x.astype(jnp.float32)
         scale = (1 + self.scale[...]).reshape((1,) * (x.ndim - 1) + (-1,))
         full = full * jax.lax.rsqrt(jnp.mean(jnp.square(full), axis=-1, keepdims=True) + self.epsilon)

@@ -7,8 +7,6 @@ the rows of its own tokens. The gradient goes the same way back. Sequences are c
 small.
 """
 
-from __future__ import annotations
-
 import math
 
 import jax

@@ -8,8 +8,6 @@ devices that hold a part of the table:
     d loss / d logit_iv = (exp(logit_iv - lse_i) - [v = label(i)]) / n
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 
@@ -85,11 +83,9 @@ class _Chunks(NamedTuple):
         return constrain(parts, None, TABLE_AXES[0], None, TABLE_AXES[1])
 
     def join(self, cut: Float[Array, "c p r d"]) -> Float[Array, "v d"]:
-        """Undo `cut`."""
         return cut.swapaxes(0, 1).reshape(-1, cut.shape[-1])
 
     def logits(self, x: Float[Array, "b t d"], rows: Float[Array, "p r d"]) -> Float[Array, "b t p r"]:
-        """Return the logits of one chunk."""
         logits = jnp.einsum("btd,prd->btpr", x, rows, preferred_element_type=jnp.float32)
         return soft_limit(constrain(logits, "batch", None, "vocab", None), self.cap)
 

@@ -10,8 +10,6 @@ The experts lie on the mesh axis `expert`: tokens travel to them and back (two a
 (dropless) each device sorts its own tokens by expert, and one ragged product computes them all.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -110,7 +108,6 @@ class MoeBlock(Block):
     config: MoeConfig
 
     def init_mlp(self, rngs: nnx.Rngs) -> None:
-        """Draw the parameters of the router and of the experts."""
         c = self.config
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ROUTER_AXES)
         each = nnx.initializers.lecun_normal(batch_axis=0)

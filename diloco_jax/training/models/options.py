@@ -1,7 +1,5 @@
 """Sizes and choices of the built-in decoder: where the public families differ, and what costs memory or time."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

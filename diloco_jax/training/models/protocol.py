@@ -5,8 +5,6 @@ class as `package.module:Class`. Parameters leave the module as a flat dict from
 `blocks/0/down/kernel`, in the order that `flax.nnx` gives them. What else it holds: variables.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType

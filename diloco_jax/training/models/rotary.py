@@ -1,7 +1,5 @@
 """Rotary positions: pairs of numbers turn with the position, and scaling slows down the slow ones for longer texts."""
 
-from __future__ import annotations
-
 import math
 
 import jax.numpy as jnp

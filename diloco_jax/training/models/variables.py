@@ -12,8 +12,6 @@ Everything else (batch statistics, counters) is the island's own: it is part of 
 the disk and to a returning island. It is never merged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

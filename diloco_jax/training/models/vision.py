@@ -9,8 +9,6 @@ layers like tokens, in rows from the upper left one on:
 Pixels of type uint8 become -1..1; those of other types are taken as they are.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax

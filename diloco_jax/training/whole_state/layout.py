@@ -7,8 +7,6 @@ order, unsharded, little-endian, without padding. Two islands of one run differ 
 layout, so a reader never has to trust the description: it must equal the reader's own, byte for byte.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -40,7 +38,6 @@ class StateLeaf(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Return its size in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 

@@ -8,8 +8,6 @@ something small would make a step of any size. An array without negative numbers
 the orders of magnitude, rounded up; what was zero stays zero.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -5,8 +5,6 @@ other processes hold too, so that it never needs them to come back. A leaf is re
 on the same mesh is what the devices of this process need; a process that has all of a state may come back on any mesh.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -36,7 +34,6 @@ class Shard(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Return its size in bytes."""
         return math.prod(self.size) * np.dtype(self.dtype).itemsize
 
 

@@ -8,8 +8,6 @@ leaf in its own dtype. Fragments have a way of their own (exchange.py).
 With devices on several processes each copies its own shards. One of them asks the others for theirs, leaf by leaf.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ every host, by a `HostAnswer` with that number; numbers begin at 1. Payloads tra
 other connection of a run.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, TypeAlias, get_args
 
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment

@@ -6,8 +6,6 @@ payloads keep their order. A host that is silent for SILENCE_S is lost. One that
 the island is what fails, and starts again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import time
@@ -204,7 +202,6 @@ class GroupMember:
             )
 
     def send(self, reply: Reply, payload: Payload = b"") -> None:
-        """Queue a reply to the leader; never blocks. See GroupLeader.send."""
         _send(self._session, reply, payload, REPLIES)
 
     def receive(self, timeout_s: float) -> GroupItem | None:

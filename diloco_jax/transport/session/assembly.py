@@ -8,8 +8,6 @@ Who brings more waits, and with it its connection; the rest of what fills the ol
 every connection carries its chunks in order.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

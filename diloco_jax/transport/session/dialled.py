@@ -1,7 +1,5 @@
 """The streams of a session, on the side that dials: a TCP connection and a call for each."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

@@ -5,8 +5,6 @@ leader's session delivers the whole, as if the leader had sent it. Parts of valu
 in number, and in bytes by `payload_bytes_max`; the oldest value makes room. All of them go when the sessions end.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from functools import partial
@@ -61,7 +59,6 @@ class HostParts:
         return parts
 
     def clear(self) -> None:
-        """Forget all."""
         self._values.clear()
         self.held_bytes = 0
 
@@ -79,7 +76,6 @@ class HostSessions(Generic[S]):
         self.add(leader)
 
     def get(self, host: int) -> S | None:
-        """Return the session of a host, if it is here."""
         with self._lock:
             return self._sessions.get(host)
 

@@ -55,7 +55,6 @@ class Inbox:
 
     @property
     def traffic(self) -> Traffic:
-        """Return what all sessions moved so far."""
         return self._traffic
 
 
@@ -77,12 +76,10 @@ class Session(ABC):
 
     @property
     def host(self) -> int:
-        """Return which of the learner's hosts this is."""
         return self.header.host
 
     @property
     def hosts(self) -> int:
-        """Return how many hosts the learner has."""
         return max(1, self.header.hosts)
 
     @abstractmethod

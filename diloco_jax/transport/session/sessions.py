@@ -1,7 +1,5 @@
 """The parts of a listener that do not depend on how bytes travel: who may connect, and requests to the driver."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -258,7 +256,6 @@ class Drains:
                 request.done.set()
 
     def close(self) -> None:
-        """Take no more requests."""
         with self._lock:
             self._closed = True
 

@@ -7,8 +7,6 @@ Whose certificate it is
 Both may be used by a client and by a server. A learner's does not name the syncer's host, so none can pose as it.
 """
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import json

@@ -6,8 +6,6 @@ Three kinds of connection
   * mutual TLS, with or without a token: encrypted, and both sides prove who they are.
 """
 
-from __future__ import annotations
-
 import datetime
 import hmac
 import ipaddress

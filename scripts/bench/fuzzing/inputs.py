@@ -1,7 +1,5 @@
 """Inputs of fuzz targets: several frames as one input, and mutations of good inputs."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ Messages are well-formed, as the wire sees to it, but may say anything. A peer's
 machine raise.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import typing

@@ -6,8 +6,6 @@ with whatever else the code under test raises. scripts/bench/test_fuzz.py runs t
 length.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

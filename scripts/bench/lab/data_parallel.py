@@ -8,8 +8,6 @@ First all steps, then the parameters are saved; when the file "slow" appears, `t
 line with its seconds.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -5,8 +5,6 @@ are the kernel's business (tbf on the devices). Packets come with a virtio heade
 kernel's segmentation offload makes them, whatever the MTU: so one process carries gigabits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

@@ -1,7 +1,5 @@
 """Needs of a link in closed form: bytes of a step, and the rates that follow. Pure arithmetic."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 BITS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.125, "int4": 4.125}  # of an element, scales of blocks of 256 too

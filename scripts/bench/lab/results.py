@@ -1,7 +1,5 @@
 """Results of the WAN benches: one JSON object for machines, a table for people."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

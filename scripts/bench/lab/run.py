@@ -1,7 +1,5 @@
 """A real run in a laboratory: `diloco syncer` at its site, a `diloco learner` at each island, watched from outside."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

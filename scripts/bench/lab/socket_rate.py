@@ -7,8 +7,6 @@ Each connection carries blocks for so many seconds; the clock runs from the firs
 that it has the last one.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import socket

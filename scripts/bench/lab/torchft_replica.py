@@ -3,8 +3,6 @@
 Writes one JSON line per event, `t` in seconds of the system's clock: ready, commit (a synchronisation has ended), done.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

@@ -1,7 +1,5 @@
 """`wan bytes`, `slow`, `utilisation` and `downlink`: what a real run moves over its links, what narrow ones cost it."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

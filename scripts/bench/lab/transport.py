@@ -4,8 +4,6 @@ Two programs take turns at the two ends: plain sockets (socket_rate.py), which s
 the transport of diloco_jax (transport.py). Payloads go up, from an island to the syncer, or down.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

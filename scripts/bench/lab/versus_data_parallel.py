@@ -1,7 +1,5 @@
 """`wan vs_data_parallel`: the same model, data and tokens with islands, and with one synchronous job over the links."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

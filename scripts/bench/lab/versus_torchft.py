@@ -4,8 +4,6 @@ Both train the same small model (2^20 float32 parameters) with steps of the same
 pseudo-gradients travel in one bucket per fragment as float32: its quantised all-reduce needs Triton, hence a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

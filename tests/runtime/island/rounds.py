@@ -3,8 +3,6 @@
 What training would do is said by the test: how far each island's parameters move between two adoptions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 

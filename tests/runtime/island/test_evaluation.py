@@ -1,7 +1,5 @@
 """An island's evaluation: of the global values that it adopted, whatever its parameters and mesh are by then."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

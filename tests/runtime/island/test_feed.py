@@ -1,7 +1,5 @@
 """Samples that are read ahead: what is read, by whom, how far ahead, and who is told of an error."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A leading host and one that follows, in one process, and what surrounds them; real islands: test_island_hosts.py."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Islands of two processes with two devices each, as real runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Leaves of any shape and width travel in every format, and a value that a round left out leaves no trace."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

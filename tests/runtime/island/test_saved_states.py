@@ -1,7 +1,5 @@
 """What a process of an island saves of itself: back bit for bit, from whichever folder has it, or a reason why not."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Work in the background uses what the cores have to spare, and a small share when they have nothing."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_jax.runtime.island.spare_time import LEAST, THREADS_COST, SpareTime, idle_time_s

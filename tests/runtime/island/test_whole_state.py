@@ -1,7 +1,5 @@
 """A learner's state off its island: parts from a donor, what is sent first, and the tape."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -16,8 +14,8 @@ import pytest
 from diloco_jax.core import codec
 from diloco_jax.protocol.effects import AdoptState
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, StatePart
+from diloco_jax.runtime.island.adoptions import STATE_PART_BYTES, ReceivedState
 from diloco_jax.runtime.island.payloads import PayloadSender
-from diloco_jax.runtime.island.whole_state import STATE_PART_BYTES, ReceivedState
 from diloco_jax.runtime.learner import tape as learner_tape
 from diloco_jax.runtime.learner.tape import LearnerTape, learner_tape_path
 from diloco_jax.training.whole_state.layout import StateLayout

@@ -1,7 +1,5 @@
 """An island's metrics are means with a bound, and what several islands measured is one record."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

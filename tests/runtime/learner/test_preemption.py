@@ -1,7 +1,5 @@
 """A learner hears that its machine will be taken away."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterator

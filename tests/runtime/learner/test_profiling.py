@@ -1,7 +1,5 @@
 """Profiles of a learner that trains: made, refused, and never the end of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -41,7 +41,7 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.runtime.island import payloads, whole_state
+from diloco_jax.runtime.island import adoptions, payloads
 from diloco_jax.runtime.learner.decisions import Signals
 from diloco_jax.runtime.learner.inbox import LinkKeeper
 from diloco_jax.runtime.learner.joined import Joining, island_pulse
@@ -290,8 +290,8 @@ def test_without_new_data_old_data_is_read_again_and_no_step_waits(script: Scrip
 def test_a_state_is_given_in_parts_and_taken_by_another(
     script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part_bytes = whole_state.STATE_PART_BYTES // 2
-    for module in (whole_state, payloads):
+    part_bytes = adoptions.STATE_PART_BYTES // 2
+    for module in (adoptions, payloads):
         monkeypatch.setattr(module, "STATE_PART_BYTES", part_bytes)
     script.admit()
     while script.await_message(StepReport).local_step < 3:

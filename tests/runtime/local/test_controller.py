@@ -1,7 +1,5 @@
 """Islands as threads of one process: who gets which devices, who starts again, and that the result is the same."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -3,8 +3,6 @@
 The processes are shell scripts, so that each way to end can be had at will. Real ones are in test_run, test_failover.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import threading

@@ -1,7 +1,5 @@
 """Devices as the kernel lists them, their shares for the processes of a run, and a terminal without noise."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

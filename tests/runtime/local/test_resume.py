@@ -1,7 +1,5 @@
 """Every process is gone, only the folder is left, and the run goes on from it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Learners as a merge sees them: honest ones that train with AdamW, and what goes wrong with a value."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 

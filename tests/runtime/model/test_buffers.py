@@ -1,8 +1,6 @@
 """Memory of arrays that comes back."""
 
-from __future__ import annotations
-
-from diloco_jax.runtime.model.buffers import FREE_MAX, Buffers
+from diloco_jax.runtime.model.model_share import FREE_MAX, Buffers
 
 
 def test_buffers_are_written_again_and_bounded() -> None:

@@ -1,7 +1,5 @@
 """The evaluator holds the parameters at most once, and never a state of an optimizer."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

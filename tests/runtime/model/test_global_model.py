@@ -1,7 +1,5 @@
 """The model changes only when its owner publishes, no value makes it useless, and shares compute the same bits."""
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Merge shards in processes of their own: real ones, with learners that send made-up values over the real transport."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Honest work is left out for two rounds at most; what diverges or is damaged is left out as long as it comes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 

@@ -1,7 +1,5 @@
 """Loops of a user's own as islands of real runs, and what `join` refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A process that starts again takes its compiled programs from the run's folder."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

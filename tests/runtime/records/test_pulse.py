@@ -1,7 +1,5 @@
 """Loops that hang end their process, with a reason, and the run goes on; loops that are stopped or slow do not."""
 
-from __future__ import annotations
-
 import math
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`diloco status` of a folder must not believe a file: what it says goes on has a process that says so."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

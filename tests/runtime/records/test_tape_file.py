@@ -1,7 +1,5 @@
 """Tapes and records are whole whatever the disk or a kill does, and their writer waits and loses no line."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,7 +1,5 @@
 """The syncer dies, or its disk is full, and learners notice nothing but a pause between two rounds."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

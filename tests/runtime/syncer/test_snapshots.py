@@ -1,7 +1,5 @@
 """A snapshot is whole or it is not there, and a run never starts from a damaged one."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

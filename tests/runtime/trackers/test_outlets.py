@@ -1,7 +1,5 @@
 """Trackers and callbacks get all, each in its own thread; what fails or hangs there costs the run nothing."""
 
-from __future__ import annotations
-
 import struct
 import threading
 from pathlib import Path
@@ -9,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.runtime.trackers import aside, outlets
-from diloco_jax.runtime.trackers.aside import Aside, close_all
-from diloco_jax.runtime.trackers.outlets import BUILT_IN, Outlets, find_callbacks, find_trackers
+from diloco_jax.runtime.trackers import outlets
+from diloco_jax.runtime.trackers.outlets import BUILT_IN, Aside, Outlets, close_all, find_callbacks, find_trackers
 from diloco_jax.settings.run import RunConfig
 
 calls: list[tuple[Any, ...]] = []
@@ -89,7 +86,7 @@ def test_what_raises_is_told_once_and_others_go_on(tmp_path: Path, caplog: pytes
 
 
 def test_nobody_waits_for_what_hangs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(aside, "WAITING_MAX", 3)
+    monkeypatch.setattr(outlets, "WAITING_MAX", 3)
     began, may_end = threading.Event(), threading.Event()
 
     class Hangs:

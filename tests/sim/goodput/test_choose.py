@@ -1,7 +1,5 @@
 """The choice of learners weighs goodput against a cost whose numbers can be checked by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 

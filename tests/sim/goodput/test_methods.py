@@ -1,7 +1,5 @@
 """Slices, rates of links and methods against exact small numbers, distributions, and what was measured."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

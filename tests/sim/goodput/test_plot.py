@@ -1,7 +1,5 @@
 """The drawing of goodput must say what the rows say: one curve for each, every point in its place."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`diloco simulate` as a user meets it: tables, JSON, wrong input, an interrupt."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -14,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from diloco_jax.cli.main import main
-from diloco_jax.sim.goodput.cells import run_cells
 from diloco_jax.sim.goodput.hardware import Hardware
 from diloco_jax.sim.goodput.methods import Cell, simulate
 from diloco_jax.sim.goodput.penalty import PENALTIES
-from diloco_jax.sim.goodput.simulate import Options, plan_cells, run
+from diloco_jax.sim.goodput.simulate import Options, plan_cells, run, run_cells
 
 QUICK = ["--methods", "rigid", "decoupled", "--learners", "2", "4", "--chips", "1.2m", "--hours", "0.5"]
 

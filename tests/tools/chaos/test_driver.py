@@ -1,7 +1,5 @@
 """The thread that inflicts faults: whom it spares, what it waits for, and that it takes everything back."""
 
-from __future__ import annotations
-
 import json
 import resource
 import signal

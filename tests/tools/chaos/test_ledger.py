@@ -1,7 +1,5 @@
 """What the books of a chaos run say after invented records."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

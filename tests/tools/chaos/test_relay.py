@@ -1,7 +1,5 @@
 """Each fault of the relay, seen from both ends of real connections; and what a session over gRPC makes of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import socket

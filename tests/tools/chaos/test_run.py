@@ -1,7 +1,5 @@
 """A chaos run: its schedule is a function of its seed, and a short one with real processes loses nothing."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import pairwise

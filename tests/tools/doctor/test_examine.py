@@ -1,7 +1,5 @@
 """`diloco doctor` between two sides: every way in which they can miss each other is found, with what to do about it."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import json
@@ -22,8 +20,8 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump, load
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.tools.doctor import link as doctor_link
-from diloco_jax.tools.doctor.check import Check
 from diloco_jax.tools.doctor.examine import listening
+from diloco_jax.tools.doctor.host import Check
 from diloco_jax.tools.doctor.part import ProcessPart, part_of
 from diloco_jax.tools.doctor.probing import greet
 from diloco_jax.transport import grpc_link, probe

@@ -1,7 +1,5 @@
 """`diloco doctor` on one machine: what its kernel says is faked, what it means for the run is checked."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import resource
@@ -16,7 +14,7 @@ from diloco_jax.settings.text import load
 from diloco_jax.tools.budget.links import LinkNeeds
 from diloco_jax.tools.budget.memory import PROCESS_BYTES, SYNCER_PROCESS_BYTES
 from diloco_jax.tools.doctor import host as doctor_host
-from diloco_jax.tools.doctor.check import of_error
+from diloco_jax.tools.doctor.host import of_error
 from diloco_jax.tools.doctor.part import part_of
 from tests.runtime.helpers import write_config
 

@@ -1,7 +1,5 @@
 """Small models of public families, and runs of them on disk that nobody trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models out and in again: equal bytes, whole folders or none, whatever happens while they are written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from diloco_jax.cli import convert
+from diloco_jax.cli import inference
 from diloco_jax.cli.main import main
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.training.convert import weights
@@ -87,7 +85,7 @@ def test_a_folder_is_whole_or_not_there(
         yield next(iter(parameters))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert, "_watch", interrupted)
+    monkeypatch.setattr(inference, "_watch", interrupted)
     for form in ("hf", "orbax", "npz"):
         assert export(run, tmp_path / "out", "--format", form) == 130
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "run"]

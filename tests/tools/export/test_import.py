@@ -1,7 +1,5 @@
 """Public models in: what is wrong with a folder is told before anything trains; a config evaluates what it names."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

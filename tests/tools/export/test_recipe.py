@@ -1,7 +1,5 @@
 """The recipe of docs/models.md with a small model: two sources of text, a public model in, four islands, out again."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The config of docs/after.md: two islands learn to read digits, and their training is done again bit for bit."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Text and its likelihood by a model of a run, against the model's own logits; tasks of lm-eval against a few lines."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

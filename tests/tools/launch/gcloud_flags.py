@@ -7,8 +7,6 @@ Source of each: the command's page below docs.cloud.google.com/sdk/gcloud/refere
 /secret-manager/docs/creating-and-accessing-secrets.
 """
 
-from __future__ import annotations
-
 EVERYWHERE = {"project", "format", "quiet"}  # docs.cloud.google.com/sdk/gcloud/reference: flags of all commands
 
 FLAGS: dict[str, set[str]] = {

@@ -1,7 +1,5 @@
 """Configs, plans, and stand-ins for gcloud and kubectl that write down how they were called."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

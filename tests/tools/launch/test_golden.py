@@ -3,8 +3,6 @@
 Without the settings themselves, in which every new setting would be a difference here.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

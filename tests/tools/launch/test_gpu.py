@@ -1,7 +1,5 @@
 """GPU hosts: what is written for Slurm runs, on emulated devices, with stand-ins for its commands."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

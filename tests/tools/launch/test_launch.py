@@ -1,7 +1,5 @@
 """The command: what it writes, runs, prints and refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

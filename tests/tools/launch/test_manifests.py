@@ -1,7 +1,5 @@
 """Kubernetes takes the manifests: core types against its schemas, JobSets against the schema of theirs."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The scripts do what they say, in the right order, with stand-ins for gcloud, kubectl and diloco."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The forecast of `diloco plan` for a config, against payloads, programs and arithmetic by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Reading compiled programs: loops, matrix products, collectives and transfers, each against a count made by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_jax.tools.preflight.hlo import read_program

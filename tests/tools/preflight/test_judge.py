@@ -1,7 +1,5 @@
 """Programs compiled for TPU slices that are not there, and what is said about them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The audit of tapes of real machines, and of machines that lose, double or forget samples; and its book."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

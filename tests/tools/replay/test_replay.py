@@ -3,8 +3,6 @@
 That a real run is repeated bit for bit is in test_replay_run.py.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import asdict

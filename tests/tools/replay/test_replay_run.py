@@ -1,7 +1,5 @@
 """A real run with a late joiner, kills and learners of different speed is trained again bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The live view says what matters and disturbs nothing; the timeline for viewers holds what the tapes hold, once."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

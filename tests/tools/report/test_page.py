@@ -1,7 +1,5 @@
 """The report must tell the run's story correctly, stand alone, stay small, and never lie about an unfinished run."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """Each public family against transformers: the same logits from the same weights, theirs in ours and ours in theirs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

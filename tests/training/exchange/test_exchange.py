@@ -1,7 +1,5 @@
 """Fragments on their way out and in: the right bytes of the right step, no collective, no compilation behind a step."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import jax

@@ -1,7 +1,5 @@
 """The ways to compute attention give the same numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

@@ -1,7 +1,5 @@
 """The decoder against a NumPy forward pass written from the formulas, and what must hold for any decoder."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Embeddings that are looked up where they lie, against a plain look-up: values and gradients on every kind of mesh."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

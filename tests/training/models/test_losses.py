@@ -1,7 +1,5 @@
 """The chunked loss against the plain one, values and gradients, on one device and on a mesh."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """The mixture of experts against a few lines of NumPy, and what must hold for any routing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

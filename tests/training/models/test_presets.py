@@ -1,7 +1,5 @@
 """Public models by name: known sizes, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

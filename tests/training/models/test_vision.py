@@ -1,7 +1,5 @@
 """Vision models against the decoder, for which every patch is a word of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

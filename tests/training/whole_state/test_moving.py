@@ -1,7 +1,5 @@
 """Moments as they travel: exact, in bfloat16, or in blocks of int8, of which second moments come out no smaller."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """A whole state on its way from one island to another: bit for bit, whatever the meshes; all of it or nothing."""
 
-from __future__ import annotations
-
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor

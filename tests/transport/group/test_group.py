@@ -1,7 +1,5 @@
 """The network of an island's hosts over real connections: who is let in, what arrives, and how an end is noticed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

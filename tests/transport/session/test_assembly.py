@@ -1,7 +1,5 @@
 """Chunks over several connections, or in two sessions, become whole messages in order, within bounds, or an error."""
 
-from __future__ import annotations
-
 import random
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of who may connect, who replaces whom, how much may wait, and values that arrive in parts."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Certificates: what `make` writes, and that every defect of a file is found and named before it is used."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import logging

@@ -1,7 +1,5 @@
 """Certificates and tokens over real connections: who has them is served, whoever has not learns what to change."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import threading
