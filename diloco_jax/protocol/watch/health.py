@@ -7,8 +7,8 @@ from typing import NamedTuple
 from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT, Member
 from diloco_jax.protocol.syncer.machine import Syncer
 
-CONDITIONS = ("joining", "recovering", "training", "evaluating", "slow", "unmerged", "striking", "silent", "gone")
-CONDITIONS += ("expelled", "left")
+CONDITIONS: tuple[str, ...] = ("joining", "recovering", "training", "evaluating", "slow", "unmerged", "striking")
+CONDITIONS += ("silent", "gone", "expelled", "left")
 SLOW_FACTOR = 2.0  # times the median step
 
 

@@ -92,6 +92,9 @@ def expiries(transport: TransportConfig) -> dict[str, float]:
 class Exposition(Collector):
     """Metrics of one process of a syncer, and the server that tells them.
 
+    Attributes:
+        url: where Prometheus asks; empty if nowhere.
+
     Args:
         writer: of the run's snapshots.
     """
@@ -113,6 +116,7 @@ class Exposition(Collector):
         self._broadcast = prometheus.Histogram(of_broadcast, broadcast_help, buckets=BUCKETS, registry=registry)
         registry.register(self)
         self._server: WSGIServer | None = None
+        self.url = ""
 
     def open(self, patience_s: float, stop: threading.Event) -> None:
         """Listen at `syncer.metrics`, if it is set.
@@ -125,7 +129,8 @@ class Exposition(Collector):
         """
         if address := self._parts.config.syncer.metrics:
             self._server = patiently(lambda: self._listen(address), patience_s, stop)
-            log.info(f"metrics at http://{address.rpartition(':')[0]}:{self._server.server_port}/metrics")
+            self.url = f"http://{address.rpartition(':')[0]}:{self._server.server_port}/metrics"
+            log.info(f"metrics at {self.url}")
 
     def _listen(self, address: str) -> WSGIServer:
         host, port = split_address(address)
@@ -238,8 +243,8 @@ class Exposition(Collector):
         return None, None
 
 
-def _metric(name: str, words: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float | None]) -> Metric:
-    """Return a metric with a sample for each value that is known, by the values of its labels."""
+def _metric(name: str, words: str, labels: Sequence[str], values: Mapping[Any, float | None]) -> Metric:
+    """Return a metric with a sample for each value that is known; the keys are tuples of the labels' values."""
     metric = Metric(name.removesuffix("_total"), words, "counter" if name.endswith("_total") else "gauge")
     for key, value in values.items():
         if value is not None:
