@@ -178,10 +178,6 @@ class Exposition(Collector):
             merged = progress.merged_rounds, progress.merged_parts
             self._moment = Moment(time.time(), status, summary, merged, self._abandoned, rejected)
 
-    def describe(self) -> Iterator[Metric]:
-        """Return nothing: whoever registers this need not ask for its metrics."""
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
         """Make the metrics of a scrape."""
         now = self._moment
