@@ -26,7 +26,7 @@ from diloco_jax.training.models.config import OF_TOKENS, ModelConfig
 from diloco_jax.training.named import check_setting
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import AXIS_RULES, MeshLayout, planned_mesh
-from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.link import TransportConfig, split_address
 
 SHARDS_MAX = 64
 TOKENS_MAX = 10**18
@@ -50,6 +50,9 @@ class SyncerConfig:
     transport.address has a port, shards listen on those that follow it."""
     parameters_max: int = 2_000_000_000
     """Largest model, in parameters, that a first learner may bring if the config names none (model.module: own)."""
+    metrics: str = ""
+    """host:port where the syncer tells Prometheus about the run (docs/metrics.md), without encryption, to whoever asks;
+    0.0.0.0 for a scraper on another machine. Port 0 lets the system choose one, and the log says which. Empty: none."""
 
     def __post_init__(self) -> None:
         if self.restarts_max < 0 or not 0 <= self.restart_delay_s < inf:
@@ -62,6 +65,8 @@ class SyncerConfig:
             raise ValueError(f"syncer.parameters_max is {self.parameters_max}; it must be at least 1")
         if not 0 <= self.shards <= SHARDS_MAX:
             raise ValueError(f"syncer.shards is {self.shards}; use 0 (the syncer merges itself) to {SHARDS_MAX}")
+        if self.metrics:
+            split_address(self.metrics, "syncer.metrics")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

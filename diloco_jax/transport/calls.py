@@ -75,16 +75,16 @@ def open_server(
         check_free(config.address)
         port = server.add_secure_port(config.address, own)
     except (OSError, RuntimeError) as error:
-        raise cannot_listen(config, error) from None
+        raise cannot_listen(config.address, error) from None
     server.start()
     return server, f"{config.address.rpartition(':')[0]}:{port}"
 
 
-def cannot_listen(config: TransportConfig, why: object) -> ValueError:
+def cannot_listen(address: str, why: object, setting: str = "transport.address") -> ValueError:
     """Return the error of an address that this machine, or this process, cannot have."""
     return ValueError(
-        f"cannot listen on transport.address {config.address} ({why}): stop the process that has the port, choose "
-        "another one (0: any free port), or use an address of this machine"
+        f"cannot listen on {setting} {address} ({why}): stop the process that has the port, choose another one (0: any "
+        "free port), or use an address of this machine"
     )
 
 

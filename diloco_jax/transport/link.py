@@ -183,8 +183,11 @@ def check_name(learner_id: str) -> str:
     return learner_id
 
 
-def split_address(address: str) -> tuple[str, int]:
+def split_address(address: str, setting: str = "transport.address") -> tuple[str, int]:
     """Return host and port of "host:port" or "[v6]:port".
+
+    Args:
+        setting: where the address is written, for the error.
 
     Raises:
         ValueError: The address has no host, or no port from 0 to 65535.
@@ -192,7 +195,7 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (colon and host and port.isascii() and port.isdecimal() and int(port) <= 65535):
-        raise ValueError(f"transport.address is {address!r}: write host:port, for example 127.0.0.1:50051")
+        raise ValueError(f"{setting} is {address!r}: write host:port, for example 127.0.0.1:50051")
     return host, int(port)
 
 

@@ -95,6 +95,8 @@ def call(site: Path, home: Path, *words: str) -> str:
 
 def test_a_wheel_has_what_the_commands_need(installed: Path, tmp_path: Path) -> None:
     assert (installed / "diloco_jax" / "py.typed").exists()
+    monitoring = {path.name for path in (installed / "diloco_jax" / "configs" / "monitoring").iterdir()}
+    assert monitoring == {"alerts.yml", "grafana.json", "prometheus.yml"}
     code = "import diloco_jax.settings.packed as p; print(p.__file__, *p.packed().values(), sep='\\n')"
     found = call(installed, tmp_path, "-c", code).splitlines()
     assert len(found) == 1 + len(packed()) and all(line.startswith(str(installed)) for line in found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import random
 
@@ -11,6 +13,7 @@ from diloco_jax.protocol.effects import Effect, Note, Send
 from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT
 from diloco_jax.protocol.messages import Adopted, Expel, Heartbeat, Leave, StateRequest, Stop
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.watch import health
 from diloco_jax.protocol.watch.health import conditions
 from diloco_jax.protocol.watch.outrun import EPISODES_MAX, FACTOR, STEPS_MIN, Episode, Outrun
 from tests.protocol.pair import Pair
@@ -304,3 +307,10 @@ def test_many_episodes_stay_few_records() -> None:
     last = outrun.episodes[-1]
     assert last.later == 2 * EPISODES_MAX and last.steps / last.rounds == pytest.approx(4.0, rel=0.3)
     assert "1 round closed, from global step 3, and 2 times later" in str(Episode(3, 1, 16.0, 2))
+
+
+def test_every_condition_is_listed() -> None:
+    """Dashboards have one series for each."""
+    calls = [node for node in ast.walk(ast.parse(inspect.getsource(health))) if isinstance(node, ast.Call)]
+    made = {call.args[1].value for call in calls if getattr(call.func, "id", "") == "Condition"}  # type: ignore[attr-defined]
+    assert made == set(health.CONDITIONS)

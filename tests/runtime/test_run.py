@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,8 @@ import pytest
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.runtime.records.telemetry import read_metrics
-from tests.runtime.helpers import call, processes_of, run, write_config
+from tests.runtime.helpers import call, processes_of, run, start, wait_for, write_config
+from tests.runtime.syncer.scraped import get, samples
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(500)]
 
@@ -35,8 +39,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "trackers": ["tensorboard", "docs.examples.own_tracker:Csv"],
         "callbacks": ["docs.examples.own_callback:Told", "tests.runtime.outlets:Raising"],
     }
-    result = run("train", write_config(folder, **outlets), "--run-dir", folder / "run", "--quiet", timeout_s=200)
-    assert result.returncode == 0, result.stdout + result.stderr
+    config = write_config(folder, **outlets, syncer={"metrics": "127.0.0.1:0"})
+    process = start("train", config, "--run-dir", folder / "run", "--quiet")
+    log = folder / "run" / "logs" / "syncer.log"
+    told = wait_for(lambda: log.exists() and re.search(r"metrics at (\S+)", log.read_text()), "metrics", 200)
+    with contextlib.suppress(OSError):  # the syncer has ended
+        while process.poll() is None:
+            (folder / "run" / "scraped.txt").write_text(get(told[1]))
+            time.sleep(0.05)
+    said, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, said
     return folder / "run"
 
 
@@ -131,6 +143,33 @@ def test_every_metric_of_both_islands_gets_out(finished: Path) -> None:
     assert '"MetricsReport"' not in (finished / "tape.jsonl").read_text()
     page = (finished / "report.html").read_text()
     assert all(f"<h2>{name}</h2>" in page for name in ("grad_norm", "learning_rate", "perplexity"))
+
+
+def test_prometheus_saw_the_run(finished: Path) -> None:
+    """Asked twenty times a second while it trained; this is its last answer."""
+    found, summary = (
+        samples((finished / "scraped.txt").read_text()),
+        json.loads((finished / "summary.json").read_text()),
+    )
+    records = list(read_metrics(finished / "metrics.jsonl"))
+    closed = sum(record["kind"] == "closed" for record in records)
+    merged = [record for record in records if record["kind"] == "merged"]
+    for phase in ("quorum", "grace", "pull", "merge"):
+        count = found["diloco_round_phase_seconds_count", (("phase", phase),)]
+        assert 0 < count <= (closed if phase in ("quorum", "grace") else len(merged))
+    assert found["diloco_global_step", ()] == closed == 80 and found["diloco_rounds_merged_total", ()] == len(merged)
+    assert found["diloco_values_merged_total", ()] == sum(len(record["members"]) for record in merged)
+    assert 0 < found["diloco_broadcast_seconds_count", ()] <= 2 * len(merged)
+    assert (
+        found["diloco_run_state", (("state", "evaluating"),)] + found["diloco_run_state", (("state", "complete"),)] == 1
+    )
+    assert 0 < found["diloco_goodput_ratio", ()] <= 1
+    for name, row in summary["learners"].items():
+        label = (("island", name),)
+        assert 0 < found["diloco_island_tokens_total", label] <= row["tokens"]
+        assert found["diloco_island_step_seconds", label] > 0 and found["diloco_island_gradient_norm", label] > 0
+        assert found["diloco_island_loss", label] < 6
+    assert found["diloco_tokens_merged_total", ()] == summary["merged_tokens"]
 
 
 def test_trackers_and_callbacks_of_a_run(finished: Path) -> None:

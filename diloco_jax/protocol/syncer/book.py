@@ -117,6 +117,7 @@ class RoundBook:
         """The quorum is met: how long the round waits for others, or for the links."""
         step_s = self.membership.median_step_s()
         broadcast_s, wait_s = self.membership.broadcast_s(step_s)
+        this.met_s = now_s
         self.pace = self.pace.after_quorum(now_s - this.opened_s, step_s, self.config)
         if this.fragment_id >= 0:  # if rounds closed faster than links carry what they make, it would pile up
             this.paced_s = self.closed_s + broadcast_s / self.config.grace_safety + wait_s
@@ -209,7 +210,7 @@ class RoundBook:
         if this.asked or this.phase != PULLING:
             return []
         if this.values:
-            this.phase = MERGING
+            this.phase, this.pulled_s = MERGING, now_s
             parts = tuple([this.values[learner_id] for learner_id in sorted(this.values)])
             return [Merge(this.global_step, this.fragment_id, parts)]
         del self.flying[this.global_step]

@@ -19,12 +19,14 @@ class Round:
     fragment_id: int  # -1: no fragment is due
     opened_s: float
     phase: str = COLLECTING
+    met_s: float = 0.0  # when the quorum was met
     closes_s: float | None = None  # end of the grace window, once the quorum is met
     paced_s: float = 0.0  # it does not close before
     closed_s: float = 0.0
     resend_s: float = 0.0  # when unanswered pulls are repeated
     resend_wait_s: float = 0.0  # doubles every time: on a slow link the values are under way, not lost
     expires_s: float = 0.0  # when they are abandoned
+    pulled_s: float = 0.0  # when the last of the values was there
     size: int = 0  # learners that were asked
     half_s: float | None = None  # when half of them had answered
     asked: dict[str, int] = field(default_factory=dict)  # learner -> local step asked for, until it answers

@@ -7,6 +7,8 @@ from typing import NamedTuple
 from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT, Member
 from diloco_jax.protocol.syncer.machine import Syncer
 
+CONDITIONS: tuple[str, ...] = ("joining", "recovering", "training", "evaluating", "slow", "unmerged", "striking")
+CONDITIONS += ("silent", "gone", "expelled", "left")
 SLOW_FACTOR = 2.0  # times the median step
 
 
@@ -14,9 +16,7 @@ class Condition(NamedTuple):
     """A learner's condition: one word, how long it has lasted, and what it means."""
 
     learner_id: str
-    # "joining", "recovering", "training", "evaluating", "slow", "unmerged", "striking", "silent", "gone", "expelled",
-    # "left"
-    condition: str
+    condition: str  # one of CONDITIONS
     since_s: float  # on the driver's clock
     reason: str
 

@@ -62,11 +62,15 @@ def check_input(config: RunConfig) -> None:
 def _check_transport(config: RunConfig) -> None:
     for name in (SYNCER, *config.islands.names):
         credentials(config.transport, name)
-    if split_address(config.transport.address)[1]:
-        try:
-            check_free(config.transport.address)
-        except OSError as error:
-            raise cannot_listen(config.transport, error.strerror) from error
+    for setting, address in (
+        ("transport.address", config.transport.address),
+        ("syncer.metrics", config.syncer.metrics),
+    ):
+        if address and split_address(address)[1]:
+            try:
+                check_free(address)
+            except OSError as error:
+                raise cannot_listen(address, error.strerror, setting) from error
 
 
 def check_tokenizer(config: RunConfig) -> None:

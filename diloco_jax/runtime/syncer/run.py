@@ -23,8 +23,9 @@ from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_tim
 from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
 from diloco_jax.runtime.syncer.driver import FAREWELL_S, SyncerDriver
+from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.parts import Parts, RunClock
-from diloco_jax.runtime.syncer.sharded_listener import Life, Told, open_listener
+from diloco_jax.runtime.syncer.sharded_listener import LISTEN_PATIENCE_S, Life, Told, open_listener
 from diloco_jax.runtime.syncer.snapshots import Keeper, SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
 from diloco_jax.runtime.syncer.workers import Merges, Results
@@ -95,11 +96,13 @@ class SyncerRun:
         def alarms() -> list[str]:
             return [text for text in (tape.condition, writer.condition) if text]
 
-        watch = Watch(parts, NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir), alarms, self._pulse)
+        exposed, earlier = Exposition(parts, writer), NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir)
+        watch = Watch(parts, earlier, alarms, self._pulse, exposed)
         keeper = Keeper(parts, writer)
         merges = Merges(self._model, self._results.put, Pulse(config.watchdog, "a merge", None))
         listener, ended_s = None, 0.0
         try:
+            exposed.open(LISTEN_PATIENCE_S if mode == FAILOVER else 0.0, stop)
             effects = begin(parts, self._initial, mode, clock.now_s())
             lingers = mode == FAILOVER and machine.over
             life = Life(mode, machine.epoch, stop)

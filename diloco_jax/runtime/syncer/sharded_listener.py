@@ -212,7 +212,7 @@ def open_listener(
     if known and file.exists() and split_address(transport.address)[1] == 0:
         transport = replace(transport, address=file.read_text(encoding="utf-8"))
     patience_s = LISTEN_PATIENCE_S if known else 0.0
-    listener = _patiently(
+    listener = patiently(
         lambda: listen(transport, run_id=config.name, epoch=life.epoch, shards=others), patience_s, life.stop
     )
     if not file.exists() or file.read_text(encoding="utf-8") != listener.address:  # else a full disk need not matter
@@ -231,13 +231,17 @@ def _open_shards(address: str, shards: MergeShards, life: Life) -> tuple[str, ..
     found = []
     for number, share in enumerate(shards.shares, 1):
         order = ShardListen(f"{host}:{int(port) + number if int(port) else 0}", life.epoch)
-        real, _ = _patiently(partial(share.ask, order), LISTEN_PATIENCE_S, life.stop)
+        real, _ = patiently(partial(share.ask, order), LISTEN_PATIENCE_S, life.stop)
         found.append(":" + real.rpartition(":")[2])
     return tuple(found)
 
 
-def _patiently(begin: Callable[[], ResultT], patience_s: float, stop: threading.Event) -> ResultT:
-    """Return what `begin` returns, once the process before has left its port."""
+def patiently(begin: Callable[[], ResultT], patience_s: float, stop: threading.Event) -> ResultT:
+    """Return what `begin` returns, once the process before has left its port.
+
+    Raises:
+        ValueError: `begin` still does after `patience_s` seconds.
+    """
     until_s = time.monotonic() + patience_s
     while True:
         try:

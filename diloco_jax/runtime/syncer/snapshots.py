@@ -12,6 +12,7 @@ syncer needs to go on as if nothing had happened:
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -121,6 +122,8 @@ class SnapshotWriter:
         self._writing: Future[None] | None = None
         self._pieces = 0  # written so far
         self.condition = ""  # why the newest attempt failed; "" when it did not
+        self.failures = 0
+        self.took_s: float | None = None  # to write the newest one
 
     @property
     def busy(self) -> bool:
@@ -133,6 +136,7 @@ class SnapshotWriter:
 
     def write(self, capture: Capture, snapshot: Snapshot) -> None:
         """Write now, on this thread; what goes wrong is in `condition` and in the log."""
+        began_s = time.monotonic()
         try:
             path = write_snapshot(
                 self._folder, self._run, self._model, capture, snapshot, self._keep, self._count_piece
@@ -143,9 +147,10 @@ class SnapshotWriter:
                 f"the snapshot of global step {snapshot.global_step} cannot be written ({type(error).__name__}: "
                 f"{reason}): free space in {self._folder}"
             )
+            self.failures += 1
             log.warning(self.condition)
             return
-        self.condition = ""
+        self.condition, self.took_s = "", time.monotonic() - began_s
         log.info(f"global step {snapshot.global_step}: snapshot {path.name}")
 
     def _count_piece(self) -> None:

@@ -12,6 +12,7 @@ from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import Earlier, compose_status
 from diloco_jax.runtime.records.telemetry import Telemetry, finite, write_json
+from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.sharded_listener import ShardedListener
 from diloco_jax.runtime.trackers.outlets import Outlets
@@ -44,10 +45,14 @@ class Watch:
     Args:
         alarms: returns what is wrong with the syncer itself, such as a full disk.
         pulse: of the thread that tells; it does so at every turn, however long it waits for a disk.
+        exposed: hears the same, for Prometheus.
     """
 
-    def __init__(self, parts: Parts, earlier: Earlier, alarms: Callable[[], Sequence[str]], pulse: Pulse) -> None:
+    def __init__(
+        self, parts: Parts, earlier: Earlier, alarms: Callable[[], Sequence[str]], pulse: Pulse, exposed: Exposition
+    ) -> None:
         self._parts = parts
+        self.exposed = exposed
         self._pulse = pulse
         self._told_s: float | None = None
         self._wire_before = earlier.wire
@@ -74,6 +79,7 @@ class Watch:
             return
         if stats.alarms and not before:
             log.warning(stats.alarms[0])
+        self.exposed.on_report(report, now_s)
         member = self._parts.machine.membership.members[report.learner_id]
         record = {"kind": "step", "t": now_s, "learner": report.learner_id, "incarnation": report.incarnation}
         record |= {"local_step": report.local_step, "tokens": member.past_tokens + report.tokens}
@@ -97,6 +103,7 @@ class Watch:
         record = {"kind": note.kind, "t": self._parts.clock.now_s(), "global_step": note.global_step}
         record |= {"fragment_id": note.fragment_id, "members": list(note.members), "reason": note.reason}
         self._telemetry.write(record)
+        self.exposed.on_note(note)
         if note.kind == "merged":
             self._parts.stats.on_merged(note.members, note.global_step)
         elif note.kind == "unevaluated":
@@ -147,6 +154,7 @@ class Watch:
         )
         if self._listener is not None:
             self._listener.status_json = json.dumps(finite(status))
+        self.exposed.tell(status, now_s)
         try:
             write_json(parts.run_dir / STATUS_FILE, status)
         except OSError as error:
@@ -163,3 +171,4 @@ class Watch:
     def close(self) -> None:
         """Write what waits, and close the records."""
         self._telemetry.close()
+        self.exposed.close()

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from diloco_jax.settings.cloud import PORT_MAX
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
+from diloco_jax.transport.link import split_address
+from diloco_jax.transport.trust.security import is_loopback
 
 CONFIG_PATH = "/etc/diloco/config/config.yaml"  # in containers
 CERTIFICATES_PATH = "/etc/diloco/certs"
@@ -127,6 +129,23 @@ def ports(config: RunConfig) -> range:
     """Return the ports on which the syncer and its merge shards listen."""
     shards = config.syncer.shards if config.syncer.shards > 1 else 0
     return range(config.cloud.port, config.cloud.port + shards + 1)
+
+
+def metrics_port(config: RunConfig) -> int | None:
+    """Return the port at which the syncer's pod tells Prometheus of the run; None if it does not.
+
+    Raises:
+        ValueError: nobody could ask there.
+    """
+    if not config.syncer.metrics:
+        return None
+    port = split_address(config.syncer.metrics)[1]
+    if is_loopback(config.syncer.metrics) or not port or port in ports(config):
+        raise ValueError(
+            f"syncer.metrics is {config.syncer.metrics}, where no collector of the cluster can ask; write 0.0.0.0:PORT "
+            f"with a port beside {port_range(config)}, such as 0.0.0.0:9464"
+        )
+    return port
 
 
 def port_range(config: RunConfig) -> str:

@@ -132,17 +132,22 @@ def island(config: RunConfig, each: IslandMachines, needs: Needs) -> list[Manife
 
 
 def syncer(config: RunConfig, needs: Needs) -> list[Manifest]:
-    """Describe the syncer's StatefulSet, and the Service that is its address, the same on every machine."""
-    machine, ports = syncer_host(config, needs), common.ports(config)
-    return _filled(
+    """Describe the syncer's StatefulSet, and the Service that is its address, the same on every machine.
+
+    With `syncer.metrics` also who asks there: a PodMonitoring of Google Cloud Managed Service for Prometheus.
+    """
+    machine, ports, name = syncer_host(config, needs), common.ports(config), common.syncer_name(config)
+    metrics = common.metrics_port(config)
+    scraped = [{"name": "metrics", "containerPort": metrics}] if metrics else []
+    found = _filled(
         "syncer_manifest",
         config,
         "syncer",
-        name=common.syncer_name(config),
+        name=name,
         health=HEALTH_PATH,
         words=common.syncer_words(),
         env=_values({"DILOCO_CACHE": f"{common.VOLUME}/cache", "DILOCO_LOG": "json"}),
-        container_ports=[{"name": f"port-{port}", "containerPort": port} for port in ports],
+        container_ports=[*({"name": f"port-{port}", "containerPort": port} for port in ports), *scraped],
         resources={"requests": _memory(machine.request_bytes), "limits": _memory(machine.limit_bytes)},
         port=ports[0],
         disk=f"{config.cloud.syncer_disk_gb}Gi",
@@ -150,6 +155,7 @@ def syncer(config: RunConfig, needs: Needs) -> list[Manifest]:
         ranges=config.cloud.source_ranges,
         ports=[{"name": f"port-{port}", "port": port, "targetPort": port} for port in ports],
     )
+    return [*found, *_filled("monitoring_manifest", config, "syncer", name=name)] if metrics else found
 
 
 def _filled(piece_name: str, config: RunConfig, part: str, **values: Any) -> list[Manifest]:

@@ -17,6 +17,7 @@ BLESS = "DILOCO_BLESS"
 PLACE = ("--cloud.project", "my-project", "--cloud.image", "us-docker.pkg.dev/my-project/diloco/diloco:1")
 PLACE += ("--cloud.syncer_machine_type", "n2-highmem-64", "--cloud.bucket", "my-bucket")
 PLACE += ("--cloud.service_account", "diloco@my-project.iam.gserviceaccount.com")
+ASKED = ("--syncer.metrics", "0.0.0.0:9464")
 IMAGE = ("--cloud.tpu_image_family", "my-family")
 CASES = {
     "small.gke": (TESTDATA / "small.yaml", "gke", ()),
@@ -24,7 +25,7 @@ CASES = {
     "small.tpu-vm": (TESTDATA / "small.yaml", "tpu-vm", ()),
     "small.slurm": (TESTDATA / "small.yaml", "slurm", GPU),
     "small.sky": (TESTDATA / "small.yaml", "sky", GPU),
-    "two_regions.gke": (CONFIGS / "tpu" / "two_regions.yaml", "gke", PLACE),
+    "two_regions.gke": (CONFIGS / "tpu" / "two_regions.yaml", "gke", (*PLACE, *ASKED)),
     "gemma_12b_4x_v5p.gke": (CONFIGS / "tpu" / "gemma_12b_4x_v5p.yaml", "gke", PLACE),
     "mixed_v5p_v6e.gce": (CONFIGS / "tpu" / "mixed_v5p_v6e.yaml", "gce", (*PLACE, *IMAGE)),
 }

@@ -27,6 +27,7 @@ VARIANTS = (
     (),
     ("--cloud.capacity", "spot", "--cloud.external", "True", "--cloud.source_ranges", "34.1.2.0/24"),
     ("--syncer.shards", "3"),
+    ("--syncer.metrics", "0.0.0.0:9464"),
 )
 
 
@@ -57,7 +58,7 @@ def of_kind(kind: str, *overrides: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("overrides", VARIANTS)
 def test_kubernetes_takes_core_types(overrides: tuple[str, ...]) -> None:
-    core = [each for each in manifests(*overrides) if each["kind"] != "JobSet"]
+    core = [each for each in manifests(*overrides) if each["kind"] not in ("JobSet", "PodMonitoring")]
     assert {each["kind"] for each in core} == {"Namespace", "ServiceAccount", "ConfigMap", "StatefulSet", "Service"}
     for each in core:
         kubernetes_validate.validate(each, KUBERNETES, strict=True)
@@ -213,6 +214,28 @@ def test_containers_read_a_config_that_protects_every_connection() -> None:
 
 def vars_of(transport: Any) -> list[str]:
     return [getattr(transport, name) for name in ("tls_ca", "tls_certificate", "tls_key", "token_file")]
+
+
+def test_prometheus_asks_the_syncer_where_it_tells() -> None:
+    """Names and labels of one manifest are those of another, which no schema would notice."""
+    assert not of_kind("PodMonitoring")
+    asked = ("--syncer.metrics", "0.0.0.0:9464")
+    (monitoring,), (syncer,) = of_kind("PodMonitoring", *asked), of_kind("StatefulSet", *asked)
+    assert monitoring["apiVersion"] == "monitoring.googleapis.com/v1"
+    assert monitoring["metadata"]["namespace"] == syncer["metadata"]["namespace"]
+    pod = syncer["spec"]["template"]
+    assert monitoring["spec"]["selector"]["matchLabels"] == pod["metadata"]["labels"]
+    (endpoint,) = monitoring["spec"]["endpoints"]
+    ports = {each["name"]: each["containerPort"] for each in pod["spec"]["containers"][0]["ports"]}
+    assert endpoint == {"port": "metrics", "interval": "30s"} and ports == {"port-50051": 50051, "metrics": 9464}
+    (service,) = of_kind("Service", *asked)
+    assert [each["port"] for each in service["spec"]["ports"]] == [50051], "nobody outside of the cluster asks"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9464", "0.0.0.0:50051", "0.0.0.0:0"])
+def test_metrics_that_no_collector_reaches_are_refused(address: str) -> None:
+    with pytest.raises(ValueError, match=r"syncer\.metrics is .* write 0\.0\.0\.0:PORT"):
+        plan("gke", "--syncer.metrics", address)
 
 
 def test_only_an_external_syncer_is_on_the_internet() -> None:
