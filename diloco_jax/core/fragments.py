@@ -142,7 +142,8 @@ def plan_fragments(
     members = []
     for paths, count in groups or ((shapes, num_fragments),):
         if count or not groups:
-            members += _even({path: shape for path, shape in filled.items() if path in paths}, kinds, axes, count)
+            own = {path: shape for path, shape in filled.items() if path in paths}
+            members += _even(own, kinds, axes, count, finer=bool(groups))
     fragments = tuple(_fragment(fragment_id, content) for fragment_id, content in enumerate(members))
     if len({piece.key for f in fragments for piece in f.slices}) < sum(len(f.slices) for f in fragments):
         raise ValueError("two slices have the same key; rename the parameter whose path looks like 'path[0:0:1]'")
@@ -151,12 +152,21 @@ def plan_fragments(
 
 
 def _even(
-    shapes: Mapping[str, Shape], kinds: Mapping[str, Kind], axes: Mapping[str, int], num_fragments: int
+    shapes: Mapping[str, Shape],
+    kinds: Mapping[str, Kind],
+    axes: Mapping[str, int],
+    num_fragments: int,
+    *,
+    finer: bool,
 ) -> list[list[tuple[Slice, Shape]]]:
-    """Cut tensors that have elements into fragments, with pieces as large as even fragments allow."""
+    """Cut tensors that have elements into fragments, with pieces as large as even fragments allow.
+
+    Args:
+      finer: tensors smaller than a share may be cut, too. A group may have but a few tensors, all of one size.
+    """
     plans = []
     for parts in range(1, FINEST + 1):
-        cuts = _cuts(shapes, kinds, axes, num_fragments, parts)
+        cuts = _cuts(shapes, kinds, axes, num_fragments, parts, finer=finer and parts > 1)
         members = _dealt([piece for path in shapes for piece in _cut(path, shapes[path], *cuts[path])], num_fragments)
         largest = max(sum(math.prod(shape) for _, shape in content) for content in members)
         plans.append((largest, parts, members))
@@ -229,12 +239,19 @@ def _checked_axes(shapes: Mapping[str, Shape], split_axis: Mapping[str, int]) ->
 
 
 def _cuts(
-    shapes: Mapping[str, Shape], kinds: Mapping[str, Kind], axes: Mapping[str, int], num_fragments: int, parts: int
+    shapes: Mapping[str, Shape],
+    kinds: Mapping[str, Kind],
+    axes: Mapping[str, int],
+    num_fragments: int,
+    parts: int,
+    *,
+    finer: bool,
 ) -> dict[str, tuple[int, int]]:
     """Return the axis along which, and the number of pieces into which, each tensor is cut: at least P pieces in all.
 
     What is cut has pieces of at most a share's `parts`-th part, if its axis is long enough. Cut are tensors larger than
-    a share, and stacks: between the tensors that they consist of, unless one of those alone is larger than a share.
+    a share, all that are larger than such a part if `finer`, and stacks: between the tensors that they consist of,
+    unless one of those alone is larger than a share.
     """
     sizes = {path: math.prod(shape) for path, shape in shapes.items()}
     share = max(1, math.ceil(sum(sizes.values()) / max(1, num_fragments)))
@@ -245,7 +262,7 @@ def _cuts(
         between = kinds[path].stack > 0 and (sizes[path] <= share * shape[0] or length <= shape[0])
         if between:
             axis, length = 0, shape[0]
-        wanted = math.ceil(sizes[path] * parts / share) if between or sizes[path] > share else 1
+        wanted = math.ceil(sizes[path] * parts / share) if between or finer or sizes[path] > share else 1
         cuts[path], lengths[path] = (axis, max(1, min(length, wanted))), length
     if not 1 <= num_fragments <= sum(lengths.values()):
         raise ValueError(

@@ -12,6 +12,7 @@ from invariants.progress import EverybodyTrains, RoundsAdvance, VersionsConverge
 from invariants.recovery import RecoveryIsWhole
 from invariants.rounds import MergedOnce, QuarantineHolds, QuorumHolds, RoundsBounded, SharesAreTold, VersionsGrow
 from invariants.steps import StepsApply, WholeWhereNeeded
+from invariants.turns import TurnsAreKept
 
 CHECKERS: tuple[type[Checker], ...] = (
     VersionsGrow,
@@ -20,6 +21,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     QuorumHolds,
     QuarantineHolds,
     RoundsBounded,
+    TurnsAreKept,
     NeverWaits,
     StepsUndisturbed,
     FreshLearnersKeepQuiet,
