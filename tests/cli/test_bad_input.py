@@ -49,7 +49,10 @@ WRONG_AXIS = {"data": -1, "rules": {"embd": ["fsdp"]}}
         ({"protocol": {"quorum": 9}}, ["quorum (K) is 9", "2 islands (M)", "lower protocol.quorum"]),
         ({"protocol": {"num_fragments": 0}}, ["num_fragments is 0", "at least 1"]),
         ({"protocol": {"num_fragments": 30}}, ["num_fragments is 30", "sync_every = 6"]),
-        ({"protocol": {"sync_every": MIXED | {"mpl": 4}}}, ["'mpl'", "no class of tensors", "did you mean mlp"]),
+        (
+            {"protocol": {"sync_every": MIXED | {"mpl": 4}}},
+            ["'mpl'", "no class of tensors", "use norm, embedding, mlp"],
+        ),
         ({"protocol": {"sync_every": MIXED | {"mlp": 0}}}, ["sync_every.mlp is 0", "at least 1"]),
         ({"protocol": {"sync_every": MIXED | {"mlp": 5}}}, ["the periods 5 and 24", "use 20 or 25 for 24"]),
         ({"protocol": {"sync_every": MIXED | {"mlp": 2}}}, ["overlap_steps is 2", "less than the shortest period, 2"]),
