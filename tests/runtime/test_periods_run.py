@@ -16,6 +16,7 @@ def test_each_fragment_is_merged_at_its_turns_and_the_run_is_replayed_bit_for_bi
         tmp_path,
         islands={"count": 2, "devices": 1},
         train={"steps": 60, "eval_every": 0},
+        syncer={"shards": 2},
         protocol=PERIODS | {"quorum": 2, "grace_steps_max": 2.0, "snapshot_every": 25},
         adopt={"mode": "rebase"},
     )
