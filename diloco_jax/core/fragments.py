@@ -17,7 +17,7 @@ import hashlib
 import heapq
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -28,6 +28,7 @@ import numpy as np
 from diloco_jax.core.kinds import Kind, kind_of
 
 Shape = tuple[int, ...]
+Groups = Sequence[tuple[Collection[str], int]]  # tensors that are cut by themselves, and into how many fragments
 ArrayT = TypeVar("ArrayT", np.ndarray, jax.Array)
 
 WHOLE = -1  # the `axis` of a slice that is a whole tensor
@@ -44,7 +45,9 @@ class FragmentConfig:
     fewer axes is cut along the nearest one it has. Prefer an axis that the mesh does not shard. A stack of layers is
     cut between layers; only where one layer is larger than a fair share, all are cut along this axis of theirs."""
 
-    def plan(self, shapes: Mapping[str, Shape], kinds: Mapping[str, Kind], num_fragments: int) -> FragmentPlan:
+    def plan(
+        self, shapes: Mapping[str, Shape], kinds: Mapping[str, Kind], num_fragments: int, groups: Groups = ()
+    ) -> FragmentPlan:
         """Cut a model; see `plan_fragments`."""
         axes = {}
         for path, shape in shapes.items():
@@ -53,7 +56,7 @@ class FragmentConfig:
                 axes[path] = max(-own, self.split_axis)
             elif own:
                 axes[path] = kinds[path].stack + min(self.split_axis, own - 1)
-        return plan_fragments(shapes, num_fragments, split_axis=axes, kinds=kinds)
+        return plan_fragments(shapes, num_fragments, split_axis=axes, kinds=kinds, groups=groups)
 
 
 class Slice(NamedTuple):
@@ -103,6 +106,7 @@ class FragmentPlan:
     shapes: Mapping[str, Shape]  # shape of every tensor, by path, sorted by path
     kinds: Mapping[str, Kind]  # what every tensor is, in the same order
     fingerprint: str  # equal exactly when shapes, kinds, settings and partition are equal (16 hexadecimal digits)
+    counts: tuple[int, ...]  # fragments of each group of tensors that was cut by itself, which follow each other
 
 
 def plan_fragments(
@@ -111,6 +115,7 @@ def plan_fragments(
     *,
     split_axis: Mapping[str, int] | None = None,
     kinds: Mapping[str, Kind] | None = None,
+    groups: Groups = (),
 ) -> FragmentPlan:
     """Cut a model into `num_fragments` parts of nearly equal size.
 
@@ -125,6 +130,7 @@ def plan_fragments(
       split_axis: by path, the axis along which a too large tensor may be cut (negative counts from the last);
         0 where not named.
       kinds: by path, what the tensor is; what its shape alone says where not named.
+      groups: tensors whose fragments have none of other groups; all tensors, into num_fragments in all.
 
     Raises:
       ValueError: no tensors with elements, P out of range, an unknown path or axis, or two equal keys.
@@ -133,19 +139,40 @@ def plan_fragments(
     kinds = {path: (kinds or {}).get(path, kind_of(shape)) for path, shape in shapes.items()}
     axes = _checked_axes(shapes, split_axis or {})
     filled = {path: shape for path, shape in shapes.items() if math.prod(shape)}
+    members = []
+    for paths, count in groups or ((shapes, num_fragments),):
+        if count or not groups:
+            own = {path: shape for path, shape in filled.items() if path in paths}
+            members += _even(own, kinds, axes, count, finer=bool(groups))
+    fragments = tuple(_fragment(fragment_id, content) for fragment_id, content in enumerate(members))
+    if len({piece.key for f in fragments for piece in f.slices}) < sum(len(f.slices) for f in fragments):
+        raise ValueError("two slices have the same key; rename the parameter whose path looks like 'path[0:0:1]'")
+    counts = tuple(count for _, count in groups) or (num_fragments,)
+    return FragmentPlan(fragments, shapes, kinds, _fingerprint(shapes, kinds, axes, fragments), counts)
+
+
+def _even(
+    shapes: Mapping[str, Shape],
+    kinds: Mapping[str, Kind],
+    axes: Mapping[str, int],
+    num_fragments: int,
+    *,
+    finer: bool,
+) -> list[list[tuple[Slice, Shape]]]:
+    """Cut tensors that have elements into fragments, with pieces as large as even fragments allow.
+
+    Args:
+      finer: tensors smaller than a share may be cut, too. A group may have but a few tensors, all of one size.
+    """
     plans = []
     for parts in range(1, FINEST + 1):
-        cuts = _cuts(filled, kinds, axes, num_fragments, parts)
-        members = _dealt([piece for path in filled for piece in _cut(path, shapes[path], *cuts[path])], num_fragments)
+        cuts = _cuts(shapes, kinds, axes, num_fragments, parts, finer=finer and parts > 1)
+        members = _dealt([piece for path in shapes for piece in _cut(path, shapes[path], *cuts[path])], num_fragments)
         largest = max(sum(math.prod(shape) for _, shape in content) for content in members)
         plans.append((largest, parts, members))
         if largest * num_fragments <= EVEN * sum(map(math.prod, shapes.values())):
             break
-    _, _, members = min(plans, key=lambda plan: plan[:2])
-    fragments = tuple(_fragment(fragment_id, content) for fragment_id, content in enumerate(members))
-    if len({piece.key for f in fragments for piece in f.slices}) < sum(len(f.slices) for f in fragments):
-        raise ValueError("two slices have the same key; rename the parameter whose path looks like 'path[0:0:1]'")
-    return FragmentPlan(fragments, shapes, kinds, _fingerprint(shapes, kinds, axes, fragments))
+    return min(plans, key=lambda plan: plan[:2])[2]
 
 
 def take(params: Mapping[str, ArrayT], fragment: Fragment) -> dict[str, ArrayT]:
@@ -212,12 +239,19 @@ def _checked_axes(shapes: Mapping[str, Shape], split_axis: Mapping[str, int]) ->
 
 
 def _cuts(
-    shapes: Mapping[str, Shape], kinds: Mapping[str, Kind], axes: Mapping[str, int], num_fragments: int, parts: int
+    shapes: Mapping[str, Shape],
+    kinds: Mapping[str, Kind],
+    axes: Mapping[str, int],
+    num_fragments: int,
+    parts: int,
+    *,
+    finer: bool,
 ) -> dict[str, tuple[int, int]]:
     """Return the axis along which, and the number of pieces into which, each tensor is cut: at least P pieces in all.
 
     What is cut has pieces of at most a share's `parts`-th part, if its axis is long enough. Cut are tensors larger than
-    a share, and stacks: between the tensors that they consist of, unless one of those alone is larger than a share.
+    a share, all that are larger than such a part if `finer`, and stacks: between the tensors that they consist of,
+    unless one of those alone is larger than a share.
     """
     sizes = {path: math.prod(shape) for path, shape in shapes.items()}
     share = max(1, math.ceil(sum(sizes.values()) / max(1, num_fragments)))
@@ -228,7 +262,7 @@ def _cuts(
         between = kinds[path].stack > 0 and (sizes[path] <= share * shape[0] or length <= shape[0])
         if between:
             axis, length = 0, shape[0]
-        wanted = math.ceil(sizes[path] * parts / share) if between or sizes[path] > share else 1
+        wanted = math.ceil(sizes[path] * parts / share) if between or finer or sizes[path] > share else 1
         cuts[path], lengths[path] = (axis, max(1, min(length, wanted))), length
     if not 1 <= num_fragments <= sum(lengths.values()):
         raise ValueError(

@@ -16,7 +16,6 @@ over the values themselves are in passes.py.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -24,6 +23,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from jaxtyping import Float32, Float64
 
+from diloco_jax.core.classes import matches
 from diloco_jax.core.kinds import Kind
 
 Method = Literal["rda", "average"]
@@ -136,14 +136,10 @@ def merge_rule(path: str, shape: tuple[int, ...], kind: Kind, config: MergeConfi
     Vectors and tables are averaged whatever the method: the paper merges them directly, since of a vector, and of a
     table's rows that few learners touched, a direction says little.
     """
-    averaged = any(_matches(path, pattern) for pattern in config.average_paths)
+    averaged = any(matches(path, pattern) for pattern in config.average_paths)
     if config.method != "average" and kind.form == "matrix" and not averaged:
         return Rule(config.method, kind.unit(shape))
     return Rule("average", math.prod(shape))
-
-
-def _matches(path: str, pattern: str) -> bool:
-    return re.fullmatch(".*".join(re.escape(part) for part in pattern.split("*")), path) is not None
 
 
 def _normalised(weights: Weights, count: int | None = None) -> Float64[np.ndarray, "m"]:

@@ -1,4 +1,4 @@
-"""The pace of rounds: schedule, moving averages, grace window, quorum. Pure values in, pure values out.
+"""The pace of rounds: settings, moving averages, grace window, quorum. Pure values in, pure values out.
 
 Rules of this file
   * Every predicate returns its decision together with the numbers that led to it; `Closing.reason` puts them in words.
@@ -7,8 +7,10 @@ Rules of this file
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+
+from diloco_jax.protocol.turns import Groups, Periods, Schedule, fits, groups_of
 
 LEARNERS_MAX_LIMIT = 4096
 OVERLAP_STEPS_MAX = 10_000  # learners look so far ahead in every step
@@ -19,10 +21,19 @@ RECOVERY_TURNS_MAX = 1000
 class ProtocolConfig:
     """The numbers of the algorithm that both machines share (paper, section 5.1, for the defaults)."""
 
-    sync_every: int = 24
-    """H: global steps between two merges of the same fragment. Small: more traffic, less drift. Large: the reverse."""
+    sync_every: Periods = 24
+    """H: global steps between two merges of the same fragment. Small: more traffic, less drift. Large: the reverse.
+    Or by class of tensor, such as {mlp: 4, rest: 24}: mlp, attention, embedding, norm, or patterns of whole paths such
+    as '*/experts_*'. The first that names a tensor counts; rest is all else. Each period divides the next longer one.
+    """
+    sync_later: dict[int, Periods] = field(default_factory=dict)
+    """Other periods from a global step on, such as {2000: 12, 8000: {mlp: 4, rest: 24}}; sync_every holds before."""
     num_fragments: int = 24
-    """P: fragments of the model, at most H. 1 is DiLoCo, more is Streaming DiLoCo; P = H moves one in every step."""
+    """P: fragments of the model, at most H. 1 is DiLoCo, more is Streaming DiLoCo; P = H moves one in every step.
+    With periods by class: at most so many; as many of each class as make the bytes of a step even."""
+    class_fragments: tuple[int, ...] = ()
+    """Fragments of each class, in the order of sync_every, where classes with equal periods are one; they add up to
+    num_fragments. Empty: chosen by size."""
     overlap_steps: int = 2
     """tau: inner steps that a round may take while training goes on, and rounds in flight. 0: learners wait."""
     quorum: int = 1
@@ -58,18 +69,26 @@ class ProtocolConfig:
     recovery_attempts: int = 3
     """States that a joining learner tries to get, each within recovery_turns, before it goes on without."""
     recovery_turns: int = 10
-    """Times sync_every (H) global steps for which a state may be on its way. Its receiver makes no steps meanwhile."""
+    """Times sync_every (H; the longest period) global steps for which a state may be on its way. Its receiver makes no
+    steps meanwhile."""
     strikes_max: int = 3
     """Values in a row that cannot be used (NaN, infinite, wildly large) until a learner is expelled."""
     unmerged_rounds_max: int = 96
     """Rounds without a share of a live learner after which an alarm is raised: it works for nothing."""
 
     def __post_init__(self) -> None:
-        turns = f"at most sync_every = {self.sync_every}, so that every fragment has a global step of its own"
+        groups = self.groups  # checks the periods
+        shortest = min(min(phase.periods) for phase in groups.phases)
+        turns = f"at most sync_every = {shortest}, so that every fragment has a global step of its own"
         limits = (
-            ("sync_every", self.sync_every >= 1, "at least 1"),
             ("num_fragments", self.num_fragments >= 1, "at least 1"),
-            ("num_fragments", self.num_fragments <= self.sync_every, turns),
+            ("num_fragments", self.by_class or self.num_fragments <= shortest, turns),
+            ("class_fragments", not self.class_fragments or self._deals(groups), self._deal_limit(groups)),
+            (
+                "overlap_steps",
+                not self.by_class or self.overlap_steps < shortest,
+                f"less than the shortest period, {shortest}",
+            ),
             ("overlap_steps", 0 <= self.overlap_steps <= OVERLAP_STEPS_MAX, f"0 to {OVERLAP_STEPS_MAX}"),
             ("quorum", 1 <= self.quorum <= self.learners_max, f"1 to learners_max = {self.learners_max}"),
             ("grace_steps_max", self.grace_steps_max >= 0, "at least 0"),
@@ -97,6 +116,76 @@ class ProtocolConfig:
                     "change it in the config or on the command line"
                 )
 
+    def _deals(self, groups: Groups) -> bool:
+        counts = self.class_fragments
+        whole = len(counts) == len(groups.classes) and min(counts) >= 0 and sum(counts) == self.num_fragments
+        return whole and fits(counts, groups, self.num_fragments)
+
+    def _deal_limit(self, groups: Groups) -> str:
+        return (
+            f"{len(groups.classes)} numbers, for {', '.join('+'.join(names) for names in groups.classes)}, which add "
+            f"up to num_fragments = {self.num_fragments} and leave each fragment a global step of its own"
+        )
+
+    @property
+    def groups(self) -> Groups:
+        """Return the classes of tensors that share periods, and these in each phase."""
+        return groups_of(self.sync_every, self.sync_later)
+
+    @property
+    def schedule(self) -> Schedule:
+        """Return the table of turns, if the fragments of each class are known."""
+        return Schedule(self.sync_every, self.num_fragments, self.sync_later, self.class_fragments)
+
+    def settled(self, counts: tuple[int, ...]) -> ProtocolConfig:
+        """Return these settings for a model that is cut into so many fragments of each class."""
+        if len(counts) < 2:
+            return self
+        return replace(self, num_fragments=sum(counts), class_fragments=tuple(counts))
+
+    @property
+    def by_class(self) -> bool:
+        """Tell if classes of tensors differ in their periods, so that each has fragments of its own."""
+        return len(self.groups.classes) > 1
+
+    def check_steps(self, total_steps: int) -> None:
+        """Check that a run is long enough for every period and phase that is not the same for all tensors.
+
+        Raises:
+            ValueError: it is not; names setting, value and remedy.
+        """
+        for phase in self.groups.phases:
+            if phase.first_step >= total_steps:
+                raise ValueError(
+                    f"protocol.sync_later begins at global step {phase.first_step}, but the run has {total_steps}; "
+                    "leave it out, or raise train.steps"
+                )
+            if self.by_class and phase.cycle > total_steps:
+                raise ValueError(
+                    f"protocol.sync_every has the period {phase.cycle}, but the run has only {total_steps} global "
+                    "steps; use shorter periods, or raise train.steps"
+                )
+
+    @property
+    def words(self) -> str:
+        """Return in words what fixes the table of turns, as the processes of a run compare it."""
+        later = f" later {self.sync_later}" if self.sync_later else ""
+        counts = "+".join(map(str, self.class_fragments)) or self.num_fragments
+        return f"H={self.sync_every}{later} P={counts} tau={self.overlap_steps}"
+
+    def agreed(self, words: str) -> ProtocolConfig:
+        """Return these settings with the numbers of fragments that a run's processes agreed on, see `words`.
+
+        Raises:
+            ValueError: they say none.
+        """
+        if not self.by_class or self.class_fragments:
+            return self
+        counts = words.rpartition(" P=")[2].partition(" ")[0].split("+")
+        if not all(count.isdecimal() for count in counts):
+            raise ValueError("the tape does not say how many fragments each class of tensors has; is it this config's?")
+        return self.settled(tuple(map(int, counts)))
+
     @property
     def lockstep(self) -> bool:
         """Learners stop at a due step until its fragment came back: synchronous DiLoCo."""
@@ -105,42 +194,12 @@ class ProtocolConfig:
     @property
     def transfer_steps_max(self) -> int:
         """Return how many global steps the transfer of a state may take."""
-        return self.recovery_turns * self.sync_every
+        return self.recovery_turns * self.groups.gap_max
 
     @property
     def own_state_age_max(self) -> int:
         """Return how many global steps an island's own saved state may be old: the last save may not have ended."""
-        return max(self.sync_every, 2 * self.snapshot_every)
-
-
-class Schedule:
-    """The fragment that is due at a global step: fragment p at every t with t mod H = t_p, t_p = floor(p H / P)."""
-
-    def __init__(self, sync_every: int, num_fragments: int) -> None:
-        self.sync_every = sync_every
-        self.num_fragments = num_fragments
-        self._due = {p * sync_every // num_fragments: p for p in range(num_fragments)}
-        self._windows: dict[tuple[int, int], tuple[int, ...]] = {}
-
-    def due(self, global_step: int) -> int:
-        """The fragment due at this global step, or -1."""
-        return self._due.get(global_step % self.sync_every, -1)
-
-    def due_within(self, first_step: int, count: int) -> tuple[int, ...]:
-        """The fragments due at `count` global steps from the first one on, sorted. Learners ask after every step."""
-        key = (first_step % self.sync_every, count)
-        fragments = self._windows.get(key)
-        if fragments is None:
-            due = {self.due(step) for step in range(first_step, first_step + count)}
-            fragments = self._windows[key] = tuple(sorted(due - {-1}))
-        return fragments
-
-    def next_due(self, global_step: int) -> int:
-        """The first global step after this one at which a fragment is due."""
-        step = global_step + 1
-        while self.due(step) < 0:
-            step += 1
-        return step
+        return max(self.groups.gap_max, 2 * self.snapshot_every)
 
 
 def ema(average: float | None, sample: float, decay: float) -> float:

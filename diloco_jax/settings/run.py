@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any, Literal
 
+from diloco_jax.core.classes import check_classes
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import FragmentConfig
 from diloco_jax.core.merge import MergeConfig, WeightScheme
@@ -269,6 +270,8 @@ class RunConfig:
                 f"{self.protocol.num_fragments} fragments at once; raise it"
             )
         self._check_budget()
+        self.protocol.check_steps(self.planned_steps)
+        check_classes([name for names in self.protocol.groups.classes for name in names], "protocol.sync_every")
         for name in ("", *self.islands.each):
             self.check_mesh(self.island(name))
         if self.model.module.startswith("diloco_jax.training.models."):
@@ -367,7 +370,6 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str) -> tuple[
         plan_fingerprint: of the fragment plan, made from the shapes of the model as this process built it.
         corpus: what this process reads (training/data/corpus.py); "" if it reads none, then the first learner says it.
     """
-    protocol = config.protocol
     data = asdict(config.data)
     for part in (data, *data["mixture"].values()):
         del part["path"]  # the same corpus may lie elsewhere on another machine; what it holds is compared
@@ -380,7 +382,7 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str) -> tuple[
         "sequence length": str(config.train.seq_len),
         "global steps": f"{config.planned_steps}"
         + (f" for {config.train.tokens} tokens" if config.train.tokens else ""),
-        "protocol": f"H={protocol.sync_every} P={protocol.num_fragments} tau={protocol.overlap_steps}",
+        "protocol": config.protocol.words,
         "wire": f"{config.wire.up} up, {config.wire.down} down, states {config.wire.states}",
         "shards": _shares(config),
         "adoption": f"{config.adopt.mode} {config.adopt.alpha}",

@@ -92,7 +92,8 @@ def _value(word: str, given: list[str], hint: Any) -> Any:
     (text,) = given
     if type(None) in typing.get_args(hint) and text in ("None", "null"):
         return None
-    if hint is not Any and typing.get_origin(hint) is not dict and not dataclasses.is_dataclass(hint):
+    holds = (hint, *typing.get_args(hint))
+    if hint is not Any and not any(typing.get_origin(h) is dict or dataclasses.is_dataclass(h) for h in holds):
         return text
     try:
         return (
@@ -111,7 +112,8 @@ def parse(values: Mapping[str, Any], source: str) -> RunConfig:
         return _ADAPTER.validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        # of a setting with several types, only its name: nobody wrote the name of a type
+        where = ".".join(str(part) for part in first["loc"] if part != "int" and not str(part).startswith("dict["))
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "value_error":  # raised by our own checks, which name setting and remedy
             raise ValueError(f"{source}: {message}") from error

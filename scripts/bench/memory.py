@@ -40,6 +40,7 @@ from diloco_jax.runtime.model.global_model import make_shares
 from diloco_jax.runtime.records.checkpoint import complete
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CHECKPOINTS
 from diloco_jax.runtime.records.signals import give_memory_back
+from diloco_jax.settings.cutting import settle
 from diloco_jax.settings.run import RunConfig, fingerprint
 from diloco_jax.settings.text import load
 from diloco_jax.tools.budget.memory import size
@@ -233,7 +234,7 @@ class Bench:
         self._plan_bytes = sum(syncer_needs(self._config, found.plan)[0])
         self._world = World(folder / "values", found.plan)
         corpus = load_source(self._config.data, self._config.train.seq_len).corpus
-        self._agreed = fingerprint(self._config, found.plan.fingerprint, corpus)
+        self._agreed = fingerprint(settle(self._config, found.plan), found.plan.fingerprint, corpus)
 
     def run(self) -> dict[str, Any]:
         """Two lives of the syncer, from the first hello to the last stop."""

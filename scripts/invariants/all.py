@@ -10,6 +10,7 @@ from invariants.progress import EverybodyTrains, RoundsAdvance, VersionsConverge
 from invariants.recovery import RecoveryIsWhole
 from invariants.rounds import MergedOnce, QuarantineHolds, QuorumHolds, RoundsBounded, SharesAreTold, VersionsGrow
 from invariants.steps import StepsApply, WholeWhereNeeded
+from invariants.turns import TurnsAreKept
 
 CHECKERS: tuple[type[Checker], ...] = (
     VersionsGrow,
@@ -18,6 +19,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     QuorumHolds,
     QuarantineHolds,
     RoundsBounded,
+    TurnsAreKept,
     NeverWaits,
     StepsUndisturbed,
     FreshLearnersKeepQuiet,

@@ -10,10 +10,20 @@ from diloco_jax.protocol.effects import AdoptState, Effect, Merge, Part, Send, U
 from diloco_jax.protocol.learner.heads import STALE
 from diloco_jax.protocol.learner.machine import RECOVERING, TRAINING, Learner
 from diloco_jax.protocol.learner.schedule_clock import ScheduleClock
+from diloco_jax.protocol.learner.stager import Stager
 from diloco_jax.protocol.learner.start import Start
 from diloco_jax.protocol.leases import Batch, LeaseBook
 from diloco_jax.protocol.member import Held, Member
-from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment, Hello, PullRequest, Score, StatePart, SyncerMessage
+from diloco_jax.protocol.messages import (
+    NO_VERSION,
+    GlobalFragment,
+    Hello,
+    PullRequest,
+    Score,
+    StatePart,
+    StepReport,
+    SyncerMessage,
+)
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.comeback import Comeback
@@ -324,6 +334,31 @@ class Hasting(Learner):
     @property
     def schedule_step(self) -> int:
         return super().schedule_step + 1
+
+
+class OfAnotherTable(Syncer):
+    """Opens rounds by the table of the first phase to the end."""
+
+    def __init__(self, config: ProtocolConfig, *args: Any, **others: Any) -> None:
+        super().__init__(config, *args, **others)
+        self.rounds.schedule = replace(config, sync_later={}).schedule
+
+
+class Skips(RoundBook):
+    """Has a round of nothing in every tenth step."""
+
+    def _open(self, effects: list[Effect], now_s: float) -> Round | None:
+        opened = super()._open(effects, now_s)
+        if opened is not None and opened.global_step % 10 == 0:
+            opened.fragment_id = -1
+        return opened
+
+
+class CopiesAhead(Stager):
+    """Copies what is due later than the next rounds."""
+
+    def stage_due(self, now: StepReport, first_round: int, effects: list[Effect]) -> None:
+        super().stage_due(now, first_round + self._config.overlap_steps + 1, effects)
 
 
 def _forgotten(send: Send) -> bool:

@@ -33,9 +33,8 @@ class BudgetHolds(Checker):
     def __init__(self, cluster: FaultyCluster) -> None:
         super().__init__(cluster)
         self._budget, self._step_tokens = cluster.scenario.budget
-        self._reach = (
-            2 * self.config.sync_every + self.config.overlap_steps
-        )  # in lockstep a learner counts on by itself
+        # in lockstep a learner counts on by itself
+        self._reach = 2 * self.config.groups.gap_max + self.config.overlap_steps
         self._counted = Counted()
         self._kept: dict[int, Counted] = {}  # global step of a snapshot -> what was counted then
         self._asked: dict[tuple[int, str], int] = {}  # round and learner -> its tokens up to the step asked for
@@ -63,7 +62,7 @@ class BudgetHolds(Checker):
                         self._counted.tokens += min(tokens, self._counted.news(life, told))
                         self._counted.merged[life] = max(told, self._counted.merged.get(life, 0))
             elif isinstance(effect, Finish):
-                ahead = self.config.sync_every if self.config.lockstep else 1  # to the next round
+                ahead = self.config.groups.gap_max if self.config.lockstep else 1  # to the next round
                 done = machine.global_step + ahead > self.cluster.scenario.total_steps
                 told_so = f"the run ends at global step {machine.global_step} with {self._counted.tokens} merged tokens"
                 self.check(done or 0 < self._budget <= self._counted.tokens, f"{told_so}, not {self._budget}")

@@ -59,7 +59,7 @@ class HealthyChecker(Checker):
         scenario, network, config = cluster.scenario, cluster.scenario.network, self.config
         self.healed_s = max([network.heals_s, *(fault.over_s for fault in scenario.faults)])
         self.lossless = not network.loss or network.heals_s > 0
-        steps = config.sync_every + 2 if config.lockstep else config.overlap_steps + 3
+        steps = config.groups.gap_max + 2 if config.lockstep else config.overlap_steps + 3
         transfer_s = 0.0
         if network.bandwidth_bytes_per_s:  # everything may be under way at once
             payloads = 3 * config.num_fragments + scenario.state_parts

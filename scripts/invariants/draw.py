@@ -10,6 +10,7 @@ from faulty.scenario import FaultyScenario
 
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.evaluations import NEVER, EvaluationPlan
+from diloco_jax.protocol.turns import Periods
 from diloco_jax.sim.engine import NEVER_S
 
 LEARNERS_MAX = 8
@@ -26,6 +27,7 @@ WEIGHTS = {  # what random_faults draws, and how often; other kinds happen when 
     "rewind": 2,
 }
 KINDS = tuple(WEIGHTS)
+PERIODS_SHARE = 0.3  # of seeds: fragments differ in their periods, or these change on the way
 
 
 def random_scenario(seed: int) -> FaultyScenario:
@@ -37,6 +39,8 @@ def random_scenario(seed: int) -> FaultyScenario:
     stayers = [name for name in names if name not in joining]
     leaving = stayers[1:][: random.choice((0, 0, 1, 2))]  # the first one always stays
     config = _random_config(random, learners - len(leaving))
+    own = Random(f"periods of {seed}")  # so that other seeds draw what they always drew
+    config = _with_periods(own, config) if own.random() < PERIODS_SHARE else config
     until_s = random.choice((10.0, 30.0, 60.0))
     faults = list(random_faults(random, names, random.choice((0, 1, 2, 4, 8, 12)), until_s))
     faults += [Fault(random.uniform(0.0, until_s), random.choice(("leave", "drain")), (name,)) for name in leaving]
@@ -45,7 +49,7 @@ def random_scenario(seed: int) -> FaultyScenario:
     drawn = FaultyScenario(
         config=config,
         learners=learners,
-        total_steps=random.choice((20, 50, 80)) + 2 * config.sync_every,
+        total_steps=random.choice((20, 50, 80)) + 2 * config.groups.gap_max,
         network=_random_network(random, until_s),
         faults=tuple(sorted(faults)),
         step_s=random.choice((0.5, 1.0, 2.0)),
@@ -97,6 +101,27 @@ def _random_config(random: Random, stayers: int) -> ProtocolConfig:
         strikes_max=random.choice((1, 2, 3)),
         unmerged_rounds_max=random.choice((5, 96)),
     )
+
+
+def _with_periods(random: Random, config: ProtocolConfig) -> ProtocolConfig:
+    """Draw periods by class, later ones, and fragments of each class, in place of one period."""
+    names = ("mlp", "attention", "rest")[: random.randint(1, 3)]
+
+    def drawn() -> Periods:
+        periods, period = {}, config.overlap_steps + random.randint(1, 4)
+        for name in random.sample(names, len(names)):
+            periods[name], period = period, period * random.choice((2, 2, 3))
+        return {name: periods[name] for name in names} if len(names) > 1 else period
+
+    while True:  # until every fragment of both phases has a step of its own
+        counts = tuple(random.randint(1, 6) for _ in names)
+        settings = {"sync_every": drawn(), "num_fragments": sum(counts)}
+        settings["class_fragments"] = counts if len(counts) > 1 else ()
+        settings["sync_later"] = {random.randint(1, 60): drawn()} if random.random() < 0.5 else {}
+        try:
+            return replace(config, **settings)
+        except ValueError:
+            continue
 
 
 def _random_network(random: Random, until_s: float) -> TroubledOptions:

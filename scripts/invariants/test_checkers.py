@@ -87,6 +87,10 @@ STEPS = replace(
     faults=(*SCENARIO.faults, Fault(30.0, "corrupt", ("island-3",), 20.0)),
 )
 MANY_PARTS = replace(RECOVERY, config=replace(RECOVERY.config, recovery_turns=1), state_parts=40)
+PERIODS = replace(
+    SCENARIO,
+    config=replace(CONFIG, sync_every={"mlp": 4, "rest": 8}, class_fragments=(2, 2), sync_later={90: 16}),
+)
 POISON = replace(
     SCENARIO, faults=(Fault(10.0, "poison", ("island-1",), 40.0), Fault(20.0, "poison", ("island-2",), 15.0))
 )
@@ -294,6 +298,9 @@ BROKEN = [
     (checkers.FreshLearnersKeepQuiet, with_learner(Eager), "steps, but holds . of 4 fragments"),
     (checkers.RoundsBounded, with_syncer(Crowded), "rounds are in flight, limit 2"),
     (checkers.RoundsBounded, with_syncer(Impatient, ONE_FRAGMENT), "is in flight twice"),
+    (checkers.TurnsAreKept, with_syncer(broken.OfAnotherTable, PERIODS), "but it is the turn of"),
+    (checkers.TurnsAreKept, with_syncer(broken.Skips, PERIODS), "is of fragment -1, but it is the turn of"),
+    (checkers.TurnsAreKept, with_learner(broken.CopiesAhead, PERIODS), "island-. copies fragment"),
     (checkers.CopiesBounded, with_learner(Leaky), "holds . copies of one fragment"),
     (checkers.CopiesBounded, with_learner(FreesTwice), "frees what it does not hold"),
     (checkers.CopiesBounded, with_learner(SendsUnstaged), "but holds copies of steps"),
@@ -360,6 +367,7 @@ def test_a_broken_machine_is_caught(checker: type[Checker], arguments: dict[str,
         SCENARIO,
         QUORUM,
         LOCKSTEP,
+        PERIODS,
         FAILOVER,
         RECOVERY,
         POISON,

@@ -26,6 +26,7 @@ def check_refused(result: subprocess.CompletedProcess[str], *words: str) -> None
         assert word in said, f"{word!r} is not in: {said}"
 
 
+MIXED = {"mlp": 4, "rest": 24}
 BUILT_IN = {"module": "diloco_jax.training.models.decoder:Decoder"}
 BUILT_IN_MODEL = BUILT_IN | {"args": {}}
 DROPLESS = {"module": "diloco_jax.training.models.moe:MoeDecoder", "args": {"routing": "dropless"}}
@@ -46,6 +47,18 @@ WRONG_AXIS = {"data": -1, "rules": {"embd": ["fsdp"]}}
         ({"protocol": {"quorum": 9}}, ["quorum (K) is 9", "2 islands (M)", "lower protocol.quorum"]),
         ({"protocol": {"num_fragments": 0}}, ["num_fragments is 0", "at least 1"]),
         ({"protocol": {"num_fragments": 30}}, ["num_fragments is 30", "sync_every = 6"]),
+        (
+            {"protocol": {"sync_every": MIXED | {"mpl": 4}}},
+            ["'mpl'", "no class of tensors", "use norm, embedding, mlp"],
+        ),
+        ({"protocol": {"sync_every": MIXED | {"mlp": 0}}}, ["sync_every.mlp is 0", "at least 1"]),
+        ({"protocol": {"sync_every": MIXED | {"mlp": 5}}}, ["the periods 5 and 24", "use 20 or 25 for 24"]),
+        ({"protocol": {"sync_every": MIXED | {"mlp": 2}}}, ["overlap_steps is 2", "less than the shortest period, 2"]),
+        ({"protocol": {"sync_every": MIXED | {"rest": 96}}}, ["the period 96", "has only 80 global steps"]),
+        ({"protocol": {"sync_every": MIXED | {"*/x": 24}}}, ["'*/x'", "no tensor is left for it", "the model has"]),
+        ({"protocol": {"sync_every": {"mlp": 4}, "num_fragments": 4}}, ["no period for 'blocks/", "add rest"]),
+        ({"protocol": {"sync_every": {"mlp": "x"}}}, ["protocol.sync_every is {'mlp': 'x'}", "valid integer"]),
+        ({"protocol": {"sync_later": {80: 12}}}, ["begins at global step 80", "the run has 80", "leave it out"]),
         ({"protocol": {"overlap_steps": 0}}, ["overlap_steps is 0", "set the quorum to 2"]),
         ({"data": {"format": "tokens", "path": "x"}, "model": BUILT_IN}, ["model.args.vocab_size is 256", "65536"]),
         ({"train": {"seq_len": 9999}, "model": BUILT_IN}, ["train.seq_len is 9999", "or lower train.seq_len"]),

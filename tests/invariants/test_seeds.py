@@ -36,6 +36,8 @@ def test_the_seeds_cover_what_they_claim() -> None:
     assert {config.overlap_steps for config in configs} == {0, 1, 2, 3, 5}
     assert {config.num_fragments for config in configs} >= {1, 2, 3, 6, 12}
     assert {config.quorum for config in configs} >= {1, 2, 4}
+    assert sum(config.by_class for config in configs) > 30 and any(c.by_class and c.lockstep for c in configs)
+    assert any(c.sync_later and not c.by_class for c in configs) and any(c.sync_later and c.by_class for c in configs)
     assert any(c.quorum == s.learners > 2 for c, s in zip(configs, scenarios, strict=True)), "K = M"
     assert any(config.grace_steps_max == 0 for config in configs)
     assert max(s.network.loss for s in scenarios) > 0.09

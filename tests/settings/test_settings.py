@@ -173,6 +173,7 @@ FREE = (
     "outer.args",
     "evaluation.args",
     "islands.mesh.rules",
+    "protocol.sync_later",
     "islands.each",
     "cloud.env",
     "cloud.xla_flags",

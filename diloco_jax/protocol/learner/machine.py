@@ -55,7 +55,7 @@ from diloco_jax.protocol.messages import (
     SyncerMessage,
     Welcome,
 )
-from diloco_jax.protocol.pacing import ProtocolConfig, Schedule
+from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.recovery import Donor
 
 JOINING, RECOVERING, TRAINING, WAITING, STOPPED = "joining", "recovering", "training", "waiting", "stopped"
@@ -101,7 +101,7 @@ class Learner:
         self.allotment = Allotment(step_samples, config.lease_ahead_steps)
         self.donor = Donor(learner_id, incarnation)
         self._config = config
-        self._schedule = schedule = Schedule(config.sync_every, config.num_fragments)
+        self._schedule = schedule = config.schedule
         self.stager = Stager(learner_id, incarnation, config, schedule, self.anchors, adopt_mode, payload_bytes)
         self._marker = 0  # snapshots that this learner has passed
         self._waits_for = 0  # lockstep: the round whose fragment must come back before the next step

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from diloco_jax.protocol.effects import Drop, Effect, Send, Stage, Unstage
 from diloco_jax.protocol.learner.anchors import Anchors
 from diloco_jax.protocol.messages import NO_VERSION, SYNCER, FragmentValue, GlobalFragment, PullRequest, StepReport
-from diloco_jax.protocol.pacing import ProtocolConfig, Schedule
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.turns import Schedule
 
 STAGED_STEPS_MAX = 3  # copies of one fragment: the grace window spans one step, the pull's way another
 

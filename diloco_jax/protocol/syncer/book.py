@@ -21,11 +21,12 @@ from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import ACTIVE, JOINING, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import Advance, FragmentValue, PullRequest
-from diloco_jax.protocol.pacing import Closing, ProtocolConfig, Schedule, closing, grace_window_s
+from diloco_jax.protocol.pacing import Closing, ProtocolConfig, closing, grace_window_s
 from diloco_jax.protocol.syncer.downstream import Downstream
 from diloco_jax.protocol.syncer.evaluations import Evaluations
 from diloco_jax.protocol.syncer.progress import Progress
 from diloco_jax.protocol.syncer.rounds import MERGING, PULLING, Pace, Round
+from diloco_jax.protocol.turns import Schedule
 
 
 @dataclass(slots=True)

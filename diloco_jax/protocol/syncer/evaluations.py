@@ -170,7 +170,7 @@ class Evaluations:
 
     def _ask(self, effects: list[Effect], now_s: float, busy: list[str] | None = None) -> bool:
         """Ask whose turn it is; False if nobody can be asked."""
-        behind = self.progress.global_step - self.config.sync_every
+        behind = self.progress.global_step - self.config.groups.gap_max
 
         def rank(member: Member) -> tuple[bool, bool, int, int, str]:
             name, step = member.learner_id, member.global_step

@@ -42,7 +42,7 @@ from diloco_jax.protocol.messages import (
     Stop,
     Welcome,
 )
-from diloco_jax.protocol.pacing import ProtocolConfig, Schedule
+from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.recovery import Matchmaker
 from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.comeback import Comeback
@@ -76,13 +76,12 @@ class Syncer:
         plan: EvaluationPlan = NEVER,
     ) -> None:
         self.config = config
-        self.progress = progress = Progress(total_steps, budget, config.sync_every + config.overlap_steps)
+        self.progress = progress = Progress(total_steps, budget, config.groups.gap_max + config.overlap_steps)
         self.membership = members = Membership(fingerprint, config.num_fragments, config.learners_max)
         self.leases = leases = LeaseBook(config.num_fragments)
         self.downstream = down = Downstream(config, progress, payload_bytes, step_bytes)
-        schedule = Schedule(config.sync_every, config.num_fragments)
         self.evaluations = Evaluations(plan, config, progress, members, down)
-        self.rounds = RoundBook(config, progress, members, down, leases, self.evaluations, schedule)
+        self.rounds = RoundBook(config, progress, members, down, leases, self.evaluations, config.schedule)
         self.comeback = Comeback(config, progress, members, down, self.rounds, leases)
         self.matches = matches = Matchmaker(members)
         self.roster = Roster(config, progress, members, leases, matches, self.rounds, self.comeback)

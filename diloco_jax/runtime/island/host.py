@@ -15,6 +15,7 @@ from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
 from diloco_jax.runtime.island.adoptions import Adoptions, Values
 from diloco_jax.runtime.island.evaluation import Evaluation, failed_score
 from diloco_jax.runtime.island.saved_states import Leaves, SavedStates, StateName
+from diloco_jax.settings.cutting import cut
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.exchanged import ExchangedState
@@ -49,7 +50,7 @@ class Host:
     ) -> None:
         self.island = island  # whose fragments and states leave and come in; its owner steps it
         # how its model is cut
-        self.plan: FragmentPlan = config.fragments.plan(island.shapes, island.kinds, config.protocol.num_fragments)
+        self.plan: FragmentPlan = cut(config, island.shapes, island.kinds)
         self.anchors: dict[int, Values] = {}  # the global values adopted last, by fragment
         self._compile_step = compile_step
         self._evaluate = evaluate

@@ -46,6 +46,7 @@ from diloco_jax.runtime.learner.tape import LearnerTape
 from diloco_jax.runtime.records.files import STATES
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
+from diloco_jax.settings.cutting import settle
 from diloco_jax.settings.run import RunConfig, fingerprint
 from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.transport.link import Rejected, check_name
@@ -127,7 +128,7 @@ class Joined:
         payloads: PayloadSender,
         metrics: IslandMetrics,
     ) -> None:
-        config, saved = joining.config, host.find_saved()
+        config, saved = settle(joining.config, host.plan), host.find_saved()
         self.machine = machine = Learner(
             joining.learner_id,
             joining.incarnation,

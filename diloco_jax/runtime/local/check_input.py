@@ -14,6 +14,7 @@ from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.model.global_model import make_setup
 from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.runtime.trackers.outlets import find_callbacks, find_trackers
+from diloco_jax.settings.cutting import cut
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.convert.weights import Weights
@@ -53,7 +54,7 @@ def check_input(config: RunConfig) -> None:
     check_tokenizer(config)
     learning_rate(config.optimizer, config.planned_steps)
     blueprint = _check_model(config)
-    make_setup(config, config.fragments.plan(blueprint.shapes, blueprint.kinds, config.protocol.num_fragments))
+    make_setup(config, cut(config, blueprint.shapes, blueprint.kinds))
     Scorer(config.evaluation)
     if config.model.weights:
         Weights(config.model.weights).check(config.model)

@@ -29,6 +29,7 @@ from diloco_jax.runtime.syncer.sharded_listener import LISTEN_PATIENCE_S, Life, 
 from diloco_jax.runtime.syncer.snapshots import Keeper, SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
 from diloco_jax.runtime.syncer.workers import Merges, Results
+from diloco_jax.settings.cutting import cut, settle
 from diloco_jax.settings.run import RunConfig, fingerprint
 
 if TYPE_CHECKING:  # which reads data: a syncer whose islands bring the model starts without
@@ -57,12 +58,12 @@ class SyncerRun:
         rewind: bool = False,
     ) -> None:
         self._pulse = Pulse(config.watchdog, "the syncer's loop", (run_dir, "syncer"))
-        self._config = config
+        plan = cut(config, model.shapes, model.kinds)
+        self._config = config = settle(config, plan)
         self._run_dir = run_dir
         self._stop = stop
         self._rewind = rewind
         self._results, self._events = Results(), Results()
-        plan = config.fragments.plan(model.shapes, model.kinds, config.protocol.num_fragments)
         threads = config.syncer.merge_threads or os.cpu_count() or 1
         setup = make_setup(config, plan)
         self._shards = None

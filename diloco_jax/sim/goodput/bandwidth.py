@@ -47,13 +47,13 @@ class Rounds:
     """Demands of one learner's rounds on its link."""
 
     step_s: float  # an inner step
-    sync_every: int  # H, global steps in which every fragment has one round
-    num_fragments: int  # P
+    sync_every: int  # H, global steps in which every fragment has one round; the longest period, if they differ
+    num_fragments: int  # P; all rounds in so many steps, if periods differ
     overlap_steps: int  # tau, inner steps that a round may take; 0: learners wait for it
     up_bytes: float  # largest fragment on its way to the syncer
     down_bytes: float  # largest fragment on its way back
-    up_total_bytes: float  # all fragments up
-    down_total_bytes: float  # all fragments down
+    up_total_bytes: float  # all of these rounds up
+    down_total_bytes: float  # all of them down
     round_trip_s: float = 0.0  # between learner and syncer
     merge_s: float = 0.0  # of the largest fragment
 

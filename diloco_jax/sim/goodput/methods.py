@@ -95,7 +95,7 @@ def expected(cell: Cell) -> Row:
     rounds, contributors, until_s = 0, None, cell.hours * HOUR_S
     if cell.method == "sync":
         contributors = float(learners)
-        rounds = _run_rounds(parts, until_s, cell.protocol.sync_every, cell.wan.round_s)
+        rounds = _run_rounds(parts, until_s, cell.protocol.groups.gap_max, cell.wan.round_s)
     else:
         for part in parts:
             run_steps(part, 0.0, until_s)

@@ -41,7 +41,7 @@ def read(words: Sequence[str], sections: Mapping[str, type]) -> dict[str, Any]:
     known = {
         f"--{name}.{each.name.replace('_', '-')}": (name, each)
         for name, made in sections.items()
-        for each in fields(made)
+        for each in _numbers(made)
     }
     given: dict[str, dict[str, Any]] = {name: {} for name in sections}
     left = list(words)
@@ -57,6 +57,11 @@ def read(words: Sequence[str], sections: Mapping[str, type]) -> dict[str, Any]:
         section, each = known[option]
         given[section][each.name] = _value(option, each, value or left.pop(0))
     return {name: made(**given[name]) for name, made in sections.items()}
+
+
+def _numbers(made: type) -> list[Field[Any]]:
+    """Return the settings that a word can give: numbers, true or false."""
+    return [each for each in fields(made) if isinstance(each.default, int | float)]
 
 
 def _value(option: str, each: Field[Any], text: str) -> Any:
@@ -79,7 +84,7 @@ def describe(sections: Mapping[str, type]) -> str:
     """List all settings with default, meaning and source."""
     lines = []
     for name, made in sections.items():
-        for each in fields(made):
+        for each in _numbers(made):
             option = f"--{name}.{each.name.replace('_', '-')}"
             lines.append(f"{option}  (default: {each.default})")
             if each.metadata:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import repeat
+from operator import mul
 from typing import NamedTuple
 
 from diloco_jax.core.codec import Format
@@ -17,29 +20,34 @@ class LinkNeeds(NamedTuple):
     up_bytes: tuple[int, ...]  # outer gradient of each fragment, encoded
     down_bytes: tuple[int, ...]  # step of each fragment, encoded
     joining_bytes: int  # whole model, once
-    sync_every: int  # global steps in which each fragment has one turn
+    sync_every: int  # global steps after which turns repeat themselves: the longest period
     overlap_steps: int  # inner steps that a round may take
+    turns: tuple[int, ...] = ()  # of each fragment in so many steps; nothing where each has one
 
     @property
     def per_step(self) -> dict[str, float]:
         """Return bytes per global step and of the largest fragment up, as `--json` names them."""
         return {
-            "up_bytes_per_step": sum(self.up_bytes) / self.sync_every,
-            "down_bytes_per_step": sum(self.down_bytes) / self.sync_every,
+            "up_bytes_per_step": self._cycle(self.up_bytes) / self.sync_every,
+            "down_bytes_per_step": self._cycle(self.down_bytes) / self.sync_every,
             "fragment_bytes_max": max(self.up_bytes),
         }
+
+    def _cycle(self, sizes: Sequence[int]) -> int:
+        """Add up the bytes of all turns until they repeat themselves."""
+        return sum(map(mul, sizes, self.turns or repeat(1)))
 
     def rounds(self, step_s: float, round_trip_s: float = 0.0, merge_s: float = 0.0) -> Rounds:
         """Describe the rounds for inner steps of this length, in seconds."""
         return Rounds(
             step_s=step_s,
             sync_every=self.sync_every,
-            num_fragments=len(self.up_bytes),
+            num_fragments=sum(self.turns) or len(self.up_bytes),
             overlap_steps=self.overlap_steps,
             up_bytes=max(self.up_bytes),
             down_bytes=max(self.down_bytes),
-            up_total_bytes=sum(self.up_bytes),
-            down_total_bytes=sum(self.down_bytes),
+            up_total_bytes=self._cycle(self.up_bytes),
+            down_total_bytes=self._cycle(self.down_bytes),
             round_trip_s=round_trip_s,
             merge_s=merge_s,
         )
@@ -54,23 +62,32 @@ class LinkNeeds(NamedTuple):
         It must carry what a step moves on average, and bring a fragment up and back within `overlap_steps`, less the
         time until the quorum has reported.
         """
-        carried_s = max(sum(self.up_bytes) / up_per_s, sum(self.down_bytes) / down_per_s) / self.sync_every
+        carried_s = max(self._cycle(self.up_bytes) / up_per_s, self._cycle(self.down_bytes) / down_per_s)
+        carried_s /= self.sync_every
         return max(carried_s, self.round_s(up_per_s, down_per_s, rtt_s) / (max(1, self.overlap_steps) - QUORUM_STEPS))
 
 
 def link_needs(
     config: RunConfig, plan: FragmentPlan, up: Format | None = None, down: Format | None = None
 ) -> LinkNeeds:
-    """Size the payloads of a run.
+    """Size the payloads of a run, in the phase of its periods that moves the most.
 
     Args:
       up: format in place of the config's.
       down: the same for the way back.
     """
+    sizes = [fragment.num_elements for fragment in plan.fragments]
+    cycles = []
+    for phase in config.protocol.groups.phases:
+        periods = [period for period, count in zip(phase.periods, plan.counts, strict=True) for _ in range(count)]
+        turns = tuple(phase.cycle // period for period in periods)
+        cycles.append((sum(map(mul, sizes, turns)) / phase.cycle, phase.cycle, turns))
+    _, cycle, turns = max(cycles)
     return LinkNeeds(
         payload_bytes(plan, up or config.wire.up),
         payload_bytes(plan, down or config.wire.down),
-        4 * sum(fragment.num_elements for fragment in plan.fragments),
-        config.protocol.sync_every,
+        4 * sum(sizes),
+        cycle,
         config.protocol.overlap_steps,
+        turns,
     )

@@ -96,7 +96,7 @@ def chip_memory(config: RunConfig, blueprint: Blueprint, plan: FragmentPlan) -> 
     residuals = sum(_residual_bytes(window, config.wire.up) for each in windows for window in each)
     rebase = config.adopt.mode == "rebase"
     staged = [sum(_staged_bytes(window, config.wire.up, rebase) for window in each) for each in windows]
-    return Hbm(parameters, optimizer, anchors, residuals, _staged_at_once(config, staged), parameters)
+    return Hbm(parameters, optimizer, anchors, residuals, _staged_at_once(config, plan, staged), parameters)
 
 
 def anchor_bytes(blueprint: Blueprint, fragment: Fragment) -> float:
@@ -119,7 +119,7 @@ def host_memory(
     return HostMemory(
         PROCESS_BYTES,
         4.0 * (sum(sizes) + max(HOST_COPIES * max(sizes), sum(sizes))),
-        _staged_at_once(config, payload_bytes(plan, config.wire.up)) / island.hosts,
+        _staged_at_once(config, plan, payload_bytes(plan, config.wire.up)) / island.hosts,
         blueprint.state_layout.num_bytes / island.hosts,
         sum(chip_memory(config, blueprint, plan)) * emulated / island.hosts if emulated else 0.0,
     )
@@ -155,10 +155,12 @@ def outer_arrays(config: OuterConfig) -> int:
     return int(config.optimizer == "nesterov" and config.momentum > 0)
 
 
-def _staged_at_once(config: RunConfig, sizes: Sequence[float]) -> float:
+def _staged_at_once(config: RunConfig, plan: FragmentPlan, sizes: Sequence[float]) -> float:
     """Add up the copies on their way out at one time: those that become due within the overlap, and one more."""
     protocol = config.protocol
-    at_once = protocol.overlap_steps * protocol.num_fragments // protocol.sync_every + 1
+    at_once = 1 + max(
+        protocol.overlap_steps * phase.turns(plan.counts) // phase.cycle for phase in protocol.groups.phases
+    )
     return sum(sorted(sizes, reverse=True)[:at_once])
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.runtime.island.saved_states import SAVED_MAX
 from diloco_jax.runtime.local.machine import EMULATED_DEVICES, look
+from diloco_jax.settings.cutting import cut
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
@@ -85,7 +86,7 @@ def plan_of(config: RunConfig, blueprint: Blueprint) -> FragmentPlan:
     Raises:
       ValueError: it cannot be cut into so many.
     """
-    return config.fragments.plan(blueprint.shapes, blueprint.kinds, config.protocol.num_fragments)
+    return cut(config, blueprint.shapes, blueprint.kinds)
 
 
 def outline(config: RunConfig, kind: IslandKind) -> IslandOutline:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from diloco_jax.runtime.model.global_model import make_setup
 from diloco_jax.runtime.model.scores import Scorer
+from diloco_jax.settings.cutting import settle
 from diloco_jax.settings.run import RunConfig, fingerprint
 from diloco_jax.tools.budget.links import LinkNeeds
 from diloco_jax.tools.budget.memory import num_parameters
@@ -29,7 +30,7 @@ def part_of(config: RunConfig, island: str = "") -> ProcessPart:
         ValueError: the model, or code of the user's own, cannot be loaded.
     """
     found = outline(config, IslandKind(config.island(island), (island,)))
-    settings = dict(fingerprint(config, found.plan.fingerprint, _corpus(config)))
+    settings = dict(fingerprint(settle(config, found.plan), found.plan.fingerprint, _corpus(config)))
     if not island:  # code of the user's own that is the syncer's alone
         make_setup(config, found.plan)
         Scorer(config.evaluation)

@@ -8,7 +8,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX, RECOVERY_TURNS_MAX
+from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX, RECOVERY_TURNS_MAX, ProtocolConfig
+from diloco_jax.protocol.turns import Periods
 from diloco_jax.sim.goodput.bandwidth import GBIT, Rounds
 from diloco_jax.tools.budget.memory import size
 from diloco_jax.tools.plan.case import Case, changed
@@ -86,20 +87,36 @@ def _candidates(case: Case) -> Iterator[Case]:
     pieces_max = case.config.transport.queue_payloads_max  # a joining learner gets all fragments at once
     narrower = FORMATS[max(FORMATS.index(wire.up), FORMATS.index(wire.down)) :]
     formats = dict.fromkeys([(wire.up, wire.down), *zip(narrower, narrower, strict=True)])
-    overlap_steps, sync_every = max(1, protocol.overlap_steps), protocol.sync_every
+    for schedule in _schedules(protocol, pieces_max):
+        try:
+            there = changed(case, protocol={**schedule, "overlap_steps": max(1, protocol.overlap_steps)})
+        except ValueError:  # the model has not so many pieces
+            continue
+        for up, down in formats:
+            yield changed(there, wire={"up": up, "down": down})
+
+
+def _schedules(protocol: ProtocolConfig, pieces_max: int) -> Iterator[dict[str, Any]]:
+    """Yield H and P as they are, and with longer and longer periods; of classes all in the same proportion."""
+    factor, longest = 1, max(phase.cycle for phase in protocol.groups.phases)
+    while not isinstance(protocol.sync_every, int) or protocol.sync_later:
+        later = {step: _times(periods, factor) for step, periods in protocol.sync_later.items()}
+        yield {"sync_every": _times(protocol.sync_every, factor), "sync_later": later}
+        factor *= 2
+        if longest * factor > SYNC_EVERY_MAX:
+            return
+    sync_every = protocol.sync_every
     while True:
         own = min(protocol.num_fragments, sync_every)
         for fragments in dict.fromkeys((own, min(sync_every, pieces_max))):
-            schedule = {"sync_every": sync_every, "num_fragments": fragments, "overlap_steps": overlap_steps}
-            try:
-                there = changed(case, protocol=schedule)
-            except ValueError:  # the model has not so many pieces
-                continue
-            for up, down in formats:
-                yield changed(there, wire={"up": up, "down": down})
+            yield {"sync_every": sync_every, "num_fragments": fragments}
         if sync_every >= SYNC_EVERY_MAX:
             return
         sync_every = min(2 * sync_every, SYNC_EVERY_MAX)
+
+
+def _times(periods: Periods, factor: int) -> Periods:
+    return periods * factor if isinstance(periods, int) else {name: h * factor for name, h in periods.items()}
 
 
 def _entry(setting: str, value: object, now: object, why: str) -> Advice:
@@ -116,17 +133,18 @@ def _schedule(case: Case, choice: ScheduleChoice) -> list[Advice]:
     carries = f"each learner moves {rounds.planned_gbit_per_s:.3g} of {rate:.3g} Gbit/s on average"
     if choice.busy <= BUSY_MAX:
         why_h = (
-            f"{carries}, {choice.busy:.0%}, with every fragment once per {there.sync_every} steps "
-            f"({there.sync_every * case.step_s:.3g} s); a smaller H means less drift, so it is not raised without need"
+            f"{carries}, {choice.busy:.0%}, with every fragment once per {rounds.sync_every} steps "
+            f"({rounds.sync_every * case.step_s:.3g} s){' or more often' * there.by_class}; "
+            "a smaller H means less drift, so it is not raised without need"
         )
     else:
         why_h = f"{carries}: {choice.busy:.0%}, more than {BUSY_MAX:.0%} even with the largest H that is tried"
-    if there.num_fragments == there.sync_every:
+    if rounds.num_fragments == rounds.sync_every:
         why_p = f"one fragment of at most {size(rounds.up_bytes)} goes up in every step, so the link is evenly filled"
     else:
         why_p = (
-            f"the largest of {there.num_fragments} fragments is {size(rounds.up_bytes)} and moves up and down in "
-            f"{travel_s:.3g} s; more fragments are not needed"
+            f"the largest of {len(choice.case.plan.fragments)} fragments is {size(rounds.up_bytes)} and moves up and "
+            f"down in {travel_s:.3g} s; more fragments are not needed"
         )
     why_tau = (
         f"a round takes {rounds.round_s(rate):.3g} s over this link (half a step for reports, "

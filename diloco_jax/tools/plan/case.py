@@ -124,7 +124,8 @@ def changed(case: Case, **sections: Mapping[str, Any]) -> Case:
     """
     now = case.config
     config = replace(now, **{name: replace(getattr(now, name), **new) for name, new in sections.items()})
-    cut = config.protocol.num_fragments != now.protocol.num_fragments
+    then, before = config.protocol, now.protocol
+    cut = then.num_fragments != before.num_fragments or (then.by_class and then.groups != before.groups)
     return replace(case, config=config, plan=plan_of(config, case.blueprint) if cut else case.plan)
 
 

@@ -41,7 +41,10 @@ def wire_bytes(case: Case) -> dict[str, Any]:
     for way in FORMATS:
         needs = link_needs(case.config, case.plan, way, way)
         sizes, per_step = needs.up_bytes, needs.per_step["up_bytes_per_step"]
-        found[way] = {"round_max": max(sizes), "round_mean": sum(sizes) / len(sizes), "per_step": per_step}
+        rounds = needs.rounds(case.step_s)
+        mean = rounds.up_total_bytes / rounds.num_fragments
+        found[way] = {"round_max": max(sizes), "round_mean": mean, "per_step": per_step}
+        found[way]["peak_to_mean"] = max(sizes) / per_step
     gradient = 2 * case.parameters
     found["data_parallel"] = {"gradient": gradient, "per_step": gradient * ring_factor(case.sites)}
     return found
@@ -101,11 +104,10 @@ def link_state(case: Case) -> dict[str, Any]:
 
 def syncer_load(case: Case) -> dict[str, Any]:
     """Work out processor time, traffic, and shards of the syncer."""
-    protocol, given = case.config.protocol, case.given
-    rounds = case.rounds()
-    rounds_per_s = protocol.num_fragments / protocol.sync_every / case.step_s
+    given, rounds = case.given, case.rounds()
+    rounds_per_s = rounds.num_fragments / rounds.sync_every / case.step_s
     in_mb_per_s = case.learners * rounds.planned_gbit_per_s * GBIT / 1e6
-    up_mean = rounds.up_total_bytes / protocol.num_fragments
+    up_mean = rounds.up_total_bytes / rounds.num_fragments
     cpu_s = given.syncer_ms_per_mb * 1e-3 * case.learners * up_mean / 1e6
     shards = min(SHARDS_MAX, math.ceil(in_mb_per_s / given.shard_mb_per_s))
     return {
@@ -177,7 +179,7 @@ def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
     if lockstep:
         hours = min(hours, STEPS_MAX * step_s / 3600)
         wan = Wan(delay_s=0.0, merge_s=case.rounds().round_s(case.usable_gbit_per_s()))
-    every = max(1, case.config.protocol.sync_every // case.config.protocol.num_fragments)
+    every = max(1, case.rounds().sync_every // case.rounds().num_fragments)
     protocol = ProtocolConfig(sync_every=every, num_fragments=1)
     method = "sync" if lockstep else "decoupled"
     own = expected(Cell(hardware, method, learners, case.chips, hours, SEED, wan, protocol))
@@ -197,7 +199,7 @@ def cost(case: Case, goodput: float) -> dict[str, Any]:
     """Work out the cost per day of what has a price."""
     given, steps = case.given, DAY_S / case.step_s
     rounds = case.rounds()
-    moved = case.learners * (rounds.up_total_bytes + rounds.down_total_bytes) / case.config.protocol.sync_every * steps
+    moved = case.learners * (rounds.up_total_bytes + rounds.down_total_bytes) / rounds.sync_every * steps
     ring = 2 * case.parameters * ring_factor(case.sites) * case.sites * steps
     found: dict[str, Any] = {"egress_gb_per_day": moved / 1e9, "data_parallel_egress_gb_per_day": ring / 1e9}
     if given.price_per_chip_hour:
@@ -223,7 +225,9 @@ def forecast(case: Case, advice: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "sites": case.sites,
             "chips": case.chips,
             "sync_every": protocol.sync_every,
-            "num_fragments": protocol.num_fragments,
+            "sync_later": protocol.sync_later,
+            "num_fragments": len(case.plan.fragments),
+            "class_fragments": dict(zip(map("+".join, protocol.groups.classes), case.plan.counts, strict=True)),
             "overlap_steps": protocol.overlap_steps,
             "up": wire.up,
             "down": wire.down,

@@ -18,11 +18,12 @@ def describe(result: Row) -> str:
 
 def _run(result: Row) -> list[str]:
     run = result["run"]
+    later = "".join(f", from step {step} on {_periods(each)}" for step, each in run["sync_later"].items())
     lines = [
         f"{run['name']}: {_count(run['parameters'])} parameters, {run['learners']} learners at "
         f"{run['sites']} sites, {run['chips']} chips",
-        f"{_name('schedule')}H = {run['sync_every']}, P = {run['num_fragments']}, tau = {run['overlap_steps']}; "
-        f"{run['up']} up, {run['down']} down",
+        f"{_name('schedule')}H = {_periods(run['sync_every'])}{later}, P = {_periods(run['class_fragments'])}, "
+        f"tau = {run['overlap_steps']}; {run['up']} up, {run['down']} down",
     ]
     for each in run["steps"]:
         names = each["islands"]
@@ -31,21 +32,33 @@ def _run(result: Row) -> list[str]:
     return lines
 
 
+def _periods(numbers: int | Mapping[str, int]) -> str:
+    """Write one number, or those of classes of tensors."""
+    if isinstance(numbers, int):
+        return str(numbers)
+    if len(numbers) == 1:
+        return str(*numbers.values())
+    return ", ".join(f"{number} ({name})" for name, number in numbers.items())
+
+
 def _bytes(result: Row) -> list[str]:
     step_s = min(each["step_s"] for each in result["run"]["steps"])
     lines = [
-        f"{'bytes of a learner, each way':<30}{'largest round':>14}{'mean round':>14}{'per step':>12}{'per day':>12}"
+        f"{'bytes of a learner, each way':<30}{'largest round':>14}{'mean round':>14}{'per step':>12}"
+        f"{'peak/mean':>11}{'per day':>12}"
     ]
     for wire, each in result["bytes"].items():
         day = size(each["per_step"] * 86400 / step_s)
         if wire == "data_parallel":
-            lines.append(f"  {'all-reduce, bfloat16, a site':<28}{'':>14}{'':>14}{size(each['per_step']):>12}{day:>12}")
+            lines.append(
+                f"  {'all-reduce, bfloat16, a site':<28}{'':>14}{'':>14}{size(each['per_step']):>12}{'':>11}{day:>12}"
+            )
         else:
             sizes = (each["round_max"], each["round_mean"])
             lines.append(
                 f"  {wire:<28}"
                 + "".join(f"{size(one):>14}" for one in sizes)
-                + f"{size(each['per_step']):>12}{day:>12}"
+                + f"{size(each['per_step']):>12}{each['peak_to_mean']:>11.2f}{day:>12}"
             )
     return lines
 

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget
 from diloco_jax.runtime.records.files import SUMMARY_FILE, TAPE_FILE, TAPES
 from diloco_jax.runtime.records.telemetry import read_object
 from diloco_jax.tools.replay.auditor import Auditor
 from diloco_jax.tools.replay.lives import Begin, TapedStep, read_entries
 from diloco_jax.tools.replay.sample_book import Findings, Range, joined
-from diloco_jax.tools.replay.script import fingerprint_of, inputs
+from diloco_jax.tools.replay.script import fingerprint_of, inputs, machine_of
 
 COMPARED_AFTER = ("merged", "restart", "rewind")  # inputs
 
@@ -35,8 +34,8 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
         ValueError: a tape is missing or broken; names it.
     """
     tape = run_dir / TAPE_FILE
-    machine = Syncer(protocol, total_steps, fingerprint_of(tape), budget=budget)
-    auditor = Auditor(protocol.num_fragments)
+    machine = machine_of(fingerprint_of(tape), protocol, total_steps, budget)
+    auditor = Auditor(machine.config.num_fragments)
     for line, effects in inputs(tape, machine):
         auditor.take(line, effects)
         if line[0] in COMPARED_AFTER:

@@ -25,6 +25,7 @@ from diloco_jax.runtime.model.global_model import Capture, make_model, make_setu
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.telemetry import write_json
+from diloco_jax.settings.cutting import cut, settle
 from diloco_jax.settings.run import RunConfig, fingerprint
 from diloco_jax.tools.replay.auditor import Moments
 from diloco_jax.tools.replay.lives import NeededLives, TapedStep, TookState
@@ -65,7 +66,8 @@ class Replay:
         self.script = read_script(folder / TAPE_FILE, config.protocol, config.train.steps, until, budget)
         self.needs = NeededLives(folder, self.script)
         self.evaluator = Evaluator(config)
-        plan = config.fragments.plan(self.evaluator.shapes, self.evaluator.kinds, config.protocol.num_fragments)
+        plan = cut(config, self.evaluator.shapes, self.evaluator.kinds)
+        config = settle(config, plan)
         ours = fingerprint(config, plan.fingerprint, self.evaluator.corpus)
         if compare and (different := differences(ours, self.script.fingerprint)):
             raise ValueError(f"this is not the program or the config of the run: {'; '.join(different)}")

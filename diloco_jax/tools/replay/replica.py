@@ -15,6 +15,7 @@ import numpy as np
 from diloco_jax.core import codec
 from diloco_jax.runtime.island.adoptions import Adoptions
 from diloco_jax.runtime.island.built_in import BuiltInLoop
+from diloco_jax.settings.cutting import cut
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.replay.lives import (
     Copied,
@@ -49,7 +50,7 @@ class Trainer:
         devices = jax.devices()[: config.island("").devices or None]  # as many as an island has
         self._loop = loop = BuiltInLoop(config, "", devices)
         self.island: Island = loop.island  # the devices, and the life that is on them
-        plan = config.fragments.plan(loop.island.shapes, loop.island.kinds, config.protocol.num_fragments)
+        plan = cut(config, loop.island.shapes, loop.island.kinds)
         self.fragments = plan.fragments  # of the run's model
         self._sequences = sequences
         self._compiled: set[int] = set()  # sizes of a batch

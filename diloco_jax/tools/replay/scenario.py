@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import TypeAdapter
+
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.progress import Budget
 from diloco_jax.settings.run import RunConfig
@@ -35,7 +37,8 @@ def read_scenario(folder: Path) -> SimulatedRun | None:
         if path.stat().st_size > SCENARIO_BYTES_MAX:
             raise ValueError(f"more than {SCENARIO_BYTES_MAX} bytes")
         values = json.loads(path.read_text(encoding="utf-8"))
-        protocol, budget = ProtocolConfig(**values["protocol"]), Budget(*map(int, values.get("budget", ())))
+        protocol = TypeAdapter(ProtocolConfig).validate_python(values["protocol"])
+        budget = Budget(*map(int, values.get("budget", ())))
         return SimulatedRun(protocol, int(values["total_steps"]), int(values["learners"]), budget)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(

@@ -131,7 +131,7 @@ def read_script(
         ValueError: the tape is missing, holds no learner, or cannot be replayed; names it.
     """
     fingerprint = fingerprint_of(tape)
-    machine = Syncer(protocol, total_steps, fingerprint, budget=budget)
+    machine = machine_of(fingerprint, protocol, total_steps, budget)
     reader = _Reader(fingerprint)
     script = reader.script
     for line, effects in inputs(tape, machine):
@@ -144,6 +144,11 @@ def read_script(
     if not script.digests:
         raise ValueError(f"{tape} does not begin with the digests of the initial model; it is no whole tape")
     return script
+
+
+def machine_of(fingerprint: Fingerprint, protocol: ProtocolConfig, total_steps: int, budget: Budget) -> Syncer:
+    """Return a machine as that of the run whose processes agreed on this; ValueError if they had another table."""
+    return Syncer(protocol.agreed(dict(fingerprint).get("protocol", "")), total_steps, fingerprint, budget=budget)
 
 
 def inputs(tape: Path, machine: Syncer) -> Iterator[tuple[list[Any], list[Effect]]]:

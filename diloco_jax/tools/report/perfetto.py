@@ -14,11 +14,10 @@ from typing import Any
 from diloco_jax.protocol.effects import Effect, Merge, Note, Send
 from diloco_jax.protocol.messages import SYNCER, FragmentValue, GlobalFragment, PullRequest, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.progress import Budget
 from diloco_jax.runtime.records.files import METRICS_FILE, TAPE_FILE
 from diloco_jax.runtime.records.telemetry import finite, read_metrics
-from diloco_jax.tools.replay.script import fingerprint_of, inputs
+from diloco_jax.tools.replay.script import fingerprint_of, inputs, machine_of
 
 TRACE_FILE = "perfetto.json.gz"
 
@@ -36,9 +35,8 @@ def write_perfetto(
     """
     tape, trace = run_dir / TAPE_FILE, Trace()
     timeline = _Timeline(trace)
-    for (kind, now_s, *fields), effects in inputs(
-        tape, Syncer(protocol, total_steps, fingerprint_of(tape), budget=budget)
-    ):
+    machine = machine_of(fingerprint_of(tape), protocol, total_steps, budget)
+    for (kind, now_s, *fields), effects in inputs(tape, machine):
         timeline.take(kind, now_s, fields)
         for effect in effects:
             timeline.execute(effect, now_s)

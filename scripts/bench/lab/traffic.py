@@ -15,6 +15,7 @@ from lab.run import WanRun, Window, job
 
 from diloco_jax.core import codec
 from diloco_jax.runtime.records.files import TAPE_FILE
+from diloco_jax.settings.cutting import cut
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.island import Island
 
@@ -83,7 +84,7 @@ class Sizes:
         self.formats = formats(config)
         up, down = self.formats["up"], self.formats["down"]
         island = Island(config.model, config.optimizer, config.islands.mesh, seed=0)
-        plan = config.fragments.plan(island.shapes, island.kinds, config.protocol.num_fragments)
+        plan = cut(config, island.shapes, island.kinds)
         self.num_parameters = sum(fragment.num_elements for fragment in plan.fragments)
         self.up = [codec.encoded_size(fragment.shapes, up) for fragment in plan.fragments]  # type: ignore[arg-type]
         self.down = [codec.encoded_size(fragment.shapes, down) for fragment in plan.fragments]  # type: ignore[arg-type]

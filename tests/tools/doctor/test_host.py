@@ -128,6 +128,8 @@ def test_step_time_that_a_link_suffices_for() -> None:
     assert just.overlap_needed(8e-6) == 2 and just.utilisation(8e-6) == pytest.approx(1.0), "the forecast agrees"
     wide = needs._replace(overlap_steps=100)
     assert wide.step_s(100.0, 1000.0, 0.0) == pytest.approx(1.0)  # what a step moves on average
+    often = wide._replace(turns=(2, 1))  # 100 bytes twice and 300 once in 4 steps
+    assert often.step_s(100.0, 1000.0, 0.0) == pytest.approx(1.25) and often.per_step["down_bytes_per_step"] == 150
 
 
 def test_needs_follow_the_config(tmp_path: Path) -> None:

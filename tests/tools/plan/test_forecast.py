@@ -70,6 +70,27 @@ def test_bytes_are_those_of_payloads() -> None:
     assert found["data_parallel"] == {"gradient": 2 * parameters, "per_step": 2 * parameters * 1.5}
 
 
+def test_periods_by_class_move_what_their_turns_move() -> None:
+    case = small(protocol={"sync_every": {"mlp": 4, "rest": 8}, "num_fragments": 24, "sync_later": {500: 16}})
+    counts = case.plan.counts
+    sizes = [4 * fragment.num_elements for fragment in case.plan.fragments]
+    mlp, rest = sum(sizes[: counts[0]]), sum(sizes[counts[0] :])
+    found = wire_bytes(case)["float32"]
+    assert found["per_step"] == mlp / 4 + rest / 8, "before step 500, when they move the most"
+    assert found["round_mean"] == (2 * mlp + rest) / (2 * counts[0] + counts[1])
+    assert found["peak_to_mean"] == max(sizes) / (mlp / 4 + rest / 8)
+    rounds = case.rounds("float32", "float32")
+    assert rounds.planned_gbit_per_s == pytest.approx(found["per_step"] * 8e-9)  # of one second
+    text = describe(forecast(case, advise(case)))
+    assert f"H = 4 (mlp), 8 (rest), from step 500 on 16, P = {counts[0]} (mlp), {counts[1]} (rest), tau" in text
+    narrow = small(
+        protocol={"sync_every": {"mlp": 4, "rest": 8}, "num_fragments": 24, "overlap_steps": 2},
+        given=replace(QUIET, link_gbit_per_s=6e-5),
+    )
+    (longer,) = [entry["value"] for entry in advise(narrow) if entry["setting"] == "protocol.sync_every"]
+    assert longer["rest"] == 2 * longer["mlp"] > 8
+
+
 @pytest.mark.parametrize(
     ("up", "mesh", "adopt"),
     [

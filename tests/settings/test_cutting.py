@@ -1,0 +1,126 @@
+"""Models cut by class of tensor: even steps, whole classes, and the same plan on both sides."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diloco_jax.core.classes import class_of
+from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.kinds import kind_of
+from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.settings.cutting import cut, settle
+from diloco_jax.settings.run import RunConfig, fingerprint
+
+LAYER = {"q": (64, 64), "k": (64, 32), "v": (64, 32), "out": (64, 64), "up": (64, 256), "gate": (64, 256)}
+SHAPES: dict[str, tuple[int, ...]] = {
+    **{f"blocks/{i}/{name}/kernel": shape for i in range(6) for name, shape in LAYER.items()},
+    **{f"blocks/{i}/down/kernel": (256, 64) for i in range(6)},
+    **{f"blocks/{i}/norm_{name}/scale": (64,) for i in range(6) for name in ("mlp", "attention")},
+    "embed/embedding": (256, 64),
+    "empty": (0, 64),
+}
+KINDS = {path: kind_of(shape) for path, shape in SHAPES.items()}
+
+
+def config_of(**protocol: Any) -> RunConfig:
+    return RunConfig(protocol=ProtocolConfig(**protocol))
+
+
+def moved(config: RunConfig, plan: FragmentPlan, steps: range) -> list[int]:
+    """Elements that each of these steps moves."""
+    due = map(settle(config, plan).protocol.schedule.due, steps)
+    return [plan.fragments[p].num_elements if p >= 0 else 0 for p in due]
+
+
+def test_one_period_cuts_as_ever() -> None:
+    config = config_of(sync_every=12, num_fragments=12)
+    plan = cut(config, SHAPES, KINDS)
+    assert plan == config.fragments.plan(SHAPES, KINDS, 12) and plan.counts == (12,)
+    assert settle(config, plan) is config
+    later = replace(config, protocol=replace(config.protocol, sync_later={30: 24}))
+    assert cut(later, SHAPES, KINDS) == plan
+    same = replace(config, protocol=replace(config.protocol, sync_every={"mlp": 12, "rest": 12}))
+    assert cut(same, SHAPES, KINDS) == plan
+
+
+@pytest.mark.parametrize(
+    ("periods", "peak"),
+    [
+        # three of four steps for 94 % of the bytes: 4/3 of 0.94
+        ({"mlp": 4, "rest": 24}, 1.27),
+        ({"mlp": 8, "rest": 24}, 1.15),
+        ({"mlp": 16, "rest": 96}, 1.15),
+        ({"rest": 48, "mlp": 6, "attention": 12}, 1.33),  # a second fragment of attention's would take 49 of 48 steps
+        ({"*/down/*": 6, "mlp": 12, "norm": 12, "rest": 24}, 1.25),
+        ({"embedding": 6, "rest": 24}, 1.5),
+    ],
+)
+def test_steps_move_about_as_many_bytes_each(periods: dict[str, int], peak: float) -> None:
+    config = config_of(sync_every=periods, num_fragments=64)
+    plan = cut(config, SHAPES, KINDS)
+    moves = moved(config, plan, range(96))
+    size = {name: 0 for name in periods}
+    for path, shape in SHAPES.items():
+        size[class_of(path, periods)] += math.prod(shape)
+    mean = sum(size[name] / period for name, period in periods.items())
+    assert sum(moves) / 96 == pytest.approx(mean), "every element moves once in the period of its class"
+    assert max(moves) <= peak * mean
+
+
+def test_a_fragment_has_tensors_of_classes_with_one_period_only() -> None:
+    periods = {"mlp": 4, "norm": 24, "rest": 24}
+    config = config_of(sync_every=periods)
+    plan = cut(config, SHAPES, KINDS)
+    of_mlp = [{class_of(piece.path, periods) == "mlp" for piece in f.slices} for f in plan.fragments]
+    assert of_mlp == [{True}] * plan.counts[0] + [{False}] * plan.counts[1]
+    assert sum(fragment.num_elements for fragment in plan.fragments) == sum(map(math.prod, SHAPES.values()))
+    assert len({(piece.path, piece.start) for f in plan.fragments for piece in f.slices}) == sum(
+        len(f.slices) for f in plan.fragments
+    )
+
+
+def test_both_sides_derive_the_same_table_and_say_so() -> None:
+    ours = config_of(sync_every={"mlp": 4, "rest": 24})
+    theirs = config_of(sync_every={"mlp": 4, "rest": 24})
+    plan, other = cut(ours, SHAPES, KINDS), cut(theirs, dict(reversed(SHAPES.items())), KINDS)
+    assert plan == other and settle(ours, plan) == settle(theirs, other)
+    assert settle(ours, plan).protocol.num_fragments == sum(plan.counts) == len(plan.fragments)
+    assert dict(fingerprint(settle(ours, plan), "", ""))["protocol"] == (
+        f"H={{'mlp': 4, 'rest': 24}} P={plan.counts[0]}+{plan.counts[1]} tau=2"
+    )
+    assert moved(ours, plan, range(99)) == moved(theirs, other, range(99))
+
+
+def test_numbers_of_fragments_may_be_given() -> None:
+    config = config_of(sync_every={"mlp": 4, "rest": 24}, num_fragments=5, class_fragments=(1, 4))
+    assert cut(config, SHAPES, KINDS).counts == (1, 4)
+    none = config_of(sync_every={"mlp": 4, "rest": 24, "*empty*": 48}, num_fragments=6, class_fragments=(1, 4, 1))
+    with pytest.raises(ValueError, match=r"names '\*empty\*', but no tensor is left"):
+        cut(none, SHAPES, KINDS)
+    only = {path: shape for path, shape in SHAPES.items() if class_of(path, ("mlp",)) == "mlp"}
+    with pytest.raises(ValueError, match="class_fragments gives 4 fragments to rest, which has 0 elements; leave"):
+        cut(config, only, KINDS)
+    assert cut(config_of(sync_every={"mlp": 4, "rest": 24}), only, KINDS).counts == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("periods", "text"),
+    [
+        ({"mlp": 4, "attention": 24}, "has no period for 'blocks/0/norm_attention/scale'"),
+        ({"mlp": 4, "*/experts_*": 8, "rest": 24}, r"names '\*/experts_\*', but no tensor is left for it"),
+    ],
+)
+def test_classes_that_the_model_does_not_have_are_refused(periods: dict[str, int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        cut(config_of(sync_every=periods), SHAPES, KINDS)
+
+
+def test_a_config_names_classes_and_fits_its_steps() -> None:
+    with pytest.raises(ValueError, match="names 'mpl', which is no class of tensors; use norm, embedding, mlp"):
+        config_of(sync_every={"mpl": 4, "rest": 24})
+    with pytest.raises(ValueError, match="the period 2000, but the run has only 1000 global steps"):
+        config_of(sync_every={"mlp": 4, "rest": 2000})
