@@ -39,8 +39,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 0: all done, 1: a job failed, 2: bad input, 3: something is left."""
     options = parser().parse_args(arguments)
-    work = options.work.resolve()
-    out = (options.out or (work / "quick" if options.quick else ROOT / "docs" / "results")).resolve()
+    work = options.work.resolve() / ("quick" if options.quick else "")
+    out = (options.out or (work if options.quick else ROOT / "docs" / "results")).resolve()
     try:
         if options.index:
             for name in names():

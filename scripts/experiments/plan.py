@@ -181,7 +181,7 @@ def make_job(
         settings = merged(merged(settings, LARGE), store)
     for changes in (experiment.base, case.settings, own.settings, tuned):
         settings = merged(settings, changes)
-    settings = merged(settings, {"name": experiment.name, "seed": seed, "train": {"tokens": round(case.tokens)}})
+    settings = merged(settings, {"name": "experiment", "seed": seed, "train": {"tokens": round(case.tokens)}})
     schedule = merged(experiment.schedule, own.schedule or {})
     way: Way = "tapes"
     if settings.get("algorithm") == "data_parallel":

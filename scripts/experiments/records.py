@@ -61,6 +61,12 @@ def by_digest(records: Sequence[Record]) -> dict[str, Record]:
     return {record["digest"]: record for record in records}
 
 
+def elsewhere(path: Path) -> dict[str, Record]:
+    """Return the records of the other experiments beside a file, by digest: equal settings are trained once."""
+    others = sorted(set(path.parent.glob("*.jsonl")) - {path})
+    return by_digest([record for other in others for record in read(other)])
+
+
 def here() -> dict[str, str]:
     """Return commit, machine and date of a record that is made now."""
     return {"commit": _commit(), "machine": machine(), "date": time.strftime("%Y-%m-%d", time.gmtime())}

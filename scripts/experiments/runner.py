@@ -13,7 +13,7 @@ from pathlib import Path
 
 from experiments import ways
 from experiments.plan import Choice, Job, Plan, make_plan
-from experiments.records import Record, append, by_digest, read
+from experiments.records import Record, append, by_digest, elsewhere, read
 from experiments.spec import Experiment
 
 SAY_EVERY_S = 15.0
@@ -116,14 +116,20 @@ class Runner:
                 raise TimeIsUp(job.title)
             self._do(job)
 
-    def _plan(self) -> tuple[Plan, list[Record], list[Job]]:
+    def _plan(self) -> tuple[Plan, list[Job]]:
         records = read(self._records)
         plan = make_plan(self._experiment, self._choice, records)
         done = by_digest(records)
-        return plan, records, [job for job in plan.jobs if job.digest not in done]
+        return plan, [job for job in plan.jobs if job.digest not in done]
 
     def _next(self) -> Job | None:
-        plan, _, left = self._plan()
+        plan, left = self._plan()
+        others = elsewhere(self._records)
+        if found := [others[job.digest] for job in left if job.digest in others]:
+            for record in found:
+                append(self._records, {**record, "experiment": self._experiment.name, "from": record["experiment"]})
+            say(f"    {len(found)} jobs of equal settings are taken from other experiments")
+            return self._next()
         if not left:
             return None
         seconds = self._estimate.of(sum(job.expected_s for job in left) + plan.untuned_s)

@@ -127,7 +127,7 @@ class Experiment:
     published: Mapping[str, Any] = field(default_factory=dict)
     """The published line of a gap plot: a name, and [parameters, per cent] pairs."""
     prepare: tuple[tuple[str, ...], ...] = ()
-    """Commands of diloco that run once before; {work} is a folder that stays, {root} the repository."""
+    """Commands of diloco that run once before; {work} is a folder that stays."""
     quick: Settings = field(default_factory=dict)
     """Differences of --quick: arms, settings, tokens."""
     waits: str = ""
@@ -221,14 +221,17 @@ def problems(experiment: Experiment) -> Iterator[str]:
 
 
 def merged(base: Settings, changes: Settings) -> dict[str, Any]:
-    """Return nested settings with nested changes; keys with dots are paths."""
+    """Return nested settings with nested changes; keys with dots are paths, and null removes what was there."""
     result = dict(base)
     for path, value in changes.items():
         key, _, rest = str(path).partition(".")
         if rest:
             value = {rest: value}
-        nested = isinstance(value, Mapping) and key not in REPLACED
-        result[key] = merged(result.get(key) or {}, value) if nested else value
+        if value is None:
+            result.pop(key, None)
+        else:
+            nested = isinstance(value, Mapping) and key not in REPLACED
+            result[key] = merged(result.get(key) or {}, value) if nested else value
     return result
 
 

@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,14 @@ def simulate(config: RunConfig, schedule: Mapping[str, Any], seed: int, folder: 
     return found
 
 
+def trained(config: RunConfig, tapes: Path) -> RunConfig:
+    """Return the config of the training: with more learners a step has more tokens, but the warm-up has not."""
+    found = as_simulated(config, tapes)
+    share = config.islands.count / found.islands.count
+    warmup = round(config.optimizer.warmup_steps * share)
+    return replace(found, optimizer=replace(config.optimizer, warmup_steps=warmup))
+
+
 def flight_steps(tapes: Path) -> float:
     """Return the mean of the steps that learners made between sending a value and adopting what came of it."""
     gaps = []
@@ -149,7 +158,7 @@ def main() -> None:
     began_s = time.monotonic()
     found = simulate(config, schedule, config.seed, tapes)
     simulated_s = time.monotonic() - began_s
-    training = Training(as_simulated(config, tapes), tapes)
+    training = Training(trained(config, tapes), tapes)
     began_s, told_s = time.monotonic(), 0.0
     events = training.script.events
     for number, event in enumerate(events):

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,12 @@ def environment(job: Job | None, work: Path) -> dict[str, str]:
 
 
 def placed(settings: Settings, work: Path) -> Any:
-    """Put folders in the place of {work} and {root} in settings."""
+    """Put folders in the place of {work}, {root} and {purelib} (installed packages) in settings."""
     if isinstance(settings, Mapping):
         return {key: placed(value, work) for key, value in settings.items()}
     if isinstance(settings, str):
-        return settings.replace("{work}", str(work)).replace("{root}", str(ROOT))
+        for name, path in {"work": work, "root": ROOT, "purelib": sysconfig.get_paths()["purelib"]}.items():
+            settings = settings.replace(f"{{{name}}}", str(path))
     return settings
 
 
