@@ -49,8 +49,8 @@ def write_all(out: Path) -> Path:
     head = (
         "# The paper's claims, repeated\n\n<!-- made by `./scripts/experiments/run --index`; do not edit -->\n\n"
         "Each row is an experiment that one command repeats, with a tuned baseline and equal tokens; its page has the\n"
-        "settings, every figure with its spread, and the verdict. Figures come from the records in "
-        "[records](records/README.md) alone.\nWhat was measured of speed, links, failures and memory is in "
+        "settings, every figure with its spread, and the verdict. Figures come from the records in `records/` "
+        "alone.\nWhat was measured of speed, links, failures and memory is in "
         "[Results](../results.md); how experiments work is in\n[scripts/experiments](../benchmarks.md#experiments)."
     )
     table = _table(["claim", "in the paper", "the paper's figure", "ours", "verdict", "what would decide it"], rows)
@@ -68,10 +68,6 @@ def _head(results: Results, found: Sequence[Outcome], quick: bool) -> str:
     own = results.experiment
     command = f"./scripts/experiments/run {own.name} --seeds {' '.join(map(str, own.seeds))}"
     word = "a trial of the machinery, no evidence" if quick else verdict(results, found)
-    jobs = [(job, results.seeds(job.case, arm)) for (_, arm), job in results.jobs.items()]
-    left_s = sum(job.expected_s * max(0, len(own.seeds) - len(done)) for job, done in jobs)
-    left_s += sum(job.expected_s for job, record in results.tuning if record is None)
-    left_s += max((plan.untuned_s for plan in results.plans.values()), default=0.0)
     why = f" {own.untestable}" if own.untestable else f" Waits for {own.waits}." if own.waits else ""
     rows = [
         ("question", own.question),
@@ -79,7 +75,12 @@ def _head(results: Results, found: Sequence[Outcome], quick: bool) -> str:
         ("bar", own.bar),
         ("what decides", own.decides),
         ("command", f"`{command}`; add `--max-minutes 10` for calls that stop and go on"),
-        ("left to run", in_words(left_s) if left_s else "nothing"),
+        (
+            "left to run",
+            f"{in_words(results.left_s)} on two idle cores, or one accelerator for 35M and more"
+            if results.left_s
+            else "nothing",
+        ),
     ]
     lines = [f"# {own.title}", "<!-- made by `./scripts/experiments/run NAME --page` from records; do not edit -->"]
     lines += [f"**Verdict: {word}.**{why}", _table(("", ""), rows)]

@@ -74,9 +74,8 @@ class Plan:
     """All jobs, the tuning first."""
 
     jobs: tuple[Job, ...]
-    untuned: tuple[str, ...]
-    """Jobs whose settings are not known before the tuning is done."""
-    untuned_s: float
+    untuned: tuple[Job, ...]
+    """Jobs whose settings are not known before the tuning is done; here they have the usual ones."""
     tuned: Mapping[tuple[str, str], Mapping[str, Any]]
     """The best point by (size, arm)."""
 
@@ -127,7 +126,7 @@ def make_plan(experiment: Experiment, choice: Choice, records: Sequence[Record])
                 best = min(own, key=lambda job: _finite(losses[job.digest]))
                 assert best.point is not None
                 tuned[size, name] = best.point
-    untuned, untuned_s = [], 0.0
+    untuned: list[Job] = []
     for case in asked.cases:
         for seed in asked.seeds:
             for name, arm in asked.arms.items():
@@ -136,12 +135,8 @@ def make_plan(experiment: Experiment, choice: Choice, records: Sequence[Record])
                 grid = arm.like or name
                 waits = tuning is not None and grid in tuning.grids and (case.size, grid) not in tuned
                 job = make_job(asked, case, name, seed, choice, tuned=tuned.get((case.size, grid), {}))
-                if waits:
-                    untuned.append(job.title)
-                    untuned_s += job.expected_s
-                else:
-                    jobs.append(job)
-    return Plan(jobs=tuple(jobs), untuned=tuple(untuned), untuned_s=untuned_s, tuned=tuned)
+                (untuned if waits else jobs).append(job)
+    return Plan(jobs=tuple(jobs), untuned=tuple(untuned), tuned=tuned)
 
 
 def _finite(loss: float | None) -> float:

@@ -132,7 +132,7 @@ class Runner:
             return self._next()
         if not left:
             return None
-        seconds = self._estimate.of(sum(job.expected_s for job in left) + plan.untuned_s)
+        seconds = self._estimate.of(sum(job.expected_s for job in [*left, *plan.untuned]))
         total = len(plan.jobs) + len(plan.untuned)
         number = total - len(left) - len(plan.untuned) + 1
         say(f"[{number}/{total}] {self._experiment.name}: {left[0].title}; {in_words(seconds)} left")
@@ -175,8 +175,8 @@ def describe(experiment: Experiment, choice: Choice, records: Sequence[Record]) 
     for job in plan.jobs:
         state = "done" if job.digest in done else f"about {in_words(job.expected_s)}"
         lines.append(f"  {'tuning: ' if job.point is not None else ''}{job.title}  [{job.way}, {job.digest}] {state}")
-    lines += [f"  after the tuning: {title}" for title in plan.untuned]
-    left_s = sum(job.expected_s for job in plan.jobs if job.digest not in done) + plan.untuned_s
+    lines += [f"  after the tuning: {job.title}" for job in plan.untuned]
+    left_s = sum(job.expected_s for job in [*plan.jobs, *plan.untuned] if job.digest not in done)
     waiting = [f"{name} waits for {arm.waits}" for name, arm in experiment.arms.items() if arm.waits]
     return "\n".join(
         [*lines, f"  {in_words(left_s)} left on two idle cores, or one accelerator", *map("  {}".format, waiting)]

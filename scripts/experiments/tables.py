@@ -43,6 +43,8 @@ class Results:
     jobs: Mapping[tuple[str, str], Job]
     """One of each, for its settings."""
     tuning: Sequence[tuple[Job, Record | None]]
+    left_s: float
+    """Time of the jobs that have no record, on two idle cores or one accelerator."""
 
     @property
     def records(self) -> list[Record]:
@@ -70,10 +72,13 @@ def collect(experiment: Experiment, records: Sequence[Record], *, quick: bool = 
     plans: dict[str, Plan] = {}
     cases: dict[str, Case] = {}
     tuning: dict[str, tuple[Job, Record | None]] = {}
+    left: dict[str, float] = {}
     for choice in dict.fromkeys(choices.values()):
         plan = make_plan(experiment, choice, records)
-        for job in plan.jobs:
-            record = done.get(job.digest)
+        for job in (*plan.jobs, *plan.untuned):
+            record = done.get(job.digest) if job not in plan.untuned else None
+            if record is None and job.seed in (*experiment.seeds, *([job.seed] if job.point else [])):
+                left[job.title] = job.expected_s
             if job.point is not None:
                 tuning[job.digest] = (job, record)
                 continue
@@ -93,6 +98,7 @@ def collect(experiment: Experiment, records: Sequence[Record], *, quick: bool = 
         runs=runs,
         jobs=jobs,
         tuning=tuple(tuning.values()),
+        left_s=sum(left.values()),
     )
 
 

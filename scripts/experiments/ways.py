@@ -102,18 +102,9 @@ def execute(job: Job, work: Path, lock: int, wait: Wait) -> Record | None:
     config, log = folder / "config.yaml", folder / "output.log"
     config.write_text(yaml.safe_dump(placed(job.settings, work), sort_keys=False), encoding="utf-8")
     result = folder / "result.json"
-    if job.way == "tapes":
-        (folder / "schedule.json").write_text(json.dumps(job.schedule), encoding="utf-8")
-        command = ["experiments.taped", str(config), str(folder / "schedule.json"), str(folder)]
-    else:
-        command = ["diloco_jax", "train", str(config), "--run-dir", str(folder / "run"), "--quiet", "--json"]
-        if (folder / "run").exists() and not _complete(folder / "run"):
-            if job.way == "run" and (folder / "run" / "checkpoints").is_dir():
-                command.append("--resume")
-            else:
-                shutil.rmtree(folder / "run")
     if not result.exists() and not _complete(folder / "run"):
-        process = start([sys.executable, "-m", *command], log, environment(job, work), lock)
+        words = [sys.executable, "-m", *command(job, folder, config)]
+        process = start(words, log, environment(job, work), lock)
         ended = wait(process, lambda: progress(job, folder))
         done = result.exists() or _complete(folder / "run")
         if not done and not ended:
@@ -134,6 +125,18 @@ def execute(job: Job, work: Path, lock: int, wait: Wait) -> Record | None:
         **found,
     }
     return record
+
+
+def command(job: Job, folder: Path, config: Path) -> list[str]:
+    """Return the module and the words that run a job, or go on with it; what cannot go on is removed."""
+    if job.way == "tapes":
+        (folder / "schedule.json").write_text(json.dumps(job.schedule), encoding="utf-8")
+        return ["experiments.taped", str(config), str(folder / "schedule.json"), str(folder)]
+    words = ["diloco_jax", "train", str(config), "--run-dir", str(folder / "run"), "--quiet", "--json"]
+    if job.way == "run" and (folder / "run" / "checkpoints").is_dir():
+        return [*words, "--resume"]
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    return words
 
 
 def forget(job: Job, work: Path) -> None:
