@@ -16,6 +16,11 @@ from experiments.spec import Case, Experiment, load, names
 from experiments.tables import Outcome, Results, collect, columns, limits, ours_in_short, outcomes, shown, verdict
 
 RECORDS = "records"
+TITLES = {
+    "virtual_s": "simulated seconds",
+    "flight_steps": "steps in flight",
+    "peak_to_mean": "largest round to mean, bytes",
+}
 WAYS = """Way `tapes`: on a simulated schedule, in one process (bytes are payloads);
 `run`: islands and syncer as processes (bytes are payloads, those of joins too); `baseline`: plain data parallel."""
 
@@ -92,12 +97,10 @@ def _figures(results: Results) -> list[str]:
 
 
 def _case(results: Results, case: Case) -> str:
-    rows = columns(results, case)
+    rows, own = columns(results, case), results.experiment.columns
     scores = list(dict.fromkeys(name for row in rows for name in row["scores"]))
-    virtual = any(row["virtual_s"] for row in rows)
-    goodput = any(row["goodput"] for row in rows)
-    head = ["arm", "seeds", "final loss", "behind the baseline", *scores, "MB on the wire", "contributors"]
-    head += ["simulated time"] * virtual + ["goodput"] * goodput + ["wall time"]
+    head = ["arm", "seeds", "final loss", "behind the baseline", *scores, "tokens trained", "MB on the wire"]
+    head += ["contributors", *(TITLES.get(name, name) for name in own), "wall time"]
     table = []
     for row in rows:
         if row["waits"]:
@@ -106,8 +109,8 @@ def _case(results: Results, case: Case) -> str:
         seeds = len(results.seeds(case, row["arm"]))
         cells = [row["label"], str(seeds), shown(row["loss"], "difference"), shown(row["behind"], "percent")]
         cells += [shown(row["scores"].get(name), "difference") for name in scores]
-        cells += [_mean(row["bytes"], "{:.1f}", 1e-6), _mean(row["contributors"], "{:.2f}")]
-        cells += [_mean(row["virtual_s"], "{:.0f} s")] * virtual + [_mean(row["goodput"], "{:.3f}")] * goodput
+        cells += [_mean(row["tokens"], "{:.2f}M", 1e-6), _mean(row["bytes"], "{:.1f}", 1e-6)]
+        cells += [_mean(row["contributors"], "{:.2f}"), *(_mean(row[name], "{:.3f}") for name in own)]
         table.append([*cells, _mean(row["seconds"], "{:.0f} s")])
     return _table(head, table)
 

@@ -124,6 +124,8 @@ class Experiment:
     checks: tuple[Check, ...] = ()
     plot: str = "curves"
     """curves: loss over tokens of the first case; gap: distance from the baseline over parameters; arms: over arms."""
+    columns: tuple[str, ...] = ()
+    """Further numbers of the records that the tables show."""
     published: Mapping[str, Any] = field(default_factory=dict)
     """The published line of a gap plot: a name, and [parameters, per cent] pairs."""
     prepare: tuple[tuple[str, ...], ...] = ()

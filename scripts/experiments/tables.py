@@ -225,7 +225,8 @@ def columns(results: Results, case: Case) -> list[dict[str, Any]]:
         if (case.name, arm) not in results.jobs and not own.waits:
             continue
         seeds = list(results.seeds(case, arm).values())
-        each = {name: spread([v for r in seeds if (v := value_of(r, name)) is not None]) for name in _NUMBERS}
+        shown_too = (*_NUMBERS, *results.experiment.columns)
+        each = {name: spread([v for r in seeds if (v := value_of(r, name)) is not None]) for name in shown_too}
         behind = spread(compared(results, case, arm, base, "loss", "percent")) if base and arm != base else None
         scores = {name: spread([r["scores"][name] for r in seeds]) for name in (seeds[0]["scores"] if seeds else ())}
         rows.append(
@@ -234,4 +235,4 @@ def columns(results: Results, case: Case) -> list[dict[str, Any]]:
     return rows
 
 
-_NUMBERS = ("loss", "bytes", "contributors", "seconds", "virtual_s", "goodput", "tokens")
+_NUMBERS = ("loss", "bytes", "contributors", "seconds", "tokens")

@@ -133,7 +133,7 @@ def command(job: Job, folder: Path, config: Path) -> list[str]:
         (folder / "schedule.json").write_text(json.dumps(job.schedule), encoding="utf-8")
         return ["experiments.taped", str(config), str(folder / "schedule.json"), str(folder)]
     words = ["diloco_jax", "train", str(config), "--run-dir", str(folder / "run"), "--quiet", "--json"]
-    if job.way == "run" and (folder / "run" / "checkpoints").is_dir():
+    if job.way == "run" and any((folder / "run" / "checkpoints").glob("*")):
         return [*words, "--resume"]
     shutil.rmtree(folder / "run", ignore_errors=True)
     return words

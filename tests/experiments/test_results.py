@@ -114,7 +114,7 @@ def test_a_page_follows_from_records_alone(tmp_path: Path) -> None:
         append(tmp_path / page.RECORDS / "made.jsonl", each)
     text = page.write(UNTUNED, tmp_path).read_text(encoding="utf-8")
     assert "**Verdict: reproduced.**" in text and "waits for a setting" in text
-    assert "| M = 4 | 2 | 1.0080 (1.0050 to 1.0110) | +0.80 % (+0.50 to +1.10) | 1.5 | 3.50 | 12 s |" in text
+    assert "| M = 4 | 2 | 1.0080 (1.0050 to 1.0110) | +0.80 % (+0.50 to +1.10) | 2.00M | 1.5 | 3.50 | 12 s |" in text
     assert "| m4 behind | 1M, 2M tokens | at most 1 % | +0.80 % (+0.50 to +1.10) | yes |" in text
     assert "`0123456789`" in text and "![Made up](made.svg)" in text
     again = tmp_path / "made.md"
