@@ -26,8 +26,12 @@ def job(folder: Path) -> None:
     work, seed = folder.parents[1], int((folder / "seed").read_text())
     with (work / "starts").open("a") as starts:
         starts.write(f"{seed} {os.getpid()}\n")
-    while seed == HELD and not (work / "go").exists():
-        time.sleep(0.02)
+    try:
+        while seed == HELD and not (work / "go").exists():
+            time.sleep(0.02)
+    except KeyboardInterrupt:
+        (work / "saved").touch()  # as a run does that is asked to stop
+        sys.exit(130)
     (folder / "result.json").write_text(json.dumps({"loss": 1.0 + seed, "tokens": 5, "scores": {}}))
 
 

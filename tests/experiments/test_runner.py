@@ -76,6 +76,7 @@ def test_ctrl_c_stops_the_job_under_way(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, said = process.communicate()
     assert process.returncode != 0 and "stopping" in said and not lives(held)
+    assert (tmp_path / "saved").exists(), "it was asked to stop, and had the time to"
     assert len(read(tmp_path / "records" / "made.jsonl")) == 1
 
 
