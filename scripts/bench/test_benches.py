@@ -48,10 +48,7 @@ REALITY = "--seeds 1 --islands 2 --step-s 0.05 --steps 100 --faults 1 --kinds ki
 SLOW = [
     Bench("cold", "--runs 1 --steps 24 --at 12 --json", (*SMALL_JOB, *TWO_ISLANDS)),
     Bench("mixed", "--seeds 0 --steps 12 --json", (*SMALL_JOB, "--islands.batch_size", "4")),
-    Bench("parity", "--seeds 0 --steps 12 --json", (*SMALL_JOB, *TWO_ISLANDS)),
     Bench("reality", REALITY, results=7),
-    Bench("sweep", "--grid merge --steps 12 --json", (*SMALL_JOB, *TWO_ISLANDS), results=3),
-    Bench("wire", "--config SMALL --seeds 0 --steps 12 --learners 2 --format int8 --json"),
 ]
 LINKS = {  # the learning rate of `slow` warms up for 100 steps
     "transport": "--profiles 100mbit --programs transport --connections 1 --seconds 1 --repeats 1",

@@ -1,0 +1,1 @@
+"""The claims of the paper as experiments that one command repeats."""

@@ -1,0 +1,94 @@
+"""Records: one line of JSON for each job that is done, which is all that pages are made from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from experiments.spec import ROOT
+
+Record = dict[str, Any]
+CURVE_MAX = 60
+
+
+def read(path: Path) -> list[Record]:
+    """Return the records of a file; none if it is not there. A last line that was cut off is left out.
+
+    Raises:
+        ValueError: another line is no record; names it.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise ValueError(f"{path} line {number} is no record; mend or remove it") from None
+    return found
+
+
+def append(path: Path, record: Mapping[str, Any]) -> None:
+    """Add one record, whole or not at all: what was cut off before is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(each, sort_keys=True) + "\n" for each in [*read(path), record])
+    part = path.with_suffix(".part")
+    with part.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    part.replace(path)
+
+
+def thinned(points: Iterable[tuple[float, float]], most: int = CURVE_MAX) -> list[list[float]]:
+    """Average a curve in at most so many parts of equally many points: [[tokens of a part's end, mean loss], ...]."""
+    points = list(points)
+    parts = min(most, len(points))
+    bounds = [len(points) * part // parts for part in range(parts + 1)] if parts else []
+    groups = [points[start:stop] for start, stop in pairwise(bounds)]
+    return [[round(group[-1][0]), round(sum(loss for _, loss in group) / len(group), 4)] for group in groups]
+
+
+def by_digest(records: Sequence[Record]) -> dict[str, Record]:
+    """Return the newest record of each digest."""
+    return {record["digest"]: record for record in records}
+
+
+def elsewhere(path: Path) -> dict[str, Record]:
+    """Return the records of the other experiments beside a file, by digest: equal settings are trained once."""
+    others = sorted(set(path.parent.glob("*.jsonl")) - {path})
+    return by_digest([record for other in others for record in read(other)])
+
+
+def here() -> dict[str, str]:
+    """Return commit, machine and date of a record that is made now."""
+    return {"commit": _commit(), "machine": machine(), "date": time.strftime("%Y-%m-%d", time.gmtime())}
+
+
+def _commit() -> str:
+    said = _said("git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD")
+    changed = _said("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", "diloco_jax")
+    return f"{said or 'unknown'}{'+' if changed else ''}"  # +: the package had changes that are in no commit
+
+
+def machine() -> str:
+    """Describe this machine: its GPU if there is one, else its processor."""
+    gpu = _said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
+    if gpu and os.environ.get("JAX_PLATFORMS") != "cpu":
+        return f"{len(gpu)} x {gpu[0].strip()}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cores} cores, {platform.machine()}, {platform.system()}"
+
+
+def _said(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

@@ -1,0 +1,183 @@
+"""The runner: one job after the other, resumable, with an estimate of what is left."""
+
+from __future__ import annotations
+
+import fcntl
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from experiments import ways
+from experiments.plan import Choice, Job, Plan, make_plan
+from experiments.records import Record, append, by_digest, elsewhere, read
+from experiments.spec import Experiment
+
+SAY_EVERY_S = 15.0
+PATIENCE_S = 60.0  # for a job whose runner was killed: it saves, and ends
+MARGIN_S = 45.0  # of --max-minutes, in which a stopped job saves
+
+
+class TimeIsUp(Exception):
+    """The minutes that this call may take are over; the same command goes on."""
+
+
+def say(line: str) -> None:
+    """Tell people."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def in_words(seconds: float) -> str:
+    """Return a time as people say it: 40 s, 12 min, 3.4 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+@contextmanager
+def alone(work: Path, name: str) -> Iterator[int]:
+    """Hold the work of one experiment, so that no two runners do the same job; yields the lock for its processes.
+
+    Raises:
+        ValueError: another one has it.
+    """
+    folder = work / name
+    folder.mkdir(parents=True, exist_ok=True)
+    ends_s = time.monotonic() + PATIENCE_S
+    with (folder / "lock").open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > ends_s:
+                    raise ValueError(
+                        f"another process runs {name} in {folder}; end it, or name another --work"
+                    ) from None
+                time.sleep(ways.POLL_S)
+        yield lock.fileno()
+
+
+class Estimate:
+    """Time that jobs take, corrected by those that were done here."""
+
+    def __init__(self) -> None:
+        self._ratios: list[float] = []
+
+    def learn(self, job: Job, seconds: float) -> None:
+        """Take note of a job from its beginning to its end."""
+        self._ratios.append(seconds / job.expected_s)
+
+    def of(self, expected_s: float) -> float:
+        """Return what so many expected seconds will take."""
+        return expected_s * (statistics.median(self._ratios) if self._ratios else 1.0)
+
+
+class Runner:
+    """One call: runs the jobs that are not on record.
+
+    Args:
+        work: folder for what jobs need while they run.
+        records: the file of the experiment's records.
+        lock: of the work.
+        max_minutes: after which the job under way is stopped; 0: never.
+    """
+
+    def __init__(
+        self, experiment: Experiment, choice: Choice, work: Path, records: Path, lock: int, max_minutes: float
+    ) -> None:
+        self._experiment = experiment
+        self._choice = choice
+        self._work = work
+        self._lock = lock
+        self._records = records
+        self._ends_s = time.monotonic() + max_minutes * 60 - MARGIN_S if max_minutes else float("inf")
+        self._estimate = Estimate()
+
+    def run(self) -> None:
+        """Run everything that is left.
+
+        Raises:
+            TimeIsUp: something is left.
+            JobFailed: a job has no result.
+            KeyboardInterrupt: somebody asked for it; the job under way was stopped in good order.
+        """
+        commands = self._experiment.quick.get("prepare", ()) if self._choice.quick else self._experiment.prepare
+        if commands and (job := self._next()) is not None:
+            say("    preparing")
+            if not ways.prepare(self._experiment.name, commands, self._work, self._lock, self._wait):
+                raise TimeIsUp(job.title)
+        while (job := self._next()) is not None:
+            if time.monotonic() > self._ends_s:
+                raise TimeIsUp(job.title)
+            self._do(job)
+
+    def _plan(self) -> tuple[Plan, list[Job]]:
+        records = read(self._records)
+        plan = make_plan(self._experiment, self._choice, records)
+        done = by_digest(records)
+        return plan, [job for job in plan.jobs if job.digest not in done]
+
+    def _next(self) -> Job | None:
+        plan, left = self._plan()
+        others = elsewhere(self._records)
+        if found := [others[job.digest] for job in left if job.digest in others]:
+            for record in found:
+                append(self._records, {**record, "experiment": self._experiment.name, "from": record["experiment"]})
+            say(f"    {len(found)} jobs of equal settings are taken from other experiments")
+            return self._next()
+        if not left:
+            return None
+        seconds = self._estimate.of(sum(job.expected_s for job in [*left, *plan.untuned]))
+        total = len(plan.jobs) + len(plan.untuned)
+        number = total - len(left) - len(plan.untuned) + 1
+        say(f"[{number}/{total}] {self._experiment.name}: {left[0].title}; {in_words(seconds)} left")
+        return left[0]
+
+    def _wait(self, process: subprocess.Popen[bytes], share: Callable[[], float]) -> bool:
+        began_s = said_s = time.monotonic()
+        try:
+            while process.poll() is None:
+                if time.monotonic() > self._ends_s:
+                    ways.stop(process)
+                    return False
+                if time.monotonic() - said_s > SAY_EVERY_S:
+                    said_s = time.monotonic()
+                    say(f"    {share():.0%} after {in_words(said_s - began_s)}")
+                time.sleep(ways.POLL_S)
+        except KeyboardInterrupt:
+            say("    stopping")
+            ways.stop(process)
+            raise
+        return True
+
+    def _do(self, job: Job) -> None:
+        began_s = time.monotonic()
+        record = ways.execute(job, self._work, self._lock, self._wait)
+        if record is None:
+            raise TimeIsUp(job.title)
+        append(self._records, record)
+        ways.forget(job, self._work)
+        took_s = time.monotonic() - began_s
+        self._estimate.learn(job, took_s)
+        loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+        say(f"    loss {loss}, {record['tokens']:,} tokens, {in_words(took_s)}")
+
+
+def describe(experiment: Experiment, choice: Choice, records: Sequence[Record]) -> str:
+    """Return the plan in words."""
+    plan, done = make_plan(experiment, choice, records), by_digest(records)
+    lines = [f"{experiment.name}: {experiment.title}"]
+    for job in plan.jobs:
+        state = "done" if job.digest in done else f"about {in_words(job.expected_s)}"
+        lines.append(f"  {'tuning: ' if job.point is not None else ''}{job.title}  [{job.way}, {job.digest}] {state}")
+    lines += [f"  after the tuning: {job.title}" for job in plan.untuned]
+    left_s = sum(job.expected_s for job in [*plan.jobs, *plan.untuned] if job.digest not in done)
+    waiting = [f"{name} waits for {arm.waits}" for name, arm in experiment.arms.items() if arm.waits]
+    return "\n".join(
+        [*lines, f"  {in_words(left_s)} left on two idle cores, or one accelerator", *map("  {}".format, waiting)]
+    )

@@ -1,0 +1,238 @@
+"""Figures of an experiment from its records: means with their spread, and whether they keep the bar."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from experiments.plan import Choice, Job, Plan, make_plan
+from experiments.records import Record, by_digest
+from experiments.spec import Case, Check, Experiment, sizes
+
+WORDS = ("reproduced", "partly", "not", "not testable here", "not run yet")
+
+
+class Spread(NamedTuple):
+    """Mean, lowest and highest of some runs."""
+
+    mean: float
+    low: float
+    high: float
+    runs: int
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Return the spread; None without a value."""
+    return Spread(statistics.fmean(values), min(values), max(values), len(values)) if values else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """All records of an experiment that belong to its present settings."""
+
+    experiment: Experiment
+    cases: tuple[Case, ...]
+    """Those of the file, then those that somebody ran besides."""
+    plans: Mapping[str, Plan]
+    """By name of the case."""
+    runs: Mapping[tuple[str, str], Mapping[int, Record]]
+    """By name of the case and arm, then by seed."""
+    jobs: Mapping[tuple[str, str], Job]
+    """One of each, for its settings."""
+    tuning: Sequence[tuple[Job, Record | None]]
+    left_s: float
+    """Time of the jobs that have no record, on two idle cores or one accelerator."""
+
+    @property
+    def records(self) -> list[Record]:
+        """All of them."""
+        tried = [record for _, record in self.tuning if record is not None]
+        return [record for seeds in self.runs.values() for record in seeds.values()] + tried
+
+    def seeds(self, case: Case, arm: str) -> Mapping[int, Record]:
+        """Return an arm's records in a case, by seed."""
+        return self.runs.get((case.name, arm), {})
+
+
+def collect(experiment: Experiment, records: Sequence[Record], *, quick: bool = False) -> Results:
+    """Find, of all records, those of the present settings; what was made under others is left out."""
+    done = by_digest(records)
+    seeds = tuple(sorted({*experiment.seeds, *(r["seed"] for r in records if r["point"] is None)}))
+    choices = {(case.size, case.tokens): Choice(seeds=seeds) for case in experiment.cases}
+    if quick:
+        choices = {("quick", 0.0): Choice(seeds=(0,), quick=True)}
+    else:
+        extra = {(r["size"], r["budget"]) for r in records if r["point"] is None} - set(choices)
+        choices |= {(size, budget): Choice(seeds=seeds, size=size, tokens=budget) for size, budget in sorted(extra)}
+    runs: dict[tuple[str, str], dict[int, Record]] = {}
+    jobs: dict[tuple[str, str], Job] = {}
+    plans: dict[str, Plan] = {}
+    cases: dict[str, Case] = {}
+    tuning: dict[str, tuple[Job, Record | None]] = {}
+    left: dict[str, float] = {}
+    for choice in dict.fromkeys(choices.values()):
+        plan = make_plan(experiment, choice, records)
+        for job in (*plan.jobs, *plan.untuned):
+            record = done.get(job.digest) if job not in plan.untuned else None
+            if record is None and job.seed in (*experiment.seeds, *([job.seed] if job.point else [])):
+                left[job.title] = job.expected_s
+            if job.point is not None:
+                tuning[job.digest] = (job, record)
+                continue
+            key = (job.case.name, job.arm)
+            cases[job.case.name], plans[job.case.name] = job.case, plan
+            jobs[key] = job
+            if record is not None:
+                runs.setdefault(key, {})[job.seed] = record
+    if not quick:
+        cases = {case.name: case for case in experiment.cases} | cases
+    order = list(sizes())
+    ordered = sorted(cases.values(), key=lambda case: (order.index(case.size), case.tokens))
+    return Results(
+        experiment=experiment,
+        cases=tuple(ordered),
+        plans=plans,
+        runs=runs,
+        jobs=jobs,
+        tuning=tuple(tuning.values()),
+        left_s=sum(left.values()),
+    )
+
+
+def value_of(record: Record, name: str) -> float | None:
+    """Return a number of a record; None if it has none, or one that is not finite."""
+    if name == "bytes":
+        return float(record["up_bytes"] + record["down_bytes"])
+    value = record.get(name, record["scores"].get(name))
+    return None if value is None or value != value else float(value)
+
+
+def compared(results: Results, case: Case, arm: str, against: str, value: str, unit: str) -> list[float]:
+    """Return how two arms compare, for each seed that both have."""
+    ours, theirs = results.seeds(case, arm), results.seeds(case, against)
+    found = []
+    for seed in sorted(ours):
+        a = value_of(ours[seed], value)
+        b = value_of(theirs[seed], value) if seed in theirs else None
+        if a is None or (against and b is None):
+            continue
+        scale = 100.0 if unit == "points" else 1.0
+        if not against or b is None:
+            found.append(scale * a)
+        elif unit == "percent":
+            found.append(100.0 * (a / b - 1.0))
+        else:
+            found.append(a / b if unit == "ratio" else scale * (a - b))
+    return found
+
+
+class Outcome(NamedTuple):
+    """What became of a check in one case, or in a row of cases."""
+
+    check: Check
+    where: str
+    measured: Spread | None
+    kept: bool | None
+    """None: not all seeds are there."""
+
+
+def outcomes(results: Results) -> list[Outcome]:
+    """Hold the records against every check."""
+    found = []
+    for check in results.experiment.checks:
+        cases = [case for case in results.cases if _asked(results, check, case)]
+        if check.falls:
+            found.append(_falling(results, check, cases))
+            continue
+        for case in cases:
+            values = compared(results, case, check.arm, check.against, check.value, check.unit)
+            measured = spread(values)
+            kept = None
+            if measured is not None and measured.runs >= len(results.experiment.seeds):
+                kept = (check.most is None or measured.mean <= check.most) and (
+                    check.least is None or measured.mean >= check.least
+                )
+            found.append(Outcome(check, case.name, measured, kept))
+    return found
+
+
+def _asked(results: Results, check: Check, case: Case) -> bool:
+    named = [own for own in results.experiment.cases if own.name == case.name]
+    wanted = ((check.case, case.name), (check.size, case.size), (check.tokens, case.tokens))
+    if not named or any(asked and asked != own for asked, own in wanted):
+        return False
+    return all(not arm or not named[0].arms or arm in named[0].arms for arm in (check.arm, check.against))
+
+
+def _falling(results: Results, check: Check, cases: Sequence[Case]) -> Outcome:
+    """Compare along tokens or sizes: each mean must lie below the one before."""
+    means = []
+    for case in cases:
+        values = compared(results, case, check.arm, check.against, check.value, check.unit)
+        if len(values) < len(results.experiment.seeds):
+            return Outcome(check, f"{len(cases)} cases", None, None)
+        means.append(statistics.fmean(values))
+    kept = all(after < before for before, after in pairwise(means))
+    return Outcome(check, " to ".join(case.name for case in (cases[0], cases[-1])), spread(means), kept)
+
+
+def verdict(results: Results, found: Sequence[Outcome]) -> str:
+    """Say in a word what came out."""
+    if results.experiment.untestable:
+        return "not testable here"
+    if not found or any(outcome.kept is None for outcome in found):
+        return "not run yet"
+    kept = sum(bool(outcome.kept) for outcome in found)
+    return "reproduced" if kept == len(found) else "partly" if kept else "not"
+
+
+def ours_in_short(results: Results, found: Sequence[Outcome]) -> str:
+    """Return our figure beside the paper's, for the table of all claims."""
+    told = [
+        f"{outcome.check.says}: {shown(outcome.measured, outcome.check.unit)}" for outcome in found if outcome.measured
+    ]
+    return "; ".join(told[:3]) or "-"
+
+
+def shown(value: Spread | None, unit: str) -> str:
+    """Write a spread: mean (low to high)."""
+    if value is None:
+        return "-"
+    form = {"percent": "{:+.2f} %", "points": "{:+.1f} points", "ratio": "{:.3f}", "difference": "{:.4f}"}[unit]
+    mean = form.format(value.mean)
+    digits = form.split(" ")[0]
+    return mean if value.runs == 1 else f"{mean} ({digits.format(value.low)} to {digits.format(value.high)})"
+
+
+def limits(check: Check) -> str:
+    """Write the limit of a check."""
+    if check.falls:
+        return f"falls along {check.falls}"
+    unit = {"percent": " %", "points": " points"}.get(check.unit, "")
+    parts = [f"at most {check.most:g}{unit}"] if check.most is not None else []
+    parts += [f"at least {check.least:g}{unit}"] if check.least is not None else []
+    return ", ".join(parts)
+
+
+def columns(results: Results, case: Case) -> list[dict[str, Any]]:
+    """Return a row for each arm of a case."""
+    rows = []
+    base = results.experiment.baseline
+    for arm, own in results.experiment.arms.items():
+        if (case.name, arm) not in results.jobs and not own.waits:
+            continue
+        seeds = list(results.seeds(case, arm).values())
+        shown_too = (*_NUMBERS, *results.experiment.columns)
+        each = {name: spread([v for r in seeds if (v := value_of(r, name)) is not None]) for name in shown_too}
+        behind = spread(compared(results, case, arm, base, "loss", "percent")) if base and arm != base else None
+        scores = {name: spread([r["scores"][name] for r in seeds]) for name in (seeds[0]["scores"] if seeds else ())}
+        rows.append(
+            {"arm": arm, "label": own.label or arm, "waits": own.waits, "behind": behind, "scores": scores, **each}
+        )
+    return rows
+
+
+_NUMBERS = ("loss", "bytes", "contributors", "seconds", "tokens")

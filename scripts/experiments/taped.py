@@ -1,0 +1,193 @@
+"""One training on a simulated schedule, in one process: `python -m experiments.taped CONFIG SCHEDULE FOLDER`.
+
+The protocol's own machines run on virtual time; who steps when, whose values a round merges and when its result is
+adopted goes on tapes; then real parameters are trained as the tapes say, as the paper does for its failures (App. E.1).
+So all arms of a seed have equal schedules, whatever else the machine does, and no time goes into waiting.
+
+The schedule's settings: `delay` (steps that a message takes), `step_noise` and `speed_spread` (shares of a step);
+`chips` and `hardware` (those of `diloco simulate`) for chips that fail or differ; `extra` and `after`: so many more
+learners, as a share, come when that share of the tokens, at the pace of the others, is trained.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from faulty.cluster import FaultyCluster
+from faulty.faults import Fault
+from faulty.network import TroubledOptions
+from faulty.scenario import FaultyScenario
+
+from diloco_jax.core import codec
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.text import load
+from diloco_jax.sim.goodput.hardware import Hardware, Slices, cluster, goodput
+from diloco_jax.sim.tapes import LearnerTapes
+from diloco_jax.tools.replay.replay import Replay
+from diloco_jax.tools.replay.scenario import as_simulated
+from diloco_jax.tools.replay.script import LearnerLife, MergedRound
+from experiments.records import thinned
+
+STEPS_FACTOR = 8  # global steps at most, over those that all learners together would need
+STEP_S = 1.0
+
+
+def simulate(config: RunConfig, schedule: Mapping[str, Any], seed: int, folder: Path) -> dict[str, float]:
+    """Write the tapes of a schedule; returns what only the schedule knows.
+
+    Raises:
+        ValueError: the run does not end, or the schedule has a setting that is unknown.
+    """
+    known = {"delay", "step_noise", "speed_spread", "chips", "hardware", "extra", "after"}
+    if unknown := sorted(set(schedule) - known):
+        raise ValueError(f"the schedule has '{unknown[0]}'; use {', '.join(sorted(known))}")
+    learners, sequences = config.islands.count, config.island("").batch_size
+    steps = config.planned_steps
+    extra = round(schedule.get("extra", 0) * learners)
+    paces: dict[str, Slices] | None = None
+    step_s = STEP_S
+    joins: tuple[Fault, ...] = ()
+    names = [f"island-{number}" for number in range(learners + extra)]
+    if extra:
+        joins = (Fault(schedule.get("after", 0.5) * steps * STEP_S, "join", tuple(names[learners:])),)
+    if "hardware" in schedule or "chips" in schedule:
+        hardware = Hardware(**{"step_s": STEP_S, **schedule.get("hardware", {})})
+        chips = float(schedule.get("chips", learners))
+        paces = dict(zip(names, cluster(hardware, learners, chips, seed), strict=True))
+        step_s = hardware.step_s
+    scenario = FaultyScenario(
+        config=config.protocol,
+        learners=learners + extra,
+        total_steps=STEPS_FACTOR * steps,
+        network=TroubledOptions(delay_s=schedule.get("delay", 0.05) * step_s),
+        tokens=config.train.tokens,
+        sample_tokens=sequences * config.train.seq_len,
+        step_s=step_s,
+        step_noise=schedule.get("step_noise", 0.05),
+        speed_spread=schedule.get("speed_spread", 0.1),
+        faults=joins,
+        seed=seed,
+    )
+    run = FaultyCluster(scenario, paces=paces)
+    recorder = LearnerTapes(run)
+    run.watch(recorder)
+    run.run(100.0 * STEPS_FACTOR * steps * step_s)
+    if not run.complete:
+        raise ValueError(f"{config.train.tokens} tokens are not merged in {STEPS_FACTOR * steps} global steps")
+    recorder.save(folder)
+    found = {"virtual_s": round(run.finished_s, 3)}
+    if paces is not None:
+        for part in paces.values():
+            part.finish(run.end_s)
+        found["goodput"] = round(goodput(list(paces.values()), run.end_s), 4)
+    return found
+
+
+def trained(config: RunConfig, tapes: Path) -> RunConfig:
+    """Return the config of the training: with more learners a step has more tokens, but the warm-up has not."""
+    found = as_simulated(config, tapes)
+    share = config.islands.count / found.islands.count
+    warmup = round(config.optimizer.warmup_steps * share)
+    return replace(found, optimizer=replace(config.optimizer, warmup_steps=warmup))
+
+
+def flight_steps(tapes: Path) -> float:
+    """Return the mean of the steps that learners made between sending a value and adopting what came of it."""
+    gaps = []
+    for path in sorted((tapes / "tapes").glob("*.jsonl")):
+        step, sent = 0, {}
+        for line in path.read_text(encoding="utf-8").splitlines():
+            match json.loads(line):
+                case ["step", local_step, *_]:
+                    step = local_step
+                case ["sent", fragment, global_step, local_step]:
+                    sent[fragment, global_step] = local_step
+                case ["adopt", fragment, version, *_] if (fragment, version) in sent:
+                    gaps.append(step - sent.pop((fragment, version)))
+    return round(statistics.fmean(gaps), 3) if gaps else 0.0
+
+
+class Training(Replay):
+    """A replay that keeps the losses of all steps, and counts what went over the wire."""
+
+    def __init__(self, config: RunConfig, tapes: Path) -> None:
+        super().__init__(config, tapes, compare=False)
+        self._formats = config.wire
+        self._sizes = {
+            way: [
+                codec.encoded_size((shape for _, shape in each.keys_shapes), format) for each in self.trainer.fragments
+            ]
+            for way, format in (("up", self._formats.up), ("down", self._formats.down))
+        }
+        self.step_tokens = config.island("").batch_size * config.train.seq_len
+        self.losses: list[float] = []
+        self.up_bytes = self.down_bytes = self.parts = 0
+
+    @property
+    def peak_to_mean(self) -> float:
+        """Largest payload of a round over the mean one."""
+        return max(self._sizes["up"]) / statistics.fmean(self._sizes["up"])
+
+    def on_loss(self, life: LearnerLife, step: Any, loss: float) -> None:
+        self.losses.append(loss)
+
+    def take(self, name: Any) -> Any:
+        self.down_bytes += self._sizes["down"][name.fragment_id]
+        return super().take(name)
+
+    def count(self, event: MergedRound) -> None:
+        """Count the values of a round."""
+        self.parts += len(event.order.parts)
+        self.up_bytes += len(event.order.parts) * self._sizes["up"][event.order.fragment_id]
+
+
+def main() -> None:
+    """Train, and write result.json."""
+    config, schedule = load(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
+    folder = Path(sys.argv[3])
+    shutil.rmtree(tapes := folder / "tapes", ignore_errors=True)
+    began_s = time.monotonic()
+    found = simulate(config, schedule, config.seed, tapes)
+    simulated_s = time.monotonic() - began_s
+    training = Training(trained(config, tapes), tapes)
+    began_s, told_s = time.monotonic(), 0.0
+    events = training.script.events
+    for number, event in enumerate(events):
+        training.repeat(event)
+        if isinstance(event, MergedRound):
+            training.count(event)
+        if time.monotonic() - told_s > 1.0:
+            told_s = time.monotonic()
+            (folder / "progress").write_text(f"{(number + 1) / len(events):.4f}", encoding="utf-8")
+    batches = config.train.final_eval_batches
+    result = training.evaluator.evaluate(training.model.parameters(), batches, training.script.global_step)
+    tokens = len(training.losses) * training.step_tokens
+    curve = thinned(((n + 1) * training.step_tokens, loss) for n, loss in enumerate(training.losses))
+    found |= {
+        "loss": result["loss"] if math.isfinite(result["loss"]) else None,
+        "scores": result["scores"],
+        "curve": curve,
+        "tokens": tokens,
+        "steps": training.script.global_step,
+        "up_bytes": training.up_bytes,
+        "down_bytes": training.down_bytes,
+        "contributors": round(training.parts / max(1, training.merged_rounds), 3),
+        "flight_steps": flight_steps(tapes),
+        "peak_to_mean": round(training.peak_to_mean, 3),
+        "parameters": training.evaluator.num_parameters,
+        "seconds": round(time.monotonic() - began_s + simulated_s, 1),
+    }
+    (folder / "result.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

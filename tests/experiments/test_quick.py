@@ -1,0 +1,38 @@
+"""Every experiment with `--quick`: real trainings of a tiny model, through tapes and processes, to a page.
+
+What the figures are is not tested here: with so small settings they say nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from experiments.records import read
+from experiments.spec import load, names
+
+from tests.runtime.helpers import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+FAST = ("parity", "failures")  # one with data parallel, one with failing chips; the others take a minute each, too
+
+
+@pytest.mark.net
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in names()])
+def test_it_runs(name: str, tmp_path: Path) -> None:
+    around = environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
+    command = [sys.executable, "-m", "experiments", name, "--quick", "--work", str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=around, timeout=580)
+    assert ran.returncode == 0, ran.stderr
+    out = tmp_path / "quick"
+    records, arms = read(out / "records" / f"{name}.jsonl"), load(name).quick["arms"]
+    assert {each["arm"] for each in records} == set(arms)
+    assert all(each["loss"] and each["tokens"] > 0 and each["curve"] for each in records)
+    text = (out / f"{name}.md").read_text(encoding="utf-8")
+    assert "a trial of the machinery, no evidence" in text and (out / f"{name}.svg").exists()
+    again = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=around, timeout=60)
+    assert again.returncode == 0 and read(out / "records" / f"{name}.jsonl") == records, "nothing is run again"
