@@ -9,6 +9,7 @@ from diloco_jax.tools.budget.memory import Hbm, anchor_bytes
 from diloco_jax.tools.preflight.compile import Built, Compiled
 from diloco_jax.tools.preflight.hlo import Collective
 from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.flops import ModelFlops
 
 MFU = (0.3, 0.5)  # a plan's pessimist and optimist
 
@@ -34,6 +35,11 @@ def program_hbm(built: Built, compiled: Compiled, hbm: Hbm) -> float:
     # the value that arrived, beside the anchor that it replaces
     new = anchor_bytes(compiled.blueprint, compiled.plan.fragments[built.fragments[0]])
     return hbm.fixed + own + new + memory.outputs - memory.aliased
+
+
+def needed_flops(flops: ModelFlops, step: Built) -> float:
+    """Return the model FLOPs to compare the compiled ones with: a kernel for attention keeps its own from both."""
+    return flops.flops - flops.masked if step.program and step.program.kernels else flops.flops
 
 
 class Gathers(NamedTuple):
