@@ -133,8 +133,9 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
     result["advice"] += [f"{topology}: {line}" for line in advise_anchors(hbm, sizes)]
     if gathers.waited_for:
         result["advice"].append(
-            f"{topology}: devices wait for {gathers.waited_for} gathers of weights in the loop over layers, which "
-            "options of the compiler can overlap with computation: see settings/generations.yaml and cloud.xla_flags"
+            f"{topology}: devices wait for {gathers.waited_for} gathers of weights, or all-reduces of whole ones, in "
+            "the loop over layers; options of the compiler can overlap them with computation (cloud.xla_flags, "
+            "settings/generations.yaml), and with mesh.fsdp one dimension of the slice shards are larger"
         )
     if largest is not None and largest.elements >= WHOLE_MODEL * parameters and len(compiled.blueprint.shapes) > 1:
         problems.append("the inner step gathers the whole model at once, which undoes its sharding")

@@ -48,7 +48,7 @@ class Gathers(NamedTuple):
     largest: Collective | None  # the largest one, None if there is none
     stacked_elements: int  # elements of gathers that join a weight of all layers at once, summed
     all_reduces: int  # how many of them are all-reduces, by which the compiler replaces gathers on some slices
-    waited_for: int  # how many gathers run in a loop, and devices compute nothing meanwhile
+    waited_for: int  # how many of both kinds run in a loop, and devices compute nothing meanwhile
 
 
 def weight_gathers(built: Built, blueprint: Blueprint) -> Gathers:
@@ -74,8 +74,7 @@ def weight_gathers(built: Built, blueprint: Blueprint) -> Gathers:
             largest = gather
         at_once += sum(t.elements for t in weights if _sorted(t.dims) in all_layers)
         all_reduces += each.times if each.kind == "all-reduce" else 0
-        waits = each.kind == "all-gather" and each.times > 1 and not each.overlapped
-        waited_for += each.times if waits else 0
+        waited_for += each.times if each.times > 1 and not each.overlapped else 0
     return Gathers(largest, at_once, all_reduces, waited_for)
 
 

@@ -243,8 +243,9 @@ def gathering(kind: str, blueprint: Blueprint, shape: str, times: int = 1) -> Ga
         "HloModule m, num_partitions=4\n\nENTRY %main (a: f32[8]) -> f32[8] {\n"
         f"  %a = f32[8]{{0}} parameter(0)\n  ROOT %g = bf16[{shape}]{{0}} {kind}(%a)\n}}\n"
     )
-    built = Built("step", (), 1.0, 1.0, NOTHING, read_program(text), 0.0)
-    return weight_gathers(built, blueprint)
+    program = read_program(text)
+    program = program._replace(collectives=tuple(each._replace(times=times) for each in program.collectives))
+    return weight_gathers(Built("step", (), 1.0, 1.0, NOTHING, program, 0.0), blueprint)
 
 
 def test_gathers_of_weights_are_told_from_others() -> None:
@@ -256,7 +257,8 @@ def test_gathers_of_weights_are_told_from_others() -> None:
         layer, all_layers = gathering(kind, sharded, "1,128,256"), gathering(kind, sharded, "2,128,256")
         assert layer.largest is not None and layer.largest.elements == 128 * 256
         assert (layer.stacked_elements, all_layers.stacked_elements) == (0, 2 * 128 * 256)
-        assert layer.all_reduces == reduces
+        assert (layer.all_reduces, layer.waited_for) == (reduces, 0)
+        assert gathering(kind, sharded, "1,128,256", 26).waited_for == 26, "in a loop"
         assert gathering(kind, sharded, "48,128,128,7").largest is None, "activations"
     copied = blueprint(MeshConfig(data=4))
     assert gathering("all-reduce", copied, "2,128,256").largest is None, "gradients of whole weights"
