@@ -40,7 +40,7 @@ from diloco_jax.training.sharding import MESH_AXES, MeshConfig
 # From few FLOPs and much memory to the contrary. `offload` is none of them: a number that it moves to the host and back
 # takes about as long as to compute it again for a model of width 30,000 (32 GB/s and half of 918 TFLOP/s, v6e).
 POLICIES = ("minimal", "mlp", "attention", "full")
-MICRO_BATCHES = (1, 2, 4, 8)  # times those of the config
+MICRO_BATCHES = (1, 2, 4, 8)  # that are tried beside the config's own number
 TILE_S = 0.35e-6  # overhead of a step of a kernel's grid, by JAX's documentation of Pallas for TPUs
 MESHES_MAX, COMPILES_MAX = 3, 100
 WORTH = 0.99  # a candidate is compiled if it may take less than this share of the best one's time
@@ -83,7 +83,9 @@ def search(config: RunConfig, kind: IslandKind, compiles_max: int, record: Path,
         if at >= fewest.get(mesh, len(POLICIES)) or not _may_be_best(setting, tried, limit, topology):
             continue
         there, island = candidate.config, candidate.kind.island
-        key = json.dumps([asdict(there), island, options_of(there, island), jax.__version__], default=str)
+        key = json.dumps(
+            [asdict(there), island, options_of(there, island), jax.__version__], default=str, sort_keys=True
+        )
         if sum(candidate.least) > limit:
             found = _result(candidate.least)
         elif key not in known and made == compiles_max:
@@ -120,14 +122,14 @@ def _read(record: Path) -> dict[str, Found]:
 
 def _candidates(config: RunConfig, kind: IslandKind, decoder: DecoderConfig) -> Iterator[Candidate]:
     """List the candidates in the order in which they are tried: the config's mesh, few micro-batches, few FLOPs."""
-    topology, steps = kind.topology, config.optimizer.accumulate_steps
+    topology = kind.topology
     assert topology is not None, "search checks it"
     block = best_block(decoder, config.train.seq_len, topology) if decoder.attention == "splash" else 0
     for mesh in _meshes(kind):
         on_mesh = kind._replace(island=kind.island._replace(mesh=mesh))
         needs = outline(config, on_mesh)
         parts = needs.blueprint.layout.batch_parts
-        for count in (steps * times for times in MICRO_BATCHES):
+        for count in sorted({*MICRO_BATCHES, config.optimizer.accumulate_steps}):
             if kind.island.batch_size % (parts * count):
                 continue
             tokens = kind.island.batch_size // (parts * count) * config.train.seq_len

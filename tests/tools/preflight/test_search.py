@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,9 @@ def test_the_cheapest_that_fits_is_taken_and_nothing_is_compiled_twice(
     written = parse_text(searching.best_config(there, best), "written")
     assert (written.model.args["remat"], written.optimizer.accumulate_steps) == ("minimal", 4)
     assert (written.islands.mesh.data, written.islands.mesh.fsdp) == (16, 1)
+    same = replace(there, model=replace(there.model, args=dict(reversed(there.model.args.items()))))
+    searching.search(same, cases_of(same, [])[0][1], 100, record, told.append)
+    assert len(compiler.asked) == 10, "the order in which a config names its settings does not matter"
 
 
 def test_what_cannot_fit_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
