@@ -111,7 +111,7 @@ def _preflight_words(preflight: Parser) -> None:
     preflight.add_argument(
         "--search",
         metavar="FILE",
-        help="try policies of remat, tiles and mesh splits; FILE keeps what was found, a search goes on there",
+        help="try policies of remat, micro-batches and mesh splits; FILE keeps what was found, a search goes on there",
     )
     preflight.add_argument(
         "--compiles", type=int, default=12, metavar="N", help="programs that a search compiles at most; default: 12"

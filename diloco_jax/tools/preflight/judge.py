@@ -18,8 +18,8 @@ from diloco_jax.tools.budget.needs import IslandKind, island_needs, kinds_of
 from diloco_jax.tools.preflight.advice import GB, Misfit, advise_anchors, advise_hbm
 from diloco_jax.tools.preflight.compile import Built, Compiled, Say, compile_island
 from diloco_jax.tools.preflight.hlo import Collective
-from diloco_jax.tools.preflight.programs import MFU, program_hbm, step_hbm, weight_gathers
-from diloco_jax.training.flops import ModelFlops, model_flops
+from diloco_jax.tools.preflight.programs import MFU, needed_flops, program_hbm, step_hbm, weight_gathers
+from diloco_jax.training.flops import model_flops
 
 WHOLE_MODEL = 0.9  # share of the parameters whose gathering at once undoes their sharding
 ALL_LAYERS = 0.5  # the same for weights that are joined over all layers, before the loop over layers
@@ -108,7 +108,7 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
             "model_flops_are": flops.how,
             "masked_flops": flops.masked,
             "compiled_flops": compiled_flops,
-            "flops_ratio": _needed(flops, step) / compiled_flops if compiled_flops else None,
+            "flops_ratio": needed_flops(flops, step) / compiled_flops if compiled_flops else None,
             "kernels": step.program.kernels if step.program else None,
             "unread_loops": list(step.program.unread_loops) if step.program else [],
             "step_s": list(step_s),
@@ -133,8 +133,9 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
     result["advice"] += [f"{topology}: {line}" for line in advise_anchors(hbm, sizes)]
     if gathers.waited_for:
         result["advice"].append(
-            f"{topology}: devices wait for {gathers.waited_for} gathers of weights in the loop over layers, which "
-            "options of the compiler can overlap with computation: see settings/generations.yaml and cloud.xla_flags"
+            f"{topology}: devices wait for {gathers.waited_for} gathers of weights, or all-reduces of whole ones, in "
+            "the loop over layers; options of the compiler can overlap them with computation (cloud.xla_flags, "
+            "settings/generations.yaml), and with mesh.fsdp one dimension of the slice shards are larger"
         )
     if largest is not None and largest.elements >= WHOLE_MODEL * parameters and len(compiled.blueprint.shapes) > 1:
         problems.append("the inner step gathers the whole model at once, which undoes its sharding")
@@ -155,11 +156,6 @@ def _in_loops(step: Built) -> dict[str, int]:
     for each in step.program.collectives if step.program else ():
         counts["overlapped" if each.overlapped else "synchronous"] += each.times if each.times > 1 else 0
     return counts
-
-
-def _needed(flops: ModelFlops, step: Built) -> float:
-    """Return the model FLOPs to compare the compiled ones with: a kernel for attention keeps its own from both."""
-    return flops.flops - flops.masked if step.program and step.program.kernels else flops.flops
 
 
 def _row(topology: Topology, built: Built, hbm_bytes: float, limit: float) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from diloco_jax.tools.budget.memory import Hbm, anchor_bytes
 from diloco_jax.tools.preflight.compile import Built, Compiled
 from diloco_jax.tools.preflight.hlo import Collective
 from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.flops import ModelFlops
 
 MFU = (0.3, 0.5)  # a plan's pessimist and optimist
 
@@ -36,13 +37,18 @@ def program_hbm(built: Built, compiled: Compiled, hbm: Hbm) -> float:
     return hbm.fixed + own + new + memory.outputs - memory.aliased
 
 
+def needed_flops(flops: ModelFlops, step: Built) -> float:
+    """Return the model FLOPs to compare the compiled ones with: a kernel for attention keeps its own from both."""
+    return flops.flops - flops.masked if step.program and step.program.kernels else flops.flops
+
+
 class Gathers(NamedTuple):
     """Collectives that give each chip whole weights, or gradients of whole weights."""
 
     largest: Collective | None  # the largest one, None if there is none
     stacked_elements: int  # elements of gathers that join a weight of all layers at once, summed
     all_reduces: int  # how many of them are all-reduces, by which the compiler replaces gathers on some slices
-    waited_for: int  # how many gathers run in a loop, and devices compute nothing meanwhile
+    waited_for: int  # how many of both kinds run in a loop, and devices compute nothing meanwhile
 
 
 def weight_gathers(built: Built, blueprint: Blueprint) -> Gathers:
@@ -68,8 +74,7 @@ def weight_gathers(built: Built, blueprint: Blueprint) -> Gathers:
             largest = gather
         at_once += sum(t.elements for t in weights if _sorted(t.dims) in all_layers)
         all_reduces += each.times if each.kind == "all-reduce" else 0
-        waits = each.kind == "all-gather" and each.times > 1 and not each.overlapped
-        waited_for += each.times if waits else 0
+        waited_for += each.times if each.times > 1 and not each.overlapped else 0
     return Gathers(largest, at_once, all_reduces, waited_for)
 
 

@@ -86,10 +86,10 @@ def _island(island: Row) -> list[str]:
         moved = ", ".join(f"{kind} {size(one)}" for kind, one in island["collective_bytes"].items())
         lines.append(f"  collectives   results per chip and step: {moved}")
         waits, beside = island["loop_collectives"].values()
-        lines.append(
-            f"{_INDENT}in loops {waits} that chips wait for, {island['synchronous_gathers']} of them gathers of"
-        )
-        lines.append(f"{_INDENT}weights, and {beside} beside which they compute")
+        lines += [
+            f"{_INDENT}in loops {waits} that chips wait for, {island['synchronous_gathers']} of them gathers",
+            f"{_INDENT}of weights or all-reduces of whole ones, and {beside} beside which they compute",
+        ]
     lines.append(
         f"  host memory   {size(island['host_bytes'])} of {size(island['host_limit_bytes'])} on each host for "
         "the process, the global model in float32, what arrives and what leaves"

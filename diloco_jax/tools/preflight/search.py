@@ -1,7 +1,9 @@
 """`diloco preflight --search`: the settings with which an island's inner step is cheapest among those that fit.
 
-Every way to share the mesh is compiled with policies of remat, the cheapest first, until one fits. The kernel's tile is
-chosen by a formula, as no text of the compiler shows what kernels compute. To compare candidates, a step takes
+A candidate is a way to share the mesh, a number of micro-batches and a policy of remat. More micro-batches gather the
+weights more often, and leave memory for a policy that computes less again. What cannot fit by shapes alone, or cannot
+be cheaper than the best so far, is not compiled. The kernel's tile is chosen by a formula, as no text of the compiler
+shows what kernels compute. To compare candidates, a step takes
 
     max(FLOPs / peak, overlapped bytes / links) + bytes of collectives that devices wait for / links    seconds
 """
@@ -10,10 +12,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -21,20 +25,35 @@ from diloco_jax.settings.compiler import options_of
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.settings.text import dump
-from diloco_jax.tools.budget.needs import IslandKind
-from diloco_jax.tools.preflight.advice import GB, ROOM
+from diloco_jax.tools.budget.memory import Hbm
+from diloco_jax.tools.budget.needs import IslandKind, outline
+from diloco_jax.tools.preflight.advice import GB, ROOM, Misfit, advise_hbm
 from diloco_jax.tools.preflight.compile import Compiled, Say, compile_island
-from diloco_jax.tools.preflight.programs import step_hbm
+from diloco_jax.tools.preflight.programs import needed_flops, step_hbm
 from diloco_jax.training.flops import model_flops
 from diloco_jax.training.models.attention import SPLASH_BLOCKS
+from diloco_jax.training.models.layers import KEPT
 from diloco_jax.training.models.moe import decoder_of
 from diloco_jax.training.models.options import DecoderConfig
-from diloco_jax.training.sharding import MeshConfig
+from diloco_jax.training.sharding import MESH_AXES, MeshConfig
 
-POLICIES = ("minimal", "offload", "mlp", "attention", "full")  # from few FLOPs and much memory to the contrary
+# From few FLOPs and much memory to the contrary. `offload` is none of them: a number that it moves to the host and back
+# takes about as long as to compute it again for a model of width 30,000 (32 GB/s and half of 918 TFLOP/s, v6e).
+POLICIES = ("minimal", "mlp", "attention", "full")
+MICRO_BATCHES = (1, 2, 4, 8)  # that are tried beside the config's own number
 TILE_S = 0.35e-6  # overhead of a step of a kernel's grid, by JAX's documentation of Pallas for TPUs
 MESHES_MAX, COMPILES_MAX = 3, 100
+WORTH = 0.99  # a candidate is compiled if it may take less than this share of the best one's time
 Found = dict[str, Any]
+
+
+class Candidate(NamedTuple):
+    """Settings of the inner step that a search may compile."""
+
+    config: RunConfig  # with them
+    kind: IslandKind  # on this mesh
+    setting: Found  # those of the model, of the mesh, and accumulate_steps
+    least: Hbm  # of each device: what is held, and what the policy keeps of the layers
 
 
 def search(config: RunConfig, kind: IslandKind, compiles_max: int, record: Path, say: Say) -> Found:
@@ -44,47 +63,132 @@ def search(config: RunConfig, kind: IslandKind, compiles_max: int, record: Path,
       record: file with what was found, a line each; what it has is not compiled again.
 
     Returns:
-      tried (in their order), best (None if nothing fits), limit_bytes, and ok: whether there is a best one.
+      tried (in their order), best (None if nothing fits), limit_bytes, left (candidates that would have been compiled
+      next), advice, and ok: whether there is a best one.
 
     Raises:
-      ValueError: the model is no built-in decoder, or as `compile_island`.
+      ValueError: the model is no built-in decoder, the record cannot be read, or as `compile_island`.
     """
     topology, decoder = kind.topology, decoder_of(config.model)
     if decoder is None or topology is None:
         raise ValueError("preflight --search knows the options of the built-in decoders only; see model.module")
     if not 1 <= compiles_max <= COMPILES_MAX:
         raise ValueError(f"--compiles is {compiles_max}; use 1 to {COMPILES_MAX}")
-    limit, tried = ROOM * topology.generation.hbm_bytes, []
-    block = best_block(decoder, config.train.seq_len, topology) if decoder.attention == "splash" else 0
-    lines = record.read_text("utf-8").splitlines() if record.exists() else []
-    known: dict[str, Found] = {each["key"]: each for each in map(json.loads, lines)}
-    for mesh in _meshes(kind):
-        for policy in POLICIES:
-            setting = {"remat": policy, "splash_block": block}
-            there = replace(config, model=replace(config.model, args={**config.model.args, **setting}))
-            island = kind.island._replace(mesh=mesh)
-            key = json.dumps([asdict(there), island, options_of(there, island), jax.__version__], default=str)
-            if key not in known and compiles_max:
-                compiles_max -= 1
-                say(f"remat {policy}, mesh {mesh}; {compiles_max} more may be compiled")
-                compiled = compile_island(there, island, say, step_only=True)
-                known[key] = {"key": key, **setting, **_measure(there, topology, island.batch_size, compiled)}
+    limit, known, made, left = ROOM * topology.generation.hbm_bytes, _read(record), 0, 0
+    tried: list[Found] = []
+    fewest: dict[str, int] = {}  # by mesh: the policy that fits with fewer micro-batches
+    for candidate in _candidates(config, kind, decoder):
+        setting, at = candidate.setting, POLICIES.index(candidate.setting["remat"])
+        mesh = str(setting["mesh"])
+        if at >= fewest.get(mesh, len(POLICIES)) or not _may_be_best(setting, tried, limit, topology):
+            continue
+        there, island = candidate.config, candidate.kind.island
+        key = json.dumps(
+            [asdict(there), island, options_of(there, island), jax.__version__], default=str, sort_keys=True
+        )
+        if sum(candidate.least) > limit:
+            found = _result(candidate.least)
+        elif key not in known and made == compiles_max:
+            left += 1
+            continue
+        else:
+            if key not in known:
+                made += 1
+                say(f"{_spell(setting)}: program {made} of at most {compiles_max}")
+                began = time.monotonic()
+                known[key] = _measure(candidate, topology, compile_island(there, island, say, step_only=True))
                 with record.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(known[key]) + "\n")
-            if key in known:
-                tried.append({name: value for name, value in known[key].items() if name != "key"})
-                if tried[-1]["hbm_bytes"] <= limit:
-                    break
+                    file.write(json.dumps({"key": key, **known[key]}) + "\n")
+                say(f"  {known[key]['hbm_bytes'] / GB:.1f} of {limit / GB:.1f} GB, {time.monotonic() - began:.0f} s")
+            found = known[key]
+        tried.append({**setting, **found})
+        if found["hbm_bytes"] <= limit:
+            fewest[mesh] = at
+    best = _best(tried, limit)
+    smallest = min(tried, key=lambda each: float(each["hbm_bytes"]), default=None)
+    advice = [] if best or left or smallest is None else _advise(config, kind, topology, smallest)
+    return {"tried": tried, "best": best, "limit_bytes": limit, "left": left, "advice": advice, "ok": best is not None}
+
+
+def _read(record: Path) -> dict[str, Found]:
+    """Return what a record has, by key."""
+    lines = record.read_text("utf-8").splitlines() if record.exists() else []
+    try:
+        each = [json.loads(line) for line in lines]
+        return {one["key"]: {name: one[name] for name in _result(Hbm(*[0.0] * 6))} for one in each}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--search: {record} is no file of results of a search; name another one") from error
+
+
+def _candidates(config: RunConfig, kind: IslandKind, decoder: DecoderConfig) -> Iterator[Candidate]:
+    """List the candidates in the order in which they are tried: the config's mesh, few micro-batches, few FLOPs."""
+    topology = kind.topology
+    assert topology is not None, "search checks it"
+    block = best_block(decoder, config.train.seq_len, topology) if decoder.attention == "splash" else 0
+    for mesh in _meshes(kind):
+        on_mesh = kind._replace(island=kind.island._replace(mesh=mesh))
+        needs = outline(config, on_mesh)
+        parts = needs.blueprint.layout.batch_parts
+        for count in sorted({*MICRO_BATCHES, config.optimizer.accumulate_steps}):
+            if kind.island.batch_size % (parts * count):
+                continue
+            tokens = kind.island.batch_size // (parts * count) * config.train.seq_len
+            optimizer = replace(config.optimizer, accumulate_steps=count)
+            for policy in POLICIES:
+                options = {"remat": policy, "splash_block": block}
+                model = replace(config.model, args={**config.model.args, **options})
+                sizes = dict(needs.blueprint.mesh.shape)
+                yield Candidate(
+                    replace(config, model=model, optimizer=optimizer),
+                    on_mesh,
+                    {**options, "mesh": sizes, "accumulate_steps": count},
+                    needs.needs.hbm._replace(temporaries=_kept_bytes(decoder, policy, sizes["tensor"]) * tokens),
+                )
+
+
+def _kept_bytes(decoder: DecoderConfig, policy: str, tensor: int) -> float:
+    """Return the bytes of each token that a policy keeps of all layers for the backward pass, at least."""
+    mixed, keys = decoder.num_heads * decoder.head_dim, 2 * decoder.num_kv_heads * decoder.head_dim
+    gated = 2 * decoder.mlp_dim if type(decoder) is DecoderConfig else 0  # experts keep what their slots hold
+    sizes = {"attention": mixed, "qkv": mixed + keys, "out": decoder.dim, "gated": gated}
+    kept = sum(sizes[name] for name in KEPT.get(policy, ()))
+    return decoder.num_layers * (decoder.dim + kept / tensor) * jax.numpy.dtype(decoder.dtype).itemsize
+
+
+def _may_be_best(setting: Found, tried: list[Found], limit: float, topology: Topology) -> bool:
+    """Tell if a candidate may fit, and be cheaper than the best so far.
+
+    It needs more memory than one on a mesh that shares parameters among more devices, and takes at least the FLOPs of
+    the policies before its own.
+    """
+    policy, best = POLICIES.index(setting["remat"]), _best(tried, limit)
+    for each in tried:
+        alike = all(each[name] == setting[name] for name in ("remat", "accumulate_steps"))
+        if alike and each["mesh"]["fsdp"] >= setting["mesh"]["fsdp"] and each["hbm_bytes"] > limit:
+            return False
+    least = max((each["flops"] for each in tried if POLICIES.index(each["remat"]) <= policy), default=0)
+    return best is None or bool(least / topology.generation.peak_flops < WORTH * best["seconds"])
+
+
+def _best(tried: list[Found], limit: float) -> Found | None:
     fitting = [each for each in tried if each["hbm_bytes"] <= limit]
-    best = min(fitting, key=lambda each: float(each["seconds"]), default=None)
-    return {"tried": tried, "best": best, "limit_bytes": limit, "ok": best is not None}
+    return min(fitting, key=lambda each: float(each["seconds"]), default=None)
+
+
+def _advise(config: RunConfig, kind: IslandKind, topology: Topology, smallest: Found) -> list[str]:
+    """Say what to change where nothing fits, from the candidate that needs least."""
+    mesh = smallest["mesh"]
+    parts = math.prod(size for axis, size in mesh.items() if axis != "tensor") * smallest["accumulate_steps"]
+    model = replace(config.model, args={**config.model.args, "remat": smallest["remat"]})
+    return advise_hbm(Misfit(topology, mesh, kind.island.batch_size / parts, model, Hbm(**smallest["hbm"])))
 
 
 def best_config(config: RunConfig, best: Mapping[str, Any]) -> str:
     """Return the text of the config with the settings that were found."""
     islands = replace(config.islands, mesh=replace(config.islands.mesh, **best["mesh"]))
+    optimizer = replace(config.optimizer, accumulate_steps=best["accumulate_steps"])
     args = {**config.model.args, "remat": best["remat"], "splash_block": best["splash_block"]}
-    return dump(replace(config, model=replace(config.model, args=args), islands=islands))
+    return dump(replace(config, model=replace(config.model, args=args), islands=islands, optimizer=optimizer))
 
 
 def best_block(decoder: DecoderConfig, seq_len: int, topology: Topology) -> int:
@@ -99,41 +203,74 @@ def best_block(decoder: DecoderConfig, seq_len: int, topology: Topology) -> int:
 
 
 def _meshes(kind: IslandKind) -> list[MeshConfig]:
-    """List ways to share the mesh between `data` and `fsdp`: the config's own, then those that are most like it."""
+    """List ways to share the mesh between `data` and `fsdp`: the config's own, then those that are most like it.
+
+    Each lies along whole dimensions of the slice: where an axis cuts one, chips reach only a part of their links.
+    """
+    topology = kind.topology
+    assert topology is not None, "search checks it"
     data, fsdp, expert, tensor = kind.island.mesh.sizes(kind.chips)
-    splits = [n for n in (2**k for k in range(15)) if data * fsdp % n == 0 and n != fsdp]
-    chosen = [fsdp, *sorted(splits, key=lambda n: abs(math.log2(n / fsdp)))][:MESHES_MAX]
+    dims = (*topology.shape, topology.generation.devices_per_chip)
+    along = {math.prod(some) for count in range(len(dims) + 1) for some in combinations(dims, count)}
+    splits = [n for n in along if data * fsdp % n == 0 and n != fsdp]
+    chosen = [fsdp, *sorted(splits, key=lambda n: (abs(math.log2(n / fsdp)), n))][:MESHES_MAX]
     return [replace(kind.island.mesh, data=data * fsdp // n, fsdp=n, expert=expert, tensor=tensor) for n in chosen]
 
 
-def _measure(config: RunConfig, topology: Topology, batch: int, compiled: Compiled) -> Found:
-    """Return mesh, bytes, FLOPs and estimated seconds of a step on each device."""
-    [step], decoder = compiled.programs, decoder_of(config.model)
+def _result(hbm: Hbm, flops: float = 0.0, needed: float = 0.0, waited: float = 0.0, seconds: float = math.inf) -> Found:
+    """Describe what came out for a candidate; without FLOPs if it was not compiled, or refused."""
+    sizes = {"hbm": hbm._asdict(), "hbm_bytes": sum(hbm)}
+    return {**sizes, "flops": flops, "needed": needed, "waited_bytes": waited, "seconds": seconds}
+
+
+def _measure(candidate: Candidate, topology: Topology, compiled: Compiled) -> Found:
+    """Return bytes, FLOPs and estimated seconds of a step on each device."""
+    config, [step], hbm = candidate.config, compiled.programs, step_hbm(compiled)
+    decoder = decoder_of(config.model)
     assert decoder is not None, "search checks it"
-    found: Found = {"mesh": dict(compiled.blueprint.mesh.shape), "hbm_bytes": sum(step_hbm(compiled))}
     if step.program is None:
-        return {**found, "hbm_bytes": math.inf, "flops": math.inf, "waited_bytes": math.inf, "seconds": math.inf}
+        return _result(hbm)
+    batch, count = candidate.kind.island.batch_size, config.optimizer.accumulate_steps
+    flops = model_flops(config.model, compiled.blueprint.shapes, batch, config.train.seq_len)
     # What is masked is as much as is not: one third of it in each layer is a pass of causal attention.
-    masked = model_flops(config.model, compiled.blueprint.shapes, batch, config.train.seq_len).masked
-    kernels = step.program.kernels * masked / (3 * decoder.num_layers * topology.devices)
-    flops = step.program.matrix_flops + kernels * (1 + decoder.splash_block / config.train.seq_len)
+    kernels = step.program.kernels * flops.masked / (3 * decoder.num_layers * topology.devices * count)
+    compute = step.program.matrix_flops + kernels * (1 + decoder.splash_block / config.train.seq_len)
     links = topology.generation.ici_gb_per_s * 1e9 / 2 / topology.generation.devices_per_chip or math.inf
     moved = [(each.overlapped, each.times * each.num_bytes) for each in step.program.collectives]
     waited, beside = (sum(size for overlapped, size in moved if overlapped == which) for which in (False, True))
-    seconds = max(flops / topology.generation.peak_flops, beside / links) + waited / links
-    return {**found, "flops": flops, "waited_bytes": waited, "seconds": seconds}
+    seconds = max(compute / topology.generation.peak_flops, beside / links) + waited / links
+    needed = needed_flops(flops, step) / (step.program.matrix_flops * topology.devices)
+    return _result(hbm, compute, needed, waited, seconds)
+
+
+def _spell(setting: Found) -> str:
+    mesh = " ".join(f"{axis} {setting['mesh'][axis]}" for axis in MESH_AXES if setting["mesh"][axis] > 1)
+    return f"remat {setting['remat']}, mesh {mesh or 'one chip'}, accumulate_steps {setting['accumulate_steps']}"
 
 
 def describe_search(result: Mapping[str, Any]) -> str:
     """Write the result of `search` as text."""
-    lines = [f"  {'remat':<11}{'mesh':<22}{'per device':>12}{'FLOPs':>11}{'waited for':>12}{'estimate':>11}"]
+    head = f"{'per device':>14}{'FLOPs':>11}{'needed':>8}{'waited for':>12}{'estimate':>11}"
+    lines = [f"  {'remat, mesh, micro-batches':<50}{head}"]
     for each in result["tried"]:
-        mesh = " ".join(f"{axis} {size}" for axis, size in each["mesh"].items() if size > 1)
-        fits = f"{each['seconds']:.3g} s" if each["hbm_bytes"] <= result["limit_bytes"] else "too large"
-        sizes = f"{each['hbm_bytes'] / GB:>9.1f} GB{each['flops']:>11.3g}{each['waited_bytes'] / GB:>9.2f} GB{fits:>11}"
-        lines.append(f"  {each['remat']:<11}{mesh:<22}{sizes}")
-    best = result["best"]
-    chosen = best and f"remat {best['remat']}, splash_block {best['splash_block']}, mesh {best['mesh']}"
-    return "\n".join(
-        [*lines, "", f"cheapest: {chosen}" if best else "nothing fits; diloco preflight says what to change"]
-    )
+        fits, compiled = each["hbm_bytes"] <= result["limit_bytes"], bool(each["flops"])
+        told = (
+            f"{each['flops']:>11.3g}{each['needed']:>8.0%}{each['waited_bytes'] / GB:>9.2f} GB"
+            if compiled
+            else " " * 31
+        )
+        verdict = f"{each['seconds']:.3g} s" if fits else "too large"
+        size = f"{'' if compiled else '>= '}{each['hbm_bytes'] / GB:.1f} GB"
+        lines.append(f"  {_spell(each):<50}{size:>14}{told}{verdict:>11}")
+    best, limit = result["best"], f"{result['limit_bytes'] / GB:.1f} GB"
+    if best:
+        lines += ["", f"cheapest: {_spell(best)}, splash_block {best['splash_block']}"]
+    elif not result["left"]:
+        lines += [
+            "",
+            f"nothing fits into {limit}, 90 % of a chip's memory:",
+            *(f"  {line}" for line in result["advice"]),
+        ]
+    if result["left"]:
+        lines += ["", f"{result['left']} candidates are left: run it again, or with a larger --compiles"]
+    return "\n".join(lines)

@@ -16,23 +16,19 @@ import yaml
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco_jax.cli import main as cli
-from diloco_jax.settings.islands import IslandConfig
-from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
-from diloco_jax.settings.text import parse, parse_text
+from diloco_jax.settings.text import parse
 from diloco_jax.tools.budget.memory import Hbm
 from diloco_jax.tools.preflight import compile as compiling
 from diloco_jax.tools.preflight import judge as judging
-from diloco_jax.tools.preflight import search as searching
 from diloco_jax.tools.preflight.advice import Misfit, advise_anchors, advise_hbm
-from diloco_jax.tools.preflight.compile import Built, Compiled, Memory, slice_devices
-from diloco_jax.tools.preflight.hlo import Collective, Program, Tensor, read_program
+from diloco_jax.tools.preflight.compile import Built, Memory, slice_devices
+from diloco_jax.tools.preflight.hlo import Program, read_program
 from diloco_jax.tools.preflight.programs import Gathers, weight_gathers
 from diloco_jax.tools.preflight.report import describe
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.flops import model_flops
 from diloco_jax.training.models.config import ModelConfig
-from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig, make_mesh
 
@@ -245,8 +241,9 @@ def gathering(kind: str, blueprint: Blueprint, shape: str, times: int = 1) -> Ga
         "HloModule m, num_partitions=4\n\nENTRY %main (a: f32[8]) -> f32[8] {\n"
         f"  %a = f32[8]{{0}} parameter(0)\n  ROOT %g = bf16[{shape}]{{0}} {kind}(%a)\n}}\n"
     )
-    built = Built("step", (), 1.0, 1.0, NOTHING, read_program(text), 0.0)
-    return weight_gathers(built, blueprint)
+    program = read_program(text)
+    program = program._replace(collectives=tuple(each._replace(times=times) for each in program.collectives))
+    return weight_gathers(Built("step", (), 1.0, 1.0, NOTHING, program, 0.0), blueprint)
 
 
 def test_gathers_of_weights_are_told_from_others() -> None:
@@ -258,7 +255,8 @@ def test_gathers_of_weights_are_told_from_others() -> None:
         layer, all_layers = gathering(kind, sharded, "1,128,256"), gathering(kind, sharded, "2,128,256")
         assert layer.largest is not None and layer.largest.elements == 128 * 256
         assert (layer.stacked_elements, all_layers.stacked_elements) == (0, 2 * 128 * 256)
-        assert layer.all_reduces == reduces
+        assert (layer.all_reduces, layer.waited_for) == (reduces, 0)
+        assert gathering(kind, sharded, "1,128,256", 26).waited_for == 26, "in a loop"
         assert gathering(kind, sharded, "48,128,128,7").largest is None, "activations"
     copied = blueprint(MeshConfig(data=4))
     assert gathering("all-reduce", copied, "2,128,256").largest is None, "gradients of whole weights"
@@ -324,40 +322,3 @@ def test_without_the_compiler(
 def test_memory_of_hosts() -> None:
     assert Topology.parse("v6e:2x4").host_bytes == 2 * Topology.parse("v6e:2x2").host_bytes
     assert np.isclose(Topology.parse("v5p:4x4x8").host_bytes, 448e9)
-
-
-def test_a_search_keeps_what_it_found_and_takes_the_cheapest_that_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, int]] = []
-    sizes = {"minimal": 30e9, "offload": 29.5e9, "mlp": 20e9}  # of 32 GB, 90 % of which may be taken
-
-    def compile_island(config: RunConfig, island: IslandConfig, *_: Any, step_only: bool) -> Any:
-        remat, fsdp = config.model.args["remat"], island.mesh.fsdp
-        asked.append((remat, fsdp))
-        program = Program(1e12, (Collective("all-gather", (Tensor("u8", (fsdp * 10**9,)),), 1),), (), 16, 0, ())
-        memory = NOTHING._replace(temporaries=sizes[remat])
-        blueprint = Blueprint(config.model, config.optimizer, island.mesh, 16, seed=0)
-        return Compiled(blueprint, None, Hbm(*[0] * 6), (Built("step", (), 0, 0, memory, program, 0),))  # type: ignore
-
-    monkeypatch.setattr(searching, "compile_island", compile_island)
-    config = parse({**SETTINGS, "islands": {**SETTINGS["islands"], "each": {}}}, "test")
-    [(there, kind)] = judging.cases_of(config, [])
-    record, told = tmp_path / "found", list[str]()
-    first = searching.search(there, kind, 4, record, told.append)
-    assert asked == [("minimal", 16), ("offload", 16), ("mlp", 16), ("minimal", 8)] and len(told) == 4
-    # 1 TFLOP on a chip of 918 TFLOP/s, and 16 GB over links of 400 GB/s
-    assert first["best"]["seconds"] == pytest.approx(1 / 918 + 16 / 400)
-    second = searching.search(there, kind, 100, record, told.append)
-    assert asked[4:] == [("offload", 8), ("mlp", 8), ("minimal", 4), ("offload", 4), ("mlp", 4)], "none twice"
-    assert (second["best"]["remat"], second["best"]["mesh"]["data"], second["best"]["mesh"]["fsdp"]) == ("mlp", 4, 4)
-    written = parse_text(searching.best_config(there, second["best"]), "written")
-    assert (written.model.args["remat"], written.islands.mesh.fsdp) == ("mlp", 4)
-    said = searching.describe_search(second)
-    assert "too large" in said and "cheapest: remat mlp" in said
-
-
-@pytest.mark.parametrize(("topology", "seq_len", "block"), [("v5p:2x2x1", 2048, 1024), ("v6e:2x2", 384, 128)])
-def test_tiles_of_the_kernel(topology: str, seq_len: int, block: int) -> None:
-    decoder = DecoderConfig(head_dim=256)
-    assert searching.best_block(decoder, seq_len, Topology.parse(topology)) == block
