@@ -5,6 +5,8 @@ number of tokens that the islands really trained on. `value` is the mean of the 
 evaluation loss; below 0 the islands win.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import statistics

@@ -4,6 +4,8 @@ Grids: outer (learning rate x momentum), adopt (overwrite, blend, rebase), merge
 and H). Variants run one after the other; --seeds repeats all of them.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import statistics

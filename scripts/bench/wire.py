@@ -5,6 +5,8 @@ after which step. `diloco replay` then trains configs/parity.yaml on real data a
 seed. `value` is the mean over the seeds of the relative difference of evaluation loss; below 0 the format wins.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import statistics
