@@ -58,9 +58,13 @@ def write_all(out: Path) -> Path:
         "alone.\nWhat was measured of speed, links, failures and memory is in "
         "[Results](../results.md); how experiments work is in\n[scripts/experiments](../benchmarks.md#experiments)."
     )
+    after = (
+        "Goodput, uptime and bandwidth (Tables 1, 5 and 13) are simulated by `scripts/paper/tables`: "
+        "[simulate](../simulate.md),\n[plan](../plan.md)."
+    )
     table = _table(["claim", "in the paper", "the paper's figure", "ours", "verdict", "what would decide it"], rows)
     page = out / "README.md"
-    page.write_text(f"{head}\n\n{table}\n", encoding="utf-8")
+    page.write_text(f"{head}\n\n{table}\n\n{after}\n", encoding="utf-8")
     return page
 
 
@@ -109,7 +113,10 @@ def _case(results: Results, case: Case) -> str:
         seeds = len(results.seeds(case, row["arm"]))
         cells = [row["label"], str(seeds), shown(row["loss"], "difference"), shown(row["behind"], "percent")]
         cells += [shown(row["scores"].get(name), "difference") for name in scores]
-        cells += [_mean(row["tokens"], "{:.2f}M", 1e-6), _mean(row["bytes"], "{:.1f}", 1e-6)]
+        cells += [
+            _mean(row["tokens"], "{:.2f}M", 1e-6),
+            _mean(row["bytes"], "{:.1f}", 1e-6) if row["bytes"] and row["bytes"].high else "-",
+        ]
         cells += [_mean(row["contributors"], "{:.2f}"), *(_mean(row[name], "{:.3f}") for name in own)]
         table.append([*cells, _mean(row["seconds"], "{:.0f} s")])
     return _table(head, table)

@@ -21,6 +21,14 @@ COMMON: Settings = {
 }
 RESUMABLE: Settings = {"protocol": {"snapshot_every": 200}}
 LARGE: Settings = {"islands": {"devices": "auto"}}
+# The arithmetic of data parallel as a run that can go on after a stop: one island, whose values are taken as they are.
+ALONE: Settings = {
+    "algorithm": None,
+    "islands": {"count": 1},
+    "protocol": {"sync_every": 24, "num_fragments": 1, "overlap_steps": 0, "quorum": 1},
+    "outer": {"optimizer": "sgd", "learning_rate": 1.0},
+    "wire": {"up": "float32", "down": "float32"},
+}
 TINY: Settings = {
     "model": {"args": {"dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "mlp_dim": 64}},
     "train": {"batch_size": 8, "seq_len": 32, "final_eval_batches": 2},
@@ -179,6 +187,8 @@ def make_job(
     settings = merged(settings, {"name": "experiment", "seed": seed, "train": {"tokens": round(case.tokens)}})
     schedule = merged(experiment.schedule, own.schedule or {})
     way: Way = "tapes"
+    if size.text and settings.get("algorithm") == "data_parallel":
+        settings = merged(settings, ALONE)
     if settings.get("algorithm") == "data_parallel":
         way, schedule = "baseline", {}
     elif schedule.get("real") or size.text:

@@ -67,9 +67,13 @@ def elsewhere(path: Path) -> dict[str, Record]:
     return by_digest([record for other in others for record in read(other)])
 
 
-def here() -> dict[str, str]:
+def here(*, accelerated: bool) -> dict[str, str]:
     """Return commit, machine and date of a record that is made now."""
-    return {"commit": _commit(), "machine": machine(), "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    return {
+        "commit": _commit(),
+        "machine": machine(accelerated=accelerated),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
 
 
 def _commit() -> str:
@@ -78,9 +82,9 @@ def _commit() -> str:
     return f"{said or 'unknown'}{'+' if changed else ''}"  # +: the package had changes that are in no commit
 
 
-def machine() -> str:
-    """Describe this machine: its GPU if there is one, else its processor."""
-    gpu = _said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
+def machine(*, accelerated: bool) -> str:
+    """Describe this machine: its GPU if a job may use one, else its processor."""
+    gpu = _said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines() if accelerated else []
     if gpu and os.environ.get("JAX_PLATFORMS") != "cpu":
         return f"{len(gpu)} x {gpu[0].strip()}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -95,7 +95,8 @@ class Runner:
         self._work = work
         self._lock = lock
         self._records = records
-        self._ends_s = time.monotonic() + max_minutes * 60 - MARGIN_S if max_minutes else float("inf")
+        self._whole_s = max_minutes * 60 - MARGIN_S if max_minutes else float("inf")
+        self._ends_s = time.monotonic() + self._whole_s
         self._estimate = Estimate()
 
     def run(self) -> None:
@@ -104,6 +105,7 @@ class Runner:
         Raises:
             TimeIsUp: something is left.
             JobFailed: a job has no result.
+            ValueError: a job that cannot go on takes longer than a whole call.
             KeyboardInterrupt: somebody asked for it; the job under way was stopped in good order.
         """
         commands = self._experiment.quick.get("prepare", ()) if self._choice.quick else self._experiment.prepare
@@ -112,9 +114,21 @@ class Runner:
             if not ways.prepare(self._experiment.name, commands, self._work, self._lock, self._wait):
                 raise TimeIsUp(job.title)
         while (job := self._next()) is not None:
-            if time.monotonic() > self._ends_s:
-                raise TimeIsUp(job.title)
+            self._check_time(job)
             self._do(job)
+
+    def _check_time(self, job: Job) -> None:
+        """Begin no job that would be stopped for nothing: only runs of processes go on where they were."""
+        left_s, needs_s = self._ends_s - time.monotonic(), self._estimate.of(job.expected_s)
+        resumable = job.way == "run"
+        if not resumable and needs_s > self._whole_s:
+            minutes = (needs_s + MARGIN_S) / 60
+            raise ValueError(
+                f"{job.title} takes about {in_words(needs_s)} and cannot go on after a stop; raise --max-minutes to "
+                f"{minutes:.0f} or more, or leave it out"
+            )
+        if left_s <= 0 or (not resumable and needs_s > left_s):
+            raise TimeIsUp(job.title)
 
     def _plan(self) -> tuple[Plan, list[Job]]:
         records = read(self._records)

@@ -61,7 +61,7 @@ def simulate(config: RunConfig, schedule: Mapping[str, Any], seed: int, folder: 
         joins = (Fault(schedule.get("after", 0.5) * steps * STEP_S, "join", tuple(names[learners:])),)
     if "hardware" in schedule or "chips" in schedule:
         hardware = Hardware(**{"step_s": STEP_S, **schedule.get("hardware", {})})
-        chips = float(schedule.get("chips", learners))
+        chips = float(schedule.get("chips", hardware.slices))
         paces = dict(zip(names, cluster(hardware, learners, chips, seed), strict=True))
         step_s = hardware.step_s
     scenario = FaultyScenario(

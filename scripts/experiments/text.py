@@ -22,7 +22,7 @@ from experiments.ways import JobFailed, environment
 SUFFIXES = {".py", ".pyi", ".pyx", ".md", ".rst", ".txt", ".h", ".hpp", ".c", ".cc", ".cpp", ".js", ".ts", ".sh", ".pl"}
 SYSTEM = ("/usr/share/doc", "/usr/include", "/usr/src", "/usr/lib/python3", "/usr/share/perl", "/usr/lib/node_modules")
 BYTES_LEAST, BYTES_MOST = 400, 1_000_000  # of a file
-TOTAL_MOST = 2_000_000_000
+TOTAL_MOST = 600_000_000  # characters: tokenized in minutes, and read a few times by the largest budget
 SHARD = 64_000_000
 
 

@@ -32,17 +32,22 @@ def environment(job: Job | None, work: Path) -> dict[str, str]:
     """Return the environment of a job's processes: compiled programs are shared, small models stay on the CPU."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_NUM", "XLA_"))}
     paths = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "docs" / "examples")]
-    kept |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-    kept |= {
+    cache = {
         "JAX_COMPILATION_CACHE_DIR": str(work / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    if job is None or job.settings["islands"].get("devices") != "auto":
+    kept = cache | kept | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    if job is None or not accelerated(job):
         kept["JAX_PLATFORMS"] = "cpu"
     if job is not None and job.way == "tapes":
         kept["JAX_NUM_CPU_DEVICES"] = "1"
     return kept
+
+
+def accelerated(job: Job) -> bool:
+    """Tell whether a job takes an accelerator where there is one; small models stay on the CPU, wherever they run."""
+    return bool(job.settings["islands"].get("devices") == "auto")
 
 
 def placed(settings: Settings, work: Path) -> Any:
@@ -121,7 +126,7 @@ def execute(job: Job, work: Path, lock: int, wait: Wait) -> Record | None:
         "point": dict(job.point) if job.point is not None else None,
         "digest": job.digest,
         "way": job.way,
-        **here(),
+        **here(accelerated=accelerated(job)),
         **found,
     }
     return record

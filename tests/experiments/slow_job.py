@@ -44,7 +44,7 @@ def command(job: Job, folder: Path, config: Path) -> list[str]:
 def run(work: Path, minutes: float) -> None:
     """Run three seeds of one arm."""
     ways.command = command
-    own = replace(EXPERIMENT, tuning=None, seeds=(0, 1, 2), cases=EXPERIMENT.cases[:1])
+    own = replace(EXPERIMENT, tuning=None, seeds=(0, 1, 2), cases=EXPERIMENT.cases[:1], schedule={"real": True})
     with alone(work, own.name) as lock:
         try:
             Runner(own, Choice(arms=("m4",)), work, work / "records" / "made.jsonl", lock, minutes).run()

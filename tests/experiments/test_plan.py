@@ -74,6 +74,16 @@ def test_large_models_are_run_as_processes_on_the_large_text() -> None:
     assert job.settings["protocol"]["snapshot_every"] > 0, "or it could not go on"
 
 
+def test_data_parallel_of_large_models_can_go_on() -> None:
+    job = make_plan(replace(EXPERIMENT, tuning=None), Choice(size="35M", arms=("baseline",)), []).jobs[0]
+    assert job.way == "run" and "algorithm" not in job.settings and job.settings["islands"]["count"] == 1
+    assert job.settings["outer"] == {"optimizer": "sgd", "learning_rate": 1.0}
+    assert job.settings["protocol"]["overlap_steps"] == 0 and job.settings["wire"] == {
+        "up": "float32",
+        "down": "float32",
+    }
+
+
 def test_contradictions_are_named() -> None:
     uneven = Tuning(tokens=1e6, grids={"baseline": {"seed": (1, 2)}, "m4": {"seed": (1,)}})
     assert "tuned harder" in next(problems(replace(EXPERIMENT, tuning=uneven)))

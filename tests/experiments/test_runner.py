@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from experiments.plan import Choice, make_plan
 from experiments.records import read
-from experiments.runner import MARGIN_S, Estimate, alone, in_words
+from experiments.runner import MARGIN_S, Estimate, Runner, TimeIsUp, alone, in_words
 from experiments.text import gather
 from experiments.ways import JobFailed, execute, from_run
 
@@ -84,6 +85,19 @@ def test_minutes_end_the_job_under_way(tmp_path: Path) -> None:
     process = runner(tmp_path, str((MARGIN_S + 3.0) / 60))
     _, said = process.communicate()
     assert process.returncode == 1 and "time is up" in said, "the second job would wait for ever"
+
+
+def test_a_job_that_cannot_go_on_is_not_begun_in_vain(tmp_path: Path) -> None:
+    plain = replace(EXPERIMENT, tuning=None)
+    (job, *_) = make_plan(plain, Choice(arms=("m4",)), []).jobs
+    assert job.way == "tapes"
+    with alone(tmp_path, "made") as lock:
+        for share, expected in ((0.5, ValueError), (2.0, TimeIsUp)):
+            minutes = (share * job.expected_s + MARGIN_S) / 60
+            this = Runner(plain, Choice(arms=("m4",)), tmp_path, tmp_path / "made.jsonl", lock, minutes)
+            this._ends_s -= 1.5 * job.expected_s  # jobs before it took so long
+            with pytest.raises(expected, match="m4, seed 0"):
+                this.run()
 
 
 def test_two_runners_do_not_do_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
