@@ -272,5 +272,5 @@ def describe_search(result: Mapping[str, Any]) -> str:
             *(f"  {line}" for line in result["advice"]),
         ]
     if result["left"]:
-        lines += ["", f"{result['left']} candidates are left: run it again, or with a larger --compiles"]
+        lines += ["", f"up to {result['left']} candidates are left: run it again, or with a larger --compiles"]
     return "\n".join(lines)
