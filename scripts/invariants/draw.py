@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 from faulty.faults import ARMED, ARMED_S, Fault
 from faulty.network import TroubledOptions
@@ -115,7 +116,7 @@ def _with_periods(random: Random, config: ProtocolConfig) -> ProtocolConfig:
 
     while True:  # until every fragment of both phases has a step of its own
         counts = tuple(random.randint(1, 6) for _ in names)
-        settings = {"sync_every": drawn(), "num_fragments": sum(counts)}
+        settings: dict[str, Any] = {"sync_every": drawn(), "num_fragments": sum(counts)}
         settings["class_fragments"] = counts if len(counts) > 1 else ()
         settings["sync_later"] = {random.randint(1, 60): drawn()} if random.random() < 0.5 else {}
         try:

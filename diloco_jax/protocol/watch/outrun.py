@@ -54,8 +54,8 @@ class Outrun:
             if not before and len(self.episodes) < EPISODES_MAX:
                 self.episodes.append(Episode(self._since, 0, 0.0))
                 before = True
-            from_step, closed, steps, later = self.episodes[-1]
-            self.episodes[-1] = Episode(from_step, closed + rounds, steps + mean, later + (not before))
+            from_step, closed, made, later = self.episodes[-1]
+            self.episodes[-1] = Episode(from_step, closed + rounds, made + mean, later + (not before))
         self._begin(global_step)
 
     def _begin(self, global_step: int) -> None:
