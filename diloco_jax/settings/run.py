@@ -380,8 +380,7 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str) -> tuple[
         "model": f"{config.model.module} {json.dumps(dict(config.model.args), sort_keys=True)}",
         "model layout": plan_fingerprint,
         "sequence length": str(config.train.seq_len),
-        "global steps": f"{config.planned_steps}"
-        + (f" for {config.train.tokens} tokens" if config.train.tokens else ""),
+        "global steps": f"{config.planned_steps}" + f" for {config.train.tokens} tokens" * bool(config.train.tokens),
         "protocol": config.protocol.words,
         "wire": f"{config.wire.up} up, {config.wire.down} down, states {config.wire.states}",
         "shards": _shares(config),

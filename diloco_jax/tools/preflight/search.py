@@ -47,7 +47,7 @@ WORTH = 0.99  # a candidate is compiled if it may take less than this share of t
 Found = dict[str, Any]
 
 
-class Candidate(NamedTuple):
+class Trial(NamedTuple):
     """Settings of the inner step that a search may compile."""
 
     config: RunConfig  # with them
@@ -120,7 +120,7 @@ def _read(record: Path) -> dict[str, Found]:
         raise ValueError(f"--search: {record} is no file of results of a search; name another one") from error
 
 
-def _candidates(config: RunConfig, kind: IslandKind, decoder: DecoderConfig) -> Iterator[Candidate]:
+def _candidates(config: RunConfig, kind: IslandKind, decoder: DecoderConfig) -> Iterator[Trial]:
     """List the candidates in the order in which they are tried: the config's mesh, few micro-batches, few FLOPs."""
     topology = kind.topology
     assert topology is not None, "search checks it"
@@ -138,7 +138,7 @@ def _candidates(config: RunConfig, kind: IslandKind, decoder: DecoderConfig) -> 
                 options = {"remat": policy, "splash_block": block}
                 model = replace(config.model, args={**config.model.args, **options})
                 sizes = dict(needs.blueprint.mesh.shape)
-                yield Candidate(
+                yield Trial(
                     replace(config, model=model, optimizer=optimizer),
                     on_mesh,
                     {**options, "mesh": sizes, "accumulate_steps": count},
@@ -223,7 +223,7 @@ def _result(hbm: Hbm, flops: float = 0.0, needed: float = 0.0, waited: float = 0
     return {**sizes, "flops": flops, "needed": needed, "waited_bytes": waited, "seconds": seconds}
 
 
-def _measure(candidate: Candidate, topology: Topology, compiled: Compiled) -> Found:
+def _measure(candidate: Trial, topology: Topology, compiled: Compiled) -> Found:
     """Return bytes, FLOPs and estimated seconds of a step on each device."""
     config, [step], hbm = candidate.config, compiled.programs, step_hbm(compiled)
     decoder = decoder_of(config.model)
