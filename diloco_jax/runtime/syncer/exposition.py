@@ -68,7 +68,7 @@ DURATIONS = {
 log = logging.getLogger(__name__)
 
 
-class Moment(NamedTuple):
+class Latest(NamedTuple):
     """The facts that the loop told last."""
 
     unix_s: float
@@ -103,7 +103,7 @@ class Exposition(Collector):
         self._parts = parts
         self._writer = writer
         self._names = parts.config.islands.names[:ISLANDS_MAX]
-        self._moment: Moment | None = None
+        self._moment: Latest | None = None
         self._abandoned = 0
         self._rejected: Counter[str] = Counter()
         prometheus.disable_created_metrics()  # series that nobody asks for
@@ -176,7 +176,7 @@ class Exposition(Collector):
             progress, rejected = self._parts.machine.progress, {name: self._rejected[name] for name in self._names}
             summary = self._parts.stats.summary(status["wire"], now_s)
             merged = progress.merged_rounds, progress.merged_parts
-            self._moment = Moment(time.time(), status, summary, merged, self._abandoned, rejected)
+            self._moment = Latest(time.time(), status, summary, merged, self._abandoned, rejected)
 
     def collect(self) -> Iterator[Metric]:
         """Make the metrics of a scrape."""
@@ -195,7 +195,7 @@ class Exposition(Collector):
             else:
                 yield _metric(name, words, ("island",), {(each,): value for each, value in found.items()})
 
-    def _of_run(self, now: Moment) -> list[tuple[Any, ...]]:
+    def _of_run(self, now: Latest) -> list[tuple[Any, ...]]:
         """Return name, help and value of each metric of the run; or values, by those of the label that follows."""
         status, summary, config, writer = now.status, now.summary, self._parts.config, self._writer
         tau, every = config.protocol.overlap_steps, config.protocol.snapshot_every
