@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments.taped import flight_steps, simulate, trained
 
 from diloco_jax.settings.run import RunConfig
+from experiments.taped import flight_steps, simulate, trained
 
 STEPS, SEQUENCES, SEQ_LEN = 240, 8, 16
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from environments import python_with
-from rehearsal.faults import CARDS, draw
-from rehearsal.shrink import shrink
 
 from diloco_jax.settings.packed import find_config
 from diloco_jax.settings.text import load
+from rehearsal.faults import CARDS, draw
+from rehearsal.shrink import shrink
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_what_a_rehearsal_keeps_of_the_12b_run_and_what_it_draws() -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from experiments.plan import Choice, differences, make_plan
-from experiments.spec import HERE, Arm, Case, Tuning, flat, load, merged, names, problems, sizes
-from experiments.ways import placed
 
 from diloco_jax.settings.text import load as load_config
-from tests.experiments.made import EXPERIMENT, RATES, record
+from experiments.plan import Choice, differences, make_plan
+from experiments.spec import HERE, Arm, Case, Tuning, flat, load, merged, names, problems, sizes
+from experiments.tests.made import EXPERIMENT, RATES, record
+from experiments.ways import placed
 
 
 def test_settings_are_merged_by_path_and_null_removes() -> None:

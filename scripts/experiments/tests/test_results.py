@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from experiments import page
 from experiments.plan import Choice, Job, make_plan
 from experiments.plot import BYTES_MAX, draw
 from experiments.records import append, elsewhere, read, thinned
 from experiments.spec import Check, load, names
 from experiments.tables import Spread, collect, compared, limits, outcomes, shown, spread, verdict
+from experiments.tests.made import EXPERIMENT, record
 
-from tests.experiments.made import EXPERIMENT, record
-
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 UNTUNED = replace(EXPERIMENT, tuning=None)
 LOSSES = {  # by tokens, arm and seed
     (1e6, "baseline"): (2.0, 1.0),

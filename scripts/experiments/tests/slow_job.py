@@ -1,6 +1,6 @@
-"""A job without training: `python -m tests.experiments.slow_job FOLDER` notes its start, and waits until it may end.
+"""A job without training: `python -m experiments.tests.slow_job FOLDER` notes its start, and waits until it may end.
 
-`python -m tests.experiments.slow_job --runner WORK [MINUTES]` runs three of them, one after the other.
+`python -m experiments.tests.slow_job --runner WORK [MINUTES]` runs three of them, one after the other.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from pathlib import Path
 from experiments import ways
 from experiments.plan import Choice, Job
 from experiments.runner import Runner, TimeIsUp, alone
-
-from tests.experiments.made import EXPERIMENT
+from experiments.tests.made import EXPERIMENT
 
 HELD = 1  # the seed whose job waits for the file `go`
 
@@ -38,7 +37,7 @@ def job(folder: Path) -> None:
 def command(job: Job, folder: Path, config: Path) -> list[str]:
     """Stand in for ways.command."""
     (folder / "seed").write_text(str(job.seed))
-    return ["tests.experiments.slow_job", str(folder)]
+    return ["experiments.tests.slow_job", str(folder)]
 
 
 def run(work: Path, minutes: float) -> None:

@@ -11,20 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from experiments.plan import Choice, make_plan
 from experiments.records import read
 from experiments.runner import MARGIN_S, Estimate, Runner, TimeIsUp, alone, in_words
+from experiments.tests.made import EXPERIMENT
 from experiments.text import gather
 from experiments.ways import JobFailed, execute, from_run
 
-from tests.experiments.made import EXPERIMENT
-
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def runner(work: Path, *words: str) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
-    command = [sys.executable, "-m", "tests.experiments.slow_job", "--runner", str(work), *words]
+    command = [sys.executable, "-m", "experiments.tests.slow_job", "--runner", str(work), *words]
     return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)
 
 

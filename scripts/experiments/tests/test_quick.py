@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from experiments.records import read
 from experiments.spec import load, names
-
 from tests.runtime.helpers import environment
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FAST = ("parity", "failures")  # one with data parallel, one with failing chips; the others take a minute each, too
 
 
