@@ -41,6 +41,7 @@ QUICK = [
     Bench("memory", "--parameters 1e6 --fragments 4 --learners 2 --step-s 0.05 --json"),
     Bench("merge", "--mbytes 16 --threads 2 --runs 1 --no-mend --json"),
     Bench("overhead", f"{ISLAND} --devices 1 --nice 0 --json"),
+    Bench("saving", f"{ISLAND} --json"),
     Bench("scaling", "--learners 4 --shards 2 --elements 65536 --rounds 1 --runs 1 --json", results=7),
     Bench("transport", "--stripes 1 2 --payload-mb 1 --payloads 2 --runs 1 --json", results=2),
 ]
