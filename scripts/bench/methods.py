@@ -3,7 +3,7 @@
 An arm is a word of settings, such as `H=24`, `H=24,mlp=4` or `M=1,rate=4e-3`; `Arm` has them all. All arms see the same
 initial parameters and, step by step, the same samples, so their losses are compared seed by seed; M=1 is data
 parallel. Below half a per cent one seed says nothing. Links, late and lost islands are not here: what wins goes into
-the package, and then through ./scripts/bench/parity.
+the package, and then through ./scripts/experiments/run.
 """
 
 from __future__ import annotations
