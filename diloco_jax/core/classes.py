@@ -1,7 +1,5 @@
 """Classes of tensors, by their paths: MLP, attention, embedding, norm, or patterns of the user's own."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 

@@ -13,8 +13,6 @@ Here is what is decided from a few float64 numbers: weights and coefficients. Eq
 over the values themselves are in passes.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Rules of this file
   * An effect says who executes it: (learner), (donor), (receiver), (syncer), or nothing when both do.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from diloco_jax.protocol.messages import Message, Score

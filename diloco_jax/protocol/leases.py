@@ -18,8 +18,6 @@ Rules of this file
   * Released ranges are leased again before new ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 

@@ -10,8 +10,6 @@ States of a member, and what moves it:
 Only active members count as live. A member that is gone keeps its record: its totals belong to the run.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -18,8 +18,6 @@ The steady state, in the order in which the messages travel (paper, Alg. 1 and 2
 Named tuples rather than frozen dataclasses: the simulator builds millions (docs/decisions/0001-named-tuples.md).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 SYNCER = "syncer"  # the peer name of the syncer; no learner may take it

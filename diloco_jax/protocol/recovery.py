@@ -18,8 +18,6 @@ begins, each after a longer wait. Without a donor, or after the last attempt, th
 Receiver and Donor are parts of a learner's machine, Matchmaker is one of the syncer's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container
 from typing import Any
 

@@ -8,8 +8,6 @@
   n fragments on those number floor(i F / n), i < n: with one group on floor(p H / P).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The cut of a run's model into fragments: where the table of turns (protocol) and the tensors (core) meet."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ Every section is a frozen dataclass that lives beside the code which it configur
 `text.py` reads and writes this as YAML.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field
 from math import inf

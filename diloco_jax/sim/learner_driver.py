@@ -5,8 +5,6 @@ learner that does not step may take a while to see its mail, as a thread that co
 The next batch may be drawn while a step runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import inf
 from typing import Any

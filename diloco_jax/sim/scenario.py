@@ -1,7 +1,5 @@
 """The settings of one simulation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from diloco_jax.protocol.pacing import ProtocolConfig

@@ -4,8 +4,6 @@ What it sends goes to the connection on which a learner was last heard; a merge 
 input is on the tape before it is executed; snapshots are captured at once and written in the background.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

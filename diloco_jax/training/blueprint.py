@@ -4,8 +4,6 @@ The devices of the mesh may be real ones, or those that a compiler merely knows 
 programs which a slice will run can be compiled without it.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps

@@ -6,8 +6,6 @@ is the median, over the pairs of blocks, of the ratio of the mean step times; `c
 that the process took; `first_value` of the step in which the copy begins, over the median step.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

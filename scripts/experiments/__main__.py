@@ -1,7 +1,5 @@
 """One claim of the paper, repeated: what is on record is not run again, what was cut short goes on."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Pages of docs/results: one for each experiment, and one table of all claims, from records alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Jobs of an experiment: which there are, in which order, with which settings."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

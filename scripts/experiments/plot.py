@@ -1,7 +1,5 @@
 """Plots of an experiment as small SVG files, made from records alone."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from html import escape

@@ -1,7 +1,5 @@
 """Records: one line of JSON for each job that is done, which is all that pages are made from."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

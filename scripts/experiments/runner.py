@@ -1,7 +1,5 @@
 """The runner: one job after the other, resumable, with an estimate of what is left."""
 
-from __future__ import annotations
-
 import fcntl
 import statistics
 import subprocess

@@ -1,7 +1,5 @@
 """Experiments as their files say: experiment.yaml of each folder, and the sizes of models that they name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache

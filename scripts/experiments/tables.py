@@ -1,7 +1,5 @@
 """Figures of an experiment from its records: means with their spread, and whether they keep the bar."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

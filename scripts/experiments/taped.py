@@ -9,8 +9,6 @@ The schedule's settings: `delay` (steps that a message takes), `step_noise` and 
 learners, as a share, come when that share of the tokens, at the pace of the others, is trained.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -4,8 +4,6 @@ Nothing is downloaded. Files are taken once each (equal contents count as one), 
 so what is held out is a fair share; machines with other packages have another text, and the store's name says how much.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """How one job is run: its processes, how they are stopped, how it goes on, and what is recorded of it."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """The checker of the table of turns: which fragment each round is of, and what learners copy for the next ones."""
 
-from __future__ import annotations
-
 from itertools import chain, repeat
 
 from faulty.cluster import FaultyCluster

@@ -1,7 +1,5 @@
 """The classes of tensors of known models, and of names that users give."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco_jax.core.classes import check_classes, class_of, matches, members

@@ -1,7 +1,5 @@
 """Conditions of learners in words, alarms, strikes, and who is told to leave."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

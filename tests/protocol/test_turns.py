@@ -1,7 +1,5 @@
 """The table of turns against tables written by hand, its rules for any periods, and both machines that follow it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from fractions import Fraction

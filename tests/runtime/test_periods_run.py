@@ -1,7 +1,5 @@
 """A real run whose classes of tensors have periods of their own, which change on the way."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A whole run with real processes to its end, and what can be done with it after."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Models cut by class of tensor: even steps, whole classes, and the same plan on both sides."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

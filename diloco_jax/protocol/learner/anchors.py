@@ -1,7 +1,5 @@
 """The global values that a learner's parameters are based on: of each fragment the one that it adopted last."""
 
-from __future__ import annotations
-
 from diloco_jax.protocol.effects import Drop, Effect, Send
 from diloco_jax.protocol.messages import NO_VERSION, SYNCER, Adopted, AnchorRequest, AnchorValue, GlobalFragment
 

@@ -1,7 +1,5 @@
 """A learner's link to the syncer: what is said on it beside reports and values, and what is said again."""
 
-from __future__ import annotations
-
 from diloco_jax.protocol.effects import Send
 from diloco_jax.protocol.learner.anchors import Anchors
 from diloco_jax.protocol.leases import Allotment

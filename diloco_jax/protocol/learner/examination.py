@@ -1,7 +1,5 @@
 """Evaluations that a learner is asked for: of the global values that it holds, one at a time, between two steps."""
 
-from __future__ import annotations
-
 from diloco_jax.protocol.effects import Effect, EvaluateModel, Send
 from diloco_jax.protocol.learner.anchors import Anchors
 from diloco_jax.protocol.messages import NO_VERSION, SYNCER, Evaluate, Score

@@ -10,8 +10,6 @@ reconnections.
     either        as old as the head or older:          stale
 """
 
-from __future__ import annotations
-
 from diloco_jax.protocol.messages import NO_VERSION, Arrived, GlobalFragment
 
 USEFUL, STALE, GAP = "useful", "stale", "gap"

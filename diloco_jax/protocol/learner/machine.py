@@ -17,8 +17,6 @@ the link (contact.py), how it begins (start.py), its data (leases.py), states fo
 (examination.py), and the learning-rate schedule (schedule_clock.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import assert_never

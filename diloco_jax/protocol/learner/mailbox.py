@@ -14,8 +14,6 @@ waits in its own place, not in that of the value that it replaces.
 Time and the link itself (`on_tick`, `on_connected`, `on_disconnected`) do not come by mail: they are given at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar

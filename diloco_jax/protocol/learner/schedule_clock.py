@@ -4,8 +4,6 @@ With a token budget the syncer says with its global step how far the schedule is
 (syncer/progress.py has the rule). Until the next message both go on alike.
 """
 
-from __future__ import annotations
-
 
 class ScheduleClock:
     """The newest lead of the schedule that is known. It never goes back when fewer tokens are merged than expected."""

@@ -4,8 +4,6 @@ The syncer asks for a fragment as it was after a named step, and learns of that 
 fragments that the next rounds will ask for are copied after every step, and a few copies of each are kept.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 

@@ -1,7 +1,5 @@
 """The beginning of a learner: with its own state from a disk, with that of a peer, or from the global model alone."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from diloco_jax.protocol.effects import AdoptState, Effect

@@ -10,8 +10,6 @@ One round collects at a time; up to overlap_steps rounds are in flight, never tw
 learners than the quorum a round stays in COLLECTING ("below quorum"): merging is paused, training is not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

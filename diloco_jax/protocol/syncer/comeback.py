@@ -13,8 +13,6 @@ Rewind. When every process died, the run goes on from the snapshot alone: what c
 remembers it is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

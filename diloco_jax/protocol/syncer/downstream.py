@@ -1,7 +1,5 @@
 """The newest versions of the fragments, and what of them goes to each learner: a whole value, or a step to it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

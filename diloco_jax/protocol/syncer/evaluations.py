@@ -11,8 +11,6 @@ At the end of the run one learner stays to evaluate the final model, and all oth
 next that greets is asked, mostly itself in its next life; without anybody the run ends unevaluated.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any, NamedTuple

@@ -13,8 +13,6 @@ newest versions (downstream.py), the rounds in flight (book.py), leases of data 
 (recovery.py), who evaluates the global model (evaluations.py), and what a restarted syncer lacks (comeback.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from types import MappingProxyType

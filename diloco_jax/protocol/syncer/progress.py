@@ -1,7 +1,5 @@
 """The progress of a run: the clock that all parts of the syncer's machine share, and notes that bear its time."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Members as the syncer deals with them: heard, silent, lost, kept in data, watched and expelled."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from diloco_jax.protocol.effects import Effect, Send

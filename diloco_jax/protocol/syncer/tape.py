@@ -9,8 +9,6 @@ A line is written before its input is executed, so that no decision that anybody
 a syncer that died. Of a line ["rewind", ...] on, the run goes on from its state at an earlier snapshot.
 """
 
-from __future__ import annotations
-
 import json
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

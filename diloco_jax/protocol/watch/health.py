@@ -1,7 +1,5 @@
 """Conditions of learners, and since when they last, in words that tell people what to look at. No rule reads this."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT, Member

@@ -4,8 +4,6 @@ Counted in windows of STEPS_MIN steps per island. An episode is a row of windows
 steps per round; the clock of rounds follows the fastest islands, so in a healthy run it is about one. No rule reads it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

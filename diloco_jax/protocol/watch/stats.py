@@ -16,8 +16,6 @@ what nobody saw: a learner's next report tells how many steps it made without a 
 newest one. A run that went back to a snapshot has lost the steps after it, and the time in which nothing ran.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

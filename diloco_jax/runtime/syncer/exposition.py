@@ -4,8 +4,6 @@ The syncer's loop hands over what its status says, and durations as they end. A 
 thread of its own, so the loop never waits for one. Labels are bounded: islands are those that the config names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import shutil

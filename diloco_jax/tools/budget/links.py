@@ -1,7 +1,5 @@
 """The bytes that one learner moves, and the link that they need."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import repeat
 from operator import mul

@@ -1,7 +1,5 @@
 """Advice for an island that does not fit: settings by name, with what they would bring."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Nothing is allocated: the devices are those that the compiler knows of the slice, and programs are lowered for shapes.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os

@@ -4,8 +4,6 @@ The compiler's own cost analysis counts the body of a loop once. Here every comp
 body of a `while` as often as its condition allows, everything else as often as what calls it.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

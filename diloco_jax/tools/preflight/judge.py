@@ -3,8 +3,6 @@
 No TPU and no network are needed. Every kind of island, a slice with a mesh and a batch, is looked at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The memory, traffic and gathers of an island's compiled programs."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import NamedTuple
 

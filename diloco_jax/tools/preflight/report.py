@@ -1,7 +1,5 @@
 """The output of `diloco preflight` for people."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ shows what kernels compute. To compare candidates, a step takes
     max(FLOPs / peak, overlapped bytes / links) + bytes of collectives that devices wait for / links    seconds
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

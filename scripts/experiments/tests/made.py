@@ -1,7 +1,5 @@
 """An experiment and records that were made up, for tests of what is computed from them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from experiments.plan import Job

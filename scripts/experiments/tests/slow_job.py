@@ -3,8 +3,6 @@
 `python -m experiments.tests.slow_job --runner WORK [MINUTES]` runs three of them, one after the other.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Which jobs an experiment has: settings, digests, the tuning that goes first, and what the fourteen files say."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

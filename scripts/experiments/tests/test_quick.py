@@ -3,8 +3,6 @@
 What the figures are is not tested here: with so small settings they say nothing.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Records, tables, verdicts and pages: exact small numbers, and pages that follow from records alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The runner: jobs that are on record are not run again, a runner that is killed goes on, and time is kept."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

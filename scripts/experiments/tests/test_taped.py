@@ -1,7 +1,5 @@
 """Schedules of experiments: what they say of time, goodput and overlap, before anything is trained."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A syncer's machine with two islands after a round, and what Prometheus is told of it."""
 
-from __future__ import annotations
-
 import threading
 import urllib.request
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Prometheus is told what the syncer knows, over HTTP, with labels that cannot grow."""
 
-from __future__ import annotations
-
 import math
 import os
 import socket

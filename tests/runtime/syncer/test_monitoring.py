@@ -1,7 +1,5 @@
 """Dashboard, alerts and the table in docs/metrics.md name metrics that there are; a real Prometheus takes all of it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Settings that `diloco preflight --search` finds, with a compiler that needs no seconds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
