@@ -95,7 +95,9 @@ def check_budget(run_dir: Path) -> None:
     newest = max((run_dir / "tapes").glob("island-0.*.jsonl"), key=lambda path: int(path.name.split(".")[1]))
     clocks = [line[2] for line in map(json.loads, newest.read_text().splitlines()) if line[0] == "step"]
     assert clocks == sorted(clocks) and config.planned_steps == 80
-    assert abs(clocks[-1] - 80) <= config.protocol.overlap_steps + 2, clocks[-5:]
+    # after the syncer was away a merge brings many steps at once; the last one ends the run, so nobody steps after it
+    heard, slack = numbers[-2] // 256, config.protocol.overlap_steps + 2
+    assert heard - slack <= clocks[-1] <= 80 + slack, (clocks[-5:], numbers[-3:])
 
 
 def test_a_tape_that_ends_in_no_line_of_a_tape_is_named(tmp_path: Path) -> None:
