@@ -43,8 +43,8 @@ from diloco_jax.runtime.records.signals import give_memory_back
 from diloco_jax.settings.cutting import settle
 from diloco_jax.settings.run import RunConfig, fingerprint
 from diloco_jax.settings.text import load
-from diloco_jax.tools.budget.memory import size
-from diloco_jax.tools.budget.needs import kinds_of, outline, payload_bytes, syncer_needs
+from diloco_jax.tools.budget.memory import payload_bytes, size
+from diloco_jax.tools.budget.needs import kinds_of, outline, syncer_needs
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.transport.link import Delivery, Link, TransportError
 from diloco_jax.transport.sharded import Dialler

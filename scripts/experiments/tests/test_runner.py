@@ -18,6 +18,8 @@ from experiments.text import gather
 from experiments.ways import JobFailed, execute, from_run
 
 ROOT = Path(__file__).resolve().parents[3]
+# a runner is a process without JAX; this one may have it from tests before
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork")
 
 
 def runner(work: Path, *words: str) -> subprocess.Popen[str]:
