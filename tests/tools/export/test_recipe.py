@@ -23,7 +23,8 @@ SMALL: dict[str, Any] = {
     "train": {"steps": 60, "tokens": 0, "seq_len": 32, "batch_size": 16, "eval_batch_size": 8},
     "model": {"args": {"loss_chunk": 75, "dtype": "float32"}},
     "optimizer": {"learning_rate": 0.01, "warmup_steps": 5},
-    "protocol": {"sync_every": 6, "num_fragments": 3, "snapshot_every": 20},
+    # Every round needs all four: the run cannot end before the killed island is back.
+    "protocol": {"sync_every": 6, "num_fragments": 3, "snapshot_every": 20, "quorum": 4},
     "trackers": [],
 }
 
