@@ -37,6 +37,8 @@ COMMANDS: dict[str, Command] = {
     "import": inference.begin,
     "export": inference.export,
     "report": records.report,
+    "view": records.view,
+    "compare": records.compare,
     "replay": records.replay,
     "audit": records.audit,
     "simulate": prepare.simulate,

@@ -1,7 +1,9 @@
 """Subcommands about a run that is there: look at it, let a learner leave, do it again."""
 
 import argparse
+import contextlib
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -62,6 +64,32 @@ def report(arguments: argparse.Namespace) -> int:
         show(arguments, {"perfetto": str(trace)}, lambda _: f"{trace}: open it in ui.perfetto.dev")
         return 0
     show(arguments, {"report": str(write_report(Path(arguments.run)))}, lambda result: result["report"])
+    return 0
+
+
+def view(arguments: argparse.Namespace) -> int:
+    from diloco_jax.tools.view.board import Board
+    from diloco_jax.tools.view.feed import RunFeed
+    from diloco_jax.tools.view.server import PageServer
+
+    feeds = [RunFeed(Path(run)) for run in arguments.run]
+    if arguments.json:
+        print(json.dumps(Board(feeds).state()))
+        return 0
+    transport = feeds[0].config.transport if feeds[0].config is not None else None
+    server = PageServer(feeds, arguments.listen, transport=transport, allow_plaintext=arguments.allow_plaintext)
+    print(f"{server.url}\nCtrl-C ends it; the run goes on", flush=True)
+    with server, contextlib.suppress(KeyboardInterrupt):
+        server.serve_forever()
+    return 0
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    from diloco_jax.tools.view.compare import compare as compare_runs
+    from diloco_jax.tools.view.compare import describe
+
+    width = shutil.get_terminal_size((120, 0)).columns
+    show(arguments, compare_runs([Path(run) for run in arguments.run]), lambda found: describe(found, width))
     return 0
 
 

@@ -195,6 +195,13 @@ def _looking_words(add: Add) -> None:
     report.add_argument("run", help="folder of the run")
     about = "instead, write all islands on one timeline for ui.perfetto.dev; default: RUN/perfetto.json.gz"
     report.add_argument("--perfetto", metavar="FILE", nargs="?", const="", help=about)
+    view = add("view", "The page of a run in your browser, finished or under way; of several, side by side.")
+    compare = add("compare", "What came of several runs, and the settings in which they differ.")
+    for looks in (view, compare):
+        looks.add_argument("run", nargs="+", help="folder of a run")
+    view.add_argument("--listen", metavar="HOST:PORT", default="127.0.0.1:0", help="default: 127.0.0.1, any free port")
+    about = "serve an address that is not loopback without encryption"
+    view.add_argument("--allow-plaintext", action="store_true", help=about)
     replay = add("replay", "Train a run again from its tapes, and compare the result bit for bit.")
     replay.add_argument("run", help="folder of the run; with --config, of a simulation's tapes")
     replay.add_argument(

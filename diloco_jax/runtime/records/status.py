@@ -67,6 +67,7 @@ def compose_status(
         "eval_scores": dict(eval_scores),
         "contributors_per_round": round(stats.contributors_per_round, 3),
         "wire": dict(wire),
+        "samples": syncer.leases.fates._asdict(),
         "learners": learners,
         "said": signature(),
     }

@@ -4,15 +4,19 @@ One process writes a run's telemetry: the syncer's, or the data-parallel baselin
 since the run began, bytes and tokens cumulative:
 
     step    t learner incarnation local_step tokens global_step loss step_s      (tokens: of all its incarnations)
+            arrived, if it tells of any: [version, seconds from its merge until the learner had it]
     metrics t learner incarnation local_step global_step values                  (of an island; docs/metrics.md)
     merged_metrics
             t global_step islands values                                         (of these islands together)
     closed, merged, abandoned, joined, left, silent, back, finished
             t global_step fragment_id members reason                             (the protocol's Note)
+    round   t global_step fragment_id opened_s met_s closed_s pulled_s values    (as its merge ends, in the run's time;
+            values: learner -> seconds from closing the round until its value was there)
     wire    t global_step up_bytes down_bytes
     eval    t global_step tokens loss bits_per_byte scores                       (of the global model)
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -94,6 +98,19 @@ def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             if not isinstance(record, dict) or not record:
                 raise ValueError(f"{path}, line {number} is not a JSON object with content; remove that line")
             yield record
+
+
+def read_new(path: Path, start: int, bytes_max: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the records from a byte position on, and the position behind the last of them; skip what is no record."""
+    with path.open("rb") as file:
+        file.seek(start)
+        whole, line_break, _ = file.read(bytes_max).rpartition(b"\n")
+    records = []
+    for line in whole.splitlines():
+        with contextlib.suppress(ValueError):
+            if isinstance(record := json.loads(line), dict) and record:
+                records.append(record)
+    return records, start + len(whole) + len(line_break)
 
 
 class Telemetry:

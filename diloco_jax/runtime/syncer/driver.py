@@ -164,13 +164,14 @@ class SyncerDriver:
         dropped = any(isinstance(e, Drop) and e.peer == delivery.peer for e in effects)
         if isinstance(message, FragmentValue) and not dropped:
             self._merges.keep(message, delivery.payload)
+            self._watch.on_value(message, now_s)
         self._execute(effects, delivery.payload)
 
     def _on_merged(self, order: Merge, merged: Merged) -> None:
         for learner_id, reason in sorted(merged.left_out.items()):
             log.info(f"left out of round {order.global_step}: {learner_id}: {reason}")
         digest = merged.state.digest if merged.state is not None else self._model.digests[order.fragment_id]
-        self._watch.exposed.on_merged(order.global_step, merged.left_out, self._now_s())
+        self._watch.on_merged(order.global_step, merged.left_out, self._now_s())
         effects = self._taped.on_merged(order.global_step, digest, tuple(sorted(merged.left_out)), self._now_s())
         self._model.publish(merged)  # when the decision is on the tape, and before it is told to anybody
         self._execute(effects)

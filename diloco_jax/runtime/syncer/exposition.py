@@ -143,13 +143,16 @@ class Exposition(Collector):
             self._server.shutdown()
             self._server.server_close()
 
-    def on_report(self, report: StepReport, now_s: float) -> None:
-        """Take the durations of broadcasts from a report that its member is about to get."""
+    def on_report(self, report: StepReport, now_s: float) -> list[tuple[int, float]]:
+        """Take the durations of broadcasts from a report that its member is about to get; return versions with them."""
+        took = []
         sent = self._parts.machine.membership.members[report.learner_id].down.sent
         for fragment_id, version, ago_s in report.arrived:
             way = sent.get(fragment_id)
             if way is not None and way.version == version and way.broadcast_s is not None:
-                self._broadcast.observe(max(0.0, now_s - max(0.0, ago_s) - way.broadcast_s))
+                took.append((version, max(0.0, now_s - max(0.0, ago_s) - way.broadcast_s)))
+                self._broadcast.observe(took[-1][1])
+        return took
 
     def on_note(self, note: Note) -> None:
         """Take what a note says of a round."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 
 from diloco_jax.protocol.effects import Note
-from diloco_jax.protocol.messages import MetricsReport, Score, StepReport
+from diloco_jax.protocol.messages import FragmentValue, MetricsReport, Score, StepReport
 from diloco_jax.protocol.watch.stats import WAITING
 from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.pulse import Pulse
@@ -63,6 +63,7 @@ class Watch:
         self._alarms = alarms
         self._listener: GrpcListener | ShardedListener | None = None
         self._metrics: dict[str, Mapping[str, float]] = {}  # newest of each island
+        self._came: dict[int, dict[str, float]] = {}  # of rounds in flight: whose values, how long after they closed
         self._news = False
         self._telemetry = Telemetry(parts.run_dir, Outlets(parts.config, parts.run_dir))
 
@@ -79,12 +80,27 @@ class Watch:
             return
         if stats.alarms and not before:
             log.warning(stats.alarms[0])
-        self.exposed.on_report(report, now_s)
+        arrived = self.exposed.on_report(report, now_s)
         member = self._parts.machine.membership.members[report.learner_id]
         record = {"kind": "step", "t": now_s, "learner": report.learner_id, "incarnation": report.incarnation}
         record |= {"local_step": report.local_step, "tokens": member.past_tokens + report.tokens}
         record |= {"global_step": report.global_step, "loss": report.loss, "step_s": report.step_s}
+        if arrived:
+            record["arrived"] = [[version, round(took_s, 4)] for version, took_s in arrived]
         self._telemetry.write(record)
+
+    def on_value(self, value: FragmentValue, now_s: float) -> None:
+        """Remember when a learner's value for a round came."""
+        if (this := self._parts.machine.rounds.flying.get(value.global_step)) is not None:
+            self._came.setdefault(value.global_step, {})[value.learner_id] = round(now_s - this.closed_s, 4)
+
+    def on_merged(self, global_step: int, left_out: Iterable[str], now_s: float) -> None:
+        """Tell how long a round took that the machine is about to end."""
+        self.exposed.on_merged(global_step, left_out, now_s)
+        this = self._parts.machine.rounds.flying[global_step]
+        record = {"kind": "round", "t": now_s, "global_step": global_step, "fragment_id": this.fragment_id}
+        record |= {"opened_s": this.opened_s, "met_s": this.met_s, "closed_s": this.closed_s}
+        self._telemetry.write(record | {"pulled_s": this.pulled_s, "values": self._came.pop(global_step, {})})
 
     def on_metrics(self, report: MetricsReport, now_s: float) -> None:
         """Tell what an island measured, unless another process of it has taken its place."""
@@ -104,6 +120,8 @@ class Watch:
         record |= {"fragment_id": note.fragment_id, "members": list(note.members), "reason": note.reason}
         self._telemetry.write(record)
         self.exposed.on_note(note)
+        if note.kind == "abandoned":
+            self._came.pop(note.global_step, None)
         if note.kind == "merged":
             self._parts.stats.on_merged(note.members, note.global_step)
         elif note.kind == "unevaluated":

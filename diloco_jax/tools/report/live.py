@@ -4,8 +4,8 @@ Both read the status that the syncer writes about once a second, one JSON object
 
     run, state (starting, running, complete, stopped; liveness.py has more), global_step, total_steps, waiting_for,
     wall_s, tokens, tokens_per_s, eval_loss, eval_scores (by name), contributors_per_round, wire: {up_bytes,
-    down_bytes}, epoch (life of the syncer), alarms (what is wrong: a full disk of the syncer, islands that outrun
-    rounds), said: {machine, process, supervisor, unix_s (when)}, learners: [
+    down_bytes}, samples (their fates), epoch (life of the syncer), alarms (what is wrong: a full disk of the syncer,
+    islands that outrun rounds), said: {machine, process, supervisor, unix_s (when)}, learners: [
         {learner, state (joining, active, silent, gone), condition (protocol/watch/health.py), reason (for it),
          since_s (seconds in that condition), local_step, tokens, tokens_per_s, loss, step_s, last_merged_round,
          participation, restarts, metrics: {name: value} (docs/metrics.md)}]

@@ -6,167 +6,25 @@ that was stopped in the middle has no summary.json and gets a page with what its
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from diloco_jax.drawing import charts
-from diloco_jax.drawing.charts import HALF, WIDE, Axis, Line, Point, format_bytes, format_count
+from diloco_jax.drawing.charts import HALF, WIDE, Axis, Line, format_bytes, format_count
 from diloco_jax.drawing.page import figure, legend, page
 from diloco_jax.protocol.messages import SYNCER
-from diloco_jax.protocol.watch.stats import WAITING, never_merged, participation, step_overhead
+from diloco_jax.protocol.watch.stats import WAITING, never_merged
 from diloco_jax.runtime.records.files import CONFIG_FILE, METRICS_FILE, REPORT_FILE, SUMMARY_FILE
-from diloco_jax.runtime.records.telemetry import read_metrics, read_object, replace_text
+from diloco_jax.runtime.records.telemetry import replace_text
 from diloco_jax.tools.report import plots
 from diloco_jax.tools.report.live import format_duration
-from diloco_jax.tools.report.plots import MARKS, POINTS_MAX, DrawnRound, LearnerMark, smooth, style, thin
+from diloco_jax.tools.report.plots import MARKS, smooth, style, thin
+from diloco_jax.tools.report.story import Story, read_story, read_summary
 
 METRICS_MAX = 8  # charts of what islands measured
 METRICS_FIRST = ("grad_norm", "learning_rate", "tokens_per_s", WAITING, "mfu", "model_flops_per_s")
-WARM_UP = 0.08  # share of a run that may lie outside the axes, so that the rest can be told apart
-
-
-@dataclass(slots=True)
-class Track:
-    """One learner's steps: when, tokens of all learners by then, loss."""
-
-    steps: list[tuple[float, float, float]] = field(default_factory=list)
-    tokens: int = 0
-    local_steps: int = 0
-    restarts: int = 0
-    busy_s: float = 0.0
-    span_s: float = 0.0
-    merged: int = 0
-    _last: tuple[int, int, float] | None = None  # incarnation, local step, time
-
-    def add(self, record: Mapping[str, Any], all_tokens: int) -> None:
-        """Count one step record; records of some steps may be missing."""
-        now = (record["incarnation"], record["local_step"], record["t"])
-        step_s = record["step_s"] or 0.0
-        if self._last is not None and self._last[0] == now[0]:
-            steps, passed_s = now[1] - self._last[1], now[2] - self._last[2]
-        else:
-            # nothing is known of the time before an incarnation's first record
-            steps, passed_s = now[1], now[1] * step_s
-            self.restarts += self._last is not None
-        self.local_steps += steps
-        self.busy_s += min(steps * step_s, passed_s)
-        self.span_s += passed_s
-        self.tokens = record["tokens"]
-        if record["loss"] is not None:
-            self.steps.append((record["t"], all_tokens, record["loss"]))
-        self._last = now
-
-
-@dataclass(slots=True)
-class Story:
-    """Figures and events that the records of a run tell."""
-
-    tracks: dict[str, Track] = field(default_factory=dict)
-    rounds: list[DrawnRound] = field(default_factory=list)
-    marks: list[LearnerMark] = field(default_factory=list)
-    wire: list[tuple[float, int, int]] = field(default_factory=list)  # time, up, down
-    evals: list[tuple[float, float, float]] = field(default_factory=list)  # time, tokens, loss
-    metrics: dict[str, dict[str, list[Point]]] = field(default_factory=dict)  # name -> island -> time, value
-    progress: list[tuple[float, int]] = field(default_factory=list)  # time, tokens of all learners
-    bits_per_byte: float | None = None
-    scores: dict[str, float | None] = field(default_factory=dict)  # of the newest evaluation
-    abandoned: int = 0
-    global_step: int = 0
-    end_s: float = 0.0
-
-    @property
-    def tokens(self) -> int:
-        return sum(track.tokens for track in self.tracks.values())
-
-    @property
-    def begin_s(self) -> float:
-        """Return the time at which the first inner step was reported."""
-        return self.progress[0][0] if self.progress else 0.0
-
-    @property
-    def settled_s(self) -> float:
-        """Return the time at which the part of the run begins that the axes are made for."""
-        return self.begin_s + WARM_UP * (self.end_s - self.begin_s)
-
-    def measured(self, record: Mapping[str, Any]) -> None:
-        """Take what an island measured; of long curves every second point goes."""
-        for name, value in record["values"].items():
-            points = self.metrics.setdefault(name, {}).setdefault(record["learner"], [])
-            if value is not None:
-                points.append((record["t"], value))
-            if len(points) > 2 * POINTS_MAX:
-                del points[1::2]
-
-    def counted(self) -> dict[str, Any]:
-        """Return the keys of summary.json as far as the records tell them."""
-        rounds = len(self.rounds)
-        learners = {
-            name: {
-                "local_steps": track.local_steps,
-                "tokens": track.tokens,
-                "participation": participation(track.merged, rounds) if rounds else None,
-                "restarts": track.restarts,
-                "step_overhead": step_overhead(track.busy_s, track.span_s),
-            }
-            for name, track in self.tracks.items()
-        }
-        return {
-            "eval_loss": self.evals[-1][2] if self.evals else None,
-            "eval_bits_per_byte": self.bits_per_byte,
-            "eval_scores": self.scores,
-            "tokens": self.tokens,
-            "wall_s": self.end_s,
-            "global_steps": self.global_step,
-            "contributors_per_round": sum(len(r.members) for r in self.rounds) / rounds if rounds else None,
-            "wire": {"up_bytes": self.wire[-1][1], "down_bytes": self.wire[-1][2]} if self.wire else {},
-            "learners": learners,
-        }
-
-
-def read_story(path: Path) -> Story:
-    """Go through the records once."""
-    story = Story()
-    finished = False
-    lives: dict[str, str] = {}  # of learners: their newest incarnation, in the words of the records
-    back: set[str] = set()  # who has connected to the newest life of the syncer
-    for record in read_metrics(path):
-        kind, t = record["kind"], record["t"]
-        story.end_s = max(story.end_s, t)
-        story.global_step = max(story.global_step, record["global_step"])
-        if kind == "step":
-            track = story.tracks.setdefault(record["learner"], Track())
-            all_tokens = story.tokens - track.tokens + record["tokens"]
-            track.add(record, all_tokens)
-            story.progress.append((t, all_tokens))
-        elif kind == "metrics":
-            story.measured(record)
-        elif kind == "merged":
-            story.rounds.append(DrawnRound(t, record["global_step"], frozenset(record["members"])))
-            for name in record["members"]:
-                story.tracks.setdefault(name, Track()).merged += 1
-        elif kind == "wire":
-            story.wire.append((t, record["up_bytes"], record["down_bytes"]))
-        elif kind == "eval" and record["loss"] is not None:
-            story.evals.append((t, record["tokens"], record["loss"]))
-            story.bits_per_byte, story.scores = record["bits_per_byte"], record.get("scores", {})
-        elif kind == "restarted":
-            story.marks.append(LearnerMark(t, kind, SYNCER, record["reason"]))
-            back.clear()
-        elif kind in MARKS and not finished:  # that everybody leaves when the run is complete is no news
-            for name in record["members"]:
-                story.tracks.setdefault(name, Track())
-                again = kind == "joined" and lives.get(name) == record["reason"]  # the same process, another connection
-                if not (again and name not in back):
-                    story.marks.append(LearnerMark(t, "back" if again else kind, name, record["reason"]))
-                if kind == "joined":
-                    lives[name] = record["reason"]
-                    back.add(name)
-        story.abandoned += kind == "abandoned"
-        finished = finished or kind == "finished"
-    story.tracks = dict(sorted(story.tracks.items(), key=lambda item: (len(item[0]), item[0])))
-    return story
 
 
 def _loss_charts(story: Story) -> str:
@@ -338,23 +196,6 @@ def _island_table(learners: Mapping[str, Mapping[str, Any]]) -> str:
         f'<figure class="wide"><h2>Islands</h2><div class="scroll"><table><thead><tr>{heads}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div></figure>"
     )
-
-
-def read_summary(story: Story, path: Path) -> dict[str, Any]:
-    """Read summary.json, if there is one, over what was counted here; learners stay in the order of the charts."""
-    counted = story.counted()
-    if not path.is_file():
-        return {**counted, "complete": False}
-    written = read_object(path, "learners", "wire")
-    learners = counted["learners"]
-    for name, row in written["learners"].items():
-        learners[name] = learners.get(name, {}) | row
-    summary = {**counted, **written, "learners": learners, "wire": counted["wire"] | written["wire"]}
-    if not story.rounds:  # data parallel: nothing to take part in
-        summary["contributors_per_round"] = None
-        for row in learners.values():
-            row["participation"] = None
-    return summary
 
 
 def write_report(folder: Path) -> Path:

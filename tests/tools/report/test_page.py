@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from diloco_jax.drawing import charts
 from diloco_jax.tools.report import plots
-from diloco_jax.tools.report.page import POINTS_MAX, Story, read_story, smooth, write_report
-from diloco_jax.tools.report.plots import CELLS_MAX, DrawnRound, LearnerMark
+from diloco_jax.tools.report.page import write_report
+from diloco_jax.tools.report.plots import CELLS_MAX, POINTS_MAX, DrawnRound, LearnerMark, smooth
+from diloco_jax.tools.report.story import Story, read_story
 
 Records = list[dict[str, Any]]
 

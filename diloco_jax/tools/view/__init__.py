@@ -1,0 +1,1 @@
+"""The page of runs in a browser, and runs beside each other: docs/page.md."""

@@ -1,0 +1,90 @@
+"""The news of runs for everybody who looks: folders are read once, however many there are, and never for nobody."""
+
+import json
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from diloco_jax.tools.view.feed import RunFeed
+
+EVERY_S = 1.0
+HEARTBEAT_S = 15.0  # with nothing to say: so that both ends notice a lost connection
+FRAMES_KEPT = 30  # whoever is further behind gets the whole again
+
+
+def event(kind: str, content: Any) -> bytes:
+    """Write a server-sent event."""
+    return f"event: {kind}\ndata: {json.dumps(content, allow_nan=False, separators=(',', ':'))}\n\n".encode()
+
+
+class Board:
+    """Reads the folders in a thread of its own while somebody looks.
+
+    Args:
+        feeds: of the runs, in the order of the page.
+    """
+
+    def __init__(self, feeds: Sequence[RunFeed]) -> None:
+        self._feeds = feeds
+        self._changed = threading.Condition()
+        self._frames: deque[tuple[int, bytes]] = deque(maxlen=FRAMES_KEPT)
+        self._number = 0
+        self._viewers = 0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="board", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, and with it every stream."""
+        self._closed.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join()
+
+    def state(self) -> dict[str, Any]:
+        """Return all that there is to see now."""
+        with self._changed:
+            while any([feed.look() for feed in self._feeds]):
+                pass
+            return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return {"runs": [feed.whole() for feed in self._feeds]}
+
+    def watch(self) -> Iterator[bytes]:
+        """Yield the whole, then news as they come; forever."""
+        with self._changed:
+            self._viewers += 1
+            self._changed.notify_all()
+        try:
+            number = -1
+            while not self._closed.is_set():
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda seen=number: self._number != seen or self._closed.is_set(), HEARTBEAT_S
+                    )
+                    missed = [frame for each, frame in self._frames if each > number]
+                    if number < 0 or len(missed) < self._number - number:
+                        missed = [event("whole", self._state())]
+                    number = self._number
+                yield b"".join(missed) or b": nothing new\n\n"
+        finally:
+            with self._changed:
+                self._viewers -= 1
+
+    def _read(self) -> None:
+        """Read what is new about once a second."""
+        before: dict[str, Any] = {}
+        while not self._closed.is_set():
+            with self._changed:
+                self._changed.wait_for(lambda: self._viewers or self._closed.is_set())
+                more = [feed.look() for feed in self._feeds]
+                anew = any(feed.fresh for feed in self._feeds)  # also of another run in the same folder
+                news = {"runs": [feed.news() for feed in self._feeds]}
+                if anew or news != before:
+                    before = news
+                    self._number += 1
+                    self._frames.append((self._number, event(*(("whole", self._state()) if anew else ("news", news)))))
+                    self._changed.notify_all()
+            self._closed.wait(0.0 if any(more) else EVERY_S)

@@ -1,0 +1,206 @@
+"""The page of runs over HTTP: one file, server-sent events, logs, and a word to the syncer that an island shall leave.
+
+The page itself says nothing of a run; all that does asks for the token. It is behind the # of the address, which
+browsers send to nobody.
+"""
+
+import base64
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.runtime.records.files import LOGS
+from diloco_jax.runtime.records.status import syncer_at
+from diloco_jax.tools.view.board import Board
+from diloco_jax.tools.view.feed import RunFeed
+from diloco_jax.transport.calls import cannot_listen
+from diloco_jax.transport.link import TransportConfig, split_address
+from diloco_jax.transport.questions import ask_drain
+from diloco_jax.transport.trust.security import is_loopback
+
+VIEWERS_MAX = 64  # connections at once
+IDLE_S = 20.0  # after which a connection that takes or sends nothing is closed
+LOG_BYTES = 64 << 10  # of a log's end
+BODY_MAX = 4096
+FOLDER = Path(__file__).parent
+JSON_TYPE, TEXT_TYPE = "application/json", "text/plain; charset=utf-8"
+
+
+def compose_page() -> tuple[bytes, str]:
+    """Return the page in one piece, and the policy that lets it run its own script and nothing else."""
+    parts = {name: (FOLDER / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
+    page = parts["html"].replace("/*style*/", parts["css"]).replace("/*script*/", parts["js"])
+    hashes = {name: base64.b64encode(hashlib.sha256(parts[name].encode()).digest()).decode() for name in ("css", "js")}
+    policy = f"default-src 'none'; connect-src 'self'; script-src 'sha256-{hashes['js']}'; "
+    policy += f"style-src 'sha256-{hashes['css']}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return page.encode(), policy
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves the page of some runs until it is closed.
+
+    Attributes:
+        url: where to look at it, with the token.
+
+    Args:
+        feeds: of the runs.
+        address: host:port; port 0 lets the system choose one.
+        transport: whose certificate encrypts an address other than loopback.
+        allow_plaintext: serve such an address without one.
+
+    Raises:
+        ValueError: the address is not allowed without encryption, is taken, or not of this machine.
+    """
+
+    daemon_threads = True
+    request_queue_size = 32
+
+    def __init__(
+        self,
+        feeds: Sequence[RunFeed],
+        address: str,
+        *,
+        transport: TransportConfig | None = None,
+        allow_plaintext: bool = False,
+    ) -> None:
+        host, port = split_address(address, "--listen")
+        encrypted = not is_loopback(address) and transport is not None and transport.encrypted
+        if not (encrypted or is_loopback(address) or allow_plaintext):
+            raise ValueError(
+                f"{address} is not loopback, and the run has no certificates to encrypt the page with: make them with "
+                "`diloco certs`, use an ssh tunnel, or --allow-plaintext in a network that you trust"
+            )
+        self.feeds = {str(number): feed for number, feed in enumerate(feeds)}
+        self.page, self.policy = compose_page()
+        self.token = secrets.token_urlsafe(18)
+        self._places = threading.BoundedSemaphore(VIEWERS_MAX)
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, port), PageHandler)
+        except OSError as error:
+            raise cannot_listen(address, str(error.strerror), "--listen") from None
+        if encrypted and transport is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            files = transport.tls_certificate, transport.tls_key
+            context.load_cert_chain(*(each.replace("{name}", SYNCER) for each in files))
+            # handshakes in the connection's own thread: nobody who is slow holds up the others
+            self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+        self.board = Board(feeds)
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http{'s' if encrypted else ''}://{shown}:{self.server_port}/#{self.token}"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give the connection a thread, or close it if there are too many."""
+        if not self._places.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve one connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: connections of browsers break all the time."""
+
+    def server_close(self) -> None:
+        """Stop listening, and end what reads the folders."""
+        super().server_close()
+        self.board.close()
+
+
+class PageHandler(BaseHTTPRequestHandler):
+    """One request to the page."""
+
+    server: PageServer
+    server_version, sys_version = "diloco", ""
+    timeout = IDLE_S
+
+    def do_GET(self) -> None:
+        """Answer with the page, a stream of events, everything at once, or the end of a log."""
+        url = urlsplit(self.path)
+        asked = {name: values[0] for name, values in parse_qs(url.query).items()}
+        if url.path == "/":
+            self._answer(200, self.server.page, "text/html; charset=utf-8")
+            return
+        parts: dict[str, Callable[[dict[str, str]], None]] = {"/events": self._events, "/state": self._state}
+        answer = {**parts, "/log": self._log}.get(url.path)
+        if answer is None:
+            self._answer(404, b"there is no such page\n")
+        elif self._known(asked.get("token", "")):
+            answer(asked)
+
+    def do_POST(self) -> None:
+        """Ask the syncer to let an island leave. The token is in a header, which no other site's page can send."""
+        if self.path != "/drain":
+            self._answer(404, b"there is no such page\n")
+        elif self._known(self.headers.get("X-Token", "")):
+            try:
+                size = min(BODY_MAX, max(0, int(self.headers.get("Content-Length", "0"))))
+                asked = json.loads(self.rfile.read(size))
+                feed, learner = self.server.feeds[str(asked["run"])], str(asked["learner"])
+            except (ValueError, LookupError, TypeError):
+                self._answer(400, b'say {"run": NUMBER, "learner": NAME}\n')
+                return
+            try:
+                known = feed.config.transport if feed.config is not None else TransportConfig()
+                ok, message = ask_drain(syncer_at(str(feed.folder), known, allow_plaintext=False), learner)
+            except (ValueError, OSError) as error:
+                ok, message = False, str(error)
+            self._answer(200 if ok else 409, json.dumps({"ok": ok, "message": message}).encode(), JSON_TYPE)
+
+    def _known(self, token: str) -> bool:
+        known = hmac.compare_digest(token.encode(), self.server.token.encode())
+        if not known:
+            self._answer(403, b"the token is missing or wrong: open the address that `diloco view` printed\n")
+        return known
+
+    def _answer(self, status: int, body: bytes, kind: str = TEXT_TYPE) -> None:
+        self._begin(status, kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _begin(self, status: int, kind: str) -> None:
+        self.send_response(status)
+        headers = {"Content-Type": kind, "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+        headers |= {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": self.server.policy}
+        for name, value in headers.items():
+            self.send_header(name, value)
+
+    def _events(self, asked: dict[str, str]) -> None:
+        self._begin(200, "text/event-stream")
+        self.end_headers()
+        for frame in self.server.board.watch():
+            self.wfile.write(frame)
+
+    def _state(self, asked: dict[str, str]) -> None:
+        self._answer(200, json.dumps(self.server.board.state(), allow_nan=False).encode(), JSON_TYPE)
+
+    def _log(self, asked: dict[str, str]) -> None:
+        feed, name = self.server.feeds.get(asked.get("run", "")), asked.get("name", "")
+        if feed is None or name not in feed.logs():  # so that no path leads out of the folder
+            self._answer(404, b"there is no such log here; an island's log is on the machine that runs it\n")
+            return
+        with (feed.folder / LOGS / f"{name}.log").open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - LOG_BYTES))
+            tail = file.read(LOG_BYTES)
+        self._answer(200, tail if size <= LOG_BYTES else tail.partition(b"\n")[2])
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing of each request; its address has the token."""

@@ -1,0 +1,112 @@
+"""The use of every island-second of a run, from its records: the waterfall from all time to goodput.
+
+The time of all islands begins with the first inner step of the run, as in `protocol/watch/stats.py`, and each second of
+each island has one use. Time between two steps is settled by the later one; what came since is provisional.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_jax.protocol.watch.stats import WAITING
+
+TRAINING, DATA, BETWEEN, JOINING, AWAY = USES = ("training", "data", "between", "joining", "away")
+
+
+@dataclass(slots=True)
+class _Island:
+    """One island: until when its time is settled, and what it has done since."""
+
+    at_s: float
+    used: dict[str, float] = field(default_factory=lambda: dict.fromkeys(USES, 0.0))
+    since: list[tuple[float, str]] = field(default_factory=list)  # when each use began after the newest step
+    life: tuple[int, int] = (-1, 0)  # incarnation, local step
+    told_s: float = 0.0  # of its time in steps, for which it has told how long it waited for data
+
+    def split(self, until_s: float) -> dict[str, float]:
+        """Divide the time since the newest step among its uses; without a word in between it was between steps."""
+        found, ends = dict.fromkeys(USES, 0.0), [*(t for t, _ in self.since), until_s]
+        pieces = [(self.at_s, ends[0], BETWEEN if self.life[1] else AWAY)]
+        pieces += [(begin, end, use) for (begin, use), end in zip(self.since, ends[1:], strict=True)]
+        for begin, end, use in pieces:
+            found[use] += max(0.0, min(end, until_s) - max(begin, self.at_s))
+        return found
+
+
+class IslandTimes:
+    """Counts the time of all islands.
+
+    Args:
+        names: of the configured islands; who else joins counts from then on as one of them.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = set(names)
+        self._islands: dict[str, _Island] = {}
+        self._began_s: float | None = None
+        self._end_s = 0.0
+        self._finished = False
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Count the next record of the run."""
+        kind, t = record["kind"], record["t"]
+        if self._finished:  # that islands leave now is no loss
+            return
+        self._end_s = max(self._end_s, t)
+        if kind == "step":
+            self._step(record)
+        elif kind == "metrics":
+            self._waited(self._island(record["learner"]), record["values"].get(WAITING) or 0.0)
+        elif kind in ("joined", "back", "left", "silent"):
+            for name in record["members"]:
+                island = self._island(name)
+                if kind == "joined":
+                    use = BETWEEN if record["reason"] == f"incarnation {island.life[0]}" else JOINING
+                else:
+                    use = BETWEEN if kind == "back" else AWAY
+                if kind == "silent":  # it has been since its last word
+                    island.since.clear()
+                island.since.append((island.at_s if kind == "silent" else t, use))
+        self._finished = kind == "finished"
+
+    def _island(self, name: str) -> _Island:
+        return self._islands.setdefault(name, _Island(self._began_s or 0.0))
+
+    def _step(self, record: Mapping[str, Any]) -> None:
+        t, step_s, life = record["t"], record["step_s"] or 0.0, (record["incarnation"], record["local_step"])
+        if self._began_s is None:
+            self._began_s = max(0.0, t - step_s)
+            for each in self._islands.values():
+                each.at_s = self._began_s
+        island = self._island(record["learner"])
+        steps = life[1] - island.life[1] if life[0] == island.life[0] else 1
+        busy_s = min(max(0, steps) * step_s, max(0.0, t - island.at_s))
+        for use, seconds in island.split(t - busy_s).items():
+            island.used[use] += seconds
+        island.used[TRAINING] += busy_s
+        island.at_s, island.life = max(t, island.at_s), life
+        island.since.clear()
+
+    def _waited(self, island: _Island, share: float) -> None:
+        """Take an island's word for the share of its time in steps, since its last word, in which it had no data."""
+        busy_s = island.used[TRAINING] + island.used[DATA]
+        moved_s = min(1.0, max(0.0, share)) * (busy_s - island.told_s)
+        island.used[TRAINING] -= moved_s
+        island.used[DATA] += moved_s
+        island.told_s = busy_s
+
+    def told(self) -> dict[str, Any]:
+        """Return the seconds since the first step, and of each island for what they were used."""
+        began_s, rows = self._began_s, {}
+        if began_s is not None:
+            for name in sorted(self._names | self._islands.keys(), key=lambda name: (len(name), name)):
+                island = self._islands.get(name) or _Island(began_s)
+                rest = island.split(self._end_s)
+                rows[name] = {use: round(island.used[use] + rest[use], 3) for use in USES}
+        all_s = sum(sum(row.values()) for row in rows.values())
+        goodput = round(sum(row[TRAINING] for row in rows.values()) / all_s, 4) if all_s else None
+        return {
+            "span_s": round(self._end_s - (began_s or 0.0), 3) if rows else 0.0,
+            "goodput": goodput,
+            "islands": rows,
+        }
