@@ -8,8 +8,10 @@ import contextlib
 import fcntl
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+LINE_BYTES_MAX = 1 << 24  # that a reader takes; a hello with 4096 learners' worth of names is far below
 _BLOCK = 1 << 16
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,32 @@ class LineFile:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+class Tail:
+    """A reader of a file of lines that others write, as far as it is whole.
+
+    Attributes:
+        position: bytes that have been read.
+    """
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        self._path = path
+        self.position = 0
+        if from_end:
+            for _ in self.lines():
+                pass
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the lines that have become whole since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self.position)
+                while (line := file.readline(LINE_BYTES_MAX)).endswith(b"\n"):
+                    self.position += len(line)
+                    yield line
+        except FileNotFoundError:
+            return
 
 
 def whole_bytes(file: int) -> int:

@@ -10,10 +10,9 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from diloco_jax.runtime.records.line_file import LineFile
+from diloco_jax.runtime.records.line_file import LINE_BYTES_MAX, LineFile
 
 RETRY_S = 0.5
-LINE_BYTES_MAX = 1 << 24  # of one input; a hello with 4096 learners' worth of names is far below
 
 log = logging.getLogger(__name__)
 

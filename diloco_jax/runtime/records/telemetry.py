@@ -16,7 +16,6 @@ since the run began, bytes and tokens cumulative:
     eval    t global_step tokens loss bits_per_byte scores                       (of the global model)
 """
 
-import contextlib
 import json
 import logging
 import math
@@ -98,19 +97,6 @@ def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             if not isinstance(record, dict) or not record:
                 raise ValueError(f"{path}, line {number} is not a JSON object with content; remove that line")
             yield record
-
-
-def read_new(path: Path, start: int, bytes_max: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the records from a byte position on, and the position behind the last of them; skip what is no record."""
-    with path.open("rb") as file:
-        file.seek(start)
-        whole, line_break, _ = file.read(bytes_max).rpartition(b"\n")
-    records = []
-    for line in whole.splitlines():
-        with contextlib.suppress(ValueError):
-            if isinstance(record := json.loads(line), dict) and record:
-                records.append(record)
-    return records, start + len(whole) + len(line_break)
 
 
 class Telemetry:

@@ -29,7 +29,7 @@ TRACKER_METHODS = ("begin", "log", "close")
 CALLBACK_METHODS = ("on_step", "on_round", "on_eval", "on_event")
 CLOSE_S = 30.0  # at the end: some trackers send what is left
 MERGED = "merged"  # group of what belongs to no single island
-QUIET = ("step", "closed")  # records that are neither values nor events
+QUIET = ("step", "closed", "round")  # records that are neither values nor events
 
 
 class Aside:

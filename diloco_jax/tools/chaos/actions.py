@@ -7,17 +7,17 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from diloco_jax.runtime.records.files import CLOCK_FILE, METRICS_FILE, TAPE_FILE
+from diloco_jax.runtime.records.line_file import Tail
 from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.tools.chaos.relay import Direction, Relay
 from diloco_jax.tools.chaos.schedule import ChaosFault
 
 CHAOS = "chaos"  # folder in a run's folder: orders to chaos learners, and what they saw
-TAPE_BYTES_MAX = 1 << 24  # that a tail reads at a time
 DONOR_DELAY_S = 0.5  # on the link of a learner that recovers: time enough to hit its donor before all parts are there
 
 
@@ -40,28 +40,6 @@ def began_unix_s(run_dir: Path) -> float:
     """Return when the run began; FileNotFoundError before that."""
     clock: dict[str, float] = json.loads((run_dir / CLOCK_FILE).read_text(encoding="utf-8"))
     return clock["began_unix_s"]
-
-
-class Tail:
-    """A reader of a file of lines that others write, as far as it is whole."""
-
-    def __init__(self, path: Path, *, from_end: bool = False) -> None:
-        self._path = path
-        self._position = 0
-        if from_end:
-            for _ in self.lines():
-                pass
-
-    def lines(self) -> Iterator[bytes]:
-        """Yield the lines that have become whole since the last call."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._position)
-                while (line := file.readline(TAPE_BYTES_MAX)).endswith(b"\n"):
-                    self._position += len(line)
-                    yield line
-        except FileNotFoundError:
-            return
 
 
 class Saboteur:

@@ -8,8 +8,6 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco_jax.drawing.charts import format_bytes, format_count
-from diloco_jax.runtime.records.files import CONFIG_FILE
-from diloco_jax.settings.text import flat, read_values
 from diloco_jax.tools.report.live import NO_VALUE, format_duration
 from diloco_jax.tools.view.feed import RunFeed
 
@@ -41,7 +39,7 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
         known["restarts"] = sum(row["restarts"] for row in summary["learners"].values())
         row = {"run": str(folder), "state": status["state"], "alarms": len(told["alarms"])}
         rows.append({**row, **{key: known.get(key) for key in RESULTS}})
-        settings.append(dict(flat(read_values(folder / CONFIG_FILE))) if feed.config is not None else {})
+        settings.append(told["settings"])
     names = dict.fromkeys(name for each in settings for name in each)
     values = {name: [each.get(name) for each in settings] for name in names}
     differ = {name: each for name, each in values.items() if any(value != each[0] for value in each)}

@@ -1,23 +1,26 @@
 """A run's folder for the page: read as it grows, told whole to whoever comes and in news after that."""
 
+import json
 import math
 from collections import deque
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from diloco_jax.drawing.charts import Point
 from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS, METRICS_FILE, STATUS_FILE, SUMMARY_FILE
+from diloco_jax.runtime.records.line_file import Tail
 from diloco_jax.runtime.records.status import read_status
-from diloco_jax.runtime.records.telemetry import finite, read_new, read_object
+from diloco_jax.runtime.records.telemetry import finite, read_object
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.settings.text import load
+from diloco_jax.settings.text import flat, load, read_values
 from diloco_jax.tools.budget.needs import kinds_of, outline
 from diloco_jax.tools.report.story import Story
 from diloco_jax.tools.view.alarms import alarms
 from diloco_jax.tools.view.times import IslandTimes
 
-READ_MAX = 8 << 20  # bytes of records between two looks at who waits
+LINES_MAX = 50_000  # records that are read between two news
 ROUNDS_KEPT, EVENTS_KEPT = 240, 300
 POINTS_SENT = 240  # of a curve
 CURVES_EVERY = 5  # news with curves, one in so many
@@ -55,7 +58,7 @@ class RunFeed:
 
     def _begin(self) -> None:
         """Start with the first record."""
-        self._position, self._size = 0, 0
+        self._tail, self._size = Tail(self.folder / METRICS_FILE), 0
         self._story, self._times = Story(), IslandTimes(self.config.islands.names if self.config else ())
         self._rounds: dict[int, dict[str, Any]] = {}  # by global step
         self._waiting: dict[str, dict[int, float]] = {}  # island -> rounds that closed without its report, and when
@@ -70,18 +73,16 @@ class RunFeed:
     def look(self) -> bool:
         """Read what is new in the folder; returns whether there is more to read."""
         self._looks += 1
-        path = self.folder / METRICS_FILE
-        with suppress(FileNotFoundError):
-            self._size = path.stat().st_size
-            if self._size < self._position:  # a new run in the same place
-                self._begin()
-            before = self._position
-            records, self._position = read_new(path, before, READ_MAX)
-            for record in records:
-                with suppress(KeyError, TypeError):  # of another program: the rest may be of use
-                    self._take(record)
-            if before < self._position < self._size:
-                return True
+        with suppress(OSError):
+            self._size = (self.folder / METRICS_FILE).stat().st_size
+        if self._size < self._tail.position:  # a new run in the same place
+            self._begin()
+        lines = list(islice(self._tail.lines(), LINES_MAX))
+        for line in lines:
+            with suppress(ValueError, KeyError, TypeError):  # of another program: the rest may be of use
+                self._take(json.loads(line))
+        if len(lines) == LINES_MAX:
+            return True
         self._read_status()
         return False
 
@@ -168,7 +169,7 @@ class RunFeed:
         """Return all that the page shows of this run."""
         rounds = [self._rounds[step] for step in sorted(self._rounds)]
         facts = {"name": self.name, "rounds": rounds, "events": [*self._events], "plan": self._links()}
-        return finite({**self._now(), **facts, "curves": self._curves(), "logs": self.logs(), "config": self._about()})
+        return finite({**self._now(), **facts, "curves": self._curves(), "logs": self.logs(), **self._about()})
 
     def news(self) -> dict[str, Any]:
         """Return what has changed since the news before."""
@@ -184,7 +185,7 @@ class RunFeed:
         story, status = self._story, self._status
         summary = {**story.counted(), **self._summary}
         summary["samples"] = self._summary.get("samples") or status.get("samples")
-        read = self._position / self._size if self._size else 1.0
+        read = self._tail.position / self._size if self._size else 1.0
         found = [alarm._asdict() for alarm in alarms(status, self._summary)]
         window = [(t, up, down) for t, up, down in story.wire[-600:] if t >= story.end_s - 60]
         rate = None
@@ -208,9 +209,9 @@ class RunFeed:
 
     def _about(self) -> dict[str, Any]:
         if (config := self.config) is None:
-            return {}
-        facts = {"islands": config.islands.names, "overlap_steps": config.protocol.overlap_steps}
-        return {**facts, "quorum": config.protocol.quorum, "sync_every": config.protocol.sync_every}
+            return {"config": {}, "settings": {}}
+        settings = dict(flat(read_values(self.folder / CONFIG_FILE)))
+        return {"config": {"overlap_steps": config.protocol.overlap_steps}, "settings": settings}
 
     def _links(self) -> dict[str, Any]:
         """Return the bytes that an island should move per inner step, by its config; nothing if that is not known."""

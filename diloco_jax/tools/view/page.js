@@ -1,1 +1,438 @@
+'use strict';
+// The page of one or several runs. All text goes in as text, never as HTML: logs and reasons come from outside.
+const $ = id => document.getElementById(id);
+const token = location.hash.slice(1);
+const calm = matchMedia('(prefers-reduced-motion: reduce)');
+let runs = [], shown = 0, heardMs = 0, picked = null, span = 0, lossBy = 0;
 
+// ---- elements
+function h(tag, props, ...children) {
+  const made = document.createElement(tag);
+  for (const [key, value] of Object.entries(props || {})) {
+    if (key.startsWith('on')) made.addEventListener(key.slice(2), value);
+    else if (value !== null && value !== undefined && value !== false) made.setAttribute(key, value);
+  }
+  made.append(...children.filter(child => child !== null));
+  return made;
+}
+function s(tag, props, ...children) {
+  const made = document.createElementNS('http://www.w3.org/2000/svg', tag);
+  for (const [key, value] of Object.entries(props || {})) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+}
+function fill(place, ...children) { place.replaceChildren(...children.filter(child => child !== null)); }
+function text(place, words) { if (place.textContent !== words) place.textContent = words; }
+function once(place, key, make) {  // drawn again only when what it shows has changed, so that focus and scroll stay
+  const now = JSON.stringify(key);
+  if (place.drawn !== now) { place.drawn = now; make(); }
+}
+
+// ---- numbers
+const none = '–';
+const known = value => value !== null && value !== undefined;
+function si(value, unit = '') {
+  let n = 0;
+  for (; Math.abs(value) >= 999.5 && n < 5; n++) value /= 1000;
+  const digits = value === 0 || (n === 0 && Number.isInteger(value)) ? value.toFixed(0) : value.toPrecision(3);
+  return digits + (unit ? ' ' : '') + ['', 'k', 'M', 'G', 'T', 'P'][n] + unit;
+}
+const share = value => known(value) ? (100 * value).toFixed(value > 0.9995 || value === 0 ? 0 : 1) + ' %' : none;
+function time(seconds) {
+  if (!known(seconds)) return none;
+  if (Math.abs(seconds) < 0.9995) return Math.round(1000 * seconds) + ' ms';
+  if (seconds < 10) return seconds.toFixed(2) + ' s';
+  const whole = Math.round(seconds), pad = number => String(number).padStart(2, '0');
+  if (whole < 60) return whole + ' s';
+  if (whole < 3600) return Math.floor(whole / 60) + ' min ' + pad(whole % 60) + ' s';
+  if (whole < 86400) return Math.floor(whole / 3600) + ' h ' + pad(Math.floor(whole / 60) % 60) + ' min';
+  return Math.floor(whole / 86400) + ' d ' + pad(Math.floor(whole / 3600) % 24) + ' h';
+}
+const fixed = digits => value => known(value) ? value.toFixed(digits) : none;
+const colour = index => index < 8 ? 'k' + index : 'many';
+
+// ---- what comes from the server
+function take(kind, data) {
+  heardMs = performance.now();
+  if (kind === 'whole') runs = data.runs;
+  else data.runs.forEach((news, index) => {
+    const run = runs[index], last = run.events.length ? run.events[run.events.length - 1].n : 0;
+    const rounds = new Map(run.rounds.map(round => [round.step, round]));
+    for (const round of news.rounds) rounds.set(round.step, round);
+    const events = [...run.events, ...news.events.filter(event => event.n > last)].slice(-300);
+    Object.assign(run, news, {rounds: [...rounds.values()].sort((a, b) => a.step - b.step).slice(-240), events});
+  });
+  if (shown >= runs.length) shown = 0;
+  draw();
+}
+function listen() {
+  const source = new EventSource('events?token=' + encodeURIComponent(token));
+  for (const kind of ['whole', 'news']) {
+    source.addEventListener(kind, event => { text($('link'), ''); take(kind, JSON.parse(event.data)); });
+  }
+  source.onerror = () => {
+    const refused = source.readyState === EventSource.CLOSED;
+    text($('link'), refused ? 'refused: open the whole address that diloco view printed, with what follows the #'
+      : 'connection lost; trying again. What is shown is old');
+    if (refused && runs.length) setTimeout(listen, 5000);
+  };
+}
+
+// ---- head
+const STATES = {running: 'is-good', complete: 'is-good', evaluating: 'is-good', starting: 'is-new', stopped: 'is-warn'};
+const CONDITIONS = {training: 'is-good', evaluating: 'is-good', joining: 'is-new', recovering: 'is-new', slow: 'is-warn',
+  unmerged: 'is-warn', striking: 'is-warn', silent: 'is-warn', gone: 'is-bad', expelled: 'is-bad', left: 'is-dim'};
+const live = run => ['running', 'starting', 'evaluating'].includes(run.status.state);
+function pace(run) {  // seconds per round lately
+  const merged = run.rounds.filter(round => round.merged_s).slice(-40);
+  const [first, last] = [merged[0], merged[merged.length - 1]];
+  return merged.length > 1 && last.step > first.step ? (last.merged_s - first.merged_s) / (last.step - first.step) : null;
+}
+function drawHead(run) {
+  const {status, summary} = run, steps = status.global_step ?? summary.global_steps, total = status.total_steps;
+  text($('name'), run.name);
+  text($('state'), status.state || 'no status');
+  $('state').className = 'chip ' + (STATES[status.state] || 'is-bad');
+  document.title = run.name + ': ' + (status.state || '') + (total ? ' ' + Math.floor(100 * steps / total) + ' %' : '');
+  $('progress').value = total ? Math.min(1, steps / total) : 0;
+  const each = pace(run), left = status.state === 'running' && each ? ', about ' + time((total - steps) * each) + ' left' : '';
+  const read = run.read < 1 ? ', reading its records: ' + share(run.read) : '';
+  text($('facts'), `step ${steps}${total ? ' of ' + total : ''}, ${time(status.wall_s ?? summary.wall_s)}${left}${read}`);
+  text($('waiting'), live(run) && status.waiting_for ? 'waiting for: ' + status.waiting_for : '');
+  const choice = $('choice');
+  choice.hidden = runs.length < 2;
+  once(choice, runs.map(each => each.name), () => choices(choice, 'run', runs.map((each, index) => [each.name, index]),
+    () => shown, value => { shown = value; picked = null; }));
+}
+function choices(place, name, options, now, choose) {
+  place.querySelectorAll('label').forEach(label => label.remove());
+  for (const [words, value] of options) {
+    const input = h('input', {type: 'radio', name, value, onchange: () => { choose(value); draw(); }});
+    input.checked = value === now();
+    place.append(h('label', {}, input, h('span', {}, words)));
+  }
+}
+function drawAlarms(run) {
+  once($('alarm-list'), run.alarms, () => fill($('alarm-list'), ...(run.alarms.length
+    ? run.alarms.map(alarm => h('li', {}, alarm.text, h('span', {}, alarm.remedy)))
+    : [h('li', {class: 'none'}, 'None')])));
+}
+function drawFigures(run) {
+  const {status, summary} = run, wire = status.wire || summary.wire;
+  const rows = [['eval loss', summary.eval_loss ?? status.eval_loss, fixed(4)],
+    ['bits per byte', summary.eval_bits_per_byte, fixed(4)],
+    ...Object.entries(summary.eval_scores || {}).map(([name, value]) => [name, value, value => value.toPrecision(4)]),
+    ['tokens', status.tokens ?? summary.tokens, si], ['tokens/s', live(run) ? status.tokens_per_s : null, si],
+    ['goodput', live(run) ? run.times.goodput : summary.goodput ?? run.times.goodput, share],
+    ['uptime', summary.uptime, share],
+    ['contributors per round', status.contributors_per_round ?? summary.contributors_per_round, fixed(2)],
+    ['per round', pace(run), time], ['moved up', wire.up_bytes, value => si(value, 'B')],
+    ['moved down', wire.down_bytes, value => si(value, 'B')]];
+  fill($('figures'), ...rows.filter(row => known(row[1])).map(([name, value, form]) =>
+    h('div', {}, h('dt', {}, name), h('dd', {}, form(value)))));
+}
+
+// ---- islands: rows stay, so that focus on their buttons does
+const COLUMNS = [['condition', row => row.condition + (row.condition === 'training' ? '' : ' ' + time(row.since_s))],
+  ['step', row => String(row.local_step ?? row.local_steps ?? none)], ['tokens/s', row => known(row.tokens_per_s) ? si(row.tokens_per_s) : ''],
+  ['per step', row => known(row.step_s) ? time(row.step_s) : ''], ['loss', row => known(row.loss) ? row.loss.toFixed(3) : ''],
+  ['takes part', row => share(row.participation)], ['merged in', row => row.last_merged_round ? String(row.last_merged_round) : none],
+  ['to it', row => known(row.broadcast_s) ? time(row.broadcast_s) : ''], ['restarts', row => String(row.restarts ?? none)],
+  ['last word', row => row.reason || '']];
+function drawIslands(run) {
+  const rows = (run.status.learners || []).length ? run.status.learners
+    : Object.entries(run.summary.learners).map(([learner, row]) => ({learner, condition: 'left', ...row}));
+  const table = $('island-table'), names = rows.map(row => row.learner);
+  once(table, [run.name, names, run.logs], () => {
+    fill(table.tHead, h('tr', {role: 'row'}, ...['island', ...COLUMNS.map(column => column[0]), 'do'].map(name =>
+      h('th', {scope: 'col', role: 'columnheader', class: name === 'last word' ? 'text' : null}, name))));
+    fill(table.tBodies[0], ...rows.map(row => h('tr', {role: 'row'},
+      h('th', {scope: 'row', role: 'rowheader'}, row.learner),
+      ...COLUMNS.map(([name]) => h('td', {role: 'cell', 'data-label': name === 'condition' ? null : name,
+        class: name === 'last word' ? 'word' : null})),
+      h('td', {role: 'cell'}, run.logs.includes(row.learner)
+        ? h('button', {'aria-label': 'Log of ' + row.learner, onclick: () => readLog(row.learner, true)}, 'Log') : null,
+      h('button', {class: 'drain', 'aria-label': 'Let ' + row.learner + ' leave', onclick: () => drain(row.learner)}, 'Drain')))));
+    if (!rows.length) fill(table.tBodies[0], h('tr', {}, h('td', {class: 'text'}, 'No island has connected yet.')));
+  });
+  rows.forEach((row, index) => {
+    const cells = table.tBodies[0].rows[index].cells;
+    COLUMNS.forEach(([name, form], column) => {
+      const cell = cells[column + 1], words = form(row);
+      if (name !== 'condition') return text(cell, words);
+      once(cell, words, () => fill(cell, h('span', {class: 'dot ' + (CONDITIONS[row.condition] || ''), 'aria-hidden': 'true'}), words));
+    });
+    const button = cells[cells.length - 1].querySelector('.drain');
+    button.disabled = !live(run) || ['gone', 'left', 'expelled'].includes(row.condition);
+  });
+}
+async function drain(learner) {
+  const dialog = $('ask');
+  text($('ask-h'), `Let ${learner} leave?`);
+  dialog.returnValue = 'no';
+  dialog.showModal();
+  await new Promise(done => dialog.addEventListener('close', done, {once: true}));
+  if (dialog.returnValue !== 'yes') return;
+  text($('drained'), `asking the syncer about ${learner} …`);
+  try {
+    const answer = await fetch('drain', {method: 'POST', headers: {'X-Token': token},
+      body: JSON.stringify({run: shown, learner})});
+    text($('drained'), answer.headers.get('Content-Type').includes('json') ? (await answer.json()).message : await answer.text());
+  } catch (error) { text($('drained'), 'nobody answered: ' + error.message); }
+}
+
+// ---- rounds
+const PHASES = [['quorum', 'opened_s', 'met_s'], ['grace', 'met_s', 'closed_s'], ['pulls', 'closed_s', 'pulled_s'],
+  ['merge', 'pulled_s', 'merged_s'], ['broadcast', 'merged_s', 'heard_s']];
+function timed(round) {  // with when the last island had it
+  const took = Object.values(round.arrived);
+  return {...round, heard_s: took.length && round.merged_s && round.state === 'merged' ? round.merged_s + Math.max(...took) : undefined};
+}
+const begin = round => round.opened_s ?? round.closed_s ?? round.merged_s;
+const end = (round, now) => round.heard_s ?? round.merged_s ?? now;
+const slowest = values => Object.entries(values || {}).reduce((a, b) => !a || b[1] > a[1] ? b : a, null);
+function describe(round) {
+  const parts = PHASES.filter(([, a, b]) => known(round[a]) && known(round[b])).map(([name, a, b]) => name + ' ' + time(round[b] - round[a]));
+  const late = Object.entries(round.late).map(([name, by]) => `${name} by ${time(by)}`), last = slowest(round.values), far = slowest(round.arrived);
+  return `Round ${round.step}, fragment ${round.fragment}, ${round.state}: ${parts.join(', ') || 'no times recorded'}. `
+    + (round.reason ? `Closed: ${round.reason}. ` : '') + `Members: ${(round.merged || round.members).join(', ') || 'none'}. `
+    + (last && Object.keys(round.values).length > 1 ? `Last value: ${last[0]}, ${time(last[1])} after closing. ` : '')
+    + (far ? `Last to have the new version: ${far[0]}, after ${time(far[1])}. ` : '')
+    + (late.length ? `Late: ${late.join(', ')}.` : 'Nobody was late.');
+}
+function lanes(rounds, now) {
+  const free = [];
+  return rounds.map(round => {
+    let lane = free.findIndex(at => at <= begin(round));
+    if (lane < 0) lane = free.length;
+    free[lane] = end(round, now);
+    return lane;
+  });
+}
+const nice = (from, most) => [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400, 604800].find(step => from / step <= most) || from;
+let scene = null;  // what moves
+function drawRounds(run) {
+  const rounds = run.rounds.map(timed).filter(round => known(begin(round))), box = $('timeline');
+  const last = rounds[rounds.length - 1], now = live(run) ? run.end_s : last ? end(last, run.end_s) : 0;
+  const auto = Math.max(2, 40 * (pace(run) || 1)), seconds = span || auto;
+  once($('phases'), 1, () => fill($('phases'), ...PHASES.map(([name], index) =>
+    h('li', {}, s('svg', {viewBox: '0 0 10 10', 'aria-hidden': 'true'}, s('rect', {class: 'ph' + index, width: 10, height: 10})), name))));
+  once($('spans'), 1, () => choices($('spans'), 'span', [['40 rounds', 0], ['15 s', 15], ['1 min', 60], ['5 min', 300], ['1 h', 3600]],
+    () => span, value => { span = value; }));
+  const chosen = rounds.find(round => round.step === picked), right = chosen && end(chosen, now) < now - seconds ? end(chosen, now) + seconds / 4 : now;
+  const width = Math.max(240, box.clientWidth), lane = lanes(rounds, now), shownRounds = rounds.filter(round => end(round, now) > right - seconds * 1.05);
+  const used = shownRounds.map(round => lane[rounds.indexOf(round)]), count = Math.max(1, ...used.map(each => each + 1));
+  const row = count > 12 ? 14 : 22, height = count * row, x = t => (t - right + seconds) / seconds * width;
+  const moving = s('g');
+  for (let t = Math.ceil((right - seconds) / nice(seconds, width / 90)) * nice(seconds, width / 90); t < right + seconds / 20; t += nice(seconds, width / 90)) {
+    moving.append(s('path', {class: 'grid', d: `M${x(t)} 0V${height}`}), s('text', {x: x(t) + 3, y: height + 14}, t < 60 ? +t.toFixed(1) + ' s' : time(t)));
+  }
+  shownRounds.forEach((round, index) => {
+    const y = used[index] * row + 2, tall = row - 4, group = s('g', {class: 'round'});
+    const whole = {x: x(begin(round)), y, width: Math.max(1.5, x(end(round, now)) - x(begin(round))), height: tall, rx: 2};
+    group.append(s('rect', {...whole, class: round.state === 'abandoned' ? 'lost' : 'track'}));
+    PHASES.forEach(([, a, b], phase) => {
+      if (!known(round[a])) return;
+      const stop = round[b] ?? (round.state === 'closed' && phase < 4 && !PHASES.slice(phase + 1).some(p => known(round[p[2]])) ? now : round[a]);
+      if (stop > round[a] && round.state !== 'abandoned') group.append(s('rect', {class: 'ph' + phase, x: x(round[a]), y, width: x(stop) - x(round[a]), height: tall}));
+    });
+    if (!known(round.opened_s) && round.state === 'merged') group.append(s('rect', {...whole, class: 'ph2'}));
+    if (whole.width > 34 && tall > 14) group.append(s('text', {class: 'inside', x: whole.x + 5, y: y + tall - 5}, `${round.step}`));
+    for (const by of Object.values(round.late)) {
+      const at = x(round.closed_s + by);
+      if (at <= x(right)) group.append(s('path', {class: 'late', d: `M${at} ${y + tall / 2 - 5}l5 5l-5 5l-5 -5z`}));
+    }
+    if (round.step === picked) group.append(s('rect', {...whole, class: 'picked'}));
+    group.addEventListener('click', () => pick(round.step));
+    moving.append(group);
+  });
+  for (const event of run.events) {
+    if (!['left', 'joined', 'silent', 'restarted', 'expelled'].includes(event.kind) || event.t < right - seconds || event.t > right) continue;
+    moving.append(s('path', {class: 'mark' + (event.kind === 'joined' ? ' good' : ''), d: `M${x(event.t)} 0V${height}`},
+      s('title', {}, `${event.who.join(', ')} ${event.kind}`)));
+  }
+  fill(box, s('svg', {width, height: height + 20, viewBox: `0 0 ${width} ${height + 20}`, 'aria-hidden': 'true'}, moving));
+  scene = live(run) && right === now ? {moving, perS: width / seconds} : null;
+  const told = rounds.find(round => round.step === picked) || [...rounds].reverse().find(round => round.merged_s);
+  if (picked !== null || !live(run)) text($('picked'), told ? describe(told) : 'No round has closed yet.');
+  else text($('picked'), rounds.length ? 'Choose a round to see its times.' : 'No round has closed yet.');
+  if ($('round-table').closest('details').open) drawRoundTable(rounds);
+}
+function drawRoundTable(rounds) {
+  const newest = [...rounds].reverse().slice(0, 60), cell = words => h('td', {}, words);
+  fill($('round-table'), h('thead', {}, h('tr', {}, ...['round', 'fragment', ...PHASES.map(phase => phase[0]), 'last value', 'members', 'late'].map(name => h('th', {scope: 'col'}, name)))),
+    h('tbody', {}, ...newest.map(round => h('tr', {}, h('th', {scope: 'row'}, String(round.step)), cell(String(round.fragment)),
+      ...PHASES.map(([, a, b]) => cell(known(round[a]) && known(round[b]) ? time(round[b] - round[a]) : none)),
+      cell(slowest(round.values) ? slowest(round.values)[0] : none), cell(String((round.merged || round.members).length)),
+      cell(Object.entries(round.late).map(([name, by]) => `${name} ${time(by)}`).join(', ') || none)))));
+}
+function pick(step) { picked = step; drawRounds(runs[shown]); }
+$('timeline').addEventListener('keydown', event => {
+  const steps = (runs[shown]?.rounds || []).map(round => round.step), at = steps.indexOf(picked);
+  const to = {ArrowLeft: at < 0 ? steps.length - 1 : at - 1, ArrowRight: at < 0 ? steps.length - 1 : at + 1, Home: 0, End: steps.length - 1}[event.key];
+  if (event.key === 'Escape') pick(null);
+  else if (to !== undefined && steps.length) { event.preventDefault(); pick(steps[Math.max(0, Math.min(steps.length - 1, to))]); }
+});
+function move() {  // the present goes on between two news
+  if (scene && !calm.matches && !document.hidden) {
+    scene.moving.setAttribute('transform', `translate(${-scene.perS * Math.min(3, (performance.now() - heardMs) / 1000)} 0)`);
+  }
+  setTimeout(() => requestAnimationFrame(move), 60);
+}
+
+// ---- charts
+function chart(place, legend, lines, xForm, label) {
+  const all = lines.flatMap(line => line.points).filter(point => known(point[1]));
+  once(legend, lines.map(line => [line.name, line.style]), () => fill(legend, ...lines.map(line =>
+    h('li', {}, h('i', {class: line.style}), line.name))));
+  const width = Math.max(240, place.clientWidth), height = Math.min(340, Math.max(200, width * 0.42)), left = 46, bottom = height - 22;
+  if (!all.length) return fill(place, h('p', {class: 'soft'}, 'No loss yet.'));
+  const late = Math.max(...all.map(point => point[0])) * 0.06;  // the steep begin may lie above the chart
+  const settled = all.filter(point => point[0] >= late).map(point => point[1]), xs = all.map(point => point[0]);
+  let [low, high] = [Math.min(...settled), Math.max(...settled)];
+  const [first, last] = [Math.min(...xs), Math.max(...xs)], step = nice10((high - low || 1) / 4);
+  [low, high] = [Math.floor(low / step) * step, Math.ceil((high || 1) / step) * step];
+  const x = t => left + (t - first) / (last - first || 1) * (width - left - 8), y = value => bottom - (value - low) / (high - low || 1) * (bottom - 8);
+  const drawing = s('svg', {width, height, viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': label + ': ' + lines.map(line =>
+    `${line.name} ${line.points.length ? line.points[line.points.length - 1][1].toFixed(3) : 'none'}`).join(', ')});
+  for (let value = low; value <= high + step / 2; value += step) {
+    drawing.append(s('path', {class: 'grid', d: `M${left} ${y(value)}H${width}`}), s('text', {x: left - 6, y: y(value) + 4, 'text-anchor': 'end'}, +value.toFixed(3)));
+  }
+  const ticks = Math.max(2, Math.floor(width / 130));
+  for (let n = 0; n <= ticks; n++) {
+    const t = first + (last - first) * n / ticks;
+    drawing.append(s('text', {x: x(t), y: height - 5, 'text-anchor': n === 0 ? 'start' : n === ticks ? 'end' : 'middle'}, xForm(t)));
+  }
+  const inside = s('g', {'clip-path': 'inset(0)'});
+  for (const line of lines) {
+    const points = line.points.filter(point => known(point[1]) && y(point[1]) >= -40).map(point => `${x(point[0]).toFixed(1)},${y(point[1]).toFixed(1)}`);
+    inside.append(s('polyline', {class: 'line ' + line.style, points: points.join(' ')}));
+    if (line.dots) for (const point of points) inside.append(s('circle', {class: 'point ' + line.style, cx: point.split(',')[0], cy: point.split(',')[1], r: 4}));
+  }
+  drawing.append(inside);
+  fill(place, drawing);
+}
+function nice10(from) {
+  const ten = 10 ** Math.floor(Math.log10(from));
+  return [1, 2, 5, 10].map(step => step * ten).find(step => step >= from);
+}
+function drawLoss(run) {
+  once($('loss-by'), 1, () => choices($('loss-by'), 'loss', [['over time', 0], ['over tokens', 1]], () => lossBy, value => { lossBy = value; }));
+  const lines = Object.entries(run.curves.loss).map(([name, points], index) =>
+    ({name, style: colour(index), points: points.map(point => [point[lossBy], point[2]])}));
+  if (run.curves.evals.length) lines.push({name: 'global model', style: 'main', dots: true, points: run.curves.evals.map(point => [point[lossBy], point[2]])});
+  chart($('loss'), $('loss-legend'), lines, lossBy ? si : time, 'Loss');
+}
+
+// ---- tables of shares
+const USES = [['away', 'away: not connected, or silent'], ['joining', 'joining: load, compile, take over a state'],
+  ['between', 'between two steps'], ['data', 'waiting for data'], ['training', 'training: goodput']];
+function bar(from, to, style, label) {
+  return h('td', {class: 'bar'}, s('svg', {viewBox: '0 0 100 10', preserveAspectRatio: 'none', role: 'img', 'aria-label': label},
+    s('rect', {class: 'track', width: 100, height: 10}), s('rect', {class: style, x: 100 * from, width: Math.max(0, 100 * (to - from)), height: 10})));
+}
+function drawUses(run) {
+  const islands = Object.entries(run.times.islands), sum = use => islands.reduce((all, [, row]) => all + row[use], 0);
+  const total = USES.reduce((all, [use]) => all + sum(use), 0);
+  let top = 1;
+  fill($('waterfall'), h('tbody', {}, ...(total ? USES : []).map(([use, words]) => {
+    const part = sum(use) / total, from = use === 'training' ? 0 : top - part;
+    top -= part;
+    return h('tr', {}, h('th', {scope: 'row'}, words), bar(from, from + part, 'use-' + use, share(part)), h('td', {}, share(part)), h('td', {class: 'soft'}, time(sum(use))));
+  })));
+  fill($('uses'), h('thead', {}, h('tr', {}, ...['island', ...USES.map(([use]) => use)].map(name => h('th', {scope: 'col'}, name)))),
+    h('tbody', {}, ...islands.map(([name, row]) => h('tr', {}, h('th', {scope: 'row'}, name), ...USES.map(([use]) => h('td', {}, time(row[use])))))));
+}
+function drawLinks(run) {
+  const {status, summary, plan, rate, config} = run, rows = [], steps = Object.values(summary.learners).reduce((all, row) => all + row.local_steps, 0);
+  const wire = status.wire || summary.wire, bytes = value => si(value, 'B');
+  for (const [name, way] of [['up', 'up'], ['down', 'down']]) {
+    const planned = plan[way + '_bytes_per_step'], measured = steps && known(wire[way + '_bytes']) ? wire[way + '_bytes'] / steps : null;
+    rows.push([name, known(measured) ? bytes(measured) : none, planned ? bytes(planned) : none,
+      planned && known(measured) ? (measured / planned).toFixed(2) + ' times' : none, rate ? si(rate[way + '_per_s'], 'B/s') : none]);
+  }
+  const steady = (status.learners || []).filter(row => row.step_s && row.state === 'active').map(row => row.step_s), tau = config.overlap_steps;
+  const slack = steady.length && tau ? tau * Math.min(...steady) : null, took = run.rounds.map(timed).filter(round => round.heard_s && known(round.closed_s));
+  const mean = took.length ? took.reduce((all, round) => all + round.heard_s - round.closed_s, 0) / took.length : null;
+  text($('links-note'), 'Bytes that an island moves per inner step, all control messages included, against the payloads that its config plans. '
+    + (mean !== null ? `From closing a round until all have its result: ${time(mean)} on average` + (slack ? `; ${tau} inner steps, which it may take, are ${time(slack)}.` : '.') : ''));
+  fill($('links'), h('thead', {}, h('tr', {}, ...['way', 'per step', 'planned', 'of the plan', 'all islands, last minute'].map(name => h('th', {scope: 'col'}, name)))),
+    h('tbody', {}, ...rows.map(([name, ...cells]) => h('tr', {}, h('th', {scope: 'row'}, name), ...cells.map(words => h('td', {}, words))))));
+}
+const FATES = [['merged', 'use-training'], ['overwritten', 'use-joining'], ['released', 'use-between'], ['out', 'track']];
+function drawSamples(run) {
+  const fates = run.summary.samples, all = fates ? fates.leased : 0;
+  fill($('samples'), h('tbody', {}, ...(all ? FATES.map(([name, style]) => h('tr', {}, h('th', {scope: 'row'},
+    {merged: 'merged', overwritten: 'overwritten on adoption', released: 'given to others', out: 'out: still with an island'}[name]),
+    bar(0, fates[name] / all, style === 'track' ? 'ph0' : style, share(fates[name] / all)), h('td', {}, share(fates[name] / all)), h('td', {class: 'soft'}, si(fates[name])))) : [h('tr', {}, h('td', {class: 'text'}, 'Not known yet.'))])));
+}
+function drawEvents(run) {
+  once($('events'), [run.name, run.events.length && run.events[run.events.length - 1].n], () => fill($('events'), ...[...run.events].reverse().map(event =>
+    h('li', {}, h('time', {}, time(event.t)), ' ', h('b', {}, [...event.who, event.kind].join(' ')), event.reason ? ': ' + event.reason : ''))));
+}
+
+// ---- runs side by side
+const RESULTS = [['state', run => run.status.state || none], ['progress', run => run.status.total_steps ? share(Math.min(1, run.status.global_step / run.status.total_steps)) : none],
+  ['eval loss', run => fixed(4)(run.summary.eval_loss ?? run.status.eval_loss)], ['tokens', run => si(run.status.tokens ?? run.summary.tokens)],
+  ['global steps', run => String(run.status.global_step ?? run.summary.global_steps)], ['wall time', run => time(run.status.wall_s ?? run.summary.wall_s)],
+  ['goodput', run => share(live(run) ? run.times.goodput : run.summary.goodput ?? run.times.goodput)],
+  ['contributors per round', run => fixed(2)(run.summary.contributors_per_round)],
+  ['restarts', run => String(Object.values(run.summary.learners).reduce((all, row) => all + row.restarts, 0))],
+  ['moved up', run => si((run.status.wire || run.summary.wire).up_bytes || 0, 'B')], ['moved down', run => si((run.status.wire || run.summary.wire).down_bytes || 0, 'B')],
+  ['alarms', run => String(run.alarms.length)]];
+function drawRuns() {
+  $('runs').hidden = runs.length < 2;
+  if (runs.length < 2) return;
+  const head = () => h('thead', {}, h('tr', {}, h('th', {scope: 'col'}, ''), ...runs.map(run => h('th', {scope: 'col'}, run.name))));
+  const row = (name, cells) => h('tr', {}, h('th', {scope: 'row'}, name), ...cells.map(words => h('td', {}, words)));
+  fill($('runs-table'), head(), h('tbody', {}, ...RESULTS.map(([name, form]) => row(name, runs.map(form)))));
+  once($('runs-settings'), runs.map(run => run.settings), () => {
+    const names = [...new Set(runs.flatMap(run => Object.keys(run.settings)))], words = (run, name) => name in run.settings ? JSON.stringify(run.settings[name]) : none;
+    const differ = names.filter(name => new Set(runs.map(run => words(run, name))).size > 1);
+    fill($('runs-settings'), head(), h('tbody', {}, ...differ.map(name => row(name, runs.map(run => words(run, name))))));
+  });
+  chart($('runs-chart'), $('runs-legend'), runs.map((run, index) => {
+    const evals = run.curves.evals, points = evals.length > 1 ? evals : Object.values(run.curves.loss)[0] || [];
+    return {name: run.name + (evals.length > 1 ? '' : ' (training)'), style: colour(index), points: points.map(point => [point[1], point[2]])};
+  }), si, 'Loss over tokens');
+}
+
+// ---- logs
+let following = null;
+async function readLog(name, go) {
+  if (name) $('log-name').value = name;
+  if (go) { $('logs').scrollIntoView({behavior: calm.matches ? 'auto' : 'smooth'}); $('log').focus({preventScroll: true}); }
+  const place = $('log'), atEnd = place.scrollTop + place.clientHeight >= place.scrollHeight - 8;
+  const query = new URLSearchParams({run: shown, name: $('log-name').value, token});
+  try {
+    text(place, await (await fetch('log?' + query)).text() || '(empty)');
+    if (go || atEnd) place.scrollTop = place.scrollHeight;
+  } catch (error) { text(place, 'nobody answered: ' + error.message); }
+}
+$('log-get').addEventListener('click', () => readLog('', true));
+$('log-name').addEventListener('change', () => readLog(''));
+$('log-follow').addEventListener('change', event => {
+  clearInterval(following);
+  if (event.target.checked) { readLog('', true); following = setInterval(readLog, 2000, ''); }
+});
+function drawLogs(run) {
+  once($('log-name'), [run.name, run.logs], () => {
+    const before = $('log-name').value;
+    fill($('log-name'), ...run.logs.map(name => h('option', {}, name)));
+    if (run.logs.includes(before)) $('log-name').value = before;
+  });
+  $('log-get').disabled = !run.logs.length;
+}
+
+// ---- everything
+function draw() {
+  const run = runs[shown];
+  if (!run) return;
+  for (const part of [drawHead, drawAlarms, drawFigures, drawRuns, drawIslands, drawRounds, drawLoss, drawUses, drawLinks, drawSamples, drawEvents, drawLogs]) part(run);
+}
+document.querySelector('.skip').addEventListener('click', event => { event.preventDefault(); $('islands').focus(); });
+document.querySelectorAll('details').forEach(each => each.addEventListener('toggle', draw));
+let resizing = 0;
+addEventListener('resize', () => { clearTimeout(resizing); resizing = setTimeout(draw, 100); });
+listen();
+move();

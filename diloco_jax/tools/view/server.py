@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from diloco_jax.drawing.page import STYLE
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.records.files import LOGS
 from diloco_jax.runtime.records.status import syncer_at
@@ -39,9 +40,10 @@ JSON_TYPE, TEXT_TYPE = "application/json", "text/plain; charset=utf-8"
 def compose_page() -> tuple[bytes, str]:
     """Return the page in one piece, and the policy that lets it run its own script and nothing else."""
     parts = {name: (FOLDER / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
+    parts["css"] = STYLE + parts["css"]
     page = parts["html"].replace("/*style*/", parts["css"]).replace("/*script*/", parts["js"])
     hashes = {name: base64.b64encode(hashlib.sha256(parts[name].encode()).digest()).decode() for name in ("css", "js")}
-    policy = f"default-src 'none'; connect-src 'self'; script-src 'sha256-{hashes['js']}'; "
+    policy = f"default-src 'none'; img-src data:; connect-src 'self'; script-src 'sha256-{hashes['js']}'; "
     policy += f"style-src 'sha256-{hashes['css']}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     return page.encode(), policy
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.tools.chaos.actions import DonorHunt, Saboteur, Tail, order_file
+from diloco_jax.runtime.records.line_file import Tail
+from diloco_jax.tools.chaos.actions import DonorHunt, Saboteur, order_file
 from diloco_jax.tools.chaos.driver import Driver
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.tools.chaos.schedule import ChaosFault
