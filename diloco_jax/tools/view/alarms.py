@@ -9,7 +9,7 @@ from diloco_jax.runtime.records.status import EVALUATING, STARVED
 
 
 class Alarm(NamedTuple):
-    """One thing that is wrong, and what to do."""
+    """One thing that is wrong, in words that stay while it is, and what to do."""
 
     text: str
     remedy: str
@@ -39,7 +39,7 @@ def alarms(status: Mapping[str, Any], summary: Mapping[str, Any]) -> list[Alarm]
     """List what is wrong with a run, the gravest first."""
     found, state = [], status.get("state", "")
     if state in (*DEAD, AWAY):
-        found.append(Alarm(f"the run is {state}: last word {status['said_s_ago']:.0f} s ago", status["remedy"]))
+        found.append(Alarm(f"the run is {state}", status["remedy"]))
     texts = dict.fromkeys([*status.get("alarms", ()), *summary.get("alarms", ())])
     if unmerged := never_merged(summary.get("unmerged_fragments", ())):
         texts[unmerged] = None
@@ -49,8 +49,8 @@ def alarms(status: Mapping[str, Any], summary: Mapping[str, Any]) -> list[Alarm]
         return found
     for row in status.get("learners", ()):
         if (condition := row["condition"]) in OF_ISLANDS:
-            found.append(Alarm(f"{row['learner']} is {condition}: {row['reason']}", OF_ISLANDS[condition]))
+            found.append(Alarm(f"{row['learner']} is {condition}", OF_ISLANDS[condition]))
         share = row.get("metrics", {}).get(WAITING) or 0.0
         if row["state"] == "active" and share >= STARVED:
-            found.append(Alarm(f"{row['learner']} waits for data {share:.0%} of its time", STARVED_REMEDY))
+            found.append(Alarm(f"{row['learner']} waits for data", STARVED_REMEDY))
     return found

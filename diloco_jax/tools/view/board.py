@@ -61,9 +61,8 @@ class Board:
             number = -1
             while not self._closed.is_set():
                 with self._changed:
-                    self._changed.wait_for(
-                        lambda seen=number: self._number != seen or self._closed.is_set(), HEARTBEAT_S
-                    )
+                    if number == self._number:
+                        self._changed.wait(HEARTBEAT_S)
                     missed = [frame for each, frame in self._frames if each > number]
                     if number < 0 or len(missed) < self._number - number:
                         missed = [event("whole", self._state())]

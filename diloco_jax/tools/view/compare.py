@@ -1,6 +1,6 @@
 """Runs beside each other: what came of them, and the settings in which they differ."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from diloco_jax.drawing.charts import format_bytes, format_count
 from diloco_jax.tools.report.live import NO_VALUE, format_duration
 from diloco_jax.tools.view.feed import RunFeed
 
-RESULTS = {  # key of summary.json: its name and its form
+Form = Callable[[Any], str]
+RESULTS: dict[str, tuple[str, Form]] = {  # key of summary.json: its name and its form
     "eval_loss": ("eval loss", "{:.4f}".format),
     "eval_bits_per_byte": ("bits per byte", "{:.4f}".format),
     "tokens": ("tokens", format_count),
@@ -53,7 +54,8 @@ def describe(result: Mapping[str, Any], width: int) -> str:
     table.add_column("")
     for row in rows:
         table.add_column(Path(row["run"]).name, justify="right", overflow="fold")
-    for key, (name, form) in {"state": ("state", str), **RESULTS, "alarms": ("alarms", str)}.items():
+    shown: dict[str, tuple[str, Form]] = {"state": ("state", str), **RESULTS, "alarms": ("alarms", str)}
+    for key, (name, form) in shown.items():
         if any(row[key] is not None for row in rows):
             table.add_row(name, *(NO_VALUE if row[key] is None else form(row[key]) for row in rows))
     table.add_section()

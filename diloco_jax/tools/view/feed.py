@@ -47,7 +47,7 @@ class RunFeed:
         self.folder = folder
         self.name = folder.resolve().name
         self.config: RunConfig | None = None
-        with suppress(OSError):
+        with suppress(ValueError):  # none, or of another version
             self.config = load(folder / CONFIG_FILE)
         self._plan: dict[str, Any] | None = None
         self._looks = 0
@@ -208,10 +208,11 @@ class RunFeed:
         return {"loss": loss, "evals": [list(each) for each in self._story.evals[-POINTS_SENT:]]}
 
     def _about(self) -> dict[str, Any]:
-        if (config := self.config) is None:
-            return {"config": {}, "settings": {}}
-        settings = dict(flat(read_values(self.folder / CONFIG_FILE)))
-        return {"config": {"overlap_steps": config.protocol.overlap_steps}, "settings": settings}
+        settings: dict[str, Any] = {}
+        with suppress(ValueError):
+            settings = dict(flat(read_values(self.folder / CONFIG_FILE)))
+        tau = self.config.protocol.overlap_steps if self.config is not None else None
+        return {"config": {"overlap_steps": tau}, "settings": settings}
 
     def _links(self) -> dict[str, Any]:
         """Return the bytes that an island should move per inner step, by its config; nothing if that is not known."""

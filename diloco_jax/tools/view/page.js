@@ -144,7 +144,7 @@ function drawIslands(run) {
     : Object.entries(run.summary.learners).map(([learner, row]) => ({learner, condition: 'left', ...row}));
   const table = $('island-table'), names = rows.map(row => row.learner);
   once(table, [run.name, names, run.logs], () => {
-    fill(table.tHead, h('tr', {role: 'row'}, ...['island', ...COLUMNS.map(column => column[0]), 'do'].map(name =>
+    fill(table.tHead, h('tr', {role: 'row'}, ...['island', ...COLUMNS.map(column => column[0]), 'actions'].map(name =>
       h('th', {scope: 'col', role: 'columnheader', class: name === 'last word' ? 'text' : null}, name))));
     fill(table.tBodies[0], ...rows.map(row => h('tr', {role: 'row'},
       h('th', {scope: 'row', role: 'rowheader'}, row.learner),
@@ -221,7 +221,7 @@ function drawRounds(run) {
     () => span, value => { span = value; }));
   const chosen = rounds.find(round => round.step === picked), right = chosen && end(chosen, now) < now - seconds ? end(chosen, now) + seconds / 4 : now;
   const width = Math.max(240, box.clientWidth), lane = lanes(rounds, now), shownRounds = rounds.filter(round => end(round, now) > right - seconds * 1.05);
-  const used = shownRounds.map(round => lane[rounds.indexOf(round)]), count = Math.max(1, ...used.map(each => each + 1));
+  const used = shownRounds.map(round => lane[rounds.indexOf(round)]), count = Math.max(3, ...used.map(each => each + 1));
   const row = count > 12 ? 14 : 22, height = count * row, x = t => (t - right + seconds) / seconds * width;
   const moving = s('g');
   for (let t = Math.ceil((right - seconds) / nice(seconds, width / 90)) * nice(seconds, width / 90); t < right + seconds / 20; t += nice(seconds, width / 90)) {
@@ -368,7 +368,7 @@ function drawSamples(run) {
 }
 function drawEvents(run) {
   once($('events'), [run.name, run.events.length && run.events[run.events.length - 1].n], () => fill($('events'), ...[...run.events].reverse().map(event =>
-    h('li', {}, h('time', {}, time(event.t)), ' ', h('b', {}, [...event.who, event.kind].join(' ')), event.reason ? ': ' + event.reason : ''))));
+    h('li', {}, h('time', {}, time(event.t)), ' ', h('b', {}, event.who.join(', ') + ' ' + event.kind), event.reason ? ': ' + event.reason : ''))));
 }
 
 // ---- runs side by side

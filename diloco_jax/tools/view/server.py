@@ -84,6 +84,7 @@ class PageServer(ThreadingHTTPServer):
             )
         self.feeds = {str(number): feed for number, feed in enumerate(feeds)}
         self.page, self.policy = compose_page()
+        self.board = Board(feeds)
         self.token = secrets.token_urlsafe(18)
         self._places = threading.BoundedSemaphore(VIEWERS_MAX)
         if ":" in host:
@@ -98,7 +99,6 @@ class PageServer(ThreadingHTTPServer):
             context.load_cert_chain(*(each.replace("{name}", SYNCER) for each in files))
             # handshakes in the connection's own thread: nobody who is slow holds up the others
             self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
-        self.board = Board(feeds)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http{'s' if encrypted else ''}://{shown}:{self.server_port}/#{self.token}"
 
@@ -202,7 +202,7 @@ class PageHandler(BaseHTTPRequestHandler):
             size = file.seek(0, 2)
             file.seek(max(0, size - LOG_BYTES))
             tail = file.read(LOG_BYTES)
-        self._answer(200, tail if size <= LOG_BYTES else tail.partition(b"\n")[2])
+        self._answer(200, tail if size <= LOG_BYTES else tail.partition(b"\n")[2] or tail)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing of each request; its address has the token."""

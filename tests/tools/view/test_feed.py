@@ -1,0 +1,169 @@
+"""The page of a run is told what its records say: exact numbers of a fabricated run, as it grows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_jax.tools.view.alarms import OF_ISLANDS, alarms
+from diloco_jax.tools.view.board import Board
+from diloco_jax.tools.view.compare import compare, describe
+from diloco_jax.tools.view.feed import ROUNDS_KEPT, RunFeed
+from diloco_jax.tools.view.times import IslandTimes
+from tests.runtime.helpers import call
+from tests.tools.view.made import FATES, MADE, append, joined, left, made_run, one_round, row, status, step, wire
+
+
+def test_the_whole_says_what_the_records_say(tmp_path: Path) -> None:
+    feed = RunFeed(made_run(tmp_path))
+    assert not feed.look()
+    told = feed.whole()
+    assert told["name"] == tmp_path.name and told["read"] == 1.0 and told["end_s"] == 4.6
+    assert told["rounds"] == [MADE]
+    assert [(event["kind"], event["who"]) for event in told["events"]] == [("joined", ["a"]), ("joined", ["b"])]
+    assert told["curves"] == {"loss": {"a": [[2.0, 10, 3.0], [4.5, 30, 2.5]], "b": [[3.0, 20, 3.5]]}, "evals": []}
+    assert told["status"]["state"] == "running" and told["summary"]["samples"] == FATES
+    assert told["summary"]["wire"] == {"up_bytes": 300, "down_bytes": 600} and told["logs"] == ["a", "syncer"]
+    assert told["rate"] == {"up_per_s": 100.0, "down_per_s": 200.0} and told["alarms"] == []
+    json.dumps(told, allow_nan=False)
+
+
+def test_news_have_only_what_is_new(tmp_path: Path) -> None:
+    feed = RunFeed(made_run(tmp_path))
+    feed.look()
+    feed.whole()
+    assert len(feed.news()["rounds"]) == 1
+    feed.look()
+    assert feed.news()["rounds"] == feed.news()["events"] == []
+    append(tmp_path, step("b", 5.25, 2, 40, arrived=[[1, 0.75]]))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind":"left","t":6.0,"glob')  # not whole yet
+    feed.look()
+    news = feed.news()
+    assert news["rounds"] == [{**MADE, "arrived": {"a": 0.25, "b": 0.75}, "late": {"b": 1.75}}] and not news["events"]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('al_step":1,"fragment_id":-1,"members":["b"],"reason":"lost"}\nno record\n{"kind":"left"}\n')
+    feed.look()
+    assert [event["n"] for event in feed.news()["events"]] == [3]
+    assert feed.whole()["events"][-1] == {"n": 3, "t": 6.0, "kind": "left", "who": ["b"], "reason": "lost", "step": 1}
+
+
+def test_another_run_in_the_same_folder_begins_anew(tmp_path: Path) -> None:
+    feed = RunFeed(made_run(tmp_path))
+    feed.look()
+    feed.news()
+    assert not feed.fresh
+    (tmp_path / "metrics.jsonl").write_text("")
+    append(tmp_path, joined("c", 0.5))
+    feed.look()
+    assert feed.fresh and [event["who"] for event in feed.whole()["events"]] == [["c"]] and not feed.whole()["rounds"]
+
+
+def test_a_long_run_takes_no_more_room(tmp_path: Path) -> None:
+    folder = made_run(tmp_path)
+    append(folder, *(record for number in range(2, 3 * ROUNDS_KEPT) for record in one_round(number, float(number))))
+    feed = RunFeed(folder)
+    feed.look()
+    rounds = feed.whole()["rounds"]
+    assert [this["step"] for this in rounds] == [*range(2 * ROUNDS_KEPT, 3 * ROUNDS_KEPT)]
+
+
+TIMES = [
+    # a steps at 0..1, 1.5..2.5 and, having waited for data half of that, is killed; back at 6, steps at 7..8
+    ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), step("a", 2.5, 2, 20, 1.0), left("a", 2.5), joined("a", 6.0, 2),
+      step("a", 8.0, 1, 30, 1.0, incarnation=2)], {"training": 3.0, "between": 0.5, "away": 3.5, "joining": 1.0}),
+    # its link breaks, it trains on, and tells it when it is back
+    ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), left("a", 1.0), joined("a", 4.0), step("a", 5.0, 5, 50, 1.0)],
+     {"training": 5.0}),
+    # the same, but with a second in which it did nothing
+    ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), left("a", 1.0), joined("a", 4.0), step("a", 5.0, 4, 40, 1.0)],
+     {"training": 4.0, "away": 1.0}),
+    # silent since its last word, and heard again
+    ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), {**left("a", 4.0), "kind": "silent"}, wire(5.0, 1, 0, 0)],
+     {"training": 1.0, "away": 4.0}),
+    # data: half of the time in steps
+    ([joined("a", 0.0), step("a", 2.0, 1, 10, 2.0), {"kind": "metrics", "t": 2.0, "global_step": 0, "learner": "a"}
+      | {"values": {"waiting_for_data": 0.5}}, step("a", 4.0, 2, 20, 2.0)], {"training": 3.0, "data": 1.0}),
+    # that everybody leaves a run that is complete is no loss
+    ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), {**left("a", 1.5), "kind": "finished", "members": []},
+      left("a", 1.5), wire(9.0, 1, 0, 0)], {"training": 1.0, "between": 0.5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("records", "uses"), TIMES)
+def test_every_island_second_has_one_use(records: list[dict[str, Any]], uses: dict[str, float]) -> None:
+    times = IslandTimes(["a", "never"])
+    for record in records:
+        times.take(record)
+    told = times.told()
+    nothing = dict.fromkeys(("training", "data", "between", "joining", "away"), 0.0)
+    assert told["islands"]["a"] == {**nothing, **uses}
+    assert told["islands"]["never"] == {**nothing, "away": told["span_s"]}
+    assert told["goodput"] == pytest.approx(uses["training"] / (2 * told["span_s"]), abs=1e-4)
+
+
+def test_alarms_come_with_a_remedy() -> None:
+    learners = [row("a"), row("b", condition="silent"), row("c", metrics={"waiting_for_data": 0.4})]
+    found = alarms(status(learners=learners, alarms=["the tape cannot be written: x"]), {"unmerged_fragments": [3]})
+    assert [alarm.text.split(":")[0] for alarm in found] == [
+        "the tape cannot be written",
+        "fragment 3 was never merged",
+        "b is silent",
+        "c waits for data",
+    ]
+    assert found[2].remedy == OF_ISLANDS["silent"] and all(alarm.remedy for alarm in found)
+    assert alarms(status(state="stopped", learners=[row("a", condition="gone")]), {}) == []
+    dead = status(state="not running", remedy="resume", said_s_ago=9.0, learners=[])
+    assert alarms(dead, {}) == [("the run is not running", "resume")]
+
+
+def test_runs_are_compared_by_results_and_settings(tmp_path: Path) -> None:
+    for name, steps, summary in (("x", 10, True), ("y", 20, False)):
+        folder = made_run(tmp_path / name)
+        (folder / "config.yaml").write_text(f"name: {name}\ntrain: {{steps: {steps}}}\nislands: {{count: 2}}\n")
+        if summary:
+            made = {
+                "eval_loss": 1.25,
+                "goodput": 0.5,
+                "alarms": ["bad"],
+                "learners": {"a": {"restarts": 2}},
+                "wire": {},
+            }
+            (folder / "summary.json").write_text(json.dumps(made))
+    found = compare([tmp_path / "x", tmp_path / "y"])
+    x, y = found["rows"]
+    assert (x["eval_loss"], x["goodput"], x["restarts"], x["alarms"]) == (1.25, 0.5, 2, 1)
+    assert (y["eval_loss"], y["global_steps"], y["up_bytes"], y["restarts"], y["alarms"]) == (None, 1, 300, 0, 0)
+    assert found["settings"] == {"name": ["x", "y"], "train.steps": [10, 20]}
+    lines = [line.split() for line in describe(found, 100).splitlines()]
+    assert ["x", "y"] in lines and ["train.steps", "10", "20"] in lines and ["eval", "loss", "1.2500", "–"] in lines
+
+
+@pytest.mark.parametrize("command", ["view", "compare"])
+def test_what_is_no_run_is_one_clear_error(command: str, tmp_path: Path) -> None:
+    found = call(command, tmp_path, "--json")
+    assert found.returncode == 2 and f"{tmp_path} is not the folder of a run" in found.stderr
+
+
+def test_json_is_what_the_page_shows(tmp_path: Path) -> None:
+    found = call("view", made_run(tmp_path), "--json")
+    told = json.loads(found.stdout)
+    assert found.returncode == 0 and told["runs"][0]["rounds"] == [MADE]
+
+
+def test_whoever_comes_gets_the_whole_and_then_news(tmp_path: Path) -> None:
+    board = Board([RunFeed(made_run(tmp_path))])
+    try:
+        viewer = board.watch()
+        assert next(viewer).startswith(b"event: whole\ndata: {")
+        rounds = b""
+        while b'"arrived":{"a":0.25}' not in rounds:
+            rounds = next(viewer)
+        append(tmp_path, left("b", 7.0))
+        while b'"kind":"left"' not in rounds:
+            rounds = next(viewer)
+        assert rounds.startswith(b"event: ")
+    finally:
+        board.close()
+    assert list(viewer) == []
