@@ -68,17 +68,21 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def view(arguments: argparse.Namespace) -> int:
+    from diloco_jax.runtime.records.signals import die_with_parent
     from diloco_jax.tools.view.board import Board
     from diloco_jax.tools.view.feed import RunFeed
-    from diloco_jax.tools.view.server import PageServer
+    from diloco_jax.tools.view.server import PageServer, read_token
 
+    die_with_parent()
     feeds = [RunFeed(Path(run)) for run in arguments.run]
     if arguments.json:
         print(json.dumps(Board(feeds).state()))
         return 0
     transport = feeds[0].config.transport if feeds[0].config is not None else None
-    server = PageServer(feeds, arguments.listen, transport=transport, allow_plaintext=arguments.allow_plaintext)
-    print(f"{server.url}\nCtrl-C ends it; the run goes on", flush=True)
+    token = read_token(Path(arguments.token_file)) if arguments.token_file else ""
+    plain = arguments.allow_plaintext
+    server = PageServer(feeds, arguments.listen, transport=transport, allow_plaintext=plain, token=token)
+    print(f"the page is at {server.url}", flush=True)
     with server, contextlib.suppress(KeyboardInterrupt):
         server.serve_forever()
     return 0

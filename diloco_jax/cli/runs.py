@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco_jax.cli.shared import learner_dir, load_config, show
 from diloco_jax.cli.words import CHAOS_LEARNER
+from diloco_jax.runtime.records.files import PAGE_TOKEN
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
 
 if TYPE_CHECKING:
@@ -85,8 +87,25 @@ def syncer(arguments: argparse.Namespace) -> int:
         from diloco_jax.runtime.model.evaluation import Evaluator
 
         model = Evaluator(config)
-    summary = SyncerRun(config, run_dir, stop, model, rewind=arguments.rewind).run()
+    page = _begin_page(config, run_dir)
+    try:
+        summary = SyncerRun(config, run_dir, stop, model, rewind=arguments.rewind).run()
+    finally:
+        if page is not None:
+            page.terminate()
+            page.wait()
     return 0 if summary["complete"] or stop.is_set() else FAILED
+
+
+def _begin_page(config: RunConfig, run_dir: Path) -> subprocess.Popen[bytes] | None:
+    """Start the process that serves the page, if the config has one; it writes where to the syncer's log."""
+    from diloco_jax.runtime.records.signals import PARENT_ENV
+
+    if not config.syncer.page:
+        return None
+    words = [sys.executable, "-m", "diloco_jax", "view", str(run_dir), "--listen", config.syncer.page]
+    words += ["--token-file", str(run_dir / PAGE_TOKEN)] + ["--allow-plaintext"] * config.transport.allow_plaintext
+    return subprocess.Popen(words, env={**os.environ, PARENT_ENV: str(os.getpid())})
 
 
 def learner(arguments: argparse.Namespace) -> int:

@@ -200,6 +200,8 @@ def _looking_words(add: Add) -> None:
     for looks in (view, compare):
         looks.add_argument("run", nargs="+", help="folder of a run")
     view.add_argument("--listen", metavar="HOST:PORT", default="127.0.0.1:0", help="default: 127.0.0.1, any free port")
+    about = "file with the token, so that the address stays as it is; made if there is none. Default: a new token"
+    view.add_argument("--token-file", metavar="FILE", help=about)
     about = "serve an address that is not loopback without encryption"
     view.add_argument("--allow-plaintext", action="store_true", help=about)
     replay = add("replay", "Train a run again from its tapes, and compare the result bit for bit.")

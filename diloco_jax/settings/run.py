@@ -52,6 +52,9 @@ class SyncerConfig:
     metrics: str = ""
     """host:port where the syncer tells Prometheus about the run (docs/metrics.md), without encryption, to whoever asks;
     0.0.0.0 for a scraper on another machine. Port 0 lets the system choose one, and the log says which. Empty: none."""
+    page: str = ""
+    """host:port where a process beside the syncer serves the page of the run (docs/page.md) to whoever has its token;
+    the syncer's log says its address. Not on loopback: encrypted by transport.tls_certificate. Empty: nowhere."""
 
     def __post_init__(self) -> None:
         if self.restarts_max < 0 or not 0 <= self.restart_delay_s < inf:
@@ -64,8 +67,9 @@ class SyncerConfig:
             raise ValueError(f"syncer.parameters_max is {self.parameters_max}; it must be at least 1")
         if not 0 <= self.shards <= SHARDS_MAX:
             raise ValueError(f"syncer.shards is {self.shards}; use 0 (the syncer merges itself) to {SHARDS_MAX}")
-        if self.metrics:
-            split_address(self.metrics, "syncer.metrics")
+        for name in ("metrics", "page"):
+            if address := getattr(self, name):
+                split_address(address, f"syncer.{name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,7 @@ def _check_transport(config: RunConfig) -> None:
     for setting, address in (
         ("transport.address", config.transport.address),
         ("syncer.metrics", config.syncer.metrics),
+        ("syncer.page", config.syncer.page),
     ):
         if address and split_address(address)[1]:
             try:

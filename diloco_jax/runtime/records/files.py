@@ -9,6 +9,7 @@ CONFIG_FILE = "config.yaml"  # resolved settings
 ADDRESS_FILE = "syncer.address"  # where the syncer listens
 STATUS_FILE = "status.json"  # replaced twice a second
 METRICS_FILE = "metrics.jsonl"
+PAGE_TOKEN = "page.token"  # behind the # of the page's address
 TAPE_FILE = "tape.jsonl"  # inputs of the syncer machine, written ahead
 CLOCK_FILE = "clock.json"  # when the run began
 SUMMARY_FILE = "summary.json"

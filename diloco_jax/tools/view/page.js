@@ -325,8 +325,8 @@ function drawLoss(run) {
 }
 
 // ---- tables of shares
-const USES = [['away', 'away: not connected, or silent'], ['joining', 'joining: load, compile, take over a state'],
-  ['between', 'between two steps'], ['data', 'waiting for data'], ['training', 'training: goodput']];
+const USES = [['away', 'away', ': not connected, or silent'], ['joining', 'joining', ': load, compile, take over a state'],
+  ['between', 'between steps', ''], ['data', 'waiting for data', ''], ['training', 'training', ': goodput']];
 function bar(from, to, style, label) {
   return h('td', {class: 'bar'}, s('svg', {viewBox: '0 0 100 10', preserveAspectRatio: 'none', role: 'img', 'aria-label': label},
     s('rect', {class: 'track', width: 100, height: 10}), s('rect', {class: style, x: 100 * from, width: Math.max(0, 100 * (to - from)), height: 10})));
@@ -335,10 +335,10 @@ function drawUses(run) {
   const islands = Object.entries(run.times.islands), sum = use => islands.reduce((all, [, row]) => all + row[use], 0);
   const total = USES.reduce((all, [use]) => all + sum(use), 0);
   let top = 1;
-  fill($('waterfall'), h('tbody', {}, ...(total ? USES : []).map(([use, words]) => {
+  fill($('waterfall'), h('tbody', {}, ...(total ? USES : []).map(([use, words, more]) => {
     const part = sum(use) / total, from = use === 'training' ? 0 : top - part;
     top -= part;
-    return h('tr', {}, h('th', {scope: 'row'}, words), bar(from, from + part, 'use-' + use, share(part)), h('td', {}, share(part)), h('td', {class: 'soft'}, time(sum(use))));
+    return h('tr', {}, h('th', {scope: 'row'}, words, h('span', {}, more)), bar(from, from + part, 'use-' + use, share(part)), h('td', {}, share(part)), h('td', {class: 'soft'}, time(sum(use))));
   })));
   fill($('uses'), h('thead', {}, h('tr', {}, ...['island', ...USES.map(([use]) => use)].map(name => h('th', {scope: 'col'}, name)))),
     h('tbody', {}, ...islands.map(([name, row]) => h('tr', {}, h('th', {scope: 'row'}, name), ...USES.map(([use]) => h('td', {}, time(row[use])))))));

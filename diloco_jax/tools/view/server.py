@@ -8,6 +8,8 @@ import base64
 import hashlib
 import hmac
 import json
+import os
+import re
 import secrets
 import socket
 import ssl
@@ -48,6 +50,24 @@ def compose_page() -> tuple[bytes, str]:
     return page.encode(), policy
 
 
+def read_token(path: Path) -> str:
+    """Return the token in a file, which is made if there is none, for nobody else to read.
+
+    Raises:
+        ValueError: the file holds none.
+        OSError: it cannot be read or made.
+    """
+    if not path.exists():
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(secrets.token_urlsafe(18) + "\n")
+    token = path.read_text(encoding="ascii", errors="replace").strip()
+    if not re.fullmatch(r"[\w-]{16,128}", token, re.ASCII):
+        raise ValueError(
+            f"{path} holds no token of 16 to 128 letters, digits, - and _; remove it, or name another file"
+        )
+    return token
+
+
 class PageServer(ThreadingHTTPServer):
     """Serves the page of some runs until it is closed.
 
@@ -59,6 +79,7 @@ class PageServer(ThreadingHTTPServer):
         address: host:port; port 0 lets the system choose one.
         transport: whose certificate encrypts an address other than loopback.
         allow_plaintext: serve such an address without one.
+        token: of the page; empty for a new one.
 
     Raises:
         ValueError: the address is not allowed without encryption, is taken, or not of this machine.
@@ -74,6 +95,7 @@ class PageServer(ThreadingHTTPServer):
         *,
         transport: TransportConfig | None = None,
         allow_plaintext: bool = False,
+        token: str = "",
     ) -> None:
         host, port = split_address(address, "--listen")
         encrypted = not is_loopback(address) and transport is not None and transport.encrypted
@@ -85,7 +107,7 @@ class PageServer(ThreadingHTTPServer):
         self.feeds = {str(number): feed for number, feed in enumerate(feeds)}
         self.page, self.policy = compose_page()
         self.board = Board(feeds)
-        self.token = secrets.token_urlsafe(18)
+        self.token = token or secrets.token_urlsafe(18)
         self._places = threading.BoundedSemaphore(VIEWERS_MAX)
         if ":" in host:
             self.address_family = socket.AF_INET6

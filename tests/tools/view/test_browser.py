@@ -1,11 +1,15 @@
 """The page in a real browser, Chromium without a window: as the run grows, by mouse, by keyboard, in any width."""
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.runtime.helpers import SLOW_STEP_S, kill_processes, processes_of, start, wait_for, write_config
+from tests.sockets import free_port
 from tests.tools.view.browser import CHROMIUM, Browser
 from tests.tools.view.made import append, left, made_run, one_round, row, status, step
 from tests.tools.view.test_server import served
@@ -143,3 +147,40 @@ def test_without_the_token_it_says_what_to_do(browser: Browser, tmp_path: Path) 
         assert "run" not in browser.run("document.querySelector('h1').innerText")
         assert all("403" in problem for problem in browser.problems)
         browser.problems.clear()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_real_run_whose_island_and_syncer_are_killed_while_the_page_is_open(browser: Browser, tmp_path: Path) -> None:
+    run_dir, page = tmp_path / "run", f"127.0.0.1:{free_port()}"
+    changes = {"train": {"steps": 100_000}, "syncer": {"page": page}, "islands": {"restart_delay_s": 5.0}}
+    process = start("train", write_config(tmp_path, **changes), "--run-dir", run_dir, "--quiet", step_s=SLOW_STEP_S)
+
+    def kill(word: str) -> None:
+        os.kill(next(pid for pid, words in processes_of(run_dir).items() if word in words), signal.SIGKILL)
+
+    try:
+        token = wait_for(lambda: (run_dir / "page.token").exists() and (run_dir / "page.token").read_text(), "a token")
+        wait_for(lambda: "the page is at" in (run_dir / "logs/syncer.log").read_text(), "the page")
+        assert (run_dir / "page.token").stat().st_mode & 0o77 == 0
+        browser.open(f"http://{page}/#{token.strip()}")
+        shows(browser, "#state", "running")
+        browser.until("document.querySelectorAll('#timeline .ph4').length > 3")  # rounds, up to their broadcasts
+        kill("island-1")
+        shows(browser, "#alarm-list", "island-1 is gone")
+        browser.until("runs[0].events.filter(e => e.kind === 'joined' && e.who[0] === 'island-1').length === 2")
+        shows(browser, "#alarm-list", "None")
+        kill("diloco_jax syncer")  # and with it the page, which comes back where it was
+        shows(browser, "#events", "restarted")
+        shows(browser, "#state", "running")
+        times = browser.until("runs[0].times")
+        assert times["islands"]["island-1"]["away"] > 4.9 and times["goodput"] < 1
+        browser.run("document.querySelector('[aria-label=\"Let island-0 leave\"]').click()")
+        browser.run("document.querySelector('dialog .bad').click()")
+        shows(browser, "#drained", "island-0 leaves after its current step")
+        shows(browser, "#events", "island-0 left: drained")
+        browser.problems.clear()  # the connections that broke
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+        kill_processes(run_dir)
