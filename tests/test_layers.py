@@ -61,7 +61,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "doctor": {"budget"},
         "export": set(),
         "inference": set(),
-        "chaos": {"replay", "report"},
+        "view": {"report", "budget"},
+        "chaos": {"replay", "view"},
     },
 }
 DEPTH_MAX = 2  # folders below the package

@@ -55,8 +55,8 @@ def profile(arguments: argparse.Namespace) -> int:
 
 def report(arguments: argparse.Namespace) -> int:
     from diloco_jax.settings.text import load
-    from diloco_jax.tools.report.page import write_report
     from diloco_jax.tools.report.perfetto import write_perfetto
+    from diloco_jax.tools.view.page import write_report
 
     if arguments.perfetto is not None:
         config, path = load(run_config(arguments.run)), Path(arguments.perfetto) if arguments.perfetto else None

@@ -14,7 +14,7 @@ from diloco_jax.runtime.records.files import LOGS, STATUS_FILE, SUMMARY_FILE, TA
 from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.report.live import LiveView, scores_text
-from diloco_jax.tools.report.page import write_report
+from diloco_jax.tools.view.page import write_report
 
 
 def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, resume: bool = False) -> dict[str, Any]:

@@ -191,7 +191,7 @@ def _looking_words(add: Add) -> None:
     about = "sign certificates anew that are valid for less than so many days; processes need no restart"
     certs.add_argument("--renew", metavar="DAYS", type=int, default=0, help=about)
     _inference_words(add)
-    report = add("report", "Write report.html of a run.")
+    report = add("report", "Write report.html of a run: its page, as it is now, in one file.")
     report.add_argument("run", help="folder of the run")
     about = "instead, write all islands on one timeline for ui.perfetto.dev; default: RUN/perfetto.json.gz"
     report.add_argument("--perfetto", metavar="FILE", nargs="?", const="", help=about)

@@ -12,7 +12,6 @@ from html import escape
 NUM_COLOURS = 8
 WIDE, HALF = 1040, 504  # drawing widths: the whole column, and two side by side
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 10, 40  # room around the plotting area
-TIME_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 
 Point = tuple[float, float]
 Tick = tuple[float, str]
@@ -26,7 +25,7 @@ class Axis:
     high: float
     ticks: tuple[Tick, ...]
     label: str
-    kind: str  # how the page writes a value under the pointer: count, bytes, time, share or number
+    kind: str  # how the page writes a value under the pointer: count, share or number
     log: bool = False
 
     def place(self, value: float) -> float:
@@ -91,27 +90,6 @@ def count_axis(high: float, label: str) -> Axis:
     top = max(high, 1.0)
     ticks = tuple((value, format_count(value)) for value in _multiples(0, top, nice_step(top, 8)))
     return Axis(low=0.0, high=top, ticks=ticks, label=label, kind="count")
-
-
-def time_axis(high_s: float, label: str, ticks_max: int = 10) -> Axis:
-    """Return an axis of seconds since the run began, labelled in the unit that suits its length."""
-    top = max(high_s, 1.0)
-    wanted = top / ticks_max
-    step = next((step for step in TIME_STEPS_S if step >= wanted), 86400 * math.ceil(wanted / 86400))
-    unit, name = next((u, n) for u, n in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")) if step >= u or u == 1)
-    ticks = tuple((value, f"{value / unit:g} {name}" if value else "0") for value in _multiples(0, top, step))
-    return Axis(low=0.0, high=top, ticks=ticks, label=label, kind="time")
-
-
-def bytes_axis(values: Sequence[float], label: str) -> Axis:
-    """Return a logarithmic axis of sizes over at most four decades below the largest."""
-    high = max([*values, 10.0]) * 1.25
-    low = min(max(min((value for value in values if value > 0), default=1.0), high * 1e-4), high / 10)
-    powers = [10.0**n for n in range(math.floor(math.log10(low)), math.ceil(math.log10(high)))]
-    factors = (1,) if high > 300 * low else (1, 2, 5)
-    marked = [factor * power for power in powers for factor in factors if low <= factor * power <= high]
-    ticks = tuple((value, format_bytes(value)) for value in marked)
-    return Axis(low=low, high=high, ticks=ticks, label=label, kind="bytes", log=True)
 
 
 def share_axis(label: str) -> Axis:

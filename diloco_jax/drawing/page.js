@@ -1,9 +1,7 @@
 const tip=document.body.appendChild(document.createElement('div'));tip.className='tip';tip.hidden=true;
 const si=(v,units)=>{let n=0;while(Math.abs(v)>=999.5&&n<4){v/=1e3;n++}
 return (n?v.toPrecision(3):v.toFixed(0))+units[n]};
-const write={count:v=>si(v,['','k','M','G','T']),bytes:v=>si(v,[' B',' kB',' MB',' GB',' TB']),number:v=>v.toFixed(3),
-share:v=>(100*v).toFixed(1)+'%',
-time:v=>v<120?v.toFixed(1)+' s':v<7200?(v/60).toFixed(1)+' min':(v/3600).toFixed(2)+' h'};
+const write={count:v=>si(v,['','k','M','G','T']),number:v=>v.toFixed(3),share:v=>(100*v).toFixed(1)+'%'};
 for(const svg of document.querySelectorAll('svg.chart')){
 const d=svg.dataset,[x0,x1]=d.x.split(',').map(Number),[y0,y1]=d.y.split(',').map(Number),kx=d.x.split(',')[2];
 const at_share=(low,high,log,share)=>log?low*(high/low)**share:low+share*(high-low);

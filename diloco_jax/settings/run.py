@@ -37,8 +37,7 @@ class SyncerConfig:
     """The syncer's process in a local run."""
 
     restarts_max: int = 20
-    """How often a local run starts a dead syncer again before it ends; ten minutes of life count anew. Learners train
-    on while it is away."""
+    """How often a local run starts a dead syncer again before it ends; ten minutes of life count anew."""
     restart_delay_s: float = 0.2
     """Seconds between its death and its next start; longer after brief lives, as islands.restart_delay_s."""
     merge_threads: int = 0
@@ -53,8 +52,7 @@ class SyncerConfig:
     """host:port where the syncer tells Prometheus about the run (docs/metrics.md), without encryption, to whoever asks;
     0.0.0.0 for a scraper on another machine. Port 0 lets the system choose one, and the log says which. Empty: none."""
     page: str = ""
-    """host:port where a process beside the syncer serves the page of the run (docs/page.md) to whoever has its token;
-    the syncer's log says its address. Not on loopback: encrypted by transport.tls_certificate. Empty: nowhere."""
+    """host:port where a process beside the syncer serves the page of the run (docs/page.md). Empty: nowhere."""
 
     def __post_init__(self) -> None:
         if self.restarts_max < 0 or not 0 <= self.restart_delay_s < inf:

@@ -139,8 +139,16 @@ def test_every_metric_of_both_islands_gets_out(finished: Path) -> None:
     told = {row["learner"]: row for row in json.loads((finished / "status.json").read_text())["learners"]}
     assert told.keys() == found.keys()
     assert '"MetricsReport"' not in (finished / "tape.jsonl").read_text()
-    page = (finished / "report.html").read_text()
-    assert all(f"<h2>{name}</h2>" in page for name in ("grad_norm", "learning_rate", "perplexity"))
+    page = (finished / "report.html").read_text(encoding="utf-8")
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])["runs"][0]
+    assert {"grad_norm", "learning_rate", "perplexity"} <= data["metrics"].keys()
+    (rounds,) = [r for r in records if r["kind"] == "round" and r["global_step"] == 40]
+    assert rounds["opened_s"] <= rounds["met_s"] <= rounds["closed_s"] <= rounds["pulled_s"] <= rounds["t"]
+    (this,) = [each for each in data["rounds"] if each["step"] == 40]
+    assert set(rounds["values"]) >= set(this["merged"]) and all(late_s >= 0 for late_s in this["arrived"].values())
+    assert any(each["arrived"] for each in data["rounds"]), "nobody told when a new version was there"
+    summary = json.loads((finished / "summary.json").read_text())
+    assert data["times"]["goodput"] == pytest.approx(summary["goodput"], abs=0.02)
 
 
 def test_prometheus_saw_the_run(finished: Path) -> None:

@@ -4,13 +4,25 @@ import json
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.budget.needs import kinds_of, outline
 from diloco_jax.tools.view.feed import RunFeed
 
 EVERY_S = 1.0
 HEARTBEAT_S = 15.0  # with nothing to say: so that both ends notice a lost connection
 FRAMES_KEPT = 30  # whoever is further behind gets the whole again
+
+
+def planned(config: RunConfig | None) -> dict[str, float]:
+    """Return the bytes that an island should move per inner step, by its config; nothing if that is not known."""
+    if config is None or config.model.own:
+        return {}
+    with suppress(ValueError, OSError):
+        return outline(config, kinds_of(config)[0]).links.per_step
+    return {}
 
 
 def event(kind: str, content: Any) -> bytes:
@@ -30,6 +42,7 @@ class Board:
         self._changed = threading.Condition()
         self._frames: deque[tuple[int, bytes]] = deque(maxlen=FRAMES_KEPT)
         self._number = 0
+        self._planned: list[dict[str, float]] = []
         self._viewers = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._read, name="board", daemon=True)
@@ -50,7 +63,10 @@ class Board:
             return self._state()
 
     def _state(self) -> dict[str, Any]:
-        return {"runs": [feed.whole() for feed in self._feeds]}
+        if not self._planned:
+            self._planned = [planned(feed.config) for feed in self._feeds]
+        runs = zip(self._feeds, self._planned, strict=True)
+        return {"runs": [{**feed.whole(), "plan": plan} for feed, plan in runs]}
 
     def watch(self) -> Iterator[bytes]:
         """Yield the whole, then news as they come; forever."""

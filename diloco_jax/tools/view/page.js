@@ -2,8 +2,9 @@
 // The page of one or several runs. All text goes in as text, never as HTML: logs and reasons come from outside.
 const $ = id => document.getElementById(id);
 const token = location.hash.slice(1);
+const still = JSON.parse($('data').textContent);  // all there is, in a page without a server
 const calm = matchMedia('(prefers-reduced-motion: reduce)');
-let runs = [], shown = 0, heardMs = 0, picked = null, span = 0, lossBy = 0;
+let runs = [], shown = 0, heardMs = 0, picked = null, span = 0, lossBy = 0, metric = 'loss';
 
 // ---- elements
 function h(tag, props, ...children) {
@@ -82,7 +83,7 @@ function listen() {
 const STATES = {running: 'is-good', complete: 'is-good', evaluating: 'is-good', starting: 'is-new', stopped: 'is-warn'};
 const CONDITIONS = {training: 'is-good', evaluating: 'is-good', joining: 'is-new', recovering: 'is-new', slow: 'is-warn',
   unmerged: 'is-warn', striking: 'is-warn', silent: 'is-warn', gone: 'is-bad', expelled: 'is-bad', left: 'is-dim'};
-const live = run => ['running', 'starting', 'evaluating'].includes(run.status.state);
+const live = run => !still && ['running', 'starting', 'evaluating'].includes(run.status.state);
 function pace(run) {  // seconds per round lately
   const merged = run.rounds.filter(round => round.merged_s).slice(-40);
   const [first, last] = [merged[0], merged[merged.length - 1]];
@@ -97,7 +98,9 @@ function drawHead(run) {
   $('progress').value = total ? Math.min(1, steps / total) : 0;
   const each = pace(run), left = status.state === 'running' && each ? ', about ' + time((total - steps) * each) + ' left' : '';
   const read = run.read < 1 ? ', reading its records: ' + share(run.read) : '';
-  text($('facts'), `step ${steps}${total ? ' of ' + total : ''}, ${time(status.wall_s ?? summary.wall_s)}${left}${read}`);
+  const partial = still && !summary.complete ? '. Not complete: the numbers are those up to the last record' : '';
+  text($('facts'), `step ${steps}${total ? ' of ' + total : ''}, ${time(status.wall_s ?? summary.wall_s)}${left}${read}${partial}`);
+  if (still) text($('link'), 'a report');
   text($('waiting'), live(run) && status.waiting_for ? 'waiting for: ' + status.waiting_for : '');
   const choice = $('choice');
   choice.hidden = runs.length < 2;
@@ -121,10 +124,10 @@ function drawFigures(run) {
   const {status, summary} = run, wire = status.wire || summary.wire;
   const rows = [['eval loss', summary.eval_loss ?? status.eval_loss, fixed(4)],
     ['bits per byte', summary.eval_bits_per_byte, fixed(4)],
-    ...Object.entries(summary.eval_scores || {}).map(([name, value]) => [name, value, value => value.toPrecision(4)]),
+    ...Object.entries(summary.eval_scores || {}).map(([name, value]) => [name, value, value => String(+value.toPrecision(4))]),
     ['tokens', status.tokens ?? summary.tokens, si], ['tokens/s', live(run) ? status.tokens_per_s : null, si],
     ['goodput', live(run) ? run.times.goodput : summary.goodput ?? run.times.goodput, share],
-    ['uptime', summary.uptime, share],
+    ['uptime', summary.uptime, share], ['waiting for data', summary.waiting_for_data || null, share], ['steps per round', summary.steps_per_round, fixed(2)],
     ['contributors per round', status.contributors_per_round ?? summary.contributors_per_round, fixed(2)],
     ['per round', pace(run), time], ['moved up', wire.up_bytes, value => si(value, 'B')],
     ['moved down', wire.down_bytes, value => si(value, 'B')]];
@@ -152,7 +155,7 @@ function drawIslands(run) {
         class: name === 'last word' ? 'word' : null})),
       h('td', {role: 'cell'}, run.logs.includes(row.learner)
         ? h('button', {'aria-label': 'Log of ' + row.learner, onclick: () => readLog(row.learner, true)}, 'Log') : null,
-      h('button', {class: 'drain', 'aria-label': 'Let ' + row.learner + ' leave', onclick: () => drain(row.learner)}, 'Drain')))));
+      still ? null : h('button', {class: 'drain', 'aria-label': 'Let ' + row.learner + ' leave', onclick: () => drain(row.learner)}, 'Drain')))));
     if (!rows.length) fill(table.tBodies[0], h('tr', {}, h('td', {class: 'text'}, 'No island has connected yet.')));
   });
   rows.forEach((row, index) => {
@@ -163,7 +166,7 @@ function drawIslands(run) {
       once(cell, words, () => fill(cell, h('span', {class: 'dot ' + (CONDITIONS[row.condition] || ''), 'aria-hidden': 'true'}), words));
     });
     const button = cells[cells.length - 1].querySelector('.drain');
-    button.disabled = !live(run) || ['gone', 'left', 'expelled'].includes(row.condition);
+    if (button) button.disabled = !live(run) || ['gone', 'left', 'expelled'].includes(row.condition);
   });
 }
 async function drain(learner) {
@@ -280,23 +283,50 @@ function move() {  // the present goes on between two news
   setTimeout(() => requestAnimationFrame(move), 60);
 }
 
+function drawStrip(run) {
+  const {cells, members} = run.curves, names = Object.keys(members), box = $('strip'), width = Math.max(240, box.clientWidth);
+  once(box, [run.name, cells, members, width, run.events.length], () => {
+    if (!names.length) return fill(box, h('p', {class: 'soft'}, 'No round has been merged yet.'));
+    const left = Math.min(110, 16 + 7 * Math.max(...names.map(name => name.length))), row = names.length > 16 ? 12 : 18, height = names.length * row;
+    const end = Math.max(run.end_s, cells[cells.length - 1][1]) || 1, x = t => left + t / end * (width - left), step = nice(end, width / 90);
+    const words = names.map(name => `${name} in ${share(members[name].reduce((a, b) => a + b) / cells.reduce((a, cell) => a + cell[2], 0))}`);
+    const drawing = s('svg', {width, height: height + 18, viewBox: `0 0 ${width} ${height + 18}`, role: 'img', 'aria-label': 'Rounds and their members: ' + words.join(', ')});
+    for (let t = 0; t <= end; t += step) drawing.append(s('text', {x: x(t), y: height + 14, 'text-anchor': t > end * 0.93 ? 'end' : 'start'}, t ? time(t) : '0'));
+    names.forEach((name, index) => {
+      drawing.append(s('text', {class: 'row-name', x: 0, y: (index + 0.75) * row}, name.length > 14 ? name.slice(0, 13) + '…' : name),
+        s('rect', {class: 'track', x: left, y: index * row + 1, width: width - left, height: row - 2}));
+      members[name].forEach((hits, at) => {
+        const from = at ? cells[at - 1][1] : cells[0][0];
+        if (hits) drawing.append(s('rect', {class: 'cell', x: x(from), y: index * row + 1, width: Math.max(1, x(cells[at][1]) - x(from)), height: row - 2, opacity: 0.12 + 0.88 * hits / cells[at][2]}));
+      });
+      for (const event of run.events) {
+        if (['left', 'joined', 'silent', 'expelled'].includes(event.kind) && event.who.includes(name)) {
+          drawing.append(s('path', {class: 'mark' + (event.kind === 'joined' ? ' good' : ''), d: `M${x(event.t)} ${index * row}v${row}`}, s('title', {}, `${name} ${event.kind}: ${event.reason}`)));
+        }
+      }
+    });
+    fill(box, drawing);
+  });
+}
+
 // ---- charts
 function chart(place, legend, lines, xForm, label) {
   const all = lines.flatMap(line => line.points).filter(point => known(point[1]));
   once(legend, lines.map(line => [line.name, line.style]), () => fill(legend, ...lines.map(line =>
     h('li', {}, h('i', {class: line.style}), line.name))));
   const width = Math.max(240, place.clientWidth), height = Math.min(340, Math.max(200, width * 0.42)), left = 46, bottom = height - 22;
-  if (!all.length) return fill(place, h('p', {class: 'soft'}, 'No loss yet.'));
+  if (!all.length) return fill(place, h('p', {class: 'soft'}, 'Nothing yet.'));
   const late = Math.max(...all.map(point => point[0])) * 0.06;  // the steep begin may lie above the chart
   const settled = all.filter(point => point[0] >= late).map(point => point[1]), xs = all.map(point => point[0]);
   let [low, high] = [Math.min(...settled), Math.max(...settled)];
+  if (low === high) [low, high] = [low - Math.abs(low) / 2, high + (Math.abs(high) / 2 || 1)];
   const [first, last] = [Math.min(...xs), Math.max(...xs)], step = nice10((high - low || 1) / 4);
-  [low, high] = [Math.floor(low / step) * step, Math.ceil((high || 1) / step) * step];
+  [low, high] = [Math.floor(low / step) * step, Math.ceil(high / step) * step];
   const x = t => left + (t - first) / (last - first || 1) * (width - left - 8), y = value => bottom - (value - low) / (high - low || 1) * (bottom - 8);
   const drawing = s('svg', {width, height, viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': label + ': ' + lines.map(line =>
-    `${line.name} ${line.points.length ? line.points[line.points.length - 1][1].toFixed(3) : 'none'}`).join(', ')});
+    `${line.name} ${line.points.length ? line.points[line.points.length - 1][1].toPrecision(4) : 'none'}`).join(', ')});
   for (let value = low; value <= high + step / 2; value += step) {
-    drawing.append(s('path', {class: 'grid', d: `M${left} ${y(value)}H${width}`}), s('text', {x: left - 6, y: y(value) + 4, 'text-anchor': 'end'}, +value.toFixed(3)));
+    drawing.append(s('path', {class: 'grid', d: `M${left} ${y(value)}H${width}`}), s('text', {x: left - 6, y: y(value) + 4, 'text-anchor': 'end'}, Math.abs(value) >= 1e4 ? si(value) : +value.toPrecision(4)));
   }
   const ticks = Math.max(2, Math.floor(width / 130));
   for (let n = 0; n <= ticks; n++) {
@@ -318,11 +348,23 @@ function nice10(from) {
 }
 function drawLoss(run) {
   once($('loss-by'), 1, () => choices($('loss-by'), 'loss', [['over time', 0], ['over tokens', 1]], () => lossBy, value => { lossBy = value; }));
-  const lines = Object.entries(run.curves.loss).map(([name, points], index) =>
-    ({name, style: colour(index), points: points.map(point => [point[lossBy], point[2]])}));
-  if (run.curves.evals.length) lines.push({name: 'global model', style: 'main', dots: true, points: run.curves.evals.map(point => [point[lossBy], point[2]])});
-  chart($('loss'), $('loss-legend'), lines, lossBy ? si : time, 'Loss');
+  const names = ['loss', ...Object.keys(run.metrics).filter(name => name !== 'loss')];
+  if (!names.includes(metric)) metric = 'loss';
+  once($('metric'), names, () => { fill($('metric'), ...names.map(name => h('option', {}, name))); $('metric').value = metric; });
+  $('loss-by').hidden = metric !== 'loss';
+  const islands = metric === 'loss' ? run.curves.loss : run.metrics[metric], by = metric === 'loss' ? lossBy : 0;
+  const lines = Object.entries(islands).sort((a, b) => a[0].length - b[0].length || (a[0] < b[0] ? -1 : 1)).map(([name, points], index) =>
+    ({name, style: colour(index), points: points.map(point => [point[by], point[metric === 'loss' ? 2 : 1]])}));
+  if (metric === 'loss' && run.curves.evals.length) lines.push({name: 'global model', style: 'main', dots: true, points: run.curves.evals.map(point => [point[by], point[2]])});
+  chart($('loss'), $('loss-legend'), lines, by ? si : time, metric);
 }
+async function refresh() {  // metrics come with the whole only
+  if (metric === 'loss' || still || document.hidden || !runs.length || !live(runs[shown])) return;
+  const answer = await fetch('state?token=' + encodeURIComponent(token)).catch(() => null);
+  if (answer?.ok) (await answer.json()).runs.forEach((run, index) => { runs[index].metrics = run.metrics; });
+}
+setInterval(refresh, 10000);
+$('metric').addEventListener('change', event => { metric = event.target.value; draw(); });
 
 // ---- tables of shares
 const USES = [['away', 'away', ': not connected, or silent'], ['joining', 'joining', ': load, compile, take over a state'],
@@ -354,8 +396,10 @@ function drawLinks(run) {
   const steady = (status.learners || []).filter(row => row.step_s && row.state === 'active').map(row => row.step_s), tau = config.overlap_steps;
   const slack = steady.length && tau ? tau * Math.min(...steady) : null, took = run.rounds.map(timed).filter(round => round.heard_s && known(round.closed_s));
   const mean = took.length ? took.reduce((all, round) => all + round.heard_s - round.closed_s, 0) / took.length : null;
+  const parallel = summary.wire.data_parallel_bytes, moved = (wire.up_bytes || 0) + (wire.down_bytes || 0);
   text($('links-note'), 'Bytes that an island moves per inner step, all control messages included, against the payloads that its config plans. '
-    + (mean !== null ? `From closing a round until all have its result: ${time(mean)} on average` + (slack ? `; ${tau} inner steps, which it may take, are ${time(slack)}.` : '.') : ''));
+    + (mean !== null ? `From closing a round until all have its result: ${time(mean)} on average` + (slack ? `; ${tau} inner steps, which it may take, are ${time(slack)}. ` : '. ') : '')
+    + (parallel && moved ? `Averaging bfloat16 gradients in every step would have moved ${si(parallel, 'B')}, ${si(parallel / moved)} times as much.` : ''));
   fill($('links'), h('thead', {}, h('tr', {}, ...['way', 'per step', 'planned', 'of the plan', 'all islands, last minute'].map(name => h('th', {scope: 'col'}, name)))),
     h('tbody', {}, ...rows.map(([name, ...cells]) => h('tr', {}, h('th', {scope: 'row'}, name), ...cells.map(words => h('td', {}, words))))));
 }
@@ -386,15 +430,20 @@ function drawRuns() {
   const head = () => h('thead', {}, h('tr', {}, h('th', {scope: 'col'}, ''), ...runs.map(run => h('th', {scope: 'col'}, run.name))));
   const row = (name, cells) => h('tr', {}, h('th', {scope: 'row'}, name), ...cells.map(words => h('td', {}, words)));
   fill($('runs-table'), head(), h('tbody', {}, ...RESULTS.map(([name, form]) => row(name, runs.map(form)))));
-  once($('runs-settings'), runs.map(run => run.settings), () => {
-    const names = [...new Set(runs.flatMap(run => Object.keys(run.settings)))], words = (run, name) => name in run.settings ? JSON.stringify(run.settings[name]) : none;
-    const differ = names.filter(name => new Set(runs.map(run => words(run, name))).size > 1);
-    fill($('runs-settings'), head(), h('tbody', {}, ...differ.map(name => row(name, runs.map(run => words(run, name))))));
-  });
   chart($('runs-chart'), $('runs-legend'), runs.map((run, index) => {
     const evals = run.curves.evals, points = evals.length > 1 ? evals : Object.values(run.curves.loss)[0] || [];
     return {name: run.name + (evals.length > 1 ? '' : ' (training)'), style: colour(index), points: points.map(point => [point[1], point[2]])};
   }), si, 'Loss over tokens');
+}
+
+function drawSettings() {
+  once($('settings'), runs.map(run => run.settings), () => {
+    const names = [...new Set(runs.flatMap(run => Object.keys(run.settings)))], words = (run, name) => name in run.settings ? JSON.stringify(run.settings[name]) : none;
+    const told = runs.length < 2 ? names : names.filter(name => new Set(runs.map(run => words(run, name))).size > 1);
+    text($('settings-what'), runs.length < 2 ? `All ${told.length} settings` : `The ${told.length} settings in which the runs differ`);
+    fill($('settings'), h('thead', {}, h('tr', {}, h('th', {scope: 'col'}, 'setting'), ...runs.map(run => h('th', {scope: 'col'}, run.name)))),
+      h('tbody', {}, ...told.map(name => h('tr', {}, h('th', {scope: 'row'}, name), ...runs.map(run => h('td', {class: 'text'}, words(run, name)))))));
+  });
 }
 
 // ---- logs
@@ -421,18 +470,19 @@ function drawLogs(run) {
     fill($('log-name'), ...run.logs.map(name => h('option', {}, name)));
     if (run.logs.includes(before)) $('log-name').value = before;
   });
-  $('log-get').disabled = !run.logs.length;
+  $('logs').hidden = !run.logs.length;
 }
 
 // ---- everything
 function draw() {
   const run = runs[shown];
   if (!run) return;
-  for (const part of [drawHead, drawAlarms, drawFigures, drawRuns, drawIslands, drawRounds, drawLoss, drawUses, drawLinks, drawSamples, drawEvents, drawLogs]) part(run);
+  for (const part of [drawHead, drawAlarms, drawFigures, drawRuns, drawIslands, drawRounds, drawStrip, drawLoss, drawUses, drawLinks, drawSamples, drawEvents, drawLogs, drawSettings]) part(run);
 }
 document.querySelector('.skip').addEventListener('click', event => { event.preventDefault(); $('islands').focus(); });
 document.querySelectorAll('details').forEach(each => each.addEventListener('toggle', draw));
 let resizing = 0;
 addEventListener('resize', () => { clearTimeout(resizing); resizing = setTimeout(draw, 100); });
-listen();
+if (still) take('whole', still);
+else listen();
 move();

@@ -4,8 +4,6 @@ The page itself says nothing of a run; all that does asks for the token. It is b
 browsers send to nobody.
 """
 
-import base64
-import hashlib
 import hmac
 import json
 import os
@@ -20,12 +18,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from diloco_jax.drawing.page import STYLE
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.records.files import LOGS
 from diloco_jax.runtime.records.status import syncer_at
 from diloco_jax.tools.view.board import Board
 from diloco_jax.tools.view.feed import RunFeed
+from diloco_jax.tools.view.page import compose_page
 from diloco_jax.transport.calls import cannot_listen
 from diloco_jax.transport.link import TransportConfig, split_address
 from diloco_jax.transport.questions import ask_drain
@@ -35,19 +33,7 @@ VIEWERS_MAX = 64  # connections at once
 IDLE_S = 20.0  # after which a connection that takes or sends nothing is closed
 LOG_BYTES = 64 << 10  # of a log's end
 BODY_MAX = 4096
-FOLDER = Path(__file__).parent
 JSON_TYPE, TEXT_TYPE = "application/json", "text/plain; charset=utf-8"
-
-
-def compose_page() -> tuple[bytes, str]:
-    """Return the page in one piece, and the policy that lets it run its own script and nothing else."""
-    parts = {name: (FOLDER / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
-    parts["css"] = STYLE + parts["css"]
-    page = parts["html"].replace("/*style*/", parts["css"]).replace("/*script*/", parts["js"])
-    hashes = {name: base64.b64encode(hashlib.sha256(parts[name].encode()).digest()).decode() for name in ("css", "js")}
-    policy = f"default-src 'none'; img-src data:; connect-src 'self'; script-src 'sha256-{hashes['js']}'; "
-    policy += f"style-src 'sha256-{hashes['css']}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    return page.encode(), policy
 
 
 def read_token(path: Path) -> str:
@@ -105,7 +91,8 @@ class PageServer(ThreadingHTTPServer):
                 "`diloco certs`, use an ssh tunnel, or --allow-plaintext in a network that you trust"
             )
         self.feeds = {str(number): feed for number, feed in enumerate(feeds)}
-        self.page, self.policy = compose_page()
+        page, self.policy = compose_page()
+        self.page = page.encode()
         self.board = Board(feeds)
         self.token = token or secrets.token_urlsafe(18)
         self._places = threading.BoundedSemaphore(VIEWERS_MAX)

@@ -80,10 +80,13 @@ class IslandTimes:
                 each.at_s = self._began_s
         island = self._island(record["learner"])
         steps = life[1] - island.life[1] if life[0] == island.life[0] else 1
-        busy_s = min(max(0, steps) * step_s, max(0.0, t - island.at_s))
+        made_s = max(0, steps) * step_s
+        busy_s = min(made_s, max(0.0, t - island.at_s))
         for use, seconds in island.split(t - busy_s).items():
             island.used[use] += seconds
-        island.used[TRAINING] += busy_s
+        early_s = min(made_s - busy_s, island.used[BETWEEN])  # the report before this one was late by so much
+        island.used[BETWEEN] -= early_s
+        island.used[TRAINING] += busy_s + early_s
         island.at_s, island.life = max(t, island.at_s), life
         island.since.clear()
 
@@ -95,18 +98,22 @@ class IslandTimes:
         island.used[DATA] += moved_s
         island.told_s = busy_s
 
-    def told(self) -> dict[str, Any]:
-        """Return the seconds since the first step, and of each island for what they were used."""
-        began_s, rows = self._began_s, {}
+    def told(self, wall_s: float | None = None) -> dict[str, Any]:
+        """Return the seconds since the first step, and of each island for what they were used.
+
+        Args:
+            wall_s: when the run ended, if that is known: what records tell later is its farewell.
+        """
+        began_s, rows, end_s = self._began_s, {}, self._end_s if wall_s is None else min(wall_s, self._end_s)
         if began_s is not None:
             for name in sorted(self._names | self._islands.keys(), key=lambda name: (len(name), name)):
                 island = self._islands.get(name) or _Island(began_s)
-                rest = island.split(self._end_s)
+                rest = island.split(end_s)
                 rows[name] = {use: round(island.used[use] + rest[use], 3) for use in USES}
         all_s = sum(sum(row.values()) for row in rows.values())
         goodput = round(sum(row[TRAINING] for row in rows.values()) / all_s, 4) if all_s else None
         return {
-            "span_s": round(self._end_s - (began_s or 0.0), 3) if rows else 0.0,
+            "span_s": round(end_s - (began_s or 0.0), 3) if rows else 0.0,
             "goodput": goodput,
             "islands": rows,
         }

@@ -6,7 +6,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from diloco_jax.drawing import charts
 from diloco_jax.drawing.charts import BOTTOM, LEFT, NUM_COLOURS, RIGHT, TOP, settings_axis
 from diloco_jax.drawing.page import DARK, LIGHT, SVG_STYLE
 from diloco_jax.sim.goodput.methods import Row
@@ -147,3 +150,20 @@ def test_ticks_that_would_touch_are_left_out() -> None:
     axis = settings_axis([1000, 1010, 2000, 1e6], "chips")
     assert [value for value, _ in axis.ticks] == [1000, 2000, 1e6]
     assert all(0 < axis.place(value) < 1 for value, _ in axis.ticks)
+
+
+@given(st.floats(min_value=1e-6, max_value=1e12), st.integers(min_value=2, max_value=12))
+def test_a_nice_step_is_nice(span: float, pieces: int) -> None:
+    step_size = charts.nice_step(span, pieces)
+    assert span / step_size <= pieces * (1 + 1e-6)
+    mantissa = float(f"{step_size:e}".split("e")[0])
+    assert any(mantissa == pytest.approx(nice) for nice in (1, 2, 2.5, 5))
+
+
+@given(st.lists(st.floats(min_value=-1e6, max_value=1e6), min_size=1, max_size=20))
+def test_a_number_axis_holds_its_values_and_tells_ticks_apart(values: list[float]) -> None:
+    axis = charts.number_axis(values, "loss")
+    assert all(0 <= axis.place(value) <= 1 for value in values)
+    assert all(-1e-9 <= axis.place(value) <= 1 + 1e-9 for value, _ in axis.ticks)
+    texts = [text for _, text in axis.ticks]
+    assert 2 <= len(texts) == len(set(texts))

@@ -1,6 +1,7 @@
 """Chromium without a window, driven through two pipes of its own (Chrome DevTools Protocol): no driver, no library."""
 
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -77,8 +78,9 @@ class Browser:
         """Return the value of an expression once it is true."""
         ends_s = time.monotonic() + timeout_s
         while time.monotonic() < ends_s:
-            if value := self.run(script):
-                return value
+            with contextlib.suppress(AssertionError):  # the page is about to load
+                if value := self.run(script):
+                    return value
             time.sleep(0.05)
         raise AssertionError(f"never true: {script}; {self.problems}; {self.run('document.body.innerText')}")
 

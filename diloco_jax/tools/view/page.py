@@ -1,0 +1,49 @@
+"""The page in one piece: served with a stream of news, or as the report of a run, with all that it shows inside."""
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.drawing.page import STYLE
+from diloco_jax.runtime.records.files import METRICS_FILE, REPORT_FILE
+from diloco_jax.runtime.records.telemetry import replace_text
+from diloco_jax.tools.view.feed import RunFeed
+
+FOLDER = Path(__file__).parent
+
+
+def compose_page(data: Any = None) -> tuple[str, str]:
+    """Return the page, and the policy that lets it run its own script and nothing else.
+
+    Args:
+        data: all that it shows, for a page without a server.
+    """
+    parts = {name: (FOLDER / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
+    parts["css"] = STYLE + parts["css"]
+    page = parts["html"].replace("/*style*/", parts["css"]).replace("/*script*/", parts["js"])
+    page = page.replace("/*data*/", json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
+    hashes = {name: base64.b64encode(hashlib.sha256(parts[name].encode()).digest()).decode() for name in ("css", "js")}
+    policy = f"default-src 'none'; img-src data:; connect-src 'self'; script-src 'sha256-{hashes['js']}'; "
+    policy += f"style-src 'sha256-{hashes['css']}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return page, policy
+
+
+def write_report(folder: Path) -> Path:
+    """Write report.html into a run's folder and return its path: its page, as it is now, readable without a network.
+
+    Raises:
+        ValueError: the folder holds no metrics.jsonl, or one without a single record.
+    """
+    metrics = folder / METRICS_FILE
+    if not metrics.is_file():
+        raise ValueError(f"{metrics} does not exist; give the folder of a run, one that `diloco train` made")
+    feed = RunFeed(folder)
+    while feed.look():
+        pass
+    if not feed.story.tracks and not feed.story.evals:
+        raise ValueError(f"{metrics} has no step of any learner yet; wait until the run has begun to train")
+    target = folder / REPORT_FILE
+    replace_text(target, compose_page({"runs": [{**feed.whole(), "plan": {}, "logs": []}]})[0])
+    return target

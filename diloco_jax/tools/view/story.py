@@ -1,0 +1,182 @@
+"""The story of a run, counted from its records one after the other, in a room that does not grow with the run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_jax.drawing.charts import Point
+from diloco_jax.protocol.watch.stats import participation, step_overhead
+
+STEPS_KEPT = 20_000  # points of a curve whose means are shown
+POINTS_KEPT = 500  # of others
+STRETCHES_MAX = 120  # groups of rounds
+
+
+def keep(points: list[Any], point: Any, most: int) -> None:
+    """Append a point to a curve; of one that is too long every second point goes, but for the first and the last."""
+    points.append(point)
+    if len(points) > most:
+        del points[1:-1:2]
+
+
+def few(points: Sequence[Sequence[float]], most: int) -> list[list[float]]:
+    """Return a curve as the means of at most so many groups of successive points."""
+    size = max(1, -(-len(points) // most))
+    groups = [points[start : start + size] for start in range(0, len(points), size)]
+    return [[float(f"{sum(column) / len(group):.5g}") for column in zip(*group, strict=True)] for group in groups]
+
+
+@dataclass(slots=True)
+class Track:
+    """One learner's steps: when, tokens of all learners by then, loss."""
+
+    steps: list[tuple[float, float, float]] = field(default_factory=list)
+    tokens: int = 0
+    local_steps: int = 0
+    restarts: int = 0
+    busy_s: float = 0.0
+    span_s: float = 0.0
+    merged: int = 0
+    _last: tuple[int, int, float] | None = None  # incarnation, local step, time
+
+    def add(self, record: Mapping[str, Any], all_tokens: int) -> None:
+        """Count one step record; records of some steps may be missing."""
+        now = (record["incarnation"], record["local_step"], record["t"])
+        step_s = record["step_s"] or 0.0
+        if self._last is not None and self._last[0] == now[0]:
+            steps, passed_s = now[1] - self._last[1], now[2] - self._last[2]
+        else:
+            # nothing is known of the time before an incarnation's first record
+            steps, passed_s = now[1], now[1] * step_s
+            self.restarts += self._last is not None
+        self.local_steps += steps
+        self.busy_s += min(steps * step_s, passed_s)
+        self.span_s += passed_s
+        self.tokens = record["tokens"]
+        if record["loss"] is not None:
+            keep(self.steps, (record["t"], all_tokens, record["loss"]), STEPS_KEPT)
+        self._last = now
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Some successive merged rounds: how many, when the first and the last, and how many each learner was in."""
+
+    begin_s: float
+    end_s: float
+    rounds: int
+    members: dict[str, int]
+
+    def join(self, later: "Stretch") -> None:
+        """Take the rounds that follow into this stretch."""
+        self.end_s, self.rounds = later.end_s, self.rounds + later.rounds
+        for name, count in later.members.items():
+            self.members[name] = self.members.get(name, 0) + count
+
+
+@dataclass(slots=True)
+class Story:
+    """Figures and curves that the records of a run tell."""
+
+    tracks: dict[str, Track] = field(default_factory=dict)
+    stretches: list[Stretch] = field(default_factory=list)
+    rounds: int = 0  # merged
+    wire: list[tuple[float, int, int]] = field(default_factory=list)  # time, up, down
+    evals: list[tuple[float, float, float]] = field(default_factory=list)  # time, tokens, loss
+    metrics: dict[str, dict[str, list[Point]]] = field(default_factory=dict)  # name -> island -> time, value
+    bits_per_byte: float | None = None
+    scores: dict[str, float | None] = field(default_factory=dict)  # of the newest evaluation
+    global_step: int = 0
+    end_s: float = 0.0
+    _size: int = 1  # rounds in each
+
+    @property
+    def tokens(self) -> int:
+        return sum(track.tokens for track in self.tracks.values())
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Count the next record."""
+        kind, t = record["kind"], record["t"]
+        self.end_s = max(self.end_s, t)
+        self.global_step = max(self.global_step, record["global_step"])
+        if kind == "step":
+            track = self.tracks.setdefault(record["learner"], Track())
+            track.add(record, self.tokens - track.tokens + record["tokens"])
+        elif kind == "metrics":
+            for name, value in record["values"].items():
+                if value is not None:
+                    points = self.metrics.setdefault(name, {}).setdefault(record["learner"], [])
+                    keep(points, (t, value), POINTS_KEPT)
+        elif kind == "merged":
+            self._merged(Stretch(t, t, 1, dict.fromkeys(record["members"], 1)))
+        elif kind == "wire":
+            keep(self.wire, (t, record["up_bytes"], record["down_bytes"]), STEPS_KEPT)
+        elif kind == "eval" and record["loss"] is not None:
+            keep(self.evals, (t, record["tokens"], record["loss"]), POINTS_KEPT)
+            self.bits_per_byte, self.scores = record["bits_per_byte"], record.get("scores", {})
+
+    def _merged(self, one: Stretch) -> None:
+        self.rounds += 1
+        for name in one.members:
+            self.tracks.setdefault(name, Track()).merged += 1
+        if self.stretches and self.stretches[-1].rounds < self._size:
+            self.stretches[-1].join(one)
+            return
+        self.stretches.append(one)
+        if len(self.stretches) > STRETCHES_MAX:
+            self._size *= 2
+            for earlier, later in zip(self.stretches[::2], self.stretches[1::2], strict=False):
+                earlier.join(later)
+            del self.stretches[1::2]
+
+    def counted(self) -> dict[str, Any]:
+        """Return the keys of summary.json as far as the records tell them."""
+        rounds = self.rounds
+        learners = {
+            name: {
+                "local_steps": track.local_steps,
+                "tokens": track.tokens,
+                "participation": participation(track.merged, rounds) if rounds else None,
+                "restarts": track.restarts,
+                "step_overhead": step_overhead(track.busy_s, track.span_s),
+            }
+            for name, track in sorted(self.tracks.items(), key=lambda item: (len(item[0]), item[0]))
+        }
+        return {
+            "eval_loss": self.evals[-1][2] if self.evals else None,
+            "eval_bits_per_byte": self.bits_per_byte,
+            "eval_scores": self.scores,
+            "tokens": self.tokens,
+            "wall_s": self.end_s,
+            "global_steps": self.global_step,
+            "contributors_per_round": sum(t.merged for t in self.tracks.values()) / rounds if rounds else None,
+            "wire": {"up_bytes": self.wire[-1][1], "down_bytes": self.wire[-1][2]} if self.wire else {},
+            "learners": learners,
+        }
+
+    def summary(self, written: Mapping[str, Any]) -> dict[str, Any]:
+        """Return summary.json, or nothing as far as there is none, over what was counted here."""
+        counted = self.counted()
+        learners = counted["learners"]
+        for name, row in written.get("learners", {}).items():
+            learners[name] = learners.get(name, {}) | row
+        summary = {"complete": False, **counted, **written, "learners": learners}
+        summary["wire"] = counted["wire"] | written.get("wire", {})
+        if not self.rounds:  # data parallel: nothing to take part in
+            summary["contributors_per_round"] = None
+            for row in learners.values():
+                row["participation"] = None
+        return summary
+
+    def curves(self, most: int) -> dict[str, Any]:
+        """Return losses (time, tokens of all, loss), evaluations, and in which rounds islands were merged."""
+        names = list(self.counted()["learners"])
+        steps = {name: self.tracks[name].steps for name in names}
+        cells = [[each.begin_s, each.end_s, each.rounds] for each in self.stretches]
+        members = {name: [each.members.get(name, 0) for each in self.stretches] for name in names} if cells else {}
+        return {
+            "loss": {name: few(points, most) for name, points in steps.items() if points},
+            "evals": few(self.evals, most),
+            "cells": cells,
+            "members": members,
+        }

@@ -1,0 +1,150 @@
+"""The report is the page in one file: it must tell the run's story correctly, stand alone, stay small, and not lie."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_jax.tools.view.page import write_report
+from diloco_jax.tools.view.story import STRETCHES_MAX, Story, few, keep
+from tests.tools.view.browser import CHROMIUM, Browser
+from tests.tools.view.made import append, joined, left, made_run, note, step, wire
+
+Records = list[dict[str, Any]]
+
+
+def told(*records: dict[str, Any]) -> Story:
+    story = Story()
+    for record in records:
+        story.take(record)
+    return story
+
+
+def page_of(folder: Path) -> str:
+    path = write_report(folder)
+    assert path == folder / "report.html"
+    return path.read_text(encoding="utf-8")
+
+
+def data_of(page: str) -> dict[str, Any]:
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*)</script>', page)
+    return dict(json.loads(text)["runs"][0])
+
+
+def test_nothing_is_loaded_from_elsewhere_and_names_cannot_become_a_script(tmp_path: Path) -> None:
+    folder, bad = made_run(tmp_path / "a & <b>"), '</script><script>alert("1")</script>'
+    append(folder, step(bad, 21.0, 1, 10), note("silent", 22.0, 20, bad, reason=bad))
+    page = page_of(folder)
+    assert "alert(" not in page.replace("\\u003cscript>alert", "") and page.count("</script>") == 2
+    outside = re.sub(r"http://www\.w3\.org/2000/svg", "", page)
+    assert not re.search(r"https?:|@import|url\(|<img|<iframe|src=|XMLHttpRequest", outside)
+    assert bad in data_of(page)["summary"]["learners"]
+
+
+def test_a_run_that_was_stopped_is_counted_from_its_records(tmp_path: Path) -> None:
+    folder = made_run(tmp_path)
+    summary = data_of(page_of(folder))["summary"]
+    assert not summary["complete"] and (summary["tokens"], summary["global_steps"]) == (30, 1)
+    assert summary["contributors_per_round"] == 1.0 and "goodput" not in summary
+    row = {"local_steps": 1, "tokens": 10, "participation": 0.0, "restarts": 0, "step_overhead": 0.0}
+    assert summary["learners"]["b"] == row
+    written = {"complete": True, "eval_loss": 1.5, "goodput": 0.9, "wire": {"data_parallel_bytes": 9}}
+    (folder / "summary.json").write_text(json.dumps({**written, "learners": {"b": {"restarts": 3}}}))
+    summary = data_of(page_of(folder))["summary"]
+    assert summary["complete"] and summary["eval_loss"] == 1.5 and summary["learners"]["b"] == {**row, "restarts": 3}
+    assert summary["wire"] == {"up_bytes": 300, "down_bytes": 600, "data_parallel_bytes": 9}
+
+
+def test_a_data_parallel_run_has_no_rounds() -> None:
+    summary = told(step("data-parallel", 1.0, 1, 10)).summary({"contributors_per_round": 1.0, "learners": {}})
+    assert summary["contributors_per_round"] is None
+    assert summary["learners"]["data-parallel"]["participation"] is None
+
+
+def test_a_folder_without_metrics_names_path_and_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"metrics\.jsonl does not exist; give the folder of a run"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl has no step .*wait until"):
+        write_report(tmp_path)
+
+
+def test_a_long_run_is_small(tmp_path: Path) -> None:
+    folder, names = made_run(tmp_path), [f"island-{index}" for index in range(8)]
+    for n in range(1, 2001):
+        append(folder, *(step(name, 10 + n * 0.3, n, n, loss=2 + 1 / n) for name in names))
+        append(folder, note("merged", 10 + n * 0.3, n, *names[n % 3 :], fragment_id=0), wire(n * 0.3, n, n * 1000, n))
+    assert len(page_of(folder)) < 500_000
+
+
+def test_steps_and_overhead_are_counted_over_incarnations() -> None:
+    # first incarnation: 3 steps of 0.5 s, seen at 1.0, 2.0 and 3.0 s: 1.5 s busy in 2.5 s; then a restart 97 s later
+    first = [step("a", t, n, 100 * n, 0.5) for n, t in enumerate((1.0, 2.0, 3.0), 1)]
+    later = [step("a", 99.5 + 0.5 * n, n, 300 + 100 * n, 0.5, incarnation=2) for n in (1, 2)]
+    story = told(*first, *later, step("b", 101.0, 1, 1000))
+    overhead = pytest.approx(1 - 2.5 / 3.5)
+    row = {"local_steps": 5, "tokens": 500, "restarts": 1, "participation": None, "step_overhead": overhead}
+    assert story.counted()["learners"]["a"] == row
+    assert [tokens for _, tokens, _ in story.tracks["a"].steps] == [100, 200, 300, 400, 500]
+    assert [tokens for _, tokens, _ in story.tracks["b"].steps] == [1500] and story.tokens == 1500
+
+
+def test_many_rounds_are_grouped_and_none_is_lost() -> None:
+    count = 5 * STRETCHES_MAX + 7
+    story = told(*(note("merged", float(n), n, "a", *["b"][: n % 4 == 0]) for n in range(1, count + 1)))
+    curves = story.curves(10)
+    cells = curves["cells"]
+    assert len(cells) <= STRETCHES_MAX and sum(rounds for _, _, rounds in cells) == sum(curves["members"]["a"]) == count
+    assert cells[0] == [1.0, 8.0, 8] and curves["members"]["b"][:2] == [2, 2]
+    assert sum(curves["members"]["b"]) == count // 4
+    assert story.counted()["learners"]["b"]["participation"] == (count // 4) / count
+
+
+@given(st.lists(st.floats(min_value=-10, max_value=10), max_size=300), st.integers(min_value=1, max_value=50))
+def test_few_points_are_means_of_all(values: list[float], most: int) -> None:
+    found = few([(float(x), y) for x, y in enumerate(values)], most)
+    assert len(found) <= most
+    assert all(min(values) - 1e-3 <= y <= max(values) + 1e-3 for _, y in found)
+    assert few([(1.0, 2.0), (3.0, 6.0), (5.0, 1.0)], 2) == [[2.0, 4.0], [5.0, 1.0]]
+
+
+def test_a_curve_keeps_its_ends() -> None:
+    points: list[int] = []
+    for n in range(100):
+        keep(points, n, 10)
+    assert points[0] == 0 and points[-1] == 99 and len(points) <= 10 and points == sorted(points)
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium here: install Debian's package chromium")
+def test_a_browser_shows_it_without_a_server(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "run")
+    metrics = {"kind": "metrics", "t": 4.0, "global_step": 1, "learner": "a", "values": {"grad_norm": 0.5}}
+    append(folder, metrics, left("b", 6.0), joined("b", 7.0), joined("b", 7.5, 2))
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser.size(360, 800)
+        browser.open(write_report(folder).as_uri())
+        browser.until("document.querySelector('#link').innerText === 'a report'")
+        text = browser.run("document.body.innerText")
+        for part in (
+            "Not complete",
+            "b back: incarnation 1",
+            "b joined: incarnation 2",
+            "waiting for data",
+            "step 1 of 10",
+        ):
+            assert part in text, part
+        assert browser.run("document.querySelectorAll('#strip .cell').length") == 1
+        assert browser.run("[...document.querySelectorAll('#metric option')].map(o => o.value)") == [
+            "loss",
+            "grad_norm",
+        ]
+        assert browser.run("document.querySelectorAll('.drain').length") == 0
+        assert browser.run("document.documentElement.scrollWidth") <= 360
+        assert browser.problems == []
+    finally:
+        browser.close()
