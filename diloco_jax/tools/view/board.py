@@ -71,13 +71,16 @@ class Board:
     def watch(self) -> Iterator[bytes]:
         """Yield the whole, then news as they come; forever."""
         with self._changed:
+            if not self._viewers:  # nobody has read since the last one left
+                for feed in self._feeds:
+                    feed.fresh = True
             self._viewers += 1
             self._changed.notify_all()
         try:
             number = -1
             while not self._closed.is_set():
                 with self._changed:
-                    if number == self._number:
+                    if number == self._number and not self._closed.is_set():
                         self._changed.wait(HEARTBEAT_S)
                     missed = [frame for each, frame in self._frames if each > number]
                     if number < 0 or len(missed) < self._number - number:

@@ -64,7 +64,7 @@ class RunFeed:
         self._lives: dict[str, str] = {}  # of islands: their newest incarnation, in the words of the records
         self._drawn_s = -1.0  # end of the curves that were told last
         self._new_events: list[dict[str, Any]] = []
-        self.fresh = True  # everybody needs the whole again
+        self.fresh, self._behind = True, True  # everybody needs the whole again; there is more to read
 
     def look(self) -> bool:
         """Read what is new in the folder; returns whether there is more to read."""
@@ -77,10 +77,10 @@ class RunFeed:
         for line in lines:
             with suppress(ValueError, KeyError, TypeError):  # of another program: the rest may be of use
                 self._take(json.loads(line))
-        if len(lines) == LINES_MAX:
-            return True
-        self._read_status()
-        return False
+        self._behind = len(lines) == LINES_MAX
+        if not self._behind:
+            self._read_status()
+        return self._behind
 
     def _changed(self, name: str) -> bool:
         try:
@@ -133,7 +133,7 @@ class RunFeed:
     def news(self) -> dict[str, Any]:
         """Return what has changed since the news before."""
         told = {**self._now(), "rounds": self._rounds.news(), "events": self._new_events}
-        self._new_events, self.fresh = [], False
+        self._new_events, self.fresh = [], self.fresh and self._behind
         if self._looks % CURVES_EVERY == 0 and self.story.end_s != self._drawn_s:
             self._drawn_s = self.story.end_s
             told |= {"curves": self.story.curves(POINTS_SENT), "logs": self.logs()}
@@ -143,7 +143,7 @@ class RunFeed:
         story, status = self.story, self._status
         summary = story.summary(self._summary)
         summary["samples"] = self._summary.get("samples") or status.get("samples")
-        read = self._tail.position / self._size if self._size else 1.0
+        read = self._tail.position / self._size if self._size else float(self._looks > 0)
         found = [alarm._asdict() for alarm in alarms(status, self._summary)]
         rate, lately = None, [each for each in story.wire[-600:] if each[0] >= story.end_s - 60]
         if lately and (span_s := lately[-1][0] - lately[0][0]) > 0:

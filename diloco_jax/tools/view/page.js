@@ -92,8 +92,8 @@ function pace(run) {  // seconds per round lately
 function drawHead(run) {
   const {status, summary} = run, steps = status.global_step ?? summary.global_steps, total = status.total_steps;
   text($('name'), run.name);
-  text($('state'), status.state || 'no status');
-  $('state').className = 'chip ' + (STATES[status.state] || 'is-bad');
+  text($('state'), status.state || (run.read < 1 ? 'reading' : 'no status'));
+  $('state').className = 'chip ' + (STATES[status.state] || (run.read < 1 ? 'is-new' : 'is-bad'));
   document.title = run.name + ': ' + (status.state || '') + (total ? ' ' + Math.floor(100 * steps / total) + ' %' : '');
   $('progress').value = total ? Math.min(1, steps / total) : 0;
   const each = pace(run), left = status.state === 'running' && each ? ', about ' + time((total - steps) * each) + ' left' : '';
@@ -227,7 +227,7 @@ function drawRounds(run) {
   const used = shownRounds.map(round => lane[rounds.indexOf(round)]), count = Math.max(3, ...used.map(each => each + 1));
   const row = count > 12 ? 14 : 22, height = count * row, x = t => (t - right + seconds) / seconds * width;
   const moving = s('g');
-  for (let t = Math.ceil((right - seconds) / nice(seconds, width / 90)) * nice(seconds, width / 90); t < right + seconds / 20; t += nice(seconds, width / 90)) {
+  for (let t = Math.max(0, Math.ceil((right - seconds) / nice(seconds, width / 90))) * nice(seconds, width / 90); t < right + seconds / 20; t += nice(seconds, width / 90)) {
     moving.append(s('path', {class: 'grid', d: `M${x(t)} 0V${height}`}), s('text', {x: x(t) + 3, y: height + 14}, t < 60 ? +t.toFixed(1) + ' s' : time(t)));
   }
   shownRounds.forEach((round, index) => {

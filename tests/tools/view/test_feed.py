@@ -20,6 +20,7 @@ def test_the_whole_says_what_the_records_say(tmp_path: Path) -> None:
     feed = RunFeed(made_run(tmp_path))
     assert not feed.look()
     told = feed.whole()
+    assert RunFeed(tmp_path).whole()["read"] == 0.0, "nothing has been read yet"
     assert told["name"] == tmp_path.name and told["read"] == 1.0 and told["end_s"] == 4.6
     assert told["rounds"] == [MADE]
     assert [(event["kind"], event["who"]) for event in told["events"]] == [("joined", ["a"]), ("joined", ["b"])]
