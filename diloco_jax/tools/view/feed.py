@@ -125,7 +125,7 @@ class RunFeed:
         """Return all that the page shows of this run."""
         names = sorted(self.story.metrics, key=lambda name: (name not in METRICS_FIRST, name))[:METRICS_MAX]
         known = ((name, self.story.metrics[name]) for name in names)
-        metrics = {name: {who: few(points, METRIC_POINTS) for who, points in each.items()} for name, each in known}
+        metrics = {name: {who: few(curve.points, METRIC_POINTS) for who, curve in each.items()} for name, each in known}
         facts = {"name": self.name, "rounds": self._rounds.whole(), "events": [*self._events], "metrics": metrics}
         curves = self.story.curves(POINTS_SENT)
         return finite({**self._now(), **facts, "curves": curves, "logs": self.logs(), **self._about()})
@@ -145,7 +145,7 @@ class RunFeed:
         summary["samples"] = self._summary.get("samples") or status.get("samples")
         read = self._tail.position / self._size if self._size else float(self._looks > 0)
         found = [alarm._asdict() for alarm in alarms(status, self._summary)]
-        rate, lately = None, [each for each in story.wire[-600:] if each[0] >= story.end_s - 60]
+        rate, lately = None, [each for each in story.wire if each[0] >= story.end_s - 60]
         if lately and (span_s := lately[-1][0] - lately[0][0]) > 0:
             rate = {f"{way}_per_s": (lately[-1][n] - lately[0][n]) / span_s for n, way in ((1, "up"), (2, "down"))}
         now = {

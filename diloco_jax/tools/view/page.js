@@ -291,7 +291,7 @@ function drawStrip(run) {
     const end = Math.max(run.end_s, cells[cells.length - 1][1]) || 1, x = t => left + t / end * (width - left), step = nice(end, width / 90);
     const words = names.map(name => `${name} in ${share(members[name].reduce((a, b) => a + b) / cells.reduce((a, cell) => a + cell[2], 0))}`);
     const drawing = s('svg', {width, height: height + 18, viewBox: `0 0 ${width} ${height + 18}`, role: 'img', 'aria-label': 'Rounds and their members: ' + words.join(', ')});
-    for (let t = 0; t <= end; t += step) drawing.append(s('text', {x: x(t), y: height + 14, 'text-anchor': t > end * 0.93 ? 'end' : 'start'}, t ? time(t) : '0'));
+    for (let t = 0; t <= end * 0.93; t += step) drawing.append(s('text', {x: x(t), y: height + 14}, t ? time(t) : '0'));
     names.forEach((name, index) => {
       drawing.append(s('text', {class: 'row-name', x: 0, y: (index + 0.75) * row}, name.length > 14 ? name.slice(0, 13) + '…' : name),
         s('rect', {class: 'track', x: left, y: index * row + 1, width: width - left, height: row - 2}));

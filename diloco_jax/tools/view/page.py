@@ -42,7 +42,7 @@ def write_report(folder: Path) -> Path:
     feed = RunFeed(folder)
     while feed.look():
         pass
-    if not feed.story.tracks and not feed.story.evals:
+    if not feed.story.tracks and not feed.story.evals.last:
         raise ValueError(f"{metrics} has no step of any learner yet; wait until the run has begun to train")
     target = folder / REPORT_FILE
     replace_text(target, compose_page({"runs": [{**feed.whole(), "plan": {}, "logs": []}]})[0])

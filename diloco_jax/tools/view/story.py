@@ -1,22 +1,16 @@
 """The story of a run, counted from its records one after the other, in a room that does not grow with the run."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco_jax.drawing.charts import Point
 from diloco_jax.protocol.watch.stats import participation, step_overhead
 
 STEPS_KEPT = 20_000  # points of a curve whose means are shown
 POINTS_KEPT = 500  # of others
+RATE_WORDS = 150  # words on bytes moved, two per second, from which the present rate is counted
 STRETCHES_MAX = 120  # groups of rounds
-
-
-def keep(points: list[Any], point: Any, most: int) -> None:
-    """Append a point to a curve; of one that is too long every second point goes, but for the first and the last."""
-    points.append(point)
-    if len(points) > most:
-        del points[1:-1:2]
 
 
 def few(points: Sequence[Sequence[float]], most: int) -> list[list[float]]:
@@ -26,11 +20,41 @@ def few(points: Sequence[Sequence[float]], most: int) -> list[list[float]]:
     return [[float(f"{sum(column) / len(group):.5g}") for column in zip(*group, strict=True)] for group in groups]
 
 
+class Curve:
+    """The points of a curve, however long it gets: of so many that come one is kept, and the newest.
+
+    Args:
+        most: points that are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: list[tuple[float, ...]] = []
+        self._every = 1
+        self._seen = 0
+        self.last: tuple[float, ...] | None = None
+
+    def add(self, *point: float) -> None:
+        """Take the next point."""
+        if self._seen % self._every == 0:
+            self._kept.append(point)
+            if len(self._kept) > self._most:
+                del self._kept[1::2]
+                self._every *= 2
+        self._seen += 1
+        self.last = point
+
+    @property
+    def points(self) -> list[tuple[float, ...]]:
+        """Return the points, the oldest first."""
+        return self._kept if not self._kept or self._kept[-1] == self.last else [*self._kept, self.last or ()]
+
+
 @dataclass(slots=True)
 class Track:
     """One learner's steps: when, tokens of all learners by then, loss."""
 
-    steps: list[tuple[float, float, float]] = field(default_factory=list)
+    steps: Curve = field(default_factory=lambda: Curve(STEPS_KEPT))
     tokens: int = 0
     local_steps: int = 0
     restarts: int = 0
@@ -54,7 +78,7 @@ class Track:
         self.span_s += passed_s
         self.tokens = record["tokens"]
         if record["loss"] is not None:
-            keep(self.steps, (record["t"], all_tokens, record["loss"]), STEPS_KEPT)
+            self.steps.add(record["t"], all_tokens, record["loss"])
         self._last = now
 
 
@@ -81,9 +105,9 @@ class Story:
     tracks: dict[str, Track] = field(default_factory=dict)
     stretches: list[Stretch] = field(default_factory=list)
     rounds: int = 0  # merged
-    wire: list[tuple[float, int, int]] = field(default_factory=list)  # time, up, down
-    evals: list[tuple[float, float, float]] = field(default_factory=list)  # time, tokens, loss
-    metrics: dict[str, dict[str, list[Point]]] = field(default_factory=dict)  # name -> island -> time, value
+    wire: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=RATE_WORDS))  # time, up, down
+    evals: Curve = field(default_factory=lambda: Curve(POINTS_KEPT))  # time, tokens, loss
+    metrics: dict[str, dict[str, Curve]] = field(default_factory=dict)  # name -> island -> time, value
     bits_per_byte: float | None = None
     scores: dict[str, float | None] = field(default_factory=dict)  # of the newest evaluation
     global_step: int = 0
@@ -105,14 +129,13 @@ class Story:
         elif kind == "metrics":
             for name, value in record["values"].items():
                 if value is not None:
-                    points = self.metrics.setdefault(name, {}).setdefault(record["learner"], [])
-                    keep(points, (t, value), POINTS_KEPT)
+                    self.metrics.setdefault(name, {}).setdefault(record["learner"], Curve(POINTS_KEPT)).add(t, value)
         elif kind == "merged":
             self._merged(Stretch(t, t, 1, dict.fromkeys(record["members"], 1)))
         elif kind == "wire":
-            keep(self.wire, (t, record["up_bytes"], record["down_bytes"]), STEPS_KEPT)
+            self.wire.append((t, record["up_bytes"], record["down_bytes"]))
         elif kind == "eval" and record["loss"] is not None:
-            keep(self.evals, (t, record["tokens"], record["loss"]), POINTS_KEPT)
+            self.evals.add(t, record["tokens"], record["loss"])
             self.bits_per_byte, self.scores = record["bits_per_byte"], record.get("scores", {})
 
     def _merged(self, one: Stretch) -> None:
@@ -143,7 +166,7 @@ class Story:
             for name, track in sorted(self.tracks.items(), key=lambda item: (len(item[0]), item[0]))
         }
         return {
-            "eval_loss": self.evals[-1][2] if self.evals else None,
+            "eval_loss": self.evals.last[2] if self.evals.last else None,
             "eval_bits_per_byte": self.bits_per_byte,
             "eval_scores": self.scores,
             "tokens": self.tokens,
@@ -171,12 +194,12 @@ class Story:
     def curves(self, most: int) -> dict[str, Any]:
         """Return losses (time, tokens of all, loss), evaluations, and in which rounds islands were merged."""
         names = list(self.counted()["learners"])
-        steps = {name: self.tracks[name].steps for name in names}
+        steps = {name: self.tracks[name].steps.points for name in names}
         cells = [[each.begin_s, each.end_s, each.rounds] for each in self.stretches]
         members = {name: [each.members.get(name, 0) for each in self.stretches] for name in names} if cells else {}
         return {
             "loss": {name: few(points, most) for name, points in steps.items() if points},
-            "evals": few(self.evals, most),
+            "evals": few(self.evals.points, most),
             "cells": cells,
             "members": members,
         }

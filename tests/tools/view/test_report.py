@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_jax.tools.view.page import write_report
-from diloco_jax.tools.view.story import STRETCHES_MAX, Story, few, keep
+from diloco_jax.tools.view.story import STRETCHES_MAX, Curve, Story, few
 from tests.tools.view.browser import CHROMIUM, Browser
 from tests.tools.view.made import append, joined, left, made_run, note, step, wire
 
@@ -89,8 +89,8 @@ def test_steps_and_overhead_are_counted_over_incarnations() -> None:
     overhead = pytest.approx(1 - 2.5 / 3.5)
     row = {"local_steps": 5, "tokens": 500, "restarts": 1, "participation": None, "step_overhead": overhead}
     assert story.counted()["learners"]["a"] == row
-    assert [tokens for _, tokens, _ in story.tracks["a"].steps] == [100, 200, 300, 400, 500]
-    assert [tokens for _, tokens, _ in story.tracks["b"].steps] == [1500] and story.tokens == 1500
+    assert [tokens for _, tokens, _ in story.tracks["a"].steps.points] == [100, 200, 300, 400, 500]
+    assert [tokens for _, tokens, _ in story.tracks["b"].steps.points] == [1500] and story.tokens == 1500
 
 
 def test_many_rounds_are_grouped_and_none_is_lost() -> None:
@@ -112,11 +112,11 @@ def test_few_points_are_means_of_all(values: list[float], most: int) -> None:
     assert few([(1.0, 2.0), (3.0, 6.0), (5.0, 1.0)], 2) == [[2.0, 4.0], [5.0, 1.0]]
 
 
-def test_a_curve_keeps_its_ends() -> None:
-    points: list[int] = []
+def test_a_curve_keeps_its_ends_and_is_even() -> None:
+    curve = Curve(10)
     for n in range(100):
-        keep(points, n, 10)
-    assert points[0] == 0 and points[-1] == 99 and len(points) <= 10 and points == sorted(points)
+        curve.add(float(n))
+    assert curve.points == [(0.0,), (16.0,), (32.0,), (48.0,), (64.0,), (80.0,), (96.0,), (99.0,)]
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium here: install Debian's package chromium")
