@@ -16,6 +16,7 @@ COMMON: Settings = {
     "islands": {"count": 4, "devices": 1},
     "train": {"steps": 0, "eval_every": 0, "final_eval_batches": 120},
     "protocol": {"sync_every": 6, "num_fragments": 6, "snapshot_every": 0},
+    "adopt": {"mode": "rebase"},
 }
 RESUMABLE: Settings = {"protocol": {"snapshot_every": 200}}
 LARGE: Settings = {"islands": {"devices": "auto"}}

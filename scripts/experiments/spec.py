@@ -230,8 +230,9 @@ def merged(base: Settings, changes: Settings) -> dict[str, Any]:
         if value is None:
             result.pop(key, None)
         else:
+            before = result.get(key)
             nested = isinstance(value, Mapping) and key not in REPLACED
-            result[key] = merged(result.get(key) or {}, value) if nested else value
+            result[key] = merged(before if isinstance(before, Mapping) else {}, value) if nested else value
     return result
 
 

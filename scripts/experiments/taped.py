@@ -6,7 +6,8 @@ So all arms of a seed have equal schedules, whatever else the machine does, and 
 
 The schedule's settings: `delay` (steps that a message takes), `step_noise` and `speed_spread` (shares of a step);
 `chips` and `hardware` (those of `diloco simulate`) for chips that fail or differ; `extra` and `after`: so many more
-learners, as a share, come when that share of the tokens, at the pace of the others, is trained.
+learners, as a share, come when that share of the tokens, at the pace of the others, is trained; `instead`: see
+instead.py.
 """
 
 import json
@@ -33,6 +34,7 @@ from diloco_jax.sim.tapes import LearnerTapes
 from diloco_jax.tools.replay.replay import Replay
 from diloco_jax.tools.replay.scenario import as_simulated
 from diloco_jax.tools.replay.script import LearnerLife, MergedRound
+from experiments.instead import payload_bytes, put_in_place
 from experiments.records import thinned
 
 STEPS_FACTOR = 8  # global steps at most, over those that all learners together would need
@@ -45,7 +47,7 @@ def simulate(config: RunConfig, schedule: Mapping[str, Any], seed: int, folder: 
     Raises:
         ValueError: the run does not end, or the schedule has a setting that is unknown.
     """
-    known = {"delay", "step_noise", "speed_spread", "chips", "hardware", "extra", "after"}
+    known = {"delay", "step_noise", "speed_spread", "chips", "hardware", "extra", "after", "instead"}
     if unknown := sorted(set(schedule) - known):
         raise ValueError(f"the schedule has '{unknown[0]}'; use {', '.join(sorted(known))}")
     learners, sequences = config.islands.count, config.island("").batch_size
@@ -117,12 +119,15 @@ def flight_steps(tapes: Path) -> float:
 class Training(Replay):
     """A replay that keeps the losses of all steps, and counts what went over the wire."""
 
-    def __init__(self, config: RunConfig, tapes: Path) -> None:
+    def __init__(self, config: RunConfig, tapes: Path, bits: int = 0) -> None:
         super().__init__(config, tapes, compare=False)
         self._formats = config.wire
         self._sizes = {
             way: [
-                codec.encoded_size((shape for _, shape in each.keys_shapes), format) for each in self.trainer.fragments
+                payload_bytes(each.num_elements, bits)
+                if bits
+                else codec.encoded_size((shape for _, shape in each.keys_shapes), format)
+                for each in self.trainer.fragments
             ]
             for way, format in (("up", self._formats.up), ("down", self._formats.down))
         }
@@ -156,7 +161,9 @@ def main() -> None:
     began_s = time.monotonic()
     found = simulate(config, schedule, config.seed, tapes)
     simulated_s = time.monotonic() - began_s
-    training = Training(trained(config, tapes), tapes)
+    instead = schedule.get("instead", {})
+    put_in_place(instead)
+    training = Training(trained(config, tapes), tapes, instead.get("bits", 0))
     began_s, told_s = time.monotonic(), 0.0
     events = training.script.events
     for number, event in enumerate(events):

@@ -38,7 +38,7 @@ CARDS = {
 }
 AT_SYNCER = {"kill-to-move-syncer", "expired-syncer", "full-volume", "kill-syncer", "kill-shard", "stop-syncer"}
 REGION_S, FULL_S = 120.0, 20.0
-LAST = 0.8  # share of the run in which faults begin: here an island needs a minute to come back
+LAST = 0.7  # share of the run in which faults begin: twice the slowest recovery must be left, and that is 200 s here
 
 
 def draw(seed: int, config: RunConfig, faults: int, minutes: float, kinds: str) -> list[ChaosFault]:

@@ -19,7 +19,7 @@ CHANGES = {
     "protocol": {"lease_s": 2.0, "heartbeat_s": 0.5, "pull_timeout_s": 2.0, "resend_s": 0.5, "snapshot_every": 200},
     "transport": {"connect_timeout_s": 5.0, "keepalive_s": 2.0, "keepalive_timeout_s": 2.0},
 }
-QUICK = ("cut,corrupt,nan,stop,kill", 2, 1000, 5, 19)  # a cut, which always fits; then the kill, which needs most time
+QUICK = ("cut,corrupt,nan,stop,kill", 2, 1000, 5, 19)  # a cut, which always fits, and then the kill
 ALL = ("kill,kill-syncer,kill-donor,stop-syncer,black-hole,duplicate,slow-link,full-disk", 3, 8000, 8, 3)
 
 

@@ -1,0 +1,147 @@
+"""Merges, cuts and codes that the package does not have, put in its place within the process of one training.
+
+What was tried and did not win is no part of the package; here it stays repeatable. A schedule's `instead` names them:
+
+  unit      of which RDA takes norms and directions: `row` of a matrix, or `fragment`, all matrices of it together
+  cut       into fragments: `layer`, `tensor` (whole ones, in their order), `whole` (whole ones, evenly)
+  bits      of a code on the wire, both ways: 4 (the package's int4), 2 (four levels that are best for a normal
+            distribution), 1 (signs), with the mean square or mean magnitude of 256 elements as scale
+  feedback  false: what rounding takes is lost
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from diloco_jax.core import codec, fragments, passes, shards
+from diloco_jax.core.kinds import Kind
+from diloco_jax.core.merge import MergeConfig, Rule, coefficients
+from diloco_jax.tools.replay.replica import Replica
+
+KNOWN = ("unit", "cut", "bits", "feedback")
+INNER, OUTER, BETWEEN = 0.4528, 1.5104, 0.9816  # levels and threshold of the best four levels (Max, 1960)
+
+
+def put_in_place(wanted: Mapping[str, Any]) -> None:
+    """Change this process.
+
+    Raises:
+        ValueError: a name is unknown; names it.
+    """
+    if unknown := sorted(set(wanted) - set(KNOWN)):
+        raise ValueError(f"instead has '{unknown[0]}'; use {', '.join(KNOWN)}")
+    if "unit" in wanted:
+        {"row": _by_row, "fragment": _by_fragment}[wanted["unit"]]()
+    if "cut" in wanted:
+        fragments.FragmentConfig.plan = _cut_by(wanted["cut"])  # type: ignore[method-assign]
+    if "bits" in wanted:
+        _with_codes(wanted["bits"], feedback=wanted.get("feedback", True))
+
+
+def payload_bytes(elements: int, bits: int) -> int:
+    """Return the size of so many elements as codes, each 256 with a float32 scale."""
+    return math.ceil(elements / codec.BLOCK) * (4 + codec.BLOCK * bits // 8)
+
+
+def coded(values: np.ndarray, bits: int) -> np.ndarray:
+    """Return the float32[n] that codes of float32[n] stand for."""
+    if bits == 4:
+        codes, scales = codec.quantize_on_host(values, "int4")
+        return codec.dequantize_on_host(codes, scales, values.size, "int4")
+    blocks = codec.to_blocks(np, values)
+    signs = np.where(blocks < 0, np.float32(-1), np.float32(1))
+    if bits == 1:
+        found = signs * np.abs(blocks).mean(1, keepdims=True)
+    else:
+        scale = np.sqrt((blocks**2).mean(1, keepdims=True))
+        found = signs * scale * np.where(np.abs(blocks) < BETWEEN * scale, np.float32(INNER), np.float32(OUTER))
+    return found.astype(np.float32).reshape(-1)[: values.size]
+
+
+def _by_row() -> None:
+    def rule(path: str, shape: tuple[int, ...], kind: Kind, config: MergeConfig) -> Rule:
+        usual = original(path, shape, kind, config)
+        return usual if usual.method == "average" else Rule(usual.method, shape[-1])
+
+    original, shards.merge_rule = shards.merge_rule, rule
+
+
+def _by_fragment() -> None:
+    def shares(self: passes.Merger, products: Any, weights: Any) -> list[Any]:
+        usual, rules = original(self, products, weights), self._rules
+        matrices = [
+            each.sum(0)
+            for leaf, each in zip(self.layout.leaves, products, strict=True)
+            if rules[leaf.piece].method == "rda"
+        ]
+        if not matrices:
+            return usual
+        ours = coefficients(np.sum(matrices, axis=0), weights, "rda")
+        return [
+            np.tile(ours, (len(own), 1)) if rule.method == "rda" else own
+            for own, rule in zip(usual, rules, strict=True)
+        ]
+
+    original, passes.Merger.shares = passes.Merger.shares, shares  # type: ignore[method-assign]
+
+
+def _cut_by(way: str) -> Callable[..., fragments.FragmentPlan]:
+    def plan(self: Any, shapes: Any, kinds: Any, num_fragments: int, groups: Any = ()) -> fragments.FragmentPlan:
+        pieces = [
+            (fragments.Slice(path, fragments.WHOLE, 0, shape[0]), shape) for path, shape in sorted(shapes.items())
+        ]
+        if way == "whole":
+            members = fragments._dealt(pieces, num_fragments)
+        else:
+            layers = list(dict.fromkeys(_layer_of(piece.path) for piece, _ in pieces))
+            members = [[] for _ in range(num_fragments if way == "tensor" else len(layers))]
+            for number, each in enumerate(pieces):
+                at = number * num_fragments // len(pieces) if way == "tensor" else layers.index(_layer_of(each[0].path))
+                members[at].append(each)
+        if len(members) != num_fragments:
+            raise ValueError(f"there are {len(members)} layers; set protocol.num_fragments to it, not {num_fragments}")
+        made = tuple(fragments._fragment(number, content) for number, content in enumerate(members))
+        return fragments.FragmentPlan(made, dict(sorted(shapes.items())), kinds, f"{way:0<16}", (num_fragments,))
+
+    return plan
+
+
+def _layer_of(path: str) -> str:
+    head, *rest = path.split("/")
+    return f"{head}/{rest[0]}" if rest and rest[0].isdigit() else "others"
+
+
+def _with_codes(bits: int, *, feedback: bool) -> None:
+    """Round what a wire of float32 carries: what learners send, and the syncer's step."""
+    kept: dict[Any, np.ndarray] = {}
+
+    def rounded(key: Any, values: np.ndarray) -> np.ndarray:
+        wanted = values + kept[key] if key in kept else values
+        found = coded(wanted, bits)
+        if feedback:
+            kept[key] = wanted - found
+        return found
+
+    def value(self: Replica, fragment_id: int, local_step: int) -> bytes:
+        payload = sends(self, fragment_id, local_step)
+        layout = self._trainer.fragments[fragment_id].keys_shapes
+        decoded = codec.decode(payload, layout, "float32")
+        life = self.life.learner_id, fragment_id
+        return codec.encode(
+            {key: rounded((*life, key), each.reshape(-1)).reshape(each.shape) for key, each in decoded.items()},
+            "float32",
+        )
+
+    def apply(self: passes.Merger, values: Any, shares: Any, state: passes.State) -> passes.Update:
+        made = applies(self, values, shares, state)
+        new = np.empty_like(state.value)
+        for number, leaf in enumerate(self.layout.leaves):
+            here = self.layout.where(leaf)
+            step = made.state.value[here] - state.value[here]
+            new[here] = state.value[here] + rounded((id(self), number), step)
+        return made._replace(state=made.state._replace(value=new), digests=self.layout.leaf_digests(new))
+
+    sends, Replica.value = Replica.value, value  # type: ignore[method-assign]
+    applies, passes.Merger.apply = passes.Merger.apply, apply  # type: ignore[method-assign]
