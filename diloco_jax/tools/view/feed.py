@@ -119,7 +119,7 @@ class RunFeed:
             self._events.append(event)
             self._new_events.append(event)
             del self._new_events[:-EVENTS_KEPT]
-        self._finished = kind == "finished"
+        self._finished = self._finished or kind == "finished"
 
     def whole(self) -> dict[str, Any]:
         """Return all that the page shows of this run."""

@@ -53,6 +53,15 @@ def test_news_have_only_what_is_new(tmp_path: Path) -> None:
     assert feed.whole()["events"][-1] == {"n": 3, "t": 6.0, "kind": "left", "who": ["b"], "reason": "lost"}
 
 
+def test_leaving_a_run_that_is_complete_is_no_news(tmp_path: Path) -> None:
+    folder = made_run(tmp_path)
+    append(folder, left("a", 5.0), {**left("", 6.0), "kind": "finished"}, left("b", 7.0), left("a", 8.0))
+    feed = RunFeed(folder)
+    feed.look()
+    kinds = ["joined", "joined", "left", "finished"]
+    assert [event["kind"] for event in feed.whole()["events"]] == kinds == [e["kind"] for e in feed.news()["events"]]
+
+
 def test_another_run_in_the_same_folder_begins_anew(tmp_path: Path) -> None:
     feed = RunFeed(made_run(tmp_path))
     feed.look()
@@ -83,6 +92,16 @@ TIMES = [
     # the same, but with a second in which it did nothing
     ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), left("a", 1.0), joined("a", 4.0), step("a", 5.0, 4, 40, 1.0)],
      {"training": 4.0, "away": 1.0}),
+    # it is back sooner, and begins its next step late
+    (
+        [joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), left("a", 1.0), joined("a", 2.0), step("a", 5.0, 2, 20, 1.0)],
+        {"training": 2.0, "away": 1.0, "between": 2.0},
+    ),
+    # a report is late and the next in time: the steps were as long as they were
+    (
+        [joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), step("a", 2.5, 2, 20, 1.0), step("a", 3.0, 3, 30, 1.0)],
+        {"training": 3.0},
+    ),
     # silent since its last word, and heard again
     ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), {**left("a", 4.0), "kind": "silent"}, wire(5.0, 1, 0, 0)],
      {"training": 1.0, "away": 4.0}),
