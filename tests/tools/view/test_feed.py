@@ -83,7 +83,7 @@ def test_a_long_run_takes_no_more_room(tmp_path: Path) -> None:
 
 
 TIMES = [
-    # a steps at 0..1, 1.5..2.5 and, having waited for data half of that, is killed; back at 6, steps at 7..8
+    # a steps at 0..1 and 1.5..2.5 and is killed; it is back at 6 and steps at 7..8
     ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), step("a", 2.5, 2, 20, 1.0), left("a", 2.5), joined("a", 6.0, 2),
       step("a", 8.0, 1, 30, 1.0, incarnation=2)], {"training": 3.0, "between": 0.5, "away": 3.5, "joining": 1.0}),
     # its link breaks, it trains on, and tells it when it is back
