@@ -102,6 +102,8 @@ def _cut_by(way: str) -> Callable[..., fragments.FragmentPlan]:
                 members[at].append(each)
         if len(members) != num_fragments:
             raise ValueError(f"there are {len(members)} layers; set protocol.num_fragments to it, not {num_fragments}")
+        if not all(members):
+            raise ValueError(f"{len(pieces)} tensors are too few for {num_fragments} fragments; lower num_fragments")
         made = tuple(fragments._fragment(number, content) for number, content in enumerate(members))
         return fragments.FragmentPlan(made, dict(sorted(shapes.items())), kinds, f"{way:0<16}", (num_fragments,))
 

@@ -27,6 +27,8 @@ from faulty.network import TroubledOptions
 from faulty.scenario import FaultyScenario
 
 from diloco_jax.core import codec
+from diloco_jax.runtime.model.evaluation import Evaluator
+from diloco_jax.settings.cutting import cut, settle
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
 from diloco_jax.sim.goodput.hardware import Hardware, Slices, cluster, goodput
@@ -157,6 +159,9 @@ def main() -> None:
     """Train, and write result.json."""
     config, schedule = load(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
     folder = Path(sys.argv[3])
+    if config.protocol.by_class:  # how many fragments a class has follows from the model
+        model = Evaluator(config)
+        config = settle(config, cut(config, model.shapes, model.kinds))
     shutil.rmtree(tapes := folder / "tapes", ignore_errors=True)
     began_s = time.monotonic()
     found = simulate(config, schedule, config.seed, tapes)
