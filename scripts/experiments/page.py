@@ -131,7 +131,7 @@ def _plotted(experiment: Experiment, drawing: str | None) -> str:
 def _held(found: Sequence[Outcome]) -> str:
     if not found:
         return ""
-    words = {None: "not run yet", True: "yes", False: "no"}
+    words = {None: "unfinished", True: "yes", False: "no"}
     rows = [(o.check.says, o.where, limits(o.check), shown(o.measured, o.check.unit), words[o.kept]) for o in found]
     return "## The bar\n\n" + _table(("what", "where", "limit", "measured, mean (lowest to highest)", "kept"), rows)
 

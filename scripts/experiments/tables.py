@@ -10,7 +10,6 @@ from experiments.plan import Choice, Job, Plan, make_plan
 from experiments.records import Record, by_digest
 from experiments.spec import Case, Check, Experiment, sizes
 
-WORDS = ("reproduced", "partly", "not", "not testable here", "not run yet")
 
 
 class Spread(NamedTuple):
@@ -182,7 +181,7 @@ def verdict(results: Results, found: Sequence[Outcome]) -> str:
     if results.experiment.untestable:
         return "not testable here"
     if not found or any(outcome.kept is None for outcome in found):
-        return "not run yet"
+        return "unfinished" if found and results.runs else "not run yet"
     kept = sum(bool(outcome.kept) for outcome in found)
     return "reproduced" if kept == len(found) else "partly" if kept else "not"
 

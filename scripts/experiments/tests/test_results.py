@@ -80,7 +80,7 @@ def test_verdicts() -> None:
     assert word({}) == "reproduced", "0.8 % after 1.5 %"
     assert word(behind) == "not", "2 % after 1.5 %: above the limit, and it does not fall"
     assert word({**behind, (1e6, "m4"): (2.1, 1.1)}) == "partly", "2 % after 7.5 %"
-    assert word({}, keep=7) == "not run yet", "a seed is missing"
+    assert word({}, keep=7) == "unfinished", "a seed is missing"
     assert word({}, untestable="no TPU") == "not testable here"
     assert word({}, checks=()) == "not run yet"
 
