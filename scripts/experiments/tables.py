@@ -11,7 +11,6 @@ from experiments.records import Record, by_digest
 from experiments.spec import Case, Check, Experiment, sizes
 
 
-
 class Spread(NamedTuple):
     """Mean, lowest and highest of some runs."""
 
