@@ -55,7 +55,10 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
         say("stopped while the syncer was away; --resume goes on" if began else "stopped before training began")
         return {"complete": False}
     summary: dict[str, Any] = json.loads(summary_file.read_text(encoding="utf-8"))
-    report = write_report(run_dir)
+    try:
+        report = f"report {write_report(run_dir)}"
+    except ValueError as error:  # stopped before the first step
+        report = f"no report: {error}"
     ending = "complete" if summary["complete"] else "stopped"
     loss = "not finite" if summary["eval_loss"] is None else f"{summary['eval_loss']:.4f}"
     if config.model.own and summary["eval_loss"] is None:
@@ -67,7 +70,7 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     )
     if summary["complete"] and not quiet and (text := written(run_dir, 200)):
         say(f"the merged model writes (diloco sample {run_dir}):\n{indent(text, '    ')}")
-    say(f"report {report}")
+    say(report)
     if warning := never_merged(summary["unmerged_fragments"]):
         Console(stderr=True).print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
     for alarm in summary["alarms"]:
