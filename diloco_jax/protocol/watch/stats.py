@@ -3,8 +3,9 @@ reads this, and simulated runs count with it too.
 
 Definitions (docs/architecture.md has them for users)
   * goodput: time that learners spent in inner steps, without that in which a step waited for data, over the time that
-    all configured islands had since the first inner step of the run began. A dead or restarting island lowers it.
-    The first step of an island compiles; that time counts as a step.
+    all configured islands had from the begin of the run's first inner step to the last one before its end. A dead or
+    restarting island lowers it, the final evaluation and the farewell do not. The first step of an island compiles;
+    that time counts as a step.
   * uptime: share of that time in which at least one learner was inside an inner step.
   * participation: rounds in which a learner was merged, over rounds merged.
   * samples: how many were handed out, and their fates (leases.py).
@@ -103,11 +104,12 @@ class RunStats:
         member = self._syncer.membership.get(report.learner_id, report.incarnation)
         if member is None or report.local_step <= member.local_step:
             return False
+        if self._syncer.finished:  # until they hear of the end, islands step on
+            return True
         stats = self._learners.setdefault(report.learner_id, LearnerStats())
         busy_s = report.step_s
         known = stats.last_step if report.incarnation == stats.incarnation else 0
-        if not self._syncer.finished:  # until they hear of the end, islands step on
-            self._outrun.on_steps(report.learner_id, report.local_step - known, self._syncer.global_step)
+        self._outrun.on_steps(report.learner_id, report.local_step - known, self._syncer.global_step)
         if report.incarnation != stats.incarnation:
             stats.span_s = stats.total_span_s
             stats.incarnation = report.incarnation
@@ -214,7 +216,8 @@ class RunStats:
     def summary(self, wire: Mapping[str, int], now_s: float) -> dict[str, Any]:
         """Return the measured part of summary.json, all but the evaluation; docs/architecture.md lists its keys."""
         began_s = self._began_s if self._began_s is not None else now_s
-        window_s = max(now_s - began_s, 1e-9)
+        until_s = self._covered_until_s if self._syncer.finished else now_s
+        window_s = max(until_s - began_s, 1e-9)
         busy_s = sum(stats.busy_s for stats in self._learners.values())
         waited_s = sum(stats.busy_s * stats.waiting for stats in self._learners.values())
         learners = {}
