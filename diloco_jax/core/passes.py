@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32, Float64, UInt8, UInt64
 
-from diloco_jax.core import kernels
+from diloco_jax.core import blocks, kernels
 from diloco_jax.core.codec import Format
 from diloco_jax.core.layout import LEAF, Layout, leaf_digest
 from diloco_jax.core.merge import Rule, coefficients
@@ -31,10 +31,11 @@ NewArray = Callable[[int], Flat]
 Run = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]  # the built-in map, or that of a thread pool
 
 _KINDS: dict[Format, int] = {
-    "float32": kernels.FLOAT32,
-    "bfloat16": kernels.BFLOAT16,
-    "int8": kernels.INT8,
-    "int4": kernels.INT4,
+    "float32": blocks.FLOAT32,
+    "bfloat16": blocks.BFLOAT16,
+    "int8": blocks.INT8,
+    "int4": blocks.INT4,
+    "int2": blocks.INT2,
 }
 _ONE = np.ones((1, 1), np.float32)  # coefficients of one value as it is
 
@@ -231,7 +232,7 @@ class WeightedSum:
             leaf = self._layout.leaves[number]
             kernels.update(
                 *self.leaf(number), zeros[: leaf.stop - leaf.start], NOTHING, NOTHING,
-                np.float32(-1), np.float32(0), kernels.FLOAT32, np.empty(0, np.uint8), (0, 0),
+                np.float32(-1), np.float32(0), blocks.FLOAT32, np.empty(0, np.uint8), (0, 0),
                 mean[self._layout.where(leaf)], NOTHING, NOTHING,
             )  # fmt: skip
 

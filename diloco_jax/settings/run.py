@@ -170,8 +170,8 @@ class WireConfig:
     """The formats of fragments on their way."""
 
     up: Format = "int4"
-    """Format of the outer gradients that learners send: float32, bfloat16, int8 or int4. What rounding takes from one
-    is added to the learner's next one of the fragment (error feedback)."""
+    """Format of the outer gradients that learners send: float32, bfloat16, int8, int4 or int2. What rounding takes
+    from one is added to the learner's next one of the fragment (error feedback)."""
     down: Format = "int4"
     """Format of what the syncer sends after a round: the step from the value before, which every learner adds to its
     anchor, so that anchors equal the syncer's value bit for bit; float32 sends the whole value each round."""

@@ -3,12 +3,15 @@
 import itertools
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import optax
 import pytest
+import xxhash
 
+from diloco_jax.core import blocks, kernels
 from diloco_jax.core.codec import Format, decode
 from diloco_jax.core.layout import LEAF, Piece, combined, make_layout, value_digest
 from diloco_jax.core.merge import Method
@@ -150,7 +153,7 @@ def test_a_value_against_an_older_version_is_decoded_and_moved(up: Format) -> No
     assert bits(made.state) == bits(want.state) and made.step.tobytes() == want.step.tobytes()
 
 
-BAD = [(up, what) for up in ("int8", "int4") for what in (np.nan, np.inf, -1.0)]
+BAD = [(up, what) for up in ("int8", "int4", "int2") for what in (np.nan, np.inf, -1.0)]
 BAD += [(up, what) for up in ("float32", "bfloat16") for what in (np.nan, np.inf, -np.inf)]
 
 
@@ -160,7 +163,7 @@ def test_a_damaged_value_spoils_nothing_but_itself(up: Format, what: float, with
     layout = layout_of()
     payloads = [payload_of(random_values(m), up).copy() for m in range(3)]
     place = layout.places(up)[3]  # its second block
-    if up in ("int8", "int4"):
+    if up in ("int8", "int4", "int2"):
         payloads[1][place.scales + 4 : place.codes].view(np.float32)[:] = what
     else:
         word = np.float32(what).tobytes()
@@ -304,3 +307,9 @@ def test_halves_between_two_codes_are_rounded_as_by_the_codec(down: Format, most
     state = merger.first(np.zeros(layout.size, np.float32))
     step = round_of(merger, [payload_of(gradient, "float32")], np.ones(1), state).step
     assert step.tobytes() == payload_of({"x": -gradient["x"]}, down).tobytes()
+
+
+def test_a_change_of_blocks_is_compiled_anew() -> None:
+    """Numba looks at the date of the file that calls, which has to change with the one that is called."""
+    source = Path(blocks.__file__).read_bytes()
+    assert xxhash.xxh3_64_hexdigest(source) == kernels.BLOCKS, "write this digest into core/kernels.py"

@@ -1,4 +1,4 @@
-"""A real run whose classes of tensors have periods of their own, which change on the way."""
+"""A real run whose classes of tensors have periods of their own, which change on the way, with two bits both ways."""
 
 import json
 from pathlib import Path
@@ -17,6 +17,7 @@ def test_each_fragment_is_merged_at_its_turns_and_the_run_is_replayed_bit_for_bi
         syncer={"shards": 2},
         protocol=PERIODS | {"quorum": 2, "grace_steps_max": 2.0, "snapshot_every": 25},
         adopt={"mode": "rebase"},
+        wire={"up": "int2", "down": "int2"},
     )
     run_dir = tmp_path / "run"
     trained = run("train", config, "--run-dir", run_dir, "--quiet", timeout_s=200)

@@ -26,7 +26,7 @@ from diloco_jax.tools.budget.needs import syncer_needs
 from diloco_jax.tools.plan.case import PAYLOAD_SHARE, Case
 from diloco_jax.training.whole_state.moving import MovingLayout
 
-FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4")  # from wide to narrow
+FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2")  # from wide to narrow
 DAY_S = 86400.0
 ROUND_TRIPS_MS = (1.0, 10.0, 50.0, 100.0, 200.0)
 SEED = 0  # of the simulated failures

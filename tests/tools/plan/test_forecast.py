@@ -58,7 +58,7 @@ def test_bytes_are_those_of_payloads() -> None:
     random = np.random.default_rng(0)
     values = {path: random.standard_normal(shape, np.float32) for path, shape in case.blueprint.shapes.items()}
     found = wire_bytes(case)
-    ways: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4")
+    ways: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2")
     for way in ways:
         sizes = [len(encode(take(values, fragment), way)) for fragment in case.plan.fragments]
         assert found[way]["round_max"] == max(sizes)
@@ -85,7 +85,7 @@ def test_periods_by_class_move_what_their_turns_move() -> None:
     assert f"H = 4 (mlp), 8 (rest), from step 500 on 16, P = {counts[0]} (mlp), {counts[1]} (rest), tau" in text
     narrow = small(
         protocol={"sync_every": {"mlp": 4, "rest": 8}, "num_fragments": 24, "overlap_steps": 2},
-        given=replace(QUIET, link_gbit_per_s=6e-5),
+        given=replace(QUIET, link_gbit_per_s=3e-5),
     )
     (longer,) = [entry["value"] for entry in advise(narrow) if entry["setting"] == "protocol.sync_every"]
     assert longer["rest"] == 2 * longer["mlp"] > 8
@@ -153,7 +153,7 @@ def test_where_no_rate_is_enough_there_is_none() -> None:
     rows = rate_rows(small(given=replace(QUIET, round_trip_ms=1500.0)))  # of 2 steps, 2.75 s are spent waiting
     never = [row for row in rows if row["gbit_per_s"] is None]
     assert {(row["wire"], row["utilisation"]) for row in never} == {
-        (wire, share) for wire in ("float32", "bfloat16", "int8", "int4") for share in (0.75, 0.9, 0.95, 0.99)
+        (wire, share) for wire in ("float32", "bfloat16", "int8", "int4", "int2") for share in (0.75, 0.9, 0.95, 0.99)
     }
 
 
@@ -228,8 +228,9 @@ def test_a_good_link_changes_nothing() -> None:
 
 LINKS: list[tuple[Changes, Changes, set[str]]] = [
     # what is there, what is given, and what must be among the changes
-    ({}, {"link_gbit_per_s": 6e-5}, {"protocol.sync_every"}),
-    ({"protocol": {"num_fragments": 1}}, {"link_gbit_per_s": 1.16e-4}, {"protocol.num_fragments"}),  # 8 steps a round
+    ({}, {"link_gbit_per_s": 6e-5}, {"wire.up", "wire.down"}),
+    ({}, {"link_gbit_per_s": 3e-5}, {"protocol.sync_every"}),
+    ({"protocol": {"num_fragments": 1}}, {"link_gbit_per_s": 5.8e-5}, {"protocol.num_fragments"}),  # 8 steps a round
     ({"protocol": {"overlap_steps": 1}}, {}, {"protocol.overlap_steps"}),  # no room for the grace window
     ({"wire": {"up": "float32", "down": "float32"}}, {"link_gbit_per_s": 4e-4}, {"wire.up", "wire.down"}),
     ({}, {"round_trip_ms": 1500.0, "tcp_window_mb": 64.0}, {"protocol.overlap_steps"}),
@@ -280,7 +281,7 @@ def test_large_configs_allocate_nothing() -> None:
     assert len(jax.live_arrays()) == before
     assert [each["step_s"] for each in result["run"]["steps"]] == pytest.approx([0.73, 0.73], rel=0.01)
     assert all("v5p" in each["from"] or "v6e" in each["from"] for each in result["run"]["steps"])
-    assert {row["wire"] for row in result["rows"]} == {"data_parallel", "float32", "bfloat16", "int8", "int4"}
+    assert {row["wire"] for row in result["rows"]} == {"data_parallel", "float32", "bfloat16", "int8", "int4", "int2"}
     assert result["memory"]["islands"][1]["hbm_limit_bytes"] == 32e9
 
 
@@ -311,7 +312,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(CONFIGS / "quickstart.yaml")
     code, out, _ = run(capsys, config, "--json", "--step-s", "0.01", "--round-trip-ms", "200", "--train.steps", "7")
     result = json.loads(out)
-    assert code == 0 and len(result["rows"]) == 25
+    assert code == 0 and len(result["rows"]) == 30
     assert {"memory", "advice", "latency", "syncer", "recovery", "goodput", "cost", "link", "bytes"} <= result.keys()
     assert result["rows"][-1]["gbit_per_s"] is None, "200 ms do not fit into two steps of 10 ms at any rate"
     assert result["rows"][-1]["step_s"] == 0.01

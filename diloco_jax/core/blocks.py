@@ -1,0 +1,236 @@
+"""One block of 256 elements on its way from a payload and into one: the inner loops of kernels.py that know formats.
+
+Numba keeps what it compiled by the date of the caller's file: whoever changes this one changes `BLOCKS` in kernels.py.
+"""
+
+from typing import Any, no_type_check
+
+import numpy as np
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+BLOCK = 256
+_HALF, _QUARTER = BLOCK // 2, BLOCK // 4
+FLOAT32, BFLOAT16, INT8, INT4, INT2 = 0, 1, 2, 3, 4
+ROW = np.uint64(4 * BLOCK)  # bytes of a block in float32
+_ROUND = np.float32(1.5 * 2**23)  # x + this - this rounds |x| < 2^22 to the nearest even integer
+_SHARE_INT8, _SHARE_INT4, _ZERO_ABSMAX = np.float32(1 / 127), np.float32(1 / 7), np.float32(1e-30)
+_LEVEL, _NORMAL = np.float32(1.5336), np.uint32(0x00800000)  # see codec.py
+LANES = 16  # partial sums, so that a sum in a fixed order can use vector units
+MAGNITUDE = np.uint32(0x7FFFFFFF)
+
+
+def compiled(function: Any) -> Any:
+    """Compile a loop, and keep what was compiled where there is a folder for it."""
+    try:
+        return njit(cache=True, nogil=True, error_model="numpy")(function)
+    except RuntimeError:  # there is no folder to keep it in, not even the user's
+        return njit(nogil=True, error_model="numpy")(function)
+
+
+def _at(dtype: Any, size: int = BLOCK) -> Any:
+    """Return a function from an address to the array that is there."""
+
+    @intrinsic
+    @no_type_check
+    def pointer(typingctx, address):
+        def code(context, builder, signature, arguments):
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(dtype)(types.uint64), code
+
+    @njit(forceinline=True)
+    @no_type_check
+    def array(address):
+        return carray(pointer(address), (size,))
+
+    return array
+
+
+scalar, float64s = _at(types.float32, 1), _at(types.float64, LANES)
+float32s, uint32s = _at(types.float32), _at(types.uint32)
+int16s, uint16s, int8s = _at(types.int16), _at(types.uint16), _at(types.int8)
+
+
+@intrinsic
+@no_type_check
+def float_of(typingctx, bits):
+    """Return the float32 number of these bits."""
+
+    def code(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
+
+    return types.float32(types.uint32), code
+
+
+@compiled
+@no_type_check
+def fill(to_at, begin):
+    to = float32s(to_at)
+    for j in range(begin, BLOCK):
+        to[j] = np.float32(0)
+
+
+@intrinsic
+@no_type_check
+def copy_bytes(typingctx, to_at, from_at, num_bytes):
+    """Copy by the C library: for tens of KiB it does not read first what it overwrites, as any loop here does."""
+
+    def code(context, builder, signature, arguments):
+        pointer = context.get_value_type(types.CPointer(types.uint8))
+        to_at, from_at = (builder.inttoptr(address, pointer) for address in arguments[:2])
+        cgutils.raw_memcpy(builder, to_at, from_at, arguments[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.uint64, types.uint64), code
+
+
+@compiled
+@no_type_check
+def _decode_add_int2(payload_at, at, block, weight, acc_at):
+    factor = weight * scalar(payload_at + np.uint64(at[0] + 4 * block))[0]
+    codes = int8s(payload_at + np.uint64(at[1] + block * _QUARTER))
+    for k in range(4):
+        part = float32s(acc_at + np.uint64(4 * k * _QUARTER))
+        for j in range(_QUARTER):
+            part[j] += factor * np.float32(np.int32(np.int8(codes[j] << (6 - 2 * k)) >> 6))
+
+
+@compiled
+@no_type_check
+def decode_add(payload_at, fmt, at, block, size, weight, acc_at):
+    """Compute acc += weight * (a block of the payload)."""
+    acc = float32s(acc_at)
+    if fmt == INT4:
+        factor = weight * scalar(payload_at + np.uint64(at[0] + 4 * block))[0]
+        codes = int8s(payload_at + np.uint64(at[1] + block * _HALF))
+        high = float32s(acc_at + np.uint64(4 * _HALF))
+        for j in range(_HALF):
+            acc[j] += factor * np.float32(np.int32(np.int8(codes[j] << 4) >> 4))
+            high[j] += factor * np.float32(np.int32(codes[j] >> 4))
+    elif fmt == INT8:
+        factor = weight * scalar(payload_at + np.uint64(at[0] + 4 * block))[0]
+        codes = int8s(payload_at + np.uint64(at[1] + block * BLOCK))
+        for j in range(BLOCK):
+            acc[j] += factor * np.float32(np.int32(codes[j]))
+    elif fmt == BFLOAT16:
+        halves = uint16s(payload_at + np.uint64(at[1] + 2 * block * BLOCK))
+        for j in range(size):
+            acc[j] += weight * float_of(np.uint32(np.uint32(halves[j]) << 16))
+    elif fmt == INT2:
+        _decode_add_int2(payload_at, at, block, weight, acc_at)
+    else:
+        values = float32s(payload_at + np.uint64(at[1] + 4 * block * BLOCK))
+        for j in range(size):
+            acc[j] += weight * values[j]
+
+
+@compiled
+@no_type_check
+def unpack(payload_at, fmt, at, block, row_at):
+    """Unpack codes of a block as integers; return its scale, or NaN where it is none."""
+    scale = scalar(payload_at + np.uint64(at[0] + 4 * block))[0]
+    row = int16s(row_at)
+    if fmt == INT4:
+        packed, high = int8s(payload_at + np.uint64(at[1] + block * _HALF)), int16s(row_at + np.uint64(2 * _HALF))
+        for j in range(_HALF):
+            row[j] = np.int16(np.int8(packed[j] << 4) >> 4)
+            high[j] = np.int16(packed[j] >> 4)
+    elif fmt == INT2:
+        packed = int8s(payload_at + np.uint64(at[1] + block * _QUARTER))
+        for k in range(4):
+            part = int16s(row_at + np.uint64(2 * k * _QUARTER))
+            for j in range(_QUARTER):
+                part[j] = np.int16(np.int8(packed[j] << (6 - 2 * k)) >> 6)
+    else:
+        codes = int8s(payload_at + np.uint64(at[1] + block * BLOCK))
+        for j in range(BLOCK):
+            row[j] = np.int16(codes[j])
+    return np.float64(scale) if scale >= np.float32(0) else np.nan
+
+
+@compiled
+@no_type_check
+def _usual(wanted_at, sums_at):
+    """Compute the mean magnitude of a block's elements that are not zero, added by halves as in codec.py."""
+    wanted, words, sums, count = float32s(wanted_at), uint32s(wanted_at), float32s(sums_at), 0
+    for j in range(BLOCK):
+        sums[j] = abs(wanted[j])
+        count += np.int64((words[j] & MAGNITUDE) >= _NORMAL)
+    half = BLOCK // 2
+    while half:
+        for j in range(half):
+            sums[j] += sums[j + half]
+        half //= 2
+    return sums[0] / np.float32(max(count, 1))
+
+
+@compiled
+@no_type_check
+def _encode_int(wanted_at, absmax, fmt, scale_at, codes_at, rounded_at):
+    wanted, rounded, codes = float32s(wanted_at), float32s(rounded_at), int8s(codes_at)
+    scale = np.float32(0) if absmax < _ZERO_ABSMAX else absmax * (_SHARE_INT8 if fmt == INT8 else _SHARE_INT4)
+    scalar(scale_at)[0] = scale
+    divisor = np.float32(np.inf) if scale == np.float32(0) else scale
+    for j in range(BLOCK):
+        rounded[j] = (wanted[j] / divisor + _ROUND) - _ROUND
+    if fmt == INT4:
+        high = float32s(rounded_at + np.uint64(4 * _HALF))
+        for j in range(_HALF):
+            codes[j] = np.int8((np.int32(rounded[j]) & 15) | (np.int32(high[j]) << 4))
+    else:
+        for j in range(BLOCK):
+            codes[j] = np.int8(np.int32(rounded[j]))
+    for j in range(BLOCK):
+        rounded[j] *= scale
+
+
+@compiled
+@no_type_check
+def _encode_int2(wanted_at, scale_at, codes_at, rounded_at):
+    usual = _usual(wanted_at, rounded_at)
+    wanted, rounded, codes = float32s(wanted_at), float32s(rounded_at), int8s(codes_at)
+    scale = np.float32(0) if usual < _ZERO_ABSMAX else usual * _LEVEL
+    scalar(scale_at)[0] = scale
+    divisor = np.float32(np.inf) if scale == np.float32(0) else scale
+    for j in range(BLOCK):
+        rounded[j] = min(max((wanted[j] / divisor + _ROUND) - _ROUND, np.float32(-1)), np.float32(1))
+    for j in range(_QUARTER):
+        byte = np.int32(0)
+        for k in range(4):
+            byte |= (np.int32(rounded[j + k * _QUARTER]) & 3) << (2 * k)
+        codes[j] = np.int8(byte)
+    for j in range(BLOCK):
+        rounded[j] *= scale
+
+
+@compiled
+@no_type_check
+def _encode_bfloat16(wanted, halves, rounded, size):
+    """Round to nearest even; subnormal numbers become zero, as in codec.py, and NaN stays NaN."""
+    for j in range(size):
+        word = np.int64(wanted[j])
+        half = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
+        half = half if (word & 0x7FFFFFFF) >= 0x00800000 else 0
+        half = half if (word & 0x7FFFFFFF) <= 0x7F800000 else 0x7FC0
+        halves[j] = np.uint16(half)
+        rounded[j] = np.uint32(half << 16)
+
+
+@compiled
+@no_type_check
+def encode(wanted_at, most, fmt, step_at, at, block, size, rounded_at):
+    """Write a block of the step; `rounded` becomes what it decodes to."""
+    if fmt == INT2:
+        scale_at, codes_at = step_at + np.uint64(at[0] + 4 * block), step_at + np.uint64(at[1] + block * _QUARTER)
+        _encode_int2(wanted_at, scale_at, codes_at, rounded_at)
+    elif fmt >= INT8:
+        width = _HALF if fmt == INT4 else BLOCK
+        scale_at, codes_at = step_at + np.uint64(at[0] + 4 * block), step_at + np.uint64(at[1] + block * width)
+        _encode_int(wanted_at, float_of(most), fmt, scale_at, codes_at, rounded_at)
+    elif fmt == BFLOAT16:
+        halves = uint16s(step_at + np.uint64(at[1] + 2 * block * BLOCK))
+        _encode_bfloat16(uint32s(wanted_at), halves, uint32s(rounded_at), size)
+    else:
+        copy_bytes(rounded_at, wanted_at, ROW)
