@@ -118,8 +118,7 @@ def simulate(arguments: argparse.Namespace) -> int:
         print(settings_text())
         return 0
     words = {field.name: getattr(arguments, field.name) for field in fields(Options)}
-    paths = {name: _path(f"--{name}", words[name]) for name in ("tapes", "plot")}
-    options = Options(**words | paths)
+    options = Options(**words | {"tapes": _path("--tapes", arguments.tapes)})
     try:
         result, text = run(options, _tell)
     except BrokenProcessPool:

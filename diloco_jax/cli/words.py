@@ -302,19 +302,4 @@ def _simulate_words(simulate: Parser) -> None:
     simulate.add_argument("--workers", type=int, help="processes; default: one on each core")
     simulate.add_argument("--fast", action="store_true", help="without the protocol's machines: no rounds, much faster")
     simulate.add_argument("--tapes", metavar="DIR", help="of one run: write its tapes there, for `diloco replay`")
-    simulate.add_argument("--plot", metavar="FILE", help="goodput against chips: a drawing (.svg) or a page (.html)")
-    simulate.add_argument(
-        "--choose", action="store_true", help="which number of learners makes the most progress: goodput against loss"
-    )
-    simulate.add_argument(
-        "--penalty",
-        help="for --choose, what says how learners cost: scavenging, scaling-laws, scores, quickstart; "
-        "default: scavenging",
-    )
-    simulate.add_argument("--parameters", help="of the model, for --penalty scaling-laws; default: 5g")
-    simulate.add_argument(
-        "--loss-slope",
-        type=float,
-        help="for --choose, relative fall of the loss per relative growth of the compute; default: the penalty's",
-    )
     simulate.add_argument("--settings", action="store_true", help="list all settings with their sources, and exit")

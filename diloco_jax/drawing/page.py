@@ -1,7 +1,6 @@
-"""Pages with charts: one file with its style sheet and its script inside, which needs no network."""
+"""Colours and style sheets of pages and drawings, by daylight and in the dark; nothing in them needs a network."""
 
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Mapping
 from pathlib import Path
 
 COLOURS = {  # by daylight, and in the dark
@@ -27,8 +26,6 @@ COLOURS = {  # by daylight, and in the dark
 LIGHT, DARK = ({name: pair[tone] for name, pair in COLOURS.items()} for tone in (0, 1))
 IN_THE_DARK = "@media(prefers-color-scheme:dark)"
 PAGE_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-# Reads a chart's values back from its curves, so that no number is stored twice.
-SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
 
 
 def _variables(colours: Mapping[str, str]) -> str:
@@ -56,26 +53,3 @@ SVG_STYLE = (
     f".line.dashed{{stroke-dasharray:7 5}}"
     f"{_svg_rules(LIGHT)}{IN_THE_DARK}{{{_svg_rules(DARK)}}}"
 )
-
-
-def figure(title: str, note: str, chart: str, legend: str = "", *, wide: bool = True) -> str:
-    """Return a chart with its title, a note (HTML) and its legend."""
-    return (
-        f'<figure class="{"wide" if wide else "half"}"><h2>{escape(title)}</h2><figcaption>{note}</figcaption>'
-        f'{legend}<div class="scroll">{chart}</div></figure>'
-    )
-
-
-def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Return the names of a chart's curves with their styles, in this order."""
-    items = (f'<li><i class="{style}"></i>{escape(name)}</li>' for name, style in entries)
-    return f'<ul class="legend">{"".join(items)}</ul>'
-
-
-def page(title: str, parts: Sequence[str]) -> str:
-    """Return a whole page; the parts are HTML."""
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{STYLE}</style></head>'
-        f"<body><main>{''.join(parts)}</main><script>{SCRIPT}</script></body></html>\n"
-    )

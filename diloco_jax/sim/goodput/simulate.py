@@ -14,12 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.pacing import LEARNERS_MAX_LIMIT, ProtocolConfig
-from diloco_jax.sim.goodput.choose import as_dict, choose
-from diloco_jax.sim.goodput.choose import describe as describe_choice
 from diloco_jax.sim.goodput.hardware import Hardware, check_cluster
 from diloco_jax.sim.goodput.methods import HOUR_S, METHODS, Cell, Row, Wan, expected, simulate
-from diloco_jax.sim.goodput.penalty import cost_of
-from diloco_jax.sim.goodput.plot import check_plot, write_plot
 from diloco_jax.sim.goodput.settings import compact, describe, number, read
 from diloco_jax.sim.tapes import check_folder
 
@@ -30,7 +26,6 @@ SECTIONS = {"hardware": Hardware, "wan": Wan, "protocol": ProtocolConfig}
 LEARNERS = (2, 4, 8, 16)
 CHIPS = ("150k", "300k", "600k", "1.2m", "2.4m")
 HOURS = 24.0
-PENALTY, PARAMETERS = "scavenging", "5g"
 CELLS_MAX = 10_000
 FRAGMENTS_MAX = 10_000
 HOURS_MAX = 24.0 * 366
@@ -153,11 +148,6 @@ class Options:
     workers: int | None = None
     fast: bool = False
     tapes: Path | None = None
-    plot: Path | None = None
-    choose: bool = False
-    penalty: str | None = None
-    parameters: str | None = None
-    loss_slope: float | None = None
     overrides: Sequence[str] = ()
 
 
@@ -204,7 +194,6 @@ def plan_cells(options: Options) -> list[Cell]:
     cells = _cross(options, settings)
     for each in cells:
         _check_cell(each)
-    _check_after(options, cells)
     return cells if options.tapes is None else [_taped(cells, options.tapes)]
 
 
@@ -236,34 +225,6 @@ def _check_cell(each: Cell) -> None:
             f"--protocol.quorum is {each.protocol.quorum}, but {learners} learners are simulated, who would never "
             f"merge a round; use at most {learners}, or more --learners"
         )
-
-
-def _check_after(options: Options, cells: Sequence[Cell]) -> None:
-    """Refuse before the simulation what could not be told of it afterwards."""
-    if options.plot is not None:
-        check_plot(options.plot)
-    if options.choose:
-        numbers = {cell.learners for cell in cells}
-        if len(numbers) < 2:
-            raise ValueError(
-                f"--choose compares numbers of learners, but only {min(numbers)} would be simulated; give several to "
-                "--learners"
-            )
-        for learners in numbers:
-            cost_of(**_penalty(options), learners=learners)
-        return
-    for name in ("penalty", "parameters", "loss_slope"):
-        if getattr(options, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} is for --choose; add that, or leave it out")
-
-
-def _penalty(options: Options) -> dict[str, Any]:
-    """Return the arguments of `cost_of` and `choose`."""
-    return {
-        "penalty": PENALTY if options.penalty is None else options.penalty,
-        "parameters": number(PARAMETERS if options.parameters is None else options.parameters, "--parameters"),
-        "slope": options.loss_slope,
-    }
 
 
 def _cross(options: Options, settings: Settings) -> list[Cell]:
@@ -299,7 +260,7 @@ def run(options: Options, say: Say) -> tuple[dict[str, Any], str]:
 
     Raises:
         ValueError: something that cannot be simulated.
-        OSError: the tapes or the plot cannot be written.
+        OSError: the tapes cannot be written.
     """
     cells = plan_cells(options)
     began_s = time.monotonic()
@@ -308,15 +269,7 @@ def run(options: Options, say: Say) -> tuple[dict[str, Any], str]:
     events = sum(result.row.events for result in results)
     rows = [result.row._asdict() | {"hours": result.cell.hours} for result in results]
     told: dict[str, Any] = {"rows": rows, "seed": options.seed, "wall_s": round(wall_s, 3), "events": events}
-    text = f"{table(results)}\n{count_of(len(results))}, {events} events, seed {options.seed}, {wall_s:.1f} s"
-    if options.plot is not None:
-        write_plot([result.row for result in results], options.plot)
-        told["plot"] = str(options.plot)
-    if options.choose:
-        choices = choose([result.row for result in results], **_penalty(options))
-        told["choice"] = [as_dict(choice) for choice in choices]
-        text = "\n\n".join([text, *(describe_choice(choice) for choice in choices)])
-    return told, text
+    return told, f"{table(results)}\n{count_of(len(results))}, {events} events, seed {options.seed}, {wall_s:.1f} s"
 
 
 def table(results: Sequence[Result]) -> str:

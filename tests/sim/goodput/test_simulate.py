@@ -14,8 +14,7 @@ import pytest
 from diloco_jax.cli.main import main
 from diloco_jax.sim.goodput.hardware import Hardware
 from diloco_jax.sim.goodput.methods import Cell, simulate
-from diloco_jax.sim.goodput.penalty import PENALTIES
-from diloco_jax.sim.goodput.simulate import Options, plan_cells, run, run_cells
+from diloco_jax.sim.goodput.simulate import Options, plan_cells, run_cells
 
 QUICK = ["--methods", "rigid", "decoupled", "--learners", "2", "4", "--chips", "1.2m", "--hours", "0.5"]
 
@@ -98,8 +97,6 @@ def test_settings_are_listed_with_their_sources(capsys: pytest.CaptureFixture[st
         (["--protocol.recover-from-peers", "maybe"], "use true or false"),
         (["--protocol.quorum", "0"], "protocol.quorum is 0"),
         (["--tapes", "x"], "--tapes writes the tapes of one run"),
-        (["--penalty", "scores"], "--penalty is for --choose; add that, or leave it out"),
-        (["--loss-slope", "0.1"], "--loss-slope is for --choose"),
         (["--hours", "0.001"], "0.001 hours are shorter than one step of 4.6 s"),
         (["--hours", "1e-9"], "shorter than one step"),
         (["--methods", "decoupled", "--protocol.quorum", "5", "--hours", "0.1"], "quorum is 5, but 2 learners"),
@@ -112,7 +109,6 @@ def test_settings_are_listed_with_their_sources(capsys: pytest.CaptureFixture[st
             ["--methods", "sync", "--protocol.sync-every", "1e6", "--protocol.num-fragments", "1e6", "--hours", "0.01"],
             "--protocol.num-fragments is 1000000; the protocol's machines run with at most 10000",
         ),
-        (["--plot", "", "--hours", "0.1"], "--plot is empty"),
         (["--tapes", "", "--hours", "0.1"], "--tapes is empty"),
     ],
 )
@@ -123,7 +119,7 @@ def test_wrong_input_is_one_line(words: list[str], said: str, capsys: pytest.Cap
 
 
 def test_what_is_named_twice_is_simulated_once() -> None:
-    options = Options(methods=("sync", "sync"), learners=(2, 2), chips=("600k", "600000"), choose=False)
+    options = Options(methods=("sync", "sync"), learners=(2, 2), chips=("600k", "600000"))
     assert len(plan_cells(options)) == 1
 
 
@@ -209,58 +205,3 @@ def test_a_run_that_does_not_end_gives_no_tapes(tmp_path: Path) -> None:
 def test_the_last_line_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--methods", "rigid", "--chips", "150k", "--hours", "0.1"]) == 0
     assert "\n1 simulation, " in capsys.readouterr().out
-
-
-FAST = {"fast": True, "hours": 1.0, "workers": 1, "methods": ("elastic", "decoupled"), "learners": (2, 8)}
-
-
-def quiet(line: str) -> None:
-    del line
-
-
-def test_each_number_of_chips_has_its_choice() -> None:
-    options = Options(chips=("600k", "2.4m"), choose=True, **FAST)  # type: ignore[arg-type]
-    told, text = run(options, quiet)
-    assert [choice["chips"] for choice in told["choice"]] == [600e3, 2.4e6]
-    assert [len(choice["rows"]) for choice in told["choice"]] == [3, 3]
-    for choice in told["choice"]:
-        assert choice["why"] in " ".join(text.split())
-        goodput = {row["learners"]: row["goodput"] for row in told["rows"] if row["chips"] == choice["chips"]}
-        assert all(row["goodput"] == goodput[row["learners"]] for row in choice["rows"])
-
-
-def test_the_command_line_reaches_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "goodput.html"
-    words = ["simulate", "--fast", "--hours", "0.5", "--workers", "1", "--methods", "decoupled", "--chips", "1.2m"]
-    more = ["--plot", str(path), "--choose", "--penalty", "scaling-laws", "--parameters", "2.4g", "--loss-slope", "0.1"]
-    assert main([*words, *more, "--json"]) == 0
-    (choice,) = json.loads(capsys.readouterr().out)["choice"]
-    costs = {row["learners"]: row["compute"] for row in choice["rows"]}
-    assert costs[8] == pytest.approx((2.351 / 2.326) ** 10)
-    assert "decoupled M = 16" in path.read_text(encoding="utf-8")
-
-
-def test_the_help_names_every_penalty(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["simulate", "--help"])
-    assert ", ".join(PENALTIES) in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"plot": "x.pdf"}, "ends in '.pdf'"),
-        ({"methods": ("sync",), "learners": (8,), "choose": True}, "only 8 would be simulated; give several"),
-        ({"choose": True, "penalty": "guess"}, "the penalty 'guess' is unknown"),
-        ({"choose": True, "parameters": "many"}, "--parameters is 'many', which is no number"),
-        ({"choose": True, "loss_slope": 0.0}, "--loss-slope is 0.0"),
-        ({"choose": True, "loss_slope": 1e-9}, "--loss-slope is 1e-09, but must be 0.001 to 10"),
-    ],
-)
-def test_what_cannot_be_told_is_refused_before_the_simulation(
-    tmp_path: Path, options: dict[str, object], message: str
-) -> None:
-    if "plot" in options:
-        options = options | {"plot": tmp_path / str(options["plot"])}
-    with pytest.raises(ValueError, match=message):
-        plan_cells(Options(**options))  # type: ignore[arg-type]

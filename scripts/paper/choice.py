@@ -6,7 +6,7 @@ from textwrap import fill
 from typing import Any, NamedTuple
 
 from diloco_jax.sim.goodput.methods import Row
-from diloco_jax.sim.goodput.penalty import PENALTIES, Cost, cost_of
+from paper.penalty import PENALTIES, Cost, cost_of
 
 WIDTH = 110  # of the text for people
 DATA_PARALLEL = ("rigid", "elastic")

@@ -2,15 +2,18 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from paper.goodput import CHIPS, GOODPUT_1A
 
-from diloco_jax.sim.goodput.choose import as_dict, choose, describe
 from diloco_jax.sim.goodput.methods import Row
-from diloco_jax.sim.goodput.penalty import PENALTIES, cost_of, scaling_percent
+from diloco_jax.sim.goodput.simulate import Options, run
+from paper.choice import as_dict, choose, describe
+from paper.choose import main
+from paper.goodput import CHIPS, GOODPUT_1A
+from paper.penalty import PENALTIES, cost_of, scaling_percent
 
 
 def row(method: str, learners: int, chips: float, goodput: float) -> Row:
@@ -164,3 +167,37 @@ def test_the_table_and_the_object_say_the_same() -> None:
 def test_nothing_to_choose_from() -> None:
     with pytest.raises(ValueError, match="simulate at least one number of learners"):
         choose([], "scavenging", parameters=5e9)
+
+
+def test_what_a_simulation_printed_is_chosen_from_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = Options(fast=True, hours=0.5, workers=1, methods=("decoupled",), chips=("600k", "1.2m"))
+    told, _ = run(options, lambda line: None)
+    given, drawn = tmp_path / "goodput.json", tmp_path / "goodput.svg"
+    given.write_text(json.dumps(told))
+    words = ["--penalty", "scaling-laws", "--parameters", "2.4g", "--loss-slope", "0.1", "--plot", str(drawn)]
+    assert main([str(given), *words, "--json"]) == 0
+    choices = json.loads(capsys.readouterr().out)["choice"]
+    assert [choice["chips"] for choice in choices] == [600e3, 1.2e6]
+    costs = {row["learners"]: row["compute"] for row in choices[0]["rows"]}
+    assert costs[8] == pytest.approx((2.351 / 2.326) ** 10)
+    assert "decoupled M = 16" in drawn.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [
+        ('{"rows": [{}]}', [], "not what `diloco simulate --json` prints"),
+        ('{"rows": []}', [], "there is nothing to choose from"),
+        (None, [], "No such file"),
+        ('{"rows": []}', ["--parameters", "many"], "--parameters is 'many', which is no number"),
+    ],
+)
+def test_a_wrong_file_is_one_line(
+    tmp_path: Path, text: str | None, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "goodput.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        main([str(path), *words])
+    assert said in capsys.readouterr().err
