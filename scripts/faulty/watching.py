@@ -2,12 +2,12 @@
 
 from collections import Counter, defaultdict
 
-from faulty.scenario import FaultyScenario
 from invariants.verdict import Verdict, judge
 
 from diloco_jax.protocol.effects import Adopt, Merge, Note, Send
 from diloco_jax.protocol.messages import NO_VERSION, FragmentValue, GlobalFragment, Hello, LearnerMessage, SyncerMessage
 from diloco_jax.sim.node import Effects, LearnerProcess, Observer
+from faulty.scenario import FaultyScenario
 
 
 class Watch(Observer):

@@ -7,17 +7,17 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from faulty.cluster import FaultyCluster
-from faulty.faults import Fault
-from faulty.network import TroubledNetwork, TroubledOptions
-from faulty.scenario import FaultyScenario
 from invariants.checker import longest_step_s
 
 from diloco_jax.protocol.messages import Advance, FragmentValue, GlobalFragment, Heartbeat, Message
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim.engine import NEVER_S, Engine
 from diloco_jax.sim.network import SimulatedLink
-from tests.sim.watching import Watch, watched
+from faulty.cluster import FaultyCluster
+from faulty.faults import Fault
+from faulty.network import TroubledNetwork, TroubledOptions
+from faulty.scenario import FaultyScenario
+from faulty.watching import Watch, watched
 
 
 class Wire:

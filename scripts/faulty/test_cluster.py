@@ -3,16 +3,16 @@
 from dataclasses import replace
 
 import pytest
-from faulty.cluster import FaultyCluster
-from faulty.faults import Fault
-from faulty.network import TroubledOptions
-from faulty.scenario import FaultyScenario
 from invariants.draw import WEIGHTS, random_faults
 from invariants.verdict import Timeline, judge
 
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim.engine import NEVER_S, Engine
-from tests.sim.watching import Watch, judged, watched
+from faulty.cluster import FaultyCluster
+from faulty.faults import Fault
+from faulty.network import TroubledOptions
+from faulty.scenario import FaultyScenario
+from faulty.watching import Watch, judged, watched
 
 SMALL = ProtocolConfig(sync_every=4, num_fragments=4, lease_s=4.0, heartbeat_s=1.0, resend_s=0.5, pull_timeout_s=5.0)
 
