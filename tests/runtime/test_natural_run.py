@@ -13,7 +13,8 @@ from diloco_jax.settings.text import load
 from tests.natural_models import HERE
 from tests.runtime.helpers import call, kill_processes, processes_of, run, start, status, wait_for, write_config
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(600)]
+# Its parts have fast tests: test_other_state.py (training), test_recovery.py, test_replay_run.py (replay).
+pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PATIENCE_S = 200.0
 

@@ -56,7 +56,7 @@ def test_summary_has_every_key_and_adds_up(finished: Path) -> None:
     assert summary["learners"].keys() == {"island-0", "island-1"}
     assert all(row.keys() >= LEARNER_KEYS for row in summary["learners"].values())
     assert summary["wire"].keys() >= {"up_bytes", "down_bytes", "data_parallel_bytes"}
-    assert summary["global_steps"] == 80 and summary["complete"]
+    assert summary["global_steps"] == 80 and summary["complete"] and not summary["unmerged_fragments"]
     assert summary["tokens"] == sum(row["tokens"] for row in summary["learners"].values())
     assert summary["tokens"] == 4 * 32 * sum(row["local_steps"] for row in summary["learners"].values())
     assert 0 < summary["goodput"] <= 1 and 0 < summary["uptime"] <= 1

@@ -15,6 +15,7 @@ from diloco_jax.runtime.local.resume import check_resumable, check_same_run
 from diloco_jax.runtime.local.run import next_incarnation
 from diloco_jax.runtime.records.checkpoint import complete
 from diloco_jax.runtime.records.files import newest_run_dir
+from diloco_jax.runtime.records.status import read_status
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND, mode_of
 from diloco_jax.runtime.syncer.parts import RunClock
 from diloco_jax.settings.run import RunConfig, SyncerConfig
@@ -30,9 +31,11 @@ __all__ = ["folder"]  # a fixture
 @pytest.mark.net
 @pytest.mark.timeout(500)
 def test_everybody_killed_and_the_newest_snapshot_broken(folder: Path) -> None:
-    job = Job(folder)
+    job = Job(folder, syncer={"restart_delay_s": 600.0})  # it is away for as long as is looked at
     wait_for(lambda: len(complete(job.run_dir / "checkpoints")) >= 2, "two snapshots", 200)
+    stop_and_kill_the_syncer(job)
     job.kill_everybody()
+    status_of_the_dead(job.run_dir)
     snapshots = [path.name for path in complete(job.run_dir / "checkpoints")]
     damage(job.run_dir / "checkpoints" / snapshots[0])
     before = tape_of_killed(job.run_dir)
@@ -59,6 +62,34 @@ def test_everybody_killed_and_the_newest_snapshot_broken(folder: Path) -> None:
     assert all(len(set(numbers)) == 2 for numbers in lives.values()), lives
     done = call("train", job.config, "--run-dir", job.run_dir, "--resume")
     assert done.returncode == 2 and "complete" in done.stderr
+
+
+def stop_and_kill_the_syncer(job: Job) -> None:
+    """`diloco status` says what has become of it."""
+
+    def state() -> str:
+        return str(read_status(str(job.run_dir))["state"])
+
+    syncer = job.pid_of("syncer")
+    os.kill(syncer, signal.SIGSTOP)
+    wait_for(lambda: state() == "silent", "a word about the process that was stopped", 30)
+    told = call("status", job.run_dir)
+    assert told.returncode == 1 and f"kill -CONT {syncer}" in told.stdout
+    os.kill(syncer, signal.SIGKILL)
+    wait_for(lambda: state() == "syncer away", "a word about the syncer's death", 10)
+    assert call("status", job.run_dir).returncode == 0
+
+
+def status_of_the_dead(run_dir: Path) -> None:
+    """The file goes on to say that the run goes on; `diloco status` knows better."""
+    assert '"state": "running"' in (run_dir / "status.json").read_text()
+    told = call("status", run_dir)
+    assert told.returncode == 1 and told.stdout.startswith("small is not running: last word ")
+    assert " s ago, at global step " in told.stdout
+    assert f"diloco train {run_dir}/config.yaml --run-dir {run_dir} --resume" in told.stdout
+    assert " left" not in told.stdout.splitlines()[0], "no time is left to a run that does not go on"
+    found = json.loads(call("status", run_dir, "--json").stdout)
+    assert found["state"] == "not running" and found["said_s_ago"] >= 0 and "--resume" in found["remedy"]
 
 
 @pytest.mark.net

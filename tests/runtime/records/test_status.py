@@ -1,8 +1,6 @@
 """`diloco status` of a folder must not believe a file: what it says goes on has a process that says so."""
 
 import json
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,7 @@ import pytest
 from diloco_jax.cli import main as cli
 from diloco_jax.runtime.records.liveness import judge, signature
 from diloco_jax.runtime.records.status import read_earlier, read_status, start_again
-from diloco_jax.tools.report.live import describe
-from tests.runtime.helpers import SLOW_STEP_S, kill_processes, processes_of, start, wait_for, write_config
+from tests.runtime.helpers import write_config
 
 
 def folder(tmp_path: Path, *files: str) -> Path:
@@ -121,48 +118,3 @@ def test_a_file_of_something_else_is_refused_by_name(tmp_path: Path, content: st
     (tmp_path / "status.json").write_text(content)
     with pytest.raises(ValueError, match=r"status\.json is (damaged or of another program|not readable)"):
         read_status(str(tmp_path))
-
-
-@pytest.mark.net
-@pytest.mark.timeout(500)
-def test_a_run_that_is_stopped_and_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = tmp_path / "run"
-    config = write_config(tmp_path, train={"steps": 4000}, model={"args": {"dim": 32, "num_layers": 1}})
-    train = start("train", config, "--run-dir", run_dir, "--quiet", step_s=SLOW_STEP_S)
-
-    def state() -> str:
-        return str(read_status(str(run_dir))["state"]) if (run_dir / "status.json").exists() else ""
-
-    def syncer() -> int:
-        return next((pid for pid, command in processes_of(run_dir).items() if " syncer " in command), 0)
-
-    try:
-        wait_for(lambda: state() == "running", "training", 250)
-        os.kill(syncer(), signal.SIGSTOP)
-        assert wait_for(lambda: state() == "silent", "a word about the process that was stopped", 30)
-        assert cli.main(["status", str(run_dir)]) == 1
-        assert f"kill -CONT {syncer()}" in capsys.readouterr().out
-        os.kill(syncer(), signal.SIGCONT)
-        wait_for(lambda: state() == "running", "going on", 30)
-
-        os.kill(syncer(), signal.SIGKILL)
-        assert wait_for(lambda: state() == "syncer away", "a word about the syncer's death", 10)
-        assert cli.main(["status", str(run_dir)]) == 0
-        capsys.readouterr()
-        train.kill()
-        kill_processes(run_dir)
-        wait_for(lambda: not processes_of(run_dir), "the end of all processes", 30)
-    finally:
-        train.kill()
-        kill_processes(run_dir)
-        train.communicate(timeout=60)
-    assert '"state": "running"' in (run_dir / "status.json").read_text(), "the file goes on to say so"
-    assert cli.main(["status", str(run_dir)]) == 1
-    text = capsys.readouterr().out
-    assert text.startswith("small is not running: last word ") and " s ago, at global step " in text
-    assert f"diloco train {run_dir}/config.yaml --run-dir {run_dir} --resume" in text
-    assert " left" not in text.splitlines()[0], "no time is left to a run that does not go on"
-    assert cli.main(["status", str(run_dir), "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["state"] == "not running" and told["said_s_ago"] >= 0 and "--resume" in told["remedy"]
-    assert describe(told).startswith("small is not running")

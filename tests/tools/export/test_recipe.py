@@ -56,6 +56,7 @@ def prepare(folder: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.net
+@pytest.mark.slow  # its parts have fast tests beside it, and in tests/training/test_stores.py and test_mixture.py
 @pytest.mark.timeout(600)
 def test_continued_pre_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra 'parity' has torch and transformers")
