@@ -11,19 +11,12 @@ from typing import TYPE_CHECKING, Any
 from diloco_jax.cli.shared import run_config, show
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     import numpy as np
 
     from diloco_jax.settings.run import RunConfig
     from diloco_jax.tools.inference.language import Language
-
-
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import numpy as np
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 TEMPERATURES = (1e-6, 1e6)  # others overflow float32
