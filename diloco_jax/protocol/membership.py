@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT, Member
-from diloco_jax.protocol.messages import STALE, SYNCER, Hello
+from diloco_jax.protocol.messages import OLDEST, PROTOCOL, STALE, SYNCER, Hello
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 OPEN = ""  # a value of a fingerprint that is not compared; the syncer takes it from the first learner that has one
@@ -76,6 +76,12 @@ class Membership:
             return f"the name {hello.learner_id!r} is reserved; give the learner another name"
         if not _NAME.fullmatch(hello.learner_id):  # drivers use it in file names
             return f"the name {hello.learner_id[:80]!r} is not allowed; use up to 64 letters, digits, '.', '_', '-'"
+        if not OLDEST <= hello.speaks <= PROTOCOL:
+            which = "the syncer first, then the islands" if hello.speaks > PROTOCOL else hello.learner_id
+            return (
+                f"{hello.learner_id} speaks protocol {hello.speaks}, the syncer {OLDEST} to {PROTOCOL}: they are of "
+                f"different releases of diloco-jax; upgrade {which}"
+            )
         known = self.members.get(hello.learner_id)
         if known is not None and hello.incarnation < known.incarnation:
             return (

@@ -4,8 +4,7 @@ Every section is a frozen dataclass that lives beside the code which it configur
 `text.py` reads and writes this as YAML.
 """
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal
 
@@ -361,40 +360,3 @@ class RunConfig:
         if self.algorithm == "data_parallel":
             return self.islands.resolve(name, 0)._replace(batch_size=self.train.batch_size)
         return self.islands.resolve(name, self.train.batch_size // self.islands.count)
-
-
-def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str) -> tuple[tuple[str, str], ...]:
-    """List what a learner and the syncer must agree on, as (what, value) pairs that an error can show.
-
-    Args:
-        plan_fingerprint: of the fragment plan, made from the shapes of the model as this process built it.
-        corpus: what this process reads (training/data/corpus.py); "" if it reads none, then the first learner says it.
-    """
-    data = asdict(config.data)
-    for part in (data, *data["mixture"].values()):
-        del part["path"]  # the same corpus may lie elsewhere on another machine; what it holds is compared
-    del data["evaluation"], data["tokenizer"], data["prefetch"]
-    pairs = {
-        "run": config.name,
-        "seed": str(config.seed),
-        "model": f"{config.model.module} {json.dumps(dict(config.model.args), sort_keys=True)}",
-        "model layout": plan_fingerprint,
-        "sequence length": str(config.train.seq_len),
-        "global steps": f"{config.planned_steps}" + f" for {config.train.tokens} tokens" * bool(config.train.tokens),
-        "protocol": config.protocol.words,
-        "wire": f"{config.wire.up} up, {config.wire.down} down, states {config.wire.states}",
-        "shards": _shares(config),
-        "adoption": f"{config.adopt.mode} {config.adopt.alpha}",
-        "inner optimizer": json.dumps(asdict(config.optimizer), sort_keys=True),
-        "data": json.dumps(data, sort_keys=True),
-        "corpus": corpus,
-    }
-    return tuple(sorted(pairs.items()))
-
-
-def _shares(config: RunConfig) -> str:
-    """Name the settings from which learners and shards compute the parts of a payload."""
-    if config.syncer.shards < 2:
-        return "none"
-    merge, outer = config.merge, config.outer.module or config.outer.optimizer
-    return f"{config.syncer.shards}, {merge.method} but for {', '.join(merge.average_paths)}, {outer}"

@@ -41,7 +41,8 @@ from diloco_jax.runtime.records.checkpoint import complete
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CHECKPOINTS
 from diloco_jax.runtime.records.signals import give_memory_back
 from diloco_jax.settings.cutting import settle
-from diloco_jax.settings.run import RunConfig, fingerprint
+from diloco_jax.settings.fingerprint import fingerprint
+from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
 from diloco_jax.tools.budget.memory import payload_bytes, size
 from diloco_jax.tools.budget.needs import kinds_of, outline, syncer_needs

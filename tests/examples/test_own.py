@@ -19,7 +19,8 @@ from flax import nnx
 from diloco_jax.cli import main as cli
 from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.runtime.records.telemetry import read_metrics
-from diloco_jax.settings.run import EvaluationConfig, OptimizerConfig, RunConfig, fingerprint
+from diloco_jax.settings.fingerprint import fingerprint
+from diloco_jax.settings.run import EvaluationConfig, OptimizerConfig, RunConfig
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.data.corpus import load_source

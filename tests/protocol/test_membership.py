@@ -38,6 +38,11 @@ def test_a_newcomer_is_joining_and_does_not_count_as_live() -> None:
     [
         (hello("syncer"), ["'syncer' is reserved", "another name"]),
         (hello(""), ["'' is reserved"]),
+        (
+            hello(model="xyz")._replace(speaks=2),
+            ["a speaks protocol 2, the syncer 1 to 1", "upgrade the syncer first, then the islands"],
+        ),
+        (hello()._replace(speaks=0), ["a speaks protocol 0", "; upgrade a"]),  # of before there were numbers
         (hello(model="xyz"), ["model differs", "the syncer has abc, a has xyz", "same config"]),
         (hello(codec="int8"), ["codec differs", "absent", "int8"]),
         (hello()._replace(fingerprint=(("model", "abc"),)), ["sync_every differs", "has 24, a has absent"]),
@@ -52,6 +57,14 @@ def test_a_newcomer_is_joining_and_does_not_count_as_live() -> None:
 def test_refusals_say_what_differs_and_what_to_do(message: Hello, words: list[str]) -> None:
     refusal = membership().refusal(message, EPOCH, 0)
     assert all(word in refusal for word in words), refusal
+
+
+def test_a_newer_syncer_takes_older_islands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run is upgraded from its syncer on, one island after the other."""
+    monkeypatch.setattr("diloco_jax.protocol.membership.PROTOCOL", 3)
+    assert membership().refusal(hello()._replace(speaks=1), EPOCH, 0) == ""
+    monkeypatch.setattr("diloco_jax.protocol.membership.OLDEST", 2)
+    assert "speaks protocol 1, the syncer 2 to 3" in membership().refusal(hello()._replace(speaks=1), EPOCH, 0)
 
 
 def test_the_order_of_the_fingerprint_does_not_matter() -> None:

@@ -90,7 +90,7 @@ def test_wire_bytes_are_those_of_the_fragments(finished: Path) -> None:
 
 
 def test_tape_replays_to_the_same_rounds(finished: Path) -> None:
-    from diloco_jax.settings.run import fingerprint
+    from diloco_jax.settings.fingerprint import fingerprint
     from diloco_jax.settings.text import load
 
     config = load(finished / "config.yaml")

@@ -1,5 +1,6 @@
 """Models cut by class of tensor: even steps, whole classes, and the same plan on both sides."""
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,8 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.kinds import kind_of
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.settings.cutting import cut, settle
-from diloco_jax.settings.run import RunConfig, fingerprint
+from diloco_jax.settings.fingerprint import fingerprint
+from diloco_jax.settings.run import RunConfig
 
 LAYER = {"q": (64, 64), "k": (64, 32), "v": (64, 32), "out": (64, 64), "up": (64, 256), "gate": (64, 256)}
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -91,6 +93,13 @@ def test_both_sides_derive_the_same_table_and_say_so() -> None:
         f"H={{'mlp': 4, 'rest': 24}} P={plan.counts[0]}+{plan.counts[1]} tau=2"
     )
     assert moved(ours, plan, range(99)) == moved(theirs, other, range(99))
+
+
+def test_settings_with_their_defaults_are_no_difference() -> None:
+    """A release that has a setting more agrees with one that lacks it, while nobody uses it."""
+    told = dict(fingerprint(config_of(sync_every=6), "", ""))
+    assert json.loads(told["data"]) == {}
+    assert "name" not in json.loads(told["inner optimizer"])
 
 
 def test_numbers_of_fragments_may_be_given() -> None:

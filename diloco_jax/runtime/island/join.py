@@ -23,8 +23,9 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.runtime.model.global_model import make_shares
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
 from diloco_jax.settings.compiler import compiler_variable
+from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.islands import IslandConfig
-from diloco_jax.settings.run import RunConfig, fingerprint
+from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.transport.group.commands import HostMeet, HostVerdict
 from diloco_jax.transport.group.group import LEADER, SILENCE_S, GroupLeader, GroupMember, group_config

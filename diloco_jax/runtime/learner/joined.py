@@ -47,7 +47,8 @@ from diloco_jax.runtime.records.files import STATES
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
 from diloco_jax.settings.cutting import settle
-from diloco_jax.settings.run import RunConfig, fingerprint
+from diloco_jax.settings.fingerprint import fingerprint
+from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.transport.link import Rejected, check_name
 from diloco_jax.transport.sharded import Dialler

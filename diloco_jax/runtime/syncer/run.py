@@ -30,7 +30,8 @@ from diloco_jax.runtime.syncer.snapshots import Keeper, SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
 from diloco_jax.runtime.syncer.workers import Merges, Results
 from diloco_jax.settings.cutting import cut, settle
-from diloco_jax.settings.run import RunConfig, fingerprint
+from diloco_jax.settings.fingerprint import fingerprint
+from diloco_jax.settings.run import RunConfig
 
 if TYPE_CHECKING:  # which reads data: a syncer whose islands bring the model starts without
     from diloco_jax.runtime.model.evaluation import Evaluator

@@ -6,7 +6,8 @@ from typing import NamedTuple
 from diloco_jax.runtime.model.global_model import make_setup
 from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.settings.cutting import settle
-from diloco_jax.settings.run import RunConfig, fingerprint
+from diloco_jax.settings.fingerprint import fingerprint
+from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.budget.links import LinkNeeds
 from diloco_jax.tools.budget.memory import num_parameters
 from diloco_jax.tools.budget.needs import IslandKind, outline, syncer_needs

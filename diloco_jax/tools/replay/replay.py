@@ -26,7 +26,8 @@ from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.settings.cutting import cut, settle
-from diloco_jax.settings.run import RunConfig, fingerprint
+from diloco_jax.settings.fingerprint import fingerprint
+from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.replay.auditor import Moments
 from diloco_jax.tools.replay.lives import NeededLives, TapedStep, TookState
 from diloco_jax.tools.replay.replica import Replica, Trainer, Values, same_loss

@@ -314,7 +314,7 @@ class Goodbye(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("learner_id", "incarnation", "fingerprint_key", "fingerprint_value", "versions", "digests", "epoch", "step_samples", "granted", "evaluates")
+    __slots__ = ("learner_id", "incarnation", "fingerprint_key", "fingerprint_value", "versions", "digests", "epoch", "step_samples", "granted", "evaluates", "speaks")
     LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_KEY_FIELD_NUMBER: _ClassVar[int]
@@ -325,6 +325,7 @@ class Hello(_message.Message):
     STEP_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     EVALUATES_FIELD_NUMBER: _ClassVar[int]
+    SPEAKS_FIELD_NUMBER: _ClassVar[int]
     learner_id: str
     incarnation: int
     fingerprint_key: _containers.RepeatedScalarFieldContainer[str]
@@ -335,7 +336,8 @@ class Hello(_message.Message):
     step_samples: int
     granted: int
     evaluates: bool
-    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint_key: _Optional[_Iterable[str]] = ..., fingerprint_value: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., step_samples: _Optional[int] = ..., granted: _Optional[int] = ..., evaluates: _Optional[bool] = ...) -> None: ...
+    speaks: int
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint_key: _Optional[_Iterable[str]] = ..., fingerprint_value: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., step_samples: _Optional[int] = ..., granted: _Optional[int] = ..., evaluates: _Optional[bool] = ..., speaks: _Optional[int] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("learner_id", "incarnation", "local_step", "tokens", "global_step", "adopted_version", "adopted_local_step", "adopted_tokens", "step_s", "loss", "samples", "granted", "arrived_fragment_id", "arrived_version", "arrived_ago_s")

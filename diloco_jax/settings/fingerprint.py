@@ -1,0 +1,54 @@
+"""The fingerprint of a run: all that its learners and its syncer must agree on."""
+
+import json
+from dataclasses import MISSING, asdict, fields
+from typing import Any
+
+from diloco_jax.settings.run import RunConfig
+
+
+def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str) -> tuple[tuple[str, str], ...]:
+    """List what a learner and the syncer must agree on, as (what, value) pairs that an error can show.
+
+    Args:
+        plan_fingerprint: of the fragment plan, made from the shapes of the model as this process built it.
+        corpus: what this process reads (training/data/corpus.py); "" if it reads none, then the first learner says it.
+    """
+    data = _told(config.data)
+    for part in (data, *data.get("mixture", {}).values()):
+        part.pop("path", None)  # the same corpus may lie elsewhere on another machine; what it holds is compared
+    for own in ("evaluation", "tokenizer", "prefetch"):
+        data.pop(own, None)
+    pairs = {
+        "run": config.name,
+        "seed": str(config.seed),
+        "model": f"{config.model.module} {json.dumps(dict(config.model.args), sort_keys=True)}",
+        "model layout": plan_fingerprint,
+        "sequence length": str(config.train.seq_len),
+        "global steps": f"{config.planned_steps}" + f" for {config.train.tokens} tokens" * bool(config.train.tokens),
+        "protocol": config.protocol.words,
+        "wire": f"{config.wire.up} up, {config.wire.down} down, states {config.wire.states}",
+        "shards": _shares(config),
+        "adoption": f"{config.adopt.mode} {config.adopt.alpha}",
+        "inner optimizer": json.dumps(_told(config.optimizer), sort_keys=True),
+        "data": json.dumps(data, sort_keys=True),
+        "corpus": corpus,
+    }
+    return tuple(sorted(pairs.items()))
+
+
+def _told(section: Any) -> dict[str, Any]:
+    """Return what differs from the defaults: a release that has more settings agrees with one that lacks them."""
+    usual = {
+        each.name: each.default if each.default_factory is MISSING else each.default_factory()
+        for each in fields(section)
+    }
+    return {name: value for name, value in asdict(section).items() if getattr(section, name) != usual[name]}
+
+
+def _shares(config: RunConfig) -> str:
+    """Name the settings from which learners and shards compute the parts of a payload."""
+    if config.syncer.shards < 2:
+        return "none"
+    merge, outer = config.merge, config.outer.module or config.outer.optimizer
+    return f"{config.syncer.shards}, {merge.method} but for {', '.join(merge.average_paths)}, {outer}"
