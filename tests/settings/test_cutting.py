@@ -97,7 +97,7 @@ def test_both_sides_derive_the_same_table_and_say_so() -> None:
 
 def test_settings_with_their_defaults_are_no_difference() -> None:
     """A release that has a setting more agrees with one that lacks it, while nobody uses it."""
-    told = dict(fingerprint(config_of(sync_every=6), "", ""))
+    told = dict(fingerprint(config_of(sync_every=6, num_fragments=6), "", ""))
     assert json.loads(told["data"]) == {}
     assert "name" not in json.loads(told["inner optimizer"])
 
