@@ -149,7 +149,7 @@ class ProtocolConfig:
         return len(self.groups.classes) > 1
 
     def check_steps(self, total_steps: int) -> None:
-        """Check that a run is long enough for every period and phase that is not the same for all tensors.
+        """Check that a run is long enough for every phase.
 
         Raises:
             ValueError: it is not; names setting, value and remedy.
@@ -159,11 +159,6 @@ class ProtocolConfig:
                 raise ValueError(
                     f"protocol.sync_later begins at global step {phase.first_step}, but the run has {total_steps}; "
                     "leave it out, or raise train.steps"
-                )
-            if self.by_class and phase.cycle > total_steps:
-                raise ValueError(
-                    f"protocol.sync_every has the period {phase.cycle}, but the run has only {total_steps} global "
-                    "steps; use shorter periods, or raise train.steps"
                 )
 
     @property
