@@ -37,17 +37,22 @@ class SyncerConfig:
     """The syncer's process in a local run."""
 
     restarts_max: int = 20
-    """How often a local run starts a dead syncer again before it ends; ten minutes of life count anew."""
+    """How often a local run starts a dead syncer again before it ends; ten minutes of life count anew. Low: 0 ends the
+    run at its first death. High: one that cannot run dies and starts without end."""
     restart_delay_s: float = 0.2
-    """Seconds between its death and its next start; longer after brief lives, as islands.restart_delay_s."""
+    """Seconds between its death and its next start; longer after brief lives, as islands.restart_delay_s. Low: rounds
+    go on sooner. High: islands train longer without merges."""
     merge_threads: int = 0
-    """Threads that a merge uses; 0 for as many as there are cores. Merge shards share them."""
+    """Threads that a merge uses; 0 for as many as there are cores. Merge shards share them. Low: a merge takes longer.
+    High: it takes processors from islands on the same host."""
     shards: int = 0
     """Processes on the syncer's host among which the model is dealt out, at most 64; 0 or 1: the syncer merges itself.
     Learners send each its part directly, and get parts back. Values and decisions are the same with any number. If
-    transport.address has a port, shards listen on those that follow it."""
+    transport.address has a port, shards listen on those that follow it. Low: one process has memory and link for all.
+    High: faster merges of a large model, for a process and a port each."""
     parameters_max: int = 2_000_000_000
-    """Largest model, in parameters, that a first learner may bring if the config names none (model.module: own)."""
+    """Largest model, in parameters, that a first learner may bring if the config names none (model.module: own). Low:
+    refuses large models. High: whoever comes first may fill the syncer's memory."""
     metrics: str = ""
     """host:port where the syncer tells Prometheus about the run (docs/metrics.md), without encryption, to whoever asks;
     0.0.0.0 for a scraper on another machine. Port 0 lets the system choose one, and the log says which. Empty: none."""
@@ -75,7 +80,8 @@ class CheckpointsConfig:
     """Snapshots of the run on disk; how often they are taken is protocol.snapshot_every."""
 
     keep: int = 3
-    """Snapshots of the whole run that stay, at least 1. With one, a damaged disk block may be the end of the run."""
+    """Snapshots of the whole run that stay, at least 1. Low: with one, a damaged disk block may be the end of
+    the run. High: takes disk."""
     states: str = ""
     """Another folder for what each host of an island saves of itself, beside the run's own: a path or a URL that fsspec
     writes, such as gs://bucket/folder. With it an island comes back with its moments where its disk does not."""
@@ -91,29 +97,33 @@ class TrainConfig:
 
     steps: int = 1000
     """T: global steps of the run; about as many inner steps on every island. 0, with train.tokens only: as many as the
-    tokens need."""
+    tokens need. Low: ends before the model has learned. High: a longer run, whose schedule stretches with it."""
     tokens: int = 0
     """Tokens that rounds must have merged before the run ends, whoever trained on them; 0 = it ends after train.steps.
     The learning rate then follows the merged tokens, where a step (optimizer.warmup_steps) is as many as a global step
     of all islands has: train.seq_len times the sum of their batches. train.steps still ends the run where that comes
-    first, so it must be 0 or no less than the tokens need; more of it, for islands that are away."""
+    first, so it must be 0 or no less than the tokens need; more of it, for islands that are away. Low: at least one
+    global step's. High: a longer run."""
     batch_size: int = 32
     """Sequences per global step over all islands together; each takes an equal share, unless islands.batch_size says
-    how many."""
+    how many. Low: noisy steps. High: more memory, and fewer updates for the same tokens."""
     seq_len: int = 128
-    """Tokens per sequence that are predicted."""
+    """Tokens per sequence that are predicted. Low: no long context is learned. High: more memory, and time of
+    attention."""
     eval_every: int = 0
-    """Global steps between two evaluations of the global model while the run goes on; 0 evaluates at the end only."""
+    """Global steps between two evaluations of the global model while the run goes on; 0 evaluates at the end only. Low:
+    an island spends much of its time on evaluations. High: a bad turn is seen late."""
     eval_batches: int = 16
-    """Batches per evaluation during the run."""
+    """Batches per evaluation during the run. Low: a noisy loss. High: an island is longer away from its steps."""
     final_eval_batches: int = 64
-    """Batches of the evaluation at the end, and of `diloco eval`."""
+    """Batches of the evaluation at the end, and of `diloco eval`. Low: a noisy result. High: the run ends later."""
     eval_batch_size: int = 16
-    """Sequences per batch of an evaluation."""
+    """Sequences per batch of an evaluation. Low: slow. High: more memory."""
     settle_batches: int = 300
     """Only for models with state beside their parameters, such as batch statistics, which islands do not exchange:
     training batches that go through the global model before each evaluation, without an update, so that this state is
-    the model's own. Of its initial value a share momentum^settle_batches remains: 5 % of 300 batches with 0.99."""
+    the model's own. Of its initial value a share momentum^settle_batches remains: 5 % of 300 batches with 0.99. Low:
+    0 leaves it as it began. High: evaluations take longer."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.tokens <= TOKENS_MAX:
@@ -137,10 +147,12 @@ class EvaluationConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """Passed to the class by name."""
     timeout_s: float = 600.0
-    """Seconds for one call, after which the run goes on without these numbers."""
+    """Seconds for one call, after which the run goes on without these numbers. Low: slow ones are always
+    cut off. High: one that hangs keeps its island from training so long."""
     wait_s: float = 900.0
     """Seconds for an island to evaluate the global model, compiling included, after which another one is asked; at the
-    end of a run also for one to come back. With a module its timeout_s comes on top."""
+    end of a run also for one to come back. With a module its timeout_s comes on top. Low: asks another one while the
+    first still compiles. High: a lost evaluation is asked for late, and the run may end as late."""
 
     def __post_init__(self) -> None:
         check_setting("evaluation", self.module, self.args)
@@ -158,7 +170,8 @@ class AdoptConfig:
     """overwrite: local = global (the paper). blend: alpha local + (1 - alpha) global (Streaming DiLoCo). rebase: keep
     what was learned while the fragment travelled, local = global + (local now - local sent)."""
     alpha: float = 0.5
-    """Share of the local value that blend keeps, in [0, 1); 0 is overwrite."""
+    """Share of the local value that blend keeps, in [0, 1). Low: 0 is overwrite. High: what others learned hardly
+    arrives."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha < 1:

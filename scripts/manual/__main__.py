@@ -1,0 +1,19 @@
+"""python -m manual: write the pages and pictures of docs/ that are made by code; `test_manual.py` holds them to it."""
+
+from pathlib import Path
+
+from manual.config_page import config_page
+
+from diloco_jax.settings.text import config_schema
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def made() -> dict[str, str]:
+    """Return what there is to write: the text of each file, by its path in docs/."""
+    return {"config.md": config_page(config_schema())}
+
+
+if __name__ == "__main__":
+    for name, text in made().items():
+        (DOCS / name).write_text(text, encoding="utf-8")
