@@ -21,12 +21,11 @@ HEAD = """# Every setting
 <!-- made by `python -m manual` in scripts/ from the docstrings of the settings; do not edit -->
 
 A config is a YAML file with these keys; what it leaves out has its default. On a command line a setting is written
-`--section.name value`. **Low** and **High** say what happens at the two ends of a number; 0 often has a meaning of its own,
-which is said before. `diloco train CONFIG --settings` prints the same for one config, and `diloco schema` is for editors
-([install](install.md#a-config-in-an-editor)).
+`--section.name value`. **Low** and **High** say what happens at the two ends of a number. Often 0 has a meaning of its
+own, which is said before. `diloco train CONFIG --settings` prints the same for one config, and `diloco schema` is for
+editors ([install](install.md#a-config-in-an-editor)).
 
-What belongs together: [timeouts](timeouts.md) has all waits in their order, [concepts](concepts.md) explains H, P, tau, K
-and the grace window.
+[Timeouts](timeouts.md) has all waits in their order; [concepts](concepts.md) explains H, P, tau, K and the grace window.
 
 | section | is |
 |---|---|
