@@ -25,7 +25,7 @@ A config is a YAML file with these keys; what it leaves out has its default. On 
 own, which is said before. `diloco train CONFIG --settings` prints the same for one config, and `diloco schema` is for
 editors ([install](install.md#a-config-in-an-editor)).
 
-[Timeouts](timeouts.md) has all waits in their order; [concepts](concepts.md) explains H, P, tau, K and the grace window.
+[Timeouts](timeouts.md) has all waits in order; [concepts](concepts.md) explains H, P, tau, K and the grace window.
 
 | section | is |
 |---|---|
