@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from manual.config_page import config_page
+from manual.pictures import PICTURES
 
 from diloco_jax.settings.text import config_schema
 
@@ -11,7 +12,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 def made() -> dict[str, str]:
     """Return what there is to write: the text of each file, by its path in docs/."""
-    return {"config.md": config_page(config_schema())}
+    pictures = {f"pictures/{name}": draw() for name, draw in PICTURES.items()}
+    return {"config.md": config_page(config_schema())} | pictures
 
 
 if __name__ == "__main__":
