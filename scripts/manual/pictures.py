@@ -119,7 +119,7 @@ def adoption() -> str:
     """Draw one parameter of an island that sends it, trains on, and takes the merged value in one of three ways."""
     sent_at, arrives_at, last = 4, 6, 9
     local = [10 - 0.9 * step for step in range(arrives_at + 1)]  # what the island learns by itself
-    merged, alpha = 7.6, 0.5
+    merged, alpha = 7.6, 0.25
     now, sent = local[arrives_at], local[sent_at]
     ways = (
         ("overwrite: global", merged, "a"),

@@ -1,0 +1,126 @@
+"""The shell blocks of pages for newcomers and operators run as they are printed, on one machine and at a small scale.
+
+A block of ```bash is run, in the order of its page, in the folder of the machine that its first line names (`# machine
+B`), else of machine A. What needs a cloud, a root or another system stands in ```sh and is not run.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MACHINE = re.compile(r"# machine (\w)\b")
+PAGES = ("start.md", "two-machines.md", "operations.md")
+# A run of newcomers in less time, on cores that others use too: two islands, few steps, evaluations of two batches.
+SMALL = (
+    "--islands.count 2 --train.steps 60 --train.eval_every 30 --train.eval_batches 2 --train.final_eval_batches 2 "
+    "--train.batch_size 4 --train.seq_len 32 --train.eval_batch_size 4 --protocol.snapshot_every 10 --trackers"
+)
+CHANGES = {  # what a page says -> what is run here
+    "start.md": {
+        "./scripts/train --help": "true",
+        ". .venv/bin/activate": "true",
+        "train quickstart": f"train quickstart {SMALL}",
+        "quickstart.yaml --run-dir": f"quickstart.yaml {SMALL} --run-dir",
+        "runs/second > second.log": "runs/second --train.steps 400 > second.log",
+        "runs/second --resume": "runs/second --train.steps 400 --resume",
+    },
+}
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """The blocks of a page that are run, each with its machine."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for said, run in CHANGES.get(page, {}).items():
+        assert said in text, f"{page} does not say {said!r} any more"
+        text = text.replace(said, run)
+    return [((MACHINE.match(block) or "AA")[1], block) for block in BLOCK.findall(text)]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Machines:
+    """Folders that stand for machines, and the processes that blocks leave behind on them."""
+
+    def __init__(self, folder: Path, names: set[str]) -> None:
+        commands = folder / "bin"
+        for made in (commands, *(folder / name for name in names)):
+            made.mkdir()
+        (commands / "diloco").write_text(f'#!/bin/bash\nexec "{sys.executable}" -m diloco_jax "$@"\n', encoding="utf-8")
+        (commands / "diloco").chmod(0o755)
+        dropped = ("JAX_", "NPROC", "XLA_", "PYTEST_")
+        self._env = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
+        self._env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": f"{commands}:{os.environ['PATH']}"}
+        self._env["JAX_COMPILATION_CACHE_DIR"] = os.environ["DILOCO_TEST_PROGRAMS"]
+        self._folder = folder
+        self._groups: list[int] = []
+
+    def run(self, machine: str, block: str) -> str:
+        """Run a block to its end; what it starts in the background goes on."""
+        process = subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", block],
+            cwd=self._folder / machine,
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._groups.append(process.pid)
+        told, _ = process.communicate(timeout=400)
+        assert process.returncode == 0, f"status {process.returncode} of\n{block}\n{told}"
+        return told
+
+    def end(self) -> None:
+        for group in self._groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+
+
+def follow(page: str, folder: Path) -> list[str]:
+    """Do all that a page says, and return what was printed."""
+    said, port = blocks(page), str(free_port())
+    machines = Machines(folder, {machine for machine, _ in said})
+    try:
+        return [machines.run(machine, block.replace("50051", port)) for machine, block in said]
+    finally:
+        machines.end()
+
+
+def test_every_page_has_blocks_that_bash_reads() -> None:
+    for page in PAGES:
+        assert len(blocks(page)) >= 5, page
+        for _, block in blocks(page):
+            subprocess.run(["bash", "-n", "-c", block], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.net
+@pytest.mark.timeout(900)
+def test_a_newcomer_gets_through_the_first_page(folder: Path) -> None:
+    told = follow("start.md", folder)
+    assert "diloco-jax" in told[0] and "complete: evaluation loss" in told[1]
+    assert "every one has one fate" in told[2]
+    assert "is running" in told[4]
+    assert "complete: evaluation loss" in told[5] and "protocol.sync_every" in told[6]
+    assert (folder / "A" / "runs" / "first" / "report.html").exists()
