@@ -35,6 +35,15 @@ CHANGES = {  # what a page says -> what is run here
         "runs/second > second.log": "runs/second --train.steps 400 > second.log",
         "runs/second --resume": "runs/second --train.steps 400 --resume",
     },
+    "two-machines.md": {
+        "syncer.example.org": "127.0.0.1",
+        "ssh machine-b mkdir -p ": "mkdir -p ../B/",
+        "scp ": "cp ",
+        "machine-b:": "../B/",
+        "steps: 600, batch_size: 16, seq_len: 128": "steps: 900, batch_size: 4, seq_len: 32",
+        "model:\n  args: {dim: 128": "model:\n  module: tests.runtime.paced:PacedDecoder\n  args: {dim: 32",
+        "mlp_dim: 512, seq_len_max: 128": "mlp_dim: 64, seq_len_max: 32",
+    },
 }
 
 
@@ -64,7 +73,8 @@ class Machines:
         (commands / "diloco").chmod(0o755)
         dropped = ("JAX_", "NPROC", "XLA_", "PYTEST_")
         self._env = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
-        self._env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": f"{commands}:{os.environ['PATH']}"}
+        self._env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "DILOCO_TEST_STEP_S": "0.1"}
+        self._env |= {"PATH": f"{commands}:{os.environ['PATH']}"}
         self._env["JAX_COMPILATION_CACHE_DIR"] = os.environ["DILOCO_TEST_PROGRAMS"]
         self._folder = folder
         self._groups: list[int] = []
@@ -124,3 +134,14 @@ def test_a_newcomer_gets_through_the_first_page(folder: Path) -> None:
     assert "is running" in told[4]
     assert "complete: evaluation loss" in told[5] and "protocol.sync_every" in told[6]
     assert (folder / "A" / "runs" / "first" / "report.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.net
+@pytest.mark.timeout(900)
+def test_two_machines_train_one_model_and_outlive_their_deaths(folder: Path) -> None:
+    told = follow("two-machines.md", folder)
+    text = "\n".join(told)
+    assert "FAIL" not in text and "two is complete: global step 900 of 900" in told[-1]
+    assert "ca.key" not in {path.name for path in (folder / "B").rglob("*")}
+    assert (folder / "A" / "two-model" / "parameters.npz").exists()
