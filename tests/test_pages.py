@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from diloco_jax.settings.text import config_schema, setting_names
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -26,6 +28,12 @@ SMALL = (
     "--islands.count 2 --train.steps 60 --train.eval_every 30 --train.eval_batches 2 --train.final_eval_batches 2 "
     "--train.batch_size 4 --train.seq_len 32 --train.eval_batch_size 4 --protocol.snapshot_every 10 --trackers"
 )
+FAR = {  # a step of 0.1 s that leaves the cores idle, and machines that are folders
+    "syncer.example.org": "127.0.0.1",
+    "machine-b:": "../B/",
+    "model:\n  args: {dim: 128": "model:\n  module: tests.runtime.paced:PacedDecoder\n  args: {dim: 32",
+    "mlp_dim: 512, seq_len_max: 128": "mlp_dim: 64, seq_len_max: 32",
+}
 CHANGES = {  # what a page says -> what is run here
     "start.md": {
         "./scripts/train --help": "true",
@@ -36,13 +44,15 @@ CHANGES = {  # what a page says -> what is run here
         "runs/second --resume": "runs/second --train.steps 400 --resume",
     },
     "two-machines.md": {
-        "syncer.example.org": "127.0.0.1",
+        **FAR,
         "ssh machine-b mkdir -p ": "mkdir -p ../B/",
         "scp ": "cp ",
-        "machine-b:": "../B/",
         "steps: 600, batch_size: 16, seq_len: 128": "steps: 900, batch_size: 4, seq_len: 32",
-        "model:\n  args: {dim: 128": "model:\n  module: tests.runtime.paced:PacedDecoder\n  args: {dim: 32",
-        "mlp_dim: 512, seq_len_max: 128": "mlp_dim: 64, seq_len_max: 32",
+    },
+    "operations.md": {
+        **FAR,
+        "rsync -a ": "cp -a ",
+        "batch_size: 16, seq_len: 128": "batch_size: 4, seq_len: 32",
     },
 }
 
@@ -124,6 +134,39 @@ def test_every_page_has_blocks_that_bash_reads() -> None:
             subprocess.run(["bash", "-n", "-c", block], check=True)
 
 
+SETTING = re.compile(r"`([a-z_]+(?:\.[a-z_]+)+)(?:: [^`]*)?`")
+WRITTEN = [*PAGES[1:], "concepts.md", "faults.md", "coming-from.md", "timeouts.md"]
+
+
+def unknown_settings(text: str) -> list[str]:
+    """Names in a text that look like settings and are none; a section counts."""
+    names = {name for name, _ in setting_names(config_schema())}
+    known = names | {name.rpartition(".")[0] for name in names}
+    sections = {name.partition(".")[0] for name in names if "." in name}
+    return [name for name in SETTING.findall(text) if name.partition(".")[0] in sections and name not in known]
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_what_a_page_calls_a_setting_is_one(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8").replace("syncer.example.org", "")
+    assert SETTING.search(text) and not unknown_settings(text)
+
+
+def test_wrong_settings_are_found() -> None:
+    assert unknown_settings("`protocol.qorum: 4`, `islands.mesh.fsdp`, `islands.mesh`, `numpy.load`") == [
+        "protocol.qorum"
+    ]
+
+
+def test_every_fault_names_a_test_that_is_there() -> None:
+    page = (DOCS / "faults.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", page)
+    assert len(named) > 25
+    for path, test in named:
+        assert (ROOT / path).exists(), path
+        assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8") or not test, f"{path}::{test}"
+
+
 @pytest.mark.slow
 @pytest.mark.net
 @pytest.mark.timeout(900)
@@ -145,3 +188,12 @@ def test_two_machines_train_one_model_and_outlive_their_deaths(folder: Path) -> 
     assert "FAIL" not in text and "two is complete: global step 900 of 900" in told[-1]
     assert "ca.key" not in {path.name for path in (folder / "B").rglob("*")}
     assert (folder / "A" / "two-model" / "parameters.npz").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.net
+@pytest.mark.timeout(900)
+def test_an_operator_gets_through_a_long_run(folder: Path) -> None:
+    told = follow("operations.md", folder)
+    assert "drained" in told[2] and "island-2" in told[3]
+    assert "step_" in told[7] and (folder / "B" / "model" / "parameters.npz").exists()
