@@ -5,6 +5,7 @@ B`), else of machine A. What needs a cloud, a root or another system stands in `
 """
 
 import contextlib
+import doctest
 import os
 import re
 import signal
@@ -156,6 +157,17 @@ def test_wrong_settings_are_found() -> None:
     assert unknown_settings("`protocol.qorum: 4`, `islands.mesh.fsdp`, `islands.mesh`, `numpy.load`") == [
         "protocol.qorum"
     ]
+
+
+@pytest.mark.parametrize("page", ["api.md", "concepts.md"])
+def test_examples_in_python_print_what_the_page_says(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    said = re.findall(
+        r"^```python\n(>>> .*?)^```$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    assert said
+    test = doctest.DocTestParser().get_doctest("\n".join(said), {}, page, page, 0)
+    assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed == 0
 
 
 def test_every_fault_names_a_test_that_is_there() -> None:

@@ -1,4 +1,4 @@
-"""python -m manual: write the pages and pictures of docs/ that are made by code; `test_manual.py` holds them to it."""
+"""Writes the pages and pictures of docs/ that are made by code (./scripts/bless_docs); `test_manual.py` checks them."""
 
 from pathlib import Path
 

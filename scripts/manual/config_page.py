@@ -18,7 +18,7 @@ ENDS = re.compile(r"\b(Low|High): ")
 
 HEAD = """# Every setting
 
-<!-- made by `python -m manual` in scripts/ from the docstrings of the settings; do not edit -->
+<!-- made by `./scripts/bless_docs` from the docstrings of the settings; do not edit -->
 
 A config is a YAML file with these keys; what it leaves out has its default. On a command line a setting is written
 `--section.name value`. **Low** and **High** say what happens at the two ends of a number. Often 0 has a meaning of its

@@ -18,7 +18,7 @@ FACTS = {"seed", "peak_tflops", "vocab_size", "shuffle_seed", "split_axis", "por
 @pytest.mark.parametrize("name", MADE)
 def test_what_is_made_is_current(name: str) -> None:
     there = (DOCS / name).read_text(encoding="utf-8") if (DOCS / name).exists() else ""
-    assert there == MADE[name], f"docs/{name} is old: PYTHONPATH=.:scripts .venv/bin/python -m manual"
+    assert there == MADE[name], f"docs/{name} is old: ./scripts/bless_docs"
 
 
 def numbers(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
