@@ -47,17 +47,14 @@ class ProtocolConfig:
     """gamma of Eq. 3: share of the slack that the grace window may use, above 0 and at most 1. Low: rounds close early,
     with few islands. High: 1 leaves nothing for a slow link, and rounds may end late."""
     ema_decay: float = 0.9
-    """Decay of the moving averages of step, quorum and synchronisation time, in [0, 1). Low: 0 keeps the last
-    sample. High: follows changes of pace slowly."""
+    """Decay of the averages of step, quorum and sync time, in [0, 1). Low: 0, the last sample. High: follows late."""
     lease_s: float = 15.0
     """Silence after which a connected learner counts as dead, in seconds. Heartbeats flow while a step compiles. Low:
     calls islands dead that are only silent. High: rounds wait as long for one that hangs."""
     heartbeat_s: float = 2.0
-    """Seconds between two heartbeats of a learner, below half the lease. Low: more messages. High: a lease that is
-    longer too."""
+    """Seconds between two heartbeats of a learner, below half the lease. Low: more messages. High: longer leases."""
     resend_s: float = 2.0
-    """Seconds after which an unanswered request (hello, pull) is sent again. Low: asks twice over slow links. High:
-    what was lost is missed as long."""
+    """Seconds until an unanswered request (hello, pull) is repeated. Low: asks twice. High: what was lost waits."""
     pull_timeout_s: float = 30.0
     """Seconds after which a round stops waiting for a value that it asked for and merges without it. Low: values on
     slow links are left out. High: one stuck island holds its round as long."""
@@ -65,8 +62,7 @@ class ProtocolConfig:
     """Versions of a fragment that the syncer keeps: a value against an older one is refused, its sender refreshed. Low:
     1, values that were under way during a merge may be lost. High: more memory of the syncer."""
     learners_max: int = 64
-    """Most learners that the syncer accepts at a time. Low: later ones are refused. High: no cost but what they
-    bring."""
+    """Most learners that the syncer accepts at a time. Low: later ones are refused. High: no cost of its own."""
     lease_ahead_steps: int = 64
     """Steps of data that a learner is given ahead. While the syncer is away it trains on these, and then again. Low:
     data is repeated soon while the syncer is away. High: more that a death gives back to be read again."""
@@ -74,8 +70,7 @@ class ProtocolConfig:
     """Seconds after which the unfinished data of a lost learner goes to others. A new incarnation frees it at once.
     Low: data of islands that come back is read twice. High: data of a lost one is read late."""
     snapshot_every: int = 0
-    """Global steps between two snapshots of the whole run; 0 saves the global model at the end only. Low: much writing.
-    High: much is lost if all processes die."""
+    """Global steps between two snapshots of the run; 0: one at the end. Low: much writing. High: more to lose."""
     restore_s: float = 15.0
     """Seconds that a restarted syncer waits, once a learner is back, for others that may hold newer versions. Low:
     newer versions may be lost. High: rounds begin later."""
@@ -88,8 +83,7 @@ class ProtocolConfig:
     """Times sync_every (H; the longest period) global steps for which a state may be on its way. Its receiver makes no
     steps meanwhile. Low: a large state is never there in time. High: waits long for a donor that hangs."""
     strikes_max: int = 3
-    """Values in a row that cannot be used (NaN, infinite, wildly large) until a learner is expelled. Low: 1 expels for
-    one bad value. High: a broken island goes on in vain."""
+    """Unusable values (NaN, infinite, wildly large) in a row that expel a learner. Low: 1, at once. High: late."""
     unmerged_rounds_max: int = 96
     """Rounds without a share of a live learner after which an alarm is raised: it works for nothing. Low: alarms about
     slow islands. High: an island works long for nothing before anybody hears."""

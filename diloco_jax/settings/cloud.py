@@ -60,8 +60,7 @@ class CloudConfig:
     syncer_machine_type: str = AUTO
     """Machine type of the syncer's host; auto: the smallest one on a list whose memory does."""
     syncer_disk_gb: int = 500
-    """Size in GB of the disk with the run's folder, which outlives the syncer's machine. Low: no room for
-    checkpoints.keep snapshots. High: costs money."""
+    """GB of the disk with the run's folder, which outlives the syncer. Low: too small for snapshots. High: costs."""
     host_disk_gb: int = 200
     """Size in GB of the boot disk of TPU hosts, on which an island saves its state; for gke and gce. Low: no room for
     states and images. High: costs money on every host."""
@@ -77,8 +76,7 @@ class CloudConfig:
     """Kubernetes namespace."""
     restarts_max: int = 100
     """How often GKE starts an island again that failed by itself; preemptions and maintenance do not count, and wrong
-    input is never tried again. Low: 0 gives it up at its first failure. High: one that cannot run costs money without
-    end."""
+    input is never tried again. Low: 0 gives it up at once. High: one that cannot run costs money."""
 
     def __post_init__(self) -> None:
         for name in PLAIN:

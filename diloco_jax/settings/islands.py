@@ -57,8 +57,7 @@ class IslandsConfig:
     """The islands of the run; `each` says what one has differently."""
 
     count: int = 4
-    """M: number of islands. Low: fewer samples per second, and fewer that go on when one dies. High: a somewhat higher
-    loss after the same tokens."""
+    """M: number of islands. Low: fewer samples per second. High: a somewhat higher loss after the same tokens."""
     devices: Devices = AUTO
     """Devices per island, over all its hosts. auto: what is there: TPU chips, an equal number of the machine's GPUs, a
     share of one GPU's memory, or 2 emulated CPU devices where there is neither. A number counts GPUs where there are

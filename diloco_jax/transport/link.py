@@ -112,8 +112,7 @@ class TransportConfig:
     """Seconds between pings on a silent connection. Low: traffic for nothing. High: a dead
     link is noticed late, and home routers forget after 30."""
     keepalive_timeout_s: float = 20.0
-    """Seconds without an answer to a ping after which the connection is lost. Low: cuts a link under load. High: a
-    dead link is noticed late."""
+    """Seconds without an answer to a ping that end a connection. Low: cuts a link under load. High: noticed late."""
     payload_bytes_max: int = 1 << 30
     """Largest payload in bytes, sent or received; a larger one is refused before memory is taken for it. Low: refuses
     large fragments. High: a peer may take as much memory."""
@@ -131,11 +130,9 @@ class TransportConfig:
     """Control messages that may wait for one peer, in each direction. Sending to a full queue ends the session. Low: a
     peer that stalls for a moment is cut. High: memory."""
     queue_payloads_max: int = 256
-    """The same for bulk messages. Low: at least the number of fragments: a joining learner gets all of them at once.
-    High: memory."""
+    """The same for bulk messages. Low: at least the number of fragments, which a joining learner gets. High: memory."""
     connections_max: int = 1024
-    """Connections that the syncer accepts. A learner has stripes + 1, for a moment twice as many as it reconnects. Low:
-    refuses learners. High: open files."""
+    """Connections that the syncer takes; a learner has stripes + 1, at times twice. Low: refuses. High: open files."""
     tls_ca: str = ""
     """File with the certificates of the authority that signs everybody's (PEM). With it, tls_certificate and tls_key
     every connection is encrypted and both sides prove who they are; `diloco certs` makes all three."""

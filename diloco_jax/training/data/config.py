@@ -26,8 +26,7 @@ class PartConfig:
     format: DataFormat = "store"
     """See data.format."""
     weight: float = 1.0
-    """Share of the samples, relative to the other sources; epochs do not change it. Low: is hardly read. High: is read
-    again and again."""
+    """Share of the samples, relative to the other sources. Low: is hardly read. High: is read again and again."""
     patterns: tuple[str, ...] = ("*",)
     """See data.patterns."""
     field: str = "text"
