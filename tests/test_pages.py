@@ -29,6 +29,7 @@ SMALL = (
     "--islands.count 2 --train.steps 60 --train.eval_every 30 --train.eval_batches 2 --train.final_eval_batches 2 "
     "--train.batch_size 4 --train.seq_len 32 --train.eval_batch_size 4 --protocol.snapshot_every 10 --trackers"
 )
+PACED = "--train.steps 500 --model.module tests.runtime.paced:PacedDecoder"  # long enough to be killed and stopped
 FAR = {  # a step of 0.1 s that leaves the cores idle, and machines that are folders
     "syncer.example.org": "127.0.0.1",
     "machine-b:": "../B/",
@@ -41,8 +42,8 @@ CHANGES = {  # what a page says -> what is run here
         ". .venv/bin/activate": "true",
         "train quickstart": f"train quickstart {SMALL}",
         "quickstart.yaml --run-dir": f"quickstart.yaml {SMALL} --run-dir",
-        "runs/second > second.log": "runs/second --train.steps 400 > second.log",
-        "runs/second --resume": "runs/second --train.steps 400 --resume",
+        "runs/second > second.log": f"runs/second {PACED} > second.log",
+        "runs/second --resume": f"runs/second {PACED} --resume",
     },
     "two-machines.md": {
         **FAR,
