@@ -1,14 +1,44 @@
-"""Sphinx: `pip install -e '.[docs]'`, then `python -m sphinx -W docs docs/_build`."""
+"""Sphinx: `./scripts/docs` builds the site from the Markdown here and the docstrings of the package."""
+
+import re
+from typing import Any
+
+from sphinx.application import Sphinx
 
 project = "diloco_jax"
 author = "the diloco_jax authors"
 copyright = "the diloco_jax authors, Apache-2.0"
 
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 
-html_theme = "alabaster"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 100
+copybutton_exclude = ".linenos, .gp, .go"
+
+html_theme = "furo"
 html_title = "diloco_jax"
-html_theme_options = {"description": "Decoupled DiLoCo in JAX", "fixed_sidebar": True}
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+pygments_style, pygments_dark_style = "friendly", "monokai"
+
+MARKS = re.compile(r"(?<!\\)([*|_])(?=\W|$)|(?<=\s)([*|])")
+
+
+def as_plain_text(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings are prose, in which a star is a product: escape what reStructuredText would take for markup."""
+    for index, line in enumerate(lines):
+        pieces = re.split(r"(:\w+:`[^`]*`|``?[^`]+``?)", line)
+        pieces[::2] = [piece if re.match(r"\s*:\w+", piece) else MARKS.sub(r"\\\1\2", piece) for piece in pieces[::2]]
+        pieces[1::2] = [f"`{piece}`" if re.fullmatch(r"`[^`]+`", piece) else piece for piece in pieces[1::2]]
+        lines[index] = "".join(pieces)
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-docstring", as_plain_text)

@@ -3,12 +3,13 @@
 # The stamp in .venv names what it was installed from; nothing happens while that is unchanged, so a start costs
 # milliseconds. A .venv whose installation was cut short carries the mark `.installing` and is built again.
 # Settings: DILOCO_PYTHON names the interpreter to use instead of searching for one; DILOCO_EXTRAS the extras of
-# pyproject.toml to install (dev; CI adds parity, with PyTorch, against which models are tested).
+# pyproject.toml to install (dev; CI adds parity, with PyTorch, against which models are tested); DILOCO_VENV another
+# folder for it, below the root.
 # shellcheck shell=bash
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$root"
-venv="$root/.venv"
+venv="$root/${DILOCO_VENV:-.venv}"
 extras="${DILOCO_EXTRAS:-dev}"
 
 say() { printf '[diloco] %s\n' "$*" >&2; }
@@ -65,7 +66,7 @@ make_env() {
   if [ -e "$venv/.installing" ] || ! is_new_enough "$venv/bin/python" || ! "$venv/bin/python" -c 'import pip'; then
     rm -rf "$venv"
   fi 2>/dev/null
-  say "installing into .venv with $("$python" --version 2>&1); takes a few minutes, once (log: .venv/.install.log)"
+  say "installing into $venv with $("$python" --version 2>&1); takes a few minutes, once (log: .install.log there)"
   if ! { mkdir -p "$venv" && touch "$venv/.installing"; }; then
     say "error: cannot write to $venv; check its owner and the disk."
     return 1
@@ -79,7 +80,7 @@ make_env() {
     rm -f "$venv/.installing"
     tail -n 20 "$venv/.install.log" >&2
     say "error: the installation failed, see above; check the network and the disk and start again" \
-      "(if it fails every time: rm -rf .venv first)."
+      "(if it fails every time: rm -rf $venv first)."
     return 1
   fi
   wanted_stamp >"$venv/.stamp" && rm -f "$venv/.installing"
@@ -91,9 +92,10 @@ ensure_env() {
   python="$(find_python)" || return 1
   # One start installs, others wait. The lock belongs to the open file and ends with its last holder (pip included), so
   # it is never stale; Python takes it because not every system has the flock command.
+  mkdir -p "$(dirname "$venv")" || return 1
   exec 9>"$venv.lock" || return 1
   if ! "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
-    say "another start is installing into .venv; waiting for it"
+    say "another start is installing into $venv; waiting for it"
     "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' || return 1
   fi
   local ok=0

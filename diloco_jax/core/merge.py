@@ -45,9 +45,10 @@ class MergeConfig:
     outlier_factor: float = 100.0
     """A learner's outer gradient is left out, and its sender warned, when its norm per inner step is this many times
     what is usual for the fragment; above 1, or 0 for no limit. An inner optimizer with a bounded step never comes
-    near 100, even in a warm-up; a model that diverges, or damaged memory, is far above. Near 1 leaves out good work.
-    Never left out is what moves the fragment by less than a thousandth of its initial norm per inner step. With fewer
-    than three learners in a round a lasting change above the limit is left out twice, then merged."""
+    near 100, even in a warm-up; a model that diverges, or damaged memory, is far above. Low: leaves out good work.
+    High: lets damage in. Never left out is what moves the fragment by less than a thousandth of its initial norm per
+    inner step. With fewer than three learners in a round a lasting change above the limit is left out twice, then
+    merged."""
 
     def __post_init__(self) -> None:
         if not (self.outlier_factor == 0 or 1 < self.outlier_factor < math.inf):

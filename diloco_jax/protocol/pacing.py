@@ -22,59 +22,71 @@ class ProtocolConfig:
     """The numbers of the algorithm that both machines share (paper, section 5.1, for the defaults)."""
 
     sync_every: Periods = 24
-    """H: global steps between two merges of the same fragment. Small: more traffic, less drift. Large: the reverse.
+    """H: global steps between two merges of the same fragment. Low: more traffic, less drift. High: the reverse.
     Or by class of tensor, such as {mlp: 4, rest: 24}: mlp, attention, embedding, norm, or patterns of whole paths such
     as '*/experts_*'. The first that names a tensor counts; rest is all else. Each period divides the next longer one.
     """
     sync_later: dict[int, Periods] = field(default_factory=dict)
     """Other periods from a global step on, such as {2000: 12, 8000: {mlp: 4, rest: 24}}; sync_every holds before."""
     num_fragments: int = 24
-    """P: fragments of the model, at most H. 1 is DiLoCo, more is Streaming DiLoCo; P = H moves one in every step.
+    """P: fragments of the model, at most H. Low: 1, DiLoCo, moves all at once. High: P = H moves one in every step.
     With periods by class: at most so many; as many of each class as make the bytes of a step even."""
     class_fragments: tuple[int, ...] = ()
     """Fragments of each class, in the order of sync_every, where classes with equal periods are one; they add up to
     num_fragments. Empty: chosen by size."""
     overlap_steps: int = 2
-    """tau: inner steps that a round may take while training goes on, and rounds in flight. 0: learners wait."""
+    """tau: inner steps that a round may take while training goes on, and rounds in flight. 0: learners wait. Low:
+    rounds must be quick, and values are fresh. High: slow links suffice, and merges are of older values."""
     quorum: int = 1
-    """K: learners that must have finished a step before a round may close. M waits for everybody."""
+    """K: learners that must have finished a step before a round may close. M waits for everybody. Low: an island may
+    move the model alone. High: M, nothing is merged while one is away."""
     grace_steps_max: float = 1.0
-    """Cap of the grace window in inner steps. 0 turns the window off, which with K = 1 merges one learner at a time."""
+    """Cap of the grace window in inner steps. Low: 0, which with K = 1 merges one learner at a time.
+    High: rounds wait for slow islands, and more of them have a share."""
     grace_safety: float = 0.9
-    """gamma of Eq. 3: share of the slack that the grace window may use, above 0 and at most 1."""
+    """gamma of Eq. 3: share of the slack that the grace window may use, above 0 and at most 1. Low: rounds close early,
+    with few islands. High: 1 leaves nothing for a slow link, and rounds may end late."""
     ema_decay: float = 0.9
-    """Decay of the moving averages of step, quorum and synchronisation time, in [0, 1). 0 keeps the last sample."""
+    """Decay of the averages of step, quorum and sync time, in [0, 1). Low: 0, the last sample. High: follows late."""
     lease_s: float = 15.0
-    """Silence after which a connected learner counts as dead, in seconds. Heartbeats flow while a step compiles."""
+    """Silence after which a connected learner counts as dead, in seconds. Heartbeats flow while a step compiles. Low:
+    calls islands dead that are only silent. High: rounds wait as long for one that hangs."""
     heartbeat_s: float = 2.0
-    """Seconds between two heartbeats of a learner, below half the lease."""
+    """Seconds between two heartbeats of a learner, below half the lease. Low: more messages. High: longer leases."""
     resend_s: float = 2.0
-    """Seconds after which an unanswered request (hello, pull) is sent again."""
+    """Seconds until an unanswered request (hello, pull) is repeated. Low: asks twice. High: what was lost waits."""
     pull_timeout_s: float = 30.0
-    """Seconds after which a round stops waiting for a value that it asked for and merges without it."""
+    """Seconds after which a round stops waiting for a value that it asked for and merges without it. Low: values on
+    slow links are left out. High: one stuck island holds its round as long."""
     anchor_history: int = 2
-    """Versions of a fragment that the syncer keeps: a value against an older one is refused, its sender refreshed."""
+    """Versions of a fragment that the syncer keeps: a value against an older one is refused, its sender refreshed. Low:
+    1, values that were under way during a merge may be lost. High: more memory of the syncer."""
     learners_max: int = 64
-    """Most learners that the syncer accepts at a time."""
+    """Most learners that the syncer accepts at a time. Low: later ones are refused. High: no cost of its own."""
     lease_ahead_steps: int = 64
-    """Steps of data that a learner is given ahead. While the syncer is away it trains on these, and then again."""
+    """Steps of data that a learner is given ahead. While the syncer is away it trains on these, and then again. Low:
+    data is repeated soon while the syncer is away. High: more that a death gives back to be read again."""
     release_s: float = 60.0
-    """Seconds after which the unfinished data of a lost learner goes to others. A new incarnation frees it at once."""
+    """Seconds after which the unfinished data of a lost learner goes to others. A new incarnation frees it at once.
+    Low: data of islands that come back is read twice. High: data of a lost one is read late."""
     snapshot_every: int = 0
-    """Global steps between two snapshots of the whole run; 0 saves the global model at the end only."""
+    """Global steps between two snapshots of the run; 0: one at the end. Low: much writing. High: more to lose."""
     restore_s: float = 15.0
-    """Seconds that a restarted syncer waits, once a learner is back, for others that may hold newer versions."""
+    """Seconds that a restarted syncer waits, once a learner is back, for others that may hold newer versions. Low:
+    newer versions may be lost. High: rounds begin later."""
     recover_from_peers: bool = True
     """Learners that join later take parameters and inner optimizer state from a healthy one."""
     recovery_attempts: int = 3
-    """States that a joining learner tries to get, each within recovery_turns, before it goes on without."""
+    """States that a joining learner tries to get, each within recovery_turns, before it goes on without. Low: 1, begins
+    without moments if a donor dies. High: waits long where no state comes through."""
     recovery_turns: int = 10
     """Times sync_every (H; the longest period) global steps for which a state may be on its way. Its receiver makes no
-    steps meanwhile."""
+    steps meanwhile. Low: a large state is never there in time. High: waits long for a donor that hangs."""
     strikes_max: int = 3
-    """Values in a row that cannot be used (NaN, infinite, wildly large) until a learner is expelled."""
+    """Unusable values (NaN, infinite, wildly large) in a row that expel a learner. Low: 1, at once. High: late."""
     unmerged_rounds_max: int = 96
-    """Rounds without a share of a live learner after which an alarm is raised: it works for nothing."""
+    """Rounds without a share of a live learner after which an alarm is raised: it works for nothing. Low: alarms about
+    slow islands. High: an island works long for nothing before anybody hears."""
 
     def __post_init__(self) -> None:
         groups = self.groups  # checks the periods

@@ -60,9 +60,10 @@ class CloudConfig:
     syncer_machine_type: str = AUTO
     """Machine type of the syncer's host; auto: the smallest one on a list whose memory does."""
     syncer_disk_gb: int = 500
-    """Size in GB of the disk with the run's folder, which outlives the syncer's machine."""
+    """GB of the disk with the run's folder, which outlives the syncer. Low: too small for snapshots. High: costs."""
     host_disk_gb: int = 200
-    """Size in GB of the boot disk of TPU hosts, on which an island saves its state; for gke and gce."""
+    """Size in GB of the boot disk of TPU hosts, on which an island saves its state; for gke and gce. Low: no room for
+    states and images. High: costs money on every host."""
     port: int = 50051
     """Where the syncer listens; merge shards take the ports that follow."""
     source_ranges: tuple[str, ...] = ("10.0.0.0/8",)
@@ -75,7 +76,7 @@ class CloudConfig:
     """Kubernetes namespace."""
     restarts_max: int = 100
     """How often GKE starts an island again that failed by itself; preemptions and maintenance do not count, and wrong
-    input is never tried again."""
+    input is never tried again. Low: 0 gives it up at once. High: one that cannot run costs money."""
 
     def __post_init__(self) -> None:
         for name in PLAIN:

@@ -57,20 +57,21 @@ class IslandsConfig:
     """The islands of the run; `each` says what one has differently."""
 
     count: int = 4
-    """M: number of islands."""
+    """M: number of islands. Low: fewer samples per second. High: a somewhat higher loss after the same tokens."""
     devices: Devices = AUTO
     """Devices per island, over all its hosts. auto: what is there: TPU chips, an equal number of the machine's GPUs, a
     share of one GPU's memory, or 2 emulated CPU devices where there is neither. A number counts GPUs where there are
     any, and emulated devices elsewhere; JAX_PLATFORMS=cpu in the environment emulates in any case."""
     hosts: int = 1
-    """Processes of an island, one SPMD program over all of them. With a topology as many as
-    that has hosts. If one dies, the island is started again as a whole."""
+    """Processes of an island, one SPMD program over all of them. With a topology as many as that has hosts. If one
+    dies, the island is started again as a whole. Low: 1 drives all devices. High: more die together."""
     topology: str = ""
     """TPU slice of an island, such as v5p:4x4x8 or v6e:16x16; for preflight and launch. Needs islands.devices auto."""
     mesh: MeshConfig = field(default_factory=lambda: MeshConfig(data=-1))
     """How an island's devices are laid out."""
     batch_size: int = 0
-    """Sequences in one inner step of an island; islands may differ in it. 0: an equal share of train.batch_size."""
+    """Sequences in one inner step of an island; islands may differ in it. 0: an equal share of train.batch_size. Low:
+    short, noisy steps that weigh less in a merge. High: more memory, fewer updates per token."""
     zone: str = ""
     """Cloud zone of an island, such as us-east5-a; for launch."""
     controller: Controller = "processes"
@@ -90,10 +91,11 @@ class IslandsConfig:
     peak_tflops: float = 0.0
     """Peak of one device in TFLOP/s, of which MFU is a share; 0: that of the known TPUs and GPUs, without it no MFU."""
     restarts_max: int = 10
-    """How often a local run starts a failed island again before it gives it up; ten minutes of life count anew."""
+    """How often a local run starts a failed island again before it gives it up; ten minutes of life count anew. Low: 0
+    gives it up at its first death. High: one that cannot run dies and starts without end."""
     restart_delay_s: float = 1.0
     """Seconds between an island's death and its next start in a local run; while its lives are shorter than 20 s, twice
-    as many each time, up to a minute."""
+    as many each time, up to a minute. Low: it is back sooner. High: it is away longer."""
     standby: bool = False
     """Keep a spare process for each island in a local run, which becomes it at once when it dies: imports done, and on
     emulated devices the model and its programs loaded, so it has the memory of an island. Only for the built-in loop

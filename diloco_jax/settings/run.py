@@ -36,17 +36,17 @@ class SyncerConfig:
     """The syncer's process in a local run."""
 
     restarts_max: int = 20
-    """How often a local run starts a dead syncer again before it ends; ten minutes of life count anew."""
+    """Starts of a dead syncer before a local run ends; ten minutes of life count anew. Low: 0, none. High: no end."""
     restart_delay_s: float = 0.2
-    """Seconds between its death and its next start; longer after brief lives, as islands.restart_delay_s."""
+    """Seconds from its death to its next start, longer after brief lives. Low: merges soon. High: merges late."""
     merge_threads: int = 0
-    """Threads that a merge uses; 0 for as many as there are cores. Merge shards share them."""
+    """Threads of a merge, shared by shards; 0: one per core. Low: slow merges. High: takes cores from islands."""
     shards: int = 0
     """Processes on the syncer's host among which the model is dealt out, at most 64; 0 or 1: the syncer merges itself.
-    Learners send each its part directly, and get parts back. Values and decisions are the same with any number. If
-    transport.address has a port, shards listen on those that follow it."""
+    Learners send each its part and get parts back. Decisions and values are the same. They listen on the ports after
+    that of transport.address. Low: one process has all memory and traffic. High: costs processes."""
     parameters_max: int = 2_000_000_000
-    """Largest model, in parameters, that a first learner may bring if the config names none (model.module: own)."""
+    """Parameters of a model that a first learner may bring (model.module: own). Low: refuses it. High: takes memory."""
     metrics: str = ""
     """host:port where the syncer tells Prometheus about the run (docs/metrics.md), without encryption, to whoever asks;
     0.0.0.0 for a scraper on another machine. Port 0 lets the system choose one, and the log says which. Empty: none."""
@@ -74,7 +74,7 @@ class CheckpointsConfig:
     """Snapshots of the run on disk; how often they are taken is protocol.snapshot_every."""
 
     keep: int = 3
-    """Snapshots of the whole run that stay, at least 1. With one, a damaged disk block may be the end of the run."""
+    """Snapshots of the whole run that stay, at least 1. Low: with 1, a bad disk may end the run. High: takes disk."""
     states: str = ""
     """Another folder for what each host of an island saves of itself, beside the run's own: a path or a URL that fsspec
     writes, such as gs://bucket/folder. With it an island comes back with its moments where its disk does not."""
@@ -90,29 +90,29 @@ class TrainConfig:
 
     steps: int = 1000
     """T: global steps of the run; about as many inner steps on every island. 0, with train.tokens only: as many as the
-    tokens need."""
+    tokens need. Low: ends before the model has learned. High: a longer run, whose schedule stretches with it."""
     tokens: int = 0
     """Tokens that rounds must have merged before the run ends, whoever trained on them; 0 = it ends after train.steps.
     The learning rate then follows the merged tokens, where a step (optimizer.warmup_steps) is as many as a global step
-    of all islands has: train.seq_len times the sum of their batches. train.steps still ends the run where that comes
-    first, so it must be 0 or no less than the tokens need; more of it, for islands that are away."""
+    of all islands has: train.seq_len times the sum of their batches. train.steps still ends the run where it comes
+    first: 0, or no less than the tokens need, more of it for absent islands. Low: one global step's. High: long."""
     batch_size: int = 32
     """Sequences per global step over all islands together; each takes an equal share, unless islands.batch_size says
-    how many."""
+    how many. Low: noisy steps. High: more memory, and fewer updates for the same tokens."""
     seq_len: int = 128
-    """Tokens per sequence that are predicted."""
+    """Tokens per sequence that are predicted. Low: no long context is learned. High: takes memory and time."""
     eval_every: int = 0
-    """Global steps between two evaluations of the global model while the run goes on; 0 evaluates at the end only."""
+    """Global steps between two evaluations of the global model; 0: at the end only. Low: costs steps. High: late."""
     eval_batches: int = 16
-    """Batches per evaluation during the run."""
+    """Batches per evaluation during the run. Low: a noisy loss. High: an island is longer away from its steps."""
     final_eval_batches: int = 64
-    """Batches of the evaluation at the end, and of `diloco eval`."""
+    """Batches of the evaluation at the end, and of `diloco eval`. Low: a noisy result. High: the run ends later."""
     eval_batch_size: int = 16
-    """Sequences per batch of an evaluation."""
+    """Sequences per batch of an evaluation. Low: slow. High: more memory."""
     settle_batches: int = 300
     """Only for models with state beside their parameters, such as batch statistics, which islands do not exchange:
-    training batches that go through the global model before each evaluation, without an update, so that this state is
-    the model's own. Of its initial value a share momentum^settle_batches remains: 5 % of 300 batches with 0.99."""
+    training batches that go through the global model before an evaluation, without an update, so that this state is the
+    model's own. Of its first value momentum^settle_batches remains: 5 % of 300 with 0.99. Low: 0, all. High: slow."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.tokens <= TOKENS_MAX:
@@ -136,10 +136,10 @@ class EvaluationConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """Passed to the class by name."""
     timeout_s: float = 600.0
-    """Seconds for one call, after which the run goes on without these numbers."""
+    """Seconds for one call, then the run goes on without these numbers. Low: cuts slow ones off. High: a hang lasts."""
     wait_s: float = 900.0
-    """Seconds for an island to evaluate the global model, compiling included, after which another one is asked; at the
-    end of a run also for one to come back. With a module its timeout_s comes on top."""
+    """Seconds for an island to evaluate the global model, compiling included, after which another is asked; at the end
+    of a run also for one to come back. A module's timeout_s comes on top. Low: asks twice. High: late results."""
 
     def __post_init__(self) -> None:
         check_setting("evaluation", self.module, self.args)
@@ -157,7 +157,7 @@ class AdoptConfig:
     """overwrite: local = global (the paper). blend: alpha local + (1 - alpha) global (Streaming DiLoCo). rebase: keep
     what was learned while the fragment travelled, local = global + (local now - local sent)."""
     alpha: float = 0.5
-    """Share of the local value that blend keeps, in [0, 1); 0 is overwrite."""
+    """Share of the local value that blend keeps, in [0, 1). Low: 0 is overwrite. High: global values hardly arrive."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha < 1:

@@ -9,15 +9,16 @@ class WatchdogConfig:
     """The end of a process that hangs, so that whoever supervises it starts it again."""
 
     least_s: float = 300.0
-    """Seconds that a step of an island, or a turn of the syncer, may take in any case; one that takes longer
-    than this and than median_factor times the median of the last ones ends its process with the stacks of all threads
-    in its log. Time in which the whole process is stopped does not count. 0: nothing is ever ended."""
+    """Seconds that a step of an island, or a turn of the syncer, may take in any case; one that takes longer than this
+    and than median_factor times the median of the last ones ends its process with the stacks of all threads in its log.
+    Time in which the whole process is stopped does not count. 0: nothing is ever ended. Low: ends what is only slow.
+    High: a hang is found as late."""
     median_factor: float = 10.0
-    """See least_s."""
+    """See least_s. Low: 1 ends a step that is a little slow, after least_s. High: start_s is the only bound."""
     start_s: float = 1800.0
-    """Seconds for what may take long: everything before the first step, which compiles, taking over a whole state,
-    an evaluation, a merge (which may wait for a snapshot), the goodbye, and what a loop of the user's own does between
-    two steps. No bound is above it."""
+    """Seconds for what may take long: everything before the first step, which compiles, taking over a whole state, an
+    evaluation, a merge (which may wait for a snapshot), the goodbye, and what a loop of the user's own does between two
+    steps. No bound is above it. Low: ends what still compiles. High: a hang in a start is found as late."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.least_s <= self.start_s and isfinite(self.start_s)):

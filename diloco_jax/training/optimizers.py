@@ -36,32 +36,35 @@ class OptimizerConfig:
     """adamw, or muon (orthogonalised momentum for matrices, each layer's and each expert's for itself; adam for all
     else)."""
     learning_rate: float = 1e-3
-    """Peak rate; about 1e-3 for adamw and 2e-2 for muon at a few million parameters."""
+    """Peak rate; about 1e-3 for adamw, 2e-2 for muon at a few million parameters. Low: slow. High: diverges."""
     adam_learning_rate: float = 3e-3
-    """Peak rate of the tensors that muon leaves to adam; not used by adamw."""
+    """Peak rate of tensors that muon leaves to adam; adamw does not use it. Low: slow. High: they diverge."""
     b1: float = 0.9
-    """Decay of adam's first moment, in [0, 1)."""
+    """Decay of adam's first moment, in [0, 1). Low: no memory of earlier gradients. High: follows them slowly."""
     b2: float = 0.95
-    """Decay of adam's second moment, in [0, 1)."""
+    """Decay of adam's second moment, in [0, 1). Low: a scale that jumps. High: a scale that follows late."""
     muon_beta: float = 0.95
-    """Decay of muon's momentum (Nesterov), in [0, 1)."""
+    """Decay of muon's momentum (Nesterov), in [0, 1). Low: no momentum. High: follows gradients slowly."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices and other kernels, multiplied by the learning rate; 0 = none. Vectors and embeddings
-    (an axis `vocab` in front) never decay, nor do stacks of them."""
+    (an axis `vocab` in front) never decay, nor do stacks of them. High: weights vanish."""
     clip_norm: float = 1.0
-    """Global gradient norm above which the gradient is scaled down; 0 = never."""
+    """Gradient norm above which the gradient is scaled down; 0 = never. Low: equal norms. High: lets outliers in."""
     adam_paths: tuple[str, ...] = ("*embed*",)
     """Parameters, by path pattern, that are treated like embeddings whatever their axes are: no muon, no decay."""
     accumulate_steps: int = 1
-    """Micro-batches of an inner step, one after the other, whose mean gradient makes one update; saves memory."""
+    """Micro-batches of an inner step, one after the other, whose mean gradient makes one update; saves memory. Low: 1,
+    the whole batch at once. High: slower steps of less memory."""
     schedule: Literal["wsd", "cosine", "constant"] = "wsd"
     """wsd (warm up, stay, decay), cosine (warm up, then half a cosine), or constant (warm up, stay)."""
     warmup_steps: int = 50
-    """Global steps of linear warm-up; 0 = none. With train.tokens, so many times the tokens of one (train.tokens)."""
+    """Global steps of linear warm-up; 0 = none. With train.tokens, so many times the tokens of one (train.tokens). Low:
+    a high rate from the first step. High: much of the run at low rates."""
     decay_fraction: float = 0.2
-    """Share of all global steps (or of train.tokens), at the end, in which wsd decays linearly; 0 = never, 1 = all."""
+    """Share of all global steps (or of train.tokens), at the end, in which wsd decays linearly; 0 = never, 1 = all.
+    Low: ends at a high rate. High: leaves the peak early."""
     final_fraction: float = 0.1
-    """Rate after the last step as a share of the peak; 0 = down to nothing."""
+    """Rate after the last step as a share of the peak; 0 = none. Low: last steps hardly learn. High: 1, no decay."""
 
     def __post_init__(self) -> None:
         check_setting("optimizer", self.module, self.args)

@@ -44,13 +44,17 @@ class MeshConfig:
     """Shape of an island's mesh; the product must be the island's number of devices."""
 
     data: int = 1
-    """Devices along the replicating axis (whole copies of the parameters); -1 = all devices that remain."""
+    """Devices along the replicating axis (whole copies of the parameters); -1 = all devices that remain. Low: 1, no
+    copies. High: each device has the whole model, and gradients are summed over all."""
     fsdp: int = 1
-    """Devices that share one copy of the parameters and split the batch; -1 = all devices that remain."""
+    """Devices that share one copy of the parameters and split the batch; -1 = all devices that remain. Low: 1, whole
+    copies. High: little memory per device, much traffic among them."""
     expert: int = 1
-    """Devices that share the experts of a mixture, and work like fsdp on all else; -1 = all devices that remain."""
+    """Devices that share the experts of a mixture, and work like fsdp on all else; -1 = all devices that remain. Low:
+    1, all experts everywhere. High: few experts per device, tokens travel."""
     tensor: int = 1
-    """Devices that split heads, MLP width and vocabulary of one example; -1 = all devices that remain."""
+    """Devices that split heads, MLP width and vocabulary of one example; -1 = all devices that remain. Low: 1, not
+    split. High: little memory per device, traffic in every layer."""
     rules: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Mesh axes by logical axis, such as {embed: [data, fsdp]}; what is not named is as in AXIS_RULES."""
 

@@ -106,27 +106,33 @@ class TransportConfig:
     allow_plaintext: bool = False
     """Allow an address other than loopback although nothing is encrypted. Only on a network that you trust."""
     connect_timeout_s: float = 30.0
-    """Seconds that a learner waits for the syncer to answer, and the syncer for the last connection of a session."""
+    """Seconds that a learner waits for the syncer to answer, and the syncer for the last connection of a session. Low:
+    gives up on slow links. High: a wrong address is noticed late."""
     keepalive_s: float = 20.0
-    """Seconds between pings on a silent connection. Below 1 is traffic for nothing; home routers forget after 30."""
+    """Seconds between pings on a silent connection. Low: traffic for nothing. High: a dead
+    link is noticed late, and home routers forget after 30."""
     keepalive_timeout_s: float = 20.0
-    """Seconds without an answer to a ping after which the connection is lost. Too small cuts a link under load."""
+    """Seconds without an answer to a ping that end a connection. Low: cuts a link under load. High: noticed late."""
     payload_bytes_max: int = 1 << 30
-    """Largest payload in bytes, sent or received; a larger one is refused before memory is taken for it."""
+    """Largest payload in bytes, sent or received; a larger one is refused before memory is taken for it. Low: refuses
+    large fragments. High: a peer may take as much memory."""
     chunk_bytes: int = 512 << 10
-    """Bytes of payload per frame, at most 4 MiB. Small ones cost CPU time, and so do those that outgrow its caches."""
+    """Bytes of payload per frame, at most 4 MiB. Low: costs CPU time. High: the same, beyond the CPU's caches."""
     stripes: int = 4
     """Connections over which the chunks of bulk messages are spread, 1 to 16: the learner's choice. One connection
-    moves at most its window per round trip: 67 MB/s at 60 ms with the 4 MB that Linux allows by default."""
+    moves at most its window per round trip: 67 MB/s at 60 ms with the 4 MB that Linux allows by default. Low: 1, one
+    window for all. High: more sockets and threads."""
     resume_s: float = 120.0
     """Seconds for which a receiver keeps a payload above 1 MiB that a lost connection cut, so that the next session
-    brings only the rest. Takes at most payload_bytes_max for each peer."""
+    brings only the rest. Takes at most payload_bytes_max for each peer. Low: sends all again. High: holds memory for
+    peers that are gone."""
     queue_messages_max: int = 1024
-    """Control messages that may wait for one peer, in each direction. Sending to a full queue ends the session."""
+    """Control messages that may wait for one peer, in each direction. Sending to a full queue ends the session. Low: a
+    peer that stalls for a moment is cut. High: memory."""
     queue_payloads_max: int = 256
-    """The same for bulk messages. At least the number of fragments: a joining learner gets all of them at once."""
+    """The same for bulk messages. Low: at least the number of fragments, which a joining learner gets. High: memory."""
     connections_max: int = 1024
-    """Connections that the syncer accepts. A learner has stripes + 1, for a moment twice as many as it reconnects."""
+    """Connections that the syncer takes; a learner has stripes + 1, at times twice. Low: refuses. High: open files."""
     tls_ca: str = ""
     """File with the certificates of the authority that signs everybody's (PEM). With it, tls_certificate and tls_key
     every connection is encrypted and both sides prove who they are; `diloco certs` makes all three."""

@@ -26,7 +26,7 @@ class PartConfig:
     format: DataFormat = "store"
     """See data.format."""
     weight: float = 1.0
-    """Share of the samples, relative to the other sources; epochs do not change it."""
+    """Share of the samples, relative to the other sources. Low: is hardly read. High: is read again and again."""
     patterns: tuple[str, ...] = ("*",)
     """See data.patterns."""
     field: str = "text"
@@ -70,12 +70,14 @@ class DataConfig:
     vocab_size: int = 65_536
     """Ids in a token file or a source of your own are below this (checked on every batch); bytes always have 256."""
     held_out_fraction: float = 0.02
-    """Share of the corpus, at its end, kept for evaluation; more than 0, less than 1."""
+    """Share of the corpus, at its end, kept for evaluation; more than 0, less than 1. Low: too little to evaluate on, a
+    noisy loss. High: little is left to train on."""
     shuffle_seed: int = 0
     """Seed of the global order of the windows; islands of one run must agree."""
     prefetch: int = 4
     """Batches that each process of an island reads ahead, on a thread of its own, 1 GB at most. 0: a batch is read on
-    the thread of the steps, while the step before it runs, for a source that must not be read on another."""
+    the thread of the steps, while the step before it runs, for a source that must not be read on another. Low: steps
+    wait for a slow source. High: takes host memory."""
     module: str = ""
     """A source of your own as package.module:Name, in place of path and format: a class with `__len__` and
     `__getitem__`, whose samples are arrays of train.seq_len + 1 ids below vocab_size."""

@@ -1,0 +1,21 @@
+"""Writes the pages and pictures of docs/ that are made by code (./scripts/bless_docs); `test_manual.py` checks them."""
+
+from pathlib import Path
+
+from manual.config_page import config_page
+from manual.pictures import PICTURES
+
+from diloco_jax.settings.text import config_schema
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def made() -> dict[str, str]:
+    """Return what there is to write: the text of each file, by its path in docs/."""
+    pictures = {f"pictures/{name}": draw() for name, draw in PICTURES.items()}
+    return {"config.md": config_page(config_schema())} | pictures
+
+
+if __name__ == "__main__":
+    for name, text in made().items():
+        (DOCS / name).write_text(text, encoding="utf-8")

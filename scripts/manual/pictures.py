@@ -1,0 +1,181 @@
+"""Pictures of docs/concepts.md, drawn from the rules that the machines follow: turns, grace window, codec."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from diloco_jax.core.codec import encoded_size
+from diloco_jax.protocol.pacing import ProtocolConfig, grace_window_s
+from diloco_jax.protocol.turns import Schedule
+
+# The background belongs to the picture: a reader may choose another one for the page than for the system.
+STYLE = """
+  .paper { fill: #ffffff } text { fill: #24292f } .small { font-size: 11.5px; fill: #57606a } .late { fill: #cf222e }
+  .step { fill: #b6d0fb } .wait { fill: #fff1c2 } .work { fill: #d8c7f5 } .back { fill: #bfe5c8 }
+  .line { stroke: #57606a; fill: none } .a { stroke: #cf222e } .b { stroke: #9a6700 } .c { stroke: #1a7f37 }
+  .gone { fill: #ffd7d5 } .none { fill: #eaeef2 } .last { fill: #f5d19e } .dot { fill: #24292f }
+  @media (prefers-color-scheme: dark) {
+    .paper { fill: #131416 } text { fill: #e6edf3 } .small { fill: #9198a1 } .late { fill: #ff7b72 }
+    .step { fill: #27477a } .wait { fill: #5a4a12 } .work { fill: #4b3a75 } .back { fill: #23552f }
+    .gone { fill: #5f2420 } .none { fill: #24292f } .last { fill: #6e4a1a } .dot { fill: #e6edf3 }
+    .line { stroke: #9198a1 } .a { stroke: #ff7b72 } .b { stroke: #e3b341 } .c { stroke: #56d364 }
+  }
+"""
+
+
+def svg(title: str, width: int, height: int, body: list[str]) -> str:
+    """Put a drawing into one file that needs no other."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    font = 'role="img" font-family="system-ui, sans-serif" font-size="13"'
+    paper = f'<rect class="paper" width="{width}" height="{height}" rx="6"/>'
+    return "\n".join(
+        [f"{head} {font}>", f"<title>{title}</title>", f"<style>{STYLE}</style>", paper, *body, "</svg>\n"]
+    )
+
+
+def box(kind: str, x: float, y: float, width: float, height: float) -> str:
+    return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="2"/>'
+
+
+def words(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
+
+
+def turns() -> str:
+    """Draw which fragment is due at each global step, for three ways to cut a model, with H = 6."""
+    body, cell, steps = [words(16, 26, "fragment that is due at each global step, H = 6")], 34, 18
+    rows = ((1, "P = 1: DiLoCo"), (3, "P = 3: Streaming DiLoCo"), (6, "P = H = 6: one in every step"))
+    for row, (fragments, about) in enumerate(rows):
+        table, y = Schedule(6, fragments), 44 + row * 58
+        body.append(words(16, y + 21, about))
+        for step in range(steps):
+            due, x = table.due(step), 210 + step * cell
+            kinds = ("step", "back", "work", "wait", "gone", "last")
+            body.append(box("none" if due < 0 else kinds[due], x, y, cell - 3, 32))
+            body.append(words(x + cell / 2 - 1.5, y + 21, "" if due < 0 else str(due), anchor="middle"))
+            if row == 2:
+                body.append(words(x + cell / 2 - 1.5, y + 50, str(step), "small", "middle"))
+    body.append(words(16, 210, "global step", "small"))
+    return svg("The table of turns for one, three and six fragments", 840, 226, body)
+
+
+class Pace(NamedTuple):
+    """An island of the picture of a round."""
+
+    name: str
+    step_s: float  # of an inner step
+    first_s: float  # when its first step of the picture ends
+
+
+def a_round() -> str:
+    """Draw one round: quorum, grace window, pulls, merge, broadcast; one island is too late for it."""
+    islands = (Pace("island-0", 1.0, 0.5), Pace("island-1", 1.1, 0.9), Pace("island-2", 1.9, 1.75))
+    config = ProtocolConfig(sync_every=6, num_fragments=6, quorum=1, overlap_steps=2)
+    pull_s, merge_s, send_s = 0.25, 0.3, 0.3
+    opens, quorum = 0.0, min(island.first_s for island in islands)
+    grace = grace_window_s(config, step_s=1.0, quorum_s=quorum, sync_s=pull_s + merge_s + send_s)
+    closes = quorum + grace
+    spans = [("wait", "quorum", opens, quorum), ("wait", "grace", quorum, closes)]
+    for kind, about, length in (("work", "pull", pull_s), ("work", "merge", merge_s), ("back", "send", send_s)):
+        spans.append((kind, about, spans[-1][3], spans[-1][3] + length))
+    arrives, body = spans[-1][3], [words(16, 26, "one round of one fragment, K = 1, tau = 2")]
+
+    def x(seconds: float) -> float:
+        return 110 + seconds * 188
+
+    for row, island in enumerate(islands):
+        y, end = 44 + row * 44, island.first_s
+        body.append(words(16, y + 19, island.name))
+        body.append(box("step", x(0), y, x(end) - x(0) - 3, 28))
+        while end < 3.7:
+            body.append(box("step", x(end), y, min(x(end + island.step_s), x(3.8)) - x(end) - 3, 28))
+            end += island.step_s
+        inside = island.first_s <= closes
+        body.append(
+            f'<circle cx="{x(island.first_s) - 1.5:.1f}" cy="{y + 14}" r="5" class="{"dot" if inside else "late"}"/>'
+        )
+        told = "report" if inside else "report: too late, this round goes without it"
+        body.append(words(x(island.first_s) + 9, y + 18, told, "small" if inside else "small late"))
+        adopts = next(t for t in _ends(island) if t >= arrives)
+        body.append(f'<path class="line c" stroke-width="2" d="M{x(adopts) - 1.5:.1f} {y - 4}v36"/>')
+    y = 44 + 3 * 44 + 6
+    body.append(words(16, y + 19, "syncer"))
+    for kind, about, begins, ends in spans:
+        body.append(box(kind, x(begins), y, x(ends) - x(begins) - 2, 28))
+        body.append(words((x(begins) + x(ends)) / 2, y + 18, about, "small", "middle"))
+    lines = ("blue: inner steps, which wait for nothing; a dot: the report after a step",)
+    lines += ("green line: the new value is adopted, between two steps; the late island gets it too",)
+    body += [words(110, y + 50 + 17 * i, line, "small") for i, line in enumerate(lines)]
+    return svg("One round: quorum, grace window, pulls, merge and broadcast, while islands step on", 840, 284, body)
+
+
+def _ends(island: Pace) -> Iterator[float]:
+    end = island.first_s
+    while True:
+        yield end
+        end += island.step_s
+
+
+def adoption() -> str:
+    """Draw one parameter of an island that sends it, trains on, and takes the merged value in one of three ways."""
+    sent_at, arrives_at, last = 4, 6, 9
+    local = [10 - 0.9 * step for step in range(arrives_at + 1)]  # what the island learns by itself
+    merged, alpha = 7.6, 0.25
+    now, sent = local[arrives_at], local[sent_at]
+    ways = (
+        ("overwrite: global", merged, "a"),
+        ("blend: alpha local + (1 - alpha) global", alpha * now + (1 - alpha) * merged, "b"),
+        ("rebase: global + (local now - local sent)", merged + now - sent, "c"),
+    )
+
+    def at(step: float, value: float) -> str:
+        return f"{70 + step * 46:.1f} {250 - value * 21:.1f}"
+
+    body = [words(16, 26, "one parameter of an island; tau = 2 steps pass while its fragment travels")]
+    path = "L".join(at(step, value) for step, value in enumerate(local))
+    body.append(f'<path class="line" stroke-width="2" d="M{path}"/>')
+    for name, value, kind in ways:
+        after = "L".join(at(arrives_at + i, value - 0.9 * i) for i in range(last - arrives_at + 1))
+        body.append(f'<path class="line {kind}" stroke-width="2" d="M{at(arrives_at, now)}L{after}"/>')
+        end_y = 250 - (value - 0.9 * (last - arrives_at)) * 21
+        body.append(words(70 + last * 46 + 10, end_y + 4, name, "small"))
+    for step, about in ((sent_at, "sent"), (arrives_at, "arrives")):
+        body.append(f'<path class="line" stroke-dasharray="4 3" d="M{at(step, 0.6)}V40"/>')
+        body.append(words(70 + step * 46, 256, about, "small", "middle"))
+    body.append(f'<circle cx="{70 + arrives_at * 46}" cy="{250 - merged * 21:.1f}" r="5" class="dot"/>')
+    body.append(words(70 + arrives_at * 46 + 10, 250 - merged * 21 - 8, "merged value", "small"))
+    return svg("Three ways to take a merged value: overwrite, blend, rebase", 840, 270, body)
+
+
+def wire() -> str:
+    """Draw what a fragment of a million parameters takes in each format, by the codec's own count."""
+    body, shape = [words(16, 26, "bytes of a fragment of 1,048,576 parameters, per island and direction")], (1024, 1024)
+    for row, name in enumerate(("float32", "bfloat16", "int8", "int4")):
+        size, y = encoded_size([shape], name), 42 + row * 34  # type: ignore[arg-type]
+        body += [words(16, y + 18, name), box("step", 100, y, size / 8000, 26)]
+        body.append(words(108 + size / 8000, y + 18, f"{size / 1e6:.2f} MB", "small"))
+    return svg("Sizes of a fragment in the four formats of the wire", 840, 186, body)
+
+
+def leases() -> str:
+    """Draw the one order of samples, the ranges that islands hold, and what becomes of them after a death."""
+    owners = ("merged", "merged", "island-0", "island-1", "island-2", "island-0", "", "", "")
+    after = ("merged", "merged", "merged", "released", "island-2", "merged", "island-0", "", "")
+    last = ("merged", "merged", "merged", "island-2", "merged", "merged", "island-0", "island-2", "")
+    kinds = {"": "none", "merged": "back", "released": "gone"}
+    body = [words(16, 26, "the samples of a run in their one shuffled order, in ranges")]
+    for row, (about, held) in enumerate((("leased", owners), ("island-1 dies", after), ("leased again", last))):
+        y = 44 + row * 46
+        body.append(words(16, y + 20, about))
+        for index, who in enumerate(held):
+            body.append(box(kinds.get(who, "step"), 120 + index * 78, y, 75, 30))
+            body.append(words(120 + index * 78 + 37, y + 20, who, "small", "middle"))
+    return svg("Ranges of samples: leased, merged, released, and leased again", 840, 188, body)
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "turns.svg": turns,
+    "round.svg": a_round,
+    "adoption.svg": adoption,
+    "wire.svg": wire,
+    "leases.svg": leases,
+}

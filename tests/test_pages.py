@@ -1,0 +1,212 @@
+"""The shell blocks of pages for newcomers and operators run as they are printed, on one machine and at a small scale.
+
+A block of ```bash is run, in the order of its page, in the folder of the machine that its first line names (`# machine
+B`), else of machine A. What needs a cloud, a root or another system stands in ```sh and is not run.
+"""
+
+import contextlib
+import doctest
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diloco_jax.settings.text import config_schema, setting_names
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MACHINE = re.compile(r"# machine (\w)\b")
+PAGES = ("start.md", "two-machines.md", "operations.md")
+# A run of newcomers in less time, on cores that others use too: two islands, few steps, evaluations of two batches.
+SMALL = (
+    "--islands.count 2 --train.steps 60 --train.eval_every 30 --train.eval_batches 2 --train.final_eval_batches 2 "
+    "--train.batch_size 4 --train.seq_len 32 --train.eval_batch_size 4 --protocol.snapshot_every 10 --trackers"
+)
+PACED = "--train.steps 500 --model.module tests.runtime.paced:PacedDecoder"  # long enough to be killed and stopped
+FAR = {  # a step of 0.1 s that leaves the cores idle, and machines that are folders
+    "syncer.example.org": "127.0.0.1",
+    "machine-b:": "../B/",
+    "model:\n  args: {dim: 128": "model:\n  module: tests.runtime.paced:PacedDecoder\n  args: {dim: 32",
+    "mlp_dim: 512, seq_len_max: 128": "mlp_dim: 64, seq_len_max: 32",
+}
+CHANGES = {  # what a page says -> what is run here
+    "start.md": {
+        "./scripts/train --help": "true",
+        ". .venv/bin/activate": "true",
+        "train quickstart": f"train quickstart {SMALL}",
+        "quickstart.yaml --run-dir": f"quickstart.yaml {SMALL} --run-dir",
+        "runs/second > second.log": f"runs/second {PACED} > second.log",
+        "runs/second --resume": f"runs/second {PACED} --resume",
+    },
+    "two-machines.md": {
+        **FAR,
+        "ssh machine-b mkdir -p ": "mkdir -p ../B/",
+        "scp ": "cp ",
+        "steps: 600, batch_size: 16, seq_len: 128": "steps: 900, batch_size: 4, seq_len: 32",
+    },
+    "operations.md": {
+        **FAR,
+        "rsync -a ": "cp -a ",
+        "batch_size: 16, seq_len: 128": "batch_size: 4, seq_len: 32",
+    },
+}
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """The blocks of a page that are run, each with its machine."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for said, run in CHANGES.get(page, {}).items():
+        assert said in text, f"{page} does not say {said!r} any more"
+        text = text.replace(said, run)
+    return [((MACHINE.match(block) or "AA")[1], block) for block in BLOCK.findall(text)]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Machines:
+    """Folders that stand for machines, and the processes that blocks leave behind on them."""
+
+    def __init__(self, folder: Path, names: set[str]) -> None:
+        commands = folder / "bin"
+        for made in (commands, *(folder / name for name in names)):
+            made.mkdir()
+        (commands / "diloco").write_text(f'#!/bin/bash\nexec "{sys.executable}" -m diloco_jax "$@"\n', encoding="utf-8")
+        (commands / "diloco").chmod(0o755)
+        dropped = ("JAX_", "NPROC", "XLA_", "PYTEST_")
+        self._env = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
+        self._env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "DILOCO_TEST_STEP_S": "0.1"}
+        self._env |= {"PATH": f"{commands}:{os.environ['PATH']}"}
+        self._env["JAX_COMPILATION_CACHE_DIR"] = os.environ["DILOCO_TEST_PROGRAMS"]
+        self._folder = folder
+        self._groups: list[int] = []
+
+    def run(self, machine: str, block: str) -> str:
+        """Run a block to its end; what it starts in the background goes on."""
+        process = subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", block],
+            cwd=self._folder / machine,
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._groups.append(process.pid)
+        told, _ = process.communicate(timeout=400)
+        assert process.returncode == 0, f"status {process.returncode} of\n{block}\n{told}"
+        return told
+
+    def end(self) -> None:
+        for group in self._groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+
+
+def follow(page: str, folder: Path) -> list[str]:
+    """Do all that a page says, and return what was printed."""
+    said, port = blocks(page), str(free_port())
+    machines = Machines(folder, {machine for machine, _ in said})
+    try:
+        return [machines.run(machine, block.replace("50051", port)) for machine, block in said]
+    finally:
+        machines.end()
+
+
+def test_every_page_has_blocks_that_bash_reads() -> None:
+    for page in PAGES:
+        assert len(blocks(page)) >= 5, page
+        for _, block in blocks(page):
+            subprocess.run(["bash", "-n", "-c", block], check=True)
+
+
+SETTING = re.compile(r"`([a-z_]+(?:\.[a-z_]+)+)(?:: [^`]*)?`")
+WRITTEN = [*PAGES[1:], "concepts.md", "faults.md", "coming-from.md", "timeouts.md"]
+
+
+def unknown_settings(text: str) -> list[str]:
+    """Names in a text that look like settings and are none; a section counts."""
+    names = {name for name, _ in setting_names(config_schema())}
+    known = names | {name.rpartition(".")[0] for name in names}
+    sections = {name.partition(".")[0] for name in names if "." in name}
+    return [name for name in SETTING.findall(text) if name.partition(".")[0] in sections and name not in known]
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_what_a_page_calls_a_setting_is_one(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8").replace("syncer.example.org", "")
+    assert SETTING.search(text) and not unknown_settings(text)
+
+
+def test_wrong_settings_are_found() -> None:
+    assert unknown_settings("`protocol.qorum: 4`, `islands.mesh.fsdp`, `islands.mesh`, `numpy.load`") == [
+        "protocol.qorum"
+    ]
+
+
+@pytest.mark.parametrize("page", ["api.md", "concepts.md"])
+def test_examples_in_python_print_what_the_page_says(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    said = re.findall(
+        r"^```python\n(>>> .*?)^```$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    assert said
+    test = doctest.DocTestParser().get_doctest("\n".join(said), {}, page, page, 0)
+    assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed == 0
+
+
+def test_every_fault_names_a_test_that_is_there() -> None:
+    page = (DOCS / "faults.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", page)
+    assert len(named) > 25
+    for path, test in named:
+        assert (ROOT / path).exists(), path
+        assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8") or not test, f"{path}::{test}"
+
+
+@pytest.mark.slow
+@pytest.mark.net
+@pytest.mark.timeout(900)
+def test_a_newcomer_gets_through_the_first_page(folder: Path) -> None:
+    told = follow("start.md", folder)
+    assert "diloco-jax" in told[0] and "complete: evaluation loss" in told[1]
+    assert "every one has one fate" in told[2]
+    assert "is running" in told[4]
+    assert "complete: evaluation loss" in told[5] and "protocol.sync_every" in told[6]
+    assert (folder / "A" / "runs" / "first" / "report.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.net
+@pytest.mark.timeout(900)
+def test_two_machines_train_one_model_and_outlive_their_deaths(folder: Path) -> None:
+    told = follow("two-machines.md", folder)
+    text = "\n".join(told)
+    assert "FAIL" not in text and "two is complete: global step 900 of 900" in told[-1]
+    assert "ca.key" not in {path.name for path in (folder / "B").rglob("*")}
+    assert (folder / "A" / "two-model" / "parameters.npz").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.net
+@pytest.mark.timeout(900)
+def test_an_operator_gets_through_a_long_run(folder: Path) -> None:
+    told = follow("operations.md", folder)
+    assert "drained" in told[2] and "island-2" in told[3]
+    assert "step_" in told[7] and (folder / "B" / "model" / "parameters.npz").exists()
