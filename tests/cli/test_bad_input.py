@@ -54,7 +54,6 @@ WRONG_AXIS = {"data": -1, "rules": {"embd": ["fsdp"]}}
         ({"protocol": {"sync_every": MIXED | {"mlp": 0}}}, ["sync_every.mlp is 0", "at least 1"]),
         ({"protocol": {"sync_every": MIXED | {"mlp": 5}}}, ["the periods 5 and 24", "use 20 or 25 for 24"]),
         ({"protocol": {"sync_every": MIXED | {"mlp": 2}}}, ["overlap_steps is 2", "less than the shortest period, 2"]),
-        ({"protocol": {"sync_every": MIXED | {"rest": 96}}}, ["the period 96", "has only 80 global steps"]),
         ({"protocol": {"sync_every": MIXED | {"*/x": 24}}}, ["'*/x'", "no tensor is left for it", "the model has"]),
         ({"protocol": {"sync_every": {"mlp": 4}, "num_fragments": 4}}, ["no period for 'blocks/", "add rest"]),
         ({"protocol": {"sync_every": {"mlp": "x"}}}, ["protocol.sync_every is {'mlp': 'x'}", "valid integer"]),
