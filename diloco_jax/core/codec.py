@@ -10,9 +10,9 @@ int2      4 nb scales, then 64 nb bytes of four codes each          the larger o
 Integer formats are symmetric: a block of 256 consecutive elements of the flattened tensor shares a float32 scale, and
 a code is `round(x / scale)`, two's complement. The scale is `absmax * float32(1 / 127)` (int8), `absmax * float32(1 /
 7)` (int4), or 1.5336 times the mean magnitude of the elements that are not zero (int2, whose codes are cut to -1, 0 and
-1): of normally distributed elements these three levels have the least mean square error, 0.19 of the variance (J. Max,
-Quantizing for minimum distortion, 1960), and an outlier does not drown its block. The last block is filled up with
-zeros. Byte j (0 to 127) of an int4 block holds the code of element j in its low four bits and that of element j + 128
+1): of normally distributed elements these three levels have next to the least mean square error, 0.19 of the variance
+(J. Max, Quantizing for minimum distortion, 1960), and an outlier does not drown its block. The last block is filled up
+with zeros. Byte j (0 to 127) of an int4 block holds the code of element j in its low four bits and that of element j + 128
 in its high ones; byte j (0 to 63) of an int2 block those of j, j + 64, j + 128 and j + 192, two bits each from the
 lowest: the parts are contiguous, as vector units want them. Zero stays zero. A block is all zero when its absmax (int2:
 that mean) is below 1e-30, and bfloat16 flushes subnormal numbers: XLA may do so anyway, and the host must give the same
@@ -39,7 +39,7 @@ Bytes = bytes | bytearray | memoryview
 BLOCK = 256  # elements that share a scale
 _MAX_CODE = {"int8": 127, "int4": 7, "int2": 1}
 _PER_BYTE = {"int8": 1, "int4": 2, "int2": 4}  # codes
-_LEVEL = np.float32(1.5336)  # of three, over the mean magnitude: 1.2240 sqrt(pi / 2)
+_LEVEL = np.float32(1.5336)  # of three, over the mean magnitude; the best is 1.2240 sqrt(pi / 2) = 1.5341
 _ZERO_ABSMAX = np.float32(1e-30)
 _SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 _NORMAL = int(_SMALLEST_NORMAL.view(np.int32))  # as a whole number

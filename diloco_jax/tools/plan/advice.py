@@ -1,7 +1,7 @@
 """The schedule, format and connections that a link calls for, with reasons.
 
 The config's own settings stay where they are good enough. Where they are not, what costs the least training quality
-changes first: the format (int4 with error feedback: 0.2 % of the loss in our runs, int2 0.6 %), then P, then H.
+changes first: the format (int4 with error feedback: 0.2 % of the loss in our runs, int2 no more), then P, then H.
 """
 
 import math
@@ -164,7 +164,7 @@ def _schedule(case: Case, choice: ScheduleChoice) -> list[Advice]:
         busy = own.planned_gbit_per_s / rate
         why_wire = f"{wire.up} up and {wire.down} down would fill {busy:.0%} of {rate:.3g} Gbit/s on average"
         why_wire += f", or take {own_round_s / case.step_s:.2g} steps a round"
-    why_wire += "; int4 both ways with error feedback cost 0.2 % of the loss in our runs, int2 0.6 % (docs/log.md)"
+    why_wire += "; int4 both ways with error feedback cost 0.2 % of the loss in our runs, int2 no more (docs/log.md)"
     return [
         _entry("protocol.sync_every", there.sync_every, protocol.sync_every, why_h),
         _entry("protocol.num_fragments", there.num_fragments, protocol.num_fragments, why_p),
