@@ -7,12 +7,12 @@ int8      4 nb scales, then 256 nb codes                            absmax of it
 int4      4 nb scales, then 128 nb bytes of two codes each          absmax of its block / 14
 int2      4 nb scales, then 64 nb bytes of four codes each          the larger of scale / 2 and |x| - scale
 
-Integer formats are symmetric: a block of 256 consecutive elements of the flattened tensor shares a float32 scale, and
-a code is `round(x / scale)`, two's complement. The scale is `absmax * float32(1 / 127)` (int8), `absmax * float32(1 /
-7)` (int4), or 1.5336 times the mean magnitude of the elements that are not zero (int2, whose codes are cut to -1, 0 and
-1): of normally distributed elements these three levels have next to the least mean square error, 0.19 of the variance
-(J. Max, Quantizing for minimum distortion, 1960), and an outlier does not drown its block. The last block is filled up
-with zeros. Byte j (0 to 127) of an int4 block holds the code of element j in its low four bits and that of element j + 128
+Integer formats are symmetric: a block of 256 consecutive elements of the flattened tensor shares a float32 scale, and a
+code is `round(x / scale)`, two's complement. The scale is `absmax * float32(1 / 127)` (int8), `absmax * float32(1 / 7)`
+(int4), or 1.5336 times the mean magnitude of the elements that are not zero (int2, whose codes are cut to -1, 0 and 1):
+of normally distributed elements these three levels have next to the least mean square error, 0.19 of the variance (J.
+Max, Quantizing for minimum distortion, 1960), and an outlier does not drown its block. The last block is filled up with
+zeros. Byte j (0 to 127) of an int4 block holds the code of element j in its low four bits and that of element j + 128
 in its high ones; byte j (0 to 63) of an int2 block those of j, j + 64, j + 128 and j + 192, two bits each from the
 lowest: the parts are contiguous, as vector units want them. Zero stays zero. A block is all zero when its absmax (int2:
 that mean) is below 1e-30, and bfloat16 flushes subnormal numbers: XLA may do so anyway, and the host must give the same
