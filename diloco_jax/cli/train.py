@@ -8,13 +8,14 @@ from typing import Any
 from rich.console import Console
 
 from diloco_jax.cli.inference import written
-from diloco_jax.protocol.watch.stats import never_merged
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
 from diloco_jax.runtime.records.files import LOGS, STATUS_FILE, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.report.live import LiveView, scores_text
+from diloco_jax.tools.report.live import LiveView, alarm_line, scores_text
 from diloco_jax.tools.view.page import write_report
+
+ALARMS_SHOWN = 8
 
 
 def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, resume: bool = False) -> dict[str, Any]:
@@ -71,8 +72,8 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     if summary["complete"] and not quiet and (text := written(run_dir, 200)):
         say(f"the merged model writes (diloco sample {run_dir}):\n{indent(text, '    ')}")
     say(report)
-    if warning := never_merged(summary["unmerged_fragments"]):
-        Console(stderr=True).print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
-    for alarm in summary["alarms"]:
-        say(f"alarm: {alarm} (docs/troubleshooting.md)")
+    for alarm in summary["alarms"][:ALARMS_SHOWN]:
+        say(alarm_line(alarm))
+    if more := summary["alarms"][ALARMS_SHOWN:]:
+        say(f"and {len(more)} more alarms in {run_dir / SUMMARY_FILE}")
     return summary

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # no work for anybody by themselves: a process that another one took along says why, and is started again
     result["stack_traces"] = sum(path.read_text(errors="replace").count(TRACE) for path in (root / "logs").iterdir())
     say(table(result))
-    warned = "; ".join(result["alarms"]) or "none"
+    warned = "; ".join(each["text"] for each in result["alarms"]) or "none"
     say(f"{result['minutes']} minutes, {result['stack_traces']} stack traces, alarms: {warned}")
     say("\n".join(f"AN OPERATOR WOULD HAVE HAD TO  {each}" for each in result["needed"]) or "nothing was left to do")
     if options.json:

@@ -22,10 +22,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from diloco_jax.protocol.member import Member
-from diloco_jax.protocol.messages import StepReport
+from diloco_jax.protocol.messages import FragmentValue, StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.health import conditions
 from diloco_jax.protocol.watch.outrun import Outrun
+from diloco_jax.protocol.watch.signs import Links, Losses
 
 BFLOAT16_BYTES = 2
 WAITING = "waiting_for_data"  # a learner's metric: share of the time in its steps for which they waited for samples
@@ -84,6 +85,9 @@ class LearnerStats:
 class RunStats:
     """Counts a run.
 
+    Attributes:
+        losses, links: signs of trouble, for alarms.
+
     Args:
         num_parameters: elements of the model.
         syncer: whose members hold steps, tokens and rounds.
@@ -98,6 +102,7 @@ class RunStats:
         self._covered_s = 0.0  # union of all inner steps
         self._covered_until_s = 0.0
         self._outrun = Outrun()
+        self.losses, self.links = Losses(), Links()
 
     def on_report(self, report: StepReport, now_s: float) -> bool:
         """Count a report that the syncer is about to get, if it is of a newer step of a member; whether it is."""
@@ -110,6 +115,7 @@ class RunStats:
         busy_s = report.step_s
         known = stats.last_step if report.incarnation == stats.incarnation else 0
         self._outrun.on_steps(report.learner_id, report.local_step - known, self._syncer.global_step)
+        self.losses.on_report(report)
         if report.incarnation != stats.incarnation:
             stats.span_s = stats.total_span_s
             stats.incarnation = report.incarnation
@@ -139,6 +145,14 @@ class RunStats:
             stats.waited_s += share * (stats.busy_s - stats.told_s)
             stats.told_s = stats.busy_s
 
+    def on_value(self, value: FragmentValue, now_s: float) -> float | None:
+        """Count a value; return how long after the end of its round it came, None if no round waits for it."""
+        this = self._syncer.rounds.flying.get(value.global_step)
+        if this is None:
+            return None
+        self.links.on_value(value, now_s - this.closed_s)
+        return now_s - this.closed_s
+
     def on_merged(self, members: tuple[str, ...], global_step: int) -> None:
         """Remember who was merged last and when."""
         for name in members:
@@ -163,9 +177,14 @@ class RunStats:
         return sum(member.total_tokens for member in self._members())
 
     @property
-    def alarms(self) -> list[str]:
-        """Alarms of this moment, in words."""
-        return [str(self._outrun.episodes[-1])] if self._outrun.current and not self._syncer.finished else []
+    def outrun(self) -> str:
+        """Say how far islands have outrun rounds; "" where they do not at this moment."""
+        return str(self._outrun.episodes[-1]) if self._outrun.current else ""
+
+    @property
+    def outruns(self) -> list[str]:
+        """Say so of every time that they did."""
+        return [str(episode) for episode in self._outrun.episodes]
 
     @property
     def contributors_per_round(self) -> float:
@@ -242,7 +261,6 @@ class RunStats:
             "contributors_per_round": round(self.contributors_per_round, 4),
             "unmerged_fragments": [p for p, version in enumerate(self._syncer.versions) if version == 0],
             "steps_per_round": round(most / max(1, self._syncer.global_step), 4),
-            "alarms": [str(episode) for episode in self._outrun.episodes],
             "samples": self._syncer.leases.fates._asdict(),
             "wire": {**wire, "data_parallel_bytes": self.data_parallel_bytes()},
             "learners": learners,

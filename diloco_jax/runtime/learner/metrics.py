@@ -24,7 +24,7 @@ from diloco_jax.training.island import Island
 EVERY_S = 1.0
 CLOSE_S = 5.0  # for callbacks at the end
 OWN = ("step_s", "tokens_per_s", "model_flops_per_s", "mfu", "device_bytes", "device_bytes_peak", "host_bytes")
-NAMES_MAX = METRICS_MAX - len(OWN)  # of what steps report
+NAMES_MAX = METRICS_MAX - len(OWN) - 1  # of what steps report; and the time
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.protocol.watch.stats import WAITING
 from diloco_jax.runtime.island.feed import DATA_WAIT, Feed
 from diloco_jax.runtime.learner.metrics import metrics_of
@@ -152,7 +153,7 @@ class DataParallelRun:
             "contributors_per_round": 1.0,
             "unmerged_fragments": [],
             "steps_per_round": 1.0,
-            "alarms": self._evaluator.scorer.alarms,
+            "alarms": [Alarm("evaluation", "", text).told() for text in self._evaluator.scorer.alarms],
             "wire": {"up_bytes": 0, "down_bytes": 0, "data_parallel_bytes": 0},
             "learners": {NAME: {**learner, "step_overhead": round(1 - share, 4)}},
             "complete": step >= self._config.planned_steps,

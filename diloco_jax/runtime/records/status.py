@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.watch.alarms import STARVED
 from diloco_jax.protocol.watch.stats import WAITING, RunStats
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, STATUS_FILE
 from diloco_jax.runtime.records.liveness import judge, signature
@@ -21,7 +22,7 @@ from diloco_jax.transport.questions import ask_status
 
 ANSWER_TIMEOUT_S = 5.0
 EVALUATING = "evaluating"  # state of a run: every round is done, an island evaluates the final model
-STARVED, STARVED_MAX = 0.05, 4  # share of its time from which an island's waiting for data is told; names that are told
+STARVED_MAX = 4  # names of islands that are told to wait for data
 
 
 def compose_status(
@@ -31,7 +32,8 @@ def compose_status(
     now_s: float,
     *,
     stopped: bool,
-    alarms: Sequence[str],
+    blocked: str,
+    alarms: Sequence[Mapping[str, Any]],
     eval_loss: float | None,
     eval_scores: Mapping[str, float | None],
     wire: Mapping[str, int],
@@ -41,7 +43,8 @@ def compose_status(
 
     Args:
         stopped: whether somebody has ended it.
-        alarms: what is wrong with the syncer itself, such as a full disk; the first is what everybody waits for.
+        blocked: what everybody waits for, such as a full disk of the syncer; "" if it is for islands or rounds.
+        alarms: that stand, each with its remedy.
         eval_loss, eval_scores: newest evaluation.
         wire: bytes moved.
         metrics: newest of each island.
@@ -58,8 +61,8 @@ def compose_status(
         "global_step": syncer.global_step,
         "total_steps": syncer.progress.expected_steps,
         "epoch": syncer.epoch,
-        "waiting_for": (alarms[0] if alarms else syncer.waiting_for(now_s)) + starved(learners),
-        "alarms": [*alarms, *stats.alarms],
+        "waiting_for": (blocked or syncer.waiting_for(now_s)) + starved(learners),
+        "alarms": [*alarms],
         "wall_s": round(now_s, 1),
         "tokens": stats.tokens,
         "tokens_per_s": round(sum(row["tokens_per_s"] for row in learners), 1),

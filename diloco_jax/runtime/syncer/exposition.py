@@ -4,7 +4,6 @@ The syncer's loop hands over what its status says, and durations as they end. A 
 thread of its own, so the loop never waits for one. Labels are bounded: islands are those that the config names.
 """
 
-import contextlib
 import logging
 import shutil
 import threading
@@ -12,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 from wsgiref.simple_server import WSGIServer
 
@@ -21,18 +19,17 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from diloco_jax.protocol.effects import Note
-from diloco_jax.protocol.messages import SYNCER, StepReport
+from diloco_jax.protocol.messages import StepReport
+from diloco_jax.protocol.watch.alarms import REMEDIES
 from diloco_jax.protocol.watch.health import CONDITIONS
 from diloco_jax.protocol.watch.stats import WAITING
-from diloco_jax.runtime.records import checkpoint
-from diloco_jax.runtime.records.files import CHECKPOINTS
 from diloco_jax.runtime.records.status import EVALUATING
+from diloco_jax.runtime.syncer.host_alarms import expiries, newest_snapshot
 from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.sharded_listener import patiently
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.transport.calls import cannot_listen
-from diloco_jax.transport.link import TransportConfig, split_address
-from diloco_jax.transport.trust.certificates import parse_certificates
+from diloco_jax.transport.link import split_address
 
 ISLANDS_MAX = 256  # that have metrics of their own
 STATES = ("starting", "running", EVALUATING, "complete", "stopped")
@@ -75,16 +72,6 @@ class Latest(NamedTuple):
     merged: tuple[int, int]  # rounds, and values in them
     abandoned: int
     rejected: Mapping[str, float]
-
-
-def expiries(transport: TransportConfig) -> dict[str, float]:
-    """Return when the certificates in the syncer's files expire, in seconds since 1970."""
-    found = {}
-    for name, path in (("authority", transport.tls_ca), ("syncer", transport.tls_certificate)):
-        with contextlib.suppress(OSError, ValueError):  # handshakes tell of it
-            chain = parse_certificates(Path(path.replace("{name}", SYNCER)).read_bytes())
-            found[name] = min(each.not_valid_after_utc.timestamp() for each in chain)
-    return found
 
 
 class Exposition(Collector):
@@ -200,7 +187,9 @@ class Exposition(Collector):
         """Return name, help and value of each metric of the run; or values, by those of the label that follows."""
         status, summary, config, writer = now.status, now.summary, self._parts.config, self._writer
         tau, every = config.protocol.overlap_steps, config.protocol.snapshot_every
-        disk, (newest, newest_s) = shutil.disk_usage(self._parts.run_dir), self._newest_snapshot()
+        disk, snapshot = shutil.disk_usage(self._parts.run_dir), newest_snapshot(self._parts.run_dir)
+        newest, newest_s = snapshot[:2] if snapshot is not None else (None, None)
+        alarms = {kind: sum(each["kind"] == kind for each in status["alarms"]) for kind in REMEDIES}
         state = {each: float(each == status["state"]) for each in STATES}
         unlisted = sum(each["learner"] not in self._names for each in status["learners"])
         return [
@@ -221,7 +210,7 @@ class Exposition(Collector):
             ("diloco_evaluation_loss", "loss of the newest evaluation", status["eval_loss"]),
             ("diloco_goodput_ratio", "goodput since the run began", summary["goodput"]),
             ("diloco_uptime_ratio", "uptime since the run began", summary["uptime"]),
-            ("diloco_alarms", "alarms of this moment", len(status["alarms"])),
+            ("diloco_alarms", "alarms of this moment", alarms, "kind"),
             ("diloco_unlisted_islands", f"islands of other names than the config's first {ISLANDS_MAX}", unlisted),
             ("diloco_snapshot_interval_rounds", "rounds between two snapshots; 0: only the last is saved", every),
             ("diloco_snapshot_global_step", "global step of the newest snapshot", newest),
@@ -232,12 +221,6 @@ class Exposition(Collector):
             ("diloco_disk_size_bytes", "size of the disk with the run's folder", disk.total),
             (EXPIRY, "when the syncer's certificates expire, since 1970", expiries(config.transport), "certificate"),
         ]
-
-    def _newest_snapshot(self) -> tuple[int | None, float | None]:
-        with contextlib.suppress(OSError):  # it is being replaced
-            for path in checkpoint.complete(self._parts.run_dir / CHECKPOINTS)[:1]:
-                return checkpoint.global_step_of(path), path.stat().st_mtime
-        return None, None
 
 
 def _metric(name: str, words: str, labels: Sequence[str], values: Mapping[Any, float | None]) -> Metric:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
+from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.protocol.watch.stats import RunStats, never_merged
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_setup
@@ -24,6 +25,7 @@ from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
 from diloco_jax.runtime.syncer.driver import FAREWELL_S, SyncerDriver
 from diloco_jax.runtime.syncer.exposition import Exposition
+from diloco_jax.runtime.syncer.host_alarms import HostAlarms
 from diloco_jax.runtime.syncer.parts import Parts, RunClock
 from diloco_jax.runtime.syncer.sharded_listener import LISTEN_PATIENCE_S, Life, Told, open_listener
 from diloco_jax.runtime.syncer.snapshots import Keeper, SnapshotWriter
@@ -95,11 +97,8 @@ class SyncerRun:
         parts = Parts(config, run_dir, stop, clock, tape, machine, taped, self._model, self._stats)
         writer = SnapshotWriter(run_dir / CHECKPOINTS, config.name, self._model, config.checkpoints.keep)
 
-        def alarms() -> list[str]:
-            return [text for text in (tape.condition, writer.condition) if text]
-
         exposed, earlier = Exposition(parts, writer), NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir)
-        watch = Watch(parts, earlier, alarms, self._pulse, exposed)
+        watch = Watch(parts, earlier, HostAlarms(parts, writer), self._pulse, exposed)
         keeper = Keeper(parts, writer)
         merges = Merges(self._model, self._results.put, Pulse(config.watchdog, "a merge", None))
         listener, ended_s = None, 0.0
@@ -145,15 +144,17 @@ class SyncerRun:
         if not keeper.saved:
             keeper.save_last(watch.tell)
         found = {"eval_loss": watch.eval_loss, "eval_bits_per_byte": watch.eval_bits, "eval_scores": watch.eval_scores}
-        alarms = [*watch.eval_alarms]
+        alarms = watch.alarms()
         final = self._machine.evaluations
         if self._machine.finished and (reason := "stopped before it was" if final.open else final.reason):
             found = dict.fromkeys(found, None) | {"eval_scores": {}}
-            alarms.append(f"the final model is not evaluated ({reason}); `diloco eval {self._run_dir}` does it")
-        summary = {**found, **summary, "alarms": summary["alarms"] + alarms}
+            alarms.append(Alarm("evaluation", "", f"the final model is not evaluated ({reason})").told())
+        if warning := never_merged(summary["unmerged_fragments"]):
+            alarms.append(Alarm("unmerged-fragments", "", warning).told())
+        summary = {**found, **summary, "alarms": alarms}
         summary |= {"complete": self._machine.finished, "num_parameters": self._num_parameters}
         write_json(self._run_dir / SUMMARY_FILE, summary)
-        if warning := never_merged(summary["unmerged_fragments"]):
+        if warning:
             log.warning(warning)
         watch.tell()
         watch.close()

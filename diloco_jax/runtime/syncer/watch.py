@@ -2,17 +2,20 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import isfinite
+from typing import Any
 
 from diloco_jax.protocol.effects import Note
-from diloco_jax.protocol.messages import FragmentValue, MetricsReport, Score, StepReport
+from diloco_jax.protocol.messages import UNIX_S, FragmentValue, MetricsReport, Score, StepReport
+from diloco_jax.protocol.watch.alarms import Alarm, AlarmBook, alarms_of, starving
 from diloco_jax.protocol.watch.stats import WAITING
 from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import Earlier, compose_status
 from diloco_jax.runtime.records.telemetry import Telemetry, finite, write_json
 from diloco_jax.runtime.syncer.exposition import Exposition
+from diloco_jax.runtime.syncer.host_alarms import HostAlarms
 from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.sharded_listener import ShardedListener
 from diloco_jax.runtime.trackers.outlets import Outlets
@@ -20,7 +23,7 @@ from diloco_jax.transport.grpc_link import GrpcListener
 
 SUMMED = ("tokens_per_s", "model_flops_per_s")  # in what is told of all islands together
 
-ALARMS_MAX = 8
+EVAL_ALARMS_MAX = 8
 
 log = logging.getLogger(__name__)
 
@@ -39,18 +42,16 @@ class Watch:
 
     Attributes:
         eval_loss: newest evaluation; None before the first one.
-        eval_alarms: what was wrong with evaluations, each once; at most ALARMS_MAX.
+        eval_alarms: what was wrong with evaluations, each once; at most EVAL_ALARMS_MAX.
         asked_tokens: trained on when an evaluation was last asked for; None if that was another process.
 
     Args:
-        alarms: returns what is wrong with the syncer itself, such as a full disk.
+        host: what is wrong with the syncer itself, such as a full disk.
         pulse: of the thread that tells; it does so at every turn, however long it waits for a disk.
         exposed: hears the same, for Prometheus.
     """
 
-    def __init__(
-        self, parts: Parts, earlier: Earlier, alarms: Callable[[], Sequence[str]], pulse: Pulse, exposed: Exposition
-    ) -> None:
+    def __init__(self, parts: Parts, earlier: Earlier, host: HostAlarms, pulse: Pulse, exposed: Exposition) -> None:
         self._parts = parts
         self.exposed = exposed
         self._pulse = pulse
@@ -60,7 +61,7 @@ class Watch:
         self.eval_bits: float | None = None
         self.eval_alarms: list[str] = []
         self.asked_tokens: int | None = None
-        self._alarms = alarms
+        self._host, self._book = host, AlarmBook()
         self._listener: GrpcListener | ShardedListener | None = None
         self._metrics: dict[str, Mapping[str, float]] = {}  # newest of each island
         self._came: dict[int, dict[str, float]] = {}  # of rounds in flight: whose values, how long after they closed
@@ -75,11 +76,8 @@ class Watch:
     def on_report(self, report: StepReport, now_s: float) -> None:
         """Count a learner's report."""
         stats = self._parts.stats
-        before = stats.alarms
         if not stats.on_report(report, now_s):
             return
-        if stats.alarms and not before:
-            log.warning(stats.alarms[0])
         arrived = self.exposed.on_report(report, now_s)
         member = self._parts.machine.membership.members[report.learner_id]
         record = {"kind": "step", "t": now_s, "learner": report.learner_id, "incarnation": report.incarnation}
@@ -91,8 +89,8 @@ class Watch:
 
     def on_value(self, value: FragmentValue, now_s: float) -> None:
         """Remember when a learner's value for a round came."""
-        if (this := self._parts.machine.rounds.flying.get(value.global_step)) is not None:
-            self._came.setdefault(value.global_step, {})[value.learner_id] = round(now_s - this.closed_s, 4)
+        if (took_s := self._parts.stats.on_value(value, now_s)) is not None:
+            self._came.setdefault(value.global_step, {})[value.learner_id] = round(took_s, 4)
 
     def on_merged(self, global_step: int, left_out: Iterable[str], now_s: float) -> None:
         """Tell how long a round took that the machine is about to end."""
@@ -107,7 +105,10 @@ class Watch:
         machine = self._parts.machine
         if machine.membership.get(report.learner_id, report.incarnation) is None:
             return
-        self._metrics[report.learner_id] = values = dict(report.values)
+        values = dict(report.values)
+        if (unix_s := values.pop(UNIX_S, None)) is not None:
+            self._host.on_clock(report.learner_id, unix_s)
+        self._metrics[report.learner_id] = values
         self._parts.stats.on_waiting(report.learner_id, values.get(WAITING, 0.0))
         self._news = True
         record = {"kind": "metrics", "t": now_s, "learner": report.learner_id, "incarnation": report.incarnation}
@@ -125,7 +126,7 @@ class Watch:
         if note.kind == "merged":
             self._parts.stats.on_merged(note.members, note.global_step)
         elif note.kind == "unevaluated":
-            self._alarm(f"no evaluation at global step {note.global_step}: {note.reason}")
+            self._not_evaluated(f"no evaluation at global step {note.global_step}: {note.reason}")
         elif note.kind != "closed":
             log.info(f"{', '.join(note.members) or 'round ' + str(note.global_step)} {note.kind}: {note.reason}")
 
@@ -135,17 +136,43 @@ class Watch:
         bits = score.bits_per_byte if isfinite(score.bits_per_byte) else None
         tokens = self._parts.stats.tokens if self.asked_tokens is None else self.asked_tokens
         if score.reason:
-            self._alarm(f"{score.learner_id}: {score.reason}")
+            self._not_evaluated(f"{score.learner_id}: {score.reason}")
         self.eval_loss, self.eval_bits, self.eval_scores = score.loss, bits, finite_or_none
         record = {"kind": "eval", "t": now_s, "loss": score.loss, "bits_per_byte": bits, "scores": finite_or_none}
         record |= {"global_step": score.global_step, "tokens": tokens}
         self._telemetry.write(record | {"learner": score.learner_id, "took_s": score.took_s})
         log.info(f"global step {score.global_step}: evaluation loss {score.loss:.4f}")
 
-    def _alarm(self, words: str) -> None:
-        log.warning(words)
-        if words not in self.eval_alarms and len(self.eval_alarms) < ALARMS_MAX:
+    def _not_evaluated(self, words: str) -> None:
+        if words not in self.eval_alarms and len(self.eval_alarms) < EVAL_ALARMS_MAX:
             self.eval_alarms.append(words)
+
+    def _look(self, now_s: float) -> list[dict[str, Any]]:
+        """Find what is wrong, tell what is new of it, and return what stands."""
+        machine = self._parts.machine
+        active = [name for name, member in machine.membership.members.items() if member.state == "active"]
+        found = [*self._host.found(now_s), *alarms_of(machine, self._parts.stats, now_s)]
+        found += starving({name: self._metrics[name] for name in active if name in self._metrics})
+        found += [Alarm("evaluation", "", text) for text in self.eval_alarms]
+        if self.eval_loss is not None and not isfinite(self.eval_loss):
+            found.append(Alarm("loss", "", f"the loss of the newest evaluation is {self.eval_loss}"))
+        for stands, alarms in zip(("begins", "ends"), self._book.look(found, now_s), strict=True):
+            for alarm in alarms:
+                told = alarm.told()
+                if stands == "begins":
+                    log.warning(f"alarm: {alarm.text}; {told['remedy']}")
+                else:
+                    log.info(f"alarm over: {alarm.text}")
+                record = {"kind": "alarm", "t": now_s, "global_step": machine.global_step, "alarm": alarm.kind}
+                self._telemetry.write(
+                    record | {"state": stands, "members": [alarm.who] * bool(alarm.who), "reason": alarm.text}
+                )
+        return [alarm.told() for alarm in self._book.standing]
+
+    def alarms(self) -> list[dict[str, Any]]:
+        """Return every alarm of this process, and all times that islands outran rounds."""
+        outruns = [Alarm("outrun", "", text).told() for text in self._parts.stats.outruns]
+        return [each for each in self._book.told() if each["kind"] != "outrun"] + outruns
 
     def wire(self) -> dict[str, int]:
         received, sent = self._listener.traffic if self._listener is not None else (0, 0)
@@ -164,7 +191,8 @@ class Watch:
             parts.stats,
             now_s,
             stopped=parts.stop.is_set(),
-            alarms=[*self._alarms(), *self.eval_alarms],
+            blocked=self._host.blocked,
+            alarms=self._look(now_s),
             eval_loss=self.eval_loss,
             eval_scores=self.eval_scores,
             wire=self.wire(),

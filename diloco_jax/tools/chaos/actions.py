@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,10 +15,12 @@ from typing import Any, Protocol
 from diloco_jax.runtime.records.files import CLOCK_FILE, METRICS_FILE, TAPE_FILE
 from diloco_jax.runtime.records.line_file import Tail
 from diloco_jax.runtime.records.telemetry import write_json
+from diloco_jax.tools.chaos.host_faults import HOST_FAULTS
 from diloco_jax.tools.chaos.relay import Direction, Relay
 from diloco_jax.tools.chaos.schedule import ChaosFault
 
 CHAOS = "chaos"  # folder in a run's folder: orders to chaos learners, and what they saw
+RUNS_S, STOPS_S = 0.02, 0.1  # of an island that is slowed down
 DONOR_DELAY_S = 0.5  # on the link of a learner that recovers: time enough to hit its donor before all parts are there
 
 
@@ -65,8 +68,17 @@ class Saboteur:
             case "full-disk":
                 return self._fill_disk(fault)
             case "nan":
-                write_json(order_file(self._run_dir, fault.target), {"values": fault.amount, "how": fault.how})
-                return self._processes.send(fault.target, signal.SIGUSR1)
+                return self._order(fault.target, values=fault.amount, how=fault.how)
+            case "bad-loss" | "wrong-clock":
+                self._undo[fault.number] = lambda: self._order(fault.target)
+                return self._order(fault.target, bad_loss=fault.kind == "bad-loss", ahead_s=fault.amount)
+            case "slow":
+                return self._slow_down(fault)
+            case "block-snapshots" | "low-disk" | "old-certificate":
+                undo = HOST_FAULTS[fault.kind](self._run_dir)
+                if undo is not None:
+                    self._undo[fault.number] = undo
+                return undo is not None
             case "cut":
                 return self._relays[fault.target].cut("rst" if fault.how == "rst" else "fin") > 0
             case "corrupt":
@@ -90,6 +102,29 @@ class Saboteur:
             with contextlib.suppress(ProcessLookupError):
                 undo()
         self._undo.clear()
+
+    def _order(self, target: str, **order: Any) -> bool:
+        write_json(order_file(self._run_dir, target), order)
+        return self._processes.send(target, signal.SIGUSR1)
+
+    def _slow_down(self, fault: ChaosFault) -> bool:
+        """Let the island run for RUNS_S, again and again, with a stop of STOPS_S between."""
+        over = threading.Event()
+
+        def pulse() -> None:
+            while not over.wait(RUNS_S) and self._processes.send(fault.target, signal.SIGSTOP):
+                over.wait(STOPS_S)
+                self._processes.send(fault.target, signal.SIGCONT)
+
+        thread = threading.Thread(target=pulse, name=f"slow {fault.target}")
+
+        def undo() -> None:
+            over.set()
+            thread.join()
+
+        self._undo[fault.number] = undo
+        thread.start()
+        return True
 
     def _change_link(self, fault: ChaosFault, direction: Direction, **weather: Any) -> None:
         relay = self._relays[fault.target]

@@ -1,7 +1,8 @@
 """A learner that sends bad values when it is told to, and measures how long it waits between its steps.
 
 `diloco chaos` starts its islands this way. SIGUSR1 makes it read its order (actions.py) and obey: the next so many
-fragment values are NaN, or huge. Nothing of this is in the learner that trains for anybody else.
+fragment values are NaN or huge, or, until the next order, its losses are NaN or its clock is off. Nothing of this is in
+the learner that trains for anybody else.
 """
 
 import json
@@ -22,6 +23,7 @@ from diloco_jax.protocol.messages import FragmentValue
 from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender, StagedUpdate
+from diloco_jax.runtime.learner import joined
 from diloco_jax.runtime.learner.joined import Joining
 from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.records.line_file import LineFile
@@ -42,34 +44,54 @@ def chaos_learner(joining: Joining, stop: threading.Event) -> LearnerRun:
     name, run_dir = joining.learner_id, joining.run_dir
     waits = run_dir / CHAOS / WAITS_FILE.format(name=name, incarnation=joining.incarnation)
     waits.parent.mkdir(exist_ok=True)
-    make_loop = partial(TimedLoop, LineFile(waits), began_unix_s(run_dir))
-    make_sender = partial(BadSender, order_file(run_dir, name), joining.config.wire.up)
+    orders = Orders(order_file(run_dir, name))
+    joined.unix_s = lambda: time.time() + orders.ahead_s
+    make_loop = partial(TimedLoop, LineFile(waits), began_unix_s(run_dir), orders)
+    make_sender = partial(BadSender, orders, joining.config.wire.up)
     return LearnerRun(joining, stop, make_loop=make_loop, make_sender=make_sender)
+
+
+class Orders:
+    """The newest order.
+
+    Attributes:
+        left, bad: how many fragment values are still to be sent as this value.
+        bad_loss: report losses that are NaN.
+        ahead_s: by how much the clock is off.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.left, self.bad = 0, 0.0
+        self.bad_loss, self.ahead_s = False, 0.0
+        signal.signal(signal.SIGUSR1, self._obey)
+
+    def _obey(self, number: int, frame: object) -> None:
+        del number, frame
+        order = json.loads(self._path.read_text(encoding="utf-8"))
+        self.bad = np.nan if order.get("how") == "nan" else HUGE
+        self.left = int(order.get("values", 0))
+        self.bad_loss, self.ahead_s = bool(order.get("bad_loss")), float(order.get("ahead_s", 0))
 
 
 class BadSender(PayloadSender):
     """A sender of bad values in the place of good ones, as many as its newest order says."""
 
-    def __init__(self, orders: Path, format: codec.Format, host: Host, on_failure: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, orders: Orders, format: codec.Format, host: Host, on_failure: Callable[[Exception], None]
+    ) -> None:
         super().__init__(on_failure)
         self._orders = orders
         self._format = format
         self._fragments = host.fragments
-        self._left, self._bad = 0, 0.0
-        signal.signal(signal.SIGUSR1, self._obey)
-
-    def _obey(self, number: int, frame: object) -> None:
-        del number, frame
-        order = json.loads(self._orders.read_text(encoding="utf-8"))
-        self._bad = np.nan if order["how"] == "nan" else HUGE
-        self._left = int(order["values"])
 
     def value(self, link: Link, message: FragmentValue, staged: StagedUpdate) -> None:
         """Send a fragment's outer gradient, bad or not."""
-        if self._left > 0:
-            self._left -= 1
-            log.info(f"sends {self._bad} for fragment {message.fragment_id} of round {message.global_step}")
-            staged = _BadUpdate(self._fragments[message.fragment_id], self._bad, self._format)
+        orders = self._orders
+        if orders.left > 0:
+            orders.left -= 1
+            log.info(f"sends {orders.bad} for fragment {message.fragment_id} of round {message.global_step}")
+            staged = _BadUpdate(self._fragments[message.fragment_id], orders.bad, self._format)
         super().value(link, message, staged)
 
 
@@ -86,8 +108,9 @@ class _BadUpdate(NamedTuple):
 class TimedLoop(BuiltInLoop):
     """The built-in loop, which writes down when, and how long, it waited between two inner steps."""
 
-    def __init__(self, waits: LineFile, began_unix_s: float, *arguments: Any) -> None:
+    def __init__(self, waits: LineFile, began_unix_s: float, orders: Orders, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self._orders = orders
         self._waits = waits
         self._began_unix_s = began_unix_s
         self._step_ended_s: float | None = None
@@ -106,4 +129,4 @@ class TimedLoop(BuiltInLoop):
         """Wait for the step and return its figures."""
         figures = super().wait(handle)
         self._step_ended_s = time.monotonic()
-        return figures
+        return {**figures, "loss": np.nan} if self._orders.bad_loss else figures

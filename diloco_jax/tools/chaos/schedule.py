@@ -25,7 +25,16 @@ KINDS = (
     "full-disk",  # the syncer cannot make its files longer
     "kill-donor",  # SIGKILL an island, and then the one that it recovers from
 )
-SYNCER_KINDS = {"kill-syncer", "stop-syncer", "full-disk"}
+SIGNS = (  # nobody has to recover from these: alarms must tell of them; only with --kinds
+    "slow",  # an island is stopped for most of the time
+    "bad-loss",  # an island reports losses that are NaN
+    "wrong-clock",  # the clock that an island tells is off
+    "block-snapshots",  # the folder of the snapshots is gone, and a file in its place
+    "low-disk",  # a file fills a small disk (of at most BALLAST_BYTES_MAX free) that holds the run's folder
+    "old-certificate",  # the syncer's certificate is signed anew for a day
+)
+SYNCER_KINDS = {"kill-syncer", "stop-syncer", "full-disk", "block-snapshots", "low-disk", "old-certificate"}
+SIGN_S = 12.0  # alarms look every two seconds, and some wait for a while
 FIRST, LAST = 0.05, 0.9  # share of the run's global steps in which faults happen: the last ones must heal in time
 FAULTS_MAX = 10_000
 
@@ -49,7 +58,8 @@ class ChaosFault:
     how: str = ""
     """cut: rst or fin. nan: nan or huge."""
     amount: int = 0
-    """corrupt: one byte in so many. duplicate: bytes. nan: values. slow-link: bytes per second."""
+    """corrupt: one byte in so many. duplicate: bytes. nan: values. slow-link: bytes per second. wrong-clock: seconds.
+    """
 
     @property
     def kills(self) -> bool:
@@ -64,6 +74,7 @@ class ChaosFault:
             "duplicate": f" {self.direction}, bytes: {self.amount}",
             "slow-link": f" to {self.amount} bytes/s",
             "black-hole": f" {self.direction}",
+            "wrong-clock": f" by {self.amount} s",
         }
         words = f"#{self.number} step {self.at_step}: {self.kind} {self.target}{details.get(self.kind, '')}"
         return words + (f", for {self.duration_s:.1f} s" if self.duration_s else "")
@@ -80,9 +91,9 @@ def draw_schedule(
     Raises:
         ValueError: an unknown kind, a number out of range, or a kind that so few islands do not allow.
     """
-    unknown = sorted(set(kinds) - set(KINDS))
+    unknown = sorted(set(kinds) - {*KINDS, *SIGNS})
     if unknown or not kinds:
-        raise ValueError(f"kinds of faults: {', '.join(unknown) or 'none'}; choose from {', '.join(KINDS)}")
+        raise ValueError(f"kinds of faults: {', '.join(unknown) or 'none'}; choose from {', '.join((*KINDS, *SIGNS))}")
     if not 1 <= faults <= FAULTS_MAX:
         raise ValueError(f"{faults} faults; use 1 to {FAULTS_MAX}")
     if len(islands) < 2 or ("kill-donor" in kinds and len(islands) < 3):
@@ -133,4 +144,8 @@ def draw_details(random: Random, kind: str, lease_s: float) -> dict[str, Any]:
             return {"how": random.choice(("nan", "huge")), "amount": random.choice((1, 2, 12))}
         case "full-disk":
             return {"duration_s": round(random.uniform(1.0, 4.0), 3)}
+        case "wrong-clock":
+            return {"duration_s": SIGN_S, "amount": random.choice((-3600, -30, 30, 3600))}
+        case "slow" | "bad-loss" | "block-snapshots" | "low-disk" | "old-certificate":
+            return {"duration_s": SIGN_S}
     return {}

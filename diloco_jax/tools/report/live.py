@@ -4,8 +4,8 @@ Both read the status that the syncer writes about once a second, one JSON object
 
     run, state (starting, running, complete, stopped; liveness.py has more), global_step, total_steps, waiting_for,
     wall_s, tokens, tokens_per_s, eval_loss, eval_scores (by name), contributors_per_round, wire: {up_bytes,
-    down_bytes}, samples (their fates), epoch (life of the syncer), alarms (what is wrong: a full disk of the syncer,
-    islands that outrun rounds), said: {machine, process, supervisor, unix_s (when)}, learners: [
+    down_bytes}, samples (their fates), epoch (life of the syncer), said: {machine, process, supervisor, unix_s (when)},
+    alarms: [{kind, who, text, remedy} (protocol/watch/alarms.py)], learners: [
         {learner, state (joining, active, silent, gone), condition (protocol/watch/health.py), reason (for it),
          since_s (seconds in that condition), local_step, tokens, tokens_per_s, loss, step_s, last_merged_round,
          participation, restarts, metrics: {name: value} (docs/metrics.md)}]
@@ -144,7 +144,7 @@ def render(status: Mapping[str, Any], *, steps_per_s: float | None = None) -> Re
     nobody = Text("no island has connected yet; the first step compiles, which may take a minute", style="dim")
     islands = _learner_table(status["learners"]) if status["learners"] else nobody
     waiting = Text.assemble(("waiting for: ", "dim"), status["waiting_for"])
-    alarms = [Text(f"alarm: {text}", style="red") for text in status["alarms"]]
+    alarms = [Text(alarm_line(alarm), style="red") for alarm in status["alarms"]]
     title = Text.assemble((status["run"], "bold"), "  ", state)
     return Group(title, progress, Text(" · ".join(facts)), Text(), islands, Text(), waiting, *alarms)
 
@@ -160,7 +160,7 @@ def line(status: Mapping[str, Any], *, steps_per_s: float | None = None) -> str:
         format_duration(status["wall_s"]),
         _time_left(status, steps_per_s),
         f"waiting for: {status['waiting_for']}",
-        *(f"alarm: {alarm}" for alarm in status["alarms"]),
+        *(f"alarm: {alarm['text']}" for alarm in status["alarms"]),
     ]
     if status["eval_loss"] is not None:
         parts.insert(3, f"eval loss {status['eval_loss']:.4f}")
@@ -185,7 +185,7 @@ def describe(status: Mapping[str, Any]) -> str:
         f"contributors per round: {status['contributors_per_round']:.2f}; moved up "
         f"{format_bytes(status['wire']['up_bytes'])}, down {format_bytes(status['wire']['down_bytes'])}",
     ]
-    text += [f"alarm: {alarm}" for alarm in status["alarms"]]
+    text += [alarm_line(alarm) for alarm in status["alarms"]]
     if not status["learners"]:
         text.append("no island has connected yet")
     width = max((len(row["learner"]) for row in status["learners"]), default=0)
@@ -206,6 +206,12 @@ def _condition(row: Mapping[str, Any]) -> str:
     reason = f"; {row['reason']}" if row["reason"] else ""
     condition = f"{row['condition']} for {format_duration(row['since_s'])}{details}{reason}"
     return f"{condition}; {merged}, participation {row['participation']:.0%}{restarts}"
+
+
+def alarm_line(alarm: Mapping[str, Any]) -> str:
+    """Write an alarm of a status or a summary."""
+    times = f" (for {format_duration(alarm['lasted_s'])}, {alarm['times']} times)" if "times" in alarm else ""
+    return f"alarm: {alarm['text']}{times}; {alarm['remedy']}"
 
 
 def scores_text(scores: Mapping[str, float | None]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import Any
 
 from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS, METRICS_FILE, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.line_file import Tail
+from diloco_jax.runtime.records.liveness import AWAY, DEAD
 from diloco_jax.runtime.records.status import read_status
 from diloco_jax.runtime.records.telemetry import finite, read_object
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import flat, load, read_values
-from diloco_jax.tools.view.alarms import alarms
 from diloco_jax.tools.view.rounds import KINDS, RoundTimes
 from diloco_jax.tools.view.story import Story, few
 from diloco_jax.tools.view.times import IslandTimes
@@ -26,6 +27,13 @@ METRICS_MAX = 24  # that are shown
 CURVES_EVERY = 5  # news with curves, one in so many
 JUDGED_EVERY = 5  # looks after which a status that has not changed is held against the run's processes again
 SILENT_KINDS = {"step", "metrics", "merged_metrics", "wire", "eval", *KINDS}
+
+
+def alarms_now(status: Mapping[str, Any], summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """List what is wrong with a run, and of one that has a summary what was; each with its remedy."""
+    state = status.get("state", "")
+    dead = [{"text": f"the run is {state}", "remedy": status["remedy"]}] if state in (*DEAD, AWAY) else []
+    return [*dead, *(summary if "alarms" in summary else status).get("alarms", ())]
 
 
 class RunFeed:
@@ -144,14 +152,13 @@ class RunFeed:
         summary = story.summary(self._summary)
         summary["samples"] = self._summary.get("samples") or status.get("samples")
         read = self._tail.position / self._size if self._size else float(self._looks > 0)
-        found = [alarm._asdict() for alarm in alarms(status, self._summary)]
         rate, lately = None, [each for each in story.wire if each[0] >= story.end_s - 60]
         if lately and (span_s := lately[-1][0] - lately[0][0]) > 0:
             rate = {f"{way}_per_s": (lately[-1][n] - lately[0][n]) / span_s for n, way in ((1, "up"), (2, "down"))}
         now = {
             "status": status,
             "summary": summary,
-            "alarms": found,
+            "alarms": alarms_now(status, self._summary),
             "times": self._times.told(self._summary.get("wall_s")),
         }
         return {**now, "end_s": story.end_s, "read": round(read, 3), "rate": rate}

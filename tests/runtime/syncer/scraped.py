@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from diloco_jax.protocol.effects import Effect, Note
 from diloco_jax.protocol.messages import Adopted, Arrived, StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.runtime.records.status import compose_status
 from diloco_jax.runtime.syncer.exposition import Exposition
@@ -55,7 +56,13 @@ class Scraped:
 
     def tell(self, now_s: float) -> dict[str, Any]:
         """The loop says how the run is doing; returns the status."""
-        told: dict[str, Any] = {"stopped": False, "alarms": ["a disk is full"], "eval_loss": 2.25, "eval_scores": {}}
+        told: dict[str, Any] = {
+            "stopped": False,
+            "blocked": "",
+            "alarms": [Alarm("tape", "", "a disk is full").told()],
+            "eval_loss": 2.25,
+            "eval_scores": {},
+        }
         told |= {"wire": {"up_bytes": 7, "down_bytes": 9}, "metrics": self.metrics}
         status = compose_status("run", self.syncer, self.stats, now_s, **told)
         self.exposed.tell(status, now_s)

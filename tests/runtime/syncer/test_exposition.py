@@ -50,7 +50,7 @@ def test_a_round_is_told_with_its_durations(tmp_path: Path) -> None:
     assert found["diloco_global_step", ()] == found["diloco_rounds_merged_total", ()] == 1
     assert found["diloco_values_merged_total", ()] == 2 and found["diloco_tokens_merged_total", ()] == 20
     assert found["diloco_received_bytes_total", ()] == 7 and found["diloco_sent_bytes_total", ()] == 9
-    assert found["diloco_evaluation_loss", ()] == 2.25 and found["diloco_alarms", ()] == 1
+    assert found["diloco_evaluation_loss", ()] == 2.25 and found["diloco_alarms", (("kind", "tape"),)] == 1
     own = of_island(found, "island-0")
     assert own["diloco_island_steps_total"] == 2 and own["diloco_island_tokens_total"] == 20
     assert own["diloco_island_participation_ratio"] == own["diloco_island_last_merged_round"] == 1

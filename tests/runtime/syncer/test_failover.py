@@ -143,7 +143,7 @@ def fill_the_disk_for_a_while(job: Job) -> None:
     resource.prlimit(syncer, resource.RLIMIT_FSIZE, (0, hard))
     address = (job.run_dir / "syncer.address").read_text()
     told = wait_for(lambda: read_status(address)["alarms"], "an alarm")
-    assert "the tape cannot be written" in told[0] and "free space" in told[0]
+    assert "the tape cannot be written" in told[0]["text"] and "free space" in told[0]["remedy"]
     rests = read_status(address)
     tapes = sorted((job.run_dir / "tapes").iterdir())
     lines = [len(path.read_text().splitlines()) for path in tapes]

@@ -1,7 +1,10 @@
 """A chaos run: its schedule is a function of its seed, and a short one with real processes loses nothing."""
 
 import json
+import subprocess
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,9 @@ from typing import Any
 import pytest
 
 from diloco_jax.cli import main as cli
-from diloco_jax.tools.chaos.schedule import FIRST, KINDS, LAST, SYNCER_KINDS, ChaosFault, draw_schedule
+from diloco_jax.runtime.records.telemetry import read_metrics
+from diloco_jax.tools.chaos.schedule import FIRST, KINDS, LAST, SIGNS, SYNCER_KINDS, ChaosFault, draw_schedule
+from diloco_jax.transport.trust import certificates
 from tests.runtime.helpers import call, merged, processes_of, run, write_config
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(1200)]
@@ -44,6 +49,40 @@ def test_everything_comes_back(tmp_path: Path, kinds: str, islands: int, steps: 
     assert again.returncode == 2 and "holds a run already" in again.stderr
 
 
+@contextmanager
+def small_disk(folder: Path) -> Iterator[bool]:
+    """A disk of 300 MB at the folder, where this process may mount one."""
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", folder], check=False).returncode == 0
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.slow
+def test_every_alarm_is_shown_by_a_fault(tmp_path: Path) -> None:
+    certificates.make(tmp_path / "certs", [f"island-{index}" for index in range(3)])
+    encrypted = {"transport": certificates.settings(tmp_path / "certs")}
+    often = {"train": {"steps": 16_000}, "islands": {"count": 3}, "protocol": {"snapshot_every": 50}}
+    config = write_config(tmp_path, **merged(CHANGES, merged(encrypted, often)))
+    kinds = {"kill": {"gone"}, "stop": {"silent"}, "nan": {"striking", "expelled"}, "slow-link": {"link", "unmerged"}}
+    kinds |= {"stop-syncer": {"outrun"}, "full-disk": {"tape"}, "slow": {"slow"}, "bad-loss": {"loss"}}
+    kinds |= {"wrong-clock": {"clock"}, "block-snapshots": {"snapshot"}, "old-certificate": {"certificate"}}
+    with small_disk(tmp_path / "disk") as mounted:
+        kinds |= {"low-disk": {"disk"}} if mounted else {}
+        words = ("--faults", len(kinds), "--seed", 12, "--kinds", ",".join(kinds), "--json")
+        result = run("chaos", config, *words, "--run-dir", tmp_path / "disk" / "run", timeout_s=1100)
+        records = list(read_metrics(tmp_path / "disk" / "run" / "metrics.jsonl"))
+        summary = json.loads((tmp_path / "disk" / "run" / "summary.json").read_text())
+    assert result.returncode == 0 and json.loads(result.stdout)["skipped"] == 0, result.stdout + result.stderr
+    begun = {record["alarm"] for record in records if record["kind"] == "alarm" and record["state"] == "begins"}
+    assert {fault: alarms for fault, alarms in kinds.items() if not alarms & begun} == {}
+    assert begun <= {each["kind"] for each in summary["alarms"]}
+    assert all(each["text"] and each["remedy"] and each["times"] >= 1 for each in summary["alarms"])
+
+
 def test_dry_run_prints_the_schedule_and_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["chaos", str(write_config(tmp_path)), "--dry-run", "--run-dir", str(tmp_path / "run")]
     told = []
@@ -71,8 +110,8 @@ def test_equal_seeds_equal_schedules_and_others_differ() -> None:
 
 
 def test_every_kind_and_every_island_has_its_share() -> None:
-    schedule = draw(faults=10 * len(KINDS))
-    assert Counter(fault.kind for fault in schedule) == dict.fromkeys(KINDS, 10)
+    schedule = draw(faults=10 * len((*KINDS, *SIGNS)), kinds=(*KINDS, *SIGNS))
+    assert Counter(fault.kind for fault in schedule) == dict.fromkeys((*KINDS, *SIGNS), 10)
     hit = Counter(fault.target for fault in schedule)
     assert hit.pop("syncer") == 10 * len(SYNCER_KINDS)
     assert set(hit) == set(ISLANDS) and max(hit.values()) - min(hit.values()) <= 1

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from diloco_jax.drawing.charts import format_bytes, format_count
 from diloco_jax.protocol.syncer.progress import NO_BUDGET
+from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.tools.report.live import LiveView, describe, format_duration, line, render
 from diloco_jax.tools.report.perfetto import Trace, write_perfetto
@@ -146,9 +147,9 @@ def test_describe_says_which_island_which_condition_since_when() -> None:
 
 
 def test_what_is_wrong_with_the_syncer_is_told() -> None:
-    alarm = "the tape cannot be written: No space left on device"
+    alarm = Alarm("tape", "", "the tape cannot be written: No space left on device").told()
     for tell in (describe, line, lambda state: drawn(render(state))):
-        assert f"alarm: {alarm}" in tell(status(alarms=[alarm]))
+        assert f"alarm: {alarm['text']}" in tell(status(alarms=[alarm]))
         assert "alarm" not in tell(status())
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.tools.view.alarms import OF_ISLANDS, alarms
+from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.tools.view.board import Board
 from diloco_jax.tools.view.compare import compare, describe
-from diloco_jax.tools.view.feed import RunFeed
+from diloco_jax.tools.view.feed import RunFeed, alarms_now
 from diloco_jax.tools.view.rounds import ROUNDS_KEPT
 from diloco_jax.tools.view.times import IslandTimes
 from tests.runtime.helpers import call
-from tests.tools.view.made import FATES, MADE, append, joined, left, made_run, one_round, row, status, step, wire
+from tests.tools.view.made import FATES, MADE, append, joined, left, made_run, one_round, status, step, wire
 
 
 def test_the_whole_says_what_the_records_say(tmp_path: Path) -> None:
@@ -126,19 +126,12 @@ def test_every_island_second_has_one_use(records: list[dict[str, Any]], uses: di
     assert told["goodput"] == pytest.approx(uses["training"] / (2 * told["span_s"]), abs=1e-4)
 
 
-def test_alarms_come_with_a_remedy() -> None:
-    learners = [row("a"), row("b", condition="silent"), row("c", metrics={"waiting_for_data": 0.4})]
-    found = alarms(status(learners=learners, alarms=["the tape cannot be written: x"]), {"unmerged_fragments": [3]})
-    assert [alarm.text.split(":")[0] for alarm in found] == [
-        "the tape cannot be written",
-        "fragment 3 was never merged",
-        "b is silent",
-        "c waits for data",
-    ]
-    assert found[2].remedy == OF_ISLANDS["silent"] and all(alarm.remedy for alarm in found)
-    assert alarms(status(state="stopped", learners=[row("a", condition="gone")]), {}) == []
+def test_alarms_of_a_run_that_ended_are_those_of_its_summary() -> None:
+    stood, stands = Alarm("gone", "a", "a is gone").told(), Alarm("slow", "b", "b is slow").told()
+    assert alarms_now(status(alarms=[stands]), {}) == [stands]
+    assert alarms_now(status(state="stopped", alarms=[stands]), {"alarms": [stood]}) == [stood]
     dead = status(state="not running", remedy="resume", said_s_ago=9.0, learners=[])
-    assert alarms(dead, {}) == [("the run is not running", "resume")]
+    assert alarms_now(dead, {}) == [{"text": "the run is not running", "remedy": "resume"}]
 
 
 def test_runs_are_compared_by_results_and_settings(tmp_path: Path) -> None:
@@ -149,7 +142,7 @@ def test_runs_are_compared_by_results_and_settings(tmp_path: Path) -> None:
             made = {
                 "eval_loss": 1.25,
                 "goodput": 0.5,
-                "alarms": ["bad"],
+                "alarms": [{"text": "bad"}],
                 "learners": {"a": {"restarts": 2}},
                 "wire": {},
             }

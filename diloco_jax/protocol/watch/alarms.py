@@ -1,0 +1,134 @@
+"""Alarms of a run: what is wrong, by which evidence, and what to do about it. No rule reads them.
+
+The same ones are in the log, in the status, in metrics, on the page and in the summary. Those of the protocol are found
+here, also in simulated runs; those of the syncer's machine in runtime/syncer/host_alarms.py.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.watch.health import conditions
+from diloco_jax.protocol.watch.stats import WAITING, RunStats
+
+STARVED = 0.05  # share of its time from which an island's waiting for data is told
+KEPT_MAX = 64  # episodes of a run that are told apart
+REMEDIES = {  # by kind
+    "silent": "look at its process and its network; its log is in logs/ of the run's folder where it runs",
+    "gone": "look at its machine and its log; it may come back under its name at any time",
+    "expelled": "lower its learning rate or change its hardware, then start it again",
+    "striking": "values that are not usable come from NaN or a high learning rate; look at its loss and its log",
+    "unmerged": "check its link (`diloco doctor`); a larger protocol.overlap_steps gives it more time",
+    "slow": "look at its host; a smaller islands.each.NAME.batch_size makes its steps shorter",
+    "starved": "a larger data.prefetch, or a faster disk or network for the data",
+    "loss": "look at its log and its data; a lower optimizer.learning_rate or clipping, and --resume from a snapshot",
+    "link": "`diloco doctor` measures it; a smaller wire format, a longer protocol.sync_every or overlap_steps",
+    "outrun": "see what rounds wait for; give the syncer processors; lengthen protocol.sync_every",
+    "unmerged-fragments": "make the run longer than protocol.sync_every, and see in the syncer's log how rounds ended",
+    "tape": "free space on the syncer's disk; rounds go on by themselves",
+    "snapshot": "free space on the syncer's disk, or a faster one; the next snapshot is tried by itself",
+    "disk": "free space there, or lower checkpoints.keep; a full disk stops the merging, not the training",
+    "certificate": "`diloco certs FOLDER ... --renew 30`, and copy the new files over the old ones; no restart",
+    "clock": "let NTP (chrony, systemd-timesyncd) set both clocks; logs and certificates need them",
+    "evaluation": "`diloco eval RUN` evaluates a snapshot; the next evaluation is asked for by itself",
+}
+HOLD_S = {"slow": 10.0, "starved": 10.0, "link": 5.0}  # shorter ones are weather
+
+
+class Alarm(NamedTuple):
+    """One thing that is wrong."""
+
+    kind: str  # one of REMEDIES
+    who: str  # an island, or "" for the run
+    text: str  # with the numbers that show it
+
+    def told(self) -> dict[str, Any]:
+        """Return it with its remedy, for people."""
+        return {**self._asdict(), "remedy": REMEDIES[self.kind]}
+
+
+def alarms_of(syncer: Syncer, stats: RunStats, now_s: float) -> list[Alarm]:
+    """List what is wrong with a run as its protocol sees it; nothing once it is over."""
+    if syncer.finished:
+        return []
+    stats.links.look(syncer, now_s)
+    found = [Alarm("outrun", "", stats.outrun)] if stats.outrun else []
+    for condition in conditions(syncer, now_s):
+        name = condition.learner_id
+        if condition.condition in REMEDIES:
+            found.append(Alarm(condition.condition, name, f"{name} is {condition.condition}: {condition.reason}"))
+        if syncer.membership.members[name].state != "active":
+            continue
+        if trouble := stats.losses.trouble(name):
+            found.append(Alarm("loss", name, f"{name}: {trouble}"))
+        if way := stats.links.trouble(syncer, name):
+            text = f"a fragment takes {way.took_s:.1f} s to and from {name}; {way.allowed_s:.1f} s are hidden by steps"
+            found.append(Alarm("link", name, text))
+    return found
+
+
+def starving(metrics: Mapping[str, Mapping[str, float]]) -> list[Alarm]:
+    """List the islands that notably wait for their data, by the newest metrics of those that are active."""
+    shares = {name: values.get(WAITING, 0.0) for name, values in metrics.items()}
+    words = "waits for its data for {:.0%} of its time"
+    return [
+        Alarm("starved", name, f"{name} {words.format(share)}") for name, share in shares.items() if share >= STARVED
+    ]
+
+
+@dataclass(slots=True)
+class Episode:
+    """An alarm from its beginning to its end."""
+
+    alarm: Alarm  # as it was last
+    from_s: float  # on the run's clock
+    until_s: float
+    stands: bool
+    times: int = 1  # that it came
+
+    def told(self) -> dict[str, Any]:
+        """Return it for the summary; `lasted_s` is its last time."""
+        times = {"from_s": round(self.from_s, 1), "lasted_s": round(self.until_s - self.from_s, 1)}
+        return {**self.alarm.told(), **times, "times": self.times, "stands": self.stands}
+
+
+class AlarmBook:
+    """The alarms of one process of the syncer: which stand, and which stood.
+
+    An alarm stands once it was found at every look for HOLD_S.
+    """
+
+    def __init__(self) -> None:
+        self._found_s: dict[tuple[str, str], float] = {}  # since when, without a look that did not find it
+        self._episodes: dict[tuple[str, str], Episode] = {}
+
+    def look(self, found: Iterable[Alarm], now_s: float) -> tuple[list[Alarm], list[Alarm]]:
+        """Take what is wrong at this moment; return the alarms that begin and those that end."""
+        newest = {(alarm.kind, alarm.who): alarm for alarm in found}
+        self._found_s = {key: self._found_s.get(key, now_s) for key in newest}
+        begun, ended = [], []
+        for key, alarm in newest.items():
+            episode = self._episodes.get(key)
+            if episode is not None and episode.stands:
+                episode.alarm, episode.until_s = alarm, now_s
+            elif now_s - self._found_s[key] >= HOLD_S.get(alarm.kind, 0.0):
+                if episode is None and len(self._episodes) >= KEPT_MAX:
+                    continue
+                times = 1 if episode is None else episode.times + 1
+                self._episodes[key] = Episode(alarm, self._found_s[key], now_s, stands=True, times=times)
+                begun.append(alarm)
+        for key, episode in self._episodes.items():
+            if episode.stands and key not in newest:
+                episode.stands = False
+                ended.append(episode.alarm)
+        return begun, ended
+
+    @property
+    def standing(self) -> list[Alarm]:
+        """Return the alarms of this moment, the gravest kinds as they were found first."""
+        return [episode.alarm for episode in self._episodes.values() if episode.stands]
+
+    def told(self) -> list[dict[str, Any]]:
+        """Return every alarm that ever stood, for the summary."""
+        return [episode.told() for episode in self._episodes.values()]

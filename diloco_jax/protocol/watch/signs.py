@@ -1,0 +1,95 @@
+"""Signs of trouble that single messages do not show: a loss that jumps, a link that is too slow. No rule reads them."""
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import NamedTuple
+
+from diloco_jax.protocol.messages import FragmentValue, StepReport
+from diloco_jax.protocol.pacing import ema
+from diloco_jax.protocol.syncer.machine import Syncer
+
+REPORTS_MIN = 50  # of an island, before its loss can be said to jump
+FAST, SLOW = 0.8, 0.99  # decays of the averages that are compared
+DEVIATIONS, SHARE = 4.0, 0.05  # a jump is so many mean deviations, and such a share of the loss
+WAY_DECAY = 0.8
+WAY_FACTOR, WAY_LEAST_S = 2.0, 1.0  # times the overlap that a fragment's way may take, and what is never too long
+
+
+@dataclass(slots=True)
+class _Curve:
+    newest: float = 0.0
+    fast: float | None = None
+    slow: float | None = None
+    deviation: float | None = None  # mean distance from the fast average before it
+    reports: int = 0
+
+    def add(self, loss: float) -> None:
+        self.newest = loss
+        if not isfinite(loss):
+            return
+        self.reports += 1
+        if self.fast is not None:
+            self.deviation = ema(self.deviation, abs(loss - self.fast), SLOW)
+        self.fast, self.slow = ema(self.fast, loss, FAST), ema(self.slow, loss, SLOW)
+
+    @property
+    def trouble(self) -> str:
+        if not isfinite(self.newest):
+            return f"its newest training loss is {self.newest}"
+        if self.reports < REPORTS_MIN or self.fast is None or self.slow is None or self.deviation is None:
+            return ""
+        bound = self.slow + max(DEVIATIONS * self.deviation, SHARE * abs(self.slow))
+        if self.fast <= bound:
+            return ""
+        return f"its training loss jumped to {self.fast:.4g}, from {self.slow:.4g} on average; alarm above {bound:.4g}"
+
+
+class Losses:
+    """Compares each island's loss with what it was: a short average with a long one, and with how it scatters."""
+
+    def __init__(self) -> None:
+        self._curves: dict[str, _Curve] = {}
+
+    def on_report(self, report: StepReport) -> None:
+        """Take the loss of a newer step."""
+        self._curves.setdefault(report.learner_id, _Curve()).add(report.loss)
+
+    def trouble(self, learner_id: str) -> str:
+        """Say what is wrong with an island's loss; "" if nothing is."""
+        curve = self._curves.get(learner_id)
+        return "" if curve is None else curve.trouble
+
+
+class Way(NamedTuple):
+    """The time that a fragment needs between an island and the syncer, both ways, and how long it may."""
+
+    took_s: float
+    allowed_s: float
+
+
+class Links:
+    """Compares the time that fragments are under way with the overlap of tau inner steps in which the plan hides it."""
+
+    def __init__(self) -> None:
+        self._up_s: dict[str, float] = {}  # from the end of a round until an island's value is there, moving average
+
+    def on_value(self, value: FragmentValue, took_s: float) -> None:
+        """Count a value that came so long after its round had closed."""
+        self._up_s[value.learner_id] = ema(self._up_s.get(value.learner_id), took_s, WAY_DECAY)
+
+    def look(self, syncer: Syncer, now_s: float) -> None:
+        """Count values that rounds still wait for: on the slowest links they never come in time."""
+        for this in syncer.rounds.flying.values():
+            for name in this.asked:
+                if (waited_s := now_s - this.closed_s) > max(WAY_LEAST_S, self._up_s.get(name, 0.0)):
+                    self._up_s[name] = waited_s
+
+    def trouble(self, syncer: Syncer, learner_id: str) -> Way | None:
+        """Return the time of an island's fragments where it is too long; None where it is not, or not known."""
+        member = syncer.membership.members[learner_id]
+        steps_s = [each for each in (member.step_s, syncer.membership.median_step_s()) if each]
+        if learner_id not in self._up_s or not steps_s:
+            return None
+        took_s = self._up_s[learner_id] + (member.down.broadcast_s or 0.0)
+        allowed_s = max(WAY_LEAST_S, WAY_FACTOR * syncer.config.overlap_steps * max(steps_s))
+        return Way(took_s, allowed_s) if took_s > allowed_s else None

@@ -1,0 +1,110 @@
+"""Alarms that only the syncer's machine shows: its disk, its snapshots, its certificates, and clocks of islands."""
+
+import contextlib
+import shutil
+import time
+from pathlib import Path
+
+from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.protocol.watch.alarms import Alarm
+from diloco_jax.runtime.records import checkpoint
+from diloco_jax.runtime.records.files import CHECKPOINTS
+from diloco_jax.runtime.syncer.parts import Parts
+from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
+from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.trust.certificates import parse_certificates
+
+LOOK_EVERY_S = 2.0  # at files; memory is looked at every time
+DISK_SPARE_BYTES = 64 << 20  # for tapes, records and logs, beside the next two snapshots
+DAYS_LEFT = 7.0  # of a certificate, at the least
+CLOCK_S = 5.0  # that clocks may differ
+OVERDUE = 2  # intervals without a snapshot
+OVERDUE_LEAST_S = 60.0
+DAY_S = 86_400.0
+
+
+def expiries(transport: TransportConfig) -> dict[str, float]:
+    """Return when the certificates in the syncer's files expire, in seconds since 1970."""
+    found = {}
+    for name, path in (("authority", transport.tls_ca), ("syncer", transport.tls_certificate)):
+        with contextlib.suppress(OSError, ValueError):  # handshakes tell of it
+            chain = parse_certificates(Path(path.replace("{name}", SYNCER)).read_bytes())
+            found[name] = min(each.not_valid_after_utc.timestamp() for each in chain)
+    return found
+
+
+def newest_snapshot(run_dir: Path) -> tuple[int, float, Path] | None:
+    """Return global step, time since 1970 and folder of the newest snapshot; None if there is none."""
+    with contextlib.suppress(OSError):  # it is being replaced
+        for path in checkpoint.complete(run_dir / CHECKPOINTS)[:1]:
+            return checkpoint.global_step_of(path), path.stat().st_mtime, path
+    return None
+
+
+class HostAlarms:
+    """Looks at what the syncer's process and its machine tell of themselves."""
+
+    def __init__(self, parts: Parts, writer: SnapshotWriter) -> None:
+        self._parts, self._writer = parts, writer
+        self._began_unix_s = time.time()
+        self._first_step = parts.machine.global_step
+        self._ahead_s: dict[str, float] = {}  # by how much the clock of an island is ahead of ours
+        self._looked_s = 0.0
+        self._of_files: list[Alarm] = []
+        self._sized: tuple[Path | None, int] = (None, 0)  # the newest snapshot with its bytes
+
+    def on_clock(self, learner_id: str, unix_s: float) -> None:
+        """Compare an island's clock, at the time when it sent it, with ours."""
+        self._ahead_s[learner_id] = unix_s - time.time()
+
+    @property
+    def blocked(self) -> str:
+        """Say what of this process everybody waits for; "" if nothing."""
+        return self._parts.tape.condition or self._writer.condition
+
+    def found(self, now_s: float) -> list[Alarm]:
+        """List what is wrong at this moment."""
+        found = [Alarm("tape", "", self._parts.tape.condition)] if self._parts.tape.condition else []
+        if self._writer.condition:
+            found.append(Alarm("snapshot", "", self._writer.condition))
+        for name, ahead_s in self._ahead_s.items():
+            if abs(ahead_s) > CLOCK_S and self._parts.machine.membership.members[name].state == "active":
+                way = "ahead of" if ahead_s > 0 else "behind"
+                found.append(Alarm("clock", name, f"the clock of {name} is {abs(ahead_s):.0f} s {way} the syncer's"))
+        if now_s >= self._looked_s + LOOK_EVERY_S:
+            self._looked_s = now_s
+            self._of_files = [*self._overdue(), *self._disk(), *self._certificates()]
+        return found + self._of_files
+
+    def _overdue(self) -> list[Alarm]:
+        every, step = self._parts.config.protocol.snapshot_every, self._parts.machine.global_step
+        newest = newest_snapshot(self._parts.run_dir)
+        then, when_s = newest[:2] if newest is not None else (self._first_step, self._began_unix_s)
+        quiet_s = time.time() - max(when_s, self._began_unix_s)
+        if not every or step - then <= OVERDUE * every or quiet_s < OVERDUE_LEAST_S or self._writer.condition:
+            return []
+        what = f"the newest snapshot is of global step {then}" if newest is not None else "there is no snapshot"
+        return [Alarm("snapshot", "", f"{what}, {step - then} ago; protocol.snapshot_every is {every}")]
+
+    def _disk(self) -> list[Alarm]:
+        folder = self._parts.run_dir
+        newest = newest_snapshot(folder)
+        if newest is not None and newest[2] != self._sized[0]:
+            with contextlib.suppress(OSError):
+                self._sized = newest[2], sum(each.stat().st_size for each in newest[2].rglob("*") if each.is_file())
+        free, need = shutil.disk_usage(folder).free, 2 * self._sized[1] + DISK_SPARE_BYTES
+        if free >= need:
+            return []
+        return [
+            Alarm("disk", "", f"{free / 1e6:.0f} MB free at {folder}, two snapshots and logs take {need / 1e6:.0f}")
+        ]
+
+    def _certificates(self) -> list[Alarm]:
+        found = []
+        for name, until_s in expiries(self._parts.config.transport).items():
+            if (days := (until_s - time.time()) / DAY_S) < DAYS_LEFT:
+                when = time.strftime("%Y-%m-%d %H:%M", time.gmtime(until_s))
+                found.append(
+                    Alarm("certificate", "", f"the {name}'s certificate expires on {when} UTC, in {days:.1f} days")
+                )
+        return found

@@ -1,0 +1,177 @@
+"""Alarms: what raises them, how long they must hold, and that healthy runs have none."""
+
+import re
+from dataclasses import replace
+from math import inf, nan
+from pathlib import Path
+from random import Random
+
+import pytest
+from invariants.draw import random_scenario
+
+from diloco_jax.protocol.messages import StepReport
+from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.watch.alarms import HOLD_S, KEPT_MAX, REMEDIES, Alarm, AlarmBook, alarms_of, starving
+from diloco_jax.protocol.watch.health import CONDITIONS
+from diloco_jax.protocol.watch.signs import REPORTS_MIN, WAY_FACTOR, Losses
+from diloco_jax.protocol.watch.stats import RunStats
+from diloco_jax.sim.cluster import Cluster
+from diloco_jax.sim.network import NetworkOptions
+from diloco_jax.sim.scenario import Scenario
+from tests.protocol.syncer_inputs import hello, new, report, value
+
+GONE, SLOW = Alarm("gone", "a", "a is gone"), Alarm("slow", "b", "b is slow")
+
+
+def reported(losses: list[float]) -> str:
+    watched = Losses()
+    for step, loss in enumerate(losses, start=1):
+        watched.on_report(StepReport("a", 1, step, step, 0, (), 1.0, loss, 1, 1, ()))
+    return watched.trouble("a")
+
+
+def falling(steps: int, noise: float) -> list[float]:
+    random = Random(0)
+    return [2.0 + 3.0 * 0.98**step + random.gauss(0.0, noise) for step in range(steps)]
+
+
+@pytest.mark.parametrize("loss", [nan, inf, -inf])
+def test_a_loss_that_is_not_finite(loss: float) -> None:
+    assert reported([2.0, loss]) == f"its newest training loss is {loss}"
+    assert reported([2.0, loss, 2.0]) == ""
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.3])
+def test_a_loss_that_jumps(noise: float) -> None:
+    curve = falling(400, noise)
+    assert not any(reported(curve[:steps]) for steps in range(1, 400, 7)), "a loss that falls and scatters is healthy"
+    told = reported([*curve, *(loss + 2.5 for loss in curve[-8:])])
+    assert re.fullmatch(r"its training loss jumped to [34]\.\d+, from 2\.\d+ on average; alarm above [23]\.\d+", told)
+    assert reported([*curve[: REPORTS_MIN - 9], *[9.0] * 8]) == "", "nobody knows yet how it scatters"
+
+
+def test_a_jump_is_over_when_the_loss_is_back_or_the_new_one_is_usual() -> None:
+    curve = falling(400, 0.05)
+    jumped = [*curve, *[5.0] * 10]
+    assert reported(jumped) and not reported([*jumped, *curve[-30:]]) and not reported([*jumped, *[5.0] * 300])
+
+
+def two_islands() -> tuple[Syncer, RunStats]:
+    syncer = new(quorum=2, overlap_steps=2)
+    stats = RunStats(("a", "b"), 100, syncer)
+    for name in ("a", "b"):
+        syncer.on_message(hello(name), 0.0)
+    for step, name in ((1, "a"), (1, "b"), (2, "a"), (2, "b")):  # the first one compiles, and is no step's time
+        told = report(name, step)._replace(step_s=1.0)
+        stats.on_report(told, float(step))
+        syncer.on_message(told, float(step))
+    return syncer, stats
+
+
+def test_a_link_that_needs_longer_than_the_overlap_hides() -> None:
+    syncer, stats = two_islands()
+    closed_s = syncer.rounds.flying[1].closed_s
+    allowed_s = WAY_FACTOR * 2 * 1.0
+    assert stats.on_value(value("a", 1, 1, 1), closed_s + allowed_s - 0.1) == pytest.approx(allowed_s - 0.1)
+    assert alarms_of(syncer, stats, closed_s) == []
+    stats.on_value(value("b", 1, 1, 1), closed_s + allowed_s + 0.1)
+    (alarm,) = alarms_of(syncer, stats, closed_s)
+    assert alarm == Alarm("link", "b", "a fragment takes 4.1 s to and from b; 4.0 s are hidden by steps")
+    assert stats.on_value(value("b", 9, 1, 1), 5.0) is None, "no such round"
+
+
+def test_a_value_that_never_comes_is_a_slow_link_too() -> None:
+    syncer, stats = two_islands()
+    assert [alarm.who for alarm in alarms_of(syncer, stats, syncer.rounds.flying[1].closed_s + 4.1)] == ["a", "b"]
+
+
+def test_conditions_of_islands_are_alarms() -> None:
+    assert {*CONDITIONS} - {*REMEDIES} == {"joining", "recovering", "training", "evaluating", "left"}
+    syncer, stats = two_islands()
+    syncer.on_disconnect("a", 1, "no connection", 2.0)
+    stats.losses.on_report(report("b", 3)._replace(loss=nan))
+    first, second = alarms_of(syncer, stats, 3.0)
+    assert (first.kind, first.who) == ("gone", "a") and first.text.startswith("a is gone: no connection")
+    assert second == Alarm("loss", "b", "b: its newest training loss is nan")
+    assert first.told() == {**first._asdict(), "remedy": REMEDIES["gone"]}
+
+
+def test_the_documentation_has_every_kind() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    section = page.partition("## Alarms")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| ([a-z-]+) \|", section, re.MULTILINE)[1:] == [*REMEDIES]
+
+
+def test_islands_that_wait_for_data() -> None:
+    (alarm,) = starving({"a": {"waiting_for_data": 0.04}, "b": {"waiting_for_data": 0.4}, "c": {}})
+    assert alarm == Alarm("starved", "b", "b waits for its data for 40% of its time")
+
+
+def test_an_alarm_begins_holds_ends_and_comes_again() -> None:
+    book = AlarmBook()
+    assert book.look([GONE], 1.0) == ([GONE], [])
+    later = GONE._replace(text="a is gone for longer")
+    assert book.look([later], 3.0) == ([], []) and book.standing == [later], "its text is the newest"
+    assert book.look([], 4.0) == ([], [later]) and book.standing == []
+    book.look([GONE], 9.0)
+    (told,) = book.told()
+    assert told == {**GONE.told(), "from_s": 9.0, "lasted_s": 0.0, "times": 2, "stands": True}
+
+
+def test_what_may_be_weather_must_hold_for_a_while() -> None:
+    book, hold_s = AlarmBook(), HOLD_S["slow"]
+    assert book.look([SLOW], 1.0) == book.look([SLOW], 0.9 + hold_s) == ([], [])
+    book.look([], hold_s + 1.0)
+    assert book.look([SLOW], hold_s + 2.0) == ([], []), "it must hold anew"
+    assert book.look([SLOW], 2 * hold_s + 2.0) == ([SLOW], [])
+
+
+def test_the_book_is_bounded() -> None:
+    book = AlarmBook()
+    book.look([Alarm("gone", str(number), "gone") for number in range(KEPT_MAX + 9)], 1.0)
+    assert len(book.told()) == len(book.standing) == KEPT_MAX
+
+
+class Watched:
+    """Looks for alarms in a simulated run, as the syncer's loop does in a real one."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.begun = cluster, list[Alarm]()
+        self._stats, self._book = RunStats(cluster.scenario.names, 100, cluster.syncer), AlarmBook()
+        original = cluster.syncer.on_message
+
+        def on_message(message, now_s):  # type: ignore[no-untyped-def]
+            if isinstance(message, StepReport):
+                self._stats.on_report(message, now_s)
+            effects = original(message, now_s)
+            begun, _ = self._book.look(alarms_of(cluster.syncer, self._stats, now_s), now_s)
+            self.begun += begun
+            return effects
+
+        cluster.syncer.on_message = on_message  # type: ignore[method-assign]
+
+
+def healthy(seed: int) -> Scenario:
+    """Settings of any kind, on machines and links that do their work."""
+    drawn, random = random_scenario(seed), Random(seed)
+    every, tau = drawn.config.sync_every, drawn.config.overlap_steps
+    tau = min(tau, every - 1) if isinstance(every, int) else tau  # else a fragment has to wait for itself
+    return Scenario(
+        config=replace(drawn.config, overlap_steps=tau, unmerged_rounds_max=96, lease_s=15.0, heartbeat_s=2.0),
+        learners=drawn.learners,
+        total_steps=60,
+        network=NetworkOptions(delay_s=random.choice((0.001, 0.05, 0.1)), jitter_s=random.choice((0.0, 0.05))),
+        step_s=drawn.step_s,
+        speed_spread=random.choice((0.0, 0.1, 0.4)),
+        step_noise=random.choice((0.0, 0.05, 0.2)),
+        step_samples=drawn.step_samples,
+        seed=seed,
+    )
+
+
+def test_two_hundred_healthy_runs_have_no_alarm() -> None:
+    for seed in range(200):
+        cluster = Cluster(healthy(seed), taped=False)
+        watched = Watched(cluster)
+        cluster.run(10_000.0)
+        assert cluster.complete and watched.begun == [], f"seed {seed}"
