@@ -63,7 +63,9 @@ def report(arguments: argparse.Namespace) -> int:
         trace = write_perfetto(Path(arguments.run), config.protocol, config.train.steps, config.budget, path)
         show(arguments, {"perfetto": str(trace)}, lambda _: f"{trace}: open it in ui.perfetto.dev")
         return 0
-    show(arguments, {"report": str(write_report(Path(arguments.run)))}, lambda result: result["report"])
+    baseline = Path(arguments.baseline) if arguments.baseline else None
+    written = write_report(Path(arguments.run), baseline)
+    show(arguments, {"report": str(written)}, lambda result: result["report"])
     return 0
 
 

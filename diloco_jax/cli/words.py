@@ -193,6 +193,9 @@ def _looking_words(add: Add) -> None:
     _inference_words(add)
     report = add("report", "Write report.html of a run: its page, as it is now, in one file.")
     report.add_argument("run", help="folder of the run")
+    report.add_argument(
+        "--baseline", metavar="RUN", help="folder of a run to hold it against, such as `diloco baseline`'s"
+    )
     about = "instead, write all islands on one timeline for ui.perfetto.dev; default: RUN/perfetto.json.gz"
     report.add_argument("--perfetto", metavar="FILE", nargs="?", const="", help=about)
     view = add("view", "The page of a run in your browser, finished or under way; of several, side by side.")

@@ -78,7 +78,7 @@ def starving(metrics: Mapping[str, Mapping[str, float]]) -> list[Alarm]:
 
 
 @dataclass(slots=True)
-class Episode:
+class Standing:
     """An alarm from its beginning to its end."""
 
     alarm: Alarm  # as it was last
@@ -101,7 +101,7 @@ class AlarmBook:
 
     def __init__(self) -> None:
         self._found_s: dict[tuple[str, str], float] = {}  # since when, without a look that did not find it
-        self._episodes: dict[tuple[str, str], Episode] = {}
+        self._episodes: dict[tuple[str, str], Standing] = {}
 
     def look(self, found: Iterable[Alarm], now_s: float) -> tuple[list[Alarm], list[Alarm]]:
         """Take what is wrong at this moment; return the alarms that begin and those that end."""
@@ -116,7 +116,7 @@ class AlarmBook:
                 if episode is None and len(self._episodes) >= KEPT_MAX:
                     continue
                 times = 1 if episode is None else episode.times + 1
-                self._episodes[key] = Episode(alarm, self._found_s[key], now_s, stands=True, times=times)
+                self._episodes[key] = Standing(alarm, self._found_s[key], now_s, stands=True, times=times)
                 begun.append(alarm)
         for key, episode in self._episodes.items():
             if episode.stands and key not in newest:

@@ -60,7 +60,7 @@ class Losses:
         return "" if curve is None else curve.trouble
 
 
-class Way(NamedTuple):
+class SlowLink(NamedTuple):
     """The time that a fragment needs between an island and the syncer, both ways, and how long it may."""
 
     took_s: float
@@ -84,7 +84,7 @@ class Links:
                 if (waited_s := now_s - this.closed_s) > max(WAY_LEAST_S, self._up_s.get(name, 0.0)):
                     self._up_s[name] = waited_s
 
-    def trouble(self, syncer: Syncer, learner_id: str) -> Way | None:
+    def trouble(self, syncer: Syncer, learner_id: str) -> SlowLink | None:
         """Return the time of an island's fragments where it is too long; None where it is not, or not known."""
         member = syncer.membership.members[learner_id]
         steps_s = [each for each in (member.step_s, syncer.membership.median_step_s()) if each]
@@ -92,4 +92,4 @@ class Links:
             return None
         took_s = self._up_s[learner_id] + (member.down.broadcast_s or 0.0)
         allowed_s = max(WAY_LEAST_S, WAY_FACTOR * syncer.config.overlap_steps * max(steps_s))
-        return Way(took_s, allowed_s) if took_s > allowed_s else None
+        return SlowLink(took_s, allowed_s) if took_s > allowed_s else None

@@ -105,6 +105,7 @@ class SyncerRun:
         try:
             exposed.open(LISTEN_PATIENCE_S if mode == FAILOVER else 0.0, stop)
             effects = begin(parts, self._initial, mode, clock.now_s())
+            watch.begins(mode)
             lingers = mode == FAILOVER and machine.over
             life = Life(mode, machine.epoch, stop)
             told = Told(self._fingerprint, self._description)

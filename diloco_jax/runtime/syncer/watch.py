@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import platform
 from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
@@ -14,16 +16,19 @@ from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import Earlier, compose_status
 from diloco_jax.runtime.records.telemetry import Telemetry, finite, write_json
+from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.host_alarms import HostAlarms
 from diloco_jax.runtime.syncer.parts import Parts
 from diloco_jax.runtime.syncer.sharded_listener import ShardedListener
 from diloco_jax.runtime.trackers.outlets import Outlets
 from diloco_jax.transport.grpc_link import GrpcListener
+from diloco_jax.transport.probe import versions
 
 SUMMED = ("tokens_per_s", "model_flops_per_s")  # in what is told of all islands together
 
 EVAL_ALARMS_MAX = 8
+LIVES = {FRESH: "the run begins", FAILOVER: "it came back from its tape", REWIND: "the run went back to a snapshot"}
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +72,18 @@ class Watch:
         self._came: dict[int, dict[str, float]] = {}  # of rounds in flight: whose values, how long after they closed
         self._news = False
         self._telemetry = Telemetry(parts.run_dir, Outlets(parts.config, parts.run_dir))
+
+    def begins(self, how: str) -> None:
+        """Write down that a process of the syncer begins, and on what: a run may have several.
+
+        Args:
+            how: one of begin.py's.
+        """
+        machine = self._parts.machine
+        record = {"kind": "life", "t": self._parts.clock.now_s(), "global_step": machine.global_step, "members": []}
+        record |= {"epoch": machine.epoch, "reason": f"of the syncer, number {machine.epoch}: {LIVES[how]}"}
+        host = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
+        self._telemetry.write(record | {"versions": versions(), "host": host})
 
     def listens(self, listener: GrpcListener | ShardedListener) -> None:
         """Tell whoever asks this listener too from now on, and count its traffic."""

@@ -18,6 +18,7 @@ from diloco_jax.settings.text import flat, load, read_values
 from diloco_jax.tools.view.rounds import KINDS, RoundTimes
 from diloco_jax.tools.view.story import Story, few
 from diloco_jax.tools.view.times import IslandTimes
+from diloco_jax.tools.view.verdict import verdict
 
 LINES_MAX = 50_000  # records that are read between two news
 EVENTS_KEPT = 300
@@ -155,12 +156,9 @@ class RunFeed:
         rate, lately = None, [each for each in story.wire if each[0] >= story.end_s - 60]
         if lately and (span_s := lately[-1][0] - lately[0][0]) > 0:
             rate = {f"{way}_per_s": (lately[-1][n] - lately[0][n]) / span_s for n, way in ((1, "up"), (2, "down"))}
-        now = {
-            "status": status,
-            "summary": summary,
-            "alarms": alarms_now(status, self._summary),
-            "times": self._times.told(self._summary.get("wall_s")),
-        }
+        told, times = alarms_now(status, self._summary), self._times.told(self._summary.get("wall_s"))
+        now = {"status": status, "summary": summary, "alarms": told, "times": times}
+        now["verdict"] = verdict(status, summary, len(told), summary.get("goodput", times["goodput"]))
         return {**now, "end_s": story.end_s, "read": round(read, 3), "rate": rate}
 
     def _about(self) -> dict[str, Any]:
@@ -168,7 +166,8 @@ class RunFeed:
         with suppress(ValueError):
             settings = dict(flat(read_values(self.folder / CONFIG_FILE)))
         tau = self.config.protocol.overlap_steps if self.config is not None else None
-        return {"config": {"overlap_steps": tau}, "settings": settings}
+        again = f"diloco train {self.folder / CONFIG_FILE} --run-dir NEW"
+        return {"config": {"overlap_steps": tau}, "settings": settings, "made": {**self.story.made, "again": again}}
 
     def logs(self) -> list[str]:
         """List the names of the logs in the folder."""

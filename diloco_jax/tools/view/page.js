@@ -101,6 +101,7 @@ function drawHead(run) {
   const partial = still && !summary.complete ? '. Not complete: the numbers are those up to the last record' : '';
   text($('facts'), `step ${steps}${total ? ' of ' + total : ''}, ${time(status.wall_s ?? summary.wall_s)}${left}${read}${partial}`);
   if (still) text($('link'), 'a report');
+  text($('verdict'), still ? run.verdict : '');
   text($('waiting'), live(run) && status.waiting_for ? 'waiting for: ' + status.waiting_for : '');
   const choice = $('choice');
   choice.hidden = runs.length < 2;
@@ -436,6 +437,12 @@ function drawRuns() {
   }), si, 'Loss over tokens');
 }
 
+function drawMade(run) {
+  const {versions = {}, host, again} = run.made || {}, rows = Object.entries(versions);
+  if (host) rows.push(['machine of the syncer', host]);
+  rows.push(['again', again]);
+  once($('made'), [run.name, rows], () => fill($('made'), ...rows.map(([name, words]) => h('div', {}, h('dt', {}, name), h('dd', {}, words)))));
+}
 function drawSettings() {
   once($('settings'), runs.map(run => run.settings), () => {
     const names = [...new Set(runs.flatMap(run => Object.keys(run.settings)))], words = (run, name) => name in run.settings ? JSON.stringify(run.settings[name]) : none;
@@ -477,7 +484,7 @@ function drawLogs(run) {
 function draw() {
   const run = runs[shown];
   if (!run) return;
-  for (const part of [drawHead, drawAlarms, drawFigures, drawRuns, drawIslands, drawRounds, drawStrip, drawLoss, drawUses, drawLinks, drawSamples, drawEvents, drawLogs, drawSettings]) part(run);
+  for (const part of [drawHead, drawAlarms, drawFigures, drawRuns, drawIslands, drawRounds, drawStrip, drawLoss, drawUses, drawLinks, drawSamples, drawEvents, drawLogs, drawMade, drawSettings]) part(run);
 }
 document.querySelector('.skip').addEventListener('click', event => { event.preventDefault(); $('islands').focus(); });
 document.querySelectorAll('details').forEach(each => each.addEventListener('toggle', draw));

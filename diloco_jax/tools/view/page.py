@@ -10,6 +10,7 @@ from diloco_jax.drawing.page import STYLE
 from diloco_jax.runtime.records.files import METRICS_FILE, REPORT_FILE
 from diloco_jax.runtime.records.telemetry import replace_text
 from diloco_jax.tools.view.feed import RunFeed
+from diloco_jax.tools.view.verdict import against
 
 FOLDER = Path(__file__).parent
 
@@ -30,12 +31,26 @@ def compose_page(data: Any = None) -> tuple[str, str]:
     return page, policy
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: Path, baseline: Path | None = None) -> Path:
     """Write report.html into a run's folder and return its path: its page, as it is now, readable without a network.
 
+    Args:
+        baseline: folder of another run that it is held against.
+
     Raises:
-        ValueError: the folder holds no metrics.jsonl, or one without a single record.
+        ValueError: a folder holds no metrics.jsonl, or one without a single record.
     """
+    told = [_read(each) for each in (folder, baseline) if each is not None]
+    if baseline is not None:
+        loss, other = (run["summary"].get("eval_loss") for run in told)
+        told[0]["verdict"] += against(loss, other, told[1]["name"])
+    target = folder / REPORT_FILE
+    replace_text(target, compose_page({"runs": told})[0])
+    return target
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """Return all that a report shows of a run."""
     metrics = folder / METRICS_FILE
     if not metrics.is_file():
         raise ValueError(f"{metrics} does not exist; give the folder of a run, one that `diloco train` made")
@@ -44,6 +59,4 @@ def write_report(folder: Path) -> Path:
         pass
     if not feed.story.tracks and not feed.story.evals.last:
         raise ValueError(f"{metrics} has no step of any learner yet; wait until the run has begun to train")
-    target = folder / REPORT_FILE
-    replace_text(target, compose_page({"runs": [{**feed.whole(), "plan": {}, "logs": []}]})[0])
-    return target
+    return {**feed.whole(), "plan": {}, "logs": []}

@@ -110,6 +110,7 @@ class Story:
     metrics: dict[str, dict[str, Curve]] = field(default_factory=dict)  # name -> island -> time, value
     bits_per_byte: float | None = None
     scores: dict[str, float | None] = field(default_factory=dict)  # of the newest evaluation
+    made: dict[str, Any] = field(default_factory=dict)  # by which versions, on which machine
     global_step: int = 0
     end_s: float = 0.0
     _size: int = 1  # rounds in each
@@ -132,6 +133,8 @@ class Story:
                     self.metrics.setdefault(name, {}).setdefault(record["learner"], Curve(POINTS_KEPT)).add(t, value)
         elif kind == "merged":
             self._merged(Stretch(t, t, 1, dict.fromkeys(record["members"], 1)))
+        elif kind == "life":
+            self.made = {"versions": record["versions"], "host": record["host"]}
         elif kind == "wire":
             self.wire.append((t, record["up_bytes"], record["down_bytes"]))
         elif kind == "eval" and record["loss"] is not None:

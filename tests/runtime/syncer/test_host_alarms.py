@@ -13,7 +13,6 @@ import pytest
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.syncer import host_alarms
 from diloco_jax.runtime.syncer.host_alarms import CLOCK_S, OVERDUE_LEAST_S, HostAlarms
-from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.trust import certificates
 
@@ -25,7 +24,7 @@ class Machine:
 
     def __init__(self, folder: Path, **transport: Any) -> None:
         protocol = SimpleNamespace(snapshot_every=10)
-        config: RunConfig = SimpleNamespace(protocol=protocol, transport=TransportConfig(**transport))  # type: ignore[assignment]
+        config = SimpleNamespace(protocol=protocol, transport=TransportConfig(**transport))
         self.tape, self.writer = SimpleNamespace(condition=""), SimpleNamespace(condition="")
         self.member = SimpleNamespace(state="active")
         self.machine = SimpleNamespace(global_step=0, membership=SimpleNamespace(members={"a": self.member}))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from diloco_jax.tools.view.page import write_report
 from diloco_jax.tools.view.story import STRETCHES_MAX, Curve, Story, few
+from diloco_jax.tools.view.verdict import against
 from tests.tools.view.browser import CHROMIUM, Browser
 from tests.tools.view.made import append, joined, left, made_run, note, step, wire
 
@@ -63,6 +64,38 @@ def test_a_data_parallel_run_has_no_rounds() -> None:
     summary = told(step("data-parallel", 1.0, 1, 10)).summary({"contributors_per_round": 1.0, "learners": {}})
     assert summary["contributors_per_round"] is None
     assert summary["learners"]["data-parallel"]["participation"] is None
+
+
+def test_the_report_begins_with_a_verdict(tmp_path: Path) -> None:
+    folder, base = made_run(tmp_path / "run"), made_run(tmp_path / "base")
+    learners = {"a": {"restarts": 1}}
+    for each, loss in ((folder, 1.515), (base, 1.5)):
+        done = {"complete": True, "eval_loss": loss, "goodput": 0.9, "wire": {}, "learners": learners, "alarms": []}
+        (each / "summary.json").write_text(json.dumps(done))
+    said = data_of(page_of(folder))["verdict"]
+    assert re.fullmatch(
+        r"\w+: \d+ of \d+ rounds, evaluation loss 1\.5150, .* tokens, .* s, goodput 90\.0%, no alarm, 1 restart", said
+    )
+    page = write_report(folder, base).read_text()
+    assert data_of(page)["verdict"] == said + ", 1.00% above the baseline base (1.5000)"
+    assert against(1.485, 1.5, "b") == ", 1.00% below the baseline b (1.5000)"
+    assert against(None, 1.5, "b") == against(1.5, None, "b") == against(1.5, 0.0, "b") == ""
+    with pytest.raises(ValueError, match=r"nowhere/metrics\.jsonl does not exist"):
+        write_report(folder, tmp_path / "nowhere")
+
+
+def test_lives_of_the_syncer_are_events_and_say_what_made_the_run(tmp_path: Path) -> None:
+    folder = made_run(tmp_path)
+    life = {
+        **note("life", 0.0, 0, reason="of the syncer, number 1: the run begins"),
+        "versions": {"jax": "1"},
+        "host": "x",
+    }
+    append(folder, life)
+    told = data_of(page_of(folder))
+    assert told["events"][-1]["kind"] == "life" and told["events"][-1]["reason"].endswith("the run begins")
+    again = f"diloco train {folder / 'config.yaml'} --run-dir NEW"
+    assert told["made"] == {"versions": {"jax": "1"}, "host": "x", "again": again}
 
 
 def test_a_folder_without_metrics_names_path_and_remedy(tmp_path: Path) -> None:
