@@ -8,11 +8,12 @@ import contextlib
 import doctest
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,9 @@ SMALL = (
     "--train.batch_size 4 --train.seq_len 32 --train.eval_batch_size 4 --protocol.snapshot_every 10 --trackers"
 )
 PACED = "--train.steps 500 --model.module tests.runtime.paced:PacedDecoder"  # long enough to be killed and stopped
+HOST = "syncer.example.org"  # machine A, as the others know it
 FAR = {  # a step of 0.1 s that leaves the cores idle, and machines that are folders
-    "syncer.example.org": "127.0.0.1",
+    HOST: "127.0.0.1",
     "machine-b:": "../B/",
     "model:\n  args: {dim: 128": "model:\n  module: tests.runtime.paced:PacedDecoder\n  args: {dim: 32",
     "mlp_dim: 512, seq_len_max: 128": "mlp_dim: 64, seq_len_max: 32",
@@ -59,10 +61,12 @@ CHANGES = {  # what a page says -> what is run here
 }
 
 
-def blocks(page: str) -> list[tuple[str, str]]:
-    """The blocks of a page that are run, each with its machine."""
+def blocks(page: str, kept: str = "") -> list[tuple[str, str]]:
+    """The blocks of a page that are run, each with its machine; `kept` stays as the page says it."""
     text = (DOCS / page).read_text(encoding="utf-8")
     for said, run in CHANGES.get(page, {}).items():
+        if said == kept:
+            continue
         assert said in text, f"{page} does not say {said!r} any more"
         text = text.replace(said, run)
     return [((MACHINE.match(block) or "AA")[1], block) for block in BLOCK.findall(text)]
@@ -74,10 +78,43 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-class Machines:
-    """Folders that stand for machines, and the processes that blocks leave behind on them."""
+@contextlib.contextmanager
+def apart(host: str) -> Iterator[dict[str, list[str]]]:
+    """Two network namespaces that one cable joins; yields how to run a command in each. B knows A as `host`."""
+    spaces = {name: f"dlpage-{os.getpid()}-{name}" for name in "AB"}
+    ends = [f"dlp{name}{os.getpid()}" for name in "AB"]
 
-    def __init__(self, folder: Path, names: set[str]) -> None:
+    def ip(*words: str, check: bool = True) -> int:
+        return subprocess.run(["ip", *words], check=check, capture_output=True).returncode
+
+    if shutil.which("ip") is None or ip("netns", "add", spaces["A"], check=False):
+        pytest.skip("network namespaces need root on Linux, and the command ip")
+    known = Path("/etc/netns") / spaces["B"]
+    try:
+        ip("netns", "add", spaces["B"])
+        ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for number, (space, end) in enumerate(zip(spaces.values(), ends, strict=True), start=1):
+            ip("link", "set", end, "netns", space)
+            ip("-n", space, "addr", "add", f"10.99.0.{number}/24", "dev", end)
+            for link in ("lo", end):
+                ip("-n", space, "link", "set", link, "up")
+        known.mkdir(parents=True)
+        (known / "hosts").write_text(f"127.0.0.1 localhost\n10.99.0.1 {host}\n", encoding="utf-8")
+        yield {name: ["ip", "netns", "exec", space] for name, space in spaces.items()}
+    finally:
+        shutil.rmtree(known, ignore_errors=True)
+        for space in spaces.values():
+            ip("netns", "delete", space, check=False)
+
+
+class Machines:
+    """Folders that stand for machines, and the processes that blocks leave behind on them.
+
+    Args:
+        within: words before a command that bring it to a machine's own network.
+    """
+
+    def __init__(self, folder: Path, names: set[str], within: Mapping[str, list[str]]) -> None:
         commands = folder / "bin"
         for made in (commands, *(folder / name for name in names)):
             made.mkdir()
@@ -88,13 +125,13 @@ class Machines:
         self._env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "DILOCO_TEST_STEP_S": "0.1"}
         self._env |= {"PATH": f"{commands}:{os.environ['PATH']}"}
         self._env["JAX_COMPILATION_CACHE_DIR"] = os.environ["DILOCO_TEST_PROGRAMS"]
-        self._folder = folder
+        self._folder, self._within = folder, within
         self._groups: list[int] = []
 
     def run(self, machine: str, block: str) -> str:
         """Run a block to its end; what it starts in the background goes on."""
         process = subprocess.Popen(
-            ["bash", "-euo", "pipefail", "-c", block],
+            [*self._within.get(machine, ()), "bash", "-euo", "pipefail", "-c", block],
             cwd=self._folder / machine,
             env=self._env,
             stdin=subprocess.DEVNULL,
@@ -119,10 +156,10 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
-def follow(page: str, folder: Path) -> list[str]:
+def follow(page: str, folder: Path, within: Mapping[str, list[str]] | None = None) -> list[str]:
     """Do all that a page says, and return what was printed."""
-    said, port = blocks(page), str(free_port())
-    machines = Machines(folder, {machine for machine, _ in said})
+    said, port = blocks(page, HOST if within else ""), str(free_port())
+    machines = Machines(folder, {machine for machine, _ in said}, within or {})
     try:
         return [machines.run(machine, block.replace("50051", port)) for machine, block in said]
     finally:
@@ -196,7 +233,8 @@ def test_a_newcomer_gets_through_the_first_page(folder: Path) -> None:
 @pytest.mark.net
 @pytest.mark.timeout(900)
 def test_two_machines_train_one_model_and_outlive_their_deaths(folder: Path) -> None:
-    told = follow("two-machines.md", folder)
+    with apart(HOST) as within:
+        told = follow("two-machines.md", folder, within)
     text = "\n".join(told)
     assert "FAIL" not in text and "two is complete: global step 900 of 900" in told[-1]
     assert "ca.key" not in {path.name for path in (folder / "B").rglob("*")}
