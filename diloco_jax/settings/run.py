@@ -229,8 +229,8 @@ class RunConfig:
     gpu: GpuConfig = field(default_factory=GpuConfig)
     """GPU hosts, for `diloco launch`."""
     trackers: tuple[str, ...] = ("tensorboard",)
-    """Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, or a class of your own as
-    package.module:Class."""
+    """Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, opentelemetry (rounds only), or a
+    class of your own as package.module:Class."""
     callbacks: tuple[str, ...] = ()
     """Classes of your own, package.module:Class, with on_step, on_round, on_eval or on_event."""
 

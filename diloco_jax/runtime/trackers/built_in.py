@@ -29,7 +29,7 @@ class Tracker(Protocol):
         """Take finite values at a global step, of "islands/NAME" or, for the run as a whole, "merged"."""
 
     def close(self) -> None:
-        """End; nothing comes after."""
+        """End; nothing comes after. A method `round`, if there is one, gets each record of that kind (telemetry.py)."""
 
 
 class TensorboardTracker:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax.runtime.trackers import built_in
+from diloco_jax.runtime.trackers.otel import OpenTelemetryTracker
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.named import load_named
 
@@ -24,12 +25,13 @@ BUILT_IN: dict[str, tuple[type, str]] = {  # name -> class, and the package that
     "wandb": (built_in.WandbTracker, "wandb"),
     "trackio": (built_in.TrackioTracker, "trackio"),
     "mlflow": (built_in.MlflowTracker, "mlflow"),
+    "opentelemetry": (OpenTelemetryTracker, "opentelemetry.exporter.otlp.proto.http"),
 }
 TRACKER_METHODS = ("begin", "log", "close")
 CALLBACK_METHODS = ("on_step", "on_round", "on_eval", "on_event")
 CLOSE_S = 30.0  # at the end: some trackers send what is left
 MERGED = "merged"  # group of what belongs to no single island
-QUIET = ("step", "closed", "round")  # records that are neither values nor events
+QUIET = ("step", "closed")  # records that are neither values nor events
 
 
 class Aside:
@@ -166,6 +168,9 @@ class Outlets:
         elif kind == "merged":
             self._log(step, {"contributors": len(record["members"])}, MERGED)
             self._tell("on_round", step, record["fragment_id"], tuple(record["members"]))
+        elif kind == "round":
+            for tracker in self._trackers:
+                tracker.call("round", record)
         elif kind not in QUIET:
             who = ", ".join(record["members"]) or f"round {step}"
             self._tell("on_event", kind, f"{who} {kind}: {record['reason']}")

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from diloco_jax.runtime.trackers import outlets
+from diloco_jax.runtime.trackers.otel import OpenTelemetryTracker
 from diloco_jax.runtime.trackers.outlets import BUILT_IN, Aside, Outlets, close_all, find_callbacks, find_trackers
 from diloco_jax.settings.run import RunConfig
 
@@ -54,6 +56,29 @@ def told(folder: Path, records: list[dict[str, Any]] = RECORDS, **settings: Any)
     for record in records:
         out.write(record)
     out.close()
+
+
+class InMemory(OpenTelemetryTracker):
+    """OpenTelemetry without a network."""
+
+    kept = InMemorySpanExporter()
+
+    def exporter(self) -> Any:
+        return self.kept
+
+
+def test_opentelemetry_gets_a_span_per_round_and_part(tmp_path: Path) -> None:
+    (tmp_path / "clock.json").write_text('{"began_unix_s": 1000.0}')
+    record = {"kind": "round", "t": 7.5, "global_step": 4, "fragment_id": 2, "opened_s": 1.0, "met_s": 2.0}
+    record |= {"closed_s": 2.5, "pulled_s": 6.0, "values": {"a": 3.0}}
+    told(tmp_path, [record], trackers=[f"{__name__}:InMemory"])
+    spans = InMemory.kept.get_finished_spans()
+    times = {span.name: (span.start_time / 1e9 - 1000, span.end_time / 1e9 - 1000) for span in spans}
+    parts = {"quorum": (1.0, 2.0), "grace": (2.0, 2.5), "pull": (2.5, 6.0), "merge": (6.0, 7.5), "value": (2.5, 5.5)}
+    assert times == {"round": (1.0, 7.5), **parts}
+    (whole,) = (span for span in spans if span.name == "round")
+    assert dict(whole.attributes) == {"diloco.global_step": 4, "diloco.fragment": 2}
+    assert {span.parent.span_id for span in spans if span is not whole} == {whole.context.span_id}
 
 
 def test_what_a_tracker_and_a_callback_get(tmp_path: Path) -> None:
@@ -151,7 +176,7 @@ RUNS = {"tensorboard": "tensorboard", "mlflow": "mlflow/store/[1-9]*/*/metrics",
 RUNS["wandb"] = "wandb/offline-run-*/*.wandb"
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", RUNS)
 @pytest.mark.filterwarnings("ignore")
 def test_one_run_with_groups_even_after_a_restart(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
