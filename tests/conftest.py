@@ -7,6 +7,7 @@ pay for importing it, and processes that a test starts inherit the settings unle
 import atexit
 import os
 import shutil
+import signal
 import sys
 import tempfile
 
@@ -35,6 +36,10 @@ os.environ.update(SETTINGS)
 if "DILOCO_TEST_PROGRAMS" not in os.environ:  # not a worker of pytest-xdist
     os.environ["DILOCO_TEST_PROGRAMS"] = tempfile.mkdtemp(prefix="diloco-test-programs-")
     atexit.register(shutil.rmtree, os.environ["DILOCO_TEST_PROGRAMS"], ignore_errors=True)
+
+# A shell's background job ignores interrupts, and processes that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A deadline would measure the machine.
 hypothesis.settings.register_profile("diloco", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

@@ -126,12 +126,7 @@ def test_what_is_named_twice_is_simulated_once() -> None:
 @pytest.mark.parametrize("after_s", [0.1, 0.5])  # while the processes begin, and later
 def test_an_interrupt_ends_all_processes(after_s: float) -> None:
     command = [sys.executable, "-m", "diloco_jax", "simulate", "--learners", "16", "--hours", "500", "--workers", "2"]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits "ignored"
-    try:
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    with process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stderr is not None
         assert b"20 simulations on 2 processes" in process.stderr.readline()
         time.sleep(after_s)
