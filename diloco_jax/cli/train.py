@@ -72,8 +72,9 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     if summary["complete"] and not quiet and (text := written(run_dir, 200)):
         say(f"the merged model writes (diloco sample {run_dir}):\n{indent(text, '    ')}")
     say(report)
-    for alarm in summary["alarms"][:ALARMS_SHOWN]:
-        say(alarm_line(alarm))
-    if more := summary["alarms"][ALARMS_SHOWN:]:
-        say(f"and {len(more)} more alarms in {run_dir / SUMMARY_FILE}")
+    told = [alarm_line(alarm) for alarm in summary["alarms"]]
+    if more := told[ALARMS_SHOWN:]:
+        told[ALARMS_SHOWN:] = [f"and {len(more)} more alarms in {run_dir / SUMMARY_FILE}"]
+    for text in told:
+        Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
     return summary

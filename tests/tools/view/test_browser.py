@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco_jax.protocol.watch.alarms import Alarm
 from tests.runtime.helpers import SLOW_STEP_S, kill_processes, processes_of, start, wait_for, write_config
 from tests.sockets import free_port
 from tests.tools.view.browser import CHROMIUM, Browser
@@ -46,7 +47,8 @@ def test_a_run_is_shown_and_what_happens_to_it(browser: Browser, tmp_path: Path)
         shows(browser, "#events", "b joined: incarnation 1")
         shows(browser, "#samples", "50.0 %")
         gone = row("b", state="gone", condition="gone", reason="no connection")  # b is killed
-        (folder / "status.json").write_text(json.dumps(status(learners=[row("a"), gone])))
+        told = [Alarm("gone", "b", "b is gone: no connection").told()]
+        (folder / "status.json").write_text(json.dumps(status(learners=[row("a"), gone], alarms=told)))
         append(folder, step("b", 5.25, 2, 30), left("b", 6.0), *one_round(2, 7.0))
         shows(browser, "#alarm-list", "b is gone")
         shows(browser, "#alarm-list", "look at its machine")

@@ -111,7 +111,7 @@ def test_a_long_run_is_small(tmp_path: Path) -> None:
     for n in range(1, 2001):
         append(folder, *(step(name, 10 + n * 0.3, n, n, loss=2 + 1 / n) for name in names))
         append(folder, note("merged", 10 + n * 0.3, n, *names[n % 3 :], fragment_id=0), wire(n * 0.3, n, n * 1000, n))
-    assert len(page_of(folder)) < 500_000
+    assert len(page_of(folder)) < 300_000
 
 
 def test_steps_and_overhead_are_counted_over_incarnations() -> None:
