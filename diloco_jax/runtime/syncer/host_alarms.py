@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import time
+from collections import deque
 from pathlib import Path
 
 from diloco_jax.protocol.messages import SYNCER
@@ -17,7 +18,7 @@ from diloco_jax.transport.trust.certificates import parse_certificates
 LOOK_EVERY_S = 2.0  # at files; memory is looked at every time
 DISK_SPARE_BYTES = 64 << 20  # for tapes, records and logs, beside the next two snapshots
 DAYS_LEFT = 7.0  # of a certificate, at the least
-CLOCK_S = 5.0  # that clocks may differ
+CLOCK_S, CLOCKS = 5.0, 5  # that clocks may differ; words of an island that are looked at together
 OVERDUE = 2  # intervals without a snapshot
 OVERDUE_LEAST_S = 60.0
 DAY_S = 86_400.0
@@ -48,14 +49,14 @@ class HostAlarms:
         self._parts, self._writer = parts, writer
         self._began_unix_s = time.time()
         self._first_step = parts.machine.global_step
-        self._ahead_s: dict[str, float] = {}  # by how much the clock of an island is ahead of ours
+        self._ahead_s: dict[str, deque[float]] = {}  # by how much an island's clock seemed ahead of ours, lately
         self._looked_s = 0.0
         self._of_files: list[Alarm] = []
         self._sized: tuple[Path | None, int] = (None, 0)  # the newest snapshot with its bytes
 
     def on_clock(self, learner_id: str, unix_s: float) -> None:
         """Compare an island's clock, at the time when it sent it, with ours."""
-        self._ahead_s[learner_id] = unix_s - time.time()
+        self._ahead_s.setdefault(learner_id, deque(maxlen=CLOCKS)).append(unix_s - time.time())
 
     @property
     def blocked(self) -> str:
@@ -67,7 +68,8 @@ class HostAlarms:
         found = [Alarm("tape", "", self._parts.tape.condition)] if self._parts.tape.condition else []
         if self._writer.condition:
             found.append(Alarm("snapshot", "", self._writer.condition))
-        for name, ahead_s in self._ahead_s.items():
+        for name, lately_s in self._ahead_s.items():
+            ahead_s = max(lately_s)  # what was longest under way makes a clock seem late
             if abs(ahead_s) > CLOCK_S and self._parts.machine.membership.members[name].state == "active":
                 way = "ahead of" if ahead_s > 0 else "behind"
                 found.append(Alarm("clock", name, f"the clock of {name} is {abs(ahead_s):.0f} s {way} the syncer's"))

@@ -12,7 +12,7 @@ import pytest
 
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.syncer import host_alarms
-from diloco_jax.runtime.syncer.host_alarms import CLOCK_S, OVERDUE_LEAST_S, HostAlarms
+from diloco_jax.runtime.syncer.host_alarms import CLOCK_S, CLOCKS, OVERDUE_LEAST_S, HostAlarms
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.trust import certificates
 
@@ -100,7 +100,12 @@ def test_an_islands_clock(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.alarms.on_clock("a", time.time() - CLOCK_S + 1.0)
     assert machine.told() == []
+    machine.alarms.on_clock("a", time.time() - 30.0)
+    assert machine.told() == [], "it was under way for long"
     machine.alarms.on_clock("a", time.time() + 3600.4)
     assert machine.told() == [("clock", "the clock of a is 3600 s ahead of the syncer's")]
+    for _ in range(CLOCKS):
+        machine.alarms.on_clock("a", time.time() - 30.0)
+    assert machine.told() == [("clock", "the clock of a is 30 s behind the syncer's")]
     machine.member.state = "gone"
     assert machine.told() == []
