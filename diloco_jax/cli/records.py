@@ -7,7 +7,7 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,17 +32,16 @@ def status(arguments: argparse.Namespace) -> int:
     transport = config.transport if config is not None else None
     read = partial(read_status, arguments.run, allow_plaintext=arguments.allow_plaintext, transport=transport)
     if arguments.watch:
-        _watch(arguments, own.parent if own.exists() else None, config, read)
-        return FAILED if read().get("state") in DEAD else 0
-    found = read()
-    show(arguments, found, describe)
+        found = _watch(arguments, own.parent if own.exists() else None, config, read) or read()
+    else:
+        show(arguments, found := read(), describe)
     return FAILED if found.get("state") in DEAD else 0
 
 
 def _watch(
     arguments: argparse.Namespace, folder: Path | None, config: RunConfig | None, read: Callable[[], dict[str, Any]]
-) -> None:
-    """Show the live view of a run until it ends, q, Ctrl-C or SIGTERM."""
+) -> Mapping[str, Any] | None:
+    """Show the live view of a run until it ends, q, Ctrl-C or SIGTERM; return the last status."""
     from rich.console import Console
 
     from diloco_jax.runtime.records.phases import read_phases
@@ -67,6 +66,7 @@ def _watch(
         with LiveView(run, console, keys, terminal, every_s=WATCH_S) as view:
             while not (stop.is_set() or view.ended.is_set()):
                 stop.wait(LOOK_S)
+    return view.status
 
 
 def drain(arguments: argparse.Namespace) -> int:

@@ -36,12 +36,7 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
         ValueError: one of its processes found a setting to be wrong.
     """
     console, terminal = Console(stderr=quiet), Terminal()
-
-    def restore() -> None:
-        terminal.restore()
-        console.show_cursor()
-
-    stop = stop_on_signals(restore)
+    stop = stop_on_signals(terminal.restore)
 
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

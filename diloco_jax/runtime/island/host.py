@@ -81,7 +81,7 @@ class Host:
         total = exchange.count(self.fragments) + steps
 
         def tell(done: int) -> None:
-            told(f"compiling, {done} of {total} programs")
+            told(f"compiling or loading programs, {done} of {total} are ready")
 
         tell(0)
         if self._compile_step is not None:

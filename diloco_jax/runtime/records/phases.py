@@ -1,7 +1,7 @@
 """Phases of processes that do not train yet: one line each in the run's folder, for people who wait.
 
 health/NAME.phase is there from the start of a process until it trains, or listens. What is counted in it follows a
-comma: "compiling, 3 of 7 programs".
+comma: "compiling or loading programs, 3 of 7 are ready".
 """
 
 import contextlib

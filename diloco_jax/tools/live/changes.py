@@ -34,6 +34,7 @@ class _Topic:
     value: str = ""  # newest
     text: str = ""
     changes: int = 0  # since the last line about it
+    line_s: float = 0.0  # of that line
     said_s: dict[str, float] = field(default_factory=dict[str, float])  # by value: when it was said last
 
 
@@ -66,8 +67,11 @@ class Changes:
             last_s = topic.said_s.get(topic.value)
             if not topic.changes or (last_s is not None and now_s < last_s + FLAP_S):
                 continue
-            again = f" ({topic.changes} changes in {format_duration(now_s - last_s)})" if last_s is not None else ""
-            topic.said_s[topic.value] = self._line_s = now_s
+            again = (
+                f" ({topic.changes} changes in {format_duration(now_s - topic.line_s)})" if last_s is not None else ""
+            )
+            again *= topic.changes > 1
+            topic.said_s[topic.value] = topic.line_s = self._line_s = now_s
             topic.changes = 0
             return f"[{format_duration(now_s - self._began_s)}] {topic.text}{again}"
         return ""

@@ -42,9 +42,10 @@ class History:
             self._next_s = now[0] + self._gap_s
             self._curves[TRAINING].append(sum(losses) / len(losses))
             self._curves[SPEED].append(status["tokens_per_s"])
-        if max(map(len, self._curves.values())) > POINTS_MAX:
-            self._curves = {name: curve[::-2][::-1] for name, curve in self._curves.items()}  # keeps the newest
-            self._gap_s *= 2
+        for name, curve in self._curves.items():
+            if len(curve) > POINTS_MAX:
+                del curve[-2::-2]  # the newest stays
+                self._gap_s *= 2 if name == TRAINING else 1
 
     def steps_per_s(self) -> float | None:
         """Return global steps per second of run time over the last minute; None before two statuses."""

@@ -1,5 +1,6 @@
 """Keys in the live view: a terminal that hands each over as it is pressed, and what they ask for."""
 
+import contextlib
 import os
 import re
 import select
@@ -12,6 +13,7 @@ from typing import Any, TextIO
 LEGEND = "d: drain an island   o: open the page in a browser   "
 STOP = {"q": "q: end this view   ", "": "Ctrl-C: stop the run   "}
 HINT = "?: keys"
+SHOW_CURSOR = b"\x1b[?25h"
 BYTES_MAX = 64  # of one reading
 SPECIAL = re.compile(rb"\x1b(\[[0-9;]*.|O.|.)?", re.DOTALL)  # keys such as arrows
 
@@ -48,6 +50,8 @@ class Terminal:
         before, self._before = self._before, None
         if before is not None and self._in_front():
             termios.tcsetattr(self._number, termios.TCSANOW, before)
+            with contextlib.suppress(OSError):
+                os.write(self._number, SHOW_CURSOR)  # a view that was cut short has hidden it
 
     def read(self, timeout_s: float) -> str:
         """Return the keys that were pressed, "" if there were none for so long; sequences of special keys are none."""
@@ -135,4 +139,4 @@ class Keys:
         elif key.strip() and longer:
             self._typed = typed
         else:
-            self.words, self._islands = f"no island has the number {typed or key!r}", {}
+            self.words, self._islands = f"no island has the number {typed!r}", {}

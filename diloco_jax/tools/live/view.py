@@ -56,6 +56,7 @@ class LiveView:
 
     Attributes:
         ended: set when the run has, or a key ends the view.
+        status: newest that was read, None before there is one.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class LiveView:
         self._console = console
         self._keys, self._terminal = keys, terminal
         self._every_s = every_s
-        self._status: Status | None = None
+        self.status: Status | None = None
         self._phases: Sequence[Phase] = ()
         self._began_s = self._heard_s = time.monotonic()
         self._history = History()
@@ -123,7 +124,7 @@ class LiveView:
             except (EOFError, OSError, ValueError):  # the terminal was closed
                 return
             for key in pressed:
-                status = self._status
+                status = self.status
                 self._keys.press(key, [row["learner"] for row in status["learners"]] if status else [])
             if self._keys.done:
                 self.ended.set()
@@ -152,10 +153,10 @@ class LiveView:
     def _current(self) -> Status | None:
         """Return the last status; when it has become old, with a word about that instead of an estimate."""
         quiet_s = time.monotonic() - self._heard_s
-        if self._status is None or self._status["state"] != "running" or quiet_s < QUIET_S:
-            return self._status
+        if self.status is None or self.status["state"] != "running" or quiet_s < QUIET_S:
+            return self.status
         waiting = f"the syncer, which has said nothing for {format_duration(quiet_s)}"
-        return {**self._status, "state": SILENT, "waiting_for": waiting}
+        return {**self.status, "state": SILENT, "waiting_for": waiting}
 
     def poll(self) -> None:
         """Look at the run; keep the last status when that fails."""
@@ -167,9 +168,9 @@ class LiveView:
             return
         if not isinstance(status, Mapping) or "learners" not in status:
             return
-        if status != self._status:
+        if status != self.status:
             self._heard_s = time.monotonic()
         self._history.add(status)
-        self._status = status
+        self.status = status
         if status["state"] in (*ENDED, NOT_RUNNING):
             self.ended.set()
