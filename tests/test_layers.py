@@ -61,7 +61,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "doctor": {"budget"},
         "export": set(),
         "inference": set(),
-        "view": {"report", "budget"},
+        "live": set(),
+        "view": {"live", "budget"},
         "chaos": {"replay", "view"},
     },
 }

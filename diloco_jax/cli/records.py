@@ -1,14 +1,22 @@
 """Subcommands about a run that is there: look at it, let a learner leave, do it again."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import json
 import shutil
 import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from diloco_jax.cli.shared import run_config, show
 from diloco_jax.runtime.records.signals import FAILED
+
+if TYPE_CHECKING:
+    from diloco_jax.settings.run import RunConfig
 
 
 def status(arguments: argparse.Namespace) -> int:
@@ -16,28 +24,62 @@ def status(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.liveness import DEAD
     from diloco_jax.runtime.records.status import read_status
     from diloco_jax.settings.text import load
-    from diloco_jax.tools.report.live import describe
+    from diloco_jax.tools.live.words import describe
 
     own = Path(arguments.run) / CONFIG_FILE
-    config = arguments.config or (own if own.exists() else None)
-    transport = load(config).transport if config else None
-    found = read_status(arguments.run, allow_plaintext=arguments.allow_plaintext, transport=transport)
-    show(arguments, found, describe)
+    chosen = arguments.config or (own if own.exists() else None)
+    config = load(chosen) if chosen else None
+    transport = config.transport if config is not None else None
+    read = partial(read_status, arguments.run, allow_plaintext=arguments.allow_plaintext, transport=transport)
+    if arguments.watch:
+        found = _watch(arguments, own.parent if own.exists() else None, config, read) or read()
+    else:
+        show(arguments, found := read(), describe)
     return FAILED if found.get("state") in DEAD else 0
 
 
-def drain(arguments: argparse.Namespace) -> int:
-    from diloco_jax.runtime.records.status import is_address, syncer_at
-    from diloco_jax.settings.text import load
+def _watch(
+    arguments: argparse.Namespace, folder: Path | None, config: RunConfig | None, read: Callable[[], dict[str, Any]]
+) -> Mapping[str, Any] | None:
+    """Show the live view of a run until it ends, q, Ctrl-C or SIGTERM; return the last status."""
+    from rich.console import Console
+
+    from diloco_jax.runtime.records.phases import read_phases
+    from diloco_jax.runtime.records.signals import stop_on_signals
+    from diloco_jax.tools.live.acting import PageOpener, drain_in_words
+    from diloco_jax.tools.live.keys import Keys, Terminal
+    from diloco_jax.tools.live.view import LOOK_S, WATCH_S, LiveView, Run
     from diloco_jax.transport.link import TransportConfig
-    from diloco_jax.transport.questions import ask_drain
+
+    if arguments.json:
+        raise ValueError("--watch draws for people, --json is for machines; give one of them")
+    if folder is None:  # else the run may not have said anything yet
+        read()
+    console, terminal = Console(), Terminal()
+    stop = stop_on_signals(terminal.restore)
+    known = TransportConfig() if config is None else config.transport
+    ask = partial(drain_in_words, arguments.run, known, allow_plaintext=arguments.allow_plaintext)
+    run = Run(read, lambda: [] if folder is None else read_phases(folder))
+    served = config is not None and bool(config.syncer.page)
+    with contextlib.closing(PageOpener(folder, served=served)) as page:
+        keys = Keys(ask, page.open, quits=True)
+        with LiveView(run, console, keys, terminal, every_s=WATCH_S) as view:
+            while not (stop.is_set() or view.ended.is_set()):
+                stop.wait(LOOK_S)
+    return view.status
+
+
+def drain(arguments: argparse.Namespace) -> int:
+    from diloco_jax.runtime.records.status import is_address
+    from diloco_jax.settings.text import load
+    from diloco_jax.tools.live.acting import drain as ask
+    from diloco_jax.transport.link import TransportConfig
 
     run, config = arguments.run, arguments.config
     if config is None and not is_address(run):
         config = run_config(run)
     known = TransportConfig() if config is None else load(config).transport
-    syncer = syncer_at(run, known, allow_plaintext=arguments.allow_plaintext)
-    ok, message = ask_drain(syncer, arguments.learner)
+    ok, message = ask(run, arguments.learner, known, allow_plaintext=arguments.allow_plaintext)
     if arguments.json:
         print(json.dumps({"learner": arguments.learner, "ok": ok, "message": message}))
     else:

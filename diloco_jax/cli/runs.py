@@ -10,19 +10,25 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.cli.shared import learner_dir, load_config, show
-from diloco_jax.cli.words import CHAOS_LEARNER
+from diloco_jax.cli.words import CHAOS_LEARNER, COMPILE
+from diloco_jax.runtime.local.machine import CONTROLLER
 from diloco_jax.runtime.records.files import PAGE_TOKEN
+from diloco_jax.runtime.records.phases import tell_phase
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
+from diloco_jax.transport.link import check_name
 
 if TYPE_CHECKING:
     from diloco_jax.runtime.model.evaluation import Evaluator
     from diloco_jax.runtime.model.offered import OfferedModel
     from diloco_jax.settings.run import RunConfig
+
+IMPORTING = "importing JAX and the program"
 
 
 def _run_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
@@ -70,6 +76,7 @@ def train(arguments: argparse.Namespace) -> int:
 def syncer(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     run_dir = _run_dir(arguments, config)
+    tell_phase(run_dir, "syncer", IMPORTING)
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.records.signals import give_memory_back
     from diloco_jax.runtime.syncer.run import SyncerRun
@@ -86,6 +93,7 @@ def syncer(arguments: argparse.Namespace) -> int:
     else:
         from diloco_jax.runtime.model.evaluation import Evaluator
 
+        tell_phase(run_dir, "syncer", "loading the data and describing the model")
         model = Evaluator(config)
     page = _begin_page(config, run_dir)
     try:
@@ -109,10 +117,10 @@ def _begin_page(config: RunConfig, run_dir: Path) -> subprocess.Popen[bytes] | N
 
 
 def learner(arguments: argparse.Namespace) -> int:
-    from functools import partial
-
     config = load_config(arguments)
     run_dir = learner_dir(arguments, config)
+    if not (arguments.standby or arguments.host):  # a spare is nobody yet
+        tell_phase(run_dir, check_name(arguments.island), IMPORTING)
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.island.join import join, leave
     from diloco_jax.runtime.learner.joined import Joining, island_pulse
@@ -157,6 +165,7 @@ def learner(arguments: argparse.Namespace) -> int:
 def islands(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     run_dir = learner_dir(arguments, config)
+    tell_phase(run_dir, CONTROLLER, IMPORTING)
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.local.controller import IslandsRun, use_pathways
     from diloco_jax.runtime.records.status import known_address
@@ -164,7 +173,9 @@ def islands(arguments: argparse.Namespace) -> int:
     if config.islands.pathways:
         use_pathways()
     address = arguments.syncer or known_address(run_dir, config)
-    IslandsRun(config, run_dir, address, stop).run()
+    run = IslandsRun(config, run_dir, address, stop)
+    tell_phase(run_dir, CONTROLLER, "")  # each island has its own
+    run.run()
     return INTERRUPTED if stop.is_set() else 0
 
 
@@ -183,8 +194,6 @@ def chaos(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         show(arguments, {"schedule": [str(fault) for fault in schedule]}, lambda told: "\n".join(told["schedule"]))
         return 0
-    from functools import partial
-
     from diloco_jax.runtime.local.check_input import check_input
     from diloco_jax.tools.chaos.run import for_chaos, run_chaos
     from diloco_jax.tools.chaos.verdict import table
@@ -201,6 +210,7 @@ def chaos(arguments: argparse.Namespace) -> int:
 def baseline(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     run_dir = _run_dir(arguments, config)
+    tell_phase(run_dir, "trainer", IMPORTING)
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.local.baseline import DataParallelRun
 
@@ -210,10 +220,13 @@ def baseline(arguments: argparse.Namespace) -> int:
 
 def compile_ahead(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
+    told = partial(tell_phase, Path(arguments.run_dir), f"{COMPILE}-{arguments.island}")
+    told(IMPORTING)
     _begin_process(Path(arguments.run_dir))
     from diloco_jax.runtime.local.compiling import compiled_loop
 
-    compiled_loop(config, arguments.island)
+    compiled_loop(config, arguments.island, told)
+    told("")
     return 0
 
 

@@ -1,6 +1,8 @@
 """The command `train`: a local run from its config to its report, with a live view."""
 
 import json
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -9,10 +11,13 @@ from rich.console import Console
 
 from diloco_jax.cli.inference import written
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
-from diloco_jax.runtime.records.files import LOGS, STATUS_FILE, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.records.files import LOGS, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.report.live import LiveView, alarm_line, scores_text
+from diloco_jax.tools.live.acting import PageOpener, drain_in_words
+from diloco_jax.tools.live.keys import Keys, Terminal
+from diloco_jax.tools.live.view import LiveView, run_in
+from diloco_jax.tools.live.words import alarm_line, scores_text
 from diloco_jax.tools.view.page import write_report
 
 ALARMS_SHOWN = 8
@@ -30,8 +35,8 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     Raises:
         ValueError: one of its processes found a setting to be wrong.
     """
-    console = Console(stderr=quiet)
-    stop = stop_on_signals()
+    console, terminal = Console(stderr=quiet), Terminal()
+    stop = stop_on_signals(terminal.restore)
 
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -41,7 +46,10 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier stop
     try:
         if live:
-            with LiveView(run_dir / STATUS_FILE, console):
+            ask = partial(drain_in_words, str(run_dir), config.transport)
+            page = PageOpener(run_dir, served=bool(config.syncer.page))
+            keys = Keys(ask, page.open, quits=False)
+            with closing(page), LiveView(run_in(run_dir), console, keys, terminal):
                 run.run()
         else:
             run.run()

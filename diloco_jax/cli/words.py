@@ -174,6 +174,7 @@ def _unlisted_words(commands: argparse._SubParsersAction[Parser], learner: Parse
 def _looking_words(add: Add) -> None:
     """Add the commands about a run that is there."""
     status = add("status", "What a run does now, and what it waits for.")
+    status.add_argument("--watch", action="store_true", help="show the live view until the run ends, q or Ctrl-C")
     drain = add("drain", "Let one learner leave after its current step; the others go on.")
     drain.add_argument("learner", help="name of the learner, such as island-0")
     for asks in (status, drain):

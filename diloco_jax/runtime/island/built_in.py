@@ -14,6 +14,8 @@ from diloco_jax.training.data.sample import batch_shapes
 from diloco_jax.training.island import Island, StepHandle
 from diloco_jax.training.optimizers import learning_rate
 
+LOADING = "loading the data and building the model"  # a phase
+
 
 class BuiltInLoop:
     """The steps of an island that trains a model of the config. One thread at a time.

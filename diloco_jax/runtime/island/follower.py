@@ -168,7 +168,7 @@ class Follower:
                 raise ValueError(f"a {type(command).__name__} is not expected here")
 
     def _warm_up(self, number: int) -> None:
-        self._host.warm_up()
+        self._host.warm_up(self._pulse.phase)
         self._answer(number)
         self._host.warm_up_evaluation()
 

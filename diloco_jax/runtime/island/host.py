@@ -24,6 +24,7 @@ from diloco_jax.training.whole_state.staging import StagedState
 from diloco_jax.transport.group import commands
 
 Ranges = Sequence[tuple[int, int]]
+Told = Callable[[str], object]  # hears what is done, in words for people
 Outcome = Callable[[], str | None]  # of a state that is written: the reason why it was not, "" if it was, None before
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class Host:
     Args:
         config: the run.
         island: that is exchanged, or this process's part of it.
-        compile_step: compiles what its owner runs.
+        compile_step: compiles what its owner runs; None if nobody here can.
         evaluate: evaluates the global model; None if nobody here can.
         saves: this process's states on disk; without them it saves nothing.
     """
@@ -44,7 +45,7 @@ class Host:
         self,
         config: RunConfig,
         island: ExchangedState,
-        compile_step: Callable[[], None] = lambda: None,
+        compile_step: Callable[[], None] | None = None,
         evaluate: Evaluation | None = None,
         saves: SavedStates | None = None,
     ) -> None:
@@ -74,10 +75,18 @@ class Host:
     def tell(self, command: commands.Command) -> None:
         """Let the other hosts do the same, before this one does it; an island of one process has none."""
 
-    def warm_up(self) -> None:
-        """Compile what the island runs. Any thread."""
-        self._compile_step()
-        self.island.exchange.warm_up(self.fragments)
+    def warm_up(self, told: Told = lambda words: None) -> None:
+        """Compile what the island runs, and say how much of it is done. Any thread."""
+        exchange, steps = self.island.exchange, int(self._compile_step is not None)
+        total = exchange.count(self.fragments) + steps
+
+        def tell(done: int) -> None:
+            told(f"compiling or loading programs, {done} of {total} are ready")
+
+        tell(0)
+        if self._compile_step is not None:
+            self._compile_step()
+        exchange.warm_up(self.fragments, lambda done: tell(done + steps))
 
     def warm_up_evaluation(self) -> None:
         """Compile the evaluation of the global model; one that cannot be compiled tells so when it is asked for."""

@@ -14,7 +14,7 @@ from diloco_jax.core.codec import Bytes
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
 from diloco_jax.runtime.island.adoptions import Values
 from diloco_jax.runtime.island.evaluation import Evaluation
-from diloco_jax.runtime.island.host import Host, Outcome
+from diloco_jax.runtime.island.host import Host, Outcome, Told
 from diloco_jax.runtime.island.join import Hosts, die
 from diloco_jax.runtime.island.saved_states import SavedStates, StateName
 from diloco_jax.settings.run import RunConfig
@@ -123,10 +123,10 @@ class LeadingHost(Host):
         """See Host.tell; the order of what is told is that of what is done."""
         self._group.send(command)
 
-    def warm_up(self) -> None:
-        """Compile what the island runs, on all hosts. Any thread."""
+    def warm_up(self, told: Told = lambda words: None) -> None:
+        """Compile what the island runs, on all hosts, and say how much of it this one has done. Any thread."""
         others = self._questions.ask(commands.HostWarmUp)
-        super().warm_up()
+        super().warm_up(told)
         others.payloads()
 
     def connect(self, epoch: int, number: int) -> None:

@@ -87,7 +87,7 @@ class Joining(NamedTuple):
     def host(
         self,
         island: ExchangedState,
-        compile_step: Callable[[], None],
+        compile_step: Callable[[], None] | None,
         evaluate: Evaluation | None,
         stop: threading.Event,
     ) -> Host | LeadingHost:
@@ -186,7 +186,8 @@ class Joined:
         """Run as the body of the thread "compile"."""
         began_s = time.monotonic()
         try:
-            self._host.warm_up()
+            self._host.warm_up(self._pulse.phase)
+            self._pulse.phase("joining: waits for the model and its share of the data")
             log.info(f"compiled what a step, staging and adoption need in {time.monotonic() - began_s:.1f} s")
         except Exception as error:
             self._signals.fail(error)
@@ -311,6 +312,7 @@ class Joined:
         """Take a state over outside of the lock: heartbeats go on while a large one is copied to the devices."""
         whose = effect.donor or "an earlier life"
         self._pulse.patient()
+        self._pulse.phase(f"recovering: takes over the state of {whose}")
         try:
             incarnation, local_step = self._states.load(effect)
         except ValueError as error:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from diloco_jax.protocol.leases import Batch
-from diloco_jax.runtime.island.built_in import BuiltInLoop
+from diloco_jax.runtime.island.built_in import LOADING, BuiltInLoop
 from diloco_jax.runtime.island.follower import Follower
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender
@@ -45,6 +45,7 @@ class LearnerRun:
         make_loop: Callable[[RunConfig, str, Sequence[jax.Device] | None], BuiltInLoop] = BuiltInLoop,
         make_sender: Callable[[Host, Callable[[Exception], None]], PayloadSender] = lambda _, fail: PayloadSender(fail),
     ) -> None:
+        joining.pulse.phase(LOADING)
         signals = Signals(stop)
         self.loop = loop = make_loop(joining.config, joining.learner_id, devices)
         self.host = host = joining.host(loop.island, loop.warm_up, loop.evaluate, stop)
@@ -95,6 +96,7 @@ class LearnerRun:
 def follow(joining: Joining, stop: threading.Event) -> int:
     """Make the steps of a host that does not lead, until its leader ends; returns the exit status."""
     assert joining.hosts is not None and isinstance(joining.hosts.group, GroupMember), "host 0 leads"
+    joining.pulse.phase(LOADING)
     loop = BuiltInLoop(joining.config, joining.learner_id)
     host = Host(joining.config, loop.island, loop.warm_up, loop.evaluate, joining.saved_states())
     dialler = joining.dialler(host.plan)

@@ -12,6 +12,7 @@ from typing import Any
 
 from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.protocol.watch.stats import WAITING
+from diloco_jax.runtime.island.built_in import LOADING
 from diloco_jax.runtime.island.feed import DATA_WAIT, Feed
 from diloco_jax.runtime.learner.metrics import metrics_of
 from diloco_jax.runtime.model.evaluation import Evaluator
@@ -44,6 +45,7 @@ class DataParallelRun:
         self._config = config
         self._run_dir = run_dir
         self._stop = stop
+        self._pulse.phase(LOADING)
         self._evaluator = Evaluator(config)
         self._island = Island(config.model, config.optimizer, config.islands.mesh, seed=config.seed)
         if config.model.weights:
@@ -67,6 +69,7 @@ class DataParallelRun:
         steps = config.planned_steps
         rate = learning_rate(config.optimizer, steps)
         feed.put([(0, size)], [(size, (1 + prefetch) * size)])
+        self._pulse.phase("compiling the step")
         began_s, step, told_s = self._now_s(), 0, 0.0
         while step < steps and not self._stop.is_set():
             step_began_s = self._now_s()

@@ -4,8 +4,8 @@ Compiling takes an emulated island several times as long as everything else befo
 share cores would all do it at the same time. Real accelerators are left to their islands.
 """
 
-from diloco_jax.runtime.island.built_in import BuiltInLoop
-from diloco_jax.runtime.island.host import Host
+from diloco_jax.runtime.island.built_in import LOADING, BuiltInLoop
+from diloco_jax.runtime.island.host import Host, Told
 from diloco_jax.runtime.local.machine import Machine, emulated_devices
 from diloco_jax.settings.run import RunConfig
 
@@ -23,10 +23,12 @@ def shared_by_several(config: RunConfig, machine: Machine) -> list[str]:
     return [names[0] for names in kinds.values() if len(names) > 1]
 
 
-def compiled_loop(config: RunConfig, island: str) -> BuiltInLoop:
+def compiled_loop(config: RunConfig, island: str, told: Told = lambda words: None) -> BuiltInLoop:
     """Return the loop of an island with all that it runs compiled, and kept where `keep_programs` said."""
+    told(LOADING)
     loop = BuiltInLoop(config, island)
     host = Host(config, loop.island, loop.warm_up, loop.evaluate)
-    host.warm_up()
+    host.warm_up(told)
+    told("compiling the evaluation")
     host.warm_up_evaluation()
     return loop

@@ -31,6 +31,7 @@ from diloco_jax.runtime.own_loop.surroundings import (
     SYNCER_ENV,
 )
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, HEALTH, LOGS, TAPES
+from diloco_jax.runtime.records.phases import forget_phases, tell_phase
 from diloco_jax.runtime.records.signals import INTERRUPTED, PARENT_ENV, WRONG_INPUT
 from diloco_jax.runtime.records.status import complete, last_state, start_again
 from diloco_jax.settings.islands import IslandsConfig
@@ -96,6 +97,7 @@ class LocalRun:
         Raises:
             RunFailed: the syncer, or too many islands, could not be kept running.
         """
+        forget_phases(self._run_dir)
         if self._resume:  # nobody listens there any more
             (self._run_dir / ADDRESS_FILE).unlink(missing_ok=True)
             start_again(self._run_dir)
@@ -256,6 +258,7 @@ class LocalRun:
             if self._config.islands.standby:
                 self._spares.tend(child.name)
             return
+        tell_phase(self._run_dir, child.name, "")
         with contextlib.suppress(OSError):  # what it said before it was killed
             (self._run_dir / HEALTH / f"{child.name}.ready").unlink(missing_ok=True)
         if code == 0 and self._config.islands.command and not (self._joined(child.name) or complete(self._run_dir)):
@@ -313,6 +316,7 @@ class LocalRun:
         for child in children:
             patience_s = STOP_TIMEOUT_S if child is self._syncer else 0.1  # it saves the model
             child.wait(max(patience_s, ends_s - time.monotonic()))
+        forget_phases(self._run_dir)
 
 
 def next_incarnation(run_dir: Path, name: str) -> int:

@@ -119,6 +119,7 @@ def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> Of
         return OfferedModel(found)
     desk = ModelDesk(config.transport, describe_run(config, ""), lambda layout: _bytes_of(layout, config))
     pulse = Pulse(config.watchdog, "the wait for a model", (run_dir, "syncer"))
+    pulse.phase("waiting for the first island, which brings the model")
     pulse.rest()  # islands come when there is room for them; probes see that somebody waits
     try:
         (run_dir / ADDRESS_FILE).write_text(desk.address, encoding="utf-8")

@@ -247,7 +247,7 @@ class OwnIsland:
             dialler = joining.dialler(host.plan)
             self._side = Follower(self.config, host, dialler, hosts.group, self._stop, self._take_ranges, joining.pulse)
             return
-        self._host = host = joining.host(self._held, lambda: None, evaluation, self._stop)
+        self._host = host = joining.host(self._held, None, evaluation, self._stop)
         metrics = own_metrics(self.config, self.name, self._state.devices, flops_per_step / size.tokens)
         payloads = PayloadSender(signals.fail)
         joined = Joined(joining, host, size, signals, payloads, metrics)

@@ -7,6 +7,7 @@ The files, which the probes of `diloco launch` read, are below `health` in the r
     NAME.alive    its age is the time since the loop made progress, up to a second; while that may take long, such as
                   before the first step, the time since its watchdog looked
     NAME.ready    exists while the loop is connected and trains, or listens
+    NAME.phase    says until then what the process does (phases.py)
 
 NAME is `syncer`, an island, or NAME-h1 for its host 1. An island that is a thread of a process takes the process along.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 from statistics import median
 
 from diloco_jax.runtime.records.files import HEALTH
+from diloco_jax.runtime.records.phases import tell_phase
 from diloco_jax.runtime.records.signals import HUNG
 from diloco_jax.settings.watchdog import WatchdogConfig
 
@@ -90,6 +92,7 @@ class Pulse:
         self._what = what
         self._patience = Patience(config)
         self._alive = self._ready = None
+        self._files = files
         self._is_ready: bool | None = None
         self._touched_s = 0.0
         self._over = threading.Event()
@@ -127,6 +130,11 @@ class Pulse:
         """Let the next beat take any time: there is nothing to do."""
         self._patience.wait(float("inf"))
 
+    def phase(self, words: str) -> None:
+        """Say what the process does before the loop is ready."""
+        if self._files is not None and not (words and self._is_ready):
+            tell_phase(*self._files, words)
+
     def ready(self, is_ready: bool) -> None:
         """Say whether the loop is connected and trains, or listens."""
         if self._ready is None or is_ready == self._is_ready:
@@ -134,6 +142,7 @@ class Pulse:
         with contextlib.suppress(OSError):
             if is_ready:
                 self._ready.touch()
+                self.phase("")
             else:
                 self._ready.unlink(missing_ok=True)
             self._is_ready = is_ready
@@ -142,6 +151,7 @@ class Pulse:
         """End: the loop is over."""
         self._over.set()
         self.ready(False)
+        self.phase("")
 
     def _touch(self) -> None:
         now_s = time.monotonic()

@@ -15,12 +15,17 @@ _PR_SET_PDEATHSIG = 1
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 
 
-def stop_on_signals() -> threading.Event:
-    """Return an event that SIGINT and SIGTERM set; the second signal of either kind ends the process at once."""
+def stop_on_signals(last_act: Callable[[], object] = lambda: None) -> threading.Event:
+    """Return an event that SIGINT and SIGTERM set; the second signal of either kind ends the process at once.
+
+    Args:
+        last_act: called before that.
+    """
     stop = threading.Event()
 
     def handle(number: int, frame: object) -> None:
         if stop.is_set():
+            last_act()
             os._exit(128 + number)
         stop.set()
 

@@ -61,6 +61,7 @@ class SyncerRun:
         rewind: bool = False,
     ) -> None:
         self._pulse = Pulse(config.watchdog, "the syncer's loop", (run_dir, "syncer"))
+        self._pulse.phase("drawing the initial model")
         plan = cut(config, model.shapes, model.kinds)
         self._config = config = settle(config, plan)
         self._run_dir = run_dir
@@ -103,6 +104,7 @@ class SyncerRun:
         merges = Merges(self._model, self._results.put, Pulse(config.watchdog, "a merge", None))
         listener, ended_s = None, 0.0
         try:
+            self._pulse.phase("opening its port" if mode == FRESH else "recovering from its folder")
             exposed.open(LISTEN_PATIENCE_S if mode == FAILOVER else 0.0, stop)
             effects = begin(parts, self._initial, mode, clock.now_s())
             watch.begins(mode)

@@ -1,1 +1,1 @@
-"""The live view, and the page that a finished run leaves."""
+"""The timeline of a run for viewers of traces, and what a run reads."""

@@ -131,10 +131,19 @@ class Exchange:
         self._compiled: dict[object, jax.stages.Compiled] = {}
         self._compiling = threading.Lock()
 
-    def warm_up(self, fragments: Iterable[Fragment]) -> None:
-        """Compile what these fragments need; from any thread, at any time."""
+    def warm_up(self, fragments: Iterable[Fragment], told: Callable[[int], object] = lambda done: None) -> None:
+        """Compile what these fragments need; from any thread, at any time.
+
+        Args:
+          told: hears how many programs there are, of `count`.
+        """
         for _ in self.programs(fragments):
-            pass
+            told(len(self._compiled))
+
+    def count(self, fragments: Iterable[Fragment]) -> int:
+        """Return how many programs these fragments need, where those that share one count once."""
+        kinds = 3 if self._rebase else 2
+        return kinds * len({self._windows_of(fragment).geometry for fragment in fragments})
 
     def programs(self, fragments: Iterable[Fragment]) -> Iterator[tuple[str, Fragment, jax.stages.Compiled]]:
         """Compile what these fragments need, one after the other.

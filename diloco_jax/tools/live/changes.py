@@ -1,0 +1,127 @@
+"""Changes of a run as lines for logs: one when something changes, at most one a second, none while nothing does."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from diloco_jax.drawing.charts import format_count
+from diloco_jax.protocol.watch.alarms import REMEDIES
+from diloco_jax.runtime.records.liveness import ENDED
+from diloco_jax.runtime.records.phases import Phase
+from diloco_jax.runtime.records.status import EVALUATING
+from diloco_jax.tools.live.words import alarm_line, format_duration, share_done, time_left
+
+LINE_EVERY_S = 1.0  # at most one line so often
+FLAP_S = 30.0  # what was said of something is not said of it again so soon
+TENTHS = 10
+
+Subject = tuple[str, ...]
+STANDS, OVER = "stands", "over"  # of alarms
+
+
+class Fact(NamedTuple):
+    """One thing about a run at this moment."""
+
+    subject: Subject
+    value: str  # what is compared
+    text: str
+
+
+@dataclass(slots=True)
+class _Topic:
+    """What became of one subject."""
+
+    value: str = ""  # newest
+    text: str = ""
+    changes: int = 0  # since the last line about it
+    line_s: float = 0.0  # of that line
+    said_s: dict[str, float] = field(default_factory=dict[str, float])  # by value: when it was said last
+
+
+class Changes:
+    """The lines about one run.
+
+    Args:
+        began_s: time of the first look, on the clock of the others.
+    """
+
+    def __init__(self, began_s: float) -> None:
+        self._began_s = began_s
+        self._topics: dict[Subject, _Topic] = {}
+        self._alarms: dict[Subject, str] = {}  # what was said to stand
+        self._line_s = float("-inf")
+
+    def look(
+        self, status: Mapping[str, Any] | None, phases: Sequence[Phase], now_s: float, *, steps_per_s: float | None
+    ) -> str:
+        """Compare with the last look; return the line that is due now, "" if there is none."""
+        facts = [*self._facts(status, steps_per_s), *_of_phases(phases)]
+        for fact in facts:
+            topic = self._topics.setdefault(fact.subject, _Topic())
+            topic.changes += fact.value != topic.value
+            topic.value, topic.text = fact.value, fact.text
+        if now_s < self._line_s + LINE_EVERY_S:
+            return ""
+        for fact in facts:  # the gravest first
+            topic = self._topics[fact.subject]
+            last_s = topic.said_s.get(topic.value)
+            if not topic.changes or (last_s is not None and now_s < last_s + FLAP_S):
+                continue
+            again = (
+                f" ({topic.changes} changes in {format_duration(now_s - topic.line_s)})" if last_s is not None else ""
+            )
+            again *= topic.changes > 1
+            topic.said_s[topic.value] = topic.line_s = self._line_s = now_s
+            topic.changes = 0
+            return f"[{format_duration(now_s - self._began_s)}] {topic.text}{again}"
+        return ""
+
+    def _facts(self, status: Mapping[str, Any] | None, steps_per_s: float | None) -> Iterator[Fact]:
+        if status is None:
+            return
+        state = status["state"]
+        calm = state in (*ENDED, EVALUATING, "running")
+        waiting = "" if calm else f", waiting for: {status['waiting_for']}"
+        yield Fact(("run",), state, f"{status['run']} is {state}{waiting}")
+        yield from self._of_alarms(status["alarms"])
+        over = state in (*ENDED, EVALUATING)  # islands leave then
+        for row in () if over else status["learners"]:
+            name, condition = row["learner"], row["condition"]
+            if condition == "evaluating":  # its result is a line
+                condition = "training"
+            if condition not in REMEDIES:  # else the alarm says it
+                reason = f": {row['reason']}" if condition != "training" else ""
+                yield Fact(("island", name), condition, f"{name} is {condition}{reason}")
+        if status["eval_loss"] is not None:
+            at = f"{status['eval_loss']:.4f} at step {status['global_step']}"
+            yield Fact(("evaluation",), str(status["eval_loss"]), f"evaluation loss {at}")
+        tenth = int(share_done(status) * TENTHS)
+        if tenth:
+            yield Fact(("progress",), str(tenth), _progress(status, steps_per_s))
+
+    def _of_alarms(self, alarms: Sequence[Mapping[str, Any]]) -> Iterator[Fact]:
+        """Tell those that stand, and those of earlier looks that do not any more."""
+        standing = {("alarm", alarm["kind"], alarm["who"]): alarm for alarm in alarms}
+        for subject, alarm in standing.items():
+            self._alarms[subject] = f"alarm over: {alarm['text']}"
+            yield Fact(subject, STANDS, alarm_line(alarm))
+        for subject, text in self._alarms.items():
+            if subject not in standing and STANDS in self._topics[subject].said_s:
+                yield Fact(subject, OVER, text)
+
+
+def _progress(status: Mapping[str, Any], steps_per_s: float | None) -> str:
+    active = sum(row["state"] == "active" for row in status["learners"])
+    parts = [
+        f"{share_done(status):.0%}, step {status['global_step']} of {status['total_steps']}",
+        f"{active} of {len(status['learners'])} islands active",
+        f"{format_count(status['tokens'])} tokens at {format_count(status['tokens_per_s'])}/s",
+        f"{status['contributors_per_round']:.2f} contributors per round",
+        time_left(status, steps_per_s),
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _of_phases(phases: Sequence[Phase]) -> Iterator[Fact]:
+    for phase in phases:
+        yield Fact(("phase", phase.name), phase.words.partition(",")[0], f"{phase.name}: {phase.words}")

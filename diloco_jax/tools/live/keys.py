@@ -1,0 +1,142 @@
+"""Keys in the live view: a terminal that hands each over as it is pressed, and what they ask for."""
+
+import contextlib
+import os
+import re
+import select
+import sys
+import termios
+import tty
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+LEGEND = "d: drain an island   o: open the page in a browser   "
+STOP = {"q": "q: end this view   ", "": "Ctrl-C: stop the run   "}
+HINT = "?: keys"
+SHOW_CURSOR = b"\x1b[?25h"
+BYTES_MAX = 64  # of one reading
+SPECIAL = re.compile(rb"\x1b(\[[0-9;]*.|O.|.)?", re.DOTALL)  # keys such as arrows
+
+
+class Terminal:
+    """The keyboard of a terminal while this process is in its foreground; elsewhere it has no keys.
+
+    Leaving the context restores the terminal, whatever ended it; `restore` may be called at any time.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        stream = sys.stdin if stream is None else stream
+        try:
+            self._number = stream.fileno() if stream is not None and stream.isatty() else -1
+        except (OSError, ValueError):  # closed, or no file
+            self._number = -1
+        self._before: list[Any] | None = None  # the terminal's settings, while they are changed
+
+    def __enter__(self) -> "Terminal":
+        if self._in_front():
+            self._before = termios.tcgetattr(self._number)
+            tty.setcbreak(self._number, termios.TCSANOW)  # Ctrl-C stays a signal
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.restore()
+
+    @property
+    def has_keys(self) -> bool:
+        return self._before is not None
+
+    def restore(self) -> None:
+        """Give the terminal its settings back. In the background that would stop this process; the shell did it."""
+        before, self._before = self._before, None
+        if before is not None and self._in_front():
+            termios.tcsetattr(self._number, termios.TCSANOW, before)
+            with contextlib.suppress(OSError):
+                os.write(self._number, SHOW_CURSOR)  # a view that was cut short has hidden it
+
+    def read(self, timeout_s: float) -> str:
+        """Return the keys that were pressed, "" if there were none for so long; sequences of special keys are none."""
+        ready, _, _ = select.select([self._number], [], [], timeout_s)
+        if not ready or not self._in_front():
+            return ""
+        try:
+            pressed = os.read(self._number, BYTES_MAX)
+        except OSError:  # the terminal is gone
+            pressed = b""
+        if not pressed:
+            raise EOFError("the terminal was closed")
+        return SPECIAL.sub(b"", pressed).decode("ascii", "ignore")
+
+    def _in_front(self) -> bool:
+        try:
+            return self._number >= 0 and os.tcgetpgrp(self._number) == os.getpgrp()
+        except OSError:  # not the terminal of this process
+            return False
+
+
+def numbers_of(names: Sequence[str]) -> dict[str, str]:
+    """Return islands by the number with which people name them: that in the name, or else the place in the list."""
+    own = [match[0] if (match := re.search(r"\d+$", name)) else "" for name in names]
+    if len(set(own)) < len(own) or "" in own:
+        own = [str(place) for place in range(len(names))]
+    return dict(zip(own, names, strict=True))
+
+
+class Keys:
+    """The keys of a view: what each asks for, what is asked in return.
+
+    Args:
+        drain: asks that an island leaves; returns what people should hear.
+        open_page: opens the page of the run; returns the same.
+        quits: whether q ends the view.
+
+    Attributes:
+        words: what the view shows below its picture.
+        done: whether the view shall end.
+    """
+
+    def __init__(self, drain: Callable[[str], str], open_page: Callable[[], str], *, quits: bool) -> None:
+        self._drain = drain
+        self._open_page = open_page
+        self._quits = quits
+        self._islands: dict[str, str] = {}  # by number, while one is chosen
+        self._typed = ""
+        self._chosen = ""  # to be drained, if y says so
+        self.words = HINT
+        self.done = False
+
+    def press(self, key: str, islands: Sequence[str]) -> None:
+        """Take one key.
+
+        Args:
+            islands: that the view shows.
+        """
+        if self._chosen:
+            name, self._chosen = self._chosen, ""
+            self.words = f"asking the syncer to let {name} leave"
+            self.words = self._drain(name) if key in "yY" else f"{name} stays"
+        elif self._islands:
+            self._choose(key)
+        elif key == "d":
+            self._islands, self._typed = numbers_of(islands), ""
+            listed = ", ".join(f"{number} {name}" for number, name in self._islands.items())
+            self.words = f"drain which island? {listed}" if listed else "there is no island to drain"
+        elif key == "o":
+            self.words = "opening the page"
+            self.words = self._open_page()
+        elif key == "q" and self._quits:
+            self.done = True
+        else:
+            self.words = LEGEND + STOP["q" if self._quits else ""] + HINT if key == "?" else HINT
+
+    def _choose(self, key: str) -> None:
+        """Take a key of an island's number; Enter ends one with which a longer one begins."""
+        typed = self._typed + key.strip()
+        longer = [number for number in self._islands if number.startswith(typed) and number != typed]
+        if typed in self._islands and (not longer or not key.strip()):
+            self._chosen = self._islands[typed]
+            self.words = f"let {self._chosen} leave after its current step? y: yes, any other key: no"
+            self._islands = {}
+        elif key.strip() and longer:
+            self._typed = typed
+        else:
+            self.words, self._islands = f"no island has the number {typed!r}", {}

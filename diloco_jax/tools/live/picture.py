@@ -1,0 +1,210 @@
+"""Pictures of a run for a terminal, as wide as it is: progress, curves, a row for each island, alarms."""
+
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from diloco_jax.drawing.charts import format_bytes, format_count
+from diloco_jax.runtime.records.liveness import SILENT
+from diloco_jax.runtime.records.phases import Phase
+from diloco_jax.tools.live.history import SPEED, sparkline
+from diloco_jax.tools.live.words import NO_VALUE, alarm_line, format_duration, or_none, share_done, time_left
+
+WIDE = 120  # columns from which a row says more
+NARROW_BARS, WIDE_BARS = 36, 24
+BAR = 16  # columns of the progress
+CONDITION_STYLES = {
+    "joining": "cyan",
+    "recovering": "cyan",
+    "training": "green",
+    "slow": "yellow",
+    "unmerged": "yellow",
+    "evaluating": "green",
+    "striking": "yellow",
+    "silent": "yellow",
+    "left": "dim",
+    "gone": "red",
+    "expelled": "red",
+}
+RUN_STYLES = {
+    "starting": "cyan",
+    "running": "green",
+    "evaluating": "green",
+    "complete": "green",
+    "stopped": "yellow",
+    SILENT: "yellow",
+}
+Row = Mapping[str, Any]
+BOUND = "\N{NO-BREAK SPACE}"
+
+
+class Column(NamedTuple):
+    """A column of the islands' table."""
+
+    header: str  # its lines
+    cell: Callable[[Row], str | Text | None]  # None: not known
+
+
+def _metric(header: str, name: str, form: Callable[[float], str]) -> Column:
+    def cell(row: Row) -> str | None:
+        value = row.get("metrics", {}).get(name)
+        return None if value is None else form(value)
+
+    return Column(header, cell)
+
+
+def _key(header: str, name: str, form: Callable[[Any], str]) -> Column:
+    return Column(header, lambda row: None if row.get(name) is None else form(row[name]))
+
+
+def _condition(row: Row) -> Text:
+    state = Text(row["condition"], style=CONDITION_STYLES.get(row["condition"], ""))
+    if row["condition"] != "training":
+        number, unit, *_ = format_duration(row["since_s"]).split()
+        state.append(f" {number}{unit[0]}", style="dim")  # 80 columns are few
+    return state
+
+
+NAME = (Column("island", lambda row: Text(row["learner"])), Column("condition", _condition))
+SPEEDS = (_metric("MFU", "mfu", "{:.0%}".format), _metric("FLOP/s", "model_flops_per_s", format_count))  # first known
+NUMBERS = (
+    _key("tokens/s", "tokens_per_s", format_count),
+    _key("loss", "loss", "{:.3f}".format),
+    _key("merged\nin round", "last_merged_round", lambda value: str(value) if value else NO_VALUE),
+    _key("share of\nrounds", "participation", "{:.0%}".format),
+    Column("restarts", lambda row: Text(str(row["restarts"]), style="yellow" if row["restarts"] else "dim")),
+)
+MORE = (  # as many of them as a wide terminal has room for
+    _key("time per\ninner step", "step_s", "{:.3g} s".format),
+    _key("global\nsteps behind", "staleness", str),
+    _key("tokens", "tokens", format_count),
+    _metric("gradient\nnorm", "grad_norm", "{:.3g}".format),
+    _metric("learning\nrate", "learning_rate", "{:.3g}".format),
+    _metric("waits for\ndata", "waiting_for_data", "{:.1%}".format),
+    _key("broadcast\ntakes", "broadcast_s", "{:.3g} s".format),
+)
+NAMED = {"mfu", "model_flops_per_s", "grad_norm", "learning_rate", "waiting_for_data", "loss", "tokens_per_s", "step_s"}
+
+
+def _filled(column: Column, learners: Sequence[Row]) -> list[str | Text]:
+    return [NO_VALUE if (cell := column.cell(row)) is None else cell for row in learners]
+
+
+def _width(header: str, cells: Iterable[str | Text]) -> int:
+    """Return the cells that a column takes, with the space after it."""
+    return 1 + max(cell_len(str(text)) for text in (*header.split("\n"), *cells))
+
+
+def _learner_table(learners: Sequence[Row], width: int) -> Table:
+    speed = next((each for each in SPEEDS if any(each.cell(row) is not None for row in learners)), None)
+    columns = [*NAME, _key("inner\nstep", "local_step", str), *([speed] if speed else []), *NUMBERS]
+    left = width - sum(_width(column.header, _filled(column, learners)) for column in columns)
+    if width >= WIDE:
+        others = sorted({name for row in learners for name in row.get("metrics", {})} - NAMED)
+        for column in (*MORE, *(_metric(name.replace("_", "\n", 1), name, "{:.4g}".format) for name in others)):
+            takes = _width(column.header, _filled(column, learners))
+            if takes <= left and any(column.cell(row) is not None for row in learners):
+                columns.append(column)
+                left -= takes
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for number, column in enumerate(columns):
+        table.add_column(Text(column.header), no_wrap=True, justify="left" if number < len(NAME) else "right")
+    for cells in zip(*(_filled(column, learners) for column in columns), strict=True):
+        table.add_row(*cells)
+    return table
+
+
+def _packed(facts: Iterable[str], width: int) -> str:
+    """Put facts into lines that break between them, never within one unless it is longer than a line."""
+    return _wrapped(f"{BOUND}· ".join(fact.replace(" ", BOUND) for fact in facts), width)
+
+
+def _wrapped(text: str, width: int) -> str:
+    """Break text into lines, but no number from its unit."""
+    bound = re.sub(r"(?<=\d) (?=[A-Za-z%])", BOUND, text)
+    return "\n".join(textwrap.wrap(bound, max(1, width), break_on_hyphens=False)).replace(BOUND, " ")
+
+
+def _curves(curves: Mapping[str, Sequence[float]], width: int) -> list[str]:
+    """Draw curves with their first and last value; tokens/s only where there is room."""
+    bars = WIDE_BARS if width >= WIDE else NARROW_BARS
+    told = []
+    for name, values in curves.items():
+        form: Callable[[float], str] = format_count if name == SPEED else "{:.3f}".format
+        if name != SPEED or width >= WIDE:
+            told.append(f"{name} {form(values[0])} {sparkline(values, bars)} {form(values[-1])}")
+    return told
+
+
+def _beyond(status: Mapping[str, Any]) -> str:
+    """Explain a count of inner steps that is above the run's global steps; "" where there is none."""
+    most = max(status["learners"], key=lambda row: row["local_step"], default=None)
+    if most is None or most["local_step"] <= status["total_steps"]:
+        return ""
+    name, made, planned = most["learner"], most["local_step"], status["total_steps"]
+    return (
+        f"{name} has made {made} inner steps in a run of {planned} global steps: "
+        "the syncer counts a global step when it closes a round, and islands train on meanwhile, so a fast or a "
+        "restarted one makes more inner steps than there are rounds"
+    )
+
+
+def draw_phases(phases: Sequence[Phase]) -> RenderableType:
+    """Draw what processes do that do not train yet, and for how long they have said nothing else."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for phase in phases:
+        style = CONDITION_STYLES["joining"]
+        grid.add_row(Text(phase.name), Text(phase.words, style=style), Text(format_duration(phase.ago_s), style="dim"))
+    return grid
+
+
+def render(
+    status: Mapping[str, Any],
+    width: int,
+    *,
+    steps_per_s: float | None = None,
+    curves: Mapping[str, Sequence[float]] | None = None,
+    phases: Sequence[Phase] = (),
+) -> RenderableType:
+    """Draw a run.
+
+    Args:
+        width: columns of the terminal.
+        steps_per_s: recent global steps per second, for the time left; None takes the mean over the run.
+        curves: by name, oldest value first.
+    """
+    state = Text(status["state"], style=f"bold {RUN_STYLES.get(status['state'], '')}")
+    steps = f"{share_done(status):.0%}, step {status['global_step']} of {status['total_steps']}"
+    times = ", ".join(filter(None, (format_duration(status["wall_s"]), time_left(status, steps_per_s))))
+    progress = Table.grid(padding=(0, 2, 0, 0))
+    fits = BAR + 4 + len(steps) + len(times) <= width
+    bar = ProgressBar(total=1.0, completed=share_done(status), width=BAR)
+    progress.add_row(bar, Text(steps), Text(times if fits else "", "dim"))
+    wire = status["wire"]
+    facts = [
+        *([] if fits else [times]),
+        f"{format_count(status['tokens'])} tokens, {format_count(status['tokens_per_s'])}/s",
+        f"eval loss {or_none(status['eval_loss'], '.4f')}",
+        f"{status['contributors_per_round']:.2f} contributors per round",
+        f"up {format_bytes(wire['up_bytes'])}, down {format_bytes(wire['down_bytes'])}",
+    ]
+    told: list[RenderableType] = [Text.assemble((status["run"], "bold"), "  ", state), progress]
+    told += [Text(_packed(lines, width)) for lines in (facts, _curves(curves or {}, width)) if lines]
+    told.append(Text())
+    if status["learners"]:
+        told.append(_learner_table(status["learners"], width))
+    elif not phases:
+        told.append(Text("no island has connected yet", style="dim"))
+    told += [draw_phases(phases)] if phases else []
+    told += [Text(_wrapped(text, width), style="dim") for text in [_beyond(status)] if text]
+    waiting = Text(_wrapped(f"waiting for: {status['waiting_for']}", width))
+    waiting.stylize("dim", 0, len("waiting for:"))
+    alarms = [Text(_wrapped(alarm_line(alarm), width), style="red") for alarm in status["alarms"]]
+    return Group(*told, Text(), waiting, *alarms)

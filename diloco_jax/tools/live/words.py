@@ -1,0 +1,105 @@
+"""Words for a run that goes on: the text of `diloco status`, and what it has in common with the live view.
+
+Both read the status that the syncer writes about once a second, one JSON object:
+
+    run, state (starting, running, complete, stopped; liveness.py has more), global_step, total_steps, waiting_for,
+    wall_s, tokens, tokens_per_s, eval_loss, eval_scores (by name), contributors_per_round, wire: {up_bytes,
+    down_bytes}, samples (their fates), epoch (life of the syncer), said: {machine, process, supervisor, unix_s (when)},
+    alarms: [{kind, who, text, remedy} (protocol/watch/alarms.py)], learners: [
+        {learner, state (joining, active, silent, gone), condition (protocol/watch/health.py), reason (for it),
+         since_s (seconds in that condition), local_step, tokens, tokens_per_s, loss, step_s, staleness (global steps
+         that it is behind), last_merged_round, participation, restarts, metrics: {name: value} (docs/metrics.md)}]
+
+A learner's numbers may be null until it has reported a step.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from diloco_jax.drawing.charts import format_bytes, format_count
+
+NO_VALUE = "–"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration with its two largest units: 9 s, 2 min 05 s, 3 h 07 min, 2 d 04 h."""
+    whole = round(max(0.0, seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def or_none(value: float | None, form: str) -> str:
+    """Format a number that may not be known."""
+    return NO_VALUE if value is None else format(value, form)
+
+
+def share_done(status: Mapping[str, Any]) -> float:
+    """Return the share of the run that is done, in [0, 1]."""
+    return min(1.0, status["global_step"] / max(1, status["total_steps"]))
+
+
+def time_left(status: Mapping[str, Any], steps_per_s: float | None) -> str:
+    """Say how much time is left; empty when there is nothing to say."""
+    if status["state"] != "running" or status["global_step"] <= 0:
+        return ""
+    rate = steps_per_s if steps_per_s is not None else status["global_step"] / max(status["wall_s"], 1e-9)
+    if rate <= 0:
+        return "time left unknown: no round lately"
+    return f"about {format_duration((status['total_steps'] - status['global_step']) / rate)} left"
+
+
+def describe(status: Mapping[str, Any]) -> str:
+    """Say in plain text, for `diloco status`, which island is in which condition, and since when."""
+    progress = f"global step {status['global_step']} of {status['total_steps']} ({share_done(status):.0%}) after "
+    progress += format_duration(status["wall_s"])
+    quiet = "said_s_ago" in status
+    if quiet:
+        progress = f"last word {format_duration(status['said_s_ago'])} ago, at {progress}"
+    text = [f"{status['run']} is {status['state']}: {progress}"]
+    if left := time_left(status, None):
+        text[0] += f", {left}"
+    text += [status["remedy"], "it said then:"] if quiet else []
+    text += [
+        f"waiting for: {status['waiting_for']}",
+        f"tokens: {format_count(status['tokens'])}, now {format_count(status['tokens_per_s'])}/s; "
+        f"eval loss: {or_none(status['eval_loss'], '.4f')}" + scores_text(status.get("eval_scores", {})),
+        f"contributors per round: {status['contributors_per_round']:.2f}; moved up "
+        f"{format_bytes(status['wire']['up_bytes'])}, down {format_bytes(status['wire']['down_bytes'])}",
+    ]
+    text += [alarm_line(alarm) for alarm in status["alarms"]]
+    if not status["learners"]:
+        text.append("no island has connected yet")
+    width = max((len(row["learner"]) for row in status["learners"]), default=0)
+    text += [f"  {row['learner']:<{width}}  {_condition(row)}" for row in status["learners"]]
+    return "\n".join(text)
+
+
+def _condition(row: Mapping[str, Any]) -> str:
+    merged = f"last merged in round {row['last_merged_round']}" if row["last_merged_round"] else "never merged yet"
+    restarts = f", {row['restarts']} restart{'s' if row['restarts'] != 1 else ''}" if row["restarts"] else ""
+    details = f" after step {row['local_step']}"
+    if row["state"] == "active":
+        rate = f"{format_count(row['tokens_per_s'])} tokens/s"
+        for name, form in (("grad_norm", "grad norm {:.3g}"), ("mfu", "MFU {:.1%}")):
+            if (value := row.get("metrics", {}).get(name)) is not None:
+                rate += f", {form.format(value)}"
+        details = f": step {row['local_step']}, loss {or_none(row['loss'], '.3f')}, {rate}"
+    reason = f"; {row['reason']}" if row["reason"] else ""
+    condition = f"{row['condition']} for {format_duration(row['since_s'])}{details}{reason}"
+    return f"{condition}; {merged}, participation {row['participation']:.0%}{restarts}"
+
+
+def alarm_line(alarm: Mapping[str, Any]) -> str:
+    """Write an alarm of a status or a summary."""
+    times = f" (for {format_duration(alarm['lasted_s'])}, {alarm['times']} times)" if "times" in alarm else ""
+    return f"alarm: {alarm['text']}{times}; {alarm['remedy']}"
+
+
+def scores_text(scores: Mapping[str, float | None]) -> str:
+    """Write the numbers of evaluation.module, to follow the loss."""
+    return "".join(f", {name} {or_none(value, '.4g')}" for name, value in scores.items())

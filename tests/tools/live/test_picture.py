@@ -1,0 +1,192 @@
+"""The picture of a run says what matters, in as much room as there is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_jax.drawing.charts import format_bytes, format_count
+from diloco_jax.protocol.watch.alarms import Alarm
+from diloco_jax.runtime.records.phases import Phase
+from diloco_jax.tools.live.history import History, sparkline
+from diloco_jax.tools.live.picture import render
+from diloco_jax.tools.live.words import describe, format_duration
+from tests.tools.live.made import FRESH, REASONS, STARTING, drawn, learner, status, words
+
+COUNTS = {0: "0", 950: "950", 999.6: "1k", 1234: "1.23k", 45.6e6: "45.6M", 999_499: "999k", 3e15: "3000T"}
+BYTES = {0: "0 B", 999: "999 B", 123_456_789: "123 MB", 1.5e9: "1.5 GB"}
+DURATIONS = {-1: "0 s", 59.4: "59 s", 59.6: "1 min 00 s", 125: "2 min 05 s", 3599.7: "1 h 00 min", 187_200: "2 d 04 h"}
+
+
+@pytest.mark.parametrize(
+    ("form", "texts"), [(format_count, COUNTS), (format_bytes, BYTES), (format_duration, DURATIONS)]
+)
+def test_numbers_in_words(form: Callable[[float], str], texts: dict[float, str]) -> None:
+    assert {value: form(value) for value in texts} == texts
+
+
+@given(st.floats(min_value=0, max_value=1e14))
+def test_a_count_stays_near_its_value(value: float) -> None:
+    text = format_count(value)
+    scale = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.get(text[-1], 1)
+    number = float(text.rstrip("kMGT")) * scale
+    assert abs(number - value) <= max(0.5, 0.0051 * value)
+
+
+ROUNDS = "waiting for: round 401: quorum 0 of 1"
+
+
+def test_the_picture_shows_run_and_islands() -> None:
+    island = learner("island-1", "silent", restarts=2, participation=0.5, last_merged_round=321)
+    text = drawn(render(status(learners=[learner("island-0"), island, FRESH]), 80), 80)
+    for part in (
+        "quickstart running",
+        "25%, step 400 of 1600",
+        "1 min 40 s, about 5 min 00 s left",
+        ROUNDS,
+        "1.64M tokens, 26.5k/s · eval loss 1.8500 · 1.97 contributors per round · up 123 MB, down 987 B",
+    ):
+        assert part in words(text)
+    rows = [words(row) for row in text.splitlines() if row.startswith("island-")]
+    assert rows == [
+        "island-0 training 410 13.2k 1.900 409 98% 0",
+        "island-1 silent 1m 410 13.2k 1.900 321 50% 2",
+        "island-2 joining 1m 0 0 – – 98% 0",
+    ]
+
+
+METRICS = {"mfu": 0.413, "grad_norm": 0.51, "learning_rate": 3e-3, "waiting_for_data": 0.012, "router_entropy": 1.5}
+
+
+def test_a_wide_terminal_shows_more_with_its_units() -> None:
+    rows = [learner("island-0", metrics=METRICS, broadcast_s=0.25), learner("island-1")]
+    at_120, at_200 = (drawn(render(status(learners=rows), width), width) for width in (120, 200))
+    first, second = (
+        [words(row) for row in text.splitlines() if row.startswith("island-")] for text in (at_120, at_200)
+    )
+    assert first[0] == "island-0 training 410 41% 13.2k 1.900 409 98% 0 0.3 s 1 420k 0.51 0.003"
+    assert second == [
+        "island-0 training 410 41% 13.2k 1.900 409 98% 0 0.3 s 1 420k 0.51 0.003 1.2% 0.25 s 1.5",
+        "island-1 training 410 – 13.2k 1.900 409 98% 0 0.3 s 1 420k – – – – –",
+    ]
+
+
+names = st.text("abc-0123456789", min_size=1, max_size=8)
+counts = st.integers(0, 10**6)
+rows = st.builds(
+    lambda name, condition, step, since_s, metrics: learner(
+        name, condition, local_step=step, since_s=since_s, metrics=metrics
+    ),
+    names,
+    st.sampled_from(sorted(REASONS)),
+    counts,
+    st.floats(0, 1e6),
+    st.dictionaries(st.sampled_from(sorted(METRICS)), st.floats(0, 1)),
+)
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+@given(
+    learners=st.lists(rows, max_size=4),
+    step=st.integers(0, 10**7),
+    losses=st.lists(st.floats(0, 10), min_size=2, max_size=99),
+)
+def test_no_line_is_wider_than_the_terminal(
+    width: int, learners: list[dict[str, Any]], step: int, losses: list[float]
+) -> None:
+    run = status(learners=learners, global_step=step, total_steps=10**7)
+    run["alarms"] = [Alarm("silent", "island-1", f"island-1 is silent: {REASONS['silent']}").told()]
+    phases = [Phase("compile-island-0", "compiling, 3 of 7 programs", 4.0)]
+    curves = {"training loss": losses, "evaluation loss": losses, "tokens/s": losses}
+    text = drawn(render(run, width, curves=curves, phases=phases), 2 * width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text and "alarm: island-1 is silent" in text
+
+
+def test_numbers_stay_with_their_units() -> None:
+    waiting = "round 401: quorum 0 of 1 for 12.5 s, while the grace window of at most 3.25 s is open for island-1"
+    for width in range(24, 60):
+        lines = [line.rstrip() for line in drawn(render(status(waiting_for=waiting), width), 200).splitlines()]
+        assert not [line for line in lines if line.endswith(("12.5", "3.25", "up 123", "down 987"))], width
+
+
+def test_the_recent_rate_decides_the_time_left() -> None:
+    assert "about 2 min 00 s left" in drawn(render(status(), 120, steps_per_s=10.0))
+    assert "no round lately" in drawn(render(status(), 120, steps_per_s=0.0))
+    assert "left" not in drawn(render(status(state="complete", global_step=1600), 120))
+
+
+def test_a_run_that_starts_says_what_happens() -> None:
+    text = drawn(render(STARTING, 80))
+    assert "no island has connected yet" in text
+    assert "waiting for: the first learner" in text
+    assert "share of" not in text
+    assert "left" not in text
+    phases = [Phase("island-0", "compiling, 3 of 7 programs", 4.2), Phase("island-1", "importing", 61.0)]
+    text = drawn(render(STARTING, 80, phases=phases))
+    assert "island-0  compiling, 3 of 7 programs  4 s" in text and "no island has" not in text
+    assert "island-1 importing 1 min 01 s" in words(text)
+
+
+def test_more_inner_than_global_steps_are_explained_to_newcomers() -> None:
+    ahead = "island-1 has made 1549 inner steps in a run of 1500 global steps: the syncer counts"
+    run = status(total_steps=1500, learners=[learner("island-0"), learner("island-1", local_step=1549)])
+    assert ahead in words(drawn(render(run, 80), 80))
+    run["learners"][1]["local_step"] = 1500
+    assert "inner steps" not in words(drawn(render(run, 80), 80))
+
+
+def test_sparklines_go_from_the_least_to_the_greatest() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([4, 4], 8) == "▁▁"
+    assert sparkline([8, 6, 1, 1, 0, 0], 3) == "█▂▁"
+    assert len(sparkline(list(range(1000)), 36)) == 36
+
+
+def test_curves_keep_the_whole_run_in_few_points() -> None:
+    history = History()
+    assert history.curves() == {}
+    for step in range(5000):
+        row = learner("island-0", loss=float(5000 - step))
+        lost = [learner("island-1", "gone", loss=1e9), learner("island-2", loss=None)]
+        history.add(status(wall_s=0.5 * step, global_step=step, learners=[row, *lost], eval_loss=2.0 - (step > 2500)))
+    curves = history.curves()
+    assert curves["evaluation loss"] == (2.0, 1.0)
+    losses = curves["training loss"]
+    assert 200 < len(losses) <= 512 and losses[0] > 4900 and losses[-1] < 100
+    assert list(losses) == sorted(losses, reverse=True), "none is of the islands that are away"
+    shown = drawn(render(status(), 80, curves=curves), 80)
+    assert "evaluation loss 2.000 █▁ 1.000" in shown and "tokens/s 26" not in shown
+    assert "tokens/s 26.5k ▁" in drawn(render(status(), 160, curves=curves), 160)
+
+
+def test_words_from_outside_are_no_markup() -> None:
+    odd = status(run="[bold]x[/bold]", waiting_for="[red]y", learners=[learner("[link=z]a")])
+    text = drawn(render(odd, 120))
+    for part in ("[bold]x[/bold]", "[red]y", "[link=z]a"):
+        assert part in text
+
+
+def test_describe_says_which_island_which_condition_since_when() -> None:
+    rows = [learner("island-0"), learner("island-1", "silent", since_s=7), FRESH]
+    rows.append(learner("island-10", "gone", restarts=1, last_merged_round=5))
+    lines = describe(status(learners=rows)).splitlines()
+    assert lines[0].startswith("quickstart is running: global step 400 of 1600 (25%) after 1 min 40 s, about")
+    assert lines[1] == "waiting for: round 401: quorum 0 of 1"
+    islands = [words(text) for text in lines[4:]]
+    training = "training for 1 min 32 s: step 410, loss 1.900, 13.2k tokens/s; last heard 0.1 s ago; last merged in"
+    assert islands[0].startswith(f"island-0 {training}")
+    assert islands[1].startswith(f"island-1 silent for 7 s after step 410; {REASONS['silent']}; last merged in")
+    assert islands[2].startswith(f"island-2 joining for 1 min 32 s after step 0; {REASONS['joining']}; never merged")
+    assert islands[3].startswith("island-10 gone for 1 min 32 s")
+    assert islands[3].endswith("last merged in round 5, participation 98%, 1 restart")
+    assert describe(STARTING).splitlines()[-1] == "no island has connected yet"
+
+
+def test_what_is_wrong_with_the_syncer_is_told() -> None:
+    alarm = Alarm("tape", "", "the tape cannot be written: No space left on device").told()
+    for tell in (describe, lambda state: words(drawn(render(state, 120)))):
+        assert f"alarm: {alarm['text']}" in tell(status(alarms=[alarm]))
+        assert "alarm" not in tell(status())

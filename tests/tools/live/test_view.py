@@ -1,0 +1,113 @@
+"""The live view of a run: it survives what it reads, disturbs nothing, and ends when the run does."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from diloco_jax.runtime.records.phases import tell_phase
+from diloco_jax.runtime.records.telemetry import write_json
+from diloco_jax.tools.live.history import History
+from diloco_jax.tools.live.view import LiveView, run_in
+from tests.tools.live.made import drawn, status, words
+
+
+def plain_console() -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=80, force_terminal=False), out
+
+
+def picture_of(view: LiveView) -> str:
+    view.poll()
+    return words(drawn(view.picture()))
+
+
+@pytest.mark.parametrize("content", [None, "", '{"run": "quick', "[1, 2]", "{}", "\x00\xff"])
+def test_a_missing_or_torn_file_is_survived(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "status.json"
+    if content is not None:
+        path.write_text(content, encoding="latin-1")
+    console, out = plain_console()
+    view = LiveView(run_in(tmp_path), console)
+    assert picture_of(view) == "starting 0 s"
+    view.print_change()
+    assert out.getvalue() == ""
+
+    write_json(path, status())
+    assert "step 400" in picture_of(view)
+    path.write_text(json.dumps(status(global_step=401))[:40])
+    assert "step 400" in picture_of(view), "the last good picture stays"
+    path.unlink()
+    assert "step 400" in picture_of(view)
+
+
+def test_phases_are_shown_before_there_is_a_status(tmp_path: Path) -> None:
+    tell_phase(tmp_path, "syncer", "importing")
+    tell_phase(tmp_path, "island-0", "compiling, 3 of 7 programs")
+    console, out = plain_console()
+    view = LiveView(run_in(tmp_path), console)
+    assert picture_of(view) == "starting 0 s island-0 compiling, 3 of 7 programs 0 s syncer importing 0 s"
+    view.print_change()
+    assert out.getvalue() == "[0 s] island-0: compiling, 3 of 7 programs\n"
+    tell_phase(tmp_path, "island-0", "")
+    assert picture_of(view) == "starting 0 s syncer importing 0 s"
+
+
+def test_without_a_terminal_it_prints_plain_lines_of_changes(tmp_path: Path) -> None:
+    write_json(tmp_path / "status.json", status())
+    console, out = plain_console()
+    with LiveView(run_in(tmp_path), console) as view:
+        assert not view.ended.is_set()
+    assert out.getvalue().splitlines()[0] == "[0 s] quickstart is running"
+    assert "\x1b" not in out.getvalue()
+
+
+def test_on_a_terminal_it_leaves_the_last_picture(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    out = io.StringIO()
+    with LiveView(run_in(tmp_path), Console(file=out, width=100, force_terminal=True, color_system=None)) as view:
+        write_json(path, status(state="complete", global_step=1600))
+    assert "step 1600 of 1600" in out.getvalue()
+    assert view.ended.is_set()
+
+
+def test_the_rate_is_that_of_the_last_minute() -> None:
+    history = History()
+
+    def rate(wall_s: float, global_step: int) -> float | None:
+        history.add(status(wall_s=wall_s, global_step=global_step))
+        return history.steps_per_s()
+
+    assert history.steps_per_s() is None
+    for wall_s in range(0, 201, 10):  # 1 step/s for 100 s, then 5 steps/s
+        found = rate(wall_s, wall_s if wall_s <= 100 else 100 + 5 * (wall_s - 100))
+        assert found == rate(wall_s, wall_s if wall_s <= 100 else 100 + 5 * (wall_s - 100))
+    assert found == pytest.approx(5.0)
+    assert rate(1.0, 0) is None, "a new run in the same folder"
+    assert rate(2.0, 4) == pytest.approx(4.0)
+    assert rate(3.0, 1) is None, "back to a snapshot"
+
+
+def test_an_old_status_is_not_shown_as_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = 0.0
+    monkeypatch.setattr("diloco_jax.tools.live.view.time.monotonic", lambda: clock_s)
+    path = tmp_path / "status.json"
+    write_json(path, status())
+    console, out = plain_console()
+    view = LiveView(run_in(tmp_path), console)
+    assert "running" in picture_of(view)
+    clock_s = 12.0
+    text = picture_of(view)
+    silent = "the syncer, which has said nothing for 12 s"
+    assert "quickstart silent" in text and " left" not in text
+    assert f"waiting for: {silent}" in text
+    view.print_change()
+    assert out.getvalue() == f"[12 s] quickstart is silent, waiting for: {silent}\n"
+    write_json(path, status(wall_s=101.0))
+    assert "running" in picture_of(view)
+    write_json(path, status(state="complete"))
+    view.poll()
+    clock_s = 1000.0
+    assert "complete" in picture_of(view), "the last evaluation may take long"
