@@ -108,9 +108,7 @@ def replay(
     for number, line in enumerate(lines, start=1):
         try:
             kind, now_s, *arguments = json.loads(line)
-            if (own := _BEGIN_A_LIFE.get(kind)) is not None:
-                check_readable(f"the tape from line {number} on", *arguments[own:])
-                del arguments[own:]
+            check_life(number, kind, arguments)
             effects = _apply(syncer, kind, float(now_s), arguments, ChainMap(taken, asked))
         except _NOT_A_LINE as error:
             raise ValueError(f"tape line {number} cannot be replayed ({error}): {line[:120]!r}") from error
@@ -127,6 +125,17 @@ def _remember(states: dict[int, Mapping[str, Any]], global_step: int, syncer: Sy
     states[global_step] = syncer.state()
     while len(states) > SNAPSHOTS_MAX:
         del states[next(iter(states))]
+
+
+def check_life(number: int, kind: str, arguments: list[Any]) -> None:
+    """Take the stamp off the arguments of an input that begins a life of the syncer, and look at it.
+
+    Raises:
+        OtherRelease: this one does not read it.
+    """
+    if (own := _BEGIN_A_LIFE.get(kind)) is not None:
+        check_readable(f"the tape from line {number} on", *arguments[own:])
+        del arguments[own:]
 
 
 def lives(lines: Iterable[str]) -> int:
