@@ -176,6 +176,7 @@ class Fleet:
         """Kill what is left."""
         for process in self._processes.values():
             process.kill()
+            process.wait()
 
 
 def upgrade(fleet: Fleet, say: Callable[[str], None]) -> list[str]:
