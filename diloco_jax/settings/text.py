@@ -143,6 +143,11 @@ def dump(config: RunConfig) -> str:
     return yaml.safe_dump(_ADAPTER.dump_python(config, mode="json"), sort_keys=False, allow_unicode=True)
 
 
+def save(config: RunConfig, path: Path) -> None:
+    """Write the config into a run's folder, and which release did."""
+    path.write_text(f"{WRITTEN_BY} {RELEASE}\n{dump(config)}", encoding="utf-8")
+
+
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield nested settings as (dotted name, value)."""
     for key, value in values.items():

@@ -16,7 +16,7 @@ from diloco_jax.settings.compiler import compiler_variable, options_of
 from diloco_jax.settings.packed import packed
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import GENERATIONS, Topology
-from diloco_jax.settings.text import WRITTEN_BY, config_schema, dump, load, parse, setting_names
+from diloco_jax.settings.text import WRITTEN_BY, config_schema, dump, load, parse, save, setting_names
 from diloco_jax.training.sharding import MeshConfig
 
 MIXED: dict[str, Any] = {
@@ -51,7 +51,9 @@ def test_the_config_of_another_releases_run_names_both(tmp_path: Path) -> None:
         words = f"diloco-jax 9.8.7 wrote it, this is {RELEASE}: use 9.8.7 for this run"
         assert (words in str(refused.value)) == told
     path.write_text(f"{WRITTEN_BY} 9.8.7\nname: mine\n")
-    assert load(path).name == "mine"
+    config = load(path)
+    save(config, path)
+    assert config.name == "mine" and load(path) == config and path.read_text().startswith(f"{WRITTEN_BY} {RELEASE}\n")
 
 
 def test_the_dump_reads_back() -> None:

@@ -13,7 +13,7 @@ TREE_OF = upgrade.tree_of
 
 def test_without_a_tag_and_without_the_commit_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    with pytest.raises(ValueError, match=r"no release has a tag yet; name the commit .* upgrade OLD_REF"):
+    with pytest.raises(ValueError, match=r"no release has a tag yet; name the commit .*scripts/upgrade OLD_REF"):
         upgrade.last_tag(tmp_path)
     with pytest.raises(SystemExit) as ended:
         upgrade.main(["no-such-commit"])
