@@ -6,6 +6,8 @@ The names below are loaded on first use, so that `import diloco_jax.sim` starts 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from diloco_jax.protocol.releases import RELEASE as __version__
+
 if TYPE_CHECKING:
     from diloco_jax.protocol.learner.machine import Learner
     from diloco_jax.protocol.pacing import ProtocolConfig
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
     from diloco_jax.training.island import Island
     from diloco_jax.training.models.protocol import TrainableModel
     from diloco_jax.transport.link import TransportConfig
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "dump": "settings.text",
@@ -48,6 +48,7 @@ __all__ = [
     "SyncerRun",
     "TrainableModel",
     "TransportConfig",
+    "__version__",
     "dump",
     "join",
     "load",

@@ -1,8 +1,11 @@
 """Sphinx: `./scripts/docs` builds the site from the Markdown here and the docstrings of the package."""
 
+import json
 import re
 from typing import Any
 
+from docutils import nodes
+from myst_parser.parsers.sphinx_ import MystParser
 from sphinx.application import Sphinx
 
 project = "diloco_jax"
@@ -10,7 +13,7 @@ author = "the diloco_jax authors"
 copyright = "the diloco_jax authors, Apache-2.0"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-source_suffix = {".md": "markdown"}
+source_suffix = {".md": "markdown", ".ipynb": "notebook"}
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 
@@ -40,5 +43,17 @@ def as_plain_text(app: Sphinx, what: str, name: str, thing: Any, options: Any, l
         lines[index] = "".join(pieces)
 
 
+class NotebookParser(MystParser):
+    """A parser of notebooks that have no outputs: their text as it is, their code in fences."""
+
+    supported = ("notebook",)
+
+    def parse(self, inputstring: str, document: nodes.document) -> None:
+        cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(inputstring)["cells"]]
+        blocks = [text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells]
+        super().parse("\n\n".join(blocks), document)
+
+
 def setup(app: Sphinx) -> None:
+    app.add_source_parser(NotebookParser)
     app.connect("autodoc-process-docstring", as_plain_text)

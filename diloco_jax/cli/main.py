@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from diloco_jax.cli import first, inference, prepare, records, runs
 from diloco_jax.cli.words import CHAOS_LEARNER, COMPILE, MERGE_SHARD, Command, check_command, make_parser
+from diloco_jax.protocol.releases import OtherRelease
 from diloco_jax.runtime.local.machine import limit_jax, look
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, WRONG_INPUT
 
@@ -97,7 +98,7 @@ def _status_of(known: argparse.Namespace) -> int:
     except ConnectionError as error:  # may work at the next attempt, so a supervisor may start us again
         print(f"diloco {known.name}: {error}", file=sys.stderr)
         return FAILED
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, OtherRelease) as error:
         of_file = isinstance(error, OSError) and error.filename is not None
         words = f"{error.filename}: {error.strerror}" if of_file else str(error)  # type: ignore[union-attr]
         print(f"diloco {known.name}: {words}", file=sys.stderr)

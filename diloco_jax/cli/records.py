@@ -143,7 +143,7 @@ def compare(arguments: argparse.Namespace) -> int:
 
 def replay(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.files import CONFIG_FILE, new_run_dir
-    from diloco_jax.settings.text import dump, load
+    from diloco_jax.settings.text import load, save
     from diloco_jax.tools.replay.process import run_as_island
     from diloco_jax.tools.replay.scenario import as_simulated
 
@@ -156,7 +156,7 @@ def replay(arguments: argparse.Namespace) -> int:
     if arguments.config:
         out = Path(arguments.out) if arguments.out else new_run_dir(Path(config.runs_dir), config.name)
         out.mkdir(parents=True, exist_ok=True)
-        (out / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
+        save(config, out / CONFIG_FILE)
         result = {"run_dir": str(out), **replay_synthetic(config, Path(arguments.run), out, arguments.until)}
     else:
         result = replay_run(config, Path(arguments.run), arguments.until)

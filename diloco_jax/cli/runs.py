@@ -35,7 +35,7 @@ def _run_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
     """Make the run's folder with the resolved config in it."""
     from diloco_jax.runtime.local.resume import check_resumable, check_same_run
     from diloco_jax.runtime.records.files import CONFIG_FILE, METRICS_FILE, TAPE_FILE, new_run_dir, newest_run_dir
-    from diloco_jax.settings.text import dump, load
+    from diloco_jax.settings.text import load, save
 
     resume = arguments.name == "train" and arguments.resume
     choose = newest_run_dir if resume else new_run_dir
@@ -53,7 +53,7 @@ def _run_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
         check_same_run(load(target), config, run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (target.exists() and target.samefile(arguments.config)):
-        target.write_text(dump(config), encoding="utf-8")
+        save(config, target)
     return run_dir
 
 

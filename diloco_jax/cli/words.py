@@ -7,9 +7,9 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from importlib.metadata import version
 from typing import NoReturn
 
+from diloco_jax.protocol.releases import RELEASE
 from diloco_jax.settings.packed import packed
 from diloco_jax.sim.goodput.assumptions import Assumptions
 
@@ -29,6 +29,16 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` says more\n")
 
 
+class _Versions(argparse.Action):
+    """The answer to --version, looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import version
+
+        print(f"diloco-jax {RELEASE}, jax {version('jax')}, Python {platform.python_version()}")
+        raise SystemExit(0)
+
+
 def check_command(parser: Parser, words: Sequence[str], run: Mapping[str, Command]) -> None:
     """End with a word about what people may have meant, unless the first word is a command; some are not listed."""
     name = next((word for word in words if not word.startswith("-")), None)
@@ -45,9 +55,7 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
         prog="diloco",
         description="Train one model on islands that never wait for each other (Decoupled DiLoCo in JAX).",
     )
-    versions = f"diloco-jax {version('diloco-jax')}, jax {version('jax')}, Python {platform.python_version()}"
-    about = "show the versions of this package and of JAX"
-    parser.add_argument("--version", action="version", version=versions, help=about)
+    parser.add_argument("--version", action=_Versions, nargs=0, help="show the versions of this package and of JAX")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(name: str, text: str, *, config: bool = False, folder: bool = True, json: str = JSON) -> Parser:

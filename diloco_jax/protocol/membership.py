@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from diloco_jax.protocol.member import ACTIVE, GONE, JOINING, SILENT, Member
-from diloco_jax.protocol.messages import OLDEST, PROTOCOL, STALE, SYNCER, Hello
+from diloco_jax.protocol.messages import STALE, SYNCER, Hello
+from diloco_jax.protocol.releases import OLDEST, PROTOCOL
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 OPEN = ""  # a value of a fingerprint that is not compared; the syncer takes it from the first learner that has one

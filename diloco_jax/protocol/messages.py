@@ -20,9 +20,8 @@ Named tuples rather than frozen dataclasses: the simulator builds millions (docs
 
 from typing import NamedTuple
 
-# The messages and what they mean, the settings that both sides must agree on, and their defaults. A change of these
-# that an older peer would misread raises PROTOCOL; what a syncer no longer understands raises OLDEST.
-PROTOCOL, OLDEST = 1, 1
+from diloco_jax.protocol.releases import PROTOCOL
+
 SYNCER = "syncer"  # the peer name of the syncer; no learner may take it
 NO_VERSION = -1
 STALE = "is stale"  # in words to a process of which a newer incarnation is known (also in sessions.py), to nobody else

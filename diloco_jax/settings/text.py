@@ -17,10 +17,12 @@ import tyro
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
+from diloco_jax.protocol.releases import RELEASE
 from diloco_jax.settings.packed import packed
 from diloco_jax.settings.run import RunConfig
 
 CONFIG_BYTES_MAX = 1 << 20
+WRITTEN_BY = "# diloco-jax"  # and a release: the first line of the config in a run's folder
 
 _ADAPTER = TypeAdapter(RunConfig)
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -38,7 +40,16 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ValueError: the file is missing, is no YAML mapping, or a key or value is wrong; names it and the remedy.
     """
     values = read_values(Path(path))
-    config = parse(values, str(path))
+    try:
+        config = parse(values, str(path))
+    except ValueError as error:
+        first = Path(path).read_text(encoding="utf-8").partition("\n")[0]
+        wrote = first.removeprefix(WRITTEN_BY).strip()
+        if not first.startswith(WRITTEN_BY) or wrote == RELEASE:
+            raise
+        raise ValueError(
+            f"{error}. diloco-jax {wrote} wrote it, this is {RELEASE}: use {wrote} for this run"
+        ) from error
     return parse(_overridden(values, overrides), "command line") if overrides else config
 
 
@@ -130,6 +141,11 @@ def parse_text(text: str, source: str) -> RunConfig:
 def dump(config: RunConfig) -> str:
     """Write the config as YAML, every setting in full; `parse` reads it back to an equal RunConfig."""
     return yaml.safe_dump(_ADAPTER.dump_python(config, mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def save(config: RunConfig, path: Path) -> None:
+    """Write the config into a run's folder, and which release did."""
+    path.write_text(f"{WRITTEN_BY} {RELEASE}\n{dump(config)}", encoding="utf-8")
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

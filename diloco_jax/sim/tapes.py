@@ -16,6 +16,7 @@ from typing import Any
 
 from diloco_jax.protocol.effects import Adopt, AdoptState, Finish, SaveState, Send, StageState
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, SyncerMessage
+from diloco_jax.protocol.releases import STAMP
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.node import Effects, LearnerProcess, Observer
 
@@ -34,7 +35,7 @@ class LearnerTapes(Observer):
         lines = self.lines.get(life)
         if lines is None:
             lines = self.lines[life] = []
-            self._write(life, "begin", *life, self._cluster.nodes[life[0]].step_samples)
+            self._write(life, "begin", *life, self._cluster.nodes[life[0]].step_samples, STAMP)
         lines.append(json.dumps(fields, separators=(",", ":")))
 
     def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:

@@ -213,6 +213,16 @@ def test_a_wrong_command_line_gets_one_line(tmp_path: Path, words: list[str], to
     assert "chaos-learner" not in result.stderr and "merge-shard" not in result.stderr
 
 
+@pytest.mark.parametrize("command", ["audit", "syncer"])
+def test_a_folder_of_a_release_that_is_not_read_gets_one_line(tmp_path: Path, command: str) -> None:
+    config = write_config(tmp_path)
+    (tmp_path / "tape.jsonl").write_text('["begin",0.0,[],[9,"9.8.7"]]\n["tick",1.0]\n')
+    result = call("audit", tmp_path) if command == "audit" else run("syncer", config, "--run-dir", tmp_path)
+    told = f"diloco {command}: the tape from line 1 on is of diloco-jax 9.8.7, protocol 9; this is"
+    check_refused(result, f"{told} {diloco_jax.__version__}, which reads", "go on with 9.8.7, or begin a new run")
+    assert result.returncode == 2
+
+
 def test_version() -> None:
     result = call("--version")
     assert result.returncode == 0 and result.stdout.startswith(f"diloco-jax {diloco_jax.__version__}, jax ")

@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
+import diloco_jax
 from diloco_jax.cli.main import main
 from diloco_jax.settings.packed import find_config, packed
 from diloco_jax.settings.text import load
@@ -100,7 +101,7 @@ def test_a_wheel_has_what_the_commands_need(installed: Path, tmp_path: Path) -> 
     code = "import diloco_jax.settings.packed as p; print(p.__file__, *p.packed().values(), sep='\\n')"
     found = call(installed, tmp_path, "-c", code).splitlines()
     assert len(found) == 1 + len(packed()) and all(line.startswith(str(installed)) for line in found)
-    assert "diloco-jax 0.1.0" in call(installed, tmp_path, "-m", "diloco_jax", "--version")
+    assert f"diloco-jax {diloco_jax.__version__}" in call(installed, tmp_path, "-m", "diloco_jax", "--version")
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from diloco_jax.protocol.messages import (
     StateRefused,
     StateRequest,
 )
+from diloco_jax.protocol.releases import PROTOCOL, RELEASE, STAMP, OtherRelease
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import SNAPSHOTS_MAX, TapedSyncer, lives, replay
 from tests.protocol.pair import Pair
@@ -214,6 +215,24 @@ def test_another_configuration_decides_otherwise() -> None:
     other = Syncer(Pair(quorum=2).config, 100, (("model", "abc"), ("sync_every", "2")))
     with pytest.raises(ValueError, match=r"tape line \d+ cannot be replayed"):
         list(replay(pair.tape, other))
+
+
+def test_every_life_carries_the_stamp_of_its_release_and_one_that_is_not_read_is_refused() -> None:
+    pair = lived(5)
+    pair.restart_syncer()
+    pair.connect("a", "b")
+    pair.rounds(1, "a", "b")
+    pair.rewind()
+    begins = [n for n, line in enumerate(pair.tape) if json.loads(line)[-1] == list(STAMP)]
+    assert [json.loads(pair.tape[n])[0] for n in begins] == ["begin", "restart", "rewind"]
+    without = [line.replace(f",{json.dumps(STAMP, separators=(',', ':'))}]", "]") for line in pair.tape]
+    assert list(replay(without, pair._new_syncer())) == list(replay(pair.tape, pair._new_syncer())), "an older release"
+    for number in begins:
+        newer = [*pair.tape]
+        newer[number] = json.dumps([*json.loads(newer[number])[:-1], [PROTOCOL + 1, "9.8.7"]])
+        words = f"the tape from line {number + 1} on is of diloco-jax 9.8.7, protocol 2; this is {RELEASE},"
+        with pytest.raises(OtherRelease, match=rf"{words} .* go on with 9\.8\.7, or begin a new run with the model"):
+            list(replay(newer, pair._new_syncer()))
 
 
 GOOD = '["tick",1.0]'

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -10,11 +11,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_jax.protocol.releases import RELEASE
 from diloco_jax.settings.compiler import compiler_variable, options_of
 from diloco_jax.settings.packed import packed
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import GENERATIONS, Topology
-from diloco_jax.settings.text import config_schema, dump, load, parse, setting_names
+from diloco_jax.settings.text import WRITTEN_BY, config_schema, dump, load, parse, save, setting_names
 from diloco_jax.training.sharding import MeshConfig
 
 MIXED: dict[str, Any] = {
@@ -38,6 +40,20 @@ def test_an_island_has_what_all_have_but_for_what_it_has_differently() -> None:
     assert (second.devices, second.batch_size, second.mesh) == (4, 16, MeshConfig(fsdp=-1))
     assert (third.devices, third.hosts, third.batch_size) == (0, 4, 32), "a slice knows its hosts"
     assert config.island("a stranger")[1:] == first[1:]
+
+
+def test_the_config_of_another_releases_run_names_both(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    for first, told in ((f"{WRITTEN_BY} 9.8.7", True), (f"{WRITTEN_BY} {RELEASE}", False), ("# mine", False)):
+        path.write_text(f"{first}\nnovelty: 1\n")
+        with pytest.raises(ValueError, match="unknown setting novelty") as refused:
+            load(path)
+        words = f"diloco-jax 9.8.7 wrote it, this is {RELEASE}: use 9.8.7 for this run"
+        assert (words in str(refused.value)) == told
+    path.write_text(f"{WRITTEN_BY} 9.8.7\nname: mine\n")
+    config = load(path)
+    save(config, path)
+    assert config.name == "mine" and load(path) == config and path.read_text().startswith(f"{WRITTEN_BY} {RELEASE}\n")
 
 
 def test_the_dump_reads_back() -> None:

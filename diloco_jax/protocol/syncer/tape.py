@@ -5,6 +5,8 @@ replaying feeds the lines to a fresh machine of the same configuration, which th
 
 Line:  [input, now_s, arguments...]   e.g.  ["StepReport", 12.5, "island-0", 1, 7, 7168, ...]
 
+The line that begins a life of the syncer ends with the stamp of its release.
+
 A line is written before its input is executed, so that no decision that anybody has seen is missing from the tape of
 a syncer that died. Of a line ["rewind", ...] on, the run goes on from its state at an earlier snapshot.
 """
@@ -16,6 +18,7 @@ from typing import Any, get_args
 
 from diloco_jax.protocol.effects import Effect, SaveSnapshot
 from diloco_jax.protocol.messages import Adopted, Arrived, LearnerMessage, Metric
+from diloco_jax.protocol.releases import STAMP, check_readable
 from diloco_jax.protocol.syncer.machine import Syncer
 
 _MESSAGES: dict[str, Callable[..., LearnerMessage]] = {kind.__name__: kind for kind in get_args(LearnerMessage)}
@@ -28,6 +31,7 @@ _NOT_A_LINE = (
     ArithmeticError,  # 1e999 is infinite
     RecursionError,
 )
+_BEGIN_A_LIFE = {"begin": 1, "restart": 3, "rewind": 2}  # and have so many arguments before the stamp
 SNAPSHOTS_MAX = 4  # states that a replay remembers, in case the run went back to one
 
 
@@ -46,7 +50,7 @@ class TapedSyncer:
         self._write_line(json.dumps(line, separators=(",", ":")))
 
     def on_begin(self, digests: Sequence[int], now_s: float) -> list[Effect]:
-        self._write("begin", now_s, list(digests))
+        self._write("begin", now_s, list(digests), STAMP)
         return self.syncer.on_begin(digests, now_s)
 
     def on_message(self, message: LearnerMessage, now_s: float) -> list[Effect]:
@@ -70,7 +74,7 @@ class TapedSyncer:
 
     def on_restart(self, held: Sequence[int], digests: Sequence[int], loaded: int, now_s: float) -> list[Effect]:
         """As Syncer.on_restart; `loaded` is the global step of the snapshot that the values are of, -1 for none."""
-        self._write("restart", now_s, list(held), list(digests), loaded)
+        self._write("restart", now_s, list(held), list(digests), loaded, STAMP)
         return self.syncer.on_restart(held, digests, now_s)
 
     def on_snapshot(self, global_step: int, now_s: float) -> list[Effect]:
@@ -80,7 +84,7 @@ class TapedSyncer:
 
     def on_rewind(self, state: Mapping[str, Any], global_step: int, epoch: int, now_s: float) -> list[Effect]:
         """Go back to the state at the snapshot of this global step, as life `epoch`."""
-        self._write("rewind", now_s, global_step, epoch)
+        self._write("rewind", now_s, global_step, epoch, STAMP)
         self.syncer.restore(dict(state))
         return self.syncer.on_rewind(epoch, now_s)
 
@@ -97,12 +101,14 @@ def replay(
 
     Raises:
         ValueError: a line is not one that TapedSyncer writes; the message names its number.
+        OtherRelease: a life was that of a release whose tapes this one does not read.
     """
     asked: dict[int, Mapping[str, Any]] = {}  # states of snapshots that the machine asked for,
     taken = dict(snapshots or {})  # and of those that a driver said it took: it skips some while it writes one
     for number, line in enumerate(lines, start=1):
         try:
             kind, now_s, *arguments = json.loads(line)
+            check_life(number, kind, arguments)
             effects = _apply(syncer, kind, float(now_s), arguments, ChainMap(taken, asked))
         except _NOT_A_LINE as error:
             raise ValueError(f"tape line {number} cannot be replayed ({error}): {line[:120]!r}") from error
@@ -119,6 +125,17 @@ def _remember(states: dict[int, Mapping[str, Any]], global_step: int, syncer: Sy
     states[global_step] = syncer.state()
     while len(states) > SNAPSHOTS_MAX:
         del states[next(iter(states))]
+
+
+def check_life(number: int, kind: str, arguments: list[Any]) -> None:
+    """Take the stamp off the arguments of an input that begins a life of the syncer, and look at it.
+
+    Raises:
+        OtherRelease: this one does not read it.
+    """
+    if (own := _BEGIN_A_LIFE.get(kind)) is not None:
+        check_readable(f"the tape from line {number} on", *arguments[own:])
+        del arguments[own:]
 
 
 def lives(lines: Iterable[str]) -> int:

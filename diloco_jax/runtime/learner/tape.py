@@ -3,7 +3,7 @@
 RUN/tapes/NAME.INCARNATION.jsonl, one JSON list a line. A step's line is with the operating system before anybody hears
 of the step, so a value that went into a merge has its steps on a tape, whatever killed its learner afterwards.
 
-    ["begin", learner_id, incarnation, step_samples]
+    ["begin", learner_id, incarnation, step_samples, [protocol, release]]
     ["adopt", fragment_id, version, epoch, digest, merged_round]   a global fragment, between two steps
     ["state", donor, donor_incarnation, donor_step, [fragments]]   a whole state; donor "": saved by an own earlier life
     ["staged_state", local_step]                                   a copy for a receiver
@@ -22,6 +22,7 @@ from typing import Any
 
 from diloco_jax.protocol.effects import AdoptState
 from diloco_jax.protocol.messages import GlobalFragment
+from diloco_jax.protocol.releases import STAMP
 from diloco_jax.runtime.records.files import TAPES
 from diloco_jax.runtime.records.line_file import LineFile
 from diloco_jax.runtime.records.telemetry import finite
@@ -40,7 +41,7 @@ class LearnerTape:
         self._path = learner_tape_path(run_dir, learner_id, incarnation)
         self._file: LineFile | None = None
         self._lost = 0
-        self.note("begin", learner_id, incarnation, step_samples)
+        self.note("begin", learner_id, incarnation, step_samples, STAMP)
 
     def adopt(self, message: GlobalFragment) -> None:
         name = (message.fragment_id, message.version, message.epoch, message.digest)

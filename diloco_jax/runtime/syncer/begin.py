@@ -59,8 +59,8 @@ def begin(parts: Parts, initial: Callable[[], Parameters], mode: str, now_s: flo
 
 def _check_weights(parts: Parts) -> None:
     """Compare the initial values with those that the run began with: their folder may have moved, or changed."""
-    kind, _, *digests = json.loads(next(read_lines(parts.run_dir / TAPE_FILE)))
-    if kind == "begin" and digests != [parts.model.digests]:
+    kind, _, digests, *_ = json.loads(next(read_lines(parts.run_dir / TAPE_FILE)))
+    if kind == "begin" and digests != parts.model.digests:
         raise ValueError(
             f"model.weights {parts.config.model.weights} holds other values than this run began with; name the folder "
             "with the old ones, or start a new run"

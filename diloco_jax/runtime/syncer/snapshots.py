@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from diloco_jax.protocol.releases import STAMP, check_readable
 from diloco_jax.runtime.model.global_model import OUTER, Capture, GlobalModel
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.tape_file import RETRY_S, TapeStopped
@@ -57,6 +58,7 @@ def write_snapshot(
     state = json.loads(snapshot.machine)
     meta = {
         "run": run,
+        "stamp": STAMP,
         "global_step": snapshot.global_step,
         "tokens": snapshot.tokens,
         "epoch": state["epoch"][0],
@@ -88,9 +90,11 @@ def read_snapshot(path: Path, model: GlobalModel, tape_bytes_max: int) -> Snapsh
 
     Raises:
         ValueError: it cannot be read, is damaged, or is of another model or tape; the model may be half of it then.
+        OtherRelease: it is of a release whose snapshots this one does not read.
     """
     reader = checkpoint.CheckpointReader(path)
     meta = reader.meta
+    check_readable(f"snapshot {path}", meta.get("stamp", STAMP))
     try:
         snapshot = Snapshot(
             int(meta["global_step"]),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.effects import Merge
+from diloco_jax.protocol.releases import check_readable
 from diloco_jax.runtime.learner.tape import learner_tape_path
 from diloco_jax.runtime.records.tape_file import read_lines
 from diloco_jax.tools.replay.script import Brought, LearnerLife, MergedRound, Name, Script
@@ -77,6 +78,7 @@ def read_entries(path: Path) -> Generator[tuple[int, Entry]]:
 
     Raises:
         ValueError: the tape is missing, or a line is not one that a learner writes; names it.
+        OtherRelease: it is of a release whose tapes this one does not read.
     """
     learner_id = ""
     try:
@@ -100,7 +102,8 @@ def read_entries(path: Path) -> Generator[tuple[int, Entry]]:
 
 def _entry(fields: list[Any], learner_id: str) -> Entry | None:
     match fields:
-        case ["begin", str(name), int(incarnation), int(step_samples), *_]:
+        case ["begin", str(name), int(incarnation), int(step_samples), *stamp]:
+            check_readable(f"the tape of {name}, incarnation {incarnation}", *stamp)
             return Begin(name, incarnation, step_samples)
         case ["adopt", int(fragment_id), int(version), int(), int(digest), int(merged_round)]:
             return TookValue(Name(fragment_id, version, digest), merged_round)

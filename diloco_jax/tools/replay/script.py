@@ -15,7 +15,7 @@ from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Restore, S
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget
-from diloco_jax.protocol.syncer.tape import replay
+from diloco_jax.protocol.syncer.tape import check_life, replay
 from diloco_jax.runtime.records.tape_file import read_lines
 
 Fingerprint = tuple[tuple[str, str], ...]
@@ -170,11 +170,14 @@ def fingerprint_of(tape: Path) -> Fingerprint:
 
     Raises:
         ValueError: there is no tape, or nobody trained on it; names it.
+        OtherRelease: it begins with a release whose tapes this one does not read.
     """
     greetings: dict[tuple[Any, Any], Any] = {}
     try:
         for number, line in enumerate(read_lines(tape), start=1):
-            if line.startswith('["Hello"'):
+            if line.startswith('["begin"'):
+                check_life(number, "begin", _loaded(tape, number, line)[2:])
+            elif line.startswith('["Hello"'):
                 hello = _loaded(tape, number, line)
                 greetings.setdefault((hello[2], hello[3]), hello[4])
             elif line.startswith('["StepReport"'):

@@ -14,6 +14,7 @@ import pytest
 from diloco_jax.core import codec
 from diloco_jax.protocol.effects import AdoptState
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, StatePart
+from diloco_jax.protocol.releases import STAMP
 from diloco_jax.runtime.island.adoptions import STATE_PART_BYTES, ReceivedState
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.learner import tape as learner_tape
@@ -161,7 +162,7 @@ def test_the_tape_has_a_line_for_everything_at_once(tmp_path: Path) -> None:
     tape.note("saved", 1, 24)
     tape.note("sent", 2, 10, 1)
     want = [
-        ["begin", "island-0", 17, 8],
+        ["begin", "island-0", 17, 8, list(STAMP)],
         ["adopt", 2, 7, 1, 2**64 - 1, 5],
         ["state", "island-1", 11, 30, [0, 2]],
         ["step", 1, 9, [[0, 4], [90, 94]], None],

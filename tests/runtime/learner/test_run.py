@@ -41,6 +41,7 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.releases import STAMP
 from diloco_jax.runtime.island import adoptions, payloads
 from diloco_jax.runtime.learner.decisions import Signals
 from diloco_jax.runtime.learner.inbox import LinkKeeper
@@ -189,7 +190,7 @@ def test_a_conversation_from_hello_to_stop_and_its_tape(script: Script) -> None:
     script._thread.join(WAIT_S)
     assert script.reason == "the run is complete"
     tape = script.tape()
-    assert tape[0] == ["begin", NAME, INCARNATION, 8]
+    assert tape[0] == ["begin", NAME, INCARNATION, 8, list(STAMP)]
     assert [line[1:3] for line in script.tape("adopt")] == [[0, 0], [1, 0], [1, 1]]
     steps = script.tape("step")
     assert [line[1] for line in steps] == list(range(1, len(steps) + 1))
@@ -272,7 +273,7 @@ def test_leaving_before_the_first_step_is_polite_too(script: Script) -> None:
     assert script.await_message(Leave).reason == "stopped from outside"
     script.end()
     assert script.reason == "stopped from outside"
-    assert script.tape() == [["begin", NAME, INCARNATION, 8], ["end", "stopped from outside", [0, 0]]]
+    assert script.tape() == [["begin", NAME, INCARNATION, 8, list(STAMP)], ["end", "stopped from outside", [0, 0]]]
 
 
 def test_without_new_data_old_data_is_read_again_and_no_step_waits(script: Script) -> None:

@@ -13,6 +13,7 @@ from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.core.fragments import Slice
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.releases import OtherRelease
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.runtime.model.global_model import Capture, GlobalModel
 from diloco_jax.runtime.records import checkpoint
@@ -64,6 +65,17 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
     assert all(np.array_equal(value, parameters[name]) for name, value in model.parameters().items())
     assert (meta["global_step"], meta["tokens"], meta["run"], meta["epoch"]) == (4, 77, "run", 1)
     assert meta["versions"] == model.versions and meta["digests"] == model.digests
+
+
+def test_one_of_a_release_that_is_not_read_is_refused_and_not_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    write_snapshot(tmp_path, "run", model, *taken(model, 3), keep=3)
+    monkeypatch.setattr(snapshots, "STAMP", (9, "9.8.7"))
+    write_snapshot(tmp_path, "run", model, *taken(model, 6), keep=3)
+    with pytest.raises(OtherRelease, match=r"step_00000006 is of diloco-jax 9\.8\.7, protocol 9; this is"):
+        checkpoint.newest_readable(tmp_path, lambda path: read_snapshot(path, model, 1234))
 
 
 @pytest.mark.parametrize("chunk_bytes", [16, 100, 4096])

@@ -14,6 +14,7 @@ import pytest
 
 from diloco_jax.core.fragments import take
 from diloco_jax.protocol.effects import Merge, Part
+from diloco_jax.protocol.releases import OtherRelease
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.settings.run import AdoptConfig, RunConfig
 from diloco_jax.settings.text import parse
@@ -28,6 +29,7 @@ from diloco_jax.tools.replay.script import (
     Name,
     Script,
     SnapshotPoint,
+    fingerprint_of,
     read_script,
 )
 from tests.runtime.helpers import SMALL, merged
@@ -200,6 +202,16 @@ def test_broken_line_is_named(tmp_path: Path, number: int, line: str, says: str)
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(ValueError, match=rf"a\.1\.jsonl {says}"):
         outline(path)
+
+
+def test_tapes_of_a_release_that_is_not_read_are_refused(tmp_path: Path) -> None:
+    path = _write_tape(tmp_path, "a", [])
+    path.write_text('["begin","a",1,1,[9,"9.8.7"]]\n')
+    with pytest.raises(OtherRelease, match=r"the tape of a, incarnation 1 is of diloco-jax 9\.8\.7, protocol 9"):
+        outline(path)
+    (tmp_path / "tape.jsonl").write_text('["begin",0.0,[0],[9,"9.8.7"]]\n["Hello",1.0,"of another kind"]\n')
+    with pytest.raises(OtherRelease, match=r"the tape from line 1 on is of diloco-jax 9\.8\.7, protocol 9"):
+        fingerprint_of(tmp_path / "tape.jsonl")
 
 
 def test_lines_that_a_full_disk_refused(tmp_path: Path) -> None:

@@ -1,0 +1,32 @@
+"""A small model whose steps take a while, made of names that every release has: `scripts/upgrade` trains it."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+STEP_S_ENV = "UPGRADE_STEP_S"
+
+
+class Paced(nnx.Module):
+    """The next byte from the one before it."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(256, 32, rngs=rngs)
+        self.hidden = nnx.Linear(32, 64, rngs=rngs)
+        self.out = nnx.Linear(64, 256, rngs=rngs)
+
+    @classmethod
+    def from_config(cls, args: Any, *, rngs: nnx.Rngs) -> Paced:
+        return cls(rngs)
+
+    def loss(self, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        jax.debug.callback(lambda: time.sleep(float(os.environ[STEP_S_ENV])))
+        tokens = batch["tokens"]
+        logits = self.out(nnx.relu(self.hidden(self.embed(tokens[:, :-1]))))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean(), {}

@@ -1,0 +1,244 @@
+"""A run that is upgraded while it trains: ./scripts/upgrade [OLD_REF].
+
+Syncer and three islands begin with the program of OLD_REF. Island after island leaves and comes back with that of HEAD,
+then the syncer is killed and comes back: so newer islands meet an older syncer on the way. Where the older syncer
+refuses them, the order is the other one, as its refusal says. All must be merged after the upgrade.
+"""
+
+import argparse
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from diloco_jax.runtime.learner.tape import learner_tape_path
+from diloco_jax.runtime.records.files import ADDRESS_FILE, STATUS_FILE, SUMMARY_FILE
+from diloco_jax.runtime.records.signals import INTERRUPTED, PARENT_ENV
+from diloco_jax.runtime.records.tape_file import read_lines
+from diloco_jax.runtime.records.telemetry import read_object
+from releasing.paced import STEP_S_ENV
+
+ROOT = Path(__file__).resolve().parents[2]
+SYNCER, ISLANDS = "syncer", ("island-0", "island-1", "island-2")
+PATIENCE_S = 120.0
+WHO = "import diloco_jax as d; from diloco_jax.protocol.messages import PROTOCOL; print(d.__version__, PROTOCOL)"
+
+
+class Refused(Exception):
+    """A process of the newer program ended at once; the message is its last word."""
+
+
+def tree_of(ref: str, folder: Path) -> Path:
+    """Put the files of a commit into a folder, and return it.
+
+    Raises:
+        ValueError: there is no such commit.
+    """
+    found = subprocess.run(["git", "archive", "--format=tar", ref], cwd=ROOT, capture_output=True, check=False)
+    if found.returncode:
+        raise ValueError(f"{ref!r} names no commit of this repository: {found.stderr.decode().strip()}")
+    with tarfile.open(fileobj=io.BytesIO(found.stdout)) as files:
+        files.extractall(folder, filter="data")
+    return folder
+
+
+def last_tag(root: Path = ROOT) -> str:
+    """Return the newest tag of a release.
+
+    Raises:
+        ValueError: there is none.
+    """
+    words = ["git", "describe", "--tags", "--abbrev=0", "--match", "v[0-9]*"]
+    found = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise ValueError("no release has a tag yet; name the commit to upgrade from: ./scripts/upgrade OLD_REF")
+    return found.stdout.strip()
+
+
+class Fleet:
+    """A syncer and three islands, each on one of two programs.
+
+    Args:
+        folder: of the run, its logs and its config.
+        trees: the old program and the new one.
+        say: takes a line for people.
+    """
+
+    def __init__(
+        self, folder: Path, trees: Sequence[Path], steps: int, step_s: float, say: Callable[[str], None]
+    ) -> None:
+        self.run, self._folder, self._say = folder / "run", folder, say
+        self._patience_s = PATIENCE_S + 2 * steps * step_s
+        self._programs = [self._environment(tree, step_s) for tree in trees]
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._lives: Counter[str] = Counter()  # of each name, so far
+        self.since: dict[str, int] = {}  # name -> global step at which its old program ended
+        values: dict[str, Any] = {
+            "name": "upgrade",
+            "islands": {"count": len(ISLANDS), "devices": 1},
+            "train": {"steps": steps, "batch_size": 12, "seq_len": 32, "eval_every": 0, "final_eval_batches": 1},
+            "model": {"module": "releasing.paced:Paced"},
+            "optimizer": {"warmup_steps": 5},
+            "protocol": {"sync_every": 6, "num_fragments": 6, "snapshot_every": 100},
+            "trackers": [],
+        }
+        (folder / "upgrade.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+
+    def _environment(self, tree: Path, step_s: float) -> dict[str, str]:
+        found = f"{tree}:{Path(__file__).parents[1]}"
+        here = {"PYTHONPATH": found, "JAX_PLATFORMS": "cpu", STEP_S_ENV: str(step_s), PARENT_ENV: str(os.getpid())}
+        return {**os.environ, **here}
+
+    def who(self, number: int) -> str:
+        """Return the release and the protocol of a program."""
+        told = subprocess.run([sys.executable, "-c", WHO], env=self._programs[number], capture_output=True, text=True)
+        return "diloco-jax {}, protocol {}".format(*told.stdout.split() or ("without", "a number"))
+
+    def start(self, name: str, number: int) -> None:
+        """Start a process with one of the programs."""
+        words = [SYNCER] if name == SYNCER else ["learner", "--island", name]
+        words[1:1] = ["upgrade.yaml", "--run-dir", str(self.run)]
+        if name != SYNCER:
+            self._lives[name] += 1
+            address = (self.run / ADDRESS_FILE).read_text(encoding="utf-8").strip()
+            words += ["--syncer", address, "--incarnation", str(self._lives[name])]
+        with (self._folder / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                [sys.executable, "-m", "diloco_jax", *words],
+                cwd=self._folder, env=self._programs[number], stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    def replace(self, name: str) -> None:
+        """Let a process end, start it with the new program, and wait until it has a part in rounds.
+
+        Raises:
+            Refused: it ended instead.
+        """
+        step = self.since.setdefault(name, self.global_step())
+        if (process := self._processes.pop(name, None)) is not None:  # else it was refused before
+            process.send_signal(signal.SIGKILL if name == SYNCER else signal.SIGTERM)  # which would end the run
+            if process.wait(PATIENCE_S) not in (INTERRUPTED, -signal.SIGKILL):
+                raise ValueError(f"{name} did not leave in good order: {self.last_word(name)}")
+        self.start(name, 1)
+        self.wait(lambda: self.global_step() > step + 1 if name == SYNCER else self.merged(name), f"{name} is back")
+        self._say(f"{name} came back with the new program after global step {step}, at {self.global_step()}")
+
+    def wait(self, condition: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
+        """Wait for a condition while all processes live.
+
+        Raises:
+            Refused: one of them failed, and is forgotten.
+            TimeoutError: it took too long.
+        """
+        ends_s = time.monotonic() + patience_s
+        while not condition():
+            for name, process in self._processes.items():
+                if process.poll():
+                    del self._processes[name]
+                    raise Refused(f"{name} ended with status {process.returncode}: {self.last_word(name)}")
+            if time.monotonic() > ends_s:
+                raise TimeoutError(f"not within {patience_s:.0f} s: {what}")
+            time.sleep(0.1)
+
+    def global_step(self) -> int:
+        """Return how many rounds the syncer has closed."""
+        path = self.run / STATUS_FILE
+        return int(read_object(path, "global_step")["global_step"]) if path.exists() else -1
+
+    def merged(self, name: str) -> int:
+        """Return the newest round that merged a value of an island's present life, 0 for none."""
+        tape = learner_tape_path(self.run, name, self._lives[name])
+        adopted = (line for line in (read_lines(tape) if tape.exists() else ()) if line.startswith('["adopt"'))
+        return max((json.loads(line)[5] for line in adopted), default=0)
+
+    def last_word(self, name: str) -> str:
+        """Return the last line of a process's log."""
+        return (self._folder / f"{name}.log").read_text(errors="replace").strip().rpartition("\n")[2]
+
+    def end(self) -> dict[str, Any]:
+        """Wait until all processes have ended well; returns the run's summary."""
+        running = self._processes.values()
+        self.wait(lambda: all(process.poll() == 0 for process in running), "the end of the run", self._patience_s)
+        return read_object(self.run / SUMMARY_FILE)
+
+    def kill(self) -> None:
+        """Kill what is left."""
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+
+
+def upgrade(fleet: Fleet, say: Callable[[str], None]) -> list[str]:
+    """Upgrade a run from its beginning to its end; returns what went wrong.
+
+    Raises:
+        Refused: the releases do not work with each other in any order.
+    """
+    fleet.start(SYNCER, 0)
+    fleet.wait((fleet.run / ADDRESS_FILE).exists, "the syncer listens")
+    for name in ISLANDS:
+        fleet.start(name, 0)
+    fleet.wait(lambda: all(map(fleet.merged, ISLANDS)), "all islands are merged")
+    say(f"all trained with the old program at global step {fleet.global_step()}")
+    left = deque([*ISLANDS, SYNCER])
+    while left:
+        name = left.popleft()
+        try:
+            fleet.replace(name)
+        except Refused as refusal:
+            if SYNCER not in left or "upgrade the syncer first" not in str(refusal):
+                raise
+            say(f"REFUSED {refusal}")
+            left.remove(SYNCER)
+            left.extendleft([name, SYNCER])
+    summary = fleet.end()
+    rounds = {name: fleet.merged(name) for name in ISLANDS}
+    for name in (SYNCER, *ISLANDS):
+        tail = f", merged until round {rounds[name]}" if name in rounds else ""
+        say(f"{name:9} old program to global step {fleet.since[name]}, new one from there to the end{tail}")
+    found = [] if summary["complete"] else ["the run is not complete"]
+    last = max(fleet.since.values())
+    return found + [f"{name} was not merged after the last upgrade" for name in ISLANDS if rounds[name] <= last]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Upgrade a run; returns the exit status: 2 without a commit to begin with."""
+    parser = argparse.ArgumentParser(prog="scripts/upgrade", description=__doc__.splitlines()[0])
+    parser.add_argument("old_ref", nargs="?", help="commit or tag to upgrade from; default: the last tag of a release")
+    parser.add_argument("--steps", type=int, default=900, help="global steps of the run; default: 900")
+    parser.add_argument("--step-s", type=float, default=0.1, help="least seconds of an inner step; default: 0.1")
+    options = parser.parse_args(arguments)
+    began_s, say = time.monotonic(), lambda line: print(line, flush=True)
+    with tempfile.TemporaryDirectory(prefix="diloco-upgrade-") as folder:
+        try:
+            refs = (options.old_ref or last_tag(), "HEAD")
+            trees = [tree_of(ref, Path(folder, name)) for ref, name in zip(refs, ("old", "new"), strict=True)]
+        except ValueError as error:
+            parser.error(str(error))
+        fleet = Fleet(Path(folder), trees, options.steps, options.step_s, say)
+        for number, ref in enumerate(refs):
+            say(f"{('old', 'new')[number]} program: {ref}, {fleet.who(number)}")
+        try:
+            found = upgrade(fleet, say)
+        except (Refused, TimeoutError, ValueError) as error:
+            found = [str(error)]
+        finally:
+            fleet.kill()
+    say("\n".join(f"FAILED {each}" for each in found) or "complete: all islands were merged after the upgrade")
+    say(f"{time.monotonic() - began_s:.0f} s")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
