@@ -32,7 +32,7 @@ PLAINER = {  # what pydantic says of a value's type, and what people write in a 
 
 _BRIEF = reprlib.Repr()  # of values in messages: a line, however large or deep a value is
 _BRIEF.maxstring = _BRIEF.maxother = 200
-_BRIEF.maxlevel = 3
+_BRIEF.maxlevel = 2
 _ADAPTER = TypeAdapter(RunConfig)
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
