@@ -32,9 +32,9 @@ def load_config(arguments: argparse.Namespace) -> RunConfig:
     files = [word for word in arguments.overrides if word.endswith((".yaml", ".yml"))]
     if files and not Path(arguments.config).exists():
         raise ValueError(f"the config comes first, settings follow it: {command} {files[0]} --section.name value")
-    for word in (word for word in arguments.overrides if word.startswith("--")):
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if "." not in name and name not in RunConfig.__slots__ and (near := arguments.sub.near_option(word)):
+    for given in (each for each in arguments.overrides if each.startswith("--")):
+        name = given.partition("=")[0].removeprefix("--").replace("-", "_")
+        if "." not in name and name not in RunConfig.__slots__ and (near := arguments.sub.near_option(given)):
             arguments.sub.error(near)
     config = load(arguments.config)
     try:
