@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,9 @@ def tokenize(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--workers is {arguments.workers}; use 1 or more, or leave it out for one per core")
     source = TextSource(arguments.source, "", tuple(arguments.patterns), arguments.field)
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=Console(file=sys.stderr), transient=True) as progress:
+    console = Console(stderr=True)
+    how: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
+    with Progress(*columns, TimeRemainingColumn(), **how) as progress:
         task = progress.add_task("listing", total=None)
 
         def tell(what: str, done: int, total: int) -> None:

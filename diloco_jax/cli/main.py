@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_command(parser, sys.argv[1:] if arguments is None else arguments, COMMANDS)
     known, rest = parser.parse_known_args(arguments)
     if rest and not known.takes_overrides:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        known.sub.error(known.sub.near_option(rest[0]) or f"unrecognized arguments: {' '.join(rest)}")
     known.overrides = rest
     known.leave = None
     if known.name in TRAINING:
@@ -101,7 +101,9 @@ def _status_of(known: argparse.Namespace) -> int:
     except (ValueError, OSError, OtherRelease) as error:
         of_file = isinstance(error, OSError) and error.filename is not None
         words = f"{error.filename}: {error.strerror}" if of_file else str(error)  # type: ignore[union-attr]
-        print(f"diloco {known.name}: {words}", file=sys.stderr)
-        return FAILED if isinstance(error, OSError) and error.errno in DISK_TROUBLE else WRONG_INPUT
+        full = isinstance(error, OSError) and error.errno in DISK_TROUBLE
+        remedy = f"; {'free space there' if full else 'correct its rights, or choose another path'}" if of_file else ""
+        print(f"diloco {known.name}: {words}{remedy}", file=sys.stderr)
+        return FAILED if full else WRONG_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED

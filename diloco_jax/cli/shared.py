@@ -20,6 +20,7 @@ def show(arguments: argparse.Namespace, result: Any, describe: Callable[[Any], o
 def load_config(arguments: argparse.Namespace) -> RunConfig:
     """Load the config that the command line names, with the settings that follow it; its path is known from then on."""
     from diloco_jax.settings.packed import find_config
+    from diloco_jax.settings.run import RunConfig
     from diloco_jax.settings.text import load, show_settings
 
     command = f"diloco {arguments.name} {arguments.way}" if arguments.name == "launch" else f"diloco {arguments.name}"
@@ -31,6 +32,10 @@ def load_config(arguments: argparse.Namespace) -> RunConfig:
     files = [word for word in arguments.overrides if word.endswith((".yaml", ".yml"))]
     if files and not Path(arguments.config).exists():
         raise ValueError(f"the config comes first, settings follow it: {command} {files[0]} --section.name value")
+    for given in (each for each in arguments.overrides if each.startswith("--")):
+        name = given.partition("=")[0].removeprefix("--").replace("-", "_")
+        if "." not in name and name not in RunConfig.__slots__ and (near := arguments.sub.near_option(given)):
+            arguments.sub.error(near)
     config = load(arguments.config)
     try:
         return load(arguments.config, arguments.overrides) if arguments.overrides else config

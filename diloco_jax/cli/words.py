@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import platform
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import NoReturn
@@ -26,7 +27,20 @@ class Parser(argparse.ArgumentParser):
     """A parser that says in one line what is wrong with a command line."""
 
     def error(self, message: str) -> NoReturn:
+        if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
+            message += _nearest(found[1], re.findall(r"[^', ]+", found[2]))
         self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` says more\n")
+
+    def near_option(self, word: str) -> str:
+        """Say which option people may have meant; "" if none is like it."""
+        word = word.partition("=")[0]
+        near = _nearest(word, self._option_string_actions)
+        return near and f"there is no option {word}{near}"
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    near = get_close_matches(word, [*known], 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 class _Versions(argparse.Action):
@@ -45,8 +59,7 @@ def check_command(parser: Parser, words: Sequence[str], run: Mapping[str, Comman
     if name is None and not {"-h", "--help", "--version"} & set(words):
         parser.error("name a command, such as train")
     if name is not None and name not in run:
-        near = get_close_matches(name, [known for known in run if known not in UNLISTED], 1)
-        parser.error(f"there is no command {name!r}{f'; did you mean {near[0]}?' if near else ''}")
+        parser.error(f"there is no command {name!r}{_nearest(name, [known for known in run if known not in UNLISTED])}")
 
 
 def make_parser(run: Mapping[str, Command]) -> Parser:
@@ -56,11 +69,12 @@ def make_parser(run: Mapping[str, Command]) -> Parser:
         description="Train one model on islands that never wait for each other (Decoupled DiLoCo in JAX).",
     )
     parser.add_argument("--version", action=_Versions, nargs=0, help="show the versions of this package and of JAX")
+    parser.set_defaults(sub=parser)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(name: str, text: str, *, config: bool = False, folder: bool = True, json: str = JSON) -> Parser:
         sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(command=run[name], name=name, takes_overrides=False)
+        sub.set_defaults(command=run[name], name=name, takes_overrides=False, sub=sub)
         if config:
             _config_words(sub)
             if folder:

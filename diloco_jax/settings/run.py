@@ -27,7 +27,8 @@ from diloco_jax.training.sharding import AXIS_RULES, MeshLayout, planned_mesh
 from diloco_jax.transport.link import TransportConfig, split_address
 
 SHARDS_MAX = 64
-TOKENS_MAX = 10**18
+TOKENS_MAX = 10**18  # and of every count below train
+NAME_LENGTH_MAX = 100  # of a folder, which gets a number behind it
 OUTLETS_MAX = 16  # trackers, and callbacks
 
 
@@ -118,8 +119,8 @@ class TrainConfig:
         if not 0 <= self.tokens <= TOKENS_MAX:
             raise ValueError(f"train.tokens is {self.tokens}; use 1 to 10^18, or 0 for a run of train.steps")
         for name in ("steps", "batch_size", "seq_len", "eval_batches", "final_eval_batches", "eval_batch_size"):
-            if getattr(self, name) < (0 if name == "steps" and self.tokens else 1):
-                raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at least 1")
+            if not (0 if name == "steps" and self.tokens else 1) <= getattr(self, name) <= TOKENS_MAX:
+                raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at least 1 and at most 10^18")
         if self.eval_every < 0:
             raise ValueError(f"train.eval_every is {self.eval_every}; use 0 (only at the end) or more")
         if self.settle_batches < 0:
@@ -235,8 +236,10 @@ class RunConfig:
     """Classes of your own, package.module:Class, with on_step, on_round, on_eval or on_event."""
 
     def __post_init__(self) -> None:
-        if not self.name or any(c in self.name for c in "/\\\0") or self.name.startswith("."):
-            raise ValueError(f"name is {self.name!r}; use a plain word, it names the run's folder")
+        plain = self.name.isprintable() and not self.name.startswith(".") and not {"/", "\\"} & {*self.name}
+        if not plain or not 1 <= len(self.name) <= NAME_LENGTH_MAX:
+            told = f"a plain word of 1 to {NAME_LENGTH_MAX} characters, it names the run's folder"
+            raise ValueError(f"name is {self.name[:NAME_LENGTH_MAX]!r}; use {told}")
         check_setting("outer", self.outer.module, self.outer.args)
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed is {self.seed}; it must be in [0, 2^31)")

@@ -8,14 +8,16 @@ import copy
 import dataclasses
 import difflib
 import re
+import reprlib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tyro
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from yaml.composer import ComposerError
 
 from diloco_jax.protocol.releases import RELEASE
 from diloco_jax.settings.packed import packed
@@ -23,7 +25,16 @@ from diloco_jax.settings.run import RunConfig
 
 CONFIG_BYTES_MAX = 1 << 20
 WRITTEN_BY = "# diloco-jax"  # and a release: the first line of the config in a run's folder
+PLAINER = {  # what pydantic says of a value's type, and what people write in a config
+    "Input should be": "it must be",
+    "a valid string": "text, in quotes",
+    "a valid tuple": "a list such as [a, b]",
+    "a valid dictionary": "a mapping such as {a: 1}",
+}
 
+_BRIEF = reprlib.Repr()  # of values in messages: a line, however large or deep a value is
+_BRIEF.maxstring = _BRIEF.maxother = 200
+_BRIEF.maxlevel = 2
 _ADAPTER = TypeAdapter(RunConfig)
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -128,7 +139,11 @@ def parse(values: Mapping[str, Any], source: str) -> RunConfig:
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "value_error":  # raised by our own checks, which name setting and remedy
             raise ValueError(f"{source}: {message}") from error
-        raise ValueError(f"{source}: {where} is {first['input']!r}: {message}") from error
+        near = _nearest(first["input"], re.findall("'([^']+)'", message))
+        for theirs, ours in PLAINER.items():
+            message = message.replace(theirs, ours)
+        message = re.sub(", (unable|got) .*", "", message) + near
+        raise ValueError(f"{source}: {where} is {_BRIEF.repr(first['input'])}; {message}") from error
 
 
 def parse_text(text: str, source: str) -> RunConfig:
@@ -164,21 +179,40 @@ def read_values(path: Path) -> Mapping[str, Any]:
         ValueError: the file is missing, or no YAML mapping.
     """
     try:
-        if path.stat().st_size > CONFIG_BYTES_MAX:
-            raise ValueError(f"config {path} has more than {CONFIG_BYTES_MAX} bytes; is it a config?")
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:  # what is no file, such as /dev/zero, may have no end
+            content = file.read(CONFIG_BYTES_MAX + 1)
     except OSError as error:
-        raise ValueError(f"config {path} cannot be read: {error.strerror}; {_choices()}") from error
+        raise ValueError(f"config {path} cannot be read: {error.strerror}{_choices(path)}") from error
+    if len(content) > CONFIG_BYTES_MAX:
+        raise ValueError(f"config {path} has more than {CONFIG_BYTES_MAX} bytes, the limit{_choices(path)}")
+    try:
+        text = content.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"config {path} is not UTF-8 text ({error.reason}); {_choices()}") from error
+        raise ValueError(f"config {path} is not UTF-8 text ({error.reason}){_choices(path)}") from error
     return _mapping(text, f"config {path}")
+
+
+class _Loader(yaml.SafeLoader):
+    """Loader of YAML that refuses a key which one mapping has twice: of two sections the first would be lost."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise ComposerError(None, None, f"{key.value} is there twice", key.start_mark)
+            seen.add(key.value)
+        return node
 
 
 def _mapping(text: str, source: str) -> Mapping[str, Any]:
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
+        values = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        why = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise ValueError(f"{source} is not valid YAML{where}: {why}; correct it there") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -186,8 +220,14 @@ def _mapping(text: str, source: str) -> Mapping[str, Any]:
     return values
 
 
-def _choices() -> str:
-    return f"name a YAML file, or a config of the package: {', '.join(packed())}"
+def _choices(path: Path) -> str:
+    others = f"; name a YAML file, or a config of the package: {', '.join(packed())}"
+    return _nearest(path.stem, packed()) or others
+
+
+def _nearest(word: object, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(word), [*known], n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _first_unknown_key(cls: type, values: Mapping[str, Any], prefix: str) -> str:
@@ -197,7 +237,10 @@ def _first_unknown_key(cls: type, values: Mapping[str, Any], prefix: str) -> str
         if key not in hints:
             near = difflib.get_close_matches(str(key), hints, n=1)
             advice = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(hints)}"
-            return f"unknown setting {prefix}{key} (value {value!r}); {advice}"
+            return f"unknown setting {prefix}{str(key)[:100]} (value {_BRIEF.repr(value)}); {advice}"
+        kinds = {hints[key], *typing.get_args(hints[key])}
+        if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:  # pydantic makes 1 of true
+            return f"{prefix}{key} is {str(value).lower()}; it must be a number"
         section = section_of(hints[key])
         if section is None or (value is None and type(None) in typing.get_args(hints[key])):
             continue
@@ -206,7 +249,7 @@ def _first_unknown_key(cls: type, values: Mapping[str, Any], prefix: str) -> str
             parts = {f"{key}.{name}": each for name, each in value.items()}
         for where, part in parts.items():
             if not isinstance(part, Mapping):
-                return f"{prefix}{where} is {part!r}, but it is a section; write its settings below it"
+                return f"{prefix}{where} is {_BRIEF.repr(part)}, but it is a section; write its settings below it"
             if found := _first_unknown_key(section, part, f"{prefix}{where}."):
                 return found
     return ""

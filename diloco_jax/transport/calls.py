@@ -83,8 +83,8 @@ def open_server(
 def cannot_listen(address: str, why: object, setting: str = "transport.address") -> ValueError:
     """Return the error of an address that this machine, or this process, cannot have."""
     return ValueError(
-        f"cannot listen on {setting} {address} ({why}): stop the process that has the port, choose another one (0: any "
-        "free port), or use an address of this machine"
+        f"cannot listen on {setting} {address} ({why}): stop the process that has the port, choose another one (0 is "
+        "any free port), or use an address of this machine"
     )
 
 

@@ -201,7 +201,7 @@ def split_address(address: str, setting: str = "transport.address") -> tuple[str
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (colon and host and port.isascii() and port.isdecimal() and int(port) <= 65535):
-        raise ValueError(f"{setting} is {address!r}: write host:port, for example 127.0.0.1:50051")
+        raise ValueError(f"{setting} is {address!r}: write host:port, a port up to 65535, such as 127.0.0.1:50051")
     return host, int(port)
 
 

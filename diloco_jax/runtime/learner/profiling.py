@@ -104,8 +104,9 @@ def ask_profile(run_dir: Path, learner_id: str, steps: int) -> Path:
     tapes = sorted((run_dir / TAPES).glob("*.jsonl"), key=lambda tape: tape.stat().st_mtime)
     newest = {tape.name.rsplit(".", 2)[0]: tape for tape in tapes}
     if learner_id not in newest:
+        there = ", ".join(sorted(newest)) or "none yet"
         raise ValueError(
-            f"{run_dir} has no island {learner_id!r}; there are: {', '.join(sorted(newest)) or 'none yet'}"
+            f"{run_dir} has no island {learner_id!r}; there are: {there}; name one, and the run's folder on its machine"
         )
     path, tape = _order_path(run_dir, learner_id), newest[learner_id]
     if path.exists():

@@ -4,6 +4,7 @@ Nothing is computed, no file of the corpus is read, and no accelerator is looked
 of the user's own is made once, as the processes will make it.
 """
 
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 
 from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.runtime.local.machine import check, look
 from diloco_jax.runtime.model.global_model import make_setup
 from diloco_jax.runtime.model.scores import Scorer
 from diloco_jax.runtime.trackers.outlets import find_callbacks, find_trackers
@@ -39,10 +41,8 @@ def check_input(config: RunConfig) -> None:
     jax.config.update("jax_platforms", "cpu")  # arrays of the user's code must not take what islands will need
     if config.algorithm == "decoupled":
         _check_transport(config)
-    if config.islands.command[:1] not in ((), ("python",)) and shutil.which(config.islands.command[0]) is None:
-        raise ValueError(f"islands.command {config.islands.command[0]!r} is no program here; name one, such as python")
-    find_trackers(config.trackers)
-    find_callbacks(config.callbacks)
+    check(config, look(os.environ))
+    check_parts(config)
     if config.model.own:
         if config.algorithm != "decoupled" or not config.islands.command:
             raise ValueError(
@@ -52,10 +52,23 @@ def check_input(config: RunConfig) -> None:
         return
     check_source(config.data, config.train.seq_len, config.train.eval_batch_size)
     check_tokenizer(config)
-    learning_rate(config.optimizer, config.planned_steps)
     blueprint = _check_model(config)
     make_setup(config, cut(config, blueprint.shapes, blueprint.kinds))
     Scorer(config.evaluation)
+
+
+def check_parts(config: RunConfig) -> None:
+    """Check what a run has besides model and data: programs, trackers, callbacks, the schedule, initial weights.
+
+    Raises:
+        ValueError: something is missing or wrong; names the setting and the remedy.
+    """
+    if config.islands.command[:1] not in ((), ("python",)) and shutil.which(config.islands.command[0]) is None:
+        raise ValueError(f"islands.command {config.islands.command[0]!r} is no program here; name one, such as python")
+    find_trackers(config.trackers)
+    find_callbacks(config.callbacks)
+    if not config.model.own:
+        learning_rate(config.optimizer, config.planned_steps)
     if config.model.weights:
         Weights(config.model.weights).check(config.model)
 
@@ -68,11 +81,21 @@ def _check_transport(config: RunConfig) -> None:
         ("syncer.metrics", config.syncer.metrics),
         ("syncer.page", config.syncer.page),
     ):
-        if address and split_address(address)[1]:
-            try:
-                check_free(address)
-            except OSError as error:
-                raise cannot_listen(address, error.strerror, setting) from error
+        if address:
+            check_listens(address, setting)
+
+
+def check_listens(address: str, setting: str) -> None:
+    """Check that this machine could listen at an address.
+
+    Raises:
+        ValueError: it could not; names the setting and the remedy.
+    """
+    if split_address(address, setting)[1]:
+        try:
+            check_free(address)
+        except OSError as error:
+            raise cannot_listen(address, error.strerror, setting) from error
 
 
 def check_tokenizer(config: RunConfig) -> None:

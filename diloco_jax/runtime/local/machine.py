@@ -215,6 +215,11 @@ def check(config: RunConfig, machine: Machine) -> str:
         return _check_gpus(config, machine)
     numbers = sorted({emulated_devices(config, name) for name in trains})
     for name in trains:
+        if slice_ := config.island(name).topology:
+            raise ValueError(
+                f"{name} is to have islands.topology {slice_}, but no TPU is here, and slices are not emulated; "
+                "correct islands.topology, or run on a host of that slice"
+            )
         config.check_mesh(config.island(name)._replace(devices=emulated_devices(config, name)))
     each = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
     why = f"no GPU or TPU is used ({machine.unused})" if machine.unused else "no GPU or TPU here"

@@ -17,7 +17,7 @@ from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, ST
 from diloco_jax.runtime.records.liveness import judge, signature
 from diloco_jax.runtime.records.telemetry import read_object, write_json
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.link import TransportConfig, split_address
 from diloco_jax.transport.questions import ask_status
 
 ANSWER_TIMEOUT_S = 5.0
@@ -155,6 +155,7 @@ def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> Tra
     if not is_address(run) and not path.exists():
         raise ValueError(f"{run} has no {ADDRESS_FILE}, so its syncer never listened; start the run, or give host:port")
     address = run if is_address(run) else path.read_text(encoding="utf-8").strip()
+    split_address(address, "the address" if is_address(run) else str(path))
     return replace(known, address=address, allow_plaintext=plain, connect_timeout_s=ANSWER_TIMEOUT_S)
 
 

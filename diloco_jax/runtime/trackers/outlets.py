@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,8 @@ def _class_of(setting: str, name: str) -> type:
     package, _, attribute = name.partition(":")
     if not package or not attribute:
         known = f", or one of {', '.join(BUILT_IN)}" if setting == "trackers" else ""
+        if known and (near := get_close_matches(name, BUILT_IN, 1)):
+            known += f"; did you mean {near[0]}?"
         raise ValueError(f"{setting} has '{name}'; write package.module:Class{known}")
     found = load_named(setting, name)
     if not isinstance(found, type):

@@ -25,6 +25,7 @@ from diloco_jax.tools.doctor.host import (
     check_environment,
     check_files,
     check_memory,
+    check_parts,
 )
 from diloco_jax.tools.doctor.link import check_link, dialled
 from diloco_jax.tools.doctor.part import part_of
@@ -55,7 +56,8 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
     part = part_of(config, island)
     checks = [_check_config(config, island, part.parameters)]
     checks += check_link(config, side, part, seconds)
-    checks += [check_data(config), check_memory(part.memory_bytes), check_disk(part.disk_bytes, run_dir)]
+    checks += [check_parts(config, island), check_data(config), check_memory(part.memory_bytes)]
+    checks.append(check_disk(part.disk_bytes, run_dir))
     own = config.island(island)
     # what the machine has, not what this process was told: looking at it must not take it from a run
     emulated = not own.topology and look({}).emulates

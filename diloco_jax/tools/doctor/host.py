@@ -4,14 +4,17 @@ import os
 import resource
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from diloco_jax.runtime.local import check_input
 from diloco_jax.runtime.local.machine import chip_of
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.tools.budget.memory import size
 from diloco_jax.training.data.corpus import load_source
+from diloco_jax.training.data.order import eval_batches
 
 Status = Literal["ok", "warn", "fail"]
 MEMORY = Path("/proc/meminfo")
@@ -51,10 +54,21 @@ def mbit(bytes_per_s: float) -> str:
     return f"{value:,.0f} Mbit/s" if value >= 100 else f"{value:.3g} Mbit/s"
 
 
-def check_data(config: RunConfig) -> Check:
-    """Check that the corpus can be read, and is long enough."""
+def check_parts(config: RunConfig, island: str) -> Check:
+    """Check what the run has besides model and data; its initial weights are for the syncer alone."""
     try:
+        check_input.check_parts(replace(config, model=replace(config.model, weights="")) if island else config)
+    except ValueError as error:
+        return of_error("run", error)
+    return Check("run", "ok", "programs, trackers, callbacks, the schedule and initial weights will do")
+
+
+def check_data(config: RunConfig) -> Check:
+    """Check that the corpus can be read, is long enough, and is of the model's tokens."""
+    try:
+        check_input.check_tokenizer(config)
         source = load_source(config.data, config.train.seq_len)
+        next(eval_batches(source, config.train.eval_batch_size, 1))
     except (ValueError, OSError) as error:
         return of_error("data", error, "correct data.path or data.module on this machine")
     windows = len(source.train)

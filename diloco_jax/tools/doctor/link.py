@@ -1,7 +1,6 @@
 """Checks of `diloco doctor` on the way to the syncer: address, ports, credentials, clocks, versions, throughput."""
 
 import datetime
-import errno
 import ipaddress
 import math
 import socket
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 from diloco_jax.protocol.membership import OPEN
 from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.runtime.local.check_input import check_listens
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.budget.links import LinkNeeds
 from diloco_jax.tools.budget.memory import size
@@ -46,7 +46,10 @@ def check_link(config: RunConfig, side: Side, part: ProcessPart, seconds: float)
     """Check everything between this machine and the syncer, until a check fails on which others depend."""
     own = check_credentials(side)
     checks = [own, *check_reach(side)]
-    if any(check.status == "fail" for check in checks) or checks[-1].name == "listen":
+    if checks[-1].name == "listen":  # no syncer has these ports yet
+        ports = {"syncer.metrics": config.syncer.metrics, "syncer.page": config.syncer.page} if side.is_syncer else {}
+        return checks + [_check_bind(address, setting) for setting, address in ports.items() if address]
+    if any(check.status == "fail" for check in checks):
         return checks
     trouble = diagnose(side.transport, side.name)
     if trouble:
@@ -103,6 +106,8 @@ def check_reach(side: Side) -> list[Check]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
+        if side.is_syncer:
+            return [_check_bind(side.listens, "transport.address")]
         fix = "correct the name, or this machine's DNS; an IP address will do as well"
         return [Check(name, "fail", f"{host} does not resolve: {error.strerror or error}", fix)]
     targets = dict.fromkeys((family, target) for family, *_, target in found)
@@ -115,7 +120,7 @@ def check_reach(side: Side) -> list[Check]:
     resolved = Check(name, "ok", f"{host} is {listed}" if listed != host else host)
     first = next(error for error in outcomes.values() if error)
     if side.is_syncer and isinstance(first, ConnectionRefusedError):
-        return [resolved, _check_bind(side.listens)]
+        return [resolved, _check_bind(side.listens, "transport.address")]
     return [resolved, _unreachable("reach", address, first)]
 
 
@@ -147,19 +152,13 @@ def _unreachable(name: str, address: str, error: OSError) -> Check:
     return Check(name, "fail", f"{address} cannot be reached: {words}", "correct the address, or the routes to it")
 
 
-def _check_bind(address: str) -> Check:
+def _check_bind(address: str, setting: str) -> Check:
     """Check that this machine could listen, where nothing does yet."""
-    host, port = split_address(address)
-    fix = "correct transport.address: an address of this machine, or 0.0.0.0 for all of them"
     try:
-        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as attempt:
-            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            attempt.bind(target)
-    except OSError as error:
-        fix = "choose a port above 1023" if error.errno == errno.EACCES else fix
-        return Check("listen", "fail", f"cannot listen on {address}: {error.strerror}", fix)
-    found = f"nothing listens on port {port} yet, and the syncer can"
+        check_listens(address, setting)
+    except ValueError as error:
+        return of_error("listen", error)
+    found = f"nothing listens on {setting} {address} yet, and the syncer can"
     return Check("listen", "ok", f"{found}; `diloco doctor CONFIG --listen` lets islands try it")
 
 

@@ -53,7 +53,8 @@ def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch) -> dict
     tokenizer = open_tokenizer(folder) if (folder / TOKENIZER_FILE).exists() else None
     have = model.args.get("vocab_size", 256)
     if tokenizer and tokenizer.vocab_size > have:
-        raise ValueError(f"{folder}: the tokenizer has ids below {tokenizer.vocab_size}, config.json only {have}")
+        ids = f"has ids below {tokenizer.vocab_size}, config.json only {have}"
+        raise ValueError(f"{folder}: the tokenizer {ids}; take both from one model")
     fresh = {"name": folder.resolve().name, "data": {"format": "text", "path": "texts"}}
     values: dict[str, Any] = {**(read_values(base) if base else fresh)}
     data = dict(values.get("data") or {})

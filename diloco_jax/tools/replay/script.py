@@ -19,6 +19,7 @@ from diloco_jax.protocol.syncer.tape import check_life, replay
 from diloco_jax.runtime.records.tape_file import read_lines
 
 Fingerprint = tuple[tuple[str, str], ...]
+FIELDS_MIN = 5  # of a greeting, and of a report
 
 
 class LearnerLife(NamedTuple):
@@ -186,12 +187,14 @@ def fingerprint_of(tape: Path) -> Fingerprint:
                     return tuple((str(w), str(v)) for w, v in greetings[report[2], report[3]])
     except FileNotFoundError:
         raise ValueError(f"{tape} does not exist; give the folder of a run, such as runs/NAME") from None
-    raise ValueError(f"{tape} holds no step of any learner: there is nothing to look at")
+    raise ValueError(f"{tape} holds no step of any learner; wait for the first one, or give the folder of another run")
 
 
 def _loaded(tape: Path, number: int, line: str) -> list[Any]:
     try:
         fields: list[Any] = json.loads(line)
+        if not isinstance(fields, list) or len(fields) < FIELDS_MIN:
+            raise ValueError(f"it has less than {FIELDS_MIN} fields")
     except ValueError as error:
         raise ValueError(f"{tape}: tape line {number} cannot be read ({error}): {line[:120]!r}") from error
     return fields

@@ -147,12 +147,14 @@ def read_documents(piece: SourcePiece) -> Iterator[str]:
     try:
         for text in read(piece):
             if not isinstance(text, str | None):
-                raise ValueError(f"field '{piece.field}' holds {type(text).__name__}, not text")
+                kind = type(text).__name__
+                raise ValueError(f"field '{piece.field}' holds {kind}, not text; name another (--field, data.field)")
             yield (text or "").encode("utf-8", "replace").decode()  # JSON may have halves of characters
     except (EOFError, ValueError, KeyError, OverflowError, OSError, RuntimeError, lzma.LZMAError, zlib.error) as error:
         if isinstance(error, OSError) and error.errno:  # of the disk; those of pyarrow and compression have no number
             raise
-        raise ValueError(f"{piece.url} cannot be read as {piece.format}: {error}") from error
+        remedy = "" if "(--field" in str(error) else "; correct or remove it"
+        raise ValueError(f"{piece.url} cannot be read as {piece.format}: {error}{remedy}") from error
 
 
 def _text(piece: SourcePiece) -> Iterator[str]:

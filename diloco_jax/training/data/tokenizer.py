@@ -119,7 +119,8 @@ def _end(made: Any, settings: Path) -> int | None:
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{settings} is damaged: {error!r}; take it again from where it came") from error
     if said and found is None:  # documents would run into each other
-        raise ValueError(f"{settings} names the eos_token {names[0]!r}, which {TOKENIZER_FILE} does not have")
+        lost = f"the eos_token {names[0]!r}, which {TOKENIZER_FILE} does not have"
+        raise ValueError(f"{settings} names {lost}; take both from where they came")
     return found
 
 

@@ -77,7 +77,7 @@ def build_store(source: TextSource, tokenizer: str, out: Path, workers: int = 0,
         _make(parts, workers or len(os.sched_getaffinity(0)), tell)
         files = [json.loads((out / PART_NAME.format(part.number)).read_text()) for part in parts]
         if not any(file["tokens"] for file in files):
-            raise ValueError(f"'{source.path}' has no text: all its documents are empty")
+            raise ValueError(f"'{source.path}' has no text: all its documents are empty; name another source")
         facts = {"vocab_size": made.vocab_size, "dtype": _dtype(made), "tokenizer": made.digest}
         facts |= {key: sum(file[key] for file in files) for key in ("tokens", "documents", "bytes")}
         begun = {"version": store.VERSION, "finished": True, "made_from": made_from}

@@ -7,6 +7,7 @@ class as `package.module:Class`. Parameters leave the module as a flat dict from
 
 from collections.abc import Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -58,7 +59,9 @@ def config_from_args(config_class: type[T], args: Mapping[str, Any], where: str 
     defaults = {f.name: f.default for f in fields(config_class)}  # type: ignore[arg-type]
     for key, value in args.items():
         if key not in defaults:
-            raise ValueError(f"{where}.{key} is unknown; known keys: {', '.join(sorted(defaults))}")
+            near = get_close_matches(str(key), defaults, 1)
+            advice = f"did you mean {where}.{near[0]}?" if near else f"known keys: {', '.join(sorted(defaults))}"
+            raise ValueError(f"{where}.{key} is unknown (value {value!r}); {advice}")
         wanted = type(defaults[key])
         accepted = (float, int) if wanted is float else (wanted,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):

@@ -199,8 +199,11 @@ def _check_files(
         certificates.check_issued(chain, authorities)
     except Defect as error:
         beside = f" (transport.tls_ca is {config.tls_ca})" if "authority" in str(error) else ""
-        kind = OutOfDate if isinstance(error, OutOfDate) else ValueError
-        raise kind(f"transport.{setting} {files[setting]} {error}{beside}") from None
+        late = isinstance(error, OutOfDate)
+        fix = "" if late else "; use the files that `diloco certs` made together for this name"
+        raise (OutOfDate if late else ValueError)(
+            f"transport.{setting} {files[setting]} {error}{beside}{fix}"
+        ) from None
     if os.name == "posix" and os.stat(files["tls_key"]).st_mode & 0o077:
         log.warning(f"transport.tls_key {files['tls_key']} can be read by others on this machine: chmod 600 it")
 
