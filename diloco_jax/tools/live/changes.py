@@ -102,6 +102,7 @@ class Changes:
     def _of_alarms(self, alarms: Sequence[Mapping[str, Any]]) -> Iterator[Fact]:
         """Tell those that stand, and those of earlier looks that do not any more."""
         standing = {("alarm", alarm["kind"], alarm["who"]): alarm for alarm in alarms}
+        subject: tuple[str, ...]
         for subject, alarm in standing.items():
             self._alarms[subject] = f"alarm over: {alarm['text']}"
             yield Fact(subject, STANDS, alarm_line(alarm))

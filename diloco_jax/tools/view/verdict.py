@@ -6,7 +6,7 @@ from typing import Any
 
 from diloco_jax.drawing.charts import format_count
 from diloco_jax.runtime.records.liveness import ENDED
-from diloco_jax.tools.report.live import format_duration
+from diloco_jax.tools.live.words import format_duration
 
 BASELINE = "baseline"
 
