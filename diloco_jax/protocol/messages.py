@@ -25,7 +25,7 @@ from diloco_jax.protocol.releases import PROTOCOL
 SYNCER = "syncer"  # the peer name of the syncer; no learner may take it
 NO_VERSION = -1
 STALE = "is stale"  # in words to a process of which a newer incarnation is known (also in sessions.py), to nobody else
-UNIX_S = "unix_s"  # among the values of a report of metrics: an island's clock when it sent it, since 1970
+OWN_TIME = "unix_s"  # among the values of a report of metrics: an island's clock when it sent it, since 1970
 METRICS_MAX = 64  # values in one report of metrics
 METRIC_LENGTH_MAX = 64  # characters of a name
 SCORES_MAX = 256  # values in one Score

@@ -11,7 +11,7 @@ from invariants.draw import random_scenario
 
 from diloco_jax.protocol.messages import StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.watch.alarms import HOLD_S, KEPT_MAX, REMEDIES, Alarm, AlarmBook, alarms_of, starving
+from diloco_jax.protocol.watch.alarms import HOLDS, KEPT_MAX, REMEDIES, Alarm, AlarmBook, alarms_of, starving
 from diloco_jax.protocol.watch.health import CONDITIONS
 from diloco_jax.protocol.watch.signs import REPORTS_MIN, WAY_FACTOR, Losses
 from diloco_jax.protocol.watch.stats import RunStats
@@ -119,7 +119,7 @@ def test_an_alarm_begins_holds_ends_and_comes_again() -> None:
 
 
 def test_what_may_be_weather_must_hold_for_a_while() -> None:
-    book, hold_s = AlarmBook(), HOLD_S["slow"]
+    book, hold_s = AlarmBook(), HOLDS["slow"]
     assert book.look([SLOW], 1.0) == book.look([SLOW], 0.9 + hold_s) == ([], [])
     book.look([], hold_s + 1.0)
     assert book.look([SLOW], hold_s + 2.0) == ([], []), "it must hold anew"

@@ -33,7 +33,7 @@ REMEDIES = {  # by kind
     "clock": "let NTP (chrony, systemd-timesyncd) set both clocks; logs and certificates need them",
     "evaluation": "`diloco eval RUN` evaluates a snapshot; the next evaluation is asked for by itself",
 }
-HOLD_S = {"slow": 10.0, "starved": 10.0, "link": 5.0}  # shorter ones are weather
+HOLDS = {"slow": 10.0, "starved": 10.0, "link": 5.0}  # seconds; shorter ones are weather
 
 
 class Alarm(NamedTuple):
@@ -96,7 +96,7 @@ class Standing:
 class AlarmBook:
     """The alarms of one process of the syncer: which stand, and which stood.
 
-    An alarm stands once it was found at every look for HOLD_S.
+    An alarm stands once it was found at every look for HOLDS.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class AlarmBook:
             episode = self._episodes.get(key)
             if episode is not None and episode.stands:
                 episode.alarm, episode.until_s = alarm, now_s
-            elif now_s - self._found_s[key] >= HOLD_S.get(alarm.kind, 0.0):
+            elif now_s - self._found_s[key] >= HOLDS.get(alarm.kind, 0.0):
                 if episode is None and len(self._episodes) >= KEPT_MAX:
                     continue
                 times = 1 if episode is None else episode.times + 1

@@ -29,7 +29,7 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol.effects import AdoptState, Effect, EvaluateModel
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.leases import Batch
-from diloco_jax.protocol.messages import STALE, UNIX_S, Leave, Metric, MetricsReport
+from diloco_jax.protocol.messages import OWN_TIME, STALE, Leave, Metric, MetricsReport
 from diloco_jax.runtime.island.adoptions import GlobalValues
 from diloco_jax.runtime.island.evaluation import Evaluation
 from diloco_jax.runtime.island.host import Host, Ranges
@@ -255,7 +255,7 @@ class Joined:
     def _tell_metrics(self, machine: Learner) -> None:
         # while there is no link they wait, as one mean
         if self._outbox.link is not None and (values := self._metrics.due(time.monotonic())) is not None:
-            told = (*(Metric(name, value) for name, value in values.items()), Metric(UNIX_S, unix_s()))
+            told = (*(Metric(name, value) for name, value in values.items()), Metric(OWN_TIME, unix_s()))
             self._outbox.send(MetricsReport(machine.learner_id, machine.incarnation, machine.local_step, told))
 
     def leave(self) -> None:

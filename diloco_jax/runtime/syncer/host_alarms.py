@@ -21,7 +21,7 @@ DAYS_LEFT = 7.0  # of a certificate, at the least
 CLOCK_S, CLOCKS = 5.0, 5  # that clocks may differ; words of an island that are looked at together
 OVERDUE = 2  # intervals without a snapshot
 OVERDUE_LEAST_S = 60.0
-DAY_S = 86_400.0
+DAY = 86_400.0
 
 
 def expiries(transport: TransportConfig) -> dict[str, float]:
@@ -104,7 +104,7 @@ class HostAlarms:
     def _certificates(self) -> list[Alarm]:
         found = []
         for name, until_s in expiries(self._parts.config.transport).items():
-            if (days := (until_s - time.time()) / DAY_S) < DAYS_LEFT:
+            if (days := (until_s - time.time()) / DAY) < DAYS_LEFT:
                 when = time.strftime("%Y-%m-%d %H:%M", time.gmtime(until_s))
                 found.append(
                     Alarm("certificate", "", f"the {name}'s certificate expires on {when} UTC, in {days:.1f} days")

@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any
 
 from diloco_jax.protocol.effects import Note
-from diloco_jax.protocol.messages import UNIX_S, FragmentValue, MetricsReport, Score, StepReport
+from diloco_jax.protocol.messages import OWN_TIME, FragmentValue, MetricsReport, Score, StepReport
 from diloco_jax.protocol.watch.alarms import Alarm, AlarmBook, alarms_of, starving
 from diloco_jax.protocol.watch.stats import WAITING
 from diloco_jax.runtime.records.files import STATUS_FILE
@@ -123,7 +123,7 @@ class Watch:
         if machine.membership.get(report.learner_id, report.incarnation) is None:
             return
         values = dict(report.values)
-        if (unix_s := values.pop(UNIX_S, None)) is not None:
+        if (unix_s := values.pop(OWN_TIME, None)) is not None:
             self._host.on_clock(report.learner_id, unix_s)
         self._metrics[report.learner_id] = values
         self._parts.stats.on_waiting(report.learner_id, values.get(WAITING, 0.0))

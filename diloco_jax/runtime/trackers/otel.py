@@ -4,13 +4,11 @@ Where they go is said by the standard variables, such as OTEL_EXPORTER_OTLP_ENDP
 """
 
 import importlib
-import json
+import time
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-from diloco_jax.runtime.records.files import CLOCK_FILE
 
 PARTS = ("quorum", "grace", "pull", "merge")
 NANOSECONDS = 1_000_000_000
@@ -27,7 +25,7 @@ class OpenTelemetryTracker:
         self._provider.add_span_processor(export.BatchSpanProcessor(self.exporter()))
         self._tracer = self._provider.get_tracer("diloco")
         self._within = importlib.import_module("opentelemetry.trace").set_span_in_context
-        self._began_s = float(json.loads((folder / CLOCK_FILE).read_text(encoding="utf-8"))["began_unix_s"])
+        self._began_s: float | None = None  # of the run, since 1970
 
     def exporter(self) -> Any:
         """Return what sends the spans."""
@@ -39,6 +37,8 @@ class OpenTelemetryTracker:
     def round(self, record: Mapping[str, Any]) -> None:
         """Trace a round: the wait for its quorum, its grace window, its pull and its merge, and each island's value."""
         closed_s, ends_s = record["closed_s"], record["t"]
+        if self._began_s is None:
+            self._began_s = time.time() - ends_s  # a record is of this moment
         times_s = [record[name] for name in ("opened_s", "met_s", "closed_s", "pulled_s")] + [ends_s]
         told = {"diloco.global_step": record["global_step"], "diloco.fragment": record["fragment_id"]}
         whole = self._tracer.start_span("round", attributes=told, start_time=self._ns(times_s[0]))
@@ -55,7 +55,7 @@ class OpenTelemetryTracker:
         whole.end(self._ns(ends_s))
 
     def _ns(self, run_s: float) -> int:
-        return round((self._began_s + run_s) * NANOSECONDS)
+        return round(((self._began_s or 0.0) + run_s) * NANOSECONDS)
 
     def close(self) -> None:
         self._provider.shutdown()

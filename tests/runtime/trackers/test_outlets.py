@@ -2,6 +2,7 @@
 
 import struct
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +69,16 @@ class InMemory(OpenTelemetryTracker):
 
 
 def test_opentelemetry_gets_a_span_per_round_and_part(tmp_path: Path) -> None:
-    (tmp_path / "clock.json").write_text('{"began_unix_s": 1000.0}')
     record = {"kind": "round", "t": 7.5, "global_step": 4, "fragment_id": 2, "opened_s": 1.0, "met_s": 2.0}
     record |= {"closed_s": 2.5, "pulled_s": 6.0, "values": {"a": 3.0}}
     told(tmp_path, [record], trackers=[f"{__name__}:InMemory"])
     spans = InMemory.kept.get_finished_spans()
-    times = {span.name: (span.start_time / 1e9 - 1000, span.end_time / 1e9 - 1000) for span in spans}
+    (whole,) = (span for span in spans if span.name == "round")
+    began_s = whole.start_time / 1e9 - 1.0
+    assert abs(began_s + 7.5 - time.time()) < 60.0
+    times = {s.name: (round(s.start_time / 1e9 - began_s, 3), round(s.end_time / 1e9 - began_s, 3)) for s in spans}
     parts = {"quorum": (1.0, 2.0), "grace": (2.0, 2.5), "pull": (2.5, 6.0), "merge": (6.0, 7.5), "value": (2.5, 5.5)}
     assert times == {"round": (1.0, 7.5), **parts}
-    (whole,) = (span for span in spans if span.name == "round")
     assert dict(whole.attributes) == {"diloco.global_step": 4, "diloco.fragment": 2}
     assert {span.parent.span_id for span in spans if span is not whole} == {whole.context.span_id}
 
