@@ -131,7 +131,12 @@ SETTINGS = (
     Wrong({"data": {"mixture": {"a": {"path": "a", "weight": 0}}}}, "weight of 'a' is 0.0", "above 0", "it must be"),
     Wrong({"data": {"held_out_fraction": 1.5}}, "held_out_fraction is 1.5", "between 0 and 1", "it must be"),
     Wrong({"islands": {"mesh": {"expert": 2}}, "model": DROPLESS}, "mesh.expert is 2", "all experts", "make it 1"),
-    Wrong({"islands": {"mesh": {"rules": {"embd": ["fsdp"]}}}, "model": BUILT_IN}, "'embd'", "no array", "choose from"),
+    Wrong(
+        {"islands": {"devices": 1, "mesh": {"rules": {"embd": ["fsdp"]}}}, "model": BUILT_IN},
+        "'embd'",
+        "no array",
+        "choose from",
+    ),
     Wrong({"islands": {"devices": 3}}, "batch of 4", "3 devices", "change train.batch_size"),
     Wrong({"islands": {"devices": 65}}, "devices is 65", "1 to 64", "or auto for what the machine has"),
     Wrong({"islands": {"topology": "v9:2x2"}}, "topology 'v9:2x2'", "no generation 'v9'", "write v"),

@@ -33,7 +33,7 @@ REMEDIES = {  # by kind
     "clock": "let NTP (chrony, systemd-timesyncd) set both clocks; logs and certificates need them",
     "evaluation": "`diloco eval RUN` evaluates a snapshot; the next evaluation is asked for by itself",
 }
-HOLDS = {"slow": 10.0, "starved": 10.0, "link": 5.0}  # seconds; shorter ones are weather
+HOLDS = {"slow": 10.0, "starved": 10.0, "link": 3.0}  # seconds; shorter ones are weather
 
 
 class Alarm(NamedTuple):

@@ -20,6 +20,7 @@ from diloco_jax.runtime.records.tape_file import read_lines
 
 Fingerprint = tuple[tuple[str, str], ...]
 FIELDS_MIN = 5  # of a greeting, and of a report
+BEGIN_FIELDS_MIN = 3
 
 
 class LearnerLife(NamedTuple):
@@ -177,7 +178,7 @@ def fingerprint_of(tape: Path) -> Fingerprint:
     try:
         for number, line in enumerate(read_lines(tape), start=1):
             if line.startswith('["begin"'):
-                check_life(number, "begin", _loaded(tape, number, line)[2:])
+                check_life(number, "begin", _loaded(tape, number, line, BEGIN_FIELDS_MIN)[2:])
             elif line.startswith('["Hello"'):
                 hello = _loaded(tape, number, line)
                 greetings.setdefault((hello[2], hello[3]), hello[4])
@@ -190,11 +191,11 @@ def fingerprint_of(tape: Path) -> Fingerprint:
     raise ValueError(f"{tape} holds no step of any learner; wait for the first one, or give the folder of another run")
 
 
-def _loaded(tape: Path, number: int, line: str) -> list[Any]:
+def _loaded(tape: Path, number: int, line: str, least: int = FIELDS_MIN) -> list[Any]:
     try:
         fields: list[Any] = json.loads(line)
-        if not isinstance(fields, list) or len(fields) < FIELDS_MIN:
-            raise ValueError(f"it has less than {FIELDS_MIN} fields")
+        if not isinstance(fields, list) or len(fields) < least:
+            raise ValueError(f"it has less than {least} fields")
     except ValueError as error:
         raise ValueError(f"{tape}: tape line {number} cannot be read ({error}): {line[:120]!r}") from error
     return fields
