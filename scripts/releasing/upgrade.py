@@ -102,7 +102,8 @@ class Fleet:
 
     def who(self, number: int) -> str:
         """Return the release and the protocol of a program."""
-        told = subprocess.run([sys.executable, "-c", WHO], env=self._programs[number], capture_output=True, text=True)
+        words, around = [sys.executable, "-c", WHO], self._programs[number]
+        told = subprocess.run(words, cwd=self._folder, env=around, capture_output=True, text=True, check=False)
         return "diloco-jax {}, protocol {}".format(*told.stdout.split() or ("without", "a number"))
 
     def start(self, name: str, number: int) -> None:
