@@ -101,7 +101,7 @@ class LeadingHost(Host):
         self,
         config: RunConfig,
         island: ExchangedState,
-        compile_step: Callable[[], None],
+        compile_step: Callable[[], None] | None,
         evaluate: Evaluation | None,
         hosts: Hosts,
         stop: threading.Event,
