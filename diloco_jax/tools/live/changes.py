@@ -29,7 +29,7 @@ class Fact(NamedTuple):
 
 @dataclass(slots=True)
 class _Topic:
-    """What became of one subject."""
+    """The newest value of one subject, and the lines that were about it."""
 
     value: str = ""  # newest
     text: str = ""
