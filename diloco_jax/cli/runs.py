@@ -58,13 +58,15 @@ def _run_dir(arguments: argparse.Namespace, config: RunConfig) -> Path:
 
 
 def train(arguments: argparse.Namespace) -> int:
+    live = not (arguments.json or arguments.quiet)
+    if live and sys.stdout.isatty() and not arguments.settings:  # which takes seconds, before there is a view
+        print(f"{IMPORTING}, checking the config and this machine", flush=True)
     from diloco_jax.cli.train import train_locally
     from diloco_jax.runtime.local.check_input import check_input
 
     config = load_config(arguments)
     check_input(config)
     run_dir = _run_dir(arguments, config)
-    live = not (arguments.json or arguments.quiet)
     summary = train_locally(config, run_dir, live=live, quiet=arguments.json, resume=arguments.resume)
     if arguments.json:
         print(json.dumps({"run_dir": str(run_dir), **summary}))

@@ -15,7 +15,7 @@ SUFFIX = ".phase"
 WORDS_MAX = 200
 
 
-class Beginning(NamedTuple):
+class StartPhase(NamedTuple):
     """A process, and what it does before its first step."""
 
     name: str  # syncer, an island, or another process of the run
@@ -34,13 +34,13 @@ def tell_phase(run_dir: Path, name: str, words: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def read_phases(run_dir: Path) -> list[Beginning]:
+def read_phases(run_dir: Path) -> list[StartPhase]:
     """Return the phases that processes of this folder have told last, by name."""
     found, now_s = [], time.time()
     for path in sorted((run_dir / HEALTH).glob(f"*{SUFFIX}")):
         with contextlib.suppress(OSError):  # it is over
             words = path.read_text(encoding="utf-8", errors="replace")[:WORDS_MAX]
-            found.append(Beginning(path.name.removesuffix(SUFFIX), words, max(0.0, now_s - path.stat().st_mtime)))
+            found.append(StartPhase(path.name.removesuffix(SUFFIX), words, max(0.0, now_s - path.stat().st_mtime)))
     return [phase for phase in found if phase.words]
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from diloco_jax.drawing.charts import format_count
 from diloco_jax.protocol.watch.alarms import REMEDIES
 from diloco_jax.runtime.records.liveness import ENDED
-from diloco_jax.runtime.records.phases import Beginning
+from diloco_jax.runtime.records.phases import StartPhase
 from diloco_jax.runtime.records.status import EVALUATING
 from diloco_jax.tools.live.words import alarm_line, format_duration, share_done, time_left
 
@@ -29,7 +29,7 @@ class Fact(NamedTuple):
 
 @dataclass(slots=True)
 class _Topic:
-    """The newest of one subject, and what was said of it."""
+    """The newest value of one subject, and the lines that were about it."""
 
     value: str = ""  # newest
     text: str = ""
@@ -52,7 +52,7 @@ class Changes:
         self._line_s = float("-inf")
 
     def look(
-        self, status: Mapping[str, Any] | None, phases: Sequence[Beginning], now_s: float, *, steps_per_s: float | None
+        self, status: Mapping[str, Any] | None, phases: Sequence[StartPhase], now_s: float, *, steps_per_s: float | None
     ) -> str:
         """Compare with the last look; return the line that is due now, "" if there is none."""
         facts = [*self._facts(status, steps_per_s), *_of_phases(phases)]
@@ -101,8 +101,7 @@ class Changes:
 
     def _of_alarms(self, alarms: Sequence[Mapping[str, Any]]) -> Iterator[Fact]:
         """Tell those that stand, and those of earlier looks that do not any more."""
-        standing = {("alarm", alarm["kind"], alarm["who"]): alarm for alarm in alarms}
-        subject: tuple[str, ...]
+        standing: dict[Subject, Mapping[str, Any]] = {("alarm", alarm["kind"], alarm["who"]): alarm for alarm in alarms}
         for subject, alarm in standing.items():
             self._alarms[subject] = f"alarm over: {alarm['text']}"
             yield Fact(subject, STANDS, alarm_line(alarm))
@@ -123,6 +122,6 @@ def _progress(status: Mapping[str, Any], steps_per_s: float | None) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _of_phases(phases: Sequence[Beginning]) -> Iterator[Fact]:
+def _of_phases(phases: Sequence[StartPhase]) -> Iterator[Fact]:
     for phase in phases:
         yield Fact(("phase", phase.name), phase.words.partition(",")[0], f"{phase.name}: {phase.words}")

@@ -14,7 +14,7 @@ TRAINING, EVALUATION, SPEED = "training loss", "evaluation loss", "tokens/s"
 
 
 class History:
-    """Curves and rates of the statuses that came so far."""
+    """Curves and the rate of a run, from the statuses that came so far."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, int]] = deque()  # (wall_s, global_step), newest last

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from diloco_jax.drawing.charts import format_bytes, format_count
 from diloco_jax.runtime.records.liveness import SILENT
-from diloco_jax.runtime.records.phases import Beginning
+from diloco_jax.runtime.records.phases import StartPhase
 from diloco_jax.tools.live.history import SPEED, sparkline
 from diloco_jax.tools.live.words import NO_VALUE, alarm_line, format_duration, or_none, share_done, time_left
 
@@ -156,7 +156,7 @@ def _beyond(status: Mapping[str, Any]) -> str:
     )
 
 
-def draw_phases(phases: Sequence[Beginning]) -> RenderableType:
+def draw_phases(phases: Sequence[StartPhase]) -> RenderableType:
     """Draw what processes do that do not train yet, and for how long they have said nothing else."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for phase in phases:
@@ -171,7 +171,7 @@ def render(
     *,
     steps_per_s: float | None = None,
     curves: Mapping[str, Sequence[float]] | None = None,
-    phases: Sequence[Beginning] = (),
+    phases: Sequence[StartPhase] = (),
 ) -> RenderableType:
     """Draw a run.
 

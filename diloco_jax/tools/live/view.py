@@ -14,7 +14,7 @@ from rich.text import Text
 
 from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.liveness import ENDED, NOT_RUNNING, QUIET_S, SILENT
-from diloco_jax.runtime.records.phases import Beginning, read_phases
+from diloco_jax.runtime.records.phases import StartPhase, read_phases
 from diloco_jax.tools.live.changes import Changes
 from diloco_jax.tools.live.history import History
 from diloco_jax.tools.live.keys import Keys, Terminal
@@ -32,15 +32,14 @@ class Run(NamedTuple):
     """A run, as a view looks at it; both may raise OSError or ValueError where there is nothing to see."""
 
     status: Callable[[], Status]
-    phases: Callable[[], Sequence[Beginning]]
+    phases: Callable[[], Sequence[StartPhase]]
 
 
 def run_in(run_dir: Path) -> Run:
     """Return the run of a folder, as its files say."""
 
     def status() -> Status:
-        told: Status = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
-        return told
+        return json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
 
     return Run(status, lambda: read_phases(run_dir))
 
@@ -75,7 +74,7 @@ class LiveView:
         self._keys, self._terminal = keys, terminal
         self._every_s = every_s
         self.status: Status | None = None
-        self._phases: Sequence[Beginning] = ()
+        self._phases: Sequence[StartPhase] = ()
         self._began_s = self._heard_s = time.monotonic()
         self._history = History()
         self._changes = Changes(self._began_s)

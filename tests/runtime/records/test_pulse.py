@@ -10,6 +10,7 @@ from statistics import median
 
 import pytest
 
+from diloco_jax.runtime.records.phases import read_phases
 from diloco_jax.runtime.records.pulse import MEDIAN_OF, TICK_S, Patience, Pulse
 from diloco_jax.runtime.records.signals import HUNG
 from diloco_jax.settings.watchdog import WatchdogConfig
@@ -65,15 +66,20 @@ def test_files_say_that_a_loop_lives_and_is_ready(tmp_path: Path) -> None:
     ready.parent.mkdir()
     ready.touch()  # of an earlier life
     with closing(Pulse(WatchdogConfig(least_s=0.0), "a loop", (tmp_path, "a-h1"))) as pulse:
-        assert alive.exists() and not ready.exists()
+        assert alive.exists() and not ready.exists() and not read_phases(tmp_path)
+        pulse.phase("compiling")
+        assert [phase[:2] for phase in read_phases(tmp_path)] == [("a-h1", "compiling")]
         pulse.ready(True)
-        assert ready.exists()
+        assert ready.exists() and not read_phases(tmp_path)
+        pulse.phase("recovering")
+        assert not read_phases(tmp_path), "it trains"
     assert alive.exists() and not ready.exists()
 
 
 HANGS = """
 import sys, threading
 from pathlib import Path
+from diloco_jax.runtime.records.phases import read_phases
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.settings.watchdog import WatchdogConfig
 pulse = Pulse(WatchdogConfig(least_s=0.5, start_s=0.5), "the loop of a", (Path(sys.argv[1]), "a"))

@@ -3,13 +3,13 @@
 from typing import Any
 
 from diloco_jax.protocol.watch.alarms import Alarm
-from diloco_jax.runtime.records.phases import Beginning
+from diloco_jax.runtime.records.phases import StartPhase
 from diloco_jax.tools.live.changes import FLAP_S, LINE_EVERY_S, Changes
 from tests.tools.live.made import FRESH, STARTING, learner, status
 
 SILENT = Alarm("silent", "island-1", "island-1 is silent: connected, but not heard for 7.0 s").told()
 JOINING = "alive, last heard 0.2 s ago; loads, compiles or downloads"
-Moment = tuple[float, dict[str, Any] | None, list[Beginning]]
+Moment = tuple[float, dict[str, Any] | None, list[StartPhase]]
 
 
 def lines_of(moments: list[Moment]) -> list[str]:
@@ -25,11 +25,11 @@ def running(*conditions: str, step: int = 0, **fields: Any) -> dict[str, Any]:
 
 def test_the_lines_of_a_run() -> None:
     both, one = ("training", "training"), ("training", "silent")
-    compiling = [Beginning("island-0", f"compiling, {done} of 7 programs", 0.1) for done in range(4)]
+    compiling = [StartPhase("island-0", f"compiling, {done} of 7 programs", 0.1) for done in range(4)]
     lines = lines_of(
         [
             (0.0, None, []),
-            (1.0, None, [Beginning("syncer", "importing JAX", 0.5)]),
+            (1.0, None, [StartPhase("syncer", "importing JAX", 0.5)]),
             (2.0, STARTING, []),
             *((3.0 + n, STARTING, [phase]) for n, phase in enumerate(compiling)),
             (8.0, status(global_step=0, eval_loss=None, learners=[learner("island-0"), FRESH]), []),
@@ -74,7 +74,7 @@ def test_nothing_is_said_while_nothing_changes() -> None:
 
 
 def test_there_is_at_most_one_line_in_a_second_and_what_is_over_is_not_told() -> None:
-    phases = [Beginning(f"island-{n}", "importing", 0.0) for n in range(5)]
+    phases = [StartPhase(f"island-{n}", "importing", 0.0) for n in range(5)]
     moments: list[Moment] = [(0.1 * n, STARTING, phases if n < 25 else []) for n in range(100)]
     assert lines_of(moments) == [
         "[0 s] quickstart is starting, waiting for: the first learner",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from diloco_jax.drawing.charts import format_bytes, format_count
 from diloco_jax.protocol.watch.alarms import Alarm
-from diloco_jax.runtime.records.phases import Beginning
+from diloco_jax.runtime.records.phases import StartPhase
 from diloco_jax.tools.live.history import History, sparkline
 from diloco_jax.tools.live.picture import render
 from diloco_jax.tools.live.words import describe, format_duration
@@ -98,7 +98,7 @@ def test_no_line_is_wider_than_the_terminal(
 ) -> None:
     run = status(learners=learners, global_step=step, total_steps=10**7)
     run["alarms"] = [Alarm("silent", "island-1", f"island-1 is silent: {REASONS['silent']}").told()]
-    phases = [Beginning("compile-island-0", "compiling, 3 of 7 programs", 4.0)]
+    phases = [StartPhase("compile-island-0", "compiling, 3 of 7 programs", 4.0)]
     curves = {"training loss": losses, "evaluation loss": losses, "tokens/s": losses}
     text = drawn(render(run, width, curves=curves, phases=phases), 2 * width)
     assert max(map(len, text.splitlines())) <= width
@@ -124,7 +124,7 @@ def test_a_run_that_starts_says_what_happens() -> None:
     assert "waiting for: the first learner" in text
     assert "share of" not in text
     assert "left" not in text
-    phases = [Beginning("island-0", "compiling, 3 of 7 programs", 4.2), Beginning("island-1", "importing", 61.0)]
+    phases = [StartPhase("island-0", "compiling, 3 of 7 programs", 4.2), StartPhase("island-1", "importing", 61.0)]
     text = drawn(render(STARTING, 80, phases=phases))
     assert "island-0  compiling, 3 of 7 programs  4 s" in text and "no island has" not in text
     assert "island-1 importing 1 min 01 s" in words(text)

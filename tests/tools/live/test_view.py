@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from diloco_jax.cli import main as cli
 from diloco_jax.runtime.records.phases import tell_phase
+from diloco_jax.runtime.records.signals import FAILED, WRONG_INPUT
 from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.tools.live.history import History
 from diloco_jax.tools.live.view import LiveView, run_in
@@ -111,3 +113,21 @@ def test_an_old_status_is_not_shown_as_running(tmp_path: Path, monkeypatch: pyte
     view.poll()
     clock_s = 1000.0
     assert "complete" in picture_of(view), "the last evaluation may take long"
+
+
+def test_a_watch_ends_with_the_run_and_says_how(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda number, handle: None)
+    watch = ["status", str(tmp_path), "--watch"]
+    write_json(tmp_path / "status.json", status(state="complete", global_step=1600))
+    (tmp_path / "summary.json").write_text("{}")
+    assert cli.main(watch) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "[0 s] quickstart is complete"
+    (tmp_path / "summary.json").unlink()
+    write_json(tmp_path / "status.json", status())  # of a process that is not there
+    assert cli.main(watch) == FAILED
+    assert capsys.readouterr().out.startswith("[0 s] quickstart is not running, waiting for: round 401")
+    assert cli.main([*watch, "--json"]) == WRONG_INPUT
+    assert "--watch draws for people" in capsys.readouterr().err
+    assert cli.main(["status", str(tmp_path / "none"), "--watch"]) == WRONG_INPUT

@@ -215,7 +215,9 @@ def test_after_warming_up_nothing_is_compiled(
     island = make_island(fsdp=2, wire="int4", rebase=True, args={"mlp_dim": 64})  # no other test has compiled it
     plan = plan_of(island, fragments=4)
     island.warm_up(batches[0])
-    island.exchange.warm_up(plan.fragments)
+    told: list[int] = []
+    island.exchange.warm_up(plan.fragments, told.append)
+    assert told == sorted(told) and told[-1] == island.exchange.count(plan.fragments) < len(told), "some are shared"
     start = island.parameters()
     island.adopt(plan.fragments[0], take(start, plan.fragments[0]))  # tiny programs of JAX's own, once
     compilations.clear()
