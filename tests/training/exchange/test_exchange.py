@@ -217,7 +217,7 @@ def test_after_warming_up_nothing_is_compiled(
     island.warm_up(batches[0])
     told: list[int] = []
     island.exchange.warm_up(plan.fragments, told.append)
-    assert told == sorted(told) and told[-1] == island.exchange.count(plan.fragments) < len(told), "some are shared"
+    assert told == sorted(told) and told[-1] == island.exchange.count(plan.fragments) <= len(told)
     start = island.parameters()
     island.adopt(plan.fragments[0], take(start, plan.fragments[0]))  # tiny programs of JAX's own, once
     compilations.clear()
