@@ -117,7 +117,7 @@ def test_a_killed_island_returns_with_a_healthy_ones_state_and_nobody_waits(tmp_
     stranger = start("learner", config, *words, "--islands.batch_size", 8, step_s=SLOW_STEP_S)
     try:
         tape = job.await_life("stranger", 1)
-        assert tape[0][1:] == ["stranger", tape[0][2], 8] and len(lines(tape, "state")) == 1
+        assert tape[0][1:4] == ["stranger", tape[0][2], 8] and len(lines(tape, "state")) == 1
         wait_for(lambda: job.merged_with("stranger"), "a merge with the stranger", PATIENCE_S)
         notice.touch()
         output, _ = stranger.communicate(timeout=100)

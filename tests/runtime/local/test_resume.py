@@ -21,7 +21,7 @@ from diloco_jax.runtime.syncer.parts import RunClock
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.settings.text import load
 from diloco_jax.tools.replay.script import fingerprint_of, inputs
-from tests.runtime.helpers import call, run, wait_for, write_config
+from tests.runtime.helpers import SLOW_STEP_S, call, run, wait_for, write_config
 from tests.runtime.syncer.test_failover import STEPS, Job, check_end, folder, tape_of
 from tests.runtime.syncer.test_snapshots import damage
 
@@ -52,7 +52,7 @@ def test_everybody_killed_and_the_newest_snapshot_broken(folder: Path) -> None:
     assert f"the run goes on from {snapshots[1]}" in log
     tape = tape_of(job.run_dir)
     assert tape[: len(before)] == before
-    kind, now_s, global_step, epoch = tape[len(before)]
+    kind, now_s, global_step, epoch, _ = tape[len(before)]
     assert (kind, f"step_{global_step:08d}", epoch) == ("rewind", snapshots[1], 2)
     assert now_s >= before[-1][1]
     check_end(job.run_dir)
@@ -98,7 +98,7 @@ def test_a_run_that_was_stopped_goes_on_and_its_tape_tells_it(folder: Path) -> N
     """The snapshot of the stop is one that the machine never asked for; a syncer that fails over must know it too."""
     numbers = {"sync_every": 6, "num_fragments": 6, "snapshot_every": 20, "quorum": 2}
     tokens = 80 * 256 - 100  # each of 80 global steps has 8 sequences of 32
-    job = Job(folder, train={"steps": 0, "tokens": tokens, "eval_every": 0}, protocol=numbers)
+    job = Job(folder, SLOW_STEP_S, train={"steps": 0, "tokens": tokens, "eval_every": 0}, protocol=numbers)
     job.reached(23)
     job.process.send_signal(signal.SIGINT)
     job.process.communicate(timeout=100)

@@ -21,7 +21,7 @@ from diloco_jax.runtime.records.status import read_status
 from diloco_jax.runtime.records.telemetry import read_metrics
 from diloco_jax.runtime.syncer.driver import ADRIFT_S, FAREWELL_S, SyncerDriver
 from diloco_jax.transport.link import Delivery
-from tests.runtime.helpers import kill_processes, processes_of, start, status, wait_for, write_config
+from tests.runtime.helpers import STEP_S, kill_processes, processes_of, start, status, wait_for, write_config
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(500)]
 
@@ -32,8 +32,8 @@ FRAGMENTS = 6
 class Job:
     """A small run of two islands with snapshots, in the background."""
 
-    def __init__(self, folder: Path, **changes: Any) -> None:
-        self.run_dir = folder / "run"
+    def __init__(self, folder: Path, step_s: float = STEP_S, **changes: Any) -> None:
+        self.run_dir, self._step_s = folder / "run", step_s
         self.config = write_config(
             folder,
             **{
@@ -46,7 +46,7 @@ class Job:
         self.process = self.begin()
 
     def begin(self, *options: str) -> subprocess.Popen[str]:
-        return start("train", self.config, "--run-dir", self.run_dir, "--quiet", *options)
+        return start("train", self.config, "--run-dir", self.run_dir, "--quiet", *options, step_s=self._step_s)
 
     def reached(self, global_step: int, epoch: int = 1) -> None:
         """Wait until this life of the syncer has come so far."""

@@ -77,7 +77,7 @@ def test_every_alarm_is_shown_by_a_fault(tmp_path: Path) -> None:
         records = list(read_metrics(tmp_path / "disk" / "run" / "metrics.jsonl"))
         summary = json.loads((tmp_path / "disk" / "run" / "summary.json").read_text())
     begun = {record["alarm"] for record in records if record["kind"] == "alarm" and record["state"] == "begins"}
-    assert {fault: alarms for fault, alarms in kinds.items() if not alarms & begun} == {}
+    assert {fault: alarms for fault, alarms in kinds.items() if not alarms & begun} == {}, result.stderr
     assert result.returncode == 0 and json.loads(result.stdout)["skipped"] == 0, result.stdout + result.stderr
     assert begun <= {each["kind"] for each in summary["alarms"]}
     assert all(each["text"] and each["remedy"] and each["times"] >= 1 for each in summary["alarms"])
