@@ -289,7 +289,7 @@ class Bench:
         rates = []
         for epoch in (1, 2):
             times_s = [at_s for at_s, of in self._world.merged if of == epoch]
-            rates.append((len(times_s) - 1) / (times_s[-1] - times_s[0]))
+            rates.append((len(times_s) - 1) / max(times_s[-1] - times_s[0], 1e-9))  # of one merge: none
         return {
             "name": "memory",
             "value": max(peaks) / self._plan_bytes,

@@ -26,6 +26,7 @@ def test_it_is_kept_without_outputs() -> None:
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
 
 
+@pytest.mark.long
 @pytest.mark.net
 def test_it_runs(tmp_path: Path) -> None:
     program = "\n".join("".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code") + CHECKS

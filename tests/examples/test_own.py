@@ -69,6 +69,7 @@ def forgetful() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: (), lambda updates, state, params=None: ({}, state))
 
 
+@pytest.mark.long
 @pytest.mark.net
 @pytest.mark.timeout(300)
 def test_the_page_and_its_examples_train_and_are_trained_again_bit_for_bit(tmp_path: Path) -> None:

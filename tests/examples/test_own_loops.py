@@ -20,7 +20,7 @@ from diloco_jax.training.data.tokenizer import train_tokenizer
 from tests.runtime.helpers import ROOT, environment, start, wait_for
 from tests.tools.export.folders import drawn, make_run, model_of
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.net, pytest.mark.timeout(300)]
 
 EXAMPLES = ROOT / "docs" / "examples"
 PATIENCE_S = 200.0

@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from diloco_jax.runtime.records.telemetry import read_metrics
 from tests.runtime.helpers import call, run, write_config
 
 PERIODS = {"sync_every": {"mlp": 4, "rest": 12}, "sync_later": {36: {"mlp": 8, "rest": 8}}, "num_fragments": 24}
 
 
+@pytest.mark.long
 def test_each_fragment_is_merged_at_its_turns_and_the_run_is_replayed_bit_for_bit(tmp_path: Path) -> None:
     config = write_config(
         tmp_path,

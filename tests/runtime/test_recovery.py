@@ -27,7 +27,7 @@ from tests.runtime.helpers import (
     write_config,
 )
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.net, pytest.mark.timeout(600)]
 
 PATIENCE_S = 300  # a loaded machine compiles for a minute
 PROTOCOL = {"sync_every": 24, "num_fragments": 6, "recovery_attempts": 20, "snapshot_every": 0}

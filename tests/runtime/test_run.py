@@ -15,7 +15,7 @@ from diloco_jax.runtime.records.telemetry import read_metrics
 from tests.runtime.helpers import call, processes_of, run, start, wait_for, write_config
 from tests.runtime.syncer.scraped import get, samples
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.long, pytest.mark.net, pytest.mark.timeout(500)]
 
 SUMMARY_KEYS = {"eval_loss", "eval_bits_per_byte", "tokens", "wall_s", "global_steps", "goodput", "uptime"} | {
     "waiting_for_data",

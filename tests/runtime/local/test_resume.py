@@ -28,6 +28,7 @@ from tests.runtime.syncer.test_snapshots import damage
 __all__ = ["folder"]  # a fixture
 
 
+@pytest.mark.long
 @pytest.mark.net
 @pytest.mark.timeout(500)
 def test_everybody_killed_and_the_newest_snapshot_broken(folder: Path) -> None:
@@ -92,6 +93,7 @@ def status_of_the_dead(run_dir: Path) -> None:
     assert found["state"] == "not running" and found["said_s_ago"] >= 0 and "--resume" in found["remedy"]
 
 
+@pytest.mark.long
 @pytest.mark.net
 @pytest.mark.timeout(500)
 def test_a_run_that_was_stopped_goes_on_and_its_tape_tells_it(folder: Path) -> None:

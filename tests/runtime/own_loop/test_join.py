@@ -73,6 +73,7 @@ def notes(run_dir: Path, kind: str, name: str) -> int:
     return sum(r["kind"] == kind and name in r.get("members", ()) for r in read_metrics(path))
 
 
+@pytest.mark.long
 @pytest.mark.net
 @pytest.mark.timeout(240)
 def test_islands_die_and_return_the_syncer_dies_and_one_is_drained(tmp_path: Path, run_dir: Path) -> None:
@@ -105,6 +106,7 @@ def is_syncer(entry: Path, run_dir: Path) -> bool:
     return b"syncer" in words and str(run_dir).encode() in words
 
 
+@pytest.mark.long
 @pytest.mark.net
 @pytest.mark.timeout(240)
 def test_an_island_of_two_hosts_joins_and_starts_again_when_the_loop_of_one_fails(

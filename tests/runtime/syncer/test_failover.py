@@ -23,7 +23,7 @@ from diloco_jax.runtime.syncer.driver import ADRIFT_S, FAREWELL_S, SyncerDriver
 from diloco_jax.transport.link import Delivery
 from tests.runtime.helpers import STEP_S, kill_processes, processes_of, start, status, wait_for, write_config
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.long, pytest.mark.net, pytest.mark.timeout(500)]
 
 STEPS = 240
 FRAGMENTS = 6

@@ -29,7 +29,8 @@ ALL = ("kill,kill-syncer,kill-donor,stop-syncer,black-hole,duplicate,slow-link,f
 
 
 @pytest.mark.parametrize(
-    ("kinds", "islands", "steps", "faults", "seed"), [QUICK, pytest.param(*ALL, marks=pytest.mark.slow)]
+    ("kinds", "islands", "steps", "faults", "seed"),
+    [pytest.param(*QUICK, marks=pytest.mark.long), pytest.param(*ALL, marks=pytest.mark.slow)],
 )
 def test_everything_comes_back(tmp_path: Path, kinds: str, islands: int, steps: int, faults: int, seed: int) -> None:
     config = write_config(tmp_path, **merged(CHANGES, {"train": {"steps": steps}, "islands": {"count": islands}}))

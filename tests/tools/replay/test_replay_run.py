@@ -34,7 +34,7 @@ from tests.runtime.helpers import (
     write_config,
 )
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.net, pytest.mark.timeout(900)]
 
 PATIENCE_S = 200.0
 
