@@ -11,7 +11,7 @@ from invariants.draw import random_scenario
 
 from diloco_jax.protocol.messages import StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.watch.alarms import HOLDS, KEPT_MAX, REMEDIES, Alarm, AlarmBook, alarms_of, starving
+from diloco_jax.protocol.watch.alarms import CALM, HOLDS, KEPT_MAX, REMEDIES, Alarm, AlarmBook, alarms_of, starving
 from diloco_jax.protocol.watch.health import CONDITIONS
 from diloco_jax.protocol.watch.signs import REPORTS_MIN, WAY_FACTOR, Losses
 from diloco_jax.protocol.watch.stats import RunStats
@@ -112,10 +112,11 @@ def test_an_alarm_begins_holds_ends_and_comes_again() -> None:
     assert book.look([GONE], 1.0) == ([GONE], [])
     later = GONE._replace(text="a is gone for longer")
     assert book.look([later], 3.0) == ([], []) and book.standing == [later], "its text is the newest"
-    assert book.look([], 4.0) == ([], [later]) and book.standing == []
-    book.look([GONE], 9.0)
+    assert book.look([], 2.9 + CALM) == ([], []) and book.standing == [later], "it may come again"
+    assert book.look([], 3.0 + CALM) == ([], [later]) and book.standing == []
+    book.look([GONE], 19.0)
     (told,) = book.told()
-    assert told == {**GONE.told(), "from_s": 9.0, "lasted_s": 0.0, "times": 2, "stands": True}
+    assert told == {**GONE.told(), "from_s": 19.0, "lasted_s": 0.0, "times": 2, "stands": True}
 
 
 def test_what_may_be_weather_must_hold_for_a_while() -> None:

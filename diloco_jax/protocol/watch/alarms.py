@@ -33,6 +33,7 @@ REMEDIES = {  # by kind
     "clock": "let NTP (chrony, systemd-timesyncd) set both clocks; logs and certificates need them",
     "evaluation": "`diloco eval RUN` evaluates a snapshot; the next evaluation is asked for by itself",
 }
+CALM = 5.0  # seconds without it, after which an alarm is over
 HOLDS = {"slow": 10.0, "starved": 10.0, "link": 3.0}  # seconds; shorter ones are weather
 
 
@@ -96,7 +97,7 @@ class Standing:
 class AlarmBook:
     """The alarms of one process of the syncer: which stand, and which stood.
 
-    An alarm stands once it was found at every look for HOLDS.
+    An alarm stands once it was found at every look for HOLDS, until none has found it for CALM.
     """
 
     def __init__(self) -> None:
@@ -119,7 +120,7 @@ class AlarmBook:
                 self._episodes[key] = Standing(alarm, self._found_s[key], now_s, stands=True, times=times)
                 begun.append(alarm)
         for key, episode in self._episodes.items():
-            if episode.stands and key not in newest:
+            if episode.stands and key not in newest and now_s - episode.until_s >= CALM:
                 episode.stands = False
                 ended.append(episode.alarm)
         return begun, ended
