@@ -104,7 +104,7 @@ class AlarmBook:
         self._found_s: dict[tuple[str, str], float] = {}  # since when, without a look that did not find it
         self._episodes: dict[tuple[str, str], Standing] = {}
 
-    def look(self, found: Iterable[Alarm], now_s: float) -> tuple[list[Alarm], list[Alarm]]:
+    def look(self, found: Iterable[Alarm], now_s: float, calm: float = CALM) -> tuple[list[Alarm], list[Alarm]]:
         """Take what is wrong at this moment; return the alarms that begin and those that end."""
         newest = {(alarm.kind, alarm.who): alarm for alarm in found}
         self._found_s = {key: self._found_s.get(key, now_s) for key in newest}
@@ -120,7 +120,7 @@ class AlarmBook:
                 self._episodes[key] = Standing(alarm, self._found_s[key], now_s, stands=True, times=times)
                 begun.append(alarm)
         for key, episode in self._episodes.items():
-            if episode.stands and key not in newest and now_s - episode.until_s >= CALM:
+            if episode.stands and key not in newest and now_s - episode.until_s >= calm:
                 episode.stands = False
                 ended.append(episode.alarm)
         return begun, ended

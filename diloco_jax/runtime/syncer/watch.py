@@ -10,7 +10,7 @@ from typing import Any
 
 from diloco_jax.protocol.effects import Note
 from diloco_jax.protocol.messages import OWN_TIME, FragmentValue, MetricsReport, Score, StepReport
-from diloco_jax.protocol.watch.alarms import Alarm, AlarmBook, alarms_of, starving
+from diloco_jax.protocol.watch.alarms import CALM, Alarm, AlarmBook, alarms_of, starving
 from diloco_jax.protocol.watch.stats import WAITING
 from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.pulse import Pulse
@@ -173,7 +173,8 @@ class Watch:
         found += [Alarm("evaluation", "", text) for text in self.eval_alarms]
         if self.eval_loss is not None and not isfinite(self.eval_loss):
             found.append(Alarm("loss", "", f"the loss of the newest evaluation is {self.eval_loss}"))
-        for stands, alarms in zip(("begins", "ends"), self._book.look(found, now_s), strict=True):
+        changes = self._book.look(found, now_s, 0.0 if machine.finished else CALM)
+        for stands, alarms in zip(("begins", "ends"), changes, strict=True):
             for alarm in alarms:
                 told = alarm.told()
                 if stands == "begins":
