@@ -116,7 +116,7 @@ def test_the_syncer_survives_a_full_disk_and_is_killed_twice(folder: Path) -> No
         job.reached(20 + 50 * epoch, epoch)
         os.kill(job.pid_of("syncer"), signal.SIGKILL)
     output, summary = job.finish()
-    assert output.count("syncer killed by SIGKILL") == 2, output
+    assert output.count("syncer killed by SIGKILL") == 2 and "islands train on" in output, output
     assert summary["complete"] and summary["global_steps"] == STEPS and of_tape(job.status) == [], job.status
     assert all(row["restarts"] == 0 for row in summary["learners"].values()), "no island was lost with the syncer"
     check_end(job.run_dir)
