@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import tempfile
 import tomllib
 import venv
@@ -62,14 +63,21 @@ def problems(root: Path, version: str) -> Iterator[str]:
         yield f"CITATION.cff is of {cited_on}, the section of CHANGELOG.md of {dated[1]}; make them equal"
 
 
-def content_problems(root: Path, wheel: Path) -> Iterator[str]:
-    """Compare a wheel with what git knows: all files of the package and the configs, and no others."""
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    known = git(root, "ls-files", *PLACES).splitlines()
-    wanted = {f"{PLACES[folder]}/{rest}" for folder, _, rest in (name.partition("/") for name in known)}
-    for what, found in (("lacks", wanted - names), ("should not have", names - wanted)):
+def content_problems(root: Path, built: Path) -> Iterator[str]:
+    """Compare a wheel or an sdist with what git knows: a wheel has the package and the configs, an sdist nearly all."""
+    known = set(git(root, "ls-files").splitlines())
+    parts = [(folder, rest) for folder, _, rest in (name.partition("/") for name in known)]
+    wanted = {f"{PLACES[folder]}/{rest}" for folder, rest in parts if folder in PLACES}
+    if built.suffix == ".whl":
+        known = wanted
+        names = {name for name in zipfile.ZipFile(built).namelist() if ".dist-info/" not in name}
+    else:
+        wanted = {f"{folder}/{rest}" for folder, rest in parts if folder in PLACES}
+        with tarfile.open(built) as files:
+            names = {file.name.partition("/")[2] for file in files if file.isfile()} - {"PKG-INFO"}
+    for what, found in (("lacks", wanted - names), ("should not have", names - known)):
         if found:
-            yield f"{wheel.name} {what} {', '.join(sorted(found)[:5])} ({len(found)} files)"
+            yield f"{built.name} {what} {', '.join(sorted(found)[:5])} ({len(found)} files)"
 
 
 def build(root: Path, out: Path) -> Path:
@@ -81,10 +89,9 @@ def build(root: Path, out: Path) -> Path:
     python = python_with("release", TOOLS)
     subprocess.run([python, "-m", "build", "--outdir", out, root], check=True, stdout=subprocess.DEVNULL)
     subprocess.run([python, "-m", "twine", "check", "--strict", *out.iterdir()], check=True)
-    (wheel,) = out.glob("*.whl")
-    if found := list(content_problems(root, wheel)):
+    if found := [each for built in out.iterdir() for each in content_problems(root, built)]:
         raise ValueError("; ".join(found))
-    return wheel
+    return next(out.glob("*.whl"))
 
 
 def try_out(root: Path, wheel: Path, version: str, home: Path) -> dict[str, object]:

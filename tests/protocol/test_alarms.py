@@ -20,7 +20,7 @@ from diloco_jax.sim.network import NetworkOptions
 from diloco_jax.sim.scenario import Scenario
 from tests.protocol.syncer_inputs import hello, new, report, value
 
-GONE, SLOW = Alarm("gone", "a", "a is gone"), Alarm("slow", "b", "b is slow")
+SILENT, SLOW = Alarm("silent", "a", "a is silent"), Alarm("slow", "b", "b is slow")
 
 
 def reported(losses: list[float]) -> str:
@@ -109,14 +109,14 @@ def test_islands_that_wait_for_data() -> None:
 
 def test_an_alarm_begins_holds_ends_and_comes_again() -> None:
     book = AlarmBook()
-    assert book.look([GONE], 1.0) == ([GONE], [])
-    later = GONE._replace(text="a is gone for longer")
+    assert book.look([SILENT], 1.0) == ([SILENT], [])
+    later = SILENT._replace(text="a is silent for longer")
     assert book.look([later], 3.0) == ([], []) and book.standing == [later], "its text is the newest"
     assert book.look([], 2.9 + CALM) == ([], []) and book.standing == [later], "it may come again"
     assert book.look([], 3.0 + CALM) == ([], [later]) and book.standing == []
-    book.look([GONE], 19.0)
+    book.look([SILENT], 19.0)
     (told,) = book.told()
-    assert told == {**GONE.told(), "from_s": 19.0, "lasted_s": 0.0, "times": 2, "stands": True}
+    assert told == {**SILENT.told(), "from_s": 19.0, "lasted_s": 0.0, "times": 2, "stands": True}
 
 
 def test_what_may_be_weather_must_hold_for_a_while() -> None:
@@ -129,7 +129,7 @@ def test_what_may_be_weather_must_hold_for_a_while() -> None:
 
 def test_the_book_is_bounded() -> None:
     book = AlarmBook()
-    book.look([Alarm("gone", str(number), "gone") for number in range(KEPT_MAX + 9)], 1.0)
+    book.look([Alarm("silent", str(number), "silent") for number in range(KEPT_MAX + 9)], 1.0)
     assert len(book.told()) == len(book.standing) == KEPT_MAX
 
 

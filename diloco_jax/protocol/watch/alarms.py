@@ -34,7 +34,7 @@ REMEDIES = {  # by kind
     "evaluation": "`diloco eval RUN` evaluates a snapshot; the next evaluation is asked for by itself",
 }
 CALM = 5.0  # seconds without it, after which an alarm is over
-HOLDS = {"slow": 10.0, "starved": 10.0, "link": 3.0}  # seconds; shorter ones are weather
+HOLDS = {"gone": 5.0, "slow": 10.0, "starved": 10.0, "link": 3.0}  # seconds; a shorter one is weather, or a new syncer
 
 
 class Alarm(NamedTuple):

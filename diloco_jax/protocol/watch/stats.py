@@ -25,7 +25,7 @@ from diloco_jax.protocol.member import Member
 from diloco_jax.protocol.messages import FragmentValue, StepReport
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.watch.health import conditions
-from diloco_jax.protocol.watch.outrun import Outrun
+from diloco_jax.protocol.watch.outrun import Episode, Outrun
 from diloco_jax.protocol.watch.signs import Links, Losses
 
 BFLOAT16_BYTES = 2
@@ -182,9 +182,9 @@ class RunStats:
         return str(self._outrun.episodes[-1]) if self._outrun.current else ""
 
     @property
-    def outruns(self) -> list[str]:
-        """Say so of every time that they did."""
-        return [str(episode) for episode in self._outrun.episodes]
+    def outruns(self) -> list[Episode]:
+        """Return every time that they did, oldest first."""
+        return self._outrun.episodes
 
     @property
     def contributors_per_round(self) -> float:

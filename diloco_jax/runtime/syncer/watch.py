@@ -188,9 +188,13 @@ class Watch:
         return [alarm.told() for alarm in self._book.standing]
 
     def alarms(self) -> list[dict[str, Any]]:
-        """Return every alarm of this process, and all times that islands outran rounds."""
-        outruns = [Alarm("outrun", "", text).told() for text in self._parts.stats.outruns]
-        return [each for each in self._book.told() if each["kind"] != "outrun"] + outruns
+        """Return every alarm of this process, and the worst of all times that islands outran rounds."""
+        found = [each for each in self._book.told() if each["kind"] != "outrun"]
+        if outruns := self._parts.stats.outruns:
+            worst = max(outruns, key=lambda episode: episode.steps)
+            others = f", the longest of {len(outruns)} times" * (len(outruns) > 1)
+            found.append(Alarm("outrun", "", f"{worst}{others}").told())
+        return found
 
     def wire(self) -> dict[str, int]:
         received, sent = self._listener.traffic if self._listener is not None else (0, 0)

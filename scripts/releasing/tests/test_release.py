@@ -1,5 +1,6 @@
 """A release is refused, with all its reasons, until the repository is ready for it; a wheel has what git has."""
 
+import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,19 @@ def test_a_wheel_has_what_git_has(repository: Path) -> None:
     assert holding(*both) == []
     assert holding(both[0]) == ["x.whl lacks diloco_jax/configs/one.yaml (1 files)"]
     assert holding(*both, "tests/test_x.py") == ["x.whl should not have tests/test_x.py (1 files)"]
+
+
+def test_an_sdist_that_holds_what_git_does_not_know(repository: Path, tmp_path: Path) -> None:
+    def holding(*names: str) -> list[str]:
+        with tarfile.open(sdist := tmp_path / "x.tar.gz", "w:gz") as file:
+            for name in ("PKG-INFO", *names):
+                file.addfile(tarfile.TarInfo(f"x-0.2.0/{name}"))
+        return list(content_problems(repository, sdist))
+
+    both = ("diloco_jax/protocol/releases.py", "configs/one.yaml")
+    assert holding(*both, "CHANGELOG.md") == []
+    assert holding(both[0]) == ["x.tar.gz lacks configs/one.yaml (1 files)"]
+    assert holding(*both, "env/lib/a.so") == ["x.tar.gz should not have env/lib/a.so (1 files)"]
 
 
 def test_this_repository_says_one_version_everywhere() -> None:
