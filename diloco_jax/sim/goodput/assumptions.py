@@ -3,8 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from diloco_jax.sim.goodput.hardware import CHIPS_MAX, SLICES_MAX, YEAR_S
-from diloco_jax.sim.goodput.settings import setting
+from diloco_jax.sim.goodput.settings import CHIPS_MAX, SLICES_MAX, YEAR_S, setting
 
 MEASURED = "measured, docs/log.md of 2026-11-21"
 

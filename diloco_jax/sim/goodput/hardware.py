@@ -14,17 +14,12 @@ from random import Random
 from statistics import NormalDist
 from typing import NamedTuple
 
-from diloco_jax.sim.goodput.settings import setting
+from diloco_jax.sim.goodput.settings import CHIPS_MAX, SLICES_MAX, YEAR_S, setting
 
-YEAR_S = 31_536_000.0
 STEP_SHARE_MIN = 0.05  # noise never makes a step shorter than this share of its mean
 MEAN_MAX = 500.0  # of a Poisson number, until which exp(-mean) is a number to begin with
 NORMAL = NormalDist()
 TINY = 1e-300
-CHIPS_MAX = 1e12
-SLICES_MAX = 1_000_000
-
-
 OURS = "our calibration against the paper's Table 1"
 
 

@@ -5,6 +5,10 @@ from dataclasses import Field, field, fields
 from difflib import get_close_matches
 from typing import Any
 
+YEAR_S = 31_536_000.0
+CHIPS_MAX = 1e12
+SLICES_MAX = 1_000_000
+
 
 def setting(default: Any, text: str, source: str) -> Any:
     """Make a field of a settings class, with what `--settings` says of it."""

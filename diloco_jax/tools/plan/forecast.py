@@ -19,8 +19,9 @@ from diloco_jax.sim.goodput.bandwidth import (
     data_parallel_utilisation,
     ring_factor,
 )
-from diloco_jax.sim.goodput.hardware import YEAR_S, Hardware
+from diloco_jax.sim.goodput.hardware import Hardware
 from diloco_jax.sim.goodput.methods import Cell, Wan, expected
+from diloco_jax.sim.goodput.settings import YEAR_S
 from diloco_jax.tools.budget.links import link_needs
 from diloco_jax.tools.budget.needs import syncer_needs
 from diloco_jax.tools.plan.case import PAYLOAD_SHARE, Case
