@@ -34,7 +34,6 @@ class Host:
     """One process's devices, and what they have in flight. One thread at a time, where nothing else is said.
 
     Args:
-        config: the run.
         island: that is exchanged, or this process's part of it.
         compile_step: compiles what its owner runs; None if nobody here can.
         evaluate: evaluates the global model; None if nobody here can.
@@ -50,7 +49,6 @@ class Host:
         saves: SavedStates | None = None,
     ) -> None:
         self.island = island  # whose fragments and states leave and come in; its owner steps it
-        # how its model is cut
         self.plan: FragmentPlan = cut(config, island.shapes, island.kinds)
         self.anchors: dict[int, Values] = {}  # the global values adopted last, by fragment
         self._compile_step = compile_step
@@ -97,13 +95,11 @@ class Host:
             log.warning(f"the evaluation could not be compiled: {error!r}")
 
     def connect(self, epoch: int, number: int) -> None:
-        """Give every other host a link to the syncer of its own, now that the learner has a new one.
+        """Give every other host a link to the syncer of its own; TransportError if one cannot have it.
 
         Args:
             epoch: newest life of the syncer that the learner has heard of.
-
-        Raises:
-            TransportError: a host cannot have one.
+            number: of the learner's new session.
         """
 
     def tell_batch(self, ranges: Ranges, ahead: Ranges) -> None:
@@ -132,8 +128,7 @@ class Host:
     def arrived(self, message: GlobalFragment, payload: Bytes) -> Callable[[], None]:
         """Hand a global fragment that came to the other hosts, which read and check it. Any one thread.
 
-        Returns:
-            A function that waits until all hosts have it; it raises ValueError if one of them cannot read it.
+        The function that it returns waits until all have it, and raises ValueError if one of them cannot read it.
         """
         return lambda: None
 
@@ -146,11 +141,7 @@ class Host:
         self._adoptions.adopt(message.fragment_id, message.version, message.merged_round, values)
 
     def evaluate(self, global_step: int, *, final: bool) -> Score:
-        """Evaluate the global values that were adopted last, between two steps; blocks.
-
-        Returns:
-            The answer as far as the devices know it. What went wrong is in it: training goes on.
-        """
+        """Evaluate the global values that were adopted last, between two steps. What goes wrong is in the answer."""
         began_s = time.monotonic()
         assert self._evaluate is not None, "nobody here can evaluate"
         try:
@@ -181,11 +172,7 @@ class Host:
         self._moving = {key: moving for key, moving in self._moving.items() if key[0] != name}
 
     def load_state(self, state: Bytes) -> None:
-        """Take over what another island sent of its state; the parameters stay.
-
-        Raises:
-            ValueError: it is not of this island's model, optimizer and format.
-        """
+        """Take over another island's state but the parameters; ValueError if it is of another model or optimizer."""
         self.island.load_moments(self.moving.read(state))
 
     def saved(self) -> list[StateName]:

@@ -68,14 +68,7 @@ class Decisions:
             self._effects.execute(decide(self.machine, time.monotonic()))
 
     def deliver(self, give: Callable[[float], Given[Mail] | None]) -> bool:
-        """Give the machine a message by its mailbox, and execute what it asks for.
-
-        Args:
-            give: called with the time in seconds; returns what was given to the machine, if anything was.
-
-        Returns:
-            True if a message was given.
-        """
+        """Give the machine a message by its mailbox, and execute what it asks for; False if `give` gave it none."""
         with self._lock:
             given = give(time.monotonic())
             if given is not None:

@@ -28,6 +28,7 @@ from diloco_jax.core import codec
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol.effects import AdoptState, Effect, EvaluateModel
 from diloco_jax.protocol.learner.machine import Learner
+from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import OWN_TIME, STALE, Leave, Metric, MetricsReport
 from diloco_jax.runtime.island.adoptions import GlobalValues
@@ -38,11 +39,10 @@ from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import SavedStates
 from diloco_jax.runtime.learner.decisions import IDLE_S, Decisions, Signals
-from diloco_jax.runtime.learner.effects import Effects, LearnerOutbox
+from diloco_jax.runtime.learner.effects import Effects, LearnerOutbox, States
 from diloco_jax.runtime.learner.inbox import LearnerInbox, LinkKeeper
 from diloco_jax.runtime.learner.metrics import IslandMetrics
 from diloco_jax.runtime.learner.profiling import Profiling
-from diloco_jax.runtime.learner.states import States
 from diloco_jax.runtime.learner.tape import LearnerTape
 from diloco_jax.runtime.records.files import STATES
 from diloco_jax.runtime.records.pulse import Pulse
@@ -73,11 +73,7 @@ class Joining(NamedTuple):
         return make_dialler(self.config, plan, self.learner_id, self.incarnation, self.address, self.hosts)
 
     def saved_states(self) -> SavedStates:
-        """Return this process's states on disk.
-
-        Raises:
-            ValueError: nobody here can write where checkpoints.states says.
-        """
+        """Return this process's states on disk; ValueError if nobody here can write where checkpoints.states says."""
         name = check_name(self.learner_id)
         folders = [str(self.run_dir / STATES / name)]
         if other := self.config.checkpoints.states:
@@ -112,14 +108,7 @@ class StepSize(NamedTuple):
 
 
 class Joined:
-    """One life of a learner that has joined its run. Only the thread that steps may call it.
-
-    Args:
-        host: whose fragments and states it exchanges.
-    Attributes:
-        machine: decides.
-        inbox: takes what the syncer says.
-    """
+    """One life of a learner that has joined its run. Only the thread that steps may call it."""
 
     def __init__(
         self,
@@ -137,7 +126,7 @@ class Joined:
             config.protocol,
             fingerprint(config, host.plan.fingerprint, size.corpus),
             step_samples=size.samples,
-            saved=None if saved is None else saved.described,
+            saved=None if saved is None else Saved(saved.global_step, saved.digests),
             adopt_mode=config.adopt.mode,
             payload_bytes={p.fragment_id: codec.encoded_size(p.shapes, config.wire.up) for p in host.fragments},
             evaluates=host.evaluates,
@@ -183,7 +172,6 @@ class Joined:
         return self.ready()
 
     def _compile(self) -> None:
-        """Run as the body of the thread "compile"."""
         began_s = time.monotonic()
         try:
             self._host.warm_up(self._pulse.phase)
@@ -199,11 +187,7 @@ class Joined:
     def ready(self) -> bool:
         """Wait for what a step needs: at first model, data, a state and the compiler; in lockstep the due fragment.
 
-        Returns:
-            False if there is no step to make any more.
-
-        Raises:
-            Exception: that of another thread.
+        It raises the error of another thread, and returns False if there is no step to make any more.
         """
         machine, signals = self.machine, self._signals
         while not self._over() and not (machine.may_step() and signals.compiled.is_set()):
@@ -269,7 +253,7 @@ class Joined:
         self._payloads.close()
         if self._outbox.link is not None:
             self._outbox.link.close(2.0)
-        self._states.close()
+        self._host.close()
         self._metrics.close()
         self._decisions.ask(lambda machine: self._tape.end(finished or "failed", machine.digests))
         failed = finished.partition(":")[0] in ("", "refused", "expelled")
