@@ -179,12 +179,10 @@ class Follower:
             self._payloads.value(self._link, value, staged)
 
     def _send_leaf(self, number: int, name: int, leaf: str) -> None:
-        try:
-            staged = self._host.staged_state(name)
-        except KeyError:
-            self._group.send(commands.HostAnswer(number, f"it has no copy of step {name} any more"))
-            return
-        self._leaves.submit(self._guarded, lambda: self._answer(number, staged.loose(leaf)))
+        if (staged := self._host.states.get(name)) is None:
+            self._answer(number, reason=f"it has no copy of step {name} any more")
+        else:
+            self._leaves.submit(self._guarded, lambda: self._answer(number, staged.loose(leaf)))
 
     def _on_disk(self, command: commands.HostSaved | commands.HostRead) -> None:
         if isinstance(command, commands.HostSaved):

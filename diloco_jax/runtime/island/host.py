@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from diloco_jax.core.codec import Bytes
-from diloco_jax.core.fragments import Fragment, FragmentPlan
+from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
 from diloco_jax.runtime.island.adoptions import Adoptions, Values
 from diloco_jax.runtime.island.evaluation import Evaluation, failed_score
@@ -50,25 +50,19 @@ class Host:
     ) -> None:
         self.island = island  # whose fragments and states leave and come in; its owner steps it
         self.plan: FragmentPlan = cut(config, island.shapes, island.kinds)
+        self.fragments = self.plan.fragments
+        self.evaluates = evaluate is not None
         self.anchors: dict[int, Values] = {}  # the global values adopted last, by fragment
         self._compile_step = compile_step
         self._evaluate = evaluate
         self._adoptions = Adoptions(island, self.plan.fragments, config.adopt)
         self.moving = MovingLayout(island.state_layout, config.wire.states)  # how moments travel to another island
-        self._states: dict[int, StagedState] = {}
+        self.states: dict[int, StagedState] = {}  # copies that were queued, by name
         self._moving: dict[tuple[int, str], MovingState] = {}  # by receiver: each is at a leaf of its own
         self._saves = saves
         self._saving: tuple[int, Outcome] | None = None  # global step of what is being written, and its outcome
         self._complete = -1  # global step of the newest state that all hosts have on disk
         self._read: Leaves = {}  # what was read from disk, until it is taken over or not wanted any more
-
-    @property
-    def fragments(self) -> tuple[Fragment, ...]:
-        return self.plan.fragments
-
-    @property
-    def evaluates(self) -> bool:
-        return self._evaluate is not None
 
     def tell(self, command: commands.Command) -> None:
         """Let the other hosts do the same, before this one does it; an island of one process has none."""
@@ -153,22 +147,19 @@ class Host:
     def stage_state(self, name: int) -> StagedState:
         """Queue a copy of everything but the parameters; it is kept under its name until `unstage_state`."""
         self.tell(commands.HostStageState(name))
-        self._states[name] = staged = self.island.stage_moments()
+        self.states[name] = staged = self.island.stage_moments()
         return staged
-
-    def staged_state(self, name: int) -> StagedState:
-        return self._states[name]
 
     def moving_state(self, name: int, receiver: str) -> MovingState:
         """Return a copy that was queued as it travels to one receiver."""
         if (name, receiver) not in self._moving:
-            self._moving[name, receiver] = MovingState(self.moving, self._states[name].leaf)
+            self._moving[name, receiver] = MovingState(self.moving, self.states[name].leaf)
         return self._moving[name, receiver]
 
     def unstage_state(self, name: int) -> None:
         """Forget a copy that nobody needs any more. Any thread."""
         self.tell(commands.HostUnstageState(name))
-        del self._states[name]
+        del self.states[name]
         self._moving = {key: moving for key, moving in self._moving.items() if key[0] != name}
 
     def load_state(self, state: Bytes) -> None:

@@ -48,14 +48,9 @@ class Decisions:
         self._lock = threading.Lock()
 
     @property
-    def finished(self) -> str:
-        """Return the reason that the machine gave when it ended; "" before."""
-        return self._effects.finished
-
-    @property
     def over(self) -> bool:
         """Tell if the machine has ended, or shall."""
-        return bool(self.finished) or self._signals.stop.is_set()
+        return bool(self._effects.finished) or self._signals.stop.is_set()
 
     def ask(self, question: Callable[[Learner], T]) -> T:
         """Call the machine for an answer without effects."""

@@ -129,7 +129,10 @@ class IslandsRun:
         while any(thread.is_alive() for thread in threads):
             self._stop.wait(POLL_S)
             if self._stop.is_set() or self._hopeless():
-                self._end_lives()
+                self._stop.set()
+                with self._lock:
+                    for life in self._lives.values():
+                        life.set()
                 for thread in threads:
                     thread.join()
         if self._hopeless():
@@ -137,18 +140,9 @@ class IslandsRun:
 
     def _hopeless(self) -> bool:
         """Say whether no round can ever be merged again. An island that was drained may come back."""
-        failed = sum(outcome == "failed" for outcome in self._outcomes.values())
-        return (
-            bool(failed)
-            and len(self._devices) - len(self._outcomes) < self._config.protocol.quorum
-            and not complete(self._run_dir)
-        )
-
-    def _end_lives(self) -> None:
-        self._stop.set()
-        with self._lock:
-            for life in self._lives.values():
-                life.set()
+        alive = len(self._devices) - len(self._outcomes)
+        lost = "failed" in self._outcomes.values() and alive < self._config.protocol.quorum
+        return lost and not complete(self._run_dir)
 
     def _live(self, name: str) -> None:
         """Live one life after the other; the body of an island's thread."""

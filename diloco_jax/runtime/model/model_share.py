@@ -125,8 +125,7 @@ class ModelShare:
 
     def __init__(self, setup: Setup, shard: int, threads: int = 1) -> None:
         self._setup = setup
-        self._pool = ThreadPoolExecutor(threads, "merge") if threads > 1 else None
-        run = self._pool.map if self._pool is not None else map
+        run = ThreadPoolExecutor(threads, "merge").map if threads > 1 else map
         self._mergers = []
         buffers = Buffers(max(layout.size for layout in setup.shares.parts[shard]))
         for layout, rules in zip(setup.shares.parts[shard], setup.shares.rules, strict=True):
