@@ -16,8 +16,7 @@ SETTING = "protocol.sync_every"
 def cut(config: RunConfig, shapes: Mapping[str, Shape], kinds: Mapping[str, Kind]) -> FragmentPlan:
     """Cut a model into the fragments of a run. Every process of the run computes the same.
 
-    Raises:
-        ValueError: it cannot be cut into so many, or a class of `protocol.sync_every` has no tensor.
+    ValueError if it cannot be cut into so many, or a class of `protocol.sync_every` has no tensor.
     """
     protocol = config.protocol
     groups = protocol.groups

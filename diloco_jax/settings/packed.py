@@ -21,11 +21,7 @@ def find_config(word: str) -> str:
 
 
 def copy_config(name: str, folder: Path) -> Path:
-    """Write a copy of a config of the package, ready for an editor that knows the schema; returns its path.
-
-    Raises:
-        ValueError: a file of that name is there.
-    """
+    """Write a copy of a config of the package for an editor that knows the schema; ValueError if it is there."""
     source = packed()[name]
     target = folder / source.name
     text = source.read_text(encoding="utf-8").replace(f"configs/{name}.yaml", str(target))

@@ -312,11 +312,7 @@ class RunConfig:
         return -(-tokens // step_tokens) if tokens else self.train.steps
 
     def check_mesh(self, island: IslandConfig) -> None:
-        """Check that an island's devices, as far as they are known, can share its batch.
-
-        Raises:
-            ValueError: they cannot.
-        """
+        """Check that an island's devices, as far as they are known, can share its batch; ValueError if not."""
         devices = island.slice.devices if island.slice else island.devices
         if not devices:  # nobody knows yet
             return

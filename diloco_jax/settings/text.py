@@ -173,11 +173,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def read_values(path: Path) -> Mapping[str, Any]:
-    """Read the plain values of a config file, which `parse` checks.
-
-    Raises:
-        ValueError: the file is missing, or no YAML mapping.
-    """
+    """Read the plain values of a config file, which `parse` checks; ValueError if it is missing, or no YAML mapping."""
     try:
         with path.open("rb") as file:  # what is no file, such as /dev/zero, may have no end
             content = file.read(CONFIG_BYTES_MAX + 1)

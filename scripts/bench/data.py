@@ -15,8 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 from jobs import ROOT
 
-from diloco_jax.runtime.island.built_in import BuiltInLoop
-from diloco_jax.runtime.island.feed import DATA_WAIT
+from diloco_jax.runtime.island.built_in import DATA_WAIT, BuiltInLoop
 from diloco_jax.settings.text import load
 
 PAUSE_S = [0.0]  # before each sample

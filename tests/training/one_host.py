@@ -16,7 +16,7 @@ import numpy as np
 
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import Fragment, plan_fragments
-from diloco_jax.runtime.island.feed import Feed
+from diloco_jax.runtime.island.built_in import Feed
 from diloco_jax.training.data.corpus import Source
 from diloco_jax.training.data.order import SampleOrder
 from diloco_jax.training.data.sample import Sample

@@ -1,7 +1,4 @@
-"""Global values on their way in: how they are read, and what an island takes over.
-
-An island takes a global value with its own share in it, or as if it had never sent one.
-"""
+"""Global values on their way in: how they are read, and what an island takes over."""
 
 from collections.abc import Sequence
 
@@ -29,11 +26,7 @@ class GlobalValues:
         self._newest: dict[int, Values] = {}
 
     def read(self, message: GlobalFragment, payload: codec.Bytes) -> Values:
-        """Return the value that a message brings; `keep` it, so that later steps apply to it.
-
-        Raises:
-            ValueError: there is no such fragment, the payload is of another length, or the value has another digest.
-        """
+        """Return the value that a message brings; ValueError if that is no value of a fragment, or was damaged."""
         if not 0 <= message.fragment_id < len(self._fragments):
             raise ValueError(f"is none of the {len(self._fragments)} of this model")
         layout = self._fragments[message.fragment_id].keys_shapes
@@ -107,11 +100,7 @@ class Adoptions:
 
 
 class ReceivedState:
-    """The parts of a donor's state, in memory for exactly one state of this island's layout.
-
-    Args:
-        num_bytes: size of a whole state.
-    """
+    """The parts of a donor's state, in memory for exactly one state of this island's layout, of so many bytes."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -139,11 +128,7 @@ class ReceivedState:
         self._buffer, self._problem = None, ""
 
     def take(self) -> bytearray:
-        """Return the whole state and forget it.
-
-        Raises:
-            ValueError: a part did not fit.
-        """
+        """Return the whole state and forget it; ValueError if a part did not fit."""
         buffer, problem = self._buffer, self._problem
         self.drop()
         if problem or buffer is None:

@@ -1,28 +1,140 @@
-"""The built-in training loop of one process of an island: the model's inner step, on data of the run's global order."""
+"""The built-in training loop of one process of an island: the model's inner step, on data of the run's global order.
 
-from collections.abc import Mapping, Sequence
+Samples are read ahead on a thread of their own, and copied to the devices while a step runs.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 
 from diloco_jax.runtime.island.evaluation import ModelEvaluation
-from diloco_jax.runtime.island.feed import DATA_WAIT, Feed
 from diloco_jax.runtime.island.host import Ranges
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.data.order import SampleOrder
-from diloco_jax.training.data.sample import batch_shapes
+from diloco_jax.training.data.sample import Sample, batch_shapes
 from diloco_jax.training.island import Island, StepHandle
+from diloco_jax.training.models.protocol import Batch
 from diloco_jax.training.optimizers import learning_rate
 
 LOADING = "loading the data and building the model"  # a phase
+DATA_WAIT = "data_wait_s"  # what a step reports: seconds for which it waited for samples
+AHEAD_BYTES = 1 << 30  # of samples that are read before they are asked for, in one process
+Key = tuple[tuple[int, int], ...]  # the ranges of a batch
+
+
+class ReadAhead:
+    """Batches that are read in the order in which they will be asked for. One thread calls it.
+
+    One other thread reads at most `ahead` batches beyond the next one, the caller's with 0; it is no daemon: an
+    interpreter that ends while a source is inside of C code may crash.
+    """
+
+    def __init__(self, read: Callable[[Key], Sample], ahead: int) -> None:
+        self._read = read
+        self._ahead = ahead
+        self._thread = ThreadPoolExecutor(1, "read") if ahead else None
+        self._coming: dict[Key, Future[Sample]] = {}
+
+    def expect(self, batches: Sequence[Key]) -> None:
+        """Begin to read these, in this order, as far as there is room; what else was read is dropped."""
+        wanted = batches[: self._ahead + 1]
+        for key in [key for key in self._coming if key not in wanted]:
+            self._coming.pop(key).cancel()
+        for key in wanted:
+            if key not in self._coming:
+                self._coming[key] = self._begin(key)
+
+    def _begin(self, key: Key) -> Future[Sample]:
+        if self._thread is not None:
+            return self._thread.submit(self._read, key)
+        done: Future[Sample] = Future()
+        done.set_result(self._read(key))
+        return done
+
+    def has(self, key: Key) -> bool:
+        """Tell whether `take` would not wait."""
+        return self._coming[key].done()
+
+    def take(self, key: Key) -> Sample:
+        """Wait for a batch that is expected; raises what reading it raised."""
+        return self._coming.pop(key).result()
+
+    def close(self) -> None:
+        self._coming.clear()
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+
+class Feed:
+    """Batches for the steps of an island, or those rows of them that this process's devices hold. One thread calls it.
+
+    `ahead` batches are read beyond the next one; fewer if they are large (AHEAD_BYTES).
+    """
+
+    def __init__(self, island: Island, order: SampleOrder, sample: Sample, ahead: int, size: int) -> None:
+        self._island = island
+        self._order = order
+        num_bytes = len(island.own_rows(size)) * sum(value.nbytes for value in sample.values())
+        self._reader = ReadAhead(self._read, min(ahead, max(1, AHEAD_BYTES // max(1, num_bytes))))
+        self._next: Key = ()
+        self._batch: Batch | None = None
+        self._waited_s = 0.0
+
+    def put(self, ranges: Ranges, ahead: Ranges = ()) -> None:
+        """Let the next step read these samples; copy them to the devices if they are there. Returns at once."""
+        self._next, self._batch = tuple(ranges), None
+        self._reader.expect([self._next, *batches_of(ahead, count(ranges))])
+        if self._reader.has(self._next):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the samples of the next step are read, and copy them to the devices."""
+        if self._batch is not None or not self._next:
+            return
+        began_s = time.monotonic()
+        rows = self._reader.take(self._next)
+        self._waited_s += time.monotonic() - began_s
+        self._batch = self._island.put_batch(rows, count(self._next))
+
+    def take(self) -> tuple[Batch, int]:
+        """Return the batch of the next step, and the position at which it begins."""
+        self.finish()
+        assert self._batch is not None, "a step was made without data"
+        batch, position, self._next, self._batch = self._batch, self._next[0][0], (), None
+        return batch, position
+
+    def waited_s(self) -> float:
+        """Return how long steps have waited for samples since this was asked last, in seconds."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _read(self, key: Key) -> Sample:
+        return self._order.batch(key, self._island.own_rows(count(key)))
+
+
+def count(ranges: Ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def batches_of(ranges: Ranges, size: int) -> Iterator[Key]:
+    """Cut ranges into batches of so many samples; a rest that is none is left out."""
+    batch: Key = ()
+    for start, stop in ranges:
+        while (end := start + size - count(batch)) <= stop:
+            yield (*batch, (start, end))
+            batch, start = (), end
+        if start < stop:
+            batch = (*batch, (start, stop))
 
 
 class BuiltInLoop:
-    """The steps of an island that trains a model of the config. One thread at a time.
-
-    Args:
-        devices: of the island; all that JAX sees if not given.
-    """
+    """The steps of an island that trains a model of the config, on all devices by default. One thread at a time."""
 
     def __init__(self, config: RunConfig, learner_id: str, devices: Sequence[jax.Device] | None = None) -> None:
         own = config.island(learner_id)
@@ -51,15 +163,15 @@ class BuiltInLoop:
         self.island.warm_up(batch_shapes(self._sample, batch_size or self.batch_size))
 
     def put_batch(self, ranges: Ranges, ahead: Ranges = ()) -> None:
-        """Copy the samples of the next step to the devices, and read `ahead` those after it; returns at once."""
+        """Copy the samples of the next step to the devices, and read `ahead` those after it; returns at once.
+
+        Args:
+            ahead: of the batches after it, as far as they are known.
+        """
         self._feed.put(ranges, ahead)
 
     def step(self, clock: int) -> StepHandle:
-        """Dispatch one inner step on the batch that was put last; returns at once.
-
-        Args:
-            clock: step of the schedule, which says the learning rate.
-        """
+        """Dispatch one inner step on the batch that was put last, at this step of the schedule; returns at once."""
         batch, position = self._feed.take()
         return self.island.step(batch, self.rate(clock), position)
 

@@ -32,21 +32,14 @@ class Evaluation(Protocol):
 def make_score(
     loss: float, bits_per_byte: float | None, tokens: int, scores: Mapping[str, float | None], reasons: Sequence[str]
 ) -> Score:
-    """Return an answer as far as an evaluation goes; None stands for what is no number.
-
-    Args:
-        scores: by name; those that are too many are left out.
-        reasons: why some are missing.
-    """
+    """Return an answer as far as an evaluation goes: None is no number, `reasons` say why some scores are missing."""
     told = [(name, value) for name, value in scores.items() if 0 < len(name) <= SCORE_LENGTH_MAX][:SCORES_MAX]
+    words = [*reasons]
     if missing := len(scores) - len(told):
-        reasons = [
-            *reasons,
-            f"{missing} scores are left out: use at most {SCORES_MAX}, of {SCORE_LENGTH_MAX} characters",
-        ]
+        words.append(f"{missing} scores are left out: use at most {SCORES_MAX}, of {SCORE_LENGTH_MAX} characters")
     values = tuple(Metric(name, nan if value is None else value) for name, value in told)
     bits = nan if bits_per_byte is None else bits_per_byte
-    return Score("", 0, 0, 0, (), loss, bits, max(0, tokens), values, 0.0, "; ".join(reasons)[:REASON_LENGTH_MAX])
+    return Score("", 0, 0, 0, (), loss, bits, max(0, tokens), values, 0.0, "; ".join(words)[:REASON_LENGTH_MAX])
 
 
 def failed_score(error: Exception) -> Score:
@@ -57,11 +50,7 @@ def failed_score(error: Exception) -> Score:
 
 
 class ModelEvaluation:
-    """The evaluation of the run's model, on the mesh of a blueprint that has all of this island's devices.
-
-    Args:
-        source: has the held-out data.
-    """
+    """The evaluation of the run's model, on the mesh of a blueprint that has all of this island's devices."""
 
     def __init__(self, config: RunConfig, blueprint: Blueprint, source: Source) -> None:
         self._config = config

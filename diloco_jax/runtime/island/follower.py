@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import isfinite
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -41,6 +41,7 @@ from diloco_jax.transport.sharded import Dialler
 POLL_S = 0.2
 LONG = (commands.HostLoadState, commands.HostRestore, commands.HostEvaluate)  # what may take longer than a step
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -48,11 +49,9 @@ class Follower:
     """One host that follows, from its first message to its last; whoever steps it calls `next_step` and `leave`.
 
     Args:
-        host: whose fragments and states it exchanges.
         stop: set from outside to leave politely; the leader decides when.
         on_batch: takes the samples of the next step, while the one before may be running, and what is known of those
             after it.
-        pulse: its signs of life.
     """
 
     def __init__(
@@ -92,27 +91,27 @@ class Follower:
 
         If a host is lost the process ends.
         """
-        try:
-            while self.status is None:
-                try:
-                    command = self._steps_do.get(timeout=POLL_S)
-                except queue.Empty:  # the leader has nothing to do, or watches itself
-                    self._pulse.beat()
-                    continue
-                if isinstance(command, commands.HostStep):
-                    self._host.forget_saved()
-                    now_s, before_s = time.monotonic(), self._stepped_s
-                    self._stepped_s = now_s
-                    self._pulse.beat(now_s - before_s if before_s else None)
-                    self._pulse.ready(self._link is not None)
-                    return command.clock
-                if isinstance(command, LONG):
-                    self._pulse.patient()
-                else:
-                    self._pulse.beat()
-                self._do(command)
-        except Exception as error:  # such as a collective that lost one of its hosts
-            die(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
+        return self._guarded(self._obey)  # a collective may have lost one of its hosts
+
+    def _obey(self) -> int | None:
+        while self.status is None:
+            try:
+                command = self._steps_do.get(timeout=POLL_S)
+            except queue.Empty:  # the leader has nothing to do, or watches itself
+                self._pulse.beat()
+                continue
+            if isinstance(command, commands.HostStep):
+                self._host.forget_saved()
+                now_s, before_s = time.monotonic(), self._stepped_s
+                self._stepped_s = now_s
+                self._pulse.beat(now_s - before_s if before_s else None)
+                self._pulse.ready(self._link is not None)
+                return command.clock
+            if isinstance(command, LONG):
+                self._pulse.patient()
+            else:
+                self._pulse.beat()
+            self._do(command)
         return None
 
     def leave(self) -> int:
@@ -180,12 +179,10 @@ class Follower:
             self._payloads.value(self._link, value, staged)
 
     def _send_leaf(self, number: int, name: int, leaf: str) -> None:
-        try:
-            staged = self._host.staged_state(name)
-        except KeyError:
-            self._group.send(commands.HostAnswer(number, f"it has no copy of step {name} any more"))
-            return
-        self._leaves.submit(self._guarded, lambda: self._answer(number, staged.loose(leaf)))
+        if (staged := self._host.states.get(name)) is None:
+            self._answer(number, reason=f"it has no copy of step {name} any more")
+        else:
+            self._leaves.submit(self._guarded, lambda: self._answer(number, staged.loose(leaf)))
 
     def _on_disk(self, command: commands.HostSaved | commands.HostRead) -> None:
         if isinstance(command, commands.HostSaved):
@@ -205,26 +202,20 @@ class Follower:
         while True:
             command, payload = self._link_does.get()
             try:
-                if isinstance(command, commands.HostConnect):
-                    self._connect(command.epoch, command.session)
-                else:
-                    self._read(command, payload)
+                match command:
+                    case commands.HostConnect(_, epoch, session):
+                        if self._link is not None:
+                            self._link.close(0.0)
+                        self._link = None
+                        self._link = self._dialler.connect(epoch, session)
+                    case commands.HostArrival(number, message):
+                        values = self._values.read(message, payload)
+                        self._values.keep(message, values)
+                        self._arrived[message.fragment_id, number] = values
             except (TransportError, ValueError) as error:
                 self._group.send(commands.HostAnswer(command.number, str(error)))
             else:
                 self._answer(command.number)
-
-    def _connect(self, epoch: int, session: int) -> None:
-        if self._link is not None:
-            self._link.close(0.0)
-        self._link = None
-        self._link = self._dialler.connect(epoch, session)
-
-    def _read(self, arrival: commands.HostArrival, payload: Bytes) -> None:
-        message = arrival.value
-        values = self._values.read(message, payload)
-        self._values.keep(message, values)
-        self._arrived[message.fragment_id, arrival.number] = values
 
     def _receive(self) -> None:
         while self.status is None:
@@ -255,8 +246,8 @@ class Follower:
     def _in_thread(self, name: str, body: Callable[[], None]) -> None:
         threading.Thread(target=self._guarded, args=(body,), name=name, daemon=True).start()
 
-    def _guarded(self, body: Callable[[], None]) -> None:
+    def _guarded(self, body: Callable[[], T]) -> T:
         try:
-            body()
+            return body()
         except Exception as error:  # it would be lost with the thread
             die(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from diloco_jax.core.codec import Bytes
-from diloco_jax.core.fragments import Fragment, FragmentPlan
+from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Score
 from diloco_jax.runtime.island.adoptions import Adoptions, Values
 from diloco_jax.runtime.island.evaluation import Evaluation, failed_score
@@ -34,7 +34,6 @@ class Host:
     """One process's devices, and what they have in flight. One thread at a time, where nothing else is said.
 
     Args:
-        config: the run.
         island: that is exchanged, or this process's part of it.
         compile_step: compiles what its owner runs; None if nobody here can.
         evaluate: evaluates the global model; None if nobody here can.
@@ -50,27 +49,20 @@ class Host:
         saves: SavedStates | None = None,
     ) -> None:
         self.island = island  # whose fragments and states leave and come in; its owner steps it
-        # how its model is cut
         self.plan: FragmentPlan = cut(config, island.shapes, island.kinds)
+        self.fragments = self.plan.fragments
+        self.evaluates = evaluate is not None
         self.anchors: dict[int, Values] = {}  # the global values adopted last, by fragment
         self._compile_step = compile_step
         self._evaluate = evaluate
         self._adoptions = Adoptions(island, self.plan.fragments, config.adopt)
         self.moving = MovingLayout(island.state_layout, config.wire.states)  # how moments travel to another island
-        self._states: dict[int, StagedState] = {}
+        self.states: dict[int, StagedState] = {}  # copies that were queued, by name
         self._moving: dict[tuple[int, str], MovingState] = {}  # by receiver: each is at a leaf of its own
         self._saves = saves
         self._saving: tuple[int, Outcome] | None = None  # global step of what is being written, and its outcome
         self._complete = -1  # global step of the newest state that all hosts have on disk
         self._read: Leaves = {}  # what was read from disk, until it is taken over or not wanted any more
-
-    @property
-    def fragments(self) -> tuple[Fragment, ...]:
-        return self.plan.fragments
-
-    @property
-    def evaluates(self) -> bool:
-        return self._evaluate is not None
 
     def tell(self, command: commands.Command) -> None:
         """Let the other hosts do the same, before this one does it; an island of one process has none."""
@@ -97,13 +89,11 @@ class Host:
             log.warning(f"the evaluation could not be compiled: {error!r}")
 
     def connect(self, epoch: int, number: int) -> None:
-        """Give every other host a link to the syncer of its own, now that the learner has a new one.
+        """Give every other host a link to the syncer of its own; TransportError if one cannot have it.
 
         Args:
             epoch: newest life of the syncer that the learner has heard of.
-
-        Raises:
-            TransportError: a host cannot have one.
+            number: of the learner's new session.
         """
 
     def tell_batch(self, ranges: Ranges, ahead: Ranges) -> None:
@@ -132,8 +122,7 @@ class Host:
     def arrived(self, message: GlobalFragment, payload: Bytes) -> Callable[[], None]:
         """Hand a global fragment that came to the other hosts, which read and check it. Any one thread.
 
-        Returns:
-            A function that waits until all hosts have it; it raises ValueError if one of them cannot read it.
+        The function that it returns waits until all have it, and raises ValueError if one of them cannot read it.
         """
         return lambda: None
 
@@ -146,11 +135,7 @@ class Host:
         self._adoptions.adopt(message.fragment_id, message.version, message.merged_round, values)
 
     def evaluate(self, global_step: int, *, final: bool) -> Score:
-        """Evaluate the global values that were adopted last, between two steps; blocks.
-
-        Returns:
-            The answer as far as the devices know it. What went wrong is in it: training goes on.
-        """
+        """Evaluate the global values that were adopted last, between two steps. What goes wrong is in the answer."""
         began_s = time.monotonic()
         assert self._evaluate is not None, "nobody here can evaluate"
         try:
@@ -162,30 +147,23 @@ class Host:
     def stage_state(self, name: int) -> StagedState:
         """Queue a copy of everything but the parameters; it is kept under its name until `unstage_state`."""
         self.tell(commands.HostStageState(name))
-        self._states[name] = staged = self.island.stage_moments()
+        self.states[name] = staged = self.island.stage_moments()
         return staged
-
-    def staged_state(self, name: int) -> StagedState:
-        return self._states[name]
 
     def moving_state(self, name: int, receiver: str) -> MovingState:
         """Return a copy that was queued as it travels to one receiver."""
         if (name, receiver) not in self._moving:
-            self._moving[name, receiver] = MovingState(self.moving, self._states[name].leaf)
+            self._moving[name, receiver] = MovingState(self.moving, self.states[name].leaf)
         return self._moving[name, receiver]
 
     def unstage_state(self, name: int) -> None:
         """Forget a copy that nobody needs any more. Any thread."""
         self.tell(commands.HostUnstageState(name))
-        del self._states[name]
+        del self.states[name]
         self._moving = {key: moving for key, moving in self._moving.items() if key[0] != name}
 
     def load_state(self, state: Bytes) -> None:
-        """Take over what another island sent of its state; the parameters stay.
-
-        Raises:
-            ValueError: it is not of this island's model, optimizer and format.
-        """
+        """Take over another island's state but the parameters; ValueError if it is of another model or optimizer."""
         self.island.load_moments(self.moving.read(state))
 
     def saved(self) -> list[StateName]:

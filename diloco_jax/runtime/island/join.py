@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import struct
-import sys
 import threading
 import urllib.request
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from jax.experimental import multihost_utils
 
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.runtime.model.global_model import make_shares
-from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
+from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, end_now
 from diloco_jax.settings.compiler import compiler_variable
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.islands import IslandConfig
@@ -55,9 +54,7 @@ class Hosts:
 
 
 def join(config: RunConfig, learner_id: str, incarnation: int, host: int | None, coordinator: str) -> Hosts | None:
-    """Begin as one process of an island; call before anything else touches a device.
-
-    Returns None if the island has only this process.
+    """Begin as one process of an island, before anything else touches a device; None if it has only this one.
 
     Args:
       incarnation: of this process; that of the leader counts.
@@ -101,6 +98,8 @@ def join(config: RunConfig, learner_id: str, incarnation: int, host: int | None,
 def meet(config: RunConfig, learner_id: str, incarnation: int, coordinator: str, same: Mapping[str, str]) -> Hosts:
     """Let the processes of an island find each other, once JAX's distributed runtime has begun.
 
+    The leader listens; its address, and the number that it drew, go to the others through JAX.
+
     Args:
       config, learner_id, incarnation, coordinator: as `join`.
       same: settings that all of them must have, as far as this one has them.
@@ -109,7 +108,20 @@ def meet(config: RunConfig, learner_id: str, incarnation: int, coordinator: str,
       ValueError: a host has another setting.
       ConnectionError: a host is gone.
     """
-    hosts = _meet(config, learner_id, jax.process_index(), jax.process_count(), coordinator, incarnation)
+    host, count = jax.process_index(), jax.process_count()
+    told = np.zeros(_NUMBER.size + ADDRESS_BYTES, np.uint8)
+    group: GroupLeader | GroupMember | None = None
+    if host == LEADER:
+        own = split_address(coordinator)[0] if coordinator else _own_address()
+        group = leader = GroupLeader(group_config(config.transport, f"{own}:0"), config.name, learner_id, count)
+        raw = _NUMBER.pack(leader.number) + leader.address.encode()
+        told[:] = np.frombuffer(raw.ljust(told.size, b"\0"), np.uint8)
+    heard = bytes(np.asarray(multihost_utils.broadcast_one_to_all(told)))
+    if group is None:
+        (number,) = _NUMBER.unpack_from(heard)
+        address = heard[_NUMBER.size :].rstrip(b"\0").decode()
+        group = GroupMember(group_config(config.transport, address), config.name, learner_id, host, count, number)
+    hosts = Hosts(host, count, group, incarnation)
     return replace(hosts, incarnation=_agree(hosts, {**same, "JAX": jax.__version__}))
 
 
@@ -160,32 +172,10 @@ def _check_coordinator(address: str, *, listens: bool) -> None:
             ) from None
 
 
-def _meet(config: RunConfig, learner_id: str, host: int, count: int, coordinator: str, incarnation: int) -> Hosts:
-    """Let the leader listen; its address, and the number that it drew, go to the others through JAX."""
-    told = np.zeros(_NUMBER.size + ADDRESS_BYTES, np.uint8)
-    leader = None
-    if host == LEADER:
-        own = split_address(coordinator)[0] if coordinator else _own_address()
-        leader = GroupLeader(group_config(config.transport, f"{own}:0"), config.name, learner_id, count)
-        raw = _NUMBER.pack(leader.number) + leader.address.encode()
-        told[:] = np.frombuffer(raw.ljust(told.size, b"\0"), np.uint8)
-    heard = bytes(np.asarray(multihost_utils.broadcast_one_to_all(told)))
-    if leader is not None:
-        return Hosts(host, count, leader, incarnation)
-    (number,) = _NUMBER.unpack_from(heard)
-    address = heard[_NUMBER.size :].rstrip(b"\0").decode()
-    member = GroupMember(group_config(config.transport, address), config.name, learner_id, host, count, number)
-    return Hosts(host, count, member, incarnation)
-
-
 def _agree(hosts: Hosts, same: Mapping[str, str]) -> int:
     """Return the leader's incarnation once all hosts have found that these settings are the same everywhere.
 
     Else their programs would wait for each other for ever, or train something that nobody asked for.
-
-    Raises:
-      ValueError: a host has another setting; all hosts hear of it.
-      ConnectionError: a host is gone.
     """
     group, wrong = hosts.group, ""
     if isinstance(group, GroupLeader):
@@ -230,17 +220,13 @@ def leave(status: int) -> NoReturn:
             jax.distributed.shutdown()  # waits for the others: without their coordinator they would abort
         except RuntimeError as error:
             log.info(f"the other processes of the island were gone before: {error}")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    end_now(status)
 
 
 def die(reason: str) -> NoReturn:
     """End this process at once: without one of its hosts an island cannot go on, and a collective waits for ever."""
     log.error(f"this island ends: {reason}")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(FAILED)
+    end_now(FAILED)
 
 
 def make_dialler(

@@ -38,34 +38,26 @@ class Answers:
     def __init__(self, number: int, hosts: int) -> None:
         self.number = number
         self._missing = hosts - 1
-        self._all = threading.Event()
+        self.complete = threading.Event()
         self._payloads: dict[int, Bytes] = {}
         self._problem = ""
 
-    def add(self, host: int, reason: str, payload: Bytes) -> bool:
-        """Take an answer; True if it was the last."""
+    def add(self, host: int, reason: str, payload: Bytes) -> None:
         self._payloads[host] = payload
         if reason:
             self._problem = self._problem or f"host {host}: {reason}"
         if len(self._payloads) == self._missing:
-            self._all.set()
-        return self._all.is_set()
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._all.wait(timeout_s)
+            self.complete.set()
 
     def payloads(self) -> Mapping[int, Bytes]:
         """Wait for all answers, and return their payloads by host."""
-        self._all.wait()
+        self.complete.wait()
         return self._payloads
 
     def problem(self) -> str:
         """Wait for all answers, and return the first refusal, "" if there is none."""
-        self._all.wait()
+        self.complete.wait()
         return self._problem
-
-    def done(self) -> bool:
-        return self._all.is_set()
 
 
 class Questions:
@@ -85,17 +77,13 @@ class Questions:
         return answers
 
     def on_answer(self, host: int, number: int, reason: str, payload: Bytes) -> None:
-        if self._open[number].add(host, reason, payload):
+        self._open[number].add(host, reason, payload)
+        if self._open[number].complete.is_set():
             del self._open[number]
 
 
 class LeadingHost(Host):
-    """Host 0 of several. It tells the others what `Host` allows one thread at a time, in that order.
-
-    Args:
-        config, island, compile_step, evaluate, saves: as `Host`.
-        stop: set when another host shall end.
-    """
+    """Host 0 of several. It tells the others what `Host` does, in that order; `stop` is set when one shall end."""
 
     def __init__(
         self,
@@ -120,7 +108,6 @@ class LeadingHost(Host):
         threading.Thread(target=self._listen, name="hosts", daemon=True).start()
 
     def tell(self, command: commands.Command) -> None:
-        """See Host.tell; the order of what is told is that of what is done."""
         self._group.send(command)
 
     def warm_up(self, told: Told = lambda words: None) -> None:
@@ -159,12 +146,10 @@ class LeadingHost(Host):
         self.tell(commands.HostSupersede(fragment_id, arrival))
 
     def adopt(self, message: GlobalFragment, values: Values) -> None:
-        """See Host.adopt; every other host has the value already."""
         self.tell(commands.HostAdopt(self._arrivals[message], message))
         super().adopt(message, values)
 
     def evaluate(self, global_step: int, *, final: bool) -> Score:
-        """See Host.evaluate; all hosts run the same program."""
         others = self._questions.ask(lambda n: commands.HostEvaluate(n, global_step, final))
         score = super().evaluate(global_step, final=final)
         problem = others.problem()
@@ -215,19 +200,18 @@ class LeadingHost(Host):
 
         def outcome() -> str | None:
             reason = own()
-            return None if reason is None or not others.done() else reason or others.problem()
+            return None if reason is None or not others.complete.is_set() else reason or others.problem()
 
         return outcome
 
     def end(self, status: int) -> None:
         self._ending = True
         self.tell(commands.HostEnd(status))
-        if not self._gone.wait(END_S):
+        if not self._gone.complete.wait(END_S):
             log.warning(f"the other hosts did not end within {END_S:.0f} s")
         self._group.close()
 
     def _listen(self) -> None:
-        """Act on what the other hosts say; the body of the thread "hosts"."""
         try:
             while True:
                 item = self._group.receive(POLL_S)

@@ -39,8 +39,7 @@ class StagedUpdate(Protocol):
 class PayloadSender:
     """The thread "payload". Its methods return at once and may be called from any thread.
 
-    Args:
-        on_failure: called on the thread with an error that nobody expected.
+    An error that nobody expected goes to `on_failure`, on the thread.
     """
 
     def __init__(self, on_failure: Callable[[Exception], None]) -> None:
@@ -107,22 +106,21 @@ class PayloadSender:
             heapq.heappush(self._jobs, (urgency, next(self._numbers), job))
             self._changed.notify()
 
-    def _next(self) -> tuple[int, Callable[[], None]] | None:
-        """Wait for the next job and return it with its urgency; None at the end."""
+    def _next(self) -> tuple[int, int, Callable[[], None]] | None:
+        """Wait for the next job; None at the end."""
         with self._changed:
             while not self._closed:
                 rest_s = 0.0
                 if self._jobs:
-                    urgency = self._jobs[0][0]
-                    rest_s = self._bulk_rests_until_s - time.monotonic() if urgency == BULK else 0.0
+                    rest_s = self._bulk_rests_until_s - time.monotonic() if self._jobs[0][0] == BULK else 0.0
                     if rest_s <= 0:
-                        return urgency, heapq.heappop(self._jobs)[2]
+                        return heapq.heappop(self._jobs)
                 self._changed.wait(rest_s or None)
             return None
 
     def _work(self) -> None:
         while (following := self._next()) is not None:
-            urgency, job = following
+            urgency, _, job = following
             began_s = time.thread_time()
             try:
                 job()

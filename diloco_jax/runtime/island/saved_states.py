@@ -22,7 +22,6 @@ import numpy as np
 import xxhash
 
 from diloco_jax.core.codec import as_bytes
-from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.runtime.island.spare_time import SpareTime
 from diloco_jax.training.data.documents import file_system
 from diloco_jax.training.whole_state.shards import PartialLeaf, Shard, StagedShards, read_shards
@@ -44,22 +43,13 @@ class StateName(NamedTuple):
     global_step: int
     digests: tuple[int, ...]  # of the global values that its parameters are based on
 
-    @property
-    def described(self) -> Saved:
-        """Return what the machine needs to know of it."""
-        return Saved(self.global_step, self.digests)
-
     def to_text(self) -> str:
         """Return it as JSON, for the other hosts."""
         return json.dumps(self)
 
     @classmethod
     def parse(cls, fields: Any) -> StateName:
-        """Return the name that JSON holds.
-
-        Raises:
-            ValueError: these are no fields of a name.
-        """
+        """Return the name that JSON holds; ValueError if these are no fields of a name."""
         try:
             incarnation, local_step, global_step, digests = fields
             return cls(int(incarnation), int(local_step), int(global_step), tuple(map(int, digests)))
@@ -68,14 +58,7 @@ class StateName(NamedTuple):
 
 
 class StateFolder:
-    """One folder of one process's states.
-
-    Args:
-        url: the island's folder, a path or a URL.
-
-    Raises:
-        ValueError: nobody here can write to such URLs.
-    """
+    """One process's folder below an island's, a path or a URL; ValueError if nobody here can write to such URLs."""
 
     def __init__(self, url: str, host: int, hosts: int) -> None:
         self._fs, path = file_system(url)
@@ -109,11 +92,7 @@ class StateFolder:
         return found
 
     def read(self, record: dict[str, Any]) -> Leaves:
-        """Return the shards of a state.
-
-        Raises:
-            ValueError: they are damaged, or cannot be read.
-        """
+        """Return the shards of a state; ValueError if they are damaged, or cannot be read."""
         try:
             shards = [
                 Shard(str(name), str(dtype), tuple(shape), tuple((int(a), int(b)) for a, b in spans))
@@ -166,13 +145,9 @@ class StateFolder:
 
 
 class SavedStates:
-    """The states of one process on disk, written in the background, one at a time.
+    """The states of one process in folders of the island's, the first of which is read first.
 
-    Args:
-        urls: folders of the island's states; the first one is read first.
-
-    Raises:
-        ValueError: nobody here can write to one of them.
+    They are written in the background, one at a time. ValueError if nobody here can write to one of the folders.
     """
 
     def __init__(self, urls: Sequence[str], host: int = 0, hosts: int = 1) -> None:
@@ -193,11 +168,7 @@ class SavedStates:
             return {}
 
     def read(self, name: StateName) -> Leaves:
-        """Return the shards of a state.
-
-        Raises:
-            ValueError: it is not there, or damaged; says why for each folder.
-        """
+        """Return the shards of a state; ValueError, with the reason for each folder, if it is not there or damaged."""
         problems = []
         for place in self._places:
             record = self._records(place).get(name)
@@ -209,13 +180,10 @@ class SavedStates:
         raise ValueError("; ".join(problems) or "it is not there any more")
 
     def save(self, staged: StagedShards, name: StateName, keep: int) -> Future[str]:
-        """Begin to write a state; a disk that refuses it costs this state, not the run.
+        """Begin to write a state; gives the reason why it was not saved anywhere, "" if it was.
 
         Args:
             keep: global step of the newest state that is complete, which stays; negative if there is none.
-
-        Returns:
-            The reason why it was not saved anywhere, "" if it was.
         """
         return self._worker.submit(self._save, staged, name, keep)
 

@@ -48,14 +48,9 @@ class Decisions:
         self._lock = threading.Lock()
 
     @property
-    def finished(self) -> str:
-        """Return the reason that the machine gave when it ended; "" before."""
-        return self._effects.finished
-
-    @property
     def over(self) -> bool:
         """Tell if the machine has ended, or shall."""
-        return bool(self.finished) or self._signals.stop.is_set()
+        return bool(self._effects.finished) or self._signals.stop.is_set()
 
     def ask(self, question: Callable[[Learner], T]) -> T:
         """Call the machine for an answer without effects."""
@@ -68,14 +63,7 @@ class Decisions:
             self._effects.execute(decide(self.machine, time.monotonic()))
 
     def deliver(self, give: Callable[[float], Given[Mail] | None]) -> bool:
-        """Give the machine a message by its mailbox, and execute what it asks for.
-
-        Args:
-            give: called with the time in seconds; returns what was given to the machine, if anything was.
-
-        Returns:
-            True if a message was given.
-        """
+        """Give the machine a message by its mailbox, and execute what it asks for; False if `give` gave it none."""
         with self._lock:
             given = give(time.monotonic())
             if given is not None:

@@ -3,31 +3,18 @@
 It decides nothing, and knows no threads: it is called under the lock of `Decisions`.
 """
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from diloco_jax.protocol.effects import (
-    Adopt,
-    AdoptState,
-    Drop,
-    DropParts,
-    Effect,
-    EvaluateModel,
-    Finish,
-    KeepPart,
-    SaveState,
-    Send,
-    Stage,
-    StageState,
-    Unstage,
-    UnstageState,
-)
+from diloco_jax.protocol import effects as asked
+from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, StatePart, SyncerMessage
-from diloco_jax.runtime.island.adoptions import Values
+from diloco_jax.runtime.island.adoptions import ReceivedState, Values
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender
-from diloco_jax.runtime.learner.states import States
+from diloco_jax.runtime.island.saved_states import StateName
 from diloco_jax.runtime.learner.tape import LearnerTape
 from diloco_jax.transport.link import Link, LinkClosed
 
@@ -42,14 +29,22 @@ class Mail(NamedTuple):
     payload: bytes | memoryview = b""
 
 
-class LearnerOutbox:
-    """Everything that a learner sends, over its link of the moment; without one nothing is sent."""
+class Effects:
+    """The hands of a learner's machine; whole states and evaluations are the step thread's, outside of the lock."""
 
-    def __init__(self, host: Host, tape: LearnerTape, payloads: PayloadSender) -> None:
-        self.link: Link | None = None
+    def __init__(
+        self, machine: Learner, host: Host, tape: LearnerTape, payloads: PayloadSender, saved: StateName | None
+    ) -> None:
+        self.finished = ""  # the reason that the machine gave when it ended; "" before
+        self.examination: asked.EvaluateModel | None = None  # that is wanted
+        self.state: asked.AdoptState | None = None  # the whole state that is wanted
+        self.link: Link | None = None  # over which a learner sends; without one nothing is sent
+        self._received = ReceivedState(host.moving.bytes.num_bytes)  # the parts of a donor's
+        self._machine = machine
         self._host = host
         self._tape = tape
         self._payloads = payloads
+        self._saved = saved
 
     def close_link(self, timeout_s: float) -> None:
         """Give the link up; what waits to be sent has so many seconds."""
@@ -71,64 +66,67 @@ class LearnerOutbox:
         elif isinstance(message, StatePart):
             self._payloads.part(link, message, self._host.moving_state(message.local_step, message.receiver))
         else:
-            try:
+            with contextlib.suppress(LinkClosed):  # the link thread learns of it too, and reconnects
                 link.send(message)  # type: ignore[arg-type]
-            except LinkClosed:
-                return  # the link thread learns of it too, and reconnects
 
-
-class Effects:
-    """The hands of the learner's machine."""
-
-    def __init__(self, host: Host, tape: LearnerTape, outbox: LearnerOutbox, states: States) -> None:
-        self.finished = ""  # the reason that the machine gave when it ended; "" before
-        self.examination: EvaluateModel | None = None  # that is wanted; the step thread does it, outside of the lock
-        self._host = host
-        self._tape = tape
-        self._outbox = outbox
-        self._states = states
-
-    def execute(self, effects: Sequence[Effect], arrived: Mail | None = None) -> None:
-        """Execute effects in their order.
-
-        Args:
-            arrived: the message that was the input, if it was one.
-        """
+    def execute(self, effects: Sequence[asked.Effect], arrived: Mail | None = None) -> None:
+        """Execute effects in their order; `arrived` is the message that was the input, if it was one."""
         for effect in effects:
             match effect:
-                case Send(_, message):
-                    self._outbox.send(message)
-                case Stage(fragment_id, local_step):
+                case asked.Send(_, message):
+                    self.send(message)
+                case asked.Stage(fragment_id, local_step):
                     self._host.stage(fragment_id, local_step)
-                case Unstage(fragment_id, local_step):
+                case asked.Unstage(fragment_id, local_step):
                     self._host.unstage(fragment_id, local_step)
-                case Adopt():
+                case asked.Adopt():
                     assert arrived is not None, "a fragment was adopted that did not come"
-                    self._adopt(arrived)
-                case StageState(local_step):
-                    self._states.stage(local_step)
-                case UnstageState(local_step):
+                    message, values = arrived.message, arrived.values
+                    assert values is not None and isinstance(message, GlobalFragment), "a fragment came without values"
+                    self._tape.adopt(message)
+                    self._host.adopt(message, values)
+                case asked.StageState(local_step):
+                    self._tape.note("staged_state", local_step)
+                    self._host.stage_state(local_step)
+                case asked.UnstageState(local_step):
                     self._host.unstage_state(local_step)
-                case KeepPart(part, parts):
+                case asked.KeepPart(part, parts):
                     assert arrived is not None and isinstance(arrived.message, StatePart), "a kept part did not come"
-                    self._states.received.keep(part, parts, arrived.payload, arrived.message.incarnation)
-                case DropParts():
-                    self._states.received.drop()
-                case AdoptState():
-                    self._states.wanted = effect
-                case EvaluateModel():
+                    self._received.keep(part, parts, arrived.payload, arrived.message.incarnation)
+                case asked.DropParts():
+                    self._received.drop()
+                case asked.AdoptState():
+                    self.state = effect
+                case asked.EvaluateModel():
                     self.examination = effect
-                case SaveState(global_step):
-                    self._states.save(global_step)
-                case Finish(reason):
+                case asked.SaveState(global_step):
+                    self._save(global_step)
+                case asked.Finish(reason):
                     self.finished = reason
-                case Drop(peer, reason):
+                case asked.Drop(peer, reason):
                     log.info(f"dropped a message of {peer}: {reason}")
                 case _:
                     raise AssertionError(f"the learner has no effect {effect}")
 
-    def _adopt(self, arrived: Mail) -> None:
-        values, message = arrived.values, arrived.message
-        assert values is not None and isinstance(message, GlobalFragment), "a fragment was adopted without its values"
-        self._tape.adopt(message)
-        self._host.adopt(message, values)
+    def _save(self, global_step: int) -> None:
+        """Begin to write a copy of the present state to disk, unless the one before is still being written."""
+        machine = self._machine
+        name = StateName(machine.incarnation, machine.local_step, global_step, tuple(machine.digests))
+        if self._host.save(name):
+            self._tape.note("saved", machine.local_step, global_step)
+        else:
+            log.info(f"the state of global step {global_step} is not saved: the one before is still being written")
+
+    def load_state(self, effect: asked.AdoptState) -> tuple[int, int]:
+        """Take a whole state over, and return incarnation and local step of its life; ValueError if it does not fit."""
+        self.state, saved, self._saved = None, self._saved, None
+        if effect.donor:
+            self._host.load_state(self._received.take())
+            return self._received.donor_incarnation, effect.donor_step
+        assert saved is not None, "an own state was adopted without one"
+        self._host.restore(effect.fragments)
+        return saved.incarnation, saved.local_step
+
+    def forget_saved(self) -> None:
+        self._saved = None
+        self._host.forget_saved()

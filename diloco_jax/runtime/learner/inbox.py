@@ -1,7 +1,9 @@
 """The link thread of a learner: it keeps a link to the syncer, and hears, checks and decodes what comes."""
 
+import itertools
 import logging
 import time
+from typing import NamedTuple
 
 from diloco_jax.core import codec
 from diloco_jax.protocol.effects import Effect
@@ -11,7 +13,7 @@ from diloco_jax.protocol.messages import GlobalFragment, StatePart, SyncerMessag
 from diloco_jax.runtime.island.adoptions import GlobalValues, Values
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.learner.decisions import IDLE_S, Decisions, Signals
-from diloco_jax.runtime.learner.effects import LearnerOutbox, Mail
+from diloco_jax.runtime.learner.effects import Effects, Mail
 from diloco_jax.transport.link import Rejected, TransportError
 from diloco_jax.transport.sharded import Dialler
 
@@ -68,79 +70,65 @@ class LearnerInbox:
         self._host.supersede(message)
 
 
-class LinkKeeper:
+class LinkKeeper(NamedTuple):
     """The link to the syncer: made, listened to, and made again when it is lost."""
 
-    def __init__(
-        self,
-        host: Host,
-        decisions: Decisions,
-        inbox: LearnerInbox,
-        outbox: LearnerOutbox,
-        dialler: Dialler,
-        signals: Signals,
-    ) -> None:
-        self._host = host
-        self._decisions = decisions
-        self._inbox = inbox
-        self._outbox = outbox
-        self._dialler = dialler
-        self._signals = signals
+    host: Host
+    decisions: Decisions
+    inbox: LearnerInbox
+    effects: Effects
+    dialler: Dialler
+    signals: Signals
 
     def connect(self) -> None:
-        """Make the link and let the machine introduce itself.
-
-        Raises:
-            TransportError: the syncer, or a host of the island, cannot be reached.
-        """
-        epoch = self._decisions.machine.epoch
-        link = self._dialler.connect(epoch)
+        """Make the link, and let the machine introduce itself; TransportError if the syncer or a host is away."""
+        epoch = self.decisions.machine.epoch
+        link = self.dialler.connect(epoch)
         try:
-            self._host.connect(epoch, link.number)
+            self.host.connect(epoch, link.number)
         except TransportError:
             link.close(0.0)
             raise
 
         def connected(machine: Learner, now_s: float) -> list[Effect]:
-            self._outbox.link = link
+            self.effects.link = link
             return machine.on_connected(now_s)
 
-        self._decisions.apply(connected)
+        self.decisions.apply(connected)
 
     def run(self) -> None:
         """Listen until the learner ends: the body of the thread "link"."""
         try:
-            while not (self._decisions.over or self._signals.failed):
+            while not (self.decisions.over or self.signals.failed):
                 self._listen_once()
         except Exception as error:
-            self._signals.fail(error)
+            self.signals.fail(error)
 
     def _listen_once(self) -> None:
-        deadline_s, link = self._decisions.ask(lambda machine: (machine.next_deadline_s(), self._outbox.link))
+        deadline_s, link = self.decisions.ask(lambda machine: (machine.next_deadline_s(), self.effects.link))
         assert link is not None, "the link thread listens without a link"
         timeout_s = IDLE_S if deadline_s is None else min(IDLE_S, max(0.0, deadline_s - time.monotonic()))
         delivery = link.receive(timeout_s)
         if deadline_s is not None and time.monotonic() >= deadline_s:
-            self._decisions.apply(Learner.on_tick)
+            self.decisions.apply(Learner.on_tick)
         if delivery is None:
             return
         if delivery.kind == "disconnected":
             self._reconnect(delivery.reason)
         else:
-            self._inbox.take(delivery.message, delivery.payload)  # type: ignore[arg-type]
+            self.inbox.take(delivery.message, delivery.payload)  # type: ignore[arg-type]
 
     def _reconnect(self, reason: str) -> None:
         """Connect again. Training goes on meanwhile; so the attempts have no limit, only a pace."""
         log.info(f"connection lost ({reason}); reconnecting, steps need no connection")
-        self._decisions.apply(Learner.on_disconnected)
-        self._outbox.close_link(0.0)
-        attempt = 0
-        while not self._decisions.over:
-            self._signals.stop.wait(RECONNECT_DELAYS_S[min(attempt, len(RECONNECT_DELAYS_S) - 1)])
-            attempt += 1
-            try:
-                self.connect()
+        self.decisions.apply(Learner.on_disconnected)
+        self.effects.close_link(0.0)
+        for attempt in itertools.count(1):
+            if self.decisions.over:
                 return
+            self.signals.stop.wait(RECONNECT_DELAYS_S[min(attempt, len(RECONNECT_DELAYS_S)) - 1])
+            try:
+                return self.connect()
             except Rejected:
                 raise
             except (TransportError, ValueError) as error:  # ValueError: a certificate that has expired may be renewed

@@ -28,6 +28,7 @@ from diloco_jax.core import codec
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol.effects import AdoptState, Effect, EvaluateModel
 from diloco_jax.protocol.learner.machine import Learner
+from diloco_jax.protocol.learner.start import Saved
 from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import OWN_TIME, STALE, Leave, Metric, MetricsReport
 from diloco_jax.runtime.island.adoptions import GlobalValues
@@ -38,11 +39,10 @@ from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import SavedStates
 from diloco_jax.runtime.learner.decisions import IDLE_S, Decisions, Signals
-from diloco_jax.runtime.learner.effects import Effects, LearnerOutbox
+from diloco_jax.runtime.learner.effects import Effects
 from diloco_jax.runtime.learner.inbox import LearnerInbox, LinkKeeper
 from diloco_jax.runtime.learner.metrics import IslandMetrics
 from diloco_jax.runtime.learner.profiling import Profiling
-from diloco_jax.runtime.learner.states import States
 from diloco_jax.runtime.learner.tape import LearnerTape
 from diloco_jax.runtime.records.files import STATES
 from diloco_jax.runtime.records.pulse import Pulse
@@ -73,11 +73,7 @@ class Joining(NamedTuple):
         return make_dialler(self.config, plan, self.learner_id, self.incarnation, self.address, self.hosts)
 
     def saved_states(self) -> SavedStates:
-        """Return this process's states on disk.
-
-        Raises:
-            ValueError: nobody here can write where checkpoints.states says.
-        """
+        """Return this process's states on disk; ValueError if nobody here can write where checkpoints.states says."""
         name = check_name(self.learner_id)
         folders = [str(self.run_dir / STATES / name)]
         if other := self.config.checkpoints.states:
@@ -112,14 +108,7 @@ class StepSize(NamedTuple):
 
 
 class Joined:
-    """One life of a learner that has joined its run. Only the thread that steps may call it.
-
-    Args:
-        host: whose fragments and states it exchanges.
-    Attributes:
-        machine: decides.
-        inbox: takes what the syncer says.
-    """
+    """One life of a learner that has joined its run. Only the thread that steps may call it."""
 
     def __init__(
         self,
@@ -137,7 +126,7 @@ class Joined:
             config.protocol,
             fingerprint(config, host.plan.fingerprint, size.corpus),
             step_samples=size.samples,
-            saved=None if saved is None else saved.described,
+            saved=None if saved is None else Saved(saved.global_step, saved.digests),
             adopt_mode=config.adopt.mode,
             payload_bytes={p.fragment_id: codec.encoded_size(p.shapes, config.wire.up) for p in host.fragments},
             evaluates=host.evaluates,
@@ -145,17 +134,15 @@ class Joined:
         self._host = host
         self._address = joining.address
         self._tape = tape = LearnerTape(joining.run_dir, joining.learner_id, joining.incarnation, size.samples)
-        self._states = states = States(machine, host, tape, saved)
         self._payloads = payloads
         self._signals = signals
         self._profiling = Profiling(joining.run_dir, joining.learner_id)
         self._metrics = metrics
-        self._outbox = LearnerOutbox(host, tape, payloads)
-        self._effects = Effects(host, tape, self._outbox, states)
-        self._decisions = decisions = Decisions(machine, self._effects, signals)
+        self._effects = effects = Effects(machine, host, tape, payloads, saved)
+        self._decisions = decisions = Decisions(machine, effects, signals)
         self.inbox = LearnerInbox(host, decisions, GlobalValues(host.fragments, config.wire.down), signals)
         dialler = joining.dialler(host.plan)
-        self._link = LinkKeeper(host, decisions, self.inbox, self._outbox, dialler, signals)
+        self._link = LinkKeeper(host, decisions, self.inbox, self._effects, dialler, signals)
         self._step_tokens = size.tokens
         self._pulse = joining.pulse
         self._pulse.last_word = self._say_last
@@ -163,7 +150,7 @@ class Joined:
     @property
     def finished(self) -> str:
         """Return the reason that the machine gave when it ended; "" before."""
-        return self._decisions.finished
+        return self._effects.finished
 
     def begin(self) -> bool:
         """Compile, make the link to the syncer and keep it from now on; then wait for what a step needs (`ready`).
@@ -183,7 +170,6 @@ class Joined:
         return self.ready()
 
     def _compile(self) -> None:
-        """Run as the body of the thread "compile"."""
         began_s = time.monotonic()
         try:
             self._host.warm_up(self._pulse.phase)
@@ -199,11 +185,7 @@ class Joined:
     def ready(self) -> bool:
         """Wait for what a step needs: at first model, data, a state and the compiler; in lockstep the due fragment.
 
-        Returns:
-            False if there is no step to make any more.
-
-        Raises:
-            Exception: that of another thread.
+        It raises the error of another thread, and returns False if there is no step to make any more.
         """
         machine, signals = self.machine, self._signals
         while not self._over() and not (machine.may_step() and signals.compiled.is_set()):
@@ -211,13 +193,13 @@ class Joined:
                 self._pulse.beat()
             signals.woken.clear()
             self.inbox.drain()
-            if self._states.wanted is not None:
-                self._adopt_state(self._states.wanted)
+            if self._effects.state is not None:
+                self._adopt_state(self._effects.state)
             elif self._effects.examination is not None and signals.compiled.is_set():
                 self._evaluate(self._effects.examination)
             elif not machine.may_step() or not signals.compiled.is_set():
                 signals.woken.wait(IDLE_S)
-        self._states.forget_saved()
+        self._effects.forget_saved()
         self._pulse.beat()
         return not self._over()
 
@@ -245,7 +227,7 @@ class Joined:
             return effects
 
         self._pulse.beat(took_s)
-        self._pulse.ready(self._outbox.link is not None)
+        self._pulse.ready(self._effects.link is not None)
         self._decisions.apply(report)
         self._decisions.ask(self._tell_metrics)
         self.inbox.drain()
@@ -254,22 +236,21 @@ class Joined:
 
     def _tell_metrics(self, machine: Learner) -> None:
         # while there is no link they wait, as one mean
-        if self._outbox.link is not None and (values := self._metrics.due(time.monotonic())) is not None:
+        if self._effects.link is not None and (values := self._metrics.due(time.monotonic())) is not None:
             told = (*(Metric(name, value) for name, value in values.items()), Metric(OWN_TIME, unix_s()))
-            self._outbox.send(MetricsReport(machine.learner_id, machine.incarnation, machine.local_step, told))
+            self._effects.send(MetricsReport(machine.learner_id, machine.incarnation, machine.local_step, told))
 
     def leave(self) -> None:
         """Say goodbye, and end everything."""
         self._pulse.patient()
         self._profiling.close()
         stopped = self._signals.stop.is_set()
-        if stopped and not self._decisions.finished:
+        if stopped and not self.finished:
             self._decisions.apply(lambda machine, now_s: machine.leave("stopped from outside", now_s))
-        finished = self._decisions.finished
+        finished = self.finished
         self._payloads.close()
-        if self._outbox.link is not None:
-            self._outbox.link.close(2.0)
-        self._states.close()
+        self._effects.close_link(2.0)
+        self._host.close()
         self._metrics.close()
         self._decisions.ask(lambda machine: self._tape.end(finished or "failed", machine.digests))
         failed = finished.partition(":")[0] in ("", "refused", "expelled")
@@ -278,7 +259,7 @@ class Joined:
 
     def _say_last(self, reason: str) -> None:
         """Tell the syncer why this process ends, past the machine, whose lock the thread that hangs may have."""
-        link = self._outbox.link
+        link = self._effects.link
         if link is not None:
             link.send(Leave(self.machine.learner_id, self.machine.incarnation, reason))
             link.close(2.0)
@@ -314,7 +295,7 @@ class Joined:
         self._pulse.patient()
         self._pulse.phase(f"recovering: takes over the state of {whose}")
         try:
-            incarnation, local_step = self._states.load(effect)
+            incarnation, local_step = self._effects.load_state(effect)
         except ValueError as error:
             log.warning(f"the state of {whose} cannot be used: {error}")
             self._decisions.apply(lambda machine, now_s: machine.on_state_adopted(False, now_s))

@@ -8,8 +8,6 @@ import logging
 import os
 import threading
 import urllib.request
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 GCE = "gce"
@@ -21,21 +19,19 @@ log = logging.getLogger(__name__)
 
 
 def watch(source: str, stop: threading.Event) -> None:
-    """Set `stop` when a notice comes; returns at once.
+    """Set `stop`, which ends the watch too, when a notice comes; returns at once.
 
     Args:
         source: "gce" for the metadata server, else the path of a file whose existence is the notice.
-        stop: ends the watch too.
     """
-    asks = _asks_gce if source == GCE else partial(os.path.exists, source)
-    threading.Thread(target=_watch, args=(source, asks, stop), name="preemption", daemon=True).start()
+    threading.Thread(target=_watch, args=(source, stop), name="preemption", daemon=True).start()
 
 
-def _watch(source: str, asks: Callable[[], bool], stop: threading.Event) -> None:
+def _watch(source: str, stop: threading.Event) -> None:
     told = False
     while not stop.is_set():
         try:
-            if asks():
+            if _asks_gce() if source == GCE else os.path.exists(source):
                 log.warning(f"preemption notice ({source}): leaving politely")
                 stop.set()
             told = False

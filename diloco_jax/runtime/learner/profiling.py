@@ -95,11 +95,7 @@ def check_steps(steps: object) -> int:
 
 
 def ask_profile(run_dir: Path, learner_id: str, steps: int) -> Path:
-    """Let a learner whose folder this is profile its next steps; returns the folder of the profile when it is there.
-
-    Raises:
-        ValueError: there is no such learner, it makes no steps, it is being profiled already, or its profiler failed.
-    """
+    """Let a learner profile its next steps, and return the profile's folder; ValueError, with the reason, if not."""
     check_steps(steps)
     tapes = sorted((run_dir / TAPES).glob("*.jsonl"), key=lambda tape: tape.stat().st_mtime)
     newest = {tape.name.rsplit(".", 2)[0]: tape for tape in tapes}

@@ -12,8 +12,7 @@ from typing import Any
 
 from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.protocol.watch.stats import WAITING
-from diloco_jax.runtime.island.built_in import LOADING
-from diloco_jax.runtime.island.feed import DATA_WAIT, Feed
+from diloco_jax.runtime.island.built_in import DATA_WAIT, LOADING, BuiltInLoop
 from diloco_jax.runtime.learner.metrics import metrics_of
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.records.checkpoint import save_parameters
@@ -24,21 +23,13 @@ from diloco_jax.runtime.records.status import starved
 from diloco_jax.runtime.records.telemetry import Telemetry, write_json
 from diloco_jax.runtime.trackers.outlets import Outlets
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.training.data.corpus import load_source
-from diloco_jax.training.data.order import SampleOrder
-from diloco_jax.training.island import Island
-from diloco_jax.training.optimizers import learning_rate
 
 NAME = "data-parallel"
 STATUS_EVERY_S = 0.5
 
 
 class DataParallelRun:
-    """One run of the baseline.
-
-    Args:
-        config: the run; `islands.devices` devices share `train.batch_size` sequences per step.
-    """
+    """One run of the baseline: `islands.devices` devices share `train.batch_size` sequences per step."""
 
     def __init__(self, config: RunConfig, run_dir: Path, stop: threading.Event) -> None:
         self._pulse = Pulse(config.watchdog, "the trainer's loop", (run_dir, "trainer"))
@@ -47,7 +38,8 @@ class DataParallelRun:
         self._stop = stop
         self._pulse.phase(LOADING)
         self._evaluator = Evaluator(config)
-        self._island = Island(config.model, config.optimizer, config.islands.mesh, seed=config.seed)
+        self._loop = BuiltInLoop(config, NAME)
+        self._island = self._loop.island
         if config.model.weights:
             self._island.load(dict(self._evaluator.initial_parameters()))
         self._step_tokens = config.train.batch_size * config.train.seq_len
@@ -61,33 +53,25 @@ class DataParallelRun:
 
     def run(self) -> dict[str, Any]:
         """Train, evaluate and write the summary, which is returned."""
-        config = self._config
-        source = load_source(config.data, config.train.seq_len)
-        order = SampleOrder(source, config.data.shuffle_seed + config.seed)
-        size, prefetch = config.train.batch_size, config.data.prefetch
-        feed = Feed(self._island, order, source.train[0], prefetch, size)
-        steps = config.planned_steps
-        rate = learning_rate(config.optimizer, steps)
-        feed.put([(0, size)], [(size, (1 + prefetch) * size)])
+        config, loop = self._config, self._loop
+        size, prefetch, steps = loop.batch_size, loop.prefetch, config.planned_steps
+        loop.put_batch([(0, size)], [(size, (1 + prefetch) * size)])
         self._pulse.phase("compiling the step")
         began_s, step, told_s = self._now_s(), 0, 0.0
         while step < steps and not self._stop.is_set():
             step_began_s = self._now_s()
-            batch, position = feed.take()
-            handle = self._island.step(batch, rate(step), position)
+            handle = loop.step(step)
             step += 1
             after = (step + 1) * size
-            feed.put([(step * size, after)], [(after, after + prefetch * size)])
-            metrics = {**self._island.wait(handle), "learning_rate": rate(step - 1)}
-            feed.finish()
-            metrics[DATA_WAIT] = feed.waited_s()
+            loop.put_batch([(step * size, after)], [(after, after + prefetch * size)])
+            metrics = {**loop.wait(handle), "learning_rate": loop.rate(step - 1)}
             self._count(step, metrics, self._now_s() - step_began_s)
             if config.train.eval_every and step % config.train.eval_every == 0 and step < steps:
                 self._evaluate(step, config.train.eval_batches)
             if self._now_s() - told_s >= STATUS_EVERY_S:
                 told_s = self._now_s()
                 self._tell(step, "running")
-        feed.close()
+        loop.close()
         return self._conclude(step, began_s)
 
     def _now_s(self) -> float:
@@ -119,18 +103,14 @@ class DataParallelRun:
 
     def _tell(self, step: int, state: str) -> None:
         rate = self._step_tokens / max(self._last.get("step_s", 0.0), 1e-9)
+        counts = {"tokens": self._tokens, "tokens_per_s": rate}
         row = {"learner": NAME, "state": "active", "condition": "training", "reason": "", "since_s": self._now_s()}
-        row |= {"local_step": step, "tokens": self._tokens}
-        row |= {"tokens_per_s": rate, "last_merged_round": step, "participation": 1.0, "restarts": 0, **self._last}
-        status = {"run": self._config.name, "state": state, "global_step": step, "wall_s": self._now_s()}
-        status |= {
-            "total_steps": self._config.planned_steps,
-            "waiting_for": "nothing" + starved([row]),
-            "tokens": self._tokens,
-        }
-        status |= {"tokens_per_s": rate, "eval_loss": self._eval_loss, "contributors_per_round": 1.0}
-        status |= {"wire": {"up_bytes": 0, "down_bytes": 0}, "epoch": 1, "alarms": [], "learners": [row]}
-        status["said"] = signature()
+        row |= {"local_step": step, **counts, "last_merged_round": step, "participation": 1.0, "restarts": 0}
+        row |= self._last
+        status = {"run": self._config.name, "state": state, "global_step": step, "wall_s": self._now_s(), **counts}
+        status |= {"total_steps": self._config.planned_steps, "waiting_for": "nothing" + starved([row])}
+        status |= {"eval_loss": self._eval_loss, "contributors_per_round": 1.0, "epoch": 1, "alarms": []}
+        status |= {"wire": {"up_bytes": 0, "down_bytes": 0}, "learners": [row], "said": signature()}
         write_json(self._run_dir / STATUS_FILE, status)
         self._telemetry.flush()
 

@@ -33,11 +33,7 @@ from diloco_jax.transport.trust.security import credentials
 
 
 def check_input(config: RunConfig) -> None:
-    """Check what a whole run on this machine will load.
-
-    Raises:
-        ValueError: something is missing or wrong; names the setting and the remedy.
-    """
+    """Check what a whole run on this machine will load; ValueError with the setting and the remedy."""
     jax.config.update("jax_platforms", "cpu")  # arrays of the user's code must not take what islands will need
     if config.algorithm == "decoupled":
         _check_transport(config)
@@ -58,11 +54,7 @@ def check_input(config: RunConfig) -> None:
 
 
 def check_parts(config: RunConfig) -> None:
-    """Check what a run has besides model and data: programs, trackers, callbacks, the schedule, initial weights.
-
-    Raises:
-        ValueError: something is missing or wrong; names the setting and the remedy.
-    """
+    """Check what a run has besides model and data: programs, trackers, callbacks, the schedule, initial weights."""
     if config.islands.command[:1] not in ((), ("python",)) and shutil.which(config.islands.command[0]) is None:
         raise ValueError(f"islands.command {config.islands.command[0]!r} is no program here; name one, such as python")
     find_trackers(config.trackers)
@@ -76,22 +68,14 @@ def check_parts(config: RunConfig) -> None:
 def _check_transport(config: RunConfig) -> None:
     for name in (SYNCER, *config.islands.names):
         credentials(config.transport, name)
-    for setting, address in (
-        ("transport.address", config.transport.address),
-        ("syncer.metrics", config.syncer.metrics),
-        ("syncer.page", config.syncer.page),
-    ):
-        if address:
-            check_listens(address, setting)
+    check_listens(config.transport.address, "transport.address")
+    check_listens(config.syncer.metrics, "syncer.metrics")
+    check_listens(config.syncer.page, "syncer.page")
 
 
 def check_listens(address: str, setting: str) -> None:
-    """Check that this machine could listen at an address.
-
-    Raises:
-        ValueError: it could not; names the setting and the remedy.
-    """
-    if split_address(address, setting)[1]:
+    """Check that this machine could listen at an address, if there is one; ValueError with setting and remedy."""
+    if address and split_address(address, setting)[1]:
         try:
             check_free(address)
         except OSError as error:
@@ -99,11 +83,7 @@ def check_listens(address: str, setting: str) -> None:
 
 
 def check_tokenizer(config: RunConfig) -> None:
-    """Check that the model can have been made for the tokens of the data.
-
-    Raises:
-        ValueError: it has fewer ids, or came with another tokenizer.
-    """
+    """Check that the model can have been made for the tokens of the data; ValueError if it has others, or too few."""
     if config.data.module:
         return
     tokenizer, model = tokenizer_of(config.data), config.model

@@ -35,11 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def use_pathways() -> None:
-    """Let JAX see the devices of Pathways; call it before JAX looks for any.
-
-    Raises:
-        ValueError: the package is not installed.
-    """
+    """Let JAX see the devices of Pathways, before it looks for any; ValueError if its package is not installed."""
     try:
         module = importlib.import_module(PATHWAYS)
     except ImportError:
@@ -53,11 +49,7 @@ def use_pathways() -> None:
 def split_devices(config: RunConfig, devices: Sequence[jax.Device]) -> dict[str, list[jax.Device]]:
     """Share out the devices: each island gets a slice, if there are as many as islands; else consecutive ones.
 
-    Args:
-        devices: all that this process sees, in their order.
-
-    Raises:
-        ValueError: the islands cannot share them, or a slice is not the one that the config names.
+    ValueError if the islands cannot share them, or a slice is not the one that the config names.
     """
     names = config.islands.names
     slices: dict[int, list[jax.Device]] = {}
@@ -106,14 +98,7 @@ class _Failure(NamedTuple):
 
 
 class IslandsRun:
-    """All islands of a run in this process.
-
-    Args:
-        devices: to be shared; all that JAX sees if not given.
-
-    Raises:
-        ValueError: the islands cannot share the devices.
-    """
+    """All islands of a run in this process, on all devices by default; ValueError if they cannot share them."""
 
     def __init__(
         self,
@@ -137,18 +122,17 @@ class IslandsRun:
         self._reasons: dict[str, str] = {}
 
     def run(self) -> None:
-        """Train until every island has left, or until stopped.
-
-        Raises:
-            ValueError: too many islands failed for good; why.
-        """
+        """Train until every island has left, or until stopped; ValueError, with why, if too many failed for good."""
         threads = [threading.Thread(target=self._live, args=(name,), name=name) for name in self._devices]
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
             self._stop.wait(POLL_S)
             if self._stop.is_set() or self._hopeless():
-                self._end_lives()
+                self._stop.set()
+                with self._lock:
+                    for life in self._lives.values():
+                        life.set()
                 for thread in threads:
                     thread.join()
         if self._hopeless():
@@ -156,18 +140,9 @@ class IslandsRun:
 
     def _hopeless(self) -> bool:
         """Say whether no round can ever be merged again. An island that was drained may come back."""
-        failed = sum(outcome == "failed" for outcome in self._outcomes.values())
-        return (
-            bool(failed)
-            and len(self._devices) - len(self._outcomes) < self._config.protocol.quorum
-            and not complete(self._run_dir)
-        )
-
-    def _end_lives(self) -> None:
-        self._stop.set()
-        with self._lock:
-            for life in self._lives.values():
-                life.set()
+        alive = len(self._devices) - len(self._outcomes)
+        lost = "failed" in self._outcomes.values() and alive < self._config.protocol.quorum
+        return lost and not complete(self._run_dir)
 
     def _live(self, name: str) -> None:
         """Live one life after the other; the body of an island's thread."""

@@ -165,11 +165,7 @@ def memory_share(islands: int) -> float:
 
 
 def gpu_shares(config: RunConfig, machine: Machine) -> dict[str, tuple[str, ...]]:
-    """Share out the GPUs among the processes that train.
-
-    Raises:
-      ValueError: there are fewer than the config says.
-    """
+    """Share out the GPUs among the processes that train; ValueError if there are fewer than the config says."""
     gpus, baseline = machine.gpus, config.algorithm == "data_parallel"
     names = ("",) if baseline else config.islands.names
     wanted = [config.island(name).devices for name in names]
@@ -195,11 +191,7 @@ def gpu_shares(config: RunConfig, machine: Machine) -> dict[str, tuple[str, ...]
 
 
 def check(config: RunConfig, machine: Machine) -> str:
-    """Check before anything starts that a local run can have what it wants here; say in words what it gets.
-
-    Raises:
-      ValueError: it cannot; names the setting to change.
-    """
+    """Say in words what a local run gets here; ValueError, with the setting to change, if that is not what it wants."""
     trains = config.islands.names if config.algorithm == "decoupled" else ("trainer",)
     count = len(trains)
     if machine.unknown:
@@ -229,8 +221,7 @@ def check(config: RunConfig, machine: Machine) -> str:
 def _check_gpus(config: RunConfig, machine: Machine) -> str:
     shares = gpu_shares(config, machine)
     for name, gpus in shares.items():
-        for host in range(_hosts(config, name)):
-            _gpu_settings(config, name, machine, host)
+        _gpu_settings(config, name, machine, host=0)
         if name in config.islands.names:
             config.check_mesh(config.island(name)._replace(devices=len(gpus)))
     used = {gpu for gpus in shares.values() for gpu in gpus}

@@ -30,9 +30,8 @@ class Process:
     def obituary(self) -> str:
         """Say how it ended, and repeat its last line."""
         code = self.process.returncode
-        how = (
-            f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with status {code}"
-        )
+        killed = code is not None and code < 0
+        how = f"killed by {signal.Signals(-code).name}" if killed else f"ended with status {code}"
         return f"{self.name} {how}: {self.last_line()} (log: {self.log})"
 
     def last_line(self) -> str:

@@ -12,41 +12,23 @@ from diloco_jax.runtime.records.telemetry import read_object
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import flat
 
-MAY_CHANGE = (
-    "runs_dir",
-    "trackers",
-    "callbacks",
-    "syncer",
-    "checkpoints",
-    "watchdog",
-    "transport",
-    "evaluation",
-    "data.evaluation",
-    "data.prefetch",
-    "data.tokenizer",
-    "model.weights",
-    "islands.peak_tflops",
-    "islands.restarts_max",
-    "islands.restart_delay_s",
-    "islands.standby",
-    "train.eval_every",
-    "train.eval_batches",
-    "train.final_eval_batches",
-    "train.eval_batch_size",
-)
+MAY_CHANGE = {"runs_dir", "trackers", "callbacks", "syncer", "checkpoints", "watchdog", "transport", "evaluation"}
+MAY_CHANGE_IN = {
+    "data": ("evaluation", "prefetch", "tokenizer"),
+    "model": ("weights",),
+    "islands": ("peak_tflops", "restarts_max", "restart_delay_s", "standby"),
+    "train": ("eval_every", "eval_batches", "final_eval_batches", "eval_batch_size"),
+}
 
 
 def check_same_run(began: RunConfig, config: RunConfig, run_dir: Path) -> None:
-    """Check that a run which began with one config may go on with another.
-
-    Raises:
-        ValueError: a setting differs that must not; names it with both values.
-    """
+    """Check that a run which began with one config may go on with another; ValueError names what must not differ."""
     ours, theirs = dict(flat(asdict(began))), dict(flat(asdict(config)))
     for name in sorted(ours.keys() | theirs.keys()):
-        of_place = name.startswith("data.") and name.endswith(".path")
-        may_change = of_place or any(name == n or name.startswith(f"{n}.") for n in MAY_CHANGE)
-        if ours.get(name) != theirs.get(name) and not may_change:
+        section, _, rest = name.partition(".")
+        may_change = section in MAY_CHANGE or rest.partition(".")[0] in MAY_CHANGE_IN.get(section, ())
+        of_place = section == "data" and name.endswith(".path")
+        if ours.get(name) != theirs.get(name) and not (may_change or of_place):
             raise ValueError(
                 f"{name} is {theirs.get(name)!r}, but the run in {run_dir} began with {ours.get(name)!r}; go on with "
                 "the same settings, or start a new run"
@@ -54,11 +36,7 @@ def check_same_run(began: RunConfig, config: RunConfig, run_dir: Path) -> None:
 
 
 def check_resumable(run_dir: Path) -> None:
-    """Check that a folder holds a run that ended early.
-
-    Raises:
-        ValueError: it holds none, or one that is complete.
-    """
+    """Check that a folder holds a run that ended early; ValueError if it holds none, or one that is complete."""
     if not (run_dir / TAPE_FILE).exists():
         what = "a data-parallel run, which cannot go on" if (run_dir / METRICS_FILE).exists() else "no run"
         raise ValueError(f"{run_dir} holds {what}; leave out --resume, or name another folder with --run-dir")

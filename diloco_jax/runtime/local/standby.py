@@ -24,11 +24,7 @@ LOW_PRIORITY = 19  # nice value of a spare that loads
 
 
 class Spares:
-    """The spare processes of a run, as its supervisor sees them: one for each life of an island, loaded one at a time.
-
-    Args:
-        start: starts the spare of an island.
-    """
+    """The spare processes of a run, for its supervisor: one for each life of an island, loaded one at a time."""
 
     def __init__(self, run_dir: Path, start: Callable[[str], Process]) -> None:
         self._run_dir = run_dir
@@ -48,11 +44,7 @@ class Spares:
         return spare is not None and spare.process.poll() is None and _mark(self._run_dir, name).exists()
 
     def take(self, name: str, address: str, incarnation: str) -> Process | None:
-        """Let the spare of an island become it, if there is one; a spare that still loads has a head start.
-
-        Args:
-            address: where the syncer listens.
-        """
+        """Let the spare of an island become it, if there is one; a spare that still loads has a head start."""
         spare = self._spares.pop(name, None)
         if spare is None or not _close(spare, f"{address.strip()} {incarnation}\n") or spare.process.poll() is not None:
             return None
@@ -78,13 +70,12 @@ def _close(spare: Process, words: str = "") -> bool:
 
 
 def stand_by(config: RunConfig, run_dir: Path, name: str, *, loads: bool) -> tuple[str, int, BuiltInLoop | None] | None:
-    """Load what an island needs, wait for the word to become it; None if it never comes.
+    """Load what an island needs, and wait for the word to become it: syncer's address, incarnation, and a loaded loop.
+
+    None if the word never comes.
 
     Args:
         loads: the model and its programs too, where devices are emulated.
-
-    Returns:
-        Address of the syncer, incarnation, and the loop if it is loaded.
     """
     undo = _lower_priority()
     importlib.import_module("diloco_jax.runtime.learner.run")

@@ -39,10 +39,7 @@ class Moment:
 
 
 class Arithmetic:
-    """The computations on a whole model, in one share or more.
-
-    A learner's value is its payload; or what each shard holds of it, where shards have taken it themselves.
-    """
+    """The computations on a whole model. A learner's value is its payload, or what each shard has taken of it."""
 
     def __init__(self, setup: Setup, shares: Sequence[ModelShare] | Sequence[RemoteShare]) -> None:
         self.setup = setup
@@ -88,12 +85,10 @@ class Arithmetic:
         return all(finite for finite, _ in made.values()), digest
 
     def forget(self, fragment_id: int) -> None:
-        """Let go of what was inspected."""
         for shard in self.setup.shares.holders(fragment_id):
             self._shares[shard].forget(fragment_id)
 
     def publish(self, fragment_id: int) -> None:
-        """Put in place what the last update of the fragment made."""
         for shard in self.setup.shares.holders(fragment_id):
             self._shares[shard].publish(fragment_id)
 
@@ -102,21 +97,16 @@ class Arithmetic:
         return Moment(self.setup, self._run, [share.capture(bounded) for share in self._shares])
 
     def load(self, fragment_id: int, version: int, state: State) -> None:
-        """Make this the fragment's newest and only version; nobody may write to the arrays any more."""
         for shard in self.setup.shares.holders(fragment_id):
             self._shares[shard].load(fragment_id, version, self.setup.cut(fragment_id, shard, state))
 
     def restore(self, fragment_id: int, version: int, flat: Flat) -> None:
-        """Make this the newest and only value; see ModelShare.restore."""
         for shard in self.setup.shares.holders(fragment_id):
             part = self.setup.shares.cut(fragment_id, shard, flat)
             self._shares[shard].restore(fragment_id, version, part)
 
     def payload(self, fragment_id: int, base: int = NO_VERSION) -> Bytes:
-        """Return the newest version as it travels to learners; see ModelShare.payload.
-
-        Empty where shards send it themselves.
-        """
+        """Return the newest version as it travels (ModelShare.payload); empty where shards send it themselves."""
         shares, format = self.setup.shares, self.setup.down if base != NO_VERSION else "float32"
         parts = {shard: self._shares[shard].payload(fragment_id, base) for shard in shares.holders(fragment_id)}
         if shares.count == 1 or not any(parts.values()):

@@ -26,10 +26,8 @@ class Evaluator:
     """The model on one device of this host: for its initial values, for evaluation, and to read what it writes.
 
     Between two calls it holds no array; during one the parameters, once, and no state of an optimizer. Data of another
-    machine is fetched at the first evaluation: a syncer, which makes none, needs no copy of it.
-
-    Raises:
-        ValueError: the model or the data cannot be loaded.
+    machine is fetched at the first evaluation: a syncer, which makes none, needs no copy of it. ValueError if model or
+    data cannot be loaded.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -67,21 +65,14 @@ class Evaluator:
         return self._source.tokenizer
 
     @property
-    def alarms(self) -> list[str]:
-        """Return what went wrong with numbers of the user's own."""
-        return self.scorer.alarms
-
-    @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     def initial_parameters(self) -> Iterator[tuple[str, np.ndarray]]:
         """Draw the initial parameters, or read those of model.weights: (path, new float32 array) by ascending path.
 
-        Who lets go of each before it takes the next one never has more than the model once.
-
-        Raises:
-            ValueError: the weights are not those of the model, or damaged.
+        Who lets go of each before it takes the next one never has more than the model once. ValueError if the weights
+        are not those of the model, or damaged.
         """
         if self._config.model.weights:
             yield from Weights(self._config.model.weights).read(self._config.model)
@@ -111,26 +102,13 @@ class Evaluator:
         return result
 
     def place(self, parameters: Mapping[str, np.ndarray]) -> tuple[Params, Variables]:
-        """Put parameters on the device, with the state beside them that belongs to them.
-
-        Raises:
-            ValueError: paths or shapes are not those of the model.
-        """
-        placed = self._placed(parameters)
-        return placed, self._examiner.settled(placed)
-
-    def model(self, params: Params, other: Variables) -> nnx.Module:
-        """Join the model in the mode of an evaluation; to be called inside of a program."""
-        return self._blueprint.model(params, other)
-
-    def _placed(self, parameters: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Put the parameters on the device, in the dtypes of the model."""
+        """Put parameters on the device in the model's dtypes, with the state that belongs to them; see `evaluate`."""
         if different := sorted({*parameters} ^ {*self.shapes}):
             raise ValueError(
                 f"parameters {different[:3]} are only in the model, or only in what is to be evaluated; was it saved "
                 "from another model?"
             )
-        placed = {}
+        placed: dict[str, jax.Array] = {}
         for path, tensor in self._blueprint.tensors.items():
             value = parameters[path]
             if value.shape != tensor.shape:
@@ -139,7 +117,11 @@ class Evaluator:
                     "another model?"
                 )
             placed[path] = put_array(value.astype(tensor.dtype, copy=False), tensor.sharding)
-        return placed
+        return placed, self._examiner.settled(placed)
+
+    def model(self, params: Params, other: Variables) -> nnx.Module:
+        """Join the model in the mode of an evaluation; to be called inside of a program."""
+        return self._blueprint.model(params, other)
 
 
 def examiner_of(config: RunConfig, blueprint: Blueprint, source: Source) -> Examiner:

@@ -67,7 +67,6 @@ class GlobalModel:
         plan: FragmentPlan,
         parameters: Parameters,
         arithmetic: Arithmetic,
-        *,
         weights: WeightScheme,
         outlier_factor: float,
     ) -> None:
@@ -178,13 +177,7 @@ class GlobalModel:
         """Make a value that this syncer, or an earlier life of it, sent out the newest of its fragment.
 
         Outer state and medians stay as they are: nobody but the lost process had newer ones. What its steps had left
-        out is lost.
-
-        Args:
-            payload: its float32 encoding.
-
-        Raises:
-            ValueError: the payload is no value of this fragment.
+        out is lost. ValueError if the payload is no float32 encoding of this fragment.
         """
         flat = self._flat(fragment_id, payload)
         if flat is None:
@@ -210,11 +203,7 @@ class GlobalModel:
         return self.layout(fragment_id).views(capture.moment.value(fragment_id))
 
     def parameters(self, capture: Capture | None = None) -> Arrays:
-        """Return the whole model, newest version of every fragment, as new arrays by path.
-
-        Args:
-            capture: which any thread may have assembled; None takes the model as it is.
-        """
+        """Return the whole model of a capture, or as it is, as new arrays by path."""
         moment = (capture or self.capture()).moment
         parameters = {path: np.zeros(shape, np.float32) for path, shape in self.plan.shapes.items()}
         for number, fragment in enumerate(self.plan.fragments):
@@ -331,11 +320,7 @@ def make_shares(config: RunConfig, plan: FragmentPlan) -> Shares:
 
 
 def outer_of(config: OuterConfig, plan: FragmentPlan) -> Outer:
-    """Return a run's outer optimizer, built-in or the user's own.
-
-    Raises:
-        ValueError: outer.module is none that can update these fragments.
-    """
+    """Return a run's outer optimizer, built-in or the user's own; ValueError if that cannot update these fragments."""
     if not config.module:
         return make_outer(config)
     shapes = dict(each for fragment in plan.fragments for each in fragment.keys_shapes)
@@ -351,5 +336,4 @@ def make_setup(config: RunConfig, plan: FragmentPlan) -> Setup:
 
 def make_model(config: RunConfig, plan: FragmentPlan, parameters: Parameters, arithmetic: Arithmetic) -> GlobalModel:
     """Return the global model of a run at its beginning."""
-    factor = config.merge.outlier_factor
-    return GlobalModel(plan, parameters, arithmetic, weights=config.weights, outlier_factor=factor)
+    return GlobalModel(plan, parameters, arithmetic, config.weights, config.merge.outlier_factor)

@@ -24,11 +24,7 @@ class HeldStates:
         self._given_up = False
 
     def read(self, fragment_id: int, value_only: bool = False) -> State:
-        """Return a fragment's state, or a state of nothing but its value.
-
-        Raises:
-            ValueError: the capture was given up.
-        """
+        """Return a fragment's state, or a state of nothing but its value; ValueError if the capture was given up."""
         with self._changed:
             if self._given_up:
                 raise ValueError(

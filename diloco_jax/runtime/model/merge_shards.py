@@ -71,9 +71,7 @@ class RemoteShare:
     def ask(self, command: NamedTuple) -> Reply:
         """Give a command and wait for its answer; any thread.
 
-        Raises:
-            ConnectionError: the shard is gone.
-            ValueError: it could not do it.
+        It raises ConnectionError if the shard is gone, and ValueError if it could not do it.
         """
         future: Future[Reply] = Future()
         with self._lock:
@@ -154,12 +152,7 @@ class RemoteShare:
 
 
 class HeldPart:
-    """A part of a learner's value that a shard keeps until nobody here refers to it.
-
-    Args:
-        number: by which the shard knows it.
-        size: in bytes.
-    """
+    """A part of a learner's value, of `size` bytes, that a shard keeps until nobody here refers to it."""
 
     def __init__(self, share: RemoteShare, number: int, size: int) -> None:
         self.number = number
@@ -192,8 +185,7 @@ class MergeShards:
     Args:
         plan: from which every shard makes the same setup.
         threads: that all merges together may use.
-        on_event: gets the number of a shard and what it says unasked, on another thread.
-        on_death: gets the error when a shard is gone, there too.
+        on_event, on_death: as `RemoteShare`.
     """
 
     def __init__(

@@ -42,10 +42,8 @@ class Buffers:
     """Arrays that nobody uses any more, to be written again: fresh memory costs as much as the merge itself.
 
     An array comes back by itself as soon as nobody refers to it or to a view of it. So whatever is captured, on its way
-    to a learner or to a disk stays as it was, and nobody must say when it is not needed any more.
-
-    Args:
-      size: elements of the largest array.
+    to a learner or to a disk stays as it was, and nobody must say when it is not needed any more. The largest array has
+    `size` elements.
     """
 
     def __init__(self, size: int) -> None:
@@ -127,8 +125,7 @@ class ModelShare:
 
     def __init__(self, setup: Setup, shard: int, threads: int = 1) -> None:
         self._setup = setup
-        self._pool = ThreadPoolExecutor(threads, "merge") if threads > 1 else None
-        run = self._pool.map if self._pool is not None else map
+        run = ThreadPoolExecutor(threads, "merge").map if threads > 1 else map
         self._mergers = []
         buffers = Buffers(max(layout.size for layout in setup.shares.parts[shard]))
         for layout, rules in zip(setup.shares.parts[shard], setup.shares.rules, strict=True):
@@ -203,11 +200,7 @@ class ModelShare:
         self.forget(fragment_id)
 
     def capture(self, bounded: bool = False) -> HeldStates:
-        """Capture the share as it is now; any thread may read it.
-
-        Args:
-            bounded: whoever replaces what was captured waits until that is let go of.
-        """
+        """Capture the share as it is now, for any thread; if bounded, whoever replaces a part waits for its release."""
         held = HeldStates({number: state.state for number, state in self._states.items()})
         if bounded:
             self._bounded = weakref.ref(held)
@@ -218,10 +211,7 @@ class ModelShare:
         self._states[fragment_id] = FragmentState(version, state, {})
 
     def restore(self, fragment_id: int, version: int, flat: Flat) -> None:
-        """Make this array, which nobody may write to any more, the newest and only value.
-
-        Outer state stays, and what steps left out so far is lost.
-        """
+        """Make this array the newest and only value; outer state stays, and what steps left out so far is lost."""
         before = self._states[fragment_id].state
         self.load(fragment_id, version, State(flat, before.outer, np.zeros_like(before.residual)))
 

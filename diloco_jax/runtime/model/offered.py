@@ -34,21 +34,9 @@ log = logging.getLogger(__name__)
 
 
 class OfferedModel:
-    """The model of a run whose islands' own loops bring it.
+    """The model of a run whose islands' own loops bring it, as a checkpoint keeps it; ValueError if it is damaged."""
 
-    Attributes:
-        shapes: of every parameter, by path.
-        kinds: what every parameter is, by path.
-        corpus: "": the first learner says what islands read.
-
-    Args:
-        kept: the checkpoint that holds it.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-
-    corpus = ""
+    corpus = ""  # the first learner says what islands read
 
     def __init__(self, kept: Path) -> None:
         self._kept = checkpoint.CheckpointReader(kept)
@@ -59,11 +47,7 @@ class OfferedModel:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     def initial_parameters(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Read the initial values: (path, new float32 array) by ascending path.
-
-        Raises:
-            ValueError: they are damaged.
-        """
+        """Read the initial values: (path, new float32 array) by ascending path; ValueError if they are damaged."""
         return ((path, self._kept.array(checkpoint.PARAMETERS, path)) for path in self.shapes)
 
 
@@ -73,11 +57,7 @@ def layout_of(shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, Kind]) 
 
 
 def read_layout(layout: str) -> tuple[dict[str, tuple[int, ...]], dict[str, Kind]]:
-    """Return shapes and kinds that `layout_of` described.
-
-    Raises:
-        ValueError: it describes no model, or too many tensors.
-    """
+    """Return shapes and kinds that `layout_of` described; ValueError if it describes no model, or too many tensors."""
     if len(layout) > LAYOUT_BYTES_MAX:
         raise ValueError(f"a layout of {len(layout)} characters is too long: at most {LAYOUT_BYTES_MAX}")
     shapes, kinds = {}, {}
@@ -106,13 +86,8 @@ def describe_run(config: RunConfig, layout: str) -> Description:
 def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> OfferedModel | None:
     """Return the model of this run: the one that its folder has, or else the first that an island brings.
 
-    The address at which islands bring it is that at which the syncer listens afterwards.
-
-    Args:
-        stop: set from outside; then the result is None.
-
-    Raises:
-        ValueError: the folder's model is damaged, or this machine cannot listen.
+    The address at which islands bring it is that at which the syncer listens afterwards. None once `stop` is set;
+    ValueError if the folder's model is damaged, or this machine cannot listen.
     """
     folder = run_dir / OFFERED
     for found in checkpoint.complete(folder):

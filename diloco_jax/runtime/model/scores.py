@@ -18,11 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Scorer:
-    """An object of the class that a config names; without one there are no scores.
-
-    Raises:
-        ValueError: it cannot be made, or cannot be called.
-    """
+    """An object of the class that a config names, if it does; ValueError if it cannot be made, or cannot be called."""
 
     def __init__(self, config: EvaluationConfig) -> None:
         self._module, self._timeout_s, self.alarms = config.module, config.timeout_s, list[str]()

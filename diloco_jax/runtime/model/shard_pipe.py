@@ -19,7 +19,6 @@ class Pipe:
     """One end. Both ends run the same program on the same host, and trust each other.
 
     Args:
-        connection: to the other end.
         on_message: gets every message and its arrays, on the pipe's own thread.
         on_end: is called there once, with the reason, when the other end is gone.
     """

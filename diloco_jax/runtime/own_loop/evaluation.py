@@ -35,11 +35,7 @@ class OwnEvaluation:
 
 
 def scalars(metrics: Any) -> dict[str, float]:
-    """Return what a loop reports as floats by name; waits for them.
-
-    Raises:
-        ValueError: no loss is among them, or one is no scalar.
-    """
+    """Return what a loop reports as floats by name; ValueError if no loss is among them, or one is no scalar."""
     named = metrics if isinstance(metrics, Mapping) else {"loss": metrics}
     if "loss" not in named:
         raise ValueError(

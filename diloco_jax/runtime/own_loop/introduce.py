@@ -17,6 +17,7 @@ from diloco_jax.settings.text import parse_text
 from diloco_jax.transport.greeting import BUSY, TOO_LATE, Description, ask_description, offer_model
 from diloco_jax.transport.link import TransportConfig, TransportError
 
+LOCAL = ("address", "tls_ca", "tls_certificate", "tls_key", "token_file", "allow_plaintext", "connect_timeout_s")
 POLL_S = 0.2
 BEGINS_S = 300.0  # for a syncer that has its model to come back with the run: shards, a large model, a busy machine
 
@@ -48,21 +49,16 @@ def introduce(
         described = _await_model(transport, learner_id, bring if jax.process_index() == 0 else None)
     _compare(ours, described.layout)
     config = parse_text(described.config, f"the config that the syncer at {transport.address} told")
-    return replace(config, transport=_joined(config.transport, transport))
+    of_this_machine = {name: getattr(transport, name) for name in LOCAL}
+    return replace(config, transport=replace(config.transport, **of_this_machine))
 
 
 def _await_model(transport: TransportConfig, learner_id: str, bring: Callable[[], str] | None) -> Description:
     """Ask until the run has a model: ours, or that of another island that was faster.
 
-    Who was faster may die on the way, so ours is brought whenever nobody brings one.
-
-    Args:
-        transport, learner_id: as `introduce`.
-        bring: brings ours, and returns why it was not taken; None if another host of this island does it.
-
-    Raises:
-        TransportError: nobody brings one for `transport.connect_timeout_s`, or the syncer does not begin in BEGINS_S.
-        ValueError: the run cannot take ours.
+    Who was faster may die on the way, so `bring` brings ours whenever nobody brings one, and returns why it was not
+    taken; None if another host of this island does it. TransportError if there is none for
+    `transport.connect_timeout_s`, or the syncer does not begin in BEGINS_S; ValueError if the run cannot take ours.
     """
     ends_s, reason = time.monotonic() + transport.connect_timeout_s, ""
     while True:
@@ -95,12 +91,6 @@ def _compare(ours: str, theirs: str) -> None:
                 f"this loop's model is not the run's: parameter {path!r} has {words[0]} here and {words[1]} there; "
                 "join with the same tree on every island (and the same axes)"
             )
-
-
-def _joined(told: TransportConfig, own: TransportConfig) -> TransportConfig:
-    """Return the run's transport with the address and the files of this machine."""
-    local = ("address", "tls_ca", "tls_certificate", "tls_key", "token_file", "allow_plaintext", "connect_timeout_s")
-    return replace(told, **{name: getattr(own, name) for name in local})
 
 
 def _any_host(here: bool) -> bool:

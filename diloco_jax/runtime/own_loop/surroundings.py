@@ -35,11 +35,7 @@ class Surroundings(NamedTuple):
 
 
 def look(syncer: str | None, name: str | None, run_dir: str | Path | None, coordinator: str) -> Surroundings:
-    """Return what the arguments of `join` say, and of what they leave out, the environment.
-
-    Raises:
-        ValueError: neither names syncer or island, or one of them is no such name.
-    """
+    """Return what the arguments of `join` say, else the environment; ValueError if neither names syncer or island."""
     config, folder = os.environ.get(CONFIG_ENV), run_dir or os.environ.get(RUN_DIR_ENV)
     return Surroundings(
         _given(syncer, SYNCER_ENV, "syncer"),

@@ -74,12 +74,7 @@ class LoopState:
         return self._opt_tree.num_leaves > 0
 
     def exchanged(self, wire: Any, rebase: bool) -> ExchangedState:
-        """Return what an island exchanges of this state, which is gone from here.
-
-        Args:
-            wire: format in which fragments leave the island.
-            rebase: whether fragments will be adopted with mode "rebase".
-        """
+        """Return what an island exchanges of this state, which is gone from here; arguments as `Island`."""
         first = TrainState(self.params, self._opt_state)
         tensors = {
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._lies[path])
@@ -92,14 +87,7 @@ class LoopState:
         return ExchangedState(first, lies, self.kinds, layout, Exchange(tensors, wire, rebase))
 
     def taken(self, params: Any, opt_state: Any, who: str) -> TrainState:
-        """Return a loop's arrays by path.
-
-        Args:
-            params: as they are after a step.
-
-        Raises:
-            ValueError: the trees are not those of the beginning, or an array was donated.
-        """
+        """Return a loop's arrays by path; ValueError if the trees have changed, or an array was donated."""
         leaves, treedef = jax.tree.flatten(params)
         if treedef != self._treedef:
             raise ValueError(f"{who} got params of another structure than join() did: {treedef}, not {self._treedef}")
@@ -151,11 +139,7 @@ class LoopState:
 
 
 def _paths(tree: Any) -> list[str]:
-    """Return a name for each leaf, in the order of the tree: the keys on its way, with slashes.
-
-    Raises:
-        ValueError: two leaves have one name.
-    """
+    """Return a name for each leaf, in the order of the tree: the keys on its way, with slashes."""
     found, _ = jax.tree_util.tree_flatten_with_path(tree)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found]
     if twice := sorted({path for path in paths if paths.count(path) > 1} if len(set(paths)) < len(paths) else ()):
@@ -176,11 +160,7 @@ def _check(name: str, leaf: Any) -> None:
 
 
 def _layouts(leaves: Mapping[str, Array]) -> dict[str, NamedSharding]:
-    """Return the same layout for every leaf on one mesh that all share.
-
-    Raises:
-        ValueError: they lie on different devices or meshes, or not in the devices' memory.
-    """
+    """Return the same layout for every leaf on one mesh; ValueError if they do not lie on one mesh of devices."""
     mesh: Mesh | None = None
     lies: dict[str, NamedSharding] = {}
     for path, leaf in leaves.items():

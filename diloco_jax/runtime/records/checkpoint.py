@@ -67,11 +67,7 @@ def save(folder: Path, groups: Mapping[str, Mapping[str, np.ndarray]], meta: Map
 
 
 def save_pieces(folder: Path, groups: Iterable[str], pieces: Iterable[SavedPart], meta: Mapping[str, Any]) -> Path:
-    """Write one checkpoint; another one of the same global step is replaced. See `save`.
-
-    Args:
-        pieces: of all arrays of these groups; those of one array may come at any time.
-    """
+    """Write one checkpoint as `save` does, of pieces of all arrays of these groups, which may come in any order."""
     target = folder.absolute() / f"step_{int(meta['global_step']):08d}"
     part, arrays = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.arrays")
     for old in (part, arrays):
@@ -146,11 +142,7 @@ def _few_at_once() -> ts.Context:
 
 
 class CheckpointReader:
-    """A checkpoint that is read piece by piece; `meta` is its description.
-
-    Raises:
-        ValueError: this is no checkpoint, or its description is damaged; names it.
-    """
+    """A checkpoint that is read piece by piece; `meta` is its description. ValueError if that is none, or damaged."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._folder = checkpoint.absolute()
@@ -162,21 +154,13 @@ class CheckpointReader:
         self._compare(META, known, _checksum_of(meta, pieces))
 
     def names(self, group: str) -> list[str]:
-        """Return the names of a group's arrays, ascending.
-
-        Raises:
-            ValueError: there is no such group.
-        """
+        """Return the names of a group's arrays, ascending; ValueError if there is no such group."""
         if group not in self._pieces:
             raise ValueError(f"checkpoint {self._folder} has no {group}; use another")
         return sorted({where.path for where in self._pieces[group]})
 
     def piece(self, group: str, where: Slice) -> np.ndarray:
-        """Read a piece as it was written.
-
-        Raises:
-            ValueError: there is no such piece, or it is damaged.
-        """
+        """Read a piece as it was written; ValueError if there is no such piece, or it is damaged."""
         if where not in self._pieces.get(group, {}):
             raise ValueError(f"checkpoint {self._folder} is of another model or another config: no {where.key} in it")
         value = self._read(group, where)
@@ -201,14 +185,7 @@ class CheckpointReader:
 
 
 def load(checkpoint: Path, *names: str) -> tuple[dict[str, Arrays], dict[str, Any]]:
-    """Read groups and the description back, and compare the checksums.
-
-    Args:
-        names: of the groups to read.
-
-    Raises:
-        ValueError: this is no checkpoint with these groups, or it is damaged; names it.
-    """
+    """Read groups and the description back; ValueError if this is no checkpoint with them, or it is damaged."""
     reader = CheckpointReader(checkpoint)
     return {group: {name: reader.array(group, name) for name in reader.names(group)} for group in names}, reader.meta
 
@@ -253,11 +230,7 @@ def global_step_of(checkpoint: Path) -> int:
 
 
 def newest_readable(folder: Path, read: Callable[[Path], T]) -> tuple[Path, T] | None:
-    """Return the newest checkpoint that can be read, with what was read; the log names each one that cannot.
-
-    Args:
-        read: reads one; its ValueError means that this one cannot be used, and says why.
-    """
+    """Return the newest checkpoint that can be read, with what was read; the log names each that has a ValueError."""
     for checkpoint in complete(folder):
         try:
             return checkpoint, read(checkpoint)
@@ -289,11 +262,7 @@ def save_parameters(folder: Path, parameters: Mapping[str, np.ndarray], meta: Ma
 
 
 def each_parameter(checkpoint: Path) -> tuple[int, Iterator[tuple[str, np.ndarray]]]:
-    """Count the parameters of a checkpoint, and return them one at a time: (path, array) by ascending path.
-
-    Raises:
-        ValueError: as `load`; for another checksum when the parameter is read.
-    """
+    """Count the parameters of a checkpoint, and return each: (path, array) by ascending path; ValueError as `load`."""
     reader = CheckpointReader(checkpoint)
     names = reader.names(PARAMETERS)
     return len(names), ((name, reader.array(PARAMETERS, name)) for name in names)

@@ -34,11 +34,7 @@ def new_run_dir(runs_dir: Path, name: str) -> Path:
 
 
 def newest_run_dir(runs_dir: Path, name: str) -> Path:
-    """Return the folder of the run of this name that was active last.
-
-    Raises:
-        ValueError: there is none that has begun.
-    """
+    """Return the folder of the run of this name that was active last; ValueError if there is none that has begun."""
     numbered = re.compile(re.escape(name) + r"(-[0-9]{1,5})?")
     folders = [p for p in runs_dir.iterdir() if numbered.fullmatch(p.name)] if runs_dir.is_dir() else []
     begun = [p for p in folders if (p / TAPE_FILE).exists()]

@@ -53,11 +53,7 @@ class LineFile:
             log.warning(f"{self.path} cannot be locked ({error.strerror}): take care to start one syncer only")
 
     def append(self, data: bytes) -> None:
-        """Write whole lines, all of them or none.
-
-        Raises:
-            OSError: the disk did not take them; the file is as before.
-        """
+        """Write whole lines, all of them or none: OSError if the disk did not take them."""
         view, done = memoryview(data), 0
         try:
             while done < len(data):
@@ -75,15 +71,11 @@ class LineFile:
 
 
 class Tail:
-    """A reader of a file of lines that others write, as far as it is whole.
-
-    Attributes:
-        position: bytes that have been read.
-    """
+    """A reader of a file of lines that others write, as far as it is whole."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self._path = path
-        self.position = 0
+        self.position = 0  # bytes that have been read
         if from_end:
             for _ in self.lines():
                 pass

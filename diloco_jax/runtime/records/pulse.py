@@ -15,7 +15,6 @@ NAME is `syncer`, an island, or NAME-h1 for its host 1. An island that is a thre
 import contextlib
 import faulthandler
 import logging
-import os
 import sys
 import threading
 import time
@@ -26,7 +25,7 @@ from statistics import median
 
 from diloco_jax.runtime.records.files import HEALTH
 from diloco_jax.runtime.records.phases import tell_phase
-from diloco_jax.runtime.records.signals import HUNG
+from diloco_jax.runtime.records.signals import HUNG, end_now
 from diloco_jax.settings.watchdog import WatchdogConfig
 
 MEDIAN_OF = 32  # last steps
@@ -81,13 +80,10 @@ class Pulse:
     Args:
         what: loop, in words of the log.
         files: folder and name of the loop's files; None for a loop without.
-
-    Attributes:
-        last_word: called with the reason before the process ends, for a few seconds at most.
     """
 
     def __init__(self, config: WatchdogConfig, what: str, files: tuple[Path, str] | None) -> None:
-        self.last_word: Callable[[str], object] = lambda reason: None
+        self.last_word: Callable[[str], object] = lambda reason: None  # may take FAREWELL_S before the process ends
         self._config = config
         self._what = what
         self._patience = Patience(config)
@@ -148,7 +144,6 @@ class Pulse:
             self._is_ready = is_ready
 
     def close(self) -> None:
-        """End: the loop is over."""
         self._over.set()
         self.ready(False)
         self.phase("")
@@ -162,7 +157,6 @@ class Pulse:
             self._alive.touch()
 
     def _look(self) -> None:
-        """Count time; the body of the thread "watchdog"."""
         last_s = time.monotonic()
         while not self._over.wait(TICK_S):
             now_s = time.monotonic()
@@ -179,7 +173,4 @@ class Pulse:
         farewell.start()
         farewell.join(FAREWELL_S)
         log.error(f"{self._what} hangs: {reason}; the stacks of its threads are above, the process ends to start again")
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(HUNG)
+        end_now(HUNG)

@@ -1,11 +1,13 @@
 """First acts and last words of every process of a run: obey signals, do not outlive the parent, end with a status."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 PARENT_ENV = "DILOCO_PARENT_PID"
 # Exit statuses, by which supervisors start again or not: failed, another attempt may succeed; wrong input, none will;
@@ -16,11 +18,7 @@ _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 
 
 def stop_on_signals(last_act: Callable[[], object] = lambda: None) -> threading.Event:
-    """Return an event that SIGINT and SIGTERM set; the second signal of either kind ends the process at once.
-
-    Args:
-        last_act: called before that.
-    """
+    """Return an event that SIGINT and SIGTERM set; the second of them ends the process, after its `last_act`."""
     stop = threading.Event()
 
     def handle(number: int, frame: object) -> None:
@@ -50,6 +48,14 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != int(parent):  # it died before we asked
         raise SystemExit("the supervisor of this run is gone")
+
+
+def end_now(status: int) -> NoReturn:
+    """End this process with this exit status, whatever its threads do; what was printed is kept."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)
 
 
 def give_memory_back() -> None:

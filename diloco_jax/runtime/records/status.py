@@ -45,9 +45,6 @@ def compose_status(
         stopped: whether somebody has ended it.
         blocked: what everybody waits for, such as a full disk of the syncer; "" if it is for islands or rounds.
         alarms: that stand, each with its remedy.
-        eval_loss, eval_scores: newest evaluation.
-        wire: bytes moved.
-        metrics: newest of each island.
     """
     learners = [row | {"metrics": metrics.get(row["learner"], {})} for row in stats.status(now_s)]
     state = "running" if stats.tokens else "starting"
@@ -141,14 +138,11 @@ def is_address(run: str) -> bool:
 
 
 def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> TransportConfig:
-    """Return how to ask the syncer of a run.
+    """Return how to ask the syncer of a run; ValueError if its folder holds no address.
 
     Args:
         run: the run's folder, or host:port of its syncer.
         allow_plaintext: ask an address other than loopback although nothing is encrypted.
-
-    Raises:
-        ValueError: the folder holds no address.
     """
     plain = allow_plaintext or known.allow_plaintext
     path = Path(run) / ADDRESS_FILE
@@ -170,9 +164,19 @@ def read_status(run: str, *, allow_plaintext: bool = False, transport: Transport
         ValueError: there is no such run, it has not begun, or the address is not allowed.
         TransportError: nobody answered at the address.
     """
-    if is_address(run):
+
+    def ask() -> dict[str, Any]:
         config = syncer_at(run, transport or TransportConfig(), allow_plaintext=allow_plaintext)
-        status: dict[str, Any] = json.loads(ask_status(config))
+        answer: dict[str, Any] = json.loads(ask_status(config))
+        return answer
+
+    def ask_if_there() -> dict[str, Any] | None:
+        with contextlib.suppress(ValueError, OSError):  # TransportError is an OSError
+            return ask() or None
+        return None
+
+    if is_address(run):
+        status = ask()
         if not status:
             raise ValueError(f"the syncer at {run} has just started and knows nothing yet; try again")
         return status
@@ -186,14 +190,4 @@ def read_status(run: str, *, allow_plaintext: bool = False, transport: Transport
                 f"the run in {run} has said nothing yet: it is starting, or ended before it began; see {folder / LOGS}"
             ) from error
         raise ValueError(f"{run} has no {STATUS_FILE} ({error.strerror}); give a run's folder or host:port") from error
-    return judge(folder, status, lambda: _answer(run, transport, allow_plaintext=allow_plaintext))
-
-
-def _answer(run: str, transport: TransportConfig | None, *, allow_plaintext: bool) -> dict[str, Any] | None:
-    """Ask the syncer of a folder; None if it cannot be asked, or does not answer."""
-    try:
-        config = syncer_at(run, transport or TransportConfig(), allow_plaintext=allow_plaintext)
-        answer: dict[str, Any] = json.loads(ask_status(config))
-    except (ValueError, OSError):  # TransportError is an OSError
-        return None
-    return answer or None
+    return judge(folder, status, ask_if_there)

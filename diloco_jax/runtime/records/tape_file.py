@@ -45,14 +45,7 @@ class TapeFile:
         return self._file.position
 
     def write(self, line: str) -> None:
-        """Append a line; returns when the operating system has it.
-
-        Args:
-            line: without its line break.
-
-        Raises:
-            TapeStopped: the run was stopped before that.
-        """
+        """Append a line; returns when the operating system has it, or raises TapeStopped if the run was stopped."""
         data = line.encode() + b"\n"
         while True:
             try:
@@ -110,11 +103,7 @@ def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[
 
 
 def last_time_s(path: Path) -> float | None:
-    """Return the time of a tape's newest input, in seconds since the run began; None without a whole line.
-
-    Raises:
-        ValueError: its last line is none of a tape.
-    """
+    """Return the time of a tape's newest input, in seconds since the run began; None without a whole line."""
     with path.open("rb") as file:
         end = file.seek(0, 2)
         block, tail = 1 << 16, b""

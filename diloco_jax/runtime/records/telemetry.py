@@ -54,12 +54,7 @@ def write_json(path: str | os.PathLike[str], obj: Any) -> None:
 
 
 def read_object(path: Path, *keys: str) -> dict[str, Any]:
-    """Read a JSON file that holds an object with these keys.
-
-    Raises:
-        ValueError: it is damaged, or of something else.
-        OSError: it cannot be read.
-    """
+    """Read a JSON file that holds an object with these keys; ValueError if it is damaged, or of something else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -102,10 +97,9 @@ def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 class Telemetry:
-    """Writes a run's records. Used by one thread. A disk that takes nothing costs records at worst, never the run.
+    """Writes a run's records behind those of earlier processes. One thread.
 
-    Args:
-        run_dir: the run's folder, made when missing. Records are appended to what an earlier process wrote.
+    A disk that takes nothing costs records at worst, never the run.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], outlets: Outlets | None = None) -> None:
@@ -115,7 +109,6 @@ class Telemetry:
         self._file = LineFile(folder / METRICS_FILE)
         self._waiting: deque[str] = deque(maxlen=WAITING_MAX)
         self._failing = False
-        self._closed = False
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record of plain Python values; it reaches the disk with the next `flush`."""
@@ -142,10 +135,6 @@ class Telemetry:
             self._failing = True
 
     def close(self) -> None:
-        """Flush and close. Calling it again does nothing."""
-        if self._closed:
-            return
-        self._closed = True
         self.flush()
         self._file.close()
         if self._outlets is not None:

@@ -38,11 +38,10 @@ def mode_of(run_dir: Path, *, rewind: bool) -> str:
 def begin(parts: Parts, initial: Callable[[], Parameters], mode: str, now_s: float) -> list[Effect]:
     """Bring machine, model and statistics to where they go on; returns the effects of the first input.
 
+    ValueError, with what to do, if the tape or the snapshots do not allow it.
+
     Args:
         initial: makes the initial values again, which the model has by now.
-
-    Raises:
-        ValueError: the tape or the snapshots do not allow it; says what to do.
     """
     if mode == FRESH:
         return parts.taped.on_begin(parts.model.digests, now_s)
@@ -73,11 +72,9 @@ def _fail_over(parts: Parts, snapshot: Snapshot | None, now_s: float) -> list[Ef
     if snapshot is not None:
         states[snapshot.global_step] = _restored(parts, snapshot)
         start, loaded = snapshot.tape_bytes, snapshot.global_step
-    count = 0
-    counted = {loaded: parts.stats.state()}
-    for effects in replay(
-        _counted(read_lines(parts.run_dir / TAPE_FILE, start), parts, counted), parts.machine, states
-    ):
+    count, counted = 0, {loaded: parts.stats.state()}
+    lines = _counted(read_lines(parts.run_dir / TAPE_FILE, start), parts, counted)
+    for effects in replay(lines, parts.machine, states):
         count += 1
         for effect in effects:
             if isinstance(effect, Note) and effect.kind == "merged":
@@ -92,8 +89,7 @@ def _fail_over(parts: Parts, snapshot: Snapshot | None, now_s: float) -> list[Ef
 def _counted(lines: Iterator[str], parts: Parts, counted: dict[int, dict[str, Any]]) -> Iterator[str]:
     """Pass lines on; each report is counted just before the machine gets it, as it was when it was written.
 
-    Args:
-        counted: global step of a snapshot -> what had been counted then, in case the run went back to it.
+    What had been counted goes to `counted` by the global step of each snapshot, in case the run went back to it.
     """
     for line in lines:
         if line.startswith('["StepReport"'):

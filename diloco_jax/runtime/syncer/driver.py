@@ -13,33 +13,12 @@ Every input is on the tape before it is executed, so a process that takes this o
 import logging
 from typing import Any
 
-from diloco_jax.protocol.effects import (
-    Discard,
-    Drop,
-    Effect,
-    Evaluated,
-    Finish,
-    Merge,
-    Note,
-    Restore,
-    SaveSnapshot,
-    Send,
-)
+from diloco_jax.protocol import effects as asked
+from diloco_jax.protocol import messages
 from diloco_jax.protocol.member import GONE
-from diloco_jax.protocol.messages import (
-    AnchorValue,
-    Evaluate,
-    FragmentValue,
-    GlobalFragment,
-    LearnerMessage,
-    MetricsReport,
-    StatePart,
-    StepReport,
-    Stop,
-)
 from diloco_jax.runtime.model.global_model import Merged
 from diloco_jax.runtime.syncer.parts import Parts
-from diloco_jax.runtime.syncer.sharded_listener import ShardedListener
+from diloco_jax.runtime.syncer.sharded_listener import ShardedListener, control_of
 from diloco_jax.runtime.syncer.snapshots import Keeper
 from diloco_jax.runtime.syncer.watch import Watch
 from diloco_jax.runtime.syncer.workers import Merges, Results
@@ -55,17 +34,12 @@ log = logging.getLogger(__name__)
 
 
 class SyncerDriver:
-    """The loop around a machine that has begun and a listener that is open.
-
-    Args:
-        results: what other threads have done: merges.
-    """
+    """The loop around a machine that has begun and a listener that is open; `results` are those of other threads."""
 
     def __init__(
         self,
         parts: Parts,
         listener: GrpcListener | ShardedListener,
-        *,
         results: Results,
         merges: Merges,
         keeper: Keeper,
@@ -84,14 +58,13 @@ class SyncerDriver:
         self._adrift: dict[str, float] = {}  # when a learner's link broke without a goodbye
         # a process before this one may have died at the very end
         self._finished = self._machine.over
-        listener.on_drain = self._drain
-        results.wake_with(listener.wake)
+        control_of(listener).on_drain = self._drain
+        results.wake_with(control_of(listener).wake)
 
-    def serve(self, effects: list[Effect]) -> None:
+    def serve(self, effects: list[asked.Effect]) -> None:
         """Execute the effects of the machine's first input, then serve until the last global step, or until stopped.
 
-        Raises:
-            TapeStopped: the run was stopped while the tape could not be written.
+        It raises TapeStopped if the run was stopped while the tape could not be written.
         """
         self._execute(effects)
         status_at_s = 0.0
@@ -117,8 +90,8 @@ class SyncerDriver:
             lingers: some may still be on their way back from a process that died, so take the whole time.
         """
         if not self._finished:  # stopped from outside: they would train on for nobody
-            stop = Stop(self._machine.global_step, "the syncer was stopped")
-            self._execute([Send(m.learner_id, stop) for m in self._machine.membership.connected()])
+            stop = messages.Stop(self._machine.global_step, "the syncer was stopped")
+            self._execute([asked.Send(m.learner_id, stop) for m in self._machine.membership.connected()])
         self._watch.tell()
         ends_s = self._now_s() + FAREWELL_S
         lately_s = self._now_s() - ADRIFT_S
@@ -145,29 +118,29 @@ class SyncerDriver:
                     self._adrift[delivery.peer] = now_s
                 self._execute(self._taped.on_disconnect(delivery.peer, member.incarnation, delivery.reason, now_s))
             return
-        message: LearnerMessage | MetricsReport = delivery.message  # type: ignore[assignment]
+        message: messages.LearnerMessage | messages.MetricsReport = delivery.message  # type: ignore[assignment]
         if message.learner_id != delivery.peer:
             log.info(f"{delivery.peer} spoke as {message.learner_id}; ignored")
             return
         self._adrift.pop(delivery.peer, None)
-        if isinstance(message, MetricsReport):
+        if isinstance(message, messages.MetricsReport):
             self._watch.on_metrics(message, now_s)
             return
-        if isinstance(message, StepReport):
+        if isinstance(message, messages.StepReport):
             self._watch.on_report(message, now_s)
-        elif isinstance(message, AnchorValue) and not self._model.fits(
-            message.fragment_id, message.digest, delivery.payload
-        ):
-            log.warning(f"{delivery.peer} sent a damaged value of fragment {message.fragment_id}; not used")
-            return
+        elif isinstance(message, messages.AnchorValue):
+            fragment_id = message.fragment_id
+            if not self._model.fits(fragment_id, message.digest, delivery.payload):
+                log.warning(f"{delivery.peer} sent a damaged value of fragment {fragment_id}; not used")
+                return
         effects = self._taped.on_message(message, now_s)
-        dropped = any(isinstance(e, Drop) and e.peer == delivery.peer for e in effects)
-        if isinstance(message, FragmentValue) and not dropped:
+        dropped = any(isinstance(e, asked.Drop) and e.peer == delivery.peer for e in effects)
+        if isinstance(message, messages.FragmentValue) and not dropped:
             self._merges.keep(message, delivery.payload)
             self._watch.on_value(message, now_s)
         self._execute(effects, delivery.payload)
 
-    def _on_merged(self, order: Merge, merged: Merged) -> None:
+    def _on_merged(self, order: asked.Merge, merged: Merged) -> None:
         for learner_id, reason in sorted(merged.left_out.items()):
             log.info(f"left out of round {order.global_step}: {learner_id}: {reason}")
         digest = merged.state.digest if merged.state is not None else self._model.digests[order.fragment_id]
@@ -182,43 +155,45 @@ class SyncerDriver:
         log.info(f"{learner_id} was asked to leave")
         return f"{learner_id} leaves after its current step; others get its unfinished data"
 
-    def _execute(self, effects: list[Effect], payload: bytes | memoryview = b"") -> None:
+    def _execute(self, effects: list[asked.Effect], payload: bytes | memoryview = b"") -> None:
         """Do what the machine asks for; `payload` is that of the message that it was given."""
         for effect in effects:
-            if isinstance(effect, Send):
-                self._send(effect, payload)
-            elif isinstance(effect, Merge):
-                self._merges.start(effect)
-            elif isinstance(effect, Discard):
-                self._merges.discard(effect.global_step)
-            elif isinstance(effect, Restore):
-                self._model.restore(effect.fragment_id, effect.version, payload)
-            elif isinstance(effect, SaveSnapshot):
-                self._keeper.save()
-            elif isinstance(effect, Evaluated):
-                self._watch.on_score(effect.score, self._now_s())
-            elif isinstance(effect, Note):
-                self._watch.on_note(effect)
-            elif isinstance(effect, Drop):
-                log.info(f"dropped a message of {effect.peer}: {effect.reason}")
-            elif isinstance(effect, Finish):
-                self._finished = True
-            else:
-                raise AssertionError(f"the syncer has no effect {effect}")
+            match effect:
+                case asked.Send(peer, message):
+                    self._send(peer, message, payload)
+                case asked.Merge():
+                    self._merges.start(effect)
+                case asked.Discard(global_step):
+                    self._merges.discard(global_step)
+                case asked.Restore(fragment_id, version):
+                    self._model.restore(fragment_id, version, payload)
+                case asked.SaveSnapshot():
+                    self._keeper.save()
+                case asked.Evaluated(score):
+                    self._watch.on_score(score, self._now_s())
+                case asked.Note():
+                    self._watch.on_note(effect)
+                case asked.Drop(peer, reason):
+                    log.info(f"dropped a message of {peer}: {reason}")
+                case asked.Finish():
+                    self._finished = True
+                case _:
+                    raise AssertionError(f"the syncer has no effect {effect}")
 
-    def _send(self, effect: Send, payload: bytes | memoryview) -> None:
-        message: Any = effect.message
-        if isinstance(message, Evaluate):
+    def _send(self, peer: str, message: Any, payload: bytes | memoryview) -> None:
+        evaluates = isinstance(message, messages.Evaluate)
+        if evaluates:
             self._watch.asked_tokens = self._parts.stats.tokens
-            self._listener.send(effect.peer, message)  # it evaluates the final model while that is saved
-        if isinstance(message, Evaluate | Stop) and self._machine.finished and not self._keeper.saved:
+            self._listener.send(peer, message)  # it evaluates the final model while that is saved
+        ends = self._machine.finished and (evaluates or isinstance(message, messages.Stop))
+        if ends and not self._keeper.saved:
             # before anybody leaves: until then learners hold what this process may lose
             self._keeper.save_last(self._watch.tell)
             self._watch.tell()
-        if isinstance(message, Evaluate):
+        if evaluates:
             return
-        if isinstance(message, GlobalFragment):
+        if isinstance(message, messages.GlobalFragment):
             payload = self._model.payload(message.fragment_id, message.base)
-        elif not isinstance(message, StatePart):  # which is passed on as it came
+        elif not isinstance(message, messages.StatePart):  # which is passed on as it came
             payload = b""
-        self._listener.send(effect.peer, message, payload)
+        self._listener.send(peer, message, payload)

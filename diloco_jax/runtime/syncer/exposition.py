@@ -75,14 +75,7 @@ class Latest(NamedTuple):
 
 
 class Exposition(Collector):
-    """Metrics of one process of a syncer, and the server that tells them.
-
-    Attributes:
-        url: where Prometheus asks; empty if nowhere.
-
-    Args:
-        writer: of the run's snapshots.
-    """
+    """Metrics of one process of a syncer, and the server that tells them at `url`; empty if nowhere."""
 
     def __init__(self, parts: Parts, writer: SnapshotWriter) -> None:
         self._parts = parts
@@ -104,13 +97,9 @@ class Exposition(Collector):
         self.url = ""
 
     def open(self, patience_s: float, stop: threading.Event) -> None:
-        """Listen at `syncer.metrics`, if it is set.
+        """Listen at `syncer.metrics`, if it is set, once a process before this one has left the port.
 
-        Args:
-            patience_s: how long to wait for a process before this one to leave the port.
-
-        Raises:
-            ValueError: the port is taken, or this machine has no such address.
+        ValueError if that takes longer than `patience_s`, or this machine has no such address.
         """
         if address := self._parts.config.syncer.metrics:
             self._server = patiently(lambda: self._listen(address), patience_s, stop)
@@ -125,7 +114,6 @@ class Exposition(Collector):
             raise cannot_listen(address, error.strerror, "syncer.metrics") from None
 
     def close(self) -> None:
-        """Stop listening."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()

@@ -95,18 +95,14 @@ class HostAlarms:
             with contextlib.suppress(OSError):
                 self._sized = newest[2], sum(each.stat().st_size for each in newest[2].rglob("*") if each.is_file())
         free, need = shutil.disk_usage(folder).free, 2 * self._sized[1] + DISK_SPARE_BYTES
-        if free >= need:
-            return []
-        return [
-            Alarm("disk", "", f"{free / 1e6:.0f} MB free at {folder}, two snapshots and logs take {need / 1e6:.0f}")
-        ]
+        what = f"{free / 1e6:.0f} MB free at {folder}, two snapshots and logs take {need / 1e6:.0f}"
+        return [Alarm("disk", "", what)] if free < need else []
 
     def _certificates(self) -> list[Alarm]:
         found = []
         for name, until_s in expiries(self._parts.config.transport).items():
             if (days := (until_s - time.time()) / DAY) < DAYS_LEFT:
                 when = time.strftime("%Y-%m-%d %H:%M", time.gmtime(until_s))
-                found.append(
-                    Alarm("certificate", "", f"the {name}'s certificate expires on {when} UTC, in {days:.1f} days")
-                )
+                what = f"the {name}'s certificate expires on {when} UTC, in {days:.1f} days"
+                found.append(Alarm("certificate", "", what))
         return found

@@ -20,11 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class RunClock:
-    """Seconds since the run began, over all its processes: never back, and on while no syncer runs.
-
-    Args:
-        last_s: newest time that the run has seen, in seconds; 0 for a new run.
-    """
+    """Seconds since the run began, over all its processes: never before `last_s`, and on while no syncer runs."""
 
     def __init__(self, run_dir: Path, last_s: float) -> None:
         path, wall_s = run_dir / CLOCK_FILE, time.time()
@@ -35,9 +31,8 @@ class RunClock:
             try:
                 write_json(path, {"began_unix_s": began_s})
             except OSError as error:
-                log.warning(
-                    f"{path} cannot be written ({error}): after a restart the run's clock goes on from its tape"
-                )
+                what = f"{path} cannot be written ({error})"
+                log.warning(f"{what}: after a restart the run's clock goes on from its tape")
         # the wall clock of another machine, or one that was set back, must not turn time round
         self._zero_s = time.monotonic() - max(last_s, wall_s - began_s)
 

@@ -8,13 +8,12 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.protocol.watch.stats import RunStats, never_merged
 from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
-from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_setup
+from diloco_jax.runtime.model.global_model import make_model, make_setup
 from diloco_jax.runtime.model.merge_shards import MergeShards
 from diloco_jax.runtime.model.offered import OfferedModel, describe_run, layout_of
 from diloco_jax.runtime.records.files import CHECKPOINTS, CONFIG_FILE, SUMMARY_FILE, TAPE_FILE
@@ -27,7 +26,7 @@ from diloco_jax.runtime.syncer.driver import FAREWELL_S, SyncerDriver
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.host_alarms import HostAlarms
 from diloco_jax.runtime.syncer.parts import Parts, RunClock
-from diloco_jax.runtime.syncer.sharded_listener import LISTEN_PATIENCE_S, Life, Told, open_listener
+from diloco_jax.runtime.syncer.sharded_listener import LISTEN_PATIENCE_S, Life, open_listener
 from diloco_jax.runtime.syncer.snapshots import Keeper, SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
 from diloco_jax.runtime.syncer.workers import Merges, Results
@@ -79,7 +78,16 @@ class SyncerRun:
         self._model = make_model(config, plan, self._initial(), arithmetic)
         corpus = "" if config.data.remote else model.corpus  # what has to be fetched only islands need
         self._fingerprint = fingerprint(config, plan.fingerprint, corpus)
-        self._machine = _make_machine(config, plan, self._model, self._fingerprint)
+        numbers = range(len(plan.fragments))
+        self._machine = Syncer(
+            config.protocol,
+            config.train.steps,
+            self._fingerprint,
+            payload_bytes={number: self._model.value_bytes(number) for number in numbers},
+            step_bytes={number: size for number in numbers if (size := self._model.step_bytes(number))},
+            budget=config.budget,
+            plan=config.evaluations,
+        )
         self._num_parameters = model.num_parameters
         self._description = describe_run(config, layout_of(model.shapes, model.kinds))
         self._stats = RunStats(config.islands.names, self._num_parameters, self._machine)
@@ -109,11 +117,10 @@ class SyncerRun:
             effects = begin(parts, self._initial, mode, clock.now_s())
             watch.begins(mode)
             lingers = mode == FAILOVER and machine.over
-            life = Life(mode, machine.epoch, stop)
-            told = Told(self._fingerprint, self._description)
-            listener = open_listener(config, run_dir, life, told, self._shards, self._events)
+            life = Life(mode, machine.epoch, stop, self._fingerprint, self._description)
+            listener = open_listener(config, run_dir, life, self._shards, self._events)
             watch.listens(listener)
-            driver = SyncerDriver(parts, listener, results=self._results, merges=merges, keeper=keeper, watch=watch)
+            driver = SyncerDriver(parts, listener, self._results, merges, keeper, watch)
             driver.serve(effects)
             ended_s = clock.now_s()
             driver.bid_farewell(lingers=lingers)
@@ -140,7 +147,6 @@ class SyncerRun:
         return summary
 
     def _conclude(self, watch: Watch, keeper: Keeper, ended_s: float) -> dict[str, Any]:
-        """Write snapshot and summary."""
         watch.tell()
         self._pulse.patient()
         summary = self._stats.summary(watch.wire(), ended_s)
@@ -162,19 +168,3 @@ class SyncerRun:
         watch.tell()
         watch.close()
         return summary
-
-
-def _make_machine(
-    config: RunConfig, plan: FragmentPlan, model: GlobalModel, fingerprint: tuple[tuple[str, str], ...]
-) -> Syncer:
-    """Return the syncer's machine at the beginning of a run."""
-    numbers = range(len(plan.fragments))
-    return Syncer(
-        config.protocol,
-        config.train.steps,
-        fingerprint,
-        payload_bytes={number: model.value_bytes(number) for number in numbers},
-        step_bytes={number: size for number in numbers if (size := model.step_bytes(number))},
-        budget=config.budget,
-        plan=config.evaluations,
-    )

@@ -40,9 +40,10 @@ log = logging.getLogger(__name__)
 
 
 class ShardedListener:
-    """A listener for the driver, made of several; the interface is that of transport/link.py.
+    """A listener for the driver, made of several; what it does is as in transport/link.py.
 
     Args:
+        control: the syncer's own, which people ask.
         events: what these say unasked, each with the number of its shard.
         fingerprint: what a learner must agree on to be one that shards will hear.
         rounds_max: rounds in flight, so values of one learner that may wait for their parts.
@@ -50,13 +51,13 @@ class ShardedListener:
 
     def __init__(
         self,
-        listener: GrpcListener,
+        control: GrpcListener,
         shards: MergeShards,
         events: Results,
         fingerprint: tuple[tuple[str, str], ...],
         rounds_max: int,
     ) -> None:
-        self._listener = listener
+        self.control = control
         self._shards = shards
         self._dealt = shards.setup.shares
         self._events = events
@@ -67,46 +68,19 @@ class ShardedListener:
         self._hellos: dict[str, Delivery] = {}  # learner -> its hello that some shard has not heard yet
         self._values: dict[tuple[str, int], Waiting] = {}  # learner and session -> incomplete values
         self._moved = [Traffic(0, 0) for _ in shards.shares]
-        events.wake_with(listener.wake)
-
-    @property
-    def address(self) -> str:
-        """Return where learners connect, with the real port."""
-        return self._listener.address
+        events.wake_with(control.wake)
 
     @property
     def traffic(self) -> Traffic:
         """Return the bytes received from, and sent to, all learners so far, by the shards too."""
-        moved = (self._listener.traffic, *self._moved)
+        moved = (self.control.traffic, *self._moved)
         return Traffic(sum(each.received_bytes for each in moved), sum(each.sent_bytes for each in moved))
-
-    @property
-    def status_json(self) -> str:
-        """Return what `diloco status` is told."""
-        return self._listener.status_json
-
-    @status_json.setter
-    def status_json(self, text: str) -> None:
-        self._listener.status_json = text
-
-    @property
-    def on_drain(self) -> Callable[[str], str] | None:
-        """Return what the driver does when somebody asks that a learner leave."""
-        return self._listener.on_drain
-
-    @on_drain.setter
-    def on_drain(self, drain: Callable[[str], str] | None) -> None:
-        self._listener.on_drain = drain
-
-    def wake(self) -> None:
-        """Let a `receive` that waits return None at once."""
-        self._listener.wake()
 
     def receive(self, timeout_s: float) -> Delivery | None:
         """Return the next delivery, or None after `timeout_s` seconds; a FragmentValue's payload is a HeldValue."""
         self._take_events()
         if not self._ready:
-            delivery = self._listener.receive(timeout_s)
+            delivery = self.control.receive(timeout_s)
             if delivery is not None:
                 self._on_delivery(delivery)
             self._take_events()
@@ -118,13 +92,13 @@ class ShardedListener:
             for shard in self._dealt.holders(message.fragment_id):
                 self._shards.shares[shard].tell(ShardSend(peer, message))
             return True
-        return self._listener.send(peer, message, payload)
+        return self.control.send(peer, message, payload)
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end all sessions."""
         for share in self._shards.shares:
             share.tell(ShardHangUp(grace_s))
-        self._listener.close(grace_s)
+        self.control.close(grace_s)
         self._take_events()
 
     def _on_delivery(self, delivery: Delivery) -> None:
@@ -183,28 +157,27 @@ class ShardedListener:
             del waiting[next(iter(waiting))]
 
 
+def control_of(listener: GrpcListener | ShardedListener) -> GrpcListener:
+    """Return the listener whom people ask."""
+    return listener.control if isinstance(listener, ShardedListener) else listener
+
+
 class Life(NamedTuple):
     """One process of the syncer, from its beginning to its end."""
 
     mode: str  # how it begins
     epoch: int
     stop: threading.Event
-
-
-class Told(NamedTuple):
-    """The answers of a listener to whoever asks: what a learner must agree on, and what the run is."""
-
-    fingerprint: tuple[tuple[str, str], ...]
-    description: Description
+    fingerprint: tuple[tuple[str, str], ...]  # what a learner must agree on
+    description: Description  # of the run, for whoever asks
 
 
 def open_listener(
-    config: RunConfig, run_dir: Path, life: Life, told: Told, shards: MergeShards | None, events: Results
+    config: RunConfig, run_dir: Path, life: Life, shards: MergeShards | None, events: Results
 ) -> GrpcListener | ShardedListener:
     """Listen, the merge shards first; after a failover where the process before it did: learners look for it there.
 
-    Raises:
-        ValueError: an address is in use, or not allowed.
+    ValueError if an address is in use, or not allowed.
     """
     others = _open_shards(config.transport.address, shards, life) if shards is not None else ()
     transport, file = config.transport, run_dir / ADDRESS_FILE
@@ -218,11 +191,11 @@ def open_listener(
     if not file.exists() or file.read_text(encoding="utf-8") != listener.address:  # else a full disk need not matter
         file.write_text(listener.address, encoding="utf-8")
     log.info(f"listening at {listener.address}")
-    listener.desk.settings = dict(told.fingerprint)
-    listener.greeter.description = told.description
+    listener.desk.settings = dict(life.fingerprint)
+    listener.greeter.description = life.description
     if shards is None:
         return listener
-    return ShardedListener(listener, shards, events, told.fingerprint, max(1, config.protocol.overlap_steps))
+    return ShardedListener(listener, shards, events, life.fingerprint, max(1, config.protocol.overlap_steps))
 
 
 def _open_shards(address: str, shards: MergeShards, life: Life) -> tuple[str, ...]:
@@ -237,11 +210,7 @@ def _open_shards(address: str, shards: MergeShards, life: Life) -> tuple[str, ..
 
 
 def patiently(begin: Callable[[], ResultT], patience_s: float, stop: threading.Event) -> ResultT:
-    """Return what `begin` returns, once the process before has left its port.
-
-    Raises:
-        ValueError: `begin` still does after `patience_s` seconds.
-    """
+    """Return what `begin` returns, once the process before has left its port; ValueError after `patience_s`."""
     until_s = time.monotonic() + patience_s
     while True:
         try:

@@ -49,10 +49,9 @@ def write_snapshot(
     keep: int,
     on_piece: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write a snapshot, then delete all but the newest `keep`; returns its folder.
+    """Write a snapshot, let go of its capture, and delete all but the newest `keep`; returns its folder.
 
     Args:
-        capture: of the model, which lets go of it.
         on_piece: called when a piece is to be written.
     """
     state = json.loads(snapshot.machine)
@@ -96,14 +95,8 @@ def read_snapshot(path: Path, model: GlobalModel, tape_bytes_max: int) -> Snapsh
     meta = reader.meta
     check_readable(f"snapshot {path}", meta.get("stamp", STAMP))
     try:
-        snapshot = Snapshot(
-            int(meta["global_step"]),
-            json.dumps(meta["machine"]),
-            int(meta["tape_bytes"]),
-            int(meta["tokens"]),
-            meta["stats"],
-            float(meta["kept_s"]),
-        )
+        step, tape_bytes, tokens = (int(meta[name]) for name in ("global_step", "tape_bytes", "tokens"))
+        snapshot = Snapshot(step, json.dumps(meta["machine"]), tape_bytes, tokens, meta["stats"], float(meta["kept_s"]))
         if snapshot.tape_bytes > tape_bytes_max:
             raise ValueError(f"it was taken at byte {snapshot.tape_bytes} of a tape that has {tape_bytes_max}")
         model.load_saved(reader.piece, meta)
@@ -182,7 +175,6 @@ class SnapshotWriter:
             wait([self._writing], POLL_S)
 
     def close(self) -> None:
-        """Wait, and end the thread."""
         self._thread.shutdown(wait=True)
 
 
@@ -195,15 +187,10 @@ class Keeper:
         self.saved = False  # the last snapshot of the run
 
     def _capture(self) -> tuple[Capture, Snapshot]:
-        parts = self._parts
-        return parts.model.capture(bounded=True), Snapshot(
-            parts.machine.global_step,
-            json.dumps(parts.machine.state()),
-            parts.tape.position,
-            parts.stats.tokens,
-            parts.stats.state(),
-            parts.clock.now_s(),
-        )
+        parts, capture = self._parts, self._parts.model.capture(bounded=True)
+        machine, stats, tape_bytes = parts.machine, parts.stats, parts.tape.position
+        state, counted = json.dumps(machine.state()), stats.state()
+        return capture, Snapshot(machine.global_step, state, tape_bytes, stats.tokens, counted, parts.clock.now_s())
 
     def save(self) -> None:
         """Capture this moment, and begin to write it in the background, unless the one before is still written."""

@@ -20,7 +20,7 @@ from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.host_alarms import HostAlarms
 from diloco_jax.runtime.syncer.parts import Parts
-from diloco_jax.runtime.syncer.sharded_listener import ShardedListener
+from diloco_jax.runtime.syncer.sharded_listener import ShardedListener, control_of
 from diloco_jax.runtime.trackers.outlets import Outlets
 from diloco_jax.transport.grpc_link import GrpcListener
 from diloco_jax.transport.probe import versions
@@ -74,11 +74,7 @@ class Watch:
         self._telemetry = Telemetry(parts.run_dir, Outlets(parts.config, parts.run_dir))
 
     def begins(self, how: str) -> None:
-        """Write down that a process of the syncer begins, and on what: a run may have several.
-
-        Args:
-            how: one of begin.py's.
-        """
+        """Write down that a process of the syncer begins, how (begin.py) and on what: a run may have several."""
         machine = self._parts.machine
         record = {"kind": "life", "t": self._parts.clock.now_s(), "global_step": machine.global_step, "members": []}
         record |= {"epoch": machine.epoch, "reason": f"of the syncer, number {machine.epoch}: {LIVES[how]}"}
@@ -176,15 +172,13 @@ class Watch:
         changes = self._book.look(found, now_s, 0.0 if machine.finished else CALM)
         for stands, alarms in zip(("begins", "ends"), changes, strict=True):
             for alarm in alarms:
-                told = alarm.told()
                 if stands == "begins":
-                    log.warning(f"alarm: {alarm.text}; {told['remedy']}")
+                    log.warning(f"alarm: {alarm.text}; {alarm.told()['remedy']}")
                 else:
                     log.info(f"alarm over: {alarm.text}")
                 record = {"kind": "alarm", "t": now_s, "global_step": machine.global_step, "alarm": alarm.kind}
-                self._telemetry.write(
-                    record | {"state": stands, "members": [alarm.who] * bool(alarm.who), "reason": alarm.text}
-                )
+                record |= {"state": stands, "members": [alarm.who] * bool(alarm.who), "reason": alarm.text}
+                self._telemetry.write(record)
         return [alarm.told() for alarm in self._book.standing]
 
     def alarms(self) -> list[dict[str, Any]]:
@@ -221,7 +215,7 @@ class Watch:
             metrics=self._metrics,
         )
         if self._listener is not None:
-            self._listener.status_json = json.dumps(finite(status))
+            control_of(self._listener).status_json = json.dumps(finite(status))
         self.exposed.tell(status, now_s)
         try:
             write_json(parts.run_dir / STATUS_FILE, status)
@@ -237,6 +231,5 @@ class Watch:
         self._telemetry.flush()
 
     def close(self) -> None:
-        """Write what waits, and close the records."""
         self._telemetry.close()
         self.exposed.close()

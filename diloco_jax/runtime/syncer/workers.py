@@ -28,11 +28,7 @@ class Results:
         self._wake()
 
     def take(self) -> Iterator[Any]:
-        """Yield the results that are there.
-
-        Raises:
-            Exception: one of them is an exception.
-        """
+        """Yield the results that are there, and raise those that are exceptions."""
         while not self._queue.empty():
             result = self._queue.get_nowait()
             if isinstance(result, Exception):
@@ -43,9 +39,7 @@ class Results:
 class Merges:
     """The learners' values of rounds that are not merged yet, and the thread that merges them.
 
-    Args:
-        report: gets each result, as order and what it came to, or an exception, on that thread.
-        pulse: of that thread.
+    On that thread, whose signs of life are `pulse`, `report` gets each order with its result, or an exception.
     """
 
     def __init__(
@@ -77,6 +71,5 @@ class Merges:
         self._pulse.rest()
 
     def close(self) -> None:
-        """Wait for the merge that is running, and end the thread."""
         self._thread.shutdown(wait=True)
         self._pulse.close()

@@ -1,4 +1,4 @@
-"""The trackers that come along: TensorBoard, Weights & Biases, trackio, MLflow.
+"""The trackers that come along: TensorBoard, Weights & Biases, trackio, MLflow, and OpenTelemetry for rounds.
 
 TensorBoard has a folder per group, so that islands share a chart; the others see one run, with groups before names.
 A syncer that starts again goes on in the same run: its id is kept in the run's folder. Where they send it, and as whom,
@@ -10,6 +10,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from diloco_jax.settings.text import flat
 
 PROJECT = "diloco"
 PARAMS_MAX, PARAM_LENGTH_MAX = 100, 500  # of MLflow: in one call; characters
+PARTS = ("quorum", "grace", "pull", "merge")  # of a round, as spans of OpenTelemetry
+NANOSECONDS = 1_000_000_000
 
 
 class Tracker(Protocol):
@@ -115,6 +118,53 @@ class MlflowTracker:
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+class OpenTelemetryTracker:
+    """Traces of rounds by OTLP over HTTP, in wall-clock time, to where the standard variables OTEL_... say."""
+
+    def begin(self, run: str, config: Mapping[str, Any], folder: Path) -> None:
+        trace, resources = (importlib.import_module(f"opentelemetry.sdk.{name}") for name in ("trace", "resources"))
+        export = importlib.import_module("opentelemetry.sdk.trace.export")
+        resource = resources.Resource.create({"service.name": "diloco", "diloco.run": run})
+        self._provider = trace.TracerProvider(resource=resource)
+        self._provider.add_span_processor(export.BatchSpanProcessor(self.exporter()))
+        self._tracer = self._provider.get_tracer("diloco")
+        self._within = importlib.import_module("opentelemetry.trace").set_span_in_context
+        self._began_s: float | None = None  # of the run, since 1970
+
+    def exporter(self) -> Any:
+        """Return what sends the spans."""
+        return importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter").OTLPSpanExporter()
+
+    def log(self, step: int, values: Mapping[str, float], group: str) -> None:
+        """Drop them: they are metrics."""
+
+    def round(self, record: Mapping[str, Any]) -> None:
+        """Trace a round: the wait for its quorum, its grace window, its pull and its merge, and each island's value."""
+        closed_s, ends_s = record["closed_s"], record["t"]
+        if self._began_s is None:
+            self._began_s = time.time() - ends_s  # a record is of this moment
+        times_s = [record[name] for name in ("opened_s", "met_s", "closed_s", "pulled_s")] + [ends_s]
+        told = {"diloco.global_step": record["global_step"], "diloco.fragment": record["fragment_id"]}
+        whole = self._tracer.start_span("round", attributes=told, start_time=self._ns(times_s[0]))
+        inside = self._within(whole)
+
+        def part(name: str, from_s: float, until_s: float, **told: str) -> None:
+            span = self._tracer.start_span(name, inside, attributes=told, start_time=self._ns(from_s))
+            span.end(self._ns(max(from_s, until_s)))
+
+        for name, (from_s, until_s) in zip(PARTS, pairwise(times_s), strict=True):
+            part(name, from_s, until_s)
+        for island, took_s in record["values"].items():
+            part("value", closed_s, closed_s + took_s, island=island)
+        whole.end(self._ns(ends_s))
+
+    def _ns(self, run_s: float) -> int:
+        return round(((self._began_s or 0.0) + run_s) * NANOSECONDS)
+
+    def close(self) -> None:
+        self._provider.shutdown()
 
 
 def _named(values: Mapping[str, float], group: str) -> dict[str, float]:

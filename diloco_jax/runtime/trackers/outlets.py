@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax.runtime.trackers import built_in
-from diloco_jax.runtime.trackers.otel import OpenTelemetryTracker
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.named import load_named
 
@@ -26,7 +25,7 @@ BUILT_IN: dict[str, tuple[type, str]] = {  # name -> class, and the package that
     "wandb": (built_in.WandbTracker, "wandb"),
     "trackio": (built_in.TrackioTracker, "trackio"),
     "mlflow": (built_in.MlflowTracker, "mlflow"),
-    "opentelemetry": (OpenTelemetryTracker, "opentelemetry.exporter.otlp.proto.http"),
+    "opentelemetry": (built_in.OpenTelemetryTracker, "opentelemetry.exporter.otlp.proto.http"),
 }
 TRACKER_METHODS = ("begin", "log", "close")
 CALLBACK_METHODS = ("on_step", "on_round", "on_eval", "on_event")
@@ -36,11 +35,7 @@ QUIET = ("step", "closed")  # records that are neither values nor events
 
 
 class Aside:
-    """An object in a thread of its own. What raises there is told once, and the object is not called any more.
-
-    Args:
-        make: makes the object, in its thread.
-    """
+    """An object made in a thread of its own. What raises there is told once, and it is not called any more."""
 
     def __init__(self, name: str, make: Callable[[], Any]) -> None:
         self._name = name
@@ -91,11 +86,7 @@ def close_all(asides: Iterable[Aside], within_s: float) -> None:
 
 
 def find_trackers(names: Sequence[str]) -> dict[str, type]:
-    """Return the classes of these trackers.
-
-    Raises:
-        ValueError: one is not installed, cannot be loaded, or lacks a method.
-    """
+    """Return the classes of these trackers; ValueError if one is not installed, cannot be loaded, or lacks a method."""
     found = {}
     for name in names:
         found[name], package = BUILT_IN[name] if name in BUILT_IN else (_class_of("trackers", name), "")
@@ -115,11 +106,7 @@ def _installed(package: str) -> bool:
 
 
 def find_callbacks(names: Sequence[str], methods: Sequence[str] = CALLBACK_METHODS) -> dict[str, type]:
-    """Return the classes of those callbacks that have one of the methods.
-
-    Raises:
-        ValueError: one cannot be loaded, or has no method that is ever called.
-    """
+    """Return the classes of callbacks with one of the methods; ValueError if one cannot be loaded, or has no method."""
     found = {name: _class_of("callbacks", name) for name in names}
     for name, each in found.items():
         if not any(hasattr(each, method) for method in CALLBACK_METHODS):
@@ -141,11 +128,7 @@ def _class_of(setting: str, name: str) -> type:
 
 
 class Outlets:
-    """All of a run's trackers and callbacks; `on_step` is called in the learners' processes.
-
-    Raises:
-        ValueError: one of them cannot be loaded.
-    """
+    """All of a run's trackers and callbacks; `on_step` is called in the learners' processes."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         trackers, callbacks = find_trackers(config.trackers), find_callbacks(config.callbacks, CALLBACK_METHODS[1:])
@@ -188,7 +171,6 @@ class Outlets:
             callback.call(method, *arguments)
 
     def close(self) -> None:
-        """Let all of them end what they have to do, as far as there is time."""
         for tracker in self._trackers:
             tracker.call("close")
         close_all([*self._trackers, *self._callbacks], CLOSE_S)

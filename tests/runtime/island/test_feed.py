@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco_jax.runtime.island import feed as module
-from diloco_jax.runtime.island.feed import Feed, Key, ReadAhead, batches_of
+from diloco_jax.runtime.island import built_in as module
+from diloco_jax.runtime.island.built_in import Feed, Key, ReadAhead, batches_of
 from diloco_jax.training.data.sample import Sample
 
 WAIT_S = 30.0

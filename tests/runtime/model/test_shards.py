@@ -20,7 +20,7 @@ from diloco_jax.runtime.model.arithmetic import Arithmetic, local_arithmetic
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model, make_setup
 from diloco_jax.runtime.model.merge_shards import MergeShards
 from diloco_jax.runtime.model.shard_commands import ShardFree
-from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, Told, open_listener
+from diloco_jax.runtime.syncer.sharded_listener import Life, ShardedListener, open_listener
 from diloco_jax.runtime.syncer.workers import Results
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
@@ -46,8 +46,8 @@ class Bench:
         setup, events = make_setup(self.config, LEAFY_PLAN), Results()
         self.shards = MergeShards(setup, LEAFY_PLAN, path, 1, events.put, self.deaths.append)
         self.model = model(self.config, Arithmetic(setup, self.shards.shares))
-        life = Life("fresh", 1, threading.Event())
-        listener = open_listener(self.config, folder, life, Told(FINGERPRINT, Description("", "")), self.shards, events)
+        life = Life("fresh", 1, threading.Event(), FINGERPRINT, Description("", ""))
+        listener = open_listener(self.config, folder, life, self.shards, events)
         assert isinstance(listener, ShardedListener)
         self.listener = listener
         self.links: dict[str, Link] = {}
@@ -68,7 +68,7 @@ class Bench:
 
     def dial(self, name: str) -> Link:
         wire, setup = self.config.wire, self.model.setup
-        transport = replace(self.config.transport, address=self.listener.address)
+        transport = replace(self.config.transport, address=self.listener.control.address)
         dialler = Dialler(
             transport, run_id="small", learner_id=name, incarnation=1, shares=setup.shares, up=wire.up, down=wire.down
         )

@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from diloco_jax.runtime.trackers import outlets
-from diloco_jax.runtime.trackers.otel import OpenTelemetryTracker
+from diloco_jax.runtime.trackers.built_in import OpenTelemetryTracker
 from diloco_jax.runtime.trackers.outlets import BUILT_IN, Aside, Outlets, close_all, find_callbacks, find_trackers
 from diloco_jax.settings.run import RunConfig
 
