@@ -1,9 +1,9 @@
 """The rules of the house, read from the sources: which room may import which, nothing in a circle, no room too full.
 
-    cli -> tools -> runtime | sim -> settings -> transport | training -> protocol | core | drawing
+    cli -> tools -> runtime | sim -> settings -> transport | training -> protocol | core
 
-`protocol` decides and `core` computes; both are pure and they never meet but in a driver. `drawing` makes charts as
-text and knows nothing of the others. Nothing but `cli` imports `tools`, so a tool can be deleted without a trace.
+`protocol` decides and `core` computes; both are pure and they never meet but in a driver. Nothing but `cli` imports
+`tools`, so a tool can be deleted without a trace.
 """
 
 import ast
@@ -20,17 +20,16 @@ from typing import NamedTuple
 PACKAGE = "diloco_jax"
 ROOT = Path(__file__).resolve().parent.parent
 
-BOTTOM = {"protocol", "core", "drawing"}
+BOTTOM = {"protocol", "core"}
 MIDDLE = {"transport", "training"} | BOTTOM
 RUNS = {"runtime", "sim", "settings"} | MIDDLE
 LAYERS: dict[str, set[str]] = {
     "protocol": set(),
     "core": set(),
-    "drawing": set(),
     "transport": {"protocol", "core"},
     "training": {"protocol", "core"},
     "settings": {"transport", "training", "protocol", "core"},
-    "sim": {"protocol", "drawing"},
+    "sim": {"protocol"},
     "runtime": {"settings"} | MIDDLE,
     "tools": RUNS,
     "cli": {"tools"} | RUNS,
@@ -87,7 +86,6 @@ THIRD_PARTY = {
     "protocol": set[str](),
     "core": {"jax", "jaxlib", "numpy", "optax", "ml_dtypes", "jaxtyping", "numba", "xxhash"},
     "sim": set[str](),
-    "drawing": set[str](),
 }
 PURE_LAYERS = {"protocol", "core"}
 IO_BUILTINS = {"open", "input", "print"}
@@ -311,7 +309,6 @@ BAD = {
     "core uses another library": ("core.codec", "import flax"),
     "sim uses core": ("sim.cluster", "import diloco_jax.core.merge"),
     "sim uses numpy": ("sim.engine", "import numpy"),
-    "drawing uses a library": ("drawing.charts", "import rich"),
     "transport uses training": ("transport.grpc", "from diloco_jax.training import island"),
     "runtime uses sim": ("runtime.local", "from diloco_jax import sim"),
     "runtime uses the root": ("runtime.local", "from diloco_jax import RunConfig"),

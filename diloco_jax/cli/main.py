@@ -11,46 +11,11 @@ import threading
 import traceback
 from collections.abc import Sequence
 
-from diloco_jax.cli import first, inference, prepare, records, runs
-from diloco_jax.cli.words import CHAOS_LEARNER, COMPILE, MERGE_SHARD, Command, check_command, make_parser
+from diloco_jax.cli.words import CHAOS_LEARNER, COMPILE, check_command, function_of, make_parser, read_words
 from diloco_jax.protocol.releases import OtherRelease
 from diloco_jax.runtime.local.machine import limit_jax, look
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, WRONG_INPUT
 
-COMMANDS: dict[str, Command] = {
-    "init": first.init,
-    "tokenize": first.tokenize,
-    "data": first.data,
-    "train": runs.train,
-    "syncer": runs.syncer,
-    "learner": runs.learner,
-    "islands": runs.islands,
-    CHAOS_LEARNER: runs.learner,
-    MERGE_SHARD: runs.merge_shard,
-    COMPILE: runs.compile_ahead,
-    "chaos": runs.chaos,
-    "baseline": runs.baseline,
-    "status": records.status,
-    "drain": records.drain,
-    "profile": records.profile,
-    "eval": inference.evaluate,
-    "sample": inference.sample,
-    "import": inference.begin,
-    "export": inference.export,
-    "report": records.report,
-    "view": records.view,
-    "compare": records.compare,
-    "replay": records.replay,
-    "audit": records.audit,
-    "simulate": prepare.simulate,
-    "plan": prepare.plan,
-    "certs": prepare.certs,
-    "doctor": prepare.doctor,
-    "launch": prepare.launch,
-    "preflight": prepare.preflight,
-    "schema": first.schema,
-    "completion": first.completion,
-}
 TRAINING = {"train", "chaos", "learner", CHAOS_LEARNER, COMPILE, "islands", "baseline", "replay"}  # or start who does
 DISK_TROUBLE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)  # may be over at the next attempt
 
@@ -59,8 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     if (here := os.getcwd()) not in sys.path:  # as for `python -m`: people's own models lie there
         sys.path.append(here)
-    parser = make_parser(COMMANDS)
-    check_command(parser, sys.argv[1:] if arguments is None else arguments, COMMANDS)
+    words = read_words()
+    parser = make_parser(words)
+    check_command(parser, sys.argv[1:] if arguments is None else arguments, words)
     known, rest = parser.parse_known_args(arguments)
     if rest and not known.takes_overrides:
         known.sub.error(known.sub.near_option(rest[0]) or f"unrecognized arguments: {' '.join(rest)}")
@@ -89,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _status_of(known: argparse.Namespace) -> int:
     """Run the command; errors for people become one line and a status."""
     try:
-        status = int(known.command(known))
+        status = function_of(known.calls)(known)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # `diloco status RUN | head`: whoever read us has seen enough

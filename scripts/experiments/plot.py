@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from diloco_jax.drawing.charts import Axis, Line, count_axis, line_chart, number_axis, settings_axis
-from diloco_jax.drawing.page import SVG_STYLE
+from plotting.charts import SVG_STYLE, Axis, Line, count_axis, line_chart, number_axis, settings_axis
+
 from experiments.records import Record
 from experiments.spec import Case
 from experiments.tables import Results, compared, value_of

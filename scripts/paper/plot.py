@@ -3,15 +3,8 @@
 from collections.abc import Sequence
 from html import escape
 
-from diloco_jax.drawing.charts import (
-    NUM_COLOURS,
-    Line,
-    Point,
-    line_chart,
-    settings_axis,
-    share_axis,
-)
-from diloco_jax.drawing.page import SVG_STYLE
+from plotting.charts import NUM_COLOURS, SVG_STYLE, Line, Point, line_chart, settings_axis, share_axis
+
 from diloco_jax.sim.goodput.methods import Row
 
 HEIGHT = 440  # of a chart, in its own pixels

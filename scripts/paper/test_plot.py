@@ -4,9 +4,8 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from plotting.charts import BOTTOM, LEFT, NUM_COLOURS, RIGHT, SVG_STYLE, TOP
 
-from diloco_jax.drawing.charts import BOTTOM, LEFT, NUM_COLOURS, RIGHT, TOP
-from diloco_jax.drawing.page import SVG_STYLE
 from diloco_jax.sim.goodput.methods import Row
 from paper.plot import HEIGHT, SVG_WIDTH, drawing
 

@@ -4,12 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from diloco_jax.drawing.charts import format_count
 from diloco_jax.protocol.watch.alarms import REMEDIES
 from diloco_jax.runtime.records.liveness import ENDED
 from diloco_jax.runtime.records.phases import StartPhase
 from diloco_jax.runtime.records.status import EVALUATING
-from diloco_jax.tools.live.words import alarm_line, format_duration, share_done, time_left
+from diloco_jax.tools.live.words import alarm_line, format_count, format_duration, share_done, time_left
 
 LINE_EVERY_S = 1.0  # at most one line so often
 FLAP_S = 30.0  # what was said of something is not said of it again so soon

@@ -11,11 +11,19 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco_jax.drawing.charts import format_bytes, format_count
 from diloco_jax.runtime.records.liveness import SILENT
 from diloco_jax.runtime.records.phases import StartPhase
 from diloco_jax.tools.live.history import SPEED, sparkline
-from diloco_jax.tools.live.words import NO_VALUE, alarm_line, format_duration, or_none, share_done, time_left
+from diloco_jax.tools.live.words import (
+    NO_VALUE,
+    alarm_line,
+    format_bytes,
+    format_count,
+    format_duration,
+    or_none,
+    share_done,
+    time_left,
+)
 
 WIDE = 120  # columns from which a row says more
 NARROW_BARS, WIDE_BARS = 36, 24

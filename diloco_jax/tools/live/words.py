@@ -16,9 +16,24 @@ A learner's numbers may be null until it has reported a step.
 from collections.abc import Mapping
 from typing import Any
 
-from diloco_jax.drawing.charts import format_bytes, format_count
-
 NO_VALUE = "–"
+
+
+def format_count(value: float) -> str:
+    """Return a count in at most four characters and a unit: 950, 1.23k, 45.6M."""
+    units = ["", "k", "M", "G", "T"]
+    while abs(value) >= 999.5 and len(units) > 1:
+        value /= 1000
+        del units[0]
+    unit = units[0]
+    return f"{value:.0f}{unit}" if not unit or abs(value) >= 100 else f"{value:.3g}{unit}"
+
+
+def format_bytes(value: float) -> str:
+    """Return a size in decimal units: 950 B, 1.23 MB."""
+    text = format_count(value)
+    number, unit = (text[:-1], text[-1]) if text[-1].isalpha() else (text, "")
+    return f"{number} {unit}B"
 
 
 def format_duration(seconds: float) -> str:

@@ -7,8 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from diloco_jax.drawing.charts import format_bytes, format_count
-from diloco_jax.tools.live.words import NO_VALUE, format_duration
+from diloco_jax.tools.live.words import NO_VALUE, format_bytes, format_count, format_duration
 from diloco_jax.tools.view.feed import RunFeed
 
 Form = Callable[[Any], str]

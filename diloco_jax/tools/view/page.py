@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from diloco_jax.drawing.page import STYLE
 from diloco_jax.runtime.records.files import METRICS_FILE, REPORT_FILE
 from diloco_jax.runtime.records.telemetry import replace_text
+from diloco_jax.tools.view.colours import VARIABLES
 from diloco_jax.tools.view.feed import RunFeed
 from diloco_jax.tools.view.verdict import against
 
@@ -22,7 +22,7 @@ def compose_page(data: Any = None) -> tuple[str, str]:
         data: all that it shows, for a page without a server.
     """
     parts = {name: (FOLDER / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
-    parts["css"] = STYLE + parts["css"]
+    parts["css"] = VARIABLES + parts["css"]
     page = parts["html"].replace("/*style*/", parts["css"]).replace("/*script*/", parts["js"])
     page = page.replace("/*data*/", json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
     hashes = {name: base64.b64encode(hashlib.sha256(parts[name].encode()).digest()).decode() for name in ("css", "js")}

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from diloco_jax.drawing.charts import format_count
 from diloco_jax.runtime.records.liveness import ENDED
-from diloco_jax.tools.live.words import format_duration
+from diloco_jax.tools.live.words import format_count, format_duration
 
 BASELINE = "baseline"
 

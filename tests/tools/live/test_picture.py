@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_jax.drawing.charts import format_bytes, format_count
 from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.runtime.records.phases import StartPhase
 from diloco_jax.tools.live.history import History, sparkline
 from diloco_jax.tools.live.picture import render
-from diloco_jax.tools.live.words import describe, format_duration
+from diloco_jax.tools.live.words import describe, format_bytes, format_count, format_duration
 from tests.tools.live.made import FRESH, REASONS, STARTING, drawn, learner, status, words
 
 COUNTS = {0: "0", 950: "950", 999.6: "1k", 1234: "1.23k", 45.6e6: "45.6M", 999_499: "999k", 3e15: "3000T"}

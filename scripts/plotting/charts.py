@@ -1,13 +1,16 @@
-"""Line charts as SVG text: axes, ticks, curves. Standard library only, so that the simulator draws with it too.
+"""Line charts as SVG text: axes, ticks, curves, and the style sheet of a drawing in a file of its own.
 
 Colours come from a style sheet (classes k0 to k7 and a few roles), so that one drawing serves light and dark.
 Sizes are CSS pixels of the drawing's own coordinate system.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
+
+from diloco_jax.tools.live.words import format_count
+from diloco_jax.tools.view.colours import DARK, IN_THE_DARK, LIGHT
 
 NUM_COLOURS = 8
 WIDE, HALF = 1040, 504  # drawing widths: the whole column, and two side by side
@@ -44,23 +47,6 @@ class Line:
     points: Sequence[Point] = field(repr=False)
     style: str
     dots: bool = False
-
-
-def format_count(value: float) -> str:
-    """Return a count in at most four characters and a unit: 950, 1.23k, 45.6M."""
-    units = ["", "k", "M", "G", "T"]
-    while abs(value) >= 999.5 and len(units) > 1:
-        value /= 1000
-        del units[0]
-    unit = units[0]
-    return f"{value:.0f}{unit}" if not unit or abs(value) >= 100 else f"{value:.3g}{unit}"
-
-
-def format_bytes(value: float) -> str:
-    """Return a size in decimal units: 950 B, 1.23 MB."""
-    text = format_count(value)
-    number, unit = (text[:-1], text[-1]) if text[-1].isalpha() else (text, "")
-    return f"{number} {unit}B"
 
 
 def nice_step(span: float, ticks_max: int) -> float:
@@ -160,3 +146,23 @@ def line_chart(title: str, lines: Sequence[Line], x_axis: Axis, y_axis: Axis, *,
     area = f"{LEFT},{TOP},{right},{num(bottom)}"
     data = f' class="chart" data-x="{ends[0]}" data-y="{ends[1]}" data-area="{area}"'
     return svg(width, height, title, out, data)
+
+
+def _svg_rules(colours: Mapping[str, str]) -> str:
+    rules = [
+        f".page{{fill:{colours['page']}}}text{{fill:{colours['soft']}}}.title,.key{{fill:{colours['ink']}}}",
+        f".grid{{stroke:{colours['line']}}}.axis{{stroke:{colours['axis']}}}",
+    ]
+    styles = {name: colour for name, colour in colours.items() if name[0] == "k"} | {"main": colours["ink"]}
+    for name, colour in styles.items():
+        rules.append(f".line.{name}{{stroke:{colour}}}.dot.{name}{{fill:{colour}}}")
+    return "".join(rules)
+
+
+# Of a drawing in a file of its own: spelled out, since many viewers of SVG know neither variables nor the dark.
+SVG_STYLE = (
+    'text{font:12px system-ui,-apple-system,"Segoe UI",sans-serif}.title{font-size:16px;font-weight:620}'
+    ".grid,.axis,.line{fill:none}.line{stroke-width:1.6;stroke-linejoin:round}.line.main{stroke-width:2.4}"
+    f".line.dashed{{stroke-dasharray:7 5}}"
+    f"{_svg_rules(LIGHT)}{IN_THE_DARK}{{{_svg_rules(DARK)}}}"
+)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_jax.drawing import charts
-from diloco_jax.drawing.charts import NUM_COLOURS, settings_axis
-from diloco_jax.drawing.page import DARK, LIGHT
+from diloco_jax.tools.view.colours import DARK, LIGHT
+from plotting import charts
+from plotting.charts import NUM_COLOURS, settings_axis
 
 
 def luminance(colour: str) -> float:

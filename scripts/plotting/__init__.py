@@ -1,0 +1,1 @@
+"""Charts that programs of this folder draw."""
